@@ -1,0 +1,58 @@
+# Every target sets up what it needs in .venv; nothing has to be installed by hand beforehand except
+# Python 3.11 or newer. `make help` lists the targets.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip
+# torch goes in first and at its exact pin: a looser requirement can resolve to a newer build and fetch
+# gigabytes of CUDA packages.
+TORCH := $(shell grep -m1 '^torch==' constraints.txt)
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint bench clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.stamp-demo ## Run the demonstration (DEMO_ARGS=...)
+	$(BIN)/python -m shmloader demo $(DEMO_ARGS)
+
+test: lint ## Lint, check types, run the tests (PYTEST_ARGS=...)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.stamp-test ## Lint, check formatting, check types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.stamp-bench ## Run the transport benchmark (BENCH_ARGS=...)
+	$(BIN)/python benchmarks/transport.py $(BENCH_ARGS)
+
+clean: ## Remove the environment, builds and caches
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One stamp per extra, inside the environment so that both go together. setuptools comes with torch, so
+# the build needs no isolated environment, and the constraints hold for it too.
+$(VENV)/.stamp-%: $(VENV)/.stamp-venv pyproject.toml constraints.txt
+	$(PIP) install --disable-pip-version-check -c constraints.txt "$(TORCH)" setuptools
+	$(PIP) install --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[$*]'
+	@touch $@
+
+# An environment that works is kept, whoever made it; a broken or half-made one is made anew.
+$(VENV)/.stamp-venv:
+	@$(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "shmloader needs Python 3.11 or newer, and '$(PYTHON)' is" \
+	      "$$($(PYTHON) --version 2>&1 || true). Name another: make PYTHON=/path/to/python3.11"; \
+	    exit 1; }; \
+	  $(PYTHON) -c 'import ensurepip, venv' || { \
+	    echo "'$(PYTHON)' cannot make environments: install its venv package (python3-venv)"; \
+	    exit 1; }; \
+	  $(PYTHON) -m venv --clear $(VENV); } >&2
+	@touch $@

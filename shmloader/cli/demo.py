@@ -1,0 +1,244 @@
+"""``python -m shmloader demo``: train a small model with torch's loader and with this one."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from shmloader.cli.demo_report import (
+    Run,
+    describe_corpus,
+    describe_work,
+    format_table,
+    runs_agree,
+)
+from shmloader.cli.demo_run import INTERRUPTED, RunResult, RunSpec
+from shmloader.cli.process_memory import sample_until_exit
+
+DESCRIPTION = """\
+Train a small byte-level language model on the Python sources of this interpreter, with
+torch.utils.data.DataLoader and with shmloader.DataLoader, and compare the two.
+
+Both loaders get the same samples, seed, workers and collate function, and each runs in a fresh
+process. The table shows:
+
+  time to first batch   from iter(loader) on, so starting the workers is part of it
+  training              samples/s with the model, and how long the model waited for data;
+                        the model's arithmetic takes most of this time with either loader
+  loader alone          samples/s without the model, over 2,000 batches or one epoch
+  loss                  on held-out samples; equal, bit for bit, for both loaders
+  peak memory           proportional set size (PSS), summed over main process and workers
+
+PSS needs Linux. The picture needs matplotlib (pip install matplotlib).
+"""
+
+_SAMPLING_INTERVAL_S = 0.2
+_STOP_GRACE_S = 5.0
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
+
+
+class RunFailedError(Exception):
+    """A run's process ended without a result."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the demo's description and options to its parser."""
+    parser.description = DESCRIPTION
+    parser.add_argument(
+        "--loader",
+        choices=["both", "torch", "shmloader"],
+        default="both",
+        help="which loader to run (default: both, one after the other)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=_count(1),
+        default=100,
+        metavar="N",
+        help="training steps for each loader; sets how long the demo takes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=_count(1),
+        default=32,
+        metavar="N",
+        help="samples per batch (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--workers",
+        type=_count(0),
+        default=2,
+        metavar="N",
+        help="worker processes; 0 loads in the main process (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--start-method",
+        choices=multiprocessing.get_all_start_methods(),
+        default=multiprocessing.get_start_method(),
+        help="how workers start (default: Python's own, here %(default)s)",
+    )
+    parser.add_argument(
+        "--max-bytes",
+        type=_nbytes,
+        default="32M",
+        metavar="N",
+        help="most source text to read, in bytes or as 500K, 32M, 1G (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--no-share",
+        action="store_true",
+        help="keep the samples in a plain list for shmloader too, not in shmloader.share(list)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=_count(0),
+        default=0,
+        metavar="N",
+        help="seed of the model and of the shuffling (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        default=Path("shmloader-demo.png"),
+        metavar="PATH",
+        help="where to write the picture of memory over time (default: %(default)s)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the demo.
+
+    Args:
+        arguments: Parsed options, see :func:`add_arguments`.
+
+    Returns:
+        0, or 1 when a run failed or the two loaders disagreed, or 130 after Ctrl-C.
+    """
+    specs = _specs(arguments)
+    print("shmloader demo: a byte-level language model on this interpreter's Python sources")
+    print(describe_work(specs[0]), flush=True)
+    runs: list[Run] = []
+    try:
+        for spec in specs:
+            print(f"running {spec.loader} ...", file=sys.stderr, flush=True)
+            runs.append(_run_in_process(spec))
+    except RunFailedError as failure:
+        print(failure, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return _report(arguments.picture, runs)
+
+
+def _specs(arguments: argparse.Namespace) -> list[RunSpec]:
+    """Turn the options into one run per loader."""
+    names = ["torch", "shmloader"] if arguments.loader == "both" else [arguments.loader]
+    return [
+        RunSpec(
+            loader=name,
+            share=name == "shmloader" and not arguments.no_share,
+            steps=arguments.steps,
+            batch_size=arguments.batch_size,
+            workers=arguments.workers,
+            start_method=arguments.start_method,
+            max_nbytes=arguments.max_bytes,
+            seed=arguments.seed,
+        )
+        for name in names
+    ]
+
+
+def _run_in_process(spec: RunSpec) -> Run:
+    """Run one spec in a fresh process and watch the memory of its tree.
+
+    Raises:
+        RunFailedError: The process ended without a result; it has said why on standard error.
+    """
+    with tempfile.TemporaryDirectory(prefix="shmloader-demo-") as folder:
+        result_path = Path(folder, "result.json")
+        command = [sys.executable, "-m", "shmloader.cli.demo_run"]
+        # A session of its own, or Ctrl-C would also strike the workers, in mid-sentence.
+        process = subprocess.Popen(
+            [*command, json.dumps(asdict(spec)), str(result_path)], start_new_session=True
+        )
+        try:
+            memory = sample_until_exit(process, _SAMPLING_INTERVAL_S)
+        finally:
+            _stop(process)
+        if process.returncode:
+            raise RunFailedError(
+                f"the run with {spec.loader} failed (exit status {process.returncode})"
+            )
+        values = json.loads(result_path.read_text(encoding="utf-8"))
+        return Run(spec, RunResult(**values), memory)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End a run that may still be going on: first it may stop its workers, then it is killed."""
+    if process.poll() is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.terminate()
+            process.wait(_STOP_GRACE_S)
+    if process.returncode != 0 and hasattr(os, "killpg"):
+        # The whole session: also the workers that outlived a crashed main process.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+
+
+def _report(picture: Path, runs: Sequence[Run]) -> int:
+    """Print what was measured, write the picture, and return the exit status."""
+    print(f"{describe_corpus(runs[0].result)}\n\n{format_table(runs)}")
+    agree = runs_agree(runs)
+    if len(runs) > 1:
+        print(f"batches and losses equal, bit for bit: {'yes' if agree else 'NO'}")
+    print(_write_picture(picture, runs))
+    return 0 if agree else 1
+
+
+def _write_picture(picture: Path, runs: Sequence[Run]) -> str:
+    """Write the picture if it can be, and say in one line where it is or why it is not."""
+    if not all(run.memory for run in runs):
+        return "no picture: this platform does not report PSS"
+    try:
+        from shmloader.cli.demo_plot import draw_memory
+    except ImportError:
+        return "no picture: matplotlib is not installed (pip install matplotlib)"
+    try:
+        draw_memory(picture, runs)
+    except OSError as error:
+        return f"no picture: {error}"
+    return f"picture of memory over time: {picture.resolve()}"
+
+
+def _count(smallest: int) -> Callable[[str], int]:
+    """Make an argparse type for whole numbers from a smallest one up."""
+
+    def parse(text: str) -> int:
+        number = int(text) if text.isdecimal() else -1
+        if number < smallest:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= {smallest}")
+        return number
+
+    return parse
+
+
+def _nbytes(text: str) -> int:
+    """Parse a size in bytes, with K, M or G for its binary multiples."""
+    digits, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
+    if not digits.isdecimal() or int(digits) == 0 or (unit and unit not in _UNITS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500000, 500K or 32M")
+    return int(digits) * _UNITS.get(unit, 1)

@@ -1,0 +1,155 @@
+"""The demo's dataset: the Python sources that come with the running interpreter.
+
+Sources are kept as bytes. A byte-level model needs no text, and a file's declared encoding (PEP
+263) may be anything, so nothing is decoded, replaced or dropped.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
+
+MAX_SAMPLE_NBYTES = 256
+"""Longer pieces go on in the next sample: it bounds the time of one training step."""
+
+MIN_SAMPLE_NBYTES = 2
+"""A next-byte model needs one byte to read and one to predict."""
+
+_SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
+# A piece begins at a function, method, class or decorator, at most one level deep.
+_PIECE_START = re.compile(rb"^(?= {0,4}(?:async def|def|class|@)\b)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Variable-length pieces of source text and where they came from.
+
+    Attributes:
+        pieces: The samples, 2 to :data:`MAX_SAMPLE_NBYTES` bytes each, in order of file and place.
+        files: How many files were read.
+        lines: How many lines those files hold.
+        nbytes: Their size, in bytes.
+        unreadable_files: How many files could not be read and were left out.
+    """
+
+    pieces: list[bytes]
+    files: int
+    lines: int
+    nbytes: int
+    unreadable_files: int
+
+
+class Batch(NamedTuple):
+    """One padded batch.
+
+    Attributes:
+        tokens: uint8, (samples, longest sample), filled up with zeros.
+        lengths: int64, (samples,), each sample's own length in bytes.
+    """
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+
+
+class SourceDataset(Dataset[torch.Tensor]):
+    """Map-style dataset of ragged uint8 token sequences."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        """Read samples from any sequence of bytes: a list, or one in shared memory."""
+        self._pieces = pieces
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self._pieces)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """Return one sample as uint8 tokens."""
+        return torch.frombuffer(bytearray(self._pieces[index]), dtype=torch.uint8)
+
+
+def pad_batch(samples: list[torch.Tensor]) -> Batch:
+    """Collate samples by padding each to the length of the batch's longest."""
+    lengths = torch.tensor([len(sample) for sample in samples])
+    return Batch(pad_sequence(samples, batch_first=True), lengths)
+
+
+def library_folders() -> list[Path]:
+    """Return the interpreter's library folders: the standard library, then installed packages."""
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    folders = [Path(sysconfig.get_path(name)) for name in names]
+    return list(dict.fromkeys(folders))
+
+
+def source_files(folders: Sequence[Path]) -> Iterator[Path]:
+    """Yield the Python files under some folders: folder by folder, sorted by path, none twice."""
+    seen: set[Path] = set()
+    for folder in folders:
+        for parent, subfolders, names in os.walk(folder):
+            # Sorted in place, which also settles the order of the walk. The package folders lie
+            # inside the standard library's; they are roots of their own where they are in use.
+            subfolders[:] = sorted(set(subfolders) - _SKIPPED_FOLDERS)
+            for name in sorted(names):
+                path = Path(parent, name)
+                if path.suffix == ".py" and path.resolve() not in seen:
+                    seen.add(path.resolve())
+                    yield path
+
+
+def split_source(source: bytes) -> Iterator[bytes]:
+    """Cut one file into function-sized pieces of bounded length; together they are the file."""
+    for piece in _PIECE_START.split(source):
+        for start in range(0, len(piece), MAX_SAMPLE_NBYTES):
+            yield piece[start : start + MAX_SAMPLE_NBYTES]
+
+
+def build_corpus(folders: Sequence[Path], max_nbytes: int) -> Corpus:
+    """Read Python files, in order, until the next one would exceed a size.
+
+    Args:
+        folders: Where to look, as :func:`library_folders` gives them.
+        max_nbytes: Most source text to take. A first file larger than this is cut.
+
+    Returns:
+        The corpus: the same for the same files and size, on every run.
+    """
+    pieces: list[bytes] = []
+    files = lines = nbytes = unreadable_files = 0
+    for path in source_files(folders):
+        try:
+            source = path.read_bytes()
+        except OSError:
+            unreadable_files += 1
+            continue
+        if nbytes + len(source) > max_nbytes:
+            if files:
+                break
+            source = source[:max_nbytes]
+        files += 1
+        lines += source.count(b"\n")
+        nbytes += len(source)
+        pieces.extend(p for p in split_source(source) if len(p) >= MIN_SAMPLE_NBYTES)
+    return Corpus(pieces, files, lines, nbytes, unreadable_files)
+
+
+def hold_out(pieces: list[bytes], count: int) -> tuple[list[bytes], list[bytes]]:
+    """Split evenly spaced pieces off for judging the model.
+
+    Args:
+        pieces: All samples.
+        count: How many to hold out, about.
+
+    Returns:
+        The pieces to train on and the pieces held out.
+    """
+    stride = max(2, len(pieces) // count)
+    training = [piece for index, piece in enumerate(pieces) if index % stride]
+    return training, pieces[::stride]

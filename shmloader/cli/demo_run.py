@@ -1,0 +1,256 @@
+"""One loader's part of the demo, in a process of its own, so that memory figures do not mix.
+
+Started by :mod:`shmloader.cli.demo` as ``python -m shmloader.cli.demo_run SPEC RESULT``: the first
+argument is a :class:`RunSpec` as JSON, the second the file that receives the :class:`RunResult`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+import zlib
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+
+import shmloader
+from shmloader.cli.demo_corpus import (
+    Batch,
+    SourceDataset,
+    build_corpus,
+    hold_out,
+    library_folders,
+    pad_batch,
+)
+from shmloader.cli.demo_model import Trainer
+from shmloader.cli.demo_progress import progress_bar
+
+INTERRUPTED = 130
+"""Exit status of a run that was asked to stop: the shell's number for Ctrl-C."""
+
+_HELD_OUT_SAMPLES = 256
+_HELD_OUT_BATCH = 32
+_LOADER_ALONE_BATCHES = 2000  # Or one epoch, whichever is shorter.
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What one run does; all but ``loader`` and ``share`` is the same for both loaders.
+
+    Attributes:
+        loader: ``torch`` or ``shmloader``.
+        share: Whether the samples are put into shared memory with ``shmloader.share``.
+        steps: Training steps.
+        batch_size: Samples per batch.
+        workers: Worker processes.
+        start_method: Name of a multiprocessing start method.
+        max_nbytes: Most source text to read.
+        seed: Seed of the model and of the shuffling.
+    """
+
+    loader: str
+    share: bool
+    steps: int
+    batch_size: int
+    workers: int
+    start_method: str
+    max_nbytes: int
+    seed: int
+
+
+@dataclass
+class RunResult:
+    """What one run measured. Times in s, moments on the clock of ``time.monotonic``.
+
+    Attributes:
+        files: Source files read.
+        lines: Lines in them.
+        nbytes: Their size, in bytes.
+        unreadable_files: Files left out because they could not be read.
+        samples: Samples to train on.
+        first_batch_s: From ``iter(loader)`` to the first batch, starting the workers included.
+        waited_s: Time the training loop spent waiting for the batches after the first.
+        training_rate: Samples per second of training, after the first batch.
+        loader_alone_rate: Samples per second without a model, after the first batch.
+        loss_before: Loss on held-out samples before training, in nats per byte.
+        loss_after: The same, after training.
+        checksum: CRC-32 over all bytes of all batches, in order.
+        phases: Moments at which the phases of the run began, by name.
+    """
+
+    files: int = 0
+    lines: int = 0
+    nbytes: int = 0
+    unreadable_files: int = 0
+    samples: int = 0
+    first_batch_s: float = 0.0
+    waited_s: float = 0.0
+    training_rate: float = 0.0
+    loader_alone_rate: float = 0.0
+    loss_before: float = 0.0
+    loss_after: float = 0.0
+    checksum: int = 0
+    phases: dict[str, float] = field(default_factory=dict)
+
+
+class StopRequested(BaseException):
+    """The run is to end early, and quietly."""
+
+
+class StopSignal:
+    """Notes that the run is to stop: on SIGTERM, or because the demo's process is gone.
+
+    It is looked at between batches instead of raised from the handler, so that a loader is never
+    torn out of the middle of its own work.
+    """
+
+    def __init__(self) -> None:
+        """Install the handler of SIGTERM; call it in the main thread."""
+        self._owner_pid = os.getpid()
+        self._parent_pid = os.getppid()
+        self._requested = False
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def check(self) -> None:
+        """Raise :class:`StopRequested` when the run is to stop."""
+        if self._requested or os.getppid() != self._parent_pid:
+            raise StopRequested
+
+    def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._owner_pid:
+            self._requested = True
+        else:  # A forked worker inherits the handler, but must end when it is told to.
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
+
+
+def make_loader(spec: RunSpec, dataset: SourceDataset) -> TorchDataLoader[torch.Tensor]:
+    """Make the loader under comparison: one class or the other, with the same arguments."""
+    loader_class: Any = TorchDataLoader if spec.loader == "torch" else shmloader.DataLoader
+    loader: TorchDataLoader[torch.Tensor] = loader_class(
+        dataset,
+        batch_size=spec.batch_size,
+        shuffle=True,
+        num_workers=spec.workers,
+        collate_fn=pad_batch,
+        drop_last=True,
+        generator=torch.Generator().manual_seed(spec.seed),
+        multiprocessing_context=spec.start_method if spec.workers else None,
+    )
+    return loader
+
+
+def endless(loader: TorchDataLoader[torch.Tensor]) -> Generator[Batch]:
+    """Yield a loader's batches, epoch after epoch."""
+    while True:
+        yield from loader
+
+
+def extend_checksum(checksum: int, batch: Batch) -> int:
+    """Add all bytes of a batch to a CRC-32."""
+    checksum = zlib.crc32(batch.lengths.numpy().data, checksum)
+    return zlib.crc32(batch.tokens.numpy().data, checksum)
+
+
+def train(
+    spec: RunSpec, dataset: SourceDataset, held_out: Sequence[Batch], stop: StopSignal
+) -> RunResult:
+    """Train the model for a fixed number of steps and measure what the training loop sees."""
+    result = RunResult()
+    trainer = Trainer(spec.seed)
+    result.loss_before = trainer.evaluate(held_out)
+    result.phases["training"] = asked_s = time.monotonic()
+    batches = endless(make_loader(spec, dataset))
+    first_s = 0.0
+    with progress_bar(spec.steps, spec.loader) as advance:
+        for step in range(spec.steps):
+            stop.check()
+            batch = next(batches)
+            arrived_s = time.monotonic()
+            if step == 0:
+                first_s = arrived_s
+                result.first_batch_s = first_s - asked_s
+            else:
+                result.waited_s += arrived_s - asked_s
+            result.checksum = extend_checksum(result.checksum, batch)
+            advance(trainer.step(batch))
+            asked_s = time.monotonic()
+    result.training_rate = spec.steps * spec.batch_size / (asked_s - first_s)
+    batches.close()  # Ends the workers.
+    result.loss_after = trainer.evaluate(held_out)
+    return result
+
+
+def measure_loader_alone(
+    spec: RunSpec, dataset: SourceDataset, result: RunResult, stop: StopSignal
+) -> None:
+    """Load batches without a model; every batch is still read, for its checksum."""
+    result.phases["loader alone"] = time.monotonic()
+    first_s = 0.0
+    samples = 0
+    for batch in itertools.islice(make_loader(spec, dataset), _LOADER_ALONE_BATCHES):
+        stop.check()
+        result.checksum = extend_checksum(result.checksum, batch)
+        if first_s:  # The first batch pays for the start of the workers: not counted.
+            samples += len(batch.lengths)
+        else:
+            first_s = time.monotonic()
+    result.loader_alone_rate = samples / (time.monotonic() - first_s)
+
+
+def measure(spec: RunSpec, stop: StopSignal) -> RunResult:
+    """Carry one run out: read the sources, train, then run the loader alone."""
+    corpus = build_corpus(library_folders(), spec.max_nbytes)
+    pieces, held_out_pieces = hold_out(corpus.pieces, _HELD_OUT_SAMPLES)
+    if len(pieces) < 2 * spec.batch_size:
+        raise SystemExit(
+            f"the Python sources found gave {len(pieces)} samples, fewer than two batches: "
+            "raise --max-bytes or lower --batch-size"
+        )
+    held_out = [pad_batch(samples) for samples in _grouped(SourceDataset(held_out_pieces))]
+    stop.check()
+    dataset = SourceDataset(shmloader.share(pieces) if spec.share else pieces)
+    # No piece may stay referenced: one alone keeps a whole arena of the allocator in memory.
+    del pieces, held_out_pieces, corpus.pieces[:]
+    result = train(spec, dataset, held_out, stop)
+    measure_loader_alone(spec, dataset, result, stop)
+    result.files, result.lines, result.nbytes = corpus.files, corpus.lines, corpus.nbytes
+    result.unreadable_files, result.samples = corpus.unreadable_files, len(dataset)
+    return result
+
+
+def _grouped(dataset: SourceDataset) -> Iterator[list[torch.Tensor]]:
+    """Yield a dataset's samples in lists of a fixed size, for judging the model."""
+    for start in range(0, len(dataset), _HELD_OUT_BATCH):
+        stop = min(start + _HELD_OUT_BATCH, len(dataset))
+        yield [dataset[index] for index in range(start, stop)]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one :class:`RunSpec` and write its :class:`RunResult`."""
+    stop = StopSignal()
+    spec = RunSpec(**json.loads(arguments[0]))
+    # Sums in the backward pass must come out in one order, or equal batches give unequal losses.
+    torch.use_deterministic_algorithms(True)
+    # One thread for the model leaves the other cores to the workers. On two cores a second thread
+    # gains little, and where other programs run, the two mostly wait for one another.
+    torch.set_num_threads(1)
+    try:
+        result = measure(spec, stop)
+    except (StopRequested, KeyboardInterrupt):
+        return INTERRUPTED
+    Path(arguments[1]).write_text(json.dumps(asdict(result)), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,91 @@
+"""Memory of a tree of processes, as the kernel's proportional set size (PSS).
+
+PSS divides each shared page among the processes that map it, so the figures of a main process and
+its workers may be added up. RSS may not: it counts a shared page once in every process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True)
+class MemorySample:
+    """The memory of a tree of processes at one moment.
+
+    Attributes:
+        time_s: When it was read, on the clock of ``time.monotonic``.
+        pss_nbytes: PSS, summed over the processes.
+        processes: How many processes were counted.
+    """
+
+    time_s: float
+    pss_nbytes: int
+    processes: int
+
+
+def pss_available() -> bool:
+    """Tell whether this platform reports PSS (Linux 4.14 and later does)."""
+    return read_pss(os.getpid()) is not None
+
+
+def read_pss(pid: int) -> int | None:
+    """Read one process's PSS in bytes; None where it is gone or the kernel does not tell."""
+    try:
+        rollup = Path("/proc", str(pid), "smaps_rollup").read_bytes()
+    except OSError:
+        return None
+    for line in rollup.splitlines():
+        if line.startswith(b"Pss:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def sample_memory(root_pid: int) -> MemorySample | None:
+    """Sum the PSS of a process and its descendants; None when nothing could be read.
+
+    Descendants and not children: under ``forkserver`` the workers are grandchildren.
+    """
+    time_s = time.monotonic()
+    try:
+        descendants = psutil.Process(root_pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return None
+    readings = [read_pss(pid) for pid in (root_pid, *(child.pid for child in descendants))]
+    known = [reading for reading in readings if reading is not None]
+    if not known:
+        return None
+    return MemorySample(time_s, sum(known), len(known))
+
+
+def sample_until_exit(process: subprocess.Popen[bytes], interval_s: float) -> list[MemorySample]:
+    """Sample a process's tree at a steady pace until the process ends.
+
+    Args:
+        process: The root of the tree, a child of this process.
+        interval_s: Time from one sample to the next.
+
+    Returns:
+        The samples in order of time; empty where PSS is not available.
+    """
+    samples: list[MemorySample] = []
+    if not pss_available():
+        process.wait()
+        return samples
+    while process.poll() is None:
+        started_s = time.monotonic()
+        sample = sample_memory(process.pid)
+        if sample is not None:
+            samples.append(sample)
+        remaining_s = max(0.0, started_s + interval_s - time.monotonic())
+        try:
+            process.wait(timeout=remaining_s)
+        except subprocess.TimeoutExpired:
+            continue
+    return samples

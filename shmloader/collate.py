@@ -1,0 +1,95 @@
+"""Default collate straight into the slot, and ``empty()`` for custom collate functions.
+
+torch's ``default_collate`` looks up how to join samples in a public map at every call. A worker replaces
+torch's own entries of that map, in its own process, by functions that write their result into the slot of
+the current task. A user's ``collate_fn`` that calls ``default_collate`` gets the same; entries that the
+user put there stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from shmloader import torch_private
+from shmloader.layout import CODE_OF_NUMPY_DTYPE, DTYPES
+from shmloader.slot_writer import current_writer
+
+_CollateMap = dict[Any, Callable[..., Any]]
+
+
+def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """An uninitialised CPU tensor, in the slot of the batch that is being made.
+
+    Call it in a ``collate_fn`` or dataset and return the tensor, or a view of it, in the batch: it then
+    reaches the main process without a copy. Outside a worker, or where the tensor does not fit in the
+    slot, it is an ordinary ``torch.empty`` and the result is the same.
+
+    Args:
+        *size: Sizes in items, as for ``torch.empty``.
+        dtype: Its dtype; ``torch.get_default_dtype()`` if None.
+
+    Returns:
+        A contiguous tensor. In a worker it may be kept beyond the task: it is then moved to private
+        memory when the batch is published.
+    """
+    shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
+    dtype = dtype or torch.get_default_dtype()
+    writer = current_writer()
+    tensor = None if writer is None else writer.tensor(shape, dtype)  # type: ignore[arg-type]
+    return torch.empty(shape, dtype=dtype) if tensor is None else tensor  # type: ignore[arg-type]
+
+
+def install_slot_collate(collate_map: _CollateMap) -> None:
+    """Let ``default_collate`` write into slots, in this process, where the map has torch's own entries.
+
+    Args:
+        collate_map: torch's ``default_collate_fn_map``; changed in place.
+    """
+    if collate_map.get(torch.Tensor) is torch_private.collate_tensor_fn:
+        collate_map[torch.Tensor] = collate_tensors
+    if collate_map.get(np.ndarray) is torch_private.collate_numpy_array_fn:
+        collate_map[np.ndarray] = collate_arrays
+
+
+def collate_tensors(
+    batch: Sequence[torch.Tensor], *, collate_fn_map: _CollateMap | None = None
+) -> torch.Tensor:
+    """Stack tensors into the slot; same result and errors as torch's ``collate_tensor_fn``."""
+    first = batch[0]
+    if first.is_nested or first.layout is not torch.strided:
+        result: torch.Tensor = torch_private.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
+        return result
+    shape = (len(batch), *first.shape)
+    out = None
+    if type(first) is torch.Tensor and first.device.type == "cpu":
+        writer = current_writer()
+        if writer is not None:
+            out = writer.tensor(shape, first.dtype)
+    if out is None:
+        # With ``out`` as torch has it in workers, so that dtypes that differ, and samples that require
+        # grad, are met with the same errors.
+        out = first.new_empty(shape)
+    torch.stack(batch, 0, out=out)  # type: ignore[arg-type]
+    return out
+
+
+def collate_arrays(
+    batch: Sequence[np.ndarray[Any, Any]], *, collate_fn_map: _CollateMap | None = None
+) -> torch.Tensor:
+    """Stack ndarrays into a tensor in the slot; same result and errors as torch's own function."""
+    first = batch[0]
+    code = CODE_OF_NUMPY_DTYPE.get(first.dtype)
+    writer = current_writer()
+    if code is not None and writer is not None:
+        dtype, shape = first.dtype, first.shape
+        if all(sample.dtype == dtype and sample.shape == shape for sample in batch):
+            out = writer.tensor((len(batch), *shape), DTYPES[code].torch_dtype)
+            if out is not None:
+                np.stack(batch, out=out.numpy())
+                return out
+    result: torch.Tensor = torch_private.collate_numpy_array_fn(batch, collate_fn_map=collate_fn_map)
+    return result

@@ -1,0 +1,70 @@
+"""Exceptions and warnings of shmloader.
+
+Every exception inherits from what users of ``torch.utils.data.DataLoader`` already catch, so that an
+``except RuntimeError`` written for torch goes on working.
+"""
+
+from __future__ import annotations
+
+
+class LoaderError(RuntimeError):
+    """Base of all errors that shmloader raises about loading itself."""
+
+
+class WorkerDied(LoaderError):
+    """A worker process ended while the loader still needed it.
+
+    Attributes:
+        worker_id: Which worker, 0 to ``num_workers - 1``.
+        pid: Its process id.
+        exit_code: Exit code as in ``multiprocessing.Process.exitcode`` (a negative number is minus the
+            signal's number), or None where it could not be learnt.
+        indices: The index batches that the worker held, oldest first; empty while starting.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        worker_id: int = -1,
+        pid: int = -1,
+        exit_code: int | None = None,
+        indices: tuple[object, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.worker_id = worker_id
+        self.pid = pid
+        self.exit_code = exit_code
+        self.indices = indices
+
+
+class WorkerTimeout(LoaderError, TimeoutError):
+    """No batch came within the loader's ``timeout``."""
+
+
+class WorkerStartError(LoaderError):
+    """A worker process could not be started with the arguments it was given."""
+
+
+class SharedMemoryExhausted(LoaderError, MemoryError):
+    """The host cannot give the shared memory that was asked for.
+
+    Attributes:
+        needed_nbytes: Bytes asked for.
+        available_nbytes: Bytes the host could still give, or None where unknown.
+    """
+
+    def __init__(
+        self, message: str, *, needed_nbytes: int = 0, available_nbytes: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.needed_nbytes = needed_nbytes
+        self.available_nbytes = available_nbytes
+
+
+class LoaderClosed(LoaderError):
+    """The iterator was closed, by ``loader.close()`` or by leaving its ``with`` block."""
+
+
+class SpillWarning(RuntimeWarning):
+    """Batches are copied to private memory because the slots' memory budget is used up."""

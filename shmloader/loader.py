@@ -1,0 +1,193 @@
+"""`DataLoader`: torch's arguments and behaviour, with workers that collate into shared-memory slots."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import torch
+import torch.utils.data
+from torch.utils.data import Dataset, Sampler
+
+from shmloader.iterator import SlotIterator
+from shmloader.slots import SlotState
+from shmloader.statistics import Counters, LoaderStatistics
+
+_T = TypeVar("_T", covariant=True)
+
+
+class DataLoader(torch.utils.data.DataLoader[_T], Generic[_T]):
+    """A drop-in for ``torch.utils.data.DataLoader`` that copies no batch between processes.
+
+    All arguments of torch's loader have torch's meaning, and batches, their order, what datasets draw in
+    workers and the state of the global generators afterwards are identical to torch's. With
+    ``num_workers=0`` it is torch's own single-process loading.
+
+    With workers, each collates its batch straight into a **slot** of shared memory, and the tensors that
+    ``next()`` returns are views of it. A slot is written again only after the last view of its batch is
+    gone, through whatever it is held (``.numpy()``, ``.detach()``, a slice, an ``nn.Parameter``), so
+    batches may be kept. While nothing is kept there are at most ``prefetch_factor * num_workers + 2``
+    slots, each as large as the largest batch it held.
+
+    Args:
+        dataset: Map-style or iterable-style dataset.
+        batch_size: Samples per batch, or None to load samples one by one.
+        shuffle: Whether to reshuffle at every epoch.
+        sampler: Draws indices; may be infinite.
+        batch_sampler: Draws lists of indices.
+        num_workers: Worker processes; 0 loads in the main process.
+        collate_fn: Joins samples to a batch, in the worker. ``shmloader.empty`` allocates its results in
+            the slot; other results are copied there once.
+        pin_memory: Return tensors in page-locked memory, where there is an accelerator.
+        drop_last: Leave out the last, incomplete batch.
+        timeout: Most seconds to wait for a batch; 0 waits as long as workers live.
+        worker_init_fn: Called in each worker with its id, after seeding.
+        multiprocessing_context: ``"fork"``, ``"spawn"``, ``"forkserver"`` or a context object; None for
+            the platform's default.
+        generator: Source of shuffling and of the workers' base seed.
+        prefetch_factor: Batches made in advance per worker; 2 if None and there are workers.
+        persistent_workers: Keep the workers from epoch to epoch.
+        pin_memory_device: Deprecated in torch; kept for its signature.
+        in_order: Return batches in the sampler's order; else as they arrive.
+        memory_budget_nbytes: Most bytes that the slots of one iterator may take together. Batches beyond
+            it are copied to private memory, counted in `statistics` and warned of once. None takes half
+            of what the machine and its memory cgroup have available when iteration begins.
+
+    Raises:
+        ValueError: For arguments that torch refuses, with torch's message, and for a budget below 1.
+    """
+
+    memory_budget_nbytes: int | None
+
+    def __init__(
+        self,
+        dataset: Dataset[_T],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        memory_budget_nbytes: int | None = None,
+    ) -> None:
+        if memory_budget_nbytes is not None and memory_budget_nbytes < 1:
+            raise ValueError(f"memory_budget_nbytes must be at least 1, not {memory_budget_nbytes}")
+        self.memory_budget_nbytes = memory_budget_nbytes
+        super().__init__(
+            dataset,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            drop_last=drop_last,
+            timeout=timeout,
+            worker_init_fn=worker_init_fn,
+            multiprocessing_context=multiprocessing_context,
+            generator=generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+        )
+
+    def __iter__(self) -> Any:
+        # A persistent iterator whose workers are gone (closed, or a worker died) cannot be resumed.
+        if isinstance(self._iterator, SlotIterator) and self._iterator.closed:
+            self._iterator = None
+        return super().__iter__()
+
+    def _get_iterator(self) -> Any:
+        if self.num_workers == 0:
+            return super()._get_iterator()
+        self.check_worker_number_rationality()
+        iterator = SlotIterator(self, self._own_counters())
+        self._own_iterators().add(iterator)
+        return iterator
+
+    # Not made in __init__: subclasses iterate inside their own __init__, and frameworks copy __dict__.
+
+    def _own_counters(self) -> Counters:
+        counters: Counters | None = self.__dict__.get("_counters")
+        if counters is None:
+            counters = self.__dict__["_counters"] = Counters()
+        return counters
+
+    def _own_iterators(self) -> weakref.WeakSet[SlotIterator]:
+        iterators: weakref.WeakSet[SlotIterator] | None = self.__dict__.get("_iterators")
+        if iterators is None:
+            iterators = self.__dict__["_iterators"] = weakref.WeakSet()
+        return iterators
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        state.pop("_counters", None)
+        state.pop("_iterators", None)
+        return state
+
+    def close(self) -> None:
+        """Stop all workers of this loader and free its slots.
+
+        Batches that the program holds stay valid. Iterators that were live raise `LoaderClosed` from
+        then on; ``iter(loader)`` starts anew. May be called any number of times.
+        """
+        for iterator in list(self._own_iterators()):
+            iterator.close("loader.close() was called")
+        if isinstance(self._iterator, SlotIterator):
+            self._iterator = None
+
+    def __enter__(self) -> Self:
+        """Use as ``with DataLoader(...) as loader``: `close` is called at the block's end."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def statistics(self) -> LoaderStatistics:
+        """What the loader has done so far and what it holds now."""
+        counters = self._own_counters()
+        pools = [iterator.pool for iterator in self._own_iterators()]
+        for pool in pools:
+            pool.collect()
+        slots = [slot for pool in pools for slot in pool.slots]
+
+        def count(state: SlotState) -> int:
+            return sum(slot.state is state for slot in slots)
+
+        return LoaderStatistics(
+            slots_free=count(SlotState.FREE),
+            slots_granted=count(SlotState.GRANTED),
+            slots_published=count(SlotState.PUBLISHED),
+            slots_leased=count(SlotState.LEASED),
+            reserved_nbytes=sum(slot.nbytes for slot in slots),
+            used_nbytes=sum(slot.used_nbytes for slot in slots),
+            largest_batch_nbytes=counters.largest_batch_nbytes,
+            batches=counters.batches,
+            failures=counters.failures,
+            spills=counters.spills,
+            spilled_nbytes=counters.spilled_nbytes,
+            detached=counters.detached,
+            pin_copies=counters.pin_copies,
+            wait_for_workers_s=counters.wait_for_workers_ns / 1e9,
+            workers_wait_for_slots_s=counters.workers_wait_for_slots_ns / 1e9,
+        )

@@ -1,0 +1,112 @@
+"""The records that cross a process boundary, with their units.
+
+Each worker has one private pipe each way. A record has a fixed size of at most ``PIPE_BUF`` bytes (512 at
+the least, by POSIX), so the kernel writes it whole or not at all: a reader never sees half a record, even
+if the writer is killed. Ownership of a slot passes with the record that names it, and the pipe is the
+memory fence between the two processes.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+# Kinds of record from main to worker.
+TASK, RESUME, CONTINUE = 1, 2, 3
+# Kinds of record from worker to main.
+STARTED, BATCH, FAILURE, END, RESUMED, PART = 11, 12, 13, 14, 15, 16
+
+# Flags of a record from worker to main.
+DETACHED = 1
+"""The worker still held views of the slot's memory, and they were moved to private memory."""
+SPILLED = 2
+"""The batch did not fit in the slot: it was sent in parts, and the header lies in what they make up."""
+
+_HEAD = "<HxxIQIIQQQQ"
+TASK_NBYTES = 256
+"""Size of a record from main to worker, inline payload included."""
+INLINE_NBYTES = TASK_NBYTES - struct.calcsize(_HEAD)
+"""Most bytes of payload that travel in the record itself; a longer one lies at the slot's start."""
+_TASK = struct.Struct(f"{_HEAD}{INLINE_NBYTES}s")
+
+_DONE = struct.Struct("<HHIQIIQQQQ")
+DONE_NBYTES = _DONE.size
+"""Size of a record from worker to main."""
+
+
+class Task(NamedTuple):
+    """What the main process asks of a worker.
+
+    Attributes:
+        kind: ``TASK`` (make a batch), ``RESUME`` (a new epoch begins; the payload is its shared seed) or
+            ``CONTINUE`` (the last ``PART`` was copied out).
+        generation: The iterator's epoch counter; replies carry it back.
+        seq: Number of the batch in the epoch.
+        slot: The slot granted.
+        version: Version of the slot's memory (portable backend; 0 with memfd).
+        slot_nbytes: Bytes reserved for the slot.
+        hint_nbytes: Bytes of the largest batch so far: what to reserve before collating.
+        limit_nbytes: Bytes up to which the worker may grow the slot.
+        payload_nbytes: Length of the pickled index batch; beyond ``INLINE_NBYTES`` it lies in the slot.
+        payload: The pickled index batch, or empty.
+    """
+
+    kind: int
+    generation: int
+    seq: int = 0
+    slot: int = 0
+    version: int = 0
+    slot_nbytes: int = 0
+    hint_nbytes: int = 0
+    limit_nbytes: int = 0
+    payload_nbytes: int = 0
+    payload: bytes = b""
+
+    def pack(self) -> bytes:
+        """The record, ``TASK_NBYTES`` long."""
+        return _TASK.pack(*self)
+
+
+def unpack_task(record: bytes) -> Task:
+    """Read a record of `Task.pack`; the inline payload comes with its own length again."""
+    *head, nbytes, payload = _TASK.unpack(record)
+    return Task(*head, nbytes, payload[:nbytes] if nbytes <= INLINE_NBYTES else b"")
+
+
+class Done(NamedTuple):
+    """What a worker answers.
+
+    Attributes:
+        kind: ``STARTED`` (the worker runs), ``BATCH`` (published), ``FAILURE`` (an exception is published
+            in place of a batch), ``END`` (its iterable dataset is exhausted), ``RESUMED`` (a new epoch
+            begins) or ``PART`` (a piece of a batch that is larger than its slot).
+        flags: ``DETACHED``, ``SPILLED``.
+        generation: As in the task.
+        seq: As in the task.
+        slot: As in the task.
+        version: Version of the slot's memory now.
+        slot_nbytes: Bytes reserved for the slot now.
+        header_offset: Bytes from the slot's start to the header. For ``PART``: the whole batch's bytes.
+        header_nbytes: Length of the header. For ``PART``: bytes of this piece, at the slot's start.
+        wait_ns: Nanoseconds that the worker waited for this task, that is, for a slot.
+    """
+
+    kind: int
+    flags: int
+    generation: int
+    seq: int
+    slot: int
+    version: int
+    slot_nbytes: int
+    header_offset: int
+    header_nbytes: int
+    wait_ns: int
+
+    def pack(self) -> bytes:
+        """The record, ``DONE_NBYTES`` long."""
+        return _DONE.pack(*self)
+
+
+def unpack_done(records: bytes) -> list[Done]:
+    """Read one or more whole records of `Done.pack`."""
+    return [Done._make(fields) for fields in _DONE.iter_unpack(records)]

@@ -1,0 +1,319 @@
+"""Shared memory: the only module that knows memfd, mmap and ``multiprocessing.shared_memory``.
+
+A `Segment` gives memory to numbered slots. There are two kinds with one interface:
+
+* `MemfdSegment` (Linux): one memfd for all slots, which lie ``SLOT_STRIDE`` bytes apart, so that each can
+  grow without moving. No name, no entry in /dev/shm, not bounded by the size of that mount; the kernel
+  frees it when the last process that maps it is gone, however that went.
+* `NamedSegment` (elsewhere, and on Linux for tests): one named object per slot and version; growing makes
+  the next version.
+
+Memory is reserved before it is touched: touching a page that cannot be had is a SIGBUS.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import secrets
+import sys
+from multiprocessing import reduction, resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+from typing import Any, Protocol
+
+from shmloader.errors import SharedMemoryExhausted
+from shmloader.limits import memory_headroom, shm_free_nbytes
+
+SLOT_STRIDE = 1 << 38
+"""Bytes between the starts of two slots in one memfd: address space of a sparse file, not memory."""
+
+PAGE_NBYTES = mmap.PAGESIZE
+_SURE_NBYTES = 4 << 20  # growth too small to be worth reading the cgroup's files for
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MAP_FIXED = 0x10
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+
+
+def whole_pages(nbytes: int) -> int:
+    """Round up to whole pages, at least one."""
+    return max(1, -(-nbytes // PAGE_NBYTES)) * PAGE_NBYTES
+
+
+class Extent:
+    """The memory of one slot as this process maps it.
+
+    The mapping lives as long as ``buffer`` does: arrays over it keep it alive after the segment is
+    closed or has mapped the slot anew.
+
+    Attributes:
+        address: Where it starts in this process.
+        nbytes: Its length, whole pages.
+        version: The version of the slot's memory.
+        buffer: A ctypes array over it, writable.
+    """
+
+    __slots__ = ("address", "buffer", "nbytes", "version")
+
+    def __init__(self, address: int, nbytes: int, version: int, owner: object) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.version = version
+        self.buffer: Any = (ctypes.c_ubyte * nbytes).from_address(address)
+        # The owner's death unmaps; the array is the last thing that every view leads to.
+        self.buffer.owner = owner
+
+    def detach(self) -> None:
+        """Turn this mapping, in place, into private memory with the same contents.
+
+        Views in this process keep their address and their values; other processes' writes to the slot
+        no longer reach them.
+        """
+        contents = ctypes.string_at(self.address, self.nbytes)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+        _map(self.address, self.nbytes, flags, -1, 0)
+        ctypes.memmove(self.address, contents, self.nbytes)
+
+
+class _Mapping:
+    """Unmaps when it dies. A Python ``mmap`` would hold one more descriptor per slot."""
+
+    __slots__ = ("address", "nbytes")
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.address = address
+        self.nbytes = nbytes
+
+    def __del__(self, munmap: Any = _libc.munmap) -> None:
+        munmap(self.address, self.nbytes)
+
+
+def _map(address: int | None, nbytes: int, flags: int, fd: int, offset: int) -> int:
+    mapped = _libc.mmap(address, nbytes, _READ_WRITE, flags, fd, offset)
+    if mapped == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise SharedMemoryExhausted(
+            f"mapping {nbytes:,} bytes of shared memory failed: {os.strerror(code)}. The address space may "
+            "be limited (ulimit -v) or the number of mappings (vm.max_map_count).",
+            needed_nbytes=nbytes,
+        )
+    return int(mapped)
+
+
+class Segment(Protocol):
+    """Memory for numbered slots; exactly one process, the main one, owns it and closes it."""
+
+    def reserve(self, slot: int, version: int, held_nbytes: int, nbytes: int) -> tuple[int, int]:
+        """Make a slot of ``held_nbytes`` at least ``nbytes`` large.
+
+        Returns:
+            The version and the bytes (whole pages) that the slot has now. A new version is new memory;
+            with the same version the old contents are still there.
+
+        Raises:
+            SharedMemoryExhausted: If the host cannot give that much; nothing was touched.
+        """
+
+    def map(self, slot: int, version: int, nbytes: int) -> Extent:
+        """Map a slot that was reserved, by this process or another one."""
+
+    def discard(self, slot: int, version: int, nbytes: int) -> None:
+        """Give a slot's memory back to the host; nothing may be reading it."""
+
+    def close(self, slots: int) -> None:
+        """Drop the owner's hold on all ``slots`` slots; mapped extents live on while they are used."""
+
+
+def _check_headroom(grow_nbytes: int) -> None:
+    if grow_nbytes < _SURE_NBYTES:
+        return
+    room = memory_headroom()
+    if grow_nbytes > room.available_nbytes:
+        raise SharedMemoryExhausted(
+            f"a slot needs {grow_nbytes:,} more bytes of shared memory, but only "
+            f"{room.available_nbytes:,} of {room.limit_nbytes:,} bytes are available in {room.source}. "
+            "Use a smaller batch_size, fewer workers or a smaller prefetch_factor, or raise the limit.",
+            needed_nbytes=grow_nbytes,
+            available_nbytes=room.available_nbytes,
+        )
+
+
+class Descriptor:
+    """A file descriptor that reaches a worker under every start method.
+
+    Under fork it is inherited as it is; under spawn and forkserver ``multiprocessing`` passes it while the
+    process is being started.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __reduce__(self) -> tuple[Any, tuple[Any]]:
+        return _received_descriptor, (reduction.DupFd(self.fd),)
+
+
+def _received_descriptor(duplicate: Any) -> Descriptor:
+    return Descriptor(duplicate.detach())
+
+
+class MemfdSegment:
+    """All slots in one anonymous, sparse memory file (``memfd_create``)."""
+
+    def __init__(self, descriptor: Descriptor | None = None) -> None:
+        self._descriptor = descriptor or Descriptor(
+            os.memfd_create("shmloader-slots", os.MFD_CLOEXEC)
+        )
+
+    def reserve(self, slot: int, version: int, held_nbytes: int, nbytes: int) -> tuple[int, int]:
+        nbytes = whole_pages(nbytes)
+        _check_headroom(nbytes - held_nbytes)
+        if nbytes > SLOT_STRIDE:
+            raise SharedMemoryExhausted(
+                f"one batch needs {nbytes:,} bytes, more than a slot can have ({SLOT_STRIDE:,})",
+                needed_nbytes=nbytes,
+            )
+        try:
+            os.posix_fallocate(self._descriptor.fd, slot * SLOT_STRIDE, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                raise
+            room = memory_headroom()
+            raise SharedMemoryExhausted(
+                f"reserving {nbytes:,} bytes of shared memory for a slot failed: {error.strerror}; "
+                f"{room.available_nbytes:,} bytes are available in {room.source}",
+                needed_nbytes=nbytes,
+                available_nbytes=room.available_nbytes,
+            ) from error
+        return version, nbytes
+
+    def map(self, slot: int, version: int, nbytes: int) -> Extent:
+        address = _map(
+            None, nbytes, mmap.MAP_SHARED, self._descriptor.fd, slot * SLOT_STRIDE
+        )
+        return Extent(address, nbytes, version, _Mapping(address, nbytes))
+
+    def discard(self, slot: int, version: int, nbytes: int) -> None:
+        keep_size_punch_hole = 0x1 | 0x2
+        _libc.fallocate(
+            self._descriptor.fd,
+            keep_size_punch_hole,
+            ctypes.c_int64(slot * SLOT_STRIDE),
+            ctypes.c_int64(nbytes),
+        )
+
+    def close(self, slots: int) -> None:
+        if self._descriptor.fd >= 0:
+            os.close(self._descriptor.fd)
+            self._descriptor.fd = -1
+
+    def __reduce__(self) -> tuple[Any, tuple[Any]]:
+        return MemfdSegment, (self._descriptor,)
+
+
+class NamedSegment:
+    """One named object per slot and version, on ``multiprocessing.shared_memory``.
+
+    Names are made from the segment's own random prefix, the slot and the version, so the owner can remove
+    every one of them, also those of a worker that died before it could report. If the owner itself is
+    killed, Python's resource tracker removes them.
+    """
+
+    def __init__(self, prefix: str | None = None) -> None:
+        self._owner_pid = os.getpid() if prefix is None else -1
+        self._prefix = prefix or f"shml{secrets.token_hex(4)}"
+        self._newest: dict[int, int] = {}  # version of each slot, as far as this process has seen
+        # Workers must share the owner's tracker: one of their own would remove names when they exit.
+        resource_tracker.ensure_running()
+
+    def _name(self, slot: int, version: int) -> str:
+        return f"{self._prefix}_{slot}_{version}"
+
+    def reserve(self, slot: int, version: int, held_nbytes: int, nbytes: int) -> tuple[int, int]:
+        nbytes = whole_pages(nbytes)
+        if nbytes <= held_nbytes:
+            return version, held_nbytes
+        _check_headroom(nbytes)
+        memory = SharedMemory(self._name(slot, version + 1), create=True, size=nbytes)
+        try:
+            _allocate_named(memory, nbytes)
+        except SharedMemoryExhausted:
+            memory.close()
+            memory.unlink()
+            raise
+        memory.close()
+        return version + 1, nbytes
+
+    def map(self, slot: int, version: int, nbytes: int) -> Extent:
+        memory = SharedMemory(self._name(slot, version))
+        address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory.buf))
+        if os.getpid() == self._owner_pid:
+            for old in range(self._newest.get(slot, 1), version):
+                self._unlink(slot, old)
+        self._newest[slot] = version
+        return Extent(address, nbytes, version, memory)
+
+    def _unlink(self, slot: int, version: int) -> bool:
+        try:
+            memory = SharedMemory(self._name(slot, version))
+        except FileNotFoundError:
+            return False
+        memory.close()
+        memory.unlink()
+        return True
+
+    def discard(self, slot: int, version: int, nbytes: int) -> None:
+        self._unlink(slot, version)
+
+    def close(self, slots: int) -> None:
+        if os.getpid() != self._owner_pid:
+            return
+        for slot in range(slots):
+            version = self._newest.get(slot, 0)
+            self._unlink(slot, version)
+            # Versions that a worker made and never reported.
+            while self._unlink(slot, version := version + 1):
+                pass
+        self._newest.clear()
+
+    def __reduce__(self) -> tuple[Any, tuple[Any]]:
+        return NamedSegment, (self._prefix,)
+
+
+def _allocate_named(memory: SharedMemory, nbytes: int) -> None:
+    """Reserve the pages of a new named object where the system can (Linux)."""
+    path = f"/dev/shm/{memory.name.lstrip('/')}"
+    if not os.path.exists(path):
+        return
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        free = shm_free_nbytes()
+        raise SharedMemoryExhausted(
+            f"reserving {nbytes:,} bytes in /dev/shm failed: {error.strerror}; {free or 0:,} bytes are free "
+            "there. Use the memfd segment (the default on Linux), or make the mount larger "
+            "(docker run --shm-size).",
+            needed_nbytes=nbytes,
+            available_nbytes=free,
+        ) from error
+    finally:
+        os.close(fd)
+
+
+def new_segment() -> Segment:
+    """The segment for this platform, or the one that ``SHMLOADER_SEGMENT`` names.
+
+    Raises:
+        ValueError: If the variable is neither ``memfd`` nor ``portable``.
+    """
+    default = "memfd" if sys.platform == "linux" else "portable"
+    wanted = os.environ.get("SHMLOADER_SEGMENT", default)
+    if wanted not in ("memfd", "portable"):
+        raise ValueError(f"SHMLOADER_SEGMENT must be 'memfd' or 'portable', not {wanted!r}")
+    return MemfdSegment() if wanted == "memfd" else NamedSegment()

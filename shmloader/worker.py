@@ -1,0 +1,284 @@
+"""The worker's loop. Runs in the worker process and knows nothing of the main process's objects.
+
+One task at a time: read a record, fetch samples, collate them into the granted slot, publish. The worker
+ends when its task pipe is closed, and when the main process dies, however that happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import random
+import select
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from shmloader import torch_private
+from shmloader.codec import Encoder
+from shmloader.collate import install_slot_collate
+from shmloader.failures import capture
+from shmloader.fetch import Fetcher, FetchRules, make_fetcher
+from shmloader.messages import (
+    BATCH,
+    CONTINUE,
+    DETACHED,
+    END,
+    FAILURE,
+    INLINE_NBYTES,
+    PART,
+    RESUME,
+    RESUMED,
+    SPILLED,
+    TASK_NBYTES,
+    Done,
+    Task,
+    unpack_task,
+)
+from shmloader.seeding import numpy_seed, worker_seed
+from shmloader.segment import Descriptor, Segment
+from shmloader.slot_writer import SlotWriter, set_current_writer
+
+
+@dataclass(frozen=True)
+class WorkerArguments:
+    """All that a worker is started with; crosses the process boundary once.
+
+    Attributes:
+        worker_id: 0 to ``num_workers - 1``.
+        num_workers: Workers of this iterator.
+        main_pid: Process id of the main process, which the worker outlives by no more than a moment.
+        tasks: Read end of the pipe that brings `Task` records.
+        dones: Write end of the pipe that takes `Done` records.
+        segment: The iterator's shared memory, to attach to.
+        dataset: The dataset.
+        rules: How to fetch from it.
+        base_seed: The iterator's base seed.
+        shared_seed: Seed that all workers share (torch's DataPipes), or None.
+        init_fn: The user's ``worker_init_fn``, called after seeding.
+    """
+
+    worker_id: int
+    num_workers: int
+    main_pid: int
+    tasks: Descriptor
+    dones: Descriptor
+    segment: Segment
+    dataset: Any
+    rules: FetchRules
+    base_seed: int
+    shared_seed: int | None
+    init_fn: Callable[[int], None] | None
+
+
+def run(arguments: WorkerArguments) -> None:
+    """Entry point of a worker process."""
+    _settle_signals()
+    _end_with(arguments.main_pid)
+    torch.set_num_threads(1)
+    seed = worker_seed(arguments.base_seed, arguments.worker_id)
+    random.seed(seed)
+    torch.manual_seed(seed)
+    np.random.seed(numpy_seed(arguments.base_seed, arguments.worker_id))
+    install_slot_collate(torch_private.collate_fn_map)
+    worker = _Worker(arguments)
+    with contextlib.suppress(BrokenPipeError):  # the main process closed its end: nobody waits
+        worker.start(seed)
+        worker.serve()
+
+
+def _settle_signals() -> None:
+    """Leave Ctrl-C to the main process, and let SIGTERM end the worker whatever a fork inherited.
+
+    A handler that does nothing, instead of SIG_IGN, is not inherited by programs that a dataset starts.
+    """
+    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+
+
+def _end_with(main_pid: int) -> None:
+    """End this process when the main process ends, even in the middle of a user's ``__getitem__``.
+
+    The closed task pipe alone does not tell: a process that the user's program forked may hold its other
+    end. PR_SET_PDEATHSIG would fire when the thread that started the worker ends.
+    """
+    try:
+        main_fd = os.pidfd_open(main_pid)
+    except ProcessLookupError:
+        os._exit(1)
+    except (AttributeError, OSError):
+        main_fd = -1
+
+    def wait() -> None:
+        if main_fd >= 0:
+            select.select([main_fd], [], [])
+        else:
+            while os.getppid() == main_pid:
+                time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=wait, name="shmloader-watch-main", daemon=True).start()
+
+
+class _Worker:
+    """State of one worker process."""
+
+    def __init__(self, arguments: WorkerArguments) -> None:
+        self._arguments = arguments
+        self._dataset = arguments.dataset
+        self._writer = SlotWriter(arguments.segment)
+        self._encoder = Encoder(self._writer)
+        self._tasks_fd = arguments.tasks.fd
+        self._dones_fd = arguments.dones.fd
+        self._fetcher: Fetcher | None = None
+        self._start_error: BaseException | None = None
+        self._ended = False  # the iterable dataset is exhausted in this epoch
+        self._wait_ns = 0
+        self._later: deque[Task] = deque()
+
+    def start(self, seed: int) -> None:
+        """Everything that torch does between seeding and the first task, in torch's order."""
+        arguments = self._arguments
+        self._dataset = torch_private.seed_datapipe(self._dataset, arguments.shared_seed)
+        torch_private.set_worker_info(
+            worker_id=arguments.worker_id,
+            num_workers=arguments.num_workers,
+            seed=seed,
+            dataset=self._dataset,
+        )
+        try:
+            if arguments.init_fn is not None:
+                arguments.init_fn(arguments.worker_id)
+            self._fetcher = make_fetcher(self._dataset, arguments.rules)
+        except BaseException as error:
+            self._start_error = error
+
+    def serve(self) -> None:
+        """Answer tasks until the main process closes the pipe."""
+        while True:
+            began_ns = time.perf_counter_ns()
+            task = self._later.popleft() if self._later else self._receive()
+            self._wait_ns = time.perf_counter_ns() - began_ns
+            if task.kind == RESUME:
+                self._resume(task)
+            else:
+                self._work(task)
+
+    def _resume(self, task: Task) -> None:
+        """Begin a new epoch with the same dataset object, as torch's persistent workers do."""
+        self._ended = False
+        self._dataset = torch_private.seed_datapipe(self._dataset, pickle.loads(task.payload))
+        try:
+            self._fetcher = make_fetcher(self._dataset, self._arguments.rules)
+        except BaseException as error:
+            self._start_error = error
+        self._send(task, RESUMED)
+
+    def _work(self, task: Task) -> None:
+        writer = self._writer
+        index_batch: Any = None
+        try:
+            writer.begin(task)
+            long = task.payload_nbytes > INLINE_NBYTES
+            payload = writer.read(task.payload_nbytes) if long else task.payload
+            index_batch = pickle.loads(payload)
+            batch = self._make(index_batch)
+            if self._ended:
+                writer.release()
+                self._send(task, END)
+                return
+            kind, encoded = BATCH, self._encoder.encode(batch)
+            del batch
+        except BaseException as error:
+            batch = None
+            kind, encoded = FAILURE, self._encode_failure(error, index_batch)
+        if encoded.image is not None:
+            self._send_parts(task, encoded.image)
+        flags = DETACHED if writer.release() else 0
+        flags |= SPILLED if encoded.image is not None else 0
+        self._send(task, kind, flags, encoded.header_offset, encoded.header_nbytes)
+
+    def _make(self, index_batch: Any) -> Any:
+        """Fetch and collate, allocating in the slot; sets ``_ended`` instead of returning a batch."""
+        if self._start_error is not None:
+            error, self._start_error = self._start_error, None
+            raise error
+        if self._ended:
+            return None
+        if self._fetcher is None:
+            raise RuntimeError("this worker's dataset could not be started; its first batch says why")
+        set_current_writer(self._writer)
+        try:
+            return self._fetcher.fetch(index_batch)
+        except StopIteration:
+            if not self._arguments.rules.iterable:
+                raise
+            self._ended = True
+            return None
+        finally:
+            set_current_writer(None)
+
+    def _encode_failure(self, error: BaseException, index_batch: Any) -> Any:
+        where = (
+            f"Raised in shmloader worker {self._arguments.worker_id} (pid {os.getpid()}), "
+            f"while it made the batch of indices {_shorten(index_batch)}"
+        )
+        failure = capture(error, where)
+        error.__traceback__ = None  # its frames hold the samples, and leaves in the slot
+        return self._encoder.encode(failure)
+
+    def _send_parts(self, task: Task, image: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        """Send a batch larger than its slot: piece by piece, through the slot."""
+        writer = self._writer
+        writer.ensure(writer.limit_nbytes, 0)
+        view = writer.view()
+        for begin in range(0, len(image), len(view)):
+            piece = image[begin : begin + len(view)]
+            view[: len(piece)] = memoryview(piece)
+            self._send(task, PART, 0, len(image), len(piece))
+            self._await_continue()
+        view.release()
+
+    def _await_continue(self) -> None:
+        """Wait until the part was copied out; tasks that were sent meanwhile are kept for later."""
+        while (task := self._receive()).kind != CONTINUE:
+            self._later.append(task)
+
+    def _receive(self) -> Task:
+        record = os.read(self._tasks_fd, TASK_NBYTES)
+        if len(record) < TASK_NBYTES:
+            raise BrokenPipeError("the main process closed the task pipe")
+        return unpack_task(record)
+
+    def _send(
+        self, task: Task, kind: int, flags: int = 0, header_offset: int = 0, header_nbytes: int = 0
+    ) -> None:
+        writer = self._writer
+        mine = kind != RESUMED
+        record = Done(
+            kind,
+            flags,
+            task.generation,
+            task.seq,
+            task.slot,
+            writer.version if mine else 0,
+            writer.nbytes if mine else 0,
+            header_offset,
+            header_nbytes,
+            self._wait_ns,
+        )
+        os.write(self._dones_fd, record.pack())
+
+
+def _shorten(index_batch: Any, most: int = 200) -> str:
+    text = repr(index_batch)
+    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -1,0 +1,291 @@
+"""Fixtures for every test: the leak guard, and the start methods and backends that tests run under.
+
+The leak guard holds the whole suite to one promise: what a test starts, opens or allocates is gone when
+the test ends. It compares the process before and after and names what stayed. `test_leak_guard.py` runs
+this file against tests that do leak.
+"""
+
+import gc
+import multiprocessing
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+import psutil
+import pytest
+
+# How long a process, thread or descriptor may take to go away after its test.
+GRACE_S = float(os.environ.get("SHMLOADER_TEST_GRACE_S", "5"))
+
+SHM_DIR = Path("/dev/shm")
+TORCH_NAME = re.compile(r"torch_(\d+)_")  # what torch calls a shared file: the number is its maker's pid
+
+# Every process started from here inherits this variable, which is how the guard knows a process whose
+# parent has died. The pid keeps a pytest run inside a test apart from the run around it.
+MARK = f"SHMLOADER_TEST_RUN_{os.getpid()}"
+os.environ[MARK] = "1"
+
+# Files that a library opens when it first needs them and then keeps until the process ends.
+LAZY_FILES = (
+    "/dev/urandom",  # Python and C libraries keep one descriptor where getrandom() is missing
+    "/dev/nvidia",  # the CUDA driver keeps its devices open from the first call on
+    "/dev/shm/pym-",  # multiprocessing's heap for Value and Array keeps its first arena for reuse
+    "/dev/shm/sem.",  # the page of a semaphore: tqdm keeps one lock for all progress bars
+)
+# Threads of the same kind. tqdm's monitor is started by the first progress bar and shared by all others.
+LAZY_THREADS = ("TMonitor",)
+
+_passed = pytest.StashKey[bool]()
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What this process holds at one moment.
+
+    Attributes:
+        processes: Children, their descendants and marked orphans, by pid and creation time.
+        descriptors: What each open descriptor refers to: path or kind, device and inode.
+        shm_entries: The names in /dev/shm.
+        shm_mappings: Mapped shared memory, by path and inode: it outlives its descriptor and its name.
+        threads: The live threads. They are objects, not idents, since idents are used again.
+    """
+
+    processes: frozenset[psutil.Process]
+    descriptors: dict[int, tuple[str, int, int]]
+    shm_entries: frozenset[str]
+    shm_mappings: frozenset[tuple[str, int]]
+    threads: frozenset[threading.Thread]
+
+    @classmethod
+    def take(cls) -> "Snapshot":
+        return cls(
+            processes=_processes(),
+            descriptors=_descriptors(),
+            shm_entries=_shm_entries(),
+            shm_mappings=_shm_mappings(),
+            threads=frozenset(threading.enumerate()),
+        )
+
+
+def _processes() -> frozenset[psutil.Process]:
+    me = psutil.Process()
+    family = me.children(recursive=True)
+    known = {process.pid for process in family} | {me.pid}
+    orphans = [process for pid in _marked_pids() - known if (process := _process(pid))]
+    return frozenset(p for p in [*family, *orphans] if not _is_interpreters_own(p, me.pid))
+
+
+def _process(pid: int) -> psutil.Process | None:
+    try:
+        return psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _marked_pids() -> set[int]:
+    mark = f"{MARK}=".encode()
+    marked = set()
+    for pid in psutil.pids():
+        try:
+            environ = Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:  # gone meanwhile, or not ours to read
+            continue
+        if mark in environ:
+            marked.add(pid)
+    return marked
+
+
+def _is_interpreters_own(process: psutil.Process, parent: int) -> bool:
+    """Tell the resource tracker and the fork server, which live as long as the interpreter.
+
+    Only a direct child can be one of them: a worker forked by the fork server has the same command line
+    and is not excused, and neither are the helpers of some other interpreter that a test killed.
+    """
+    try:
+        if process.ppid() != parent:
+            return False
+        command = " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+    return any(
+        f"from multiprocessing.{helper} import main" in command
+        for helper in ("resource_tracker", "forkserver")
+    )
+
+
+def _descriptors() -> dict[int, tuple[str, int, int]]:
+    found = {}
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            target, status = link.readlink(), link.stat()
+        except OSError:  # the descriptor that listed the directory
+            continue
+        found[int(link.name)] = (str(target), status.st_dev, status.st_ino)
+    return found
+
+
+def _shm_entries() -> frozenset[str]:
+    return frozenset(entry.name for entry in SHM_DIR.iterdir()) if SHM_DIR.is_dir() else frozenset()
+
+
+def _shm_mappings() -> frozenset[tuple[str, int]]:
+    """The memfds and /dev/shm files that this process has mapped.
+
+    A line of the file is: address, permissions, offset, device, inode and, after blanks, the path.
+    """
+    fields = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
+    return frozenset(
+        (field[5], int(field[4]))
+        for field in fields
+        if len(field) > 5 and field[5].startswith(("/memfd:", f"{SHM_DIR}/"))
+    )
+
+
+def _helper_descriptors() -> set[int | None]:
+    """The pipes that keep the resource tracker and the fork server alive, one write end each."""
+    tracker, server = resource_tracker._resource_tracker, forkserver._forkserver
+    return {tracker._fd, server._forkserver_alive_fd}
+
+
+def _strangers_entries(names: frozenset[str]) -> set[str]:
+    """The /dev/shm entries among `names` that belong to a process that is not ours.
+
+    Another program on the machine may make an entry while a test runs, and blaming the test would make
+    the suite fail at random. An entry is another's if torch named it after the pid of a living process
+    that is not ours, or if such a process has it open or mapped.
+    """
+    ours = {process.pid for process in _processes()} | {os.getpid()}
+    strangers = set(psutil.pids()) - ours
+    held = set()
+    for pid in strangers:
+        try:
+            held.update(str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir())
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except OSError:  # gone meanwhile, or not ours to read
+            continue
+        held.update(line.split(maxsplit=5)[-1] for line in maps.splitlines())
+    named = {name for name in names if (m := TORCH_NAME.match(name)) and int(m[1]) in strangers}
+    return named | {name for name in names if str(SHM_DIR / name) in held}
+
+
+def find_leaks(before: Snapshot, new_entries: frozenset[str]) -> list[str]:
+    """Describe everything that is here now and was not when `before` was taken.
+
+    Args:
+        before: What there was before the test.
+        new_entries: The /dev/shm entries that may be the test's: those that it made are here at its end,
+            and what comes later is another program's.
+    """
+    now = Snapshot.take()
+    leaks = [f"process {_describe(process)}" for process in now.processes - before.processes]
+    leaks += [
+        f"thread {thread.name!r} ({type(thread).__name__})"
+        for thread in now.threads - before.threads
+        if thread.is_alive() and type(thread).__name__ not in LAZY_THREADS
+    ]
+    helpers = _helper_descriptors()
+    leaks += [
+        f"descriptor {fd} -> {entry[0]}"
+        for fd, entry in now.descriptors.items()
+        if before.descriptors.get(fd) != entry
+        and fd not in helpers
+        and not entry[0].startswith(LAZY_FILES)
+    ]
+    if left := new_entries & now.shm_entries:
+        leaks += [f"shared memory {SHM_DIR / name}" for name in left - _strangers_entries(left)]
+    leaks += [
+        f"mapping {path} (inode {inode})"
+        for path, inode in now.shm_mappings - before.shm_mappings
+        if not path.startswith(LAZY_FILES)
+    ]
+    return sorted(leaks)
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        if process.status() == psutil.STATUS_ZOMBIE:  # has no command line any more
+            return f"{process.pid} (zombie: it ended and nobody joined it): {process.name()}"
+        return f"{process.pid} ({process.status()}): {' '.join(process.cmdline())[:120]}"
+    except psutil.NoSuchProcess:
+        return f"{process.pid}"
+
+
+def wait_for_no_leaks(before: Snapshot) -> list[str]:
+    """Return the leaks that are still there when the grace has run out."""
+    deadline = time.monotonic() + GRACE_S
+    new_entries = _shm_entries() - before.shm_entries
+    while leaks := find_leaks(before, new_entries):
+        if time.monotonic() > deadline:
+            break
+        gc.collect()  # an object in a reference cycle closes what it holds only now; too slow to do always
+        time.sleep(0.02)
+    return leaks
+
+
+def _kill_leaked(before: Snapshot) -> None:
+    """End the processes that a test left, so that they cannot disturb the tests after it."""
+    leaked = _processes() - before.processes
+    for process in leaked:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(leaked, timeout=GRACE_S)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Iterator[pytest.TestReport]:
+    report = yield
+    if call.when == "call":
+        item.stash[_passed] = report.passed
+    return report
+
+
+@pytest.fixture(autouse=True)
+def leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves a process, thread, descriptor or /dev/shm entry behind.
+
+    It is set up before all other fixtures of a test and torn down after them, so what a fixture closes
+    is not a leak. A test that has already failed is not examined: its traceback keeps its locals alive.
+    """
+    before = Snapshot.take()
+    yield
+    if not request.node.stash.get(_passed, False):
+        return
+    if leaks := wait_for_no_leaks(before):
+        _kill_leaked(before)
+        pytest.fail("the test left behind:\n  " + "\n  ".join(leaks), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def warm_helpers() -> None:
+    """Start the interpreter's resource tracker and fork server once, outside any one test.
+
+    Fork-server workers inherit the environment as it is at this moment, not as a test sets it later.
+    """
+    resource_tracker.ensure_running()
+    # Without this every worker imports torch anew, seconds each. Spawned workers still do, as users' do.
+    multiprocessing.set_forkserver_preload(["torch"])
+    forkserver.ensure_running()
+
+
+@pytest.fixture(params=["fork", "spawn", "forkserver"])
+def start_method(request: pytest.FixtureRequest, warm_helpers: None) -> str:
+    """Each way of starting a worker that this platform has."""
+    if request.param not in multiprocessing.get_all_start_methods():
+        pytest.skip(f"no {request.param} here")
+    return request.param
+
+
+@pytest.fixture(params=["memfd", "portable"])
+def loader_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each kind of segment: anonymous memory, and the named shared memory of other platforms."""
+    monkeypatch.setenv("SHMLOADER_SEGMENT", request.param)
+    return request.param

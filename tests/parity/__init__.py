@@ -1,0 +1,1 @@
+"""What the parity tests share: datasets, batches, a deep comparison and a runner."""

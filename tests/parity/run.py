@@ -1,0 +1,102 @@
+"""Runs the same play over torch's loader and over ours, and compares all that came of it."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+
+from shmloader import DataLoader
+
+from .compare import differences
+
+Build = Callable[..., Any]
+SEED = 20_240
+
+
+@dataclass
+class Outcome:
+    """What one play led to: its result, or its error, and the generators' states afterwards."""
+
+    result: Any = None
+    error: tuple[type, str] | None = None
+    warned: list[tuple[type, str]] = field(default_factory=list)
+    states: dict[str, Any] = field(default_factory=dict)
+
+
+def builder(loader: type, context: str = "fork") -> Build:
+    """The loader's class with a start method filled in wherever there are workers."""
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("num_workers", 0) > 0:
+            kwargs.setdefault("multiprocessing_context", context)
+        return loader(*args, **kwargs)
+
+    return build
+
+
+def in_process(*args: Any, **kwargs: Any) -> Any:
+    """torch's loader without workers: for plays whose side effects in its own transport would stay."""
+    return TorchLoader(*args, **kwargs | {"num_workers": 0})
+
+
+def seed_everything(seed: int = SEED) -> None:
+    """Seed the three global generators."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def states() -> dict[str, Any]:
+    """The three global generators' states."""
+    numpy_state = np.random.get_state(legacy=False)
+    return {"torch": torch.get_rng_state(), "numpy": numpy_state, "random": random.getstate()}
+
+
+def outcome(play: Callable[[Build], Any], build: Build) -> Outcome:
+    """Seed, play, and note the result, the warnings and the generators' states."""
+    seed_everything()
+    seen = Outcome()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            seen.result = play(build)
+        except Exception as error:
+            seen.error = (type(error), str(error))
+    seen.warned = [(warned.category, str(warned.message)) for warned in caught]
+    seen.states = states()
+    return seen
+
+
+def assert_parity(
+    play: Callable[[Build], Any], context: str = "fork", reference: Build | None = None
+) -> Any:
+    """Play on both loaders; the outcomes are the same. Returns what our loader's play returned.
+
+    torch's loader always forks: what it yields does not depend on its start method.
+    """
+    expected = outcome(play, reference or builder(TorchLoader))
+    actual = outcome(play, builder(DataLoader, context))
+    found = differences(actual, expected)
+    assert not found, "\n".join(found)
+    return actual.result
+
+
+def assert_plays(
+    play: Callable[[Build], Any], context: str = "fork", reference: Build | None = None
+) -> Any:
+    """As assert_parity, for a play that must come to its end in both loaders."""
+    result = assert_parity(play, context, reference)
+    assert result is not None, "the play ended in an error, or saw nothing"
+    return result
+
+
+def take(iterator: Any, count: int) -> list[Any]:
+    """The next `count` batches."""
+    return [next(iterator) for _ in range(count)]

@@ -1,0 +1,254 @@
+"""The demo on real input, made small: what it prints, what it writes and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shmloader.cli import COMMANDS, main
+from shmloader.cli.demo_corpus import (
+    MAX_SAMPLE_NBYTES,
+    SourceDataset,
+    build_corpus,
+    hold_out,
+    library_folders,
+    pad_batch,
+    split_source,
+)
+from shmloader.cli.process_memory import pss_available, read_pss, sample_memory
+
+needs_pss = pytest.mark.skipif(not pss_available(), reason="the platform does not report PSS")
+
+_MARK = "SHMLOADER_TEST_MARK"
+_SMALL = ["--max-bytes", "200K", "--batch-size", "8"]
+
+
+class MarkedRun:
+    """Runs the command line so that every process it starts, however deep, can be found again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._mark = uuid.uuid4().hex
+        self._environment = os.environ | {_MARK: self._mark, "MPLCONFIGDIR": str(folder)}
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "shmloader", *words],
+            cwd=self.folder,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def finish(self, *words: str) -> subprocess.CompletedProcess[str]:
+        process = self.start(*words)
+        output, errors = process.communicate(timeout=200)
+        return subprocess.CompletedProcess(words, process.returncode, output, errors)
+
+    def living_processes(self) -> list[psutil.Process]:
+        living = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(_MARK) == self._mark:
+                    living.append(process)
+            except psutil.Error:
+                continue
+        return living
+
+
+@pytest.fixture
+def marked_run(tmp_path: Path) -> Iterator[MarkedRun]:
+    run = MarkedRun(tmp_path)
+    yield run
+    for process in run.living_processes():
+        process.kill()
+
+
+def wait_for(condition: object, timeout_s: float) -> bool:
+    assert callable(condition)
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def shared_memory_names() -> set[str]:
+    folder = Path("/dev/shm")
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+
+def cells(output: str, label: str) -> list[str]:
+    (row,) = re.findall(rf"^{re.escape(label)}.*$", output, re.MULTILINE)
+    return row[len(label) :].split()
+
+
+def test_both_loaders_give_equal_losses_and_leave_nothing_behind(marked_run: MarkedRun) -> None:
+    before = shared_memory_names()
+    done = marked_run.finish("demo", "--steps", "4", *_SMALL)
+    assert done.returncode == 0, done.stderr
+    assert "equal, bit for bit: yes" in done.stdout
+    for label in ("held-out loss before, nats/byte", "held-out loss after, nats/byte"):
+        torch_loss, shmloader_loss = cells(done.stdout, label)
+        assert torch_loss == shmloader_loss
+    assert cells(done.stdout, "held-out loss after, nats/byte") < cells(
+        done.stdout, "held-out loss before, nats/byte"
+    )
+    assert "Traceback" not in done.stderr
+    assert marked_run.living_processes() == []
+    # Others on the machine may come and go: what is new must only not stay.
+    assert wait_for(lambda: not shared_memory_names() - before, timeout_s=10)
+
+
+@needs_pss
+def test_the_picture_is_a_png_and_lies_where_it_was_asked_for(marked_run: MarkedRun) -> None:
+    image = pytest.importorskip("PIL.Image")
+    pytest.importorskip("matplotlib")
+    picture = marked_run.folder / "memory over time.png"
+    done = marked_run.finish(
+        "demo", "--loader", "shmloader", "--steps", "2", "--picture", str(picture), *_SMALL
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(picture) in done.stdout
+    with image.open(picture) as opened:
+        assert opened.format == "PNG"
+        opened.load()
+        assert min(opened.size) > 300
+
+
+def test_zero_workers_and_no_share_work(marked_run: MarkedRun) -> None:
+    done = marked_run.finish(
+        "demo", "--loader", "shmloader", "--workers", "0", "--no-share", "--steps", "2", *_SMALL
+    )
+    assert done.returncode == 0, done.stderr
+    assert cells(done.stdout, "samples held in") == ["list"]
+
+
+def test_a_failed_run_is_told_by_the_exit_status_and_one_message(marked_run: MarkedRun) -> None:
+    done = marked_run.finish("demo", "--max-bytes", "100", "--steps", "2")
+    assert done.returncode == 1
+    assert "raise --max-bytes" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="SIGINT as a terminal sends it")
+@pytest.mark.parametrize("loader", ["torch", "shmloader"])
+def test_ctrl_c_is_quiet_and_leaves_no_process(marked_run: MarkedRun, loader: str) -> None:
+    process = marked_run.start("demo", "--loader", loader, "--steps", "100000", *_SMALL)
+    # The demo, the run and two workers.
+    assert wait_for(lambda: len(marked_run.living_processes()) >= 4, timeout_s=120)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == "interrupted"
+    assert "Traceback" not in errors
+    assert wait_for(lambda: not marked_run.living_processes(), timeout_s=5)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")
+def test_a_run_ends_when_the_demo_itself_is_killed(marked_run: MarkedRun) -> None:
+    process = marked_run.start("demo", "--loader", "torch", "--steps", "100000", *_SMALL)
+    assert wait_for(lambda: len(marked_run.living_processes()) >= 4, timeout_s=120)
+    process.kill()
+    process.communicate()
+    assert wait_for(lambda: not marked_run.living_processes(), timeout_s=30)
+
+
+def test_no_command_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    output = capsys.readouterr().out
+    for command in COMMANDS:
+        assert command.name in output
+
+
+def test_the_demos_help_explains_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["demo", "--help"])
+    assert end.value.code == 0
+    output = capsys.readouterr().out
+    for word in ("--max-bytes", "--start-method", "--picture", "PSS", "bit for bit"):
+        assert word in output
+
+
+@pytest.mark.parametrize(
+    "words", [["--steps", "0"], ["--workers", "-1"], ["--max-bytes", "5X"], ["--max-bytes", ""]]
+)
+def test_bad_options_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["demo", *words])
+    assert end.value.code == 2
+    assert words[0] in capsys.readouterr().err
+
+
+def test_the_corpus_is_the_same_every_time_and_keeps_to_its_size() -> None:
+    first, second = (build_corpus(library_folders(), 300_000) for _ in range(2))
+    assert first == second
+    assert 0 < first.nbytes <= 300_000
+    assert len({len(piece) for piece in first.pieces}) > 20, "the samples should be ragged"
+
+
+def test_a_corpus_keeps_any_encoding_and_leaves_out_what_it_cannot_read(tmp_path: Path) -> None:
+    latin = "# coding: latin-1\nname = 'é'\n".encode("latin-1")
+    (tmp_path / "a.py").write_bytes(latin)
+    (tmp_path / "b.py").symlink_to(tmp_path / "missing.py")
+    (tmp_path / "c.py").symlink_to(tmp_path / "a.py")
+    corpus = build_corpus([tmp_path], 10_000)
+    assert b"".join(corpus.pieces) == latin
+    assert (corpus.files, corpus.lines, corpus.unreadable_files) == (1, 2, 1)
+
+
+def test_the_pieces_of_a_file_are_bounded_and_make_up_the_file() -> None:
+    source = Path(subprocess.__file__).read_bytes()
+    pieces = list(split_source(source))
+    assert b"".join(pieces) == source
+    assert max(map(len, pieces)) <= MAX_SAMPLE_NBYTES
+
+
+def test_held_out_pieces_are_not_trained_on() -> None:
+    pieces = [str(number).encode() for number in range(1000)]
+    training, held_out = hold_out(pieces, 50)
+    assert len(held_out) == 50
+    assert sorted(training + held_out) == sorted(pieces)
+
+
+def test_a_batch_is_padded_to_its_longest_sample() -> None:
+    dataset = SourceDataset([b"ab", b"abcd"])
+    batch = pad_batch([dataset[0], dataset[1]])
+    assert batch.tokens.tolist() == [[97, 98, 0, 0], [97, 98, 99, 100]]
+    assert batch.lengths.tolist() == [2, 4]
+
+
+@needs_pss
+def test_pss_agrees_with_psutil() -> None:
+    measured = read_pss(os.getpid())
+    expected = psutil.Process().memory_full_info().pss
+    assert measured == pytest.approx(expected, rel=0.05)
+
+
+@needs_pss
+def test_a_memory_sample_counts_grandchildren() -> None:
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+
+    def processes_counted() -> int:
+        sample = sample_memory(process.pid)
+        return sample.processes if sample else 0
+
+    try:
+        assert wait_for(lambda: processes_counted() == 2, timeout_s=30)
+    finally:
+        process.communicate(b"\n")
+    assert sample_memory(process.pid) is None
