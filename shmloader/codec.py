@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.multiprocessing import reductions
 from torch.storage import TypedStorage
 
 from shmloader import torch_private
@@ -46,11 +45,11 @@ _UINT8 = CODE_OF_TORCH_DTYPE[torch.uint8]
 # Stands for a leaf in the pickle. Writable: a read-only one would make the reader wrap the leaf again.
 _MARKER = pickle.PickleBuffer(bytearray(1))
 
+
 def _as_leaf() -> tuple[Any, ...]:
     # A C function that returns its argument's item. New objects at each call: the pickler would refer
     # back to ones that it has seen.
     return operator.getitem, ([_MARKER], 0)
-
 
 
 class _Copy(NamedTuple):
@@ -129,7 +128,14 @@ class Encoder:
                 ctypes.memmove(base + offset, keep, nbytes)
 
     def _add_leaf(
-        self, kind: int, code: int, shape: tuple[int, ...], address: int, nbytes: int, item: int, keep: object
+        self,
+        kind: int,
+        code: int,
+        shape: tuple[int, ...],
+        address: int,
+        nbytes: int,
+        item: int,
+        keep: object,
     ) -> None:
         offset = self._writer.offset_of(address, nbytes) if nbytes else 0
         if offset is None or offset % item:
@@ -191,7 +197,7 @@ class _BatchPickler(pickle.Pickler):
         if isinstance(obj, TypedStorage) and obj.device.type == "cpu":
             return torch_private.typed_storage, (torch_private.untyped(obj), obj.dtype)
         if isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
-            return reductions.reduce_tensor(obj)
+            return torch_private.reduce_tensor(obj)
         return NotImplemented
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
@@ -201,7 +207,7 @@ class _BatchPickler(pickle.Pickler):
             and tensor.dtype in CODE_OF_TORCH_DTYPE
             and not tensor.is_nested
         ):
-            return reductions.reduce_tensor(tensor)
+            return torch_private.reduce_tensor(tensor)
         if tensor.requires_grad:
             if not tensor.is_leaf:
                 raise RuntimeError(
@@ -257,9 +263,7 @@ def _requiring_grad(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.requires_grad_()
 
 
-def _with_strides(
-    leaf: list[torch.Tensor], shape: tuple[int, ...], strides: tuple[int, ...]
-) -> torch.Tensor:
+def _with_strides(leaf: list[torch.Tensor], shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
     whole: torch.Tensor = torch.empty(0, dtype=leaf[0].dtype)
     return whole.set_(leaf[0].untyped_storage(), 0, shape, strides)
 

@@ -54,9 +54,7 @@ class SharedMemoryExhausted(LoaderError, MemoryError):
         available_nbytes: Bytes the host could still give, or None where unknown.
     """
 
-    def __init__(
-        self, message: str, *, needed_nbytes: int = 0, available_nbytes: int | None = None
-    ) -> None:
+    def __init__(self, message: str, *, needed_nbytes: int = 0, available_nbytes: int | None = None) -> None:
         super().__init__(message)
         self.needed_nbytes = needed_nbytes
         self.available_nbytes = available_nbytes

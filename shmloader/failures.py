@@ -55,7 +55,7 @@ def _pickle_exception(error: BaseException) -> bytes:
             copy = pickle.loads(pickled)
             if type(copy) is type(error) and repr(copy.args) == repr(attempt.args):
                 return pickled
-        except Exception:
+        except Exception:  # noqa: BLE001 - pickling runs the user's code, which may raise anything
             continue
     return pickle.dumps(_stand_in(error), 5)
 
@@ -63,7 +63,7 @@ def _pickle_exception(error: BaseException) -> bytes:
 def _picklable(value: Any) -> Any:
     try:
         pickle.loads(pickle.dumps(value, 5))
-    except Exception:
+    except Exception:  # noqa: BLE001 - as above
         return repr(value)
     return value
 
@@ -72,7 +72,11 @@ class _Rebuilt:
     """Pickles to an exception made without calling the constructor of its own class."""
 
     def __init__(
-        self, kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any], notes: list[str]
+        self,
+        kind: type[BaseException],
+        args: tuple[Any, ...],
+        attributes: dict[str, Any],
+        notes: list[str],
     ) -> None:
         self.kind, self.args, self.attributes, self.notes = kind, args, attributes, notes
 

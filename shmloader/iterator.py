@@ -119,7 +119,7 @@ class SlotIterator(torch_private.BaseIterator):
             segment=self._pool.segment,
             dataset=self._dataset,
             rules=rules,
-            base_seed=self._base_seed,
+            base_seed=int(self._base_seed),
             shared_seed=self._shared_seed,
             init_fn=init_fn,
         )
@@ -160,9 +160,7 @@ class SlotIterator(torch_private.BaseIterator):
         self._generation += 1
         payload = pickle.dumps(self._shared_seed, 5)
         for worker in self._crew.workers:
-            worker.send(
-                Task(RESUME, self._generation, payload_nbytes=len(payload), payload=payload)
-            )
+            worker.send(Task(RESUME, self._generation, payload_nbytes=len(payload), payload=payload))
         self._to_resume = self._num_workers
         while self._to_resume:
             self._receive_some()
@@ -170,7 +168,7 @@ class SlotIterator(torch_private.BaseIterator):
     def _issue_task(self) -> None:
         """Send the next index batch to the worker whose turn it is, with a slot to make it in."""
         try:
-            index_batch = self._next_index()
+            index_batch = next(self._sampler_iter)
         except StopIteration:
             self._sampler_done = True
             return

@@ -15,10 +15,10 @@ from shmloader.iterator import SlotIterator
 from shmloader.slots import SlotState
 from shmloader.statistics import Counters, LoaderStatistics
 
-_T = TypeVar("_T", covariant=True)
+_T_co = TypeVar("_T_co", covariant=True)
 
 
-class DataLoader(torch.utils.data.DataLoader[_T], Generic[_T]):
+class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
     """A drop-in for ``torch.utils.data.DataLoader`` that copies no batch between processes.
 
     All arguments of torch's loader have torch's meaning, and batches, their order, what datasets draw in
@@ -63,7 +63,7 @@ class DataLoader(torch.utils.data.DataLoader[_T], Generic[_T]):
 
     def __init__(
         self,
-        dataset: Dataset[_T],
+        dataset: Dataset[_T_co],
         batch_size: int | None = 1,
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,

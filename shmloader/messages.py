@@ -69,8 +69,8 @@ class Task(NamedTuple):
 
 def unpack_task(record: bytes) -> Task:
     """Read a record of `Task.pack`; the inline payload comes with its own length again."""
-    *head, nbytes, payload = _TASK.unpack(record)
-    return Task(*head, nbytes, payload[:nbytes] if nbytes <= INLINE_NBYTES else b"")
+    task = Task._make(_TASK.unpack(record))
+    return task._replace(payload=task.payload[: task.payload_nbytes])
 
 
 class Done(NamedTuple):

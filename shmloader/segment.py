@@ -21,7 +21,8 @@ import secrets
 import sys
 from multiprocessing import reduction, resource_tracker
 from multiprocessing.shared_memory import SharedMemory
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, cast
 
 from shmloader.errors import SharedMemoryExhausted
 from shmloader.limits import memory_headroom, shm_free_nbytes
@@ -65,9 +66,10 @@ class Extent:
         self.address = address
         self.nbytes = nbytes
         self.version = version
-        self.buffer: Any = (ctypes.c_ubyte * nbytes).from_address(address)
+        buffer: Any = (ctypes.c_ubyte * nbytes).from_address(address)
         # The owner's death unmaps; the array is the last thing that every view leads to.
-        self.buffer.owner = owner
+        buffer.owner = owner
+        self.buffer = buffer
 
     def detach(self) -> None:
         """Turn this mapping, in place, into private memory with the same contents.
@@ -166,11 +168,10 @@ class MemfdSegment:
     """All slots in one anonymous, sparse memory file (``memfd_create``)."""
 
     def __init__(self, descriptor: Descriptor | None = None) -> None:
-        self._descriptor = descriptor or Descriptor(
-            os.memfd_create("shmloader-slots", os.MFD_CLOEXEC)
-        )
+        self._descriptor = descriptor or Descriptor(os.memfd_create("shmloader-slots", os.MFD_CLOEXEC))
 
     def reserve(self, slot: int, version: int, held_nbytes: int, nbytes: int) -> tuple[int, int]:
+        """See `Segment.reserve`."""
         nbytes = whole_pages(nbytes)
         _check_headroom(nbytes - held_nbytes)
         if nbytes > SLOT_STRIDE:
@@ -193,12 +194,12 @@ class MemfdSegment:
         return version, nbytes
 
     def map(self, slot: int, version: int, nbytes: int) -> Extent:
-        address = _map(
-            None, nbytes, mmap.MAP_SHARED, self._descriptor.fd, slot * SLOT_STRIDE
-        )
+        """See `Segment.map`."""
+        address = _map(None, nbytes, mmap.MAP_SHARED, self._descriptor.fd, slot * SLOT_STRIDE)
         return Extent(address, nbytes, version, _Mapping(address, nbytes))
 
     def discard(self, slot: int, version: int, nbytes: int) -> None:
+        """See `Segment.discard`."""
         keep_size_punch_hole = 0x1 | 0x2
         _libc.fallocate(
             self._descriptor.fd,
@@ -208,6 +209,7 @@ class MemfdSegment:
         )
 
     def close(self, slots: int) -> None:
+        """See `Segment.close`."""
         if self._descriptor.fd >= 0:
             os.close(self._descriptor.fd)
             self._descriptor.fd = -1
@@ -235,6 +237,7 @@ class NamedSegment:
         return f"{self._prefix}_{slot}_{version}"
 
     def reserve(self, slot: int, version: int, held_nbytes: int, nbytes: int) -> tuple[int, int]:
+        """See `Segment.reserve`."""
         nbytes = whole_pages(nbytes)
         if nbytes <= held_nbytes:
             return version, held_nbytes
@@ -250,8 +253,9 @@ class NamedSegment:
         return version + 1, nbytes
 
     def map(self, slot: int, version: int, nbytes: int) -> Extent:
+        """See `Segment.map`."""
         memory = SharedMemory(self._name(slot, version))
-        address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory.buf))
+        address = ctypes.addressof(ctypes.c_ubyte.from_buffer(cast(memoryview, memory.buf)))
         if os.getpid() == self._owner_pid:
             for old in range(self._newest.get(slot, 1), version):
                 self._unlink(slot, old)
@@ -268,9 +272,11 @@ class NamedSegment:
         return True
 
     def discard(self, slot: int, version: int, nbytes: int) -> None:
+        """See `Segment.discard`."""
         self._unlink(slot, version)
 
     def close(self, slots: int) -> None:
+        """See `Segment.close`."""
         if os.getpid() != self._owner_pid:
             return
         for slot in range(slots):
@@ -287,8 +293,8 @@ class NamedSegment:
 
 def _allocate_named(memory: SharedMemory, nbytes: int) -> None:
     """Reserve the pages of a new named object where the system can (Linux)."""
-    path = f"/dev/shm/{memory.name.lstrip('/')}"
-    if not os.path.exists(path):
+    path = Path("/dev/shm") / memory.name.lstrip("/")
+    if not path.exists():
         return
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:

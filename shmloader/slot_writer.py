@@ -73,7 +73,7 @@ class SlotWriter:
 
     def read(self, nbytes: int) -> bytes:
         """The first bytes of the slot, before anything is allocated (a long index batch)."""
-        assert self.extent is not None and self.cursor == 0
+        assert self.extent is not None
         return bytes(memoryview(self.extent.buffer)[:nbytes])
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
@@ -105,7 +105,7 @@ class SlotWriter:
         if self.extent is None:
             return None
         offset = address - self.extent.address
-        return offset if 0 <= offset and offset + nbytes <= min(self.cursor, self.nbytes) else None
+        return offset if offset >= 0 and offset + nbytes <= min(self.cursor, self.nbytes) else None
 
     def ensure(self, nbytes: int, written_nbytes: int) -> bool:
         """Grow the slot to hold ``nbytes``, keeping its first ``written_nbytes``.
@@ -162,9 +162,7 @@ class SlotWriter:
         return memoryview(extent.buffer).cast("B")
 
     def _grow(self, nbytes: int) -> None:
-        self.version, self.nbytes = self._segment.reserve(
-            self.slot, self.version, self.nbytes, nbytes
-        )
+        self.version, self.nbytes = self._segment.reserve(self.slot, self.version, self.nbytes, nbytes)
 
     def _remap(self) -> None:
         """Map the slot as it is now; mappings are kept from task to task."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections import deque
+
 import numpy as np
 import numpy.typing as npt
 
@@ -63,7 +64,16 @@ class Slot:
         used_nbytes: Bytes of the batch in it, 0 while free.
     """
 
-    __slots__ = ("extent", "lease", "limit_nbytes", "nbytes", "number", "state", "used_nbytes", "version")
+    __slots__ = (
+        "extent",
+        "lease",
+        "limit_nbytes",
+        "nbytes",
+        "number",
+        "state",
+        "used_nbytes",
+        "version",
+    )
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -139,9 +149,7 @@ class SlotPool:
     def reserve(self, slot: Slot, nbytes: int) -> Extent:
         """Make a granted slot at least ``nbytes`` large and map it (for a long index batch)."""
         if nbytes > slot.nbytes:
-            slot.version, slot.nbytes = self.segment.reserve(
-                slot.number, slot.version, slot.nbytes, nbytes
-            )
+            slot.version, slot.nbytes = self.segment.reserve(slot.number, slot.version, slot.nbytes, nbytes)
             grown = max(slot.limit_nbytes, slot.nbytes)
             self.committed_nbytes += grown - slot.limit_nbytes
             slot.limit_nbytes = grown
@@ -161,8 +169,7 @@ class SlotPool:
         slot.version, slot.nbytes, slot.used_nbytes = version, nbytes, used_nbytes
         slot.state = SlotState.PUBLISHED
         self._granted -= 1
-        if used_nbytes > self.largest_nbytes:
-            self.largest_nbytes = used_nbytes
+        self.largest_nbytes = max(self.largest_nbytes, used_nbytes)
 
     def lease(self, slot: Slot) -> npt.NDArray[np.uint8]:
         """Begin a lease on a published slot.

@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.utils.data._utils.pin_memory as torch_pin_memory
 import torch.utils.data._utils.worker as torch_worker
+from torch.multiprocessing import reductions
 from torch.storage import TypedStorage
 from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data._utils.collate import (
@@ -17,7 +19,6 @@ from torch.utils.data._utils.collate import (
     collate_tensor_fn,
     default_collate_fn_map,
 )
-from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import (
     _BaseDataLoaderIter,
     _DatasetKind,
@@ -48,6 +49,7 @@ __all__ = [
     "collate_tensor_fn",
     "pin_memory",
     "profiler_enabled",
+    "reduce_tensor",
     "seed_datapipe",
     "set_worker_info",
     "sharding_worker_init_fn",
@@ -58,9 +60,7 @@ __all__ = [
 DATAPIPES = (IterDataPipe, MapDataPipe)
 
 
-def set_worker_info(
-    *, worker_id: int, num_workers: int, seed: int, dataset: object
-) -> None:
+def set_worker_info(*, worker_id: int, num_workers: int, seed: int, dataset: Any) -> None:
     """Make ``torch.utils.data.get_worker_info()`` answer in this worker process."""
     torch_worker._worker_info = torch_worker.WorkerInfo(
         id=worker_id, num_workers=num_workers, seed=seed, dataset=dataset
@@ -80,7 +80,18 @@ def seed_datapipe(dataset: Any, shared_seed: int | None) -> Any:
 
 def profiler_enabled() -> bool:
     """Whether torch's autograd profiler is recording: only then ``next()`` opens a profiler range."""
-    return bool(torch.autograd._profiler_enabled())
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+
+
+def reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """How torch itself sends a tensor to another process (sparse, nested, other devices)."""
+    reduced: tuple[Any, ...] = reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+    return reduced
+
+
+def pin_memory(batch: Any, device: str | None) -> Any:
+    """Copy a batch to pinned memory as torch's pin-memory thread does."""
+    return torch_pin_memory.pin_memory(batch, device)  # type: ignore[no-untyped-call]
 
 
 def untyped(storage: TypedStorage) -> torch.UntypedStorage:
@@ -90,4 +101,4 @@ def untyped(storage: TypedStorage) -> torch.UntypedStorage:
 
 def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> TypedStorage:
     """Wrap bytes as a ``TypedStorage``, without its deprecation warning."""
-    return TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+    return TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]

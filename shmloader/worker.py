@@ -87,7 +87,7 @@ def run(arguments: WorkerArguments) -> None:
     seed = worker_seed(arguments.base_seed, arguments.worker_id)
     random.seed(seed)
     torch.manual_seed(seed)
-    np.random.seed(numpy_seed(arguments.base_seed, arguments.worker_id))
+    np.random.seed(numpy_seed(arguments.base_seed, arguments.worker_id))  # noqa: NPY002 - what torch seeds
     install_slot_collate(torch_private.collate_fn_map)
     worker = _Worker(arguments)
     with contextlib.suppress(BrokenPipeError):  # the main process closed its end: nobody waits
@@ -159,7 +159,7 @@ class _Worker:
             if arguments.init_fn is not None:
                 arguments.init_fn(arguments.worker_id)
             self._fetcher = make_fetcher(self._dataset, arguments.rules)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch
             self._start_error = error
 
     def serve(self) -> None:
@@ -179,7 +179,7 @@ class _Worker:
         self._dataset = torch_private.seed_datapipe(self._dataset, pickle.loads(task.payload))
         try:
             self._fetcher = make_fetcher(self._dataset, self._arguments.rules)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch
             self._start_error = error
         self._send(task, RESUMED)
 
@@ -198,8 +198,7 @@ class _Worker:
                 return
             kind, encoded = BATCH, self._encoder.encode(batch)
             del batch
-        except BaseException as error:
-            batch = None
+        except BaseException as error:  # noqa: BLE001 - raised in the main process
             kind, encoded = FAILURE, self._encode_failure(error, index_batch)
         if encoded.image is not None:
             self._send_parts(task, encoded.image)
@@ -243,7 +242,7 @@ class _Worker:
         view = writer.view()
         for begin in range(0, len(image), len(view)):
             piece = image[begin : begin + len(view)]
-            view[: len(piece)] = memoryview(piece)
+            view[: len(piece)] = piece.data
             self._send(task, PART, 0, len(image), len(piece))
             self._await_continue()
         view.release()

@@ -8,6 +8,7 @@ sentinel), waited for together with the pipes.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import signal
@@ -28,7 +29,6 @@ _STOP_S = 5.0  # how long a worker may take to finish its sample after its pipe 
 
 # What a forked child of this process must not keep open: main-side ends and memory of all live iterators.
 _live: weakref.WeakSet[Workers] = weakref.WeakSet()
-_hooked = False
 
 
 class Worker:
@@ -235,15 +235,14 @@ class Workers:
         self.workers, self._starting = [], ()
 
 
+@functools.cache
 def _close_in_forked_children() -> None:
     """From the first start on, forked children of this process drop main-side descriptors.
 
     A child, of ours or of the user's program, that kept the write end of a task pipe would keep that
     worker from seeing the main process close it.
     """
-    global _hooked
-    if not _hooked and hasattr(os, "register_at_fork"):
-        _hooked = True
+    if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_drop_all)
 
 

@@ -177,9 +177,7 @@ def _run_in_process(spec: RunSpec) -> Run:
         finally:
             _stop(process)
         if process.returncode:
-            raise RunFailedError(
-                f"the run with {spec.loader} failed (exit status {process.returncode})"
-            )
+            raise RunFailedError(f"the run with {spec.loader} failed (exit status {process.returncode})")
         values = json.loads(result_path.read_text(encoding="utf-8"))
         return Run(spec, RunResult(**values), memory)
 

@@ -60,8 +60,7 @@ def format_table(runs: Sequence[Run]) -> str:
 def runs_agree(runs: Sequence[Run]) -> bool:
     """Tell whether all runs gave the same batches and the same losses, bit for bit."""
     outcomes = {
-        (run.result.checksum, run.result.loss_before.hex(), run.result.loss_after.hex())
-        for run in runs
+        (run.result.checksum, run.result.loss_before.hex(), run.result.loss_after.hex()) for run in runs
     }
     return len(outcomes) == 1
 

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import zlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -133,10 +133,10 @@ class StopSignal:
             signal.raise_signal(signum)
 
 
-def make_loader(spec: RunSpec, dataset: SourceDataset) -> TorchDataLoader[torch.Tensor]:
+def make_loader(spec: RunSpec, dataset: SourceDataset) -> Iterable[Batch]:
     """Make the loader under comparison: one class or the other, with the same arguments."""
     loader_class: Any = TorchDataLoader if spec.loader == "torch" else shmloader.DataLoader
-    loader: TorchDataLoader[torch.Tensor] = loader_class(
+    loader: Iterable[Batch] = loader_class(
         dataset,
         batch_size=spec.batch_size,
         shuffle=True,
@@ -149,10 +149,9 @@ def make_loader(spec: RunSpec, dataset: SourceDataset) -> TorchDataLoader[torch.
     return loader
 
 
-def endless(loader: TorchDataLoader[torch.Tensor]) -> Generator[Batch]:
-    """Yield a loader's batches, epoch after epoch."""
-    while True:
-        yield from loader
+def endless(loader: Iterable[Batch]) -> Iterator[Batch]:
+    """Return a loader's batches, epoch after epoch."""
+    return itertools.chain.from_iterable(itertools.repeat(loader))
 
 
 def extend_checksum(checksum: int, batch: Batch) -> int:
@@ -161,9 +160,7 @@ def extend_checksum(checksum: int, batch: Batch) -> int:
     return zlib.crc32(batch.tokens.numpy().data, checksum)
 
 
-def train(
-    spec: RunSpec, dataset: SourceDataset, held_out: Sequence[Batch], stop: StopSignal
-) -> RunResult:
+def train(spec: RunSpec, dataset: SourceDataset, held_out: Sequence[Batch], stop: StopSignal) -> RunResult:
     """Train the model for a fixed number of steps and measure what the training loop sees."""
     result = RunResult()
     trainer = Trainer(spec.seed)
@@ -185,14 +182,12 @@ def train(
             advance(trainer.step(batch))
             asked_s = time.monotonic()
     result.training_rate = spec.steps * spec.batch_size / (asked_s - first_s)
-    batches.close()  # Ends the workers.
+    del batches  # Ends the workers.
     result.loss_after = trainer.evaluate(held_out)
     return result
 
 
-def measure_loader_alone(
-    spec: RunSpec, dataset: SourceDataset, result: RunResult, stop: StopSignal
-) -> None:
+def measure_loader_alone(spec: RunSpec, dataset: SourceDataset, result: RunResult, stop: StopSignal) -> None:
     """Load batches without a model; every batch is still read, for its checksum."""
     result.phases["loader alone"] = time.monotonic()
     first_s = 0.0
