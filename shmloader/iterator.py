@@ -92,8 +92,12 @@ class SlotIterator(torch_private.BaseIterator):
             self._pool.close()
             raise
         # Runs when the iterator dies and at interpreter exit; refers to the parts, not to the iterator.
-        self._finalizer = weakref.finalize(self, _stop, self._crew, self._pool)
-        self._reset(loader, first_iter=True)
+        self._finalizer = weakref.finalize(self, _stop, os.getpid(), self._crew, self._pool)
+        try:
+            self._reset(loader, first_iter=True)
+        except BaseException:
+            self.close("its first tasks could not be sent")
+            raise
 
     def _start_workers(self, loader: Any) -> Workers:
         context = loader.multiprocessing_context or torch.multiprocessing
@@ -276,13 +280,10 @@ class SlotIterator(torch_private.BaseIterator):
             return image
         if self._sampler_done or self._pool.can_lease():
             return self._pool.lease(slot)
-        nbytes = done.header_offset + done.header_nbytes
-        image = np.empty(nbytes, np.uint8)
-        image[:] = np.frombuffer(self._pool.peek(slot).buffer, np.uint8)[:nbytes]
-        self._pool.give_back(slot)
-        kept = self._pool.count(SlotState.LEASED)
-        over_budget = self._pool.committed_nbytes + nbytes > self._pool.budget_nbytes
-        self._count_spill(nbytes, f"the program keeps {kept} batches" if over_budget else "")
+        image = self._pool.spill(slot)
+        kept, pool = self._pool.count(SlotState.LEASED), self._pool
+        over_budget = pool.committed_nbytes + len(image) > pool.budget_nbytes
+        self._count_spill(len(image), f"the program keeps {kept} batches" if over_budget else "")
         return image
 
     def _count_spill(self, nbytes: int, why: str) -> None:
@@ -362,11 +363,10 @@ class SlotIterator(torch_private.BaseIterator):
 
     def _accept_part(self, worker: Worker, done: Done, slot: Slot) -> None:
         """Copy a piece of a batch that is larger than its slot, and ask for the next one."""
-        extent = self._pool.part(slot, done.version, done.slot_nbytes)
         if done.generation == self._generation:
             total, piece = done.header_offset, done.header_nbytes
             image, filled = self._images.get(done.seq) or (np.empty(total, np.uint8), 0)
-            image[filled : filled + piece] = np.frombuffer(extent.buffer, np.uint8)[:piece]
+            self._pool.read_part(slot, done.version, done.slot_nbytes, image[filled : filled + piece])
             self._images[done.seq] = (image, filled + piece)
         worker.send(Task(CONTINUE, done.generation, done.seq, done.slot))
 
@@ -387,10 +387,9 @@ class SlotIterator(torch_private.BaseIterator):
     # --- the end
 
     def _check_open(self) -> None:
-        if self._closed_because:
-            raise LoaderClosed(
-                f"this iterator was closed because {self._closed_because}; call iter(loader) for a new one"
-            )
+        if not self._crew.workers:
+            why = self._closed_because or "it was shut down, or this process was forked from its own"
+            raise LoaderClosed(f"this iterator has no workers: {why}; call iter(loader) for a new one")
 
     @property
     def closed(self) -> bool:
@@ -410,7 +409,7 @@ class SlotIterator(torch_private.BaseIterator):
         """Stop the workers and free the slots; batches that the program holds stay valid.
 
         Args:
-            because: Completes "this iterator was closed because ...", for whoever calls ``next()``.
+            because: The reason, for whoever calls ``next()`` later.
         """
         self._closed_because = self._closed_because or because
         self._shutdown_workers()
@@ -421,6 +420,9 @@ class SlotIterator(torch_private.BaseIterator):
         return self._pool
 
 
-def _stop(crew: Workers, pool: SlotPool) -> None:
-    crew.close()
-    pool.close()
+def _stop(owner_pid: int, crew: Workers, pool: SlotPool) -> None:
+    if os.getpid() == owner_pid:
+        crew.close()
+        pool.close()
+    else:  # a copy in a forked child: the workers and the memory are the parent's
+        crew.drop_descriptors()

@@ -188,17 +188,27 @@ class SlotPool:
         self._leased += 1
         return anchor
 
-    def peek(self, slot: Slot) -> Extent:
-        """The memory of a published slot, to copy out of it without a lease."""
-        assert slot.state is SlotState.PUBLISHED, f"slot {slot.number} read while {slot.state}"
-        return self._map(slot)
+    def spill(self, slot: Slot) -> npt.NDArray[np.uint8]:
+        """Copy a published batch to private memory and free its slot at once."""
+        assert slot.state is SlotState.PUBLISHED, f"slot {slot.number} spilled while {slot.state}"
+        image = np.empty(slot.used_nbytes, np.uint8)
+        image[:] = np.frombuffer(self._map(slot).buffer, np.uint8)[: slot.used_nbytes]
+        self._make_free(slot)
+        return image
 
-    def part(self, slot: Slot, version: int, nbytes: int) -> Extent:
-        """The memory of a granted slot whose worker waits for a part of its batch to be copied out."""
+    def read_part(self, slot: Slot, version: int, nbytes: int, into: npt.NDArray[np.uint8]) -> None:
+        """Copy a part of a batch larger than its slot out of the slot's start.
+
+        Args:
+            slot: The slot; its worker waits and goes on writing it afterwards, so it stays granted.
+            version: Version of its memory.
+            nbytes: Bytes reserved for it.
+            into: Where the part belongs in the batch's private memory.
+        """
         self.committed_nbytes += max(0, nbytes - slot.limit_nbytes)
         slot.limit_nbytes = max(nbytes, slot.limit_nbytes)
         slot.version, slot.nbytes = version, nbytes
-        return self._map(slot)
+        into[:] = np.frombuffer(self._map(slot).buffer, np.uint8)[: len(into)]
 
     def give_back(self, slot: Slot) -> None:
         """Free a published slot at once: there is nothing in it to lease."""

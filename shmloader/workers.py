@@ -116,8 +116,9 @@ class Workers:
         make_arguments: Callable[[int, Descriptor, Descriptor], WorkerArguments],
         num_workers: int,
     ) -> None:
-        self._owner_pid = os.getpid()
         self.workers: list[Worker] = []
+        self._poller: select.poll | None = None
+        self._by_fd: dict[int, Worker] = {}
         self._starting: tuple[int, ...] = ()  # main-side ends of the worker that is being started
         _close_in_forked_children()
         _live.add(self)
@@ -168,14 +169,14 @@ class Workers:
         Raises:
             WorkerDied: See `died`; raised by the caller, which knows the indices.
         """
-        poller = select.poll()
-        by_fd: dict[int, Worker] = {}
-        for worker in self.workers:
-            for fd in (worker.dones_fd, worker.death_fd):
-                by_fd[fd] = worker
-                poller.register(fd, select.POLLIN)
-        ready = poller.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000)
-        return list(dict.fromkeys(by_fd[fd] for fd, _ in ready))
+        if self._poller is None:
+            self._poller = select.poll()
+            for worker in self.workers:
+                for fd in (worker.dones_fd, worker.death_fd):
+                    self._by_fd[fd] = worker
+                    self._poller.register(fd, select.POLLIN)
+        ready = self._poller.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000)
+        return list(dict.fromkeys(self._by_fd[fd] for fd, _ in ready))
 
     def is_dead(self, worker: Worker) -> bool:
         """Whether a worker's process has ended."""
@@ -203,14 +204,11 @@ class Workers:
         """Stop all workers and close all descriptors.
 
         A worker finishes the sample at hand; one that takes longer than ``_STOP_S`` is terminated, then
-        killed. In a forked child of the owner only the descriptors are closed.
+        killed.
         """
         workers, self.workers = self.workers, []
+        self._poller = None
         _live.discard(self)
-        if os.getpid() != self._owner_pid:
-            for worker in workers:
-                worker.close_descriptors()
-            return
         for worker in workers:
             worker.close_descriptors()
         deadline = time.monotonic() + _STOP_S

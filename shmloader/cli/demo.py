@@ -44,6 +44,7 @@ PSS needs Linux. The picture needs matplotlib (pip install matplotlib).
 
 _SAMPLING_INTERVAL_S = 0.2
 _STOP_GRACE_S = 5.0
+_BUSY_LOAD_PER_CORE = 0.4
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -127,6 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
     specs = _specs(arguments)
     print("shmloader demo: a byte-level language model on this interpreter's Python sources")
     print(describe_work(specs[0]), flush=True)
+    note = _note_on_other_work()
     runs: list[Run] = []
     try:
         for spec in specs:
@@ -138,7 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    return _report(arguments.picture, runs)
+    return _report(arguments.picture, runs, note)
 
 
 def _specs(arguments: argparse.Namespace) -> list[RunSpec]:
@@ -197,12 +199,24 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _report(picture: Path, runs: Sequence[Run]) -> int:
+def _note_on_other_work() -> str:
+    """Say that times will be rough, if other programs have kept the machine busy until now."""
+    if not hasattr(os, "getloadavg"):
+        return ""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load < _BUSY_LOAD_PER_CORE * cores:
+        return ""
+    return f"times are rough: other programs were running (load {load:.1f} on {cores} cores)"
+
+
+def _report(picture: Path, runs: Sequence[Run], note: str) -> int:
     """Print what was measured, write the picture, and return the exit status."""
     print(f"{describe_corpus(runs[0].result)}\n\n{format_table(runs)}")
     agree = runs_agree(runs)
     if len(runs) > 1:
         print(f"batches and losses equal, bit for bit: {'yes' if agree else 'NO'}")
+    if note:
+        print(note)
     print(_write_picture(picture, runs))
     return 0 if agree else 1
 
