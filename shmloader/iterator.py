@@ -302,7 +302,7 @@ class SlotIterator(torch_private.BaseIterator):
             f"least {needed:,} bytes (memory_budget_nbytes=...), plus what the program keeps; else use a "
             "smaller batch_size, prefetch_factor or num_workers.",
             SpillWarning,
-            stacklevel=5,
+            stacklevel=6,  # whoever called next()
         )
 
     # --- records

@@ -1,0 +1,153 @@
+"""Datasets and collate functions that workers under every start method can import."""
+
+import os
+import signal
+import subprocess
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, default_collate
+
+import shmloader
+
+
+class Numbered(Dataset[torch.Tensor]):
+    """Sample ``i`` is ``size`` int64 items, all of them ``i``."""
+
+    def __init__(self, length: int, size: int = 8) -> None:
+        self.length, self.size = length, size
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((self.size,), index)
+
+
+class Growing(Numbered):
+    """Sample ``i`` has ``sizes[i]`` items."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__(len(sizes))
+        self.sizes = sizes
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((self.sizes[index],), index)
+
+
+class Dies(Numbered):
+    """The worker that is asked for ``at`` ends itself: by a signal, or by an exit code."""
+
+    def __init__(self, length: int, at: int, how: int) -> None:
+        super().__init__(length)
+        self.at, self.how = at, how
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == self.at:
+            if self.how < 0:
+                os.kill(os.getpid(), -self.how)
+            os._exit(self.how)
+        return super().__getitem__(index)
+
+
+class DiesWithHeir(Numbered):
+    """The worker leaves a process behind that holds all its descriptors, and is killed."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 5:
+            subprocess.Popen(["sleep", "3"], close_fds=False)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+class Slow(Numbered):
+    """Sleeps ``seconds`` before sample ``at`` (before each where None)."""
+
+    def __init__(self, length: int, seconds: float, at: int | None = None) -> None:
+        super().__init__(length)
+        self.seconds, self.at = seconds, at
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.at in (None, index):
+            time.sleep(self.seconds)
+        return super().__getitem__(index)
+
+
+class FourArguments(Exception):
+    """Cannot be rebuilt from ``args``."""
+
+    def __init__(self, one: int, two: int, three: int, four: int) -> None:
+        super().__init__(f"{one}{two}{three}{four}")
+        self.four = four
+
+
+class Unpicklable(ValueError):
+    """Holds what no pickle can carry."""
+
+    def __init__(self) -> None:
+        super().__init__("with a lambda")
+        self.function = lambda: None
+
+
+def make_error(name: str) -> BaseException:
+    """An exception of each kind that is known to get lost between processes."""
+    return {
+        "KeyError": lambda: KeyError("a", 1),
+        "UnicodeDecodeError": lambda: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+        "CalledProcessError": lambda: subprocess.CalledProcessError(3, ["ls"], b"out", b"err"),
+        "FourArguments": lambda: FourArguments(1, 2, 3, 4),
+        "Unpicklable": Unpicklable,
+        "ExceptionGroup": lambda: ExceptionGroup("two", [ValueError(1), KeyError(2)]),
+        "SystemExit": lambda: SystemExit(7),
+        "KeyboardInterrupt": lambda: KeyboardInterrupt("in a worker"),
+        "OSError": lambda: FileNotFoundError(2, "No such file", "gone.png"),
+    }[name]()
+
+
+class Raises(Numbered):
+    """Sample ``at`` raises ``make_error(name)``."""
+
+    def __init__(self, length: int, at: int, name: str) -> None:
+        super().__init__(length)
+        self.at, self.name = at, name
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == self.at:
+            raise make_error(self.name)
+        return super().__getitem__(index)
+
+
+class KeepsBatches:
+    """A collate function whose worker goes on holding, and changing nothing in, all its batches.
+
+    Each call checks that the batches before are as they were made.
+    """
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __call__(self, samples: list[torch.Tensor]) -> torch.Tensor:
+        for batch, copy in self.kept:
+            if not torch.equal(batch, copy):
+                raise AssertionError("a batch that the worker kept has changed")
+        batch = default_collate(samples)
+        self.kept.append((batch, batch.clone()))
+        return batch
+
+
+class SendsAgain(KeepsBatches):
+    """Returns each batch together with the first one that this worker made."""
+
+    def __call__(self, samples: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = super().__call__(samples)
+        return batch, self.kept[0][0]
+
+
+def into_empty(samples: list[torch.Tensor]) -> dict[str, Any]:
+    """A custom collate that writes into ``shmloader.empty`` and returns views of it."""
+    out = shmloader.empty(len(samples) + 2, len(samples[0]), dtype=torch.int64)
+    for row, sample in zip(out, samples, strict=False):
+        row.copy_(sample)
+    return {"rows": out[: len(samples)], "first": out[0], "array": np.arange(len(samples))}

@@ -1,0 +1,202 @@
+"""The slot pool: whatever happens to slots, in whatever order, none is ever in two hands."""
+
+import gc
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from shmloader.segment import PAGE_NBYTES, MemfdSegment, new_segment
+from shmloader.slots import RETAINED_SLOTS, SlotPool, SlotState
+
+MOST_TASKS = 3
+BUDGET_NBYTES = 40 * PAGE_NBYTES
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Takes, publishes, holds, drops, spills, abandons and grows, and watches every byte.
+
+    Each batch fills its slot with its own number. A view that the test holds must show that number for
+    as long as it is held: a slot given out while a view lives would be overwritten by the next batch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.segment = MemfdSegment()
+        self.pool = SlotPool(self.segment, MOST_TASKS, BUDGET_NBYTES)
+        self.granted: list = []
+        self.published: list = []
+        self.held: list = []  # (view, number)
+        self.number = 0
+
+    @precondition(lambda self: len(self.granted) + len(self.published) < MOST_TASKS)
+    @rule()
+    def grant(self) -> None:
+        slot = self.pool.grant()
+        assert slot not in self.granted
+        assert slot not in self.published
+        self.granted.append(slot)
+
+    @precondition(lambda self: self.granted)
+    @rule(nbytes=st.integers(1, 9 * PAGE_NBYTES), which=st.integers(0, 99))
+    def publish(self, nbytes: int, which: int) -> None:
+        slot = self.granted.pop(which % len(self.granted))
+        nbytes = min(nbytes, slot.limit_nbytes)
+        version, reserved = slot.version, slot.nbytes
+        if nbytes > reserved:
+            version, reserved = self.segment.reserve(slot.number, version, reserved, nbytes)
+        self.number += 1
+        extent = self.segment.map(slot.number, version, reserved)
+        np.frombuffer(extent.buffer, np.uint8)[:nbytes] = self.number % 256
+        self.pool.publish(slot, version, reserved, nbytes)
+        self.published.append((slot, nbytes, self.number % 256))
+
+    @precondition(lambda self: self.published)
+    @rule(hold=st.sampled_from(["view of a view", "anchor", "nothing"]), which=st.integers(0, 99))
+    def take(self, hold: str, which: int) -> None:
+        slot, nbytes, number = self.published.pop(which % len(self.published))
+        anchor = self.pool.lease(slot) if self.pool.can_lease() else self.pool.spill(slot)
+        view = anchor[:nbytes]
+        if hold != "nothing":
+            self.held.append((view[::1].reshape(-1) if hold == "view of a view" else anchor[:nbytes], number))
+
+    @precondition(lambda self: self.published)
+    @rule()
+    def give_back(self) -> None:
+        self.pool.give_back(self.published.pop()[0])
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 99))
+    def drop(self, which: int) -> None:
+        del self.held[which % len(self.held)]
+
+    @rule()
+    def abandon_epoch(self) -> None:
+        for slot in self.granted:
+            self.pool.publish(slot, slot.version, slot.nbytes, 0)
+            self.pool.give_back(slot)
+        self.granted.clear()
+        self.pool.trim()
+
+    @invariant()
+    def held_batches_never_change(self) -> None:
+        for view, number in self.held:
+            assert (view == number).all()
+
+    @invariant()
+    def every_slot_is_in_one_hand(self) -> None:
+        self.pool.collect()
+        free = [slot for slot in self.pool.slots if slot.state is SlotState.FREE]
+        leased = [slot for slot in self.pool.slots if slot.state is SlotState.LEASED]
+        hands = [*free, *leased, *self.granted, *(slot for slot, _, _ in self.published)]
+        assert sorted(slot.number for slot in hands) == list(range(len(self.pool.slots)))
+
+    @invariant()
+    def the_budget_holds(self) -> None:
+        pool = self.pool
+        committed = sum(
+            slot.limit_nbytes if slot.state is SlotState.GRANTED else slot.nbytes for slot in pool.slots
+        )
+        assert pool.committed_nbytes == committed <= pool.budget_nbytes
+        assert len(pool.slots) <= pool.base_slots + RETAINED_SLOTS
+
+    def teardown(self) -> None:
+        self.pool.close()
+        self.held_batches_never_change()
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
+@pytest.fixture
+def pool(loader_backend: str):
+    pool = SlotPool(new_segment(), MOST_TASKS, BUDGET_NBYTES)
+    yield pool
+    pool.close()
+
+
+def _published(pool: SlotPool, nbytes: int = 100):
+    slot = pool.grant()
+    pool.reserve(slot, nbytes)
+    pool.publish(slot, slot.version, slot.nbytes, nbytes)
+    return slot
+
+
+def test_a_slot_is_free_when_its_last_view_dies(pool: SlotPool) -> None:
+    slot = _published(pool)
+    anchor = pool.lease(slot)
+    view = anchor[3:50].reshape(-1, 1)[::2]
+    del anchor
+    pool.collect()
+    assert slot.state is SlotState.LEASED
+    del view
+    pool.collect()
+    assert slot.state is SlotState.FREE
+
+
+def test_the_last_freed_slot_is_granted_first(pool: SlotPool) -> None:
+    first, second = _published(pool), _published(pool)
+    pool.give_back(second)
+    pool.give_back(first)
+    assert pool.grant() is first
+
+
+def test_a_reference_cycle_frees_the_slot_when_it_is_collected(pool: SlotPool) -> None:
+    slot = _published(pool)
+    cycle: list = [pool.lease(slot)]
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+    pool.collect()
+    assert slot.state is SlotState.FREE
+
+
+def test_limits_of_tasks_share_the_budget() -> None:
+    pool = SlotPool(MemfdSegment(), MOST_TASKS, BUDGET_NBYTES)
+    limits = [pool.grant().limit_nbytes for _ in range(pool.base_slots)]
+    assert sum(limits) <= BUDGET_NBYTES
+    assert min(limits) >= BUDGET_NBYTES // pool.base_slots - PAGE_NBYTES
+    pool.close()
+
+
+def test_trim_returns_memory_that_the_program_no_longer_keeps(pool: SlotPool) -> None:
+    kept = []
+    for _ in range(pool.base_slots + 3):
+        assert pool.can_lease()
+        kept.append(pool.lease(_published(pool, PAGE_NBYTES)))
+    kept.clear()
+    pool.trim()
+    assert sum(slot.nbytes for slot in pool.slots) == pool.base_slots * PAGE_NBYTES
+    assert pool.committed_nbytes == pool.base_slots * PAGE_NBYTES
+
+
+def test_a_trimmed_slot_can_be_used_again(pool: SlotPool) -> None:
+    kept = [pool.lease(_published(pool, PAGE_NBYTES)) for _ in range(pool.base_slots + 3)]
+    kept.clear()
+    pool.trim()
+    kept = [pool.lease(_published(pool, PAGE_NBYTES)) for _ in range(pool.base_slots + 3)]
+    for number, anchor in enumerate(kept):
+        anchor[:] = number
+    assert [int(anchor[-1]) for anchor in kept] == list(range(len(kept)))
+
+
+def test_a_pool_out_of_budget_refuses_leases_and_still_grants_every_task() -> None:
+    pool = SlotPool(MemfdSegment(), MOST_TASKS, (MOST_TASKS + 4) * PAGE_NBYTES)
+    kept = []
+    while pool.can_lease():
+        kept.append(pool.lease(_published(pool, PAGE_NBYTES)))
+        assert len(kept) < 100
+    for _ in range(MOST_TASKS):
+        assert pool.grant().state is SlotState.GRANTED
+    assert len(kept) >= 2
+    pool.close()
+
+
+def test_views_outlive_the_pool(pool: SlotPool) -> None:
+    anchor = pool.lease(_published(pool))
+    anchor[:] = 7
+    pool.close()
+    assert (anchor == 7).all()
