@@ -1,8 +1,8 @@
 """Fixtures for every test: the leak guard, and the start methods and backends that tests run under.
 
-The leak guard holds the whole suite to one promise: what a test starts, opens or allocates is gone when
-the test ends. It compares the process before and after and names what stayed. `test_leak_guard.py` runs
-this file against tests that do leak.
+The leak guard holds the whole suite to one promise: what a test starts, opens or allocates is gone
+when the test ends. It compares the process before and after and names what stayed.
+`test_leak_guard.py` runs this file against tests that do leak.
 """
 
 import gc
@@ -23,10 +23,10 @@ import pytest
 GRACE_S = float(os.environ.get("SHMLOADER_TEST_GRACE_S", "5"))
 
 SHM_DIR = Path("/dev/shm")
-TORCH_NAME = re.compile(r"torch_(\d+)_")  # what torch calls a shared file: the number is its maker's pid
+TORCH_NAME = re.compile(r"torch_(\d+)_")  # how torch names a shared file, with its maker's pid
 
-# Every process started from here inherits this variable, which is how the guard knows a process whose
-# parent has died. The pid keeps a pytest run inside a test apart from the run around it.
+# Every process started from here inherits this variable, which is how the guard knows a process
+# whose parent has died. The pid keeps a pytest run inside a test apart from the run around it.
 MARK = f"SHMLOADER_TEST_RUN_{os.getpid()}"
 os.environ[MARK] = "1"
 
@@ -37,7 +37,7 @@ LAZY_FILES = (
     "/dev/shm/pym-",  # multiprocessing's heap for Value and Array keeps its first arena for reuse
     "/dev/shm/sem.",  # the page of a semaphore: tqdm keeps one lock for all progress bars
 )
-# Threads of the same kind. tqdm's monitor is started by the first progress bar and shared by all others.
+# Threads of the same kind. tqdm's monitor serves all progress bars from the first one on.
 LAZY_THREADS = ("TMonitor",)
 
 _passed = pytest.StashKey[bool]()
@@ -51,7 +51,7 @@ class Snapshot:
         processes: Children, their descendants and marked orphans, by pid and creation time.
         descriptors: What each open descriptor refers to: path or kind, device and inode.
         shm_entries: The names in /dev/shm.
-        shm_mappings: Mapped shared memory, by path and inode: it outlives its descriptor and its name.
+        shm_mappings: Mapped shared memory, by path and inode: it outlives descriptor and name.
         threads: The live threads. They are objects, not idents, since idents are used again.
     """
 
@@ -103,8 +103,9 @@ def _marked_pids() -> set[int]:
 def _is_interpreters_own(process: psutil.Process, parent: int) -> bool:
     """Tell the resource tracker and the fork server, which live as long as the interpreter.
 
-    Only a direct child can be one of them: a worker forked by the fork server has the same command line
-    and is not excused, and neither are the helpers of some other interpreter that a test killed.
+    Only a direct child can be one of them: a worker forked by the fork server has the same command
+    line and is not excused, and neither are the helpers of some other interpreter that a test
+    killed.
     """
     try:
         if process.ppid() != parent:
@@ -155,9 +156,9 @@ def _helper_descriptors() -> set[int | None]:
 def _strangers_entries(names: frozenset[str]) -> set[str]:
     """The /dev/shm entries among `names` that belong to a process that is not ours.
 
-    Another program on the machine may make an entry while a test runs, and blaming the test would make
-    the suite fail at random. An entry is another's if torch named it after the pid of a living process
-    that is not ours, or if such a process has it open or mapped.
+    Another program on the machine may make an entry while a test runs, and blaming the test would
+    make the suite fail at random. An entry is another's if torch named it after the pid of a living
+    process that is not ours, or if such a process has it open or mapped.
     """
     ours = {process.pid for process in _processes()} | {os.getpid()}
     strangers = set(psutil.pids()) - ours
@@ -178,8 +179,8 @@ def find_leaks(before: Snapshot, new_entries: frozenset[str]) -> list[str]:
 
     Args:
         before: What there was before the test.
-        new_entries: The /dev/shm entries that may be the test's: those that it made are here at its end,
-            and what comes later is another program's.
+        new_entries: The /dev/shm entries that may be the test's. Those that it made are here at its
+            end: what comes later is another program's.
     """
     now = Snapshot.take()
     leaks = [f"process {_describe(process)}" for process in now.processes - before.processes]
@@ -192,9 +193,7 @@ def find_leaks(before: Snapshot, new_entries: frozenset[str]) -> list[str]:
     leaks += [
         f"descriptor {fd} -> {entry[0]}"
         for fd, entry in now.descriptors.items()
-        if before.descriptors.get(fd) != entry
-        and fd not in helpers
-        and not entry[0].startswith(LAZY_FILES)
+        if before.descriptors.get(fd) != entry and fd not in helpers and not entry[0].startswith(LAZY_FILES)
     ]
     if left := new_entries & now.shm_entries:
         leaks += [f"shared memory {SHM_DIR / name}" for name in left - _strangers_entries(left)]
@@ -222,7 +221,7 @@ def wait_for_no_leaks(before: Snapshot) -> list[str]:
     while leaks := find_leaks(before, new_entries):
         if time.monotonic() > deadline:
             break
-        gc.collect()  # an object in a reference cycle closes what it holds only now; too slow to do always
+        gc.collect()  # what a reference cycle holds is closed only now; too slow to do always
         time.sleep(0.02)
     return leaks
 
@@ -239,9 +238,7 @@ def _kill_leaked(before: Snapshot) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Iterator[pytest.TestReport]:
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[pytest.TestReport]:
     report = yield
     if call.when == "call":
         item.stash[_passed] = report.passed
@@ -252,8 +249,9 @@ def pytest_runtest_makereport(
 def leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves a process, thread, descriptor or /dev/shm entry behind.
 
-    It is set up before all other fixtures of a test and torn down after them, so what a fixture closes
-    is not a leak. A test that has already failed is not examined: its traceback keeps its locals alive.
+    It is set up before all other fixtures of a test and torn down after them, so what a fixture
+    closes is not a leak. A test that has already failed is not examined: its traceback keeps its
+    locals alive.
     """
     before = Snapshot.take()
     yield
@@ -268,10 +266,10 @@ def leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
 def warm_helpers() -> None:
     """Start the interpreter's resource tracker and fork server once, outside any one test.
 
-    Fork-server workers inherit the environment as it is at this moment, not as a test sets it later.
+    Fork-server workers inherit the environment as it is now, not as a test sets it later.
     """
     resource_tracker.ensure_running()
-    # Without this every worker imports torch anew, seconds each. Spawned workers still do, as users' do.
+    # Without this every worker imports torch anew, seconds each. Spawned workers still do.
     multiprocessing.set_forkserver_preload(["torch"])
     forkserver.ensure_running()
 

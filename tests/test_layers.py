@@ -1,7 +1,7 @@
 """Imports inside shmloader go strictly downwards, by the table in docs/architecture.md.
 
-The table is read from the document, so that the document and the check cannot say different things. The
-second half of this file plants each kind of violation and sees it found.
+The table is read from the document, so that the document and the check cannot say different things.
+The second half of this file plants each kind of violation and sees it found.
 """
 
 import ast
@@ -26,7 +26,8 @@ Table = dict[str, int]
 def read_table(markdown: str) -> Table:
     """Map each module, or package with a slash at its end, to its layer.
 
-    A row counts when its first cell is a number; the modules are the names in backticks in its second.
+    A row counts when its first cell is a number; its modules are the names in backticks in the
+    second.
     """
     table: Table = {}
     for row in re.finditer(r"^\| *(\d+) *\|([^|]*)\|", markdown, re.MULTILINE):
@@ -138,9 +139,7 @@ def is_foreign_private(full: str, user: Module, modules: dict[str, Module]) -> b
 
 def find_violations(directory: Path, table: Table) -> list[str]:
     modules = read_package(directory)
-    found = [
-        f"{name}: not in the table" for name, module in modules.items() if row_of(module) not in table
-    ]
+    found = [f"{name}: not in the table" for name, module in modules.items() if row_of(module) not in table]
     graph: dict[str, set[str]] = {}
     for module in modules.values():
         found += private_uses(module, modules)
@@ -221,13 +220,22 @@ CLEAN = {
 }
 
 VIOLATIONS = {
-    "upward": ({"limits.py": "from shmloader.loader import DataLoader"}, "upward import of *.loader"),
-    "upward_relative": ({"limits.py": "from .loader import DataLoader"}, "upward import of *.loader"),
+    "upward": (
+        {"limits.py": "from shmloader.loader import DataLoader"},
+        "upward import of *.loader",
+    ),
+    "upward_relative": (
+        {"limits.py": "from .loader import DataLoader"},
+        "upward import of *.loader",
+    ),
     "upward_from_package": (
         {"store/arrays.py": "from .. import loader"},
         "store.arrays:1: upward import of shmloader.loader",
     ),
-    "upward_to_the_root": ({"loader.py": "import shmloader"}, "loader:1: upward import of shmloader"),
+    "upward_to_the_root": (
+        {"loader.py": "import shmloader"},
+        "loader:1: upward import of shmloader",
+    ),
     "upward_to_a_name_of_the_root": (
         {"segment.py": "from shmloader import DataLoader"},
         "segment:1: upward import of shmloader",

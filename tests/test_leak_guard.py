@@ -1,6 +1,6 @@
 """The leak guard of conftest.py fails the tests that it should, and no others.
 
-Each case runs a small test file under a copy of the real conftest.py, in a pytest process of its own.
+Each case runs a small test file under a copy of the real conftest.py, in its own pytest process.
 """
 
 import os
@@ -25,13 +25,11 @@ LEAKS = {
         "process * (zombie: *): true",
     ),
     "forked_child": (
-        "_kept.append(multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,)));"
-        "_kept[-1].start()",
+        "_start_worker('fork')",
         "process *",
     ),
     "forkserver_child": (
-        "_kept.append(multiprocessing.get_context('forkserver').Process(target=time.sleep, args=(60,)));"
-        "_kept[-1].start()",
+        "_start_worker('forkserver')",
         "process *from multiprocessing.forkserver import main*",
     ),
     "orphan": (
@@ -43,7 +41,7 @@ LEAKS = {
         "descriptor * -> /proc/*/status",
     ),
     "reused_descriptor_number": (
-        "_opened = os.open('/proc/self/status', os.O_RDONLY); os.dup2(_opened, _early); os.close(_opened)",
+        "fd = os.open('/proc/self/status', os.O_RDONLY); os.dup2(fd, _early); os.close(fd)",
         "descriptor * -> /proc/*/status",
     ),
     "memfd": (
@@ -51,8 +49,7 @@ LEAKS = {
         "descriptor * -> /memfd:planted (deleted)",
     ),
     "mapping_without_descriptor": (
-        "_fd = os.memfd_create('planted'); os.ftruncate(_fd, 4096);"
-        "_address = _libc.mmap(None, 4096, 3, mmap.MAP_SHARED, _fd, 0); os.close(_fd)",
+        "_map_and_close(os.memfd_create('planted'))",
         "mapping /memfd:planted (deleted) *",
     ),
     "shm_entry": (
@@ -73,7 +70,15 @@ _early = os.open("/dev/null", os.O_RDONLY)
 _shm_name = f"/dev/shm/shmloader-planted-{os.getpid()}"
 atexit.register(lambda: pathlib.Path(_shm_name).unlink(missing_ok=True))
 _libc = ctypes.CDLL(None)
-_libc.mmap.restype = ctypes.c_void_p
+
+def _map_and_close(fd):
+    os.ftruncate(fd, 4096)
+    assert _libc.mmap(None, 4096, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0) != -1
+    os.close(fd)
+
+def _start_worker(method):
+    _kept.append(multiprocessing.get_context(method).Process(target=time.sleep, args=(60,)))
+    _kept[-1].start()
 """
 
 
@@ -81,11 +86,12 @@ _libc.mmap.restype = ctypes.c_void_p
 def guarded(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
     """Run a test file under the guard and return how it went."""
     monkeypatch.setenv("SHMLOADER_TEST_GRACE_S", "0.5")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take longer than the test
     pytester.makeconftest(CONFTEST)
 
     def run(tests: str) -> pytest.RunResult:
         pytester.makepyfile(HEADER + textwrap.dedent(tests))
-        # A process that was left would hold these pipes open: the timeout tells that from a slow run.
+        # A process that was left would hold the pipes open, and this would wait for it.
         return pytester.runpytest_subprocess("-p", "no:cacheprovider", timeout=60)
 
     return run

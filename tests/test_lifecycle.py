@@ -116,11 +116,10 @@ def test_a_timeout_is_an_error_that_torch_users_catch() -> None:
 @pytest.mark.parametrize("persistent", [False, True])
 def test_leaving_early_leaves_nothing(persistent: bool, loader_backend: str) -> None:
     loader = DataLoader(Numbered(1000), batch_size=4, num_workers=2, persistent_workers=persistent)
-    for i, batch in enumerate(loader):
-        if i == 3:
-            break
-    del loader
-    assert batch[0, 0] == 12  # what is held stays readable
+    iterator = iter(loader)
+    held = [next(iterator) for _ in range(4)][3]
+    del loader, iterator
+    assert held[0, 0] == 12  # what is held stays readable
 
 
 def test_close_ends_everything_but_what_is_held(loader_backend: str) -> None:
@@ -183,7 +182,8 @@ def test_importing_has_no_side_effect() -> None:
         """
         import os, threading, torch, psutil
         def held():
-            shared = [line for line in open("/proc/self/maps") if "memfd:" in line or "/dev/shm" in line]
+            with open("/proc/self/maps") as maps:
+                shared = [line for line in maps if "memfd:" in line or "/dev/shm" in line]
             return shared, threading.active_count(), len(os.listdir("/proc/self/fd"))
         before = held()
         import shmloader
@@ -272,7 +272,7 @@ def test_workers_end_with_a_killed_main_process(fork: bool) -> None:
     main.wait()
     main.stdout.close()
     assert len(workers) == 2
-    gone, alive = psutil.wait_procs(workers, timeout=2)
+    _, alive = psutil.wait_procs(workers, timeout=2)
     assert not alive
     time.sleep(4 if fork else 0)
 

@@ -49,7 +49,7 @@ KEPT: dict[str, Callable] = {
     "storage": lambda t: t.untyped_storage(),
     "view": lambda t: t.view(torch.int32),
     "memoryview": lambda t: memoryview(t.numpy()),
-    "dlpack": lambda t: torch.utils.dlpack.to_dlpack(t),
+    "dlpack": torch.utils.dlpack.to_dlpack,
     "saved for backward": lambda t: t.double() @ torch.ones(8, 1, dtype=torch.double, requires_grad=True),
 }
 
@@ -70,9 +70,7 @@ def _bytes(kept) -> bytes:
 def test_what_is_kept_of_a_batch_never_changes(how: str, loader_backend: str) -> None:
     loader = DataLoader(Numbered(4000), batch_size=BATCH, num_workers=2)
     iterator = iter(loader)
-    kept = []
-    for _ in range(3):
-        kept.append(KEPT[how](next(iterator)))
+    kept = [KEPT[how](next(iterator)) for _ in range(3)]
     before = [_bytes(item) for item in kept]
     for _ in iterator:
         pass
@@ -143,9 +141,10 @@ def test_a_batch_in_parts_that_is_abandoned_does_not_disturb_the_next_epoch() ->
 @pytest.mark.parametrize("collate", [KeepsBatches, SendsAgain])
 def test_what_a_worker_keeps_of_its_batches_never_changes(collate: type, loader_backend: str) -> None:
     loader = DataLoader(Numbered(400), batch_size=BATCH, num_workers=2, collate_fn=collate())
-    for number, batch in enumerate(loader):
+    for number, result in enumerate(loader):
+        batch = result
         if collate is SendsAgain:
-            batch, first = batch
+            batch, first = result
             assert _first(first) == BATCH * (number % 2)
         assert (batch[:, 0] == torch.arange(BATCH * number, BATCH * number + BATCH)).all()
     # The first batch of a slot is collated elsewhere and copied in: only later ones need detaching.
