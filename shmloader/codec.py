@@ -6,9 +6,13 @@ leaf, wrapped without a copy, in the marker's place. Containers, namedtuples, da
 classes therefore keep their types without being known here. Other tensors (sparse, quantised, nested,
 subclasses) are pickled as torch pickles them, with their storages as leaves.
 
-Header, at the slot's end::
+Header, behind the leaves::
 
-    [ bytes of the leaf table: u64 | leaf table | pickled structure ]
+    [ nbytes of the table: u32 | of the structure: u32 | leaf table | pickled structure | pickled rest ]
+
+What default collation returns repeats from batch to batch in all but its bytes. For such batches (built-in
+containers of leaves, numbers and strings) table and structure are remembered on both sides, and only the
+numbers and strings, the rest, are pickled anew.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from shmloader.layout import (
     CODE_OF_NUMPY_DTYPE,
     CODE_OF_TORCH_DTYPE,
     DTYPES,
+    REST,
     TENSOR,
     Leaf,
     pack_leaves,
@@ -39,7 +44,7 @@ from shmloader.layout import (
 )
 from shmloader.slot_writer import SlotWriter, wrap_tensor
 
-_TABLE_NBYTES = struct.Struct("<Q")
+_SIZES = struct.Struct("<II")
 _UINT8 = CODE_OF_TORCH_DTYPE[torch.uint8]
 
 # Stands for a leaf in the pickle. Writable: a read-only one would make the reader wrap the leaf again.
@@ -50,6 +55,21 @@ def _as_leaf() -> tuple[Any, ...]:
     # A C function that returns its argument's item. New objects at each call: the pickler would refer
     # back to ones that it has seen.
     return operator.getitem, ([_MARKER], 0)
+
+
+def _pickle_marked(structure: object) -> bytes:
+    """Pickle a structure that has markers in the place of its leaves."""
+    return pickle.dumps(structure, 5, buffer_callback=_leave_out)
+
+
+def _leave_out(_: pickle.PickleBuffer) -> None:
+    """Out of band: what is falsy keeps a buffer out of the pickle."""
+
+
+_LONE_LEAF = _pickle_marked(_MARKER)
+_REST = Leaf(REST, 0, 0, ())
+_ATOMS = frozenset({str, bytes, int, float, bool, complex, type(None)})
+_STRINGS = ({str}, {bytes})
 
 
 class _Copy(NamedTuple):
@@ -91,15 +111,15 @@ class Encoder:
         Leaves that lie in the slot already stay where they are. The others are copied in, after the slot
         was grown to what the whole batch needs.
         """
+        header = self._known_header(batch)
+        if header is not None:
+            return self._commit(header, self._writer.cursor)
         try:
             self._pickler.dump(batch)
             structure = self._file.getvalue()
             table = pack_leaves(self._leaves)
-            header = b"".join((_TABLE_NBYTES.pack(len(table)), table, structure))
-            written_nbytes = self._writer.cursor
-            offset = self._writer.place(len(header))
-            self._copies.append(_Copy(offset, 0, len(header), header))
-            return self._commit(offset, len(header), written_nbytes)
+            header = b"".join((_SIZES.pack(len(table), len(structure)), table, structure))
+            return self._commit(header, self._writer.cursor)
         finally:
             # The memo and the copies refer to the batch, which must be free to die now.
             self._pickler.clear_memo()
@@ -108,24 +128,73 @@ class Encoder:
             self._file.seek(0)
             self._file.truncate()
 
-    def _commit(self, header_offset: int, header_nbytes: int, written_nbytes: int) -> Encoded:
-        writer, total = self._writer, header_offset + header_nbytes
-        if writer.ensure(total, written_nbytes):
-            assert writer.extent is not None
-            self._copy_to(writer.extent.address)
-            return Encoded(header_offset, header_nbytes, None)
-        image = np.empty(total, np.uint8)
-        kept = min(total, writer.nbytes)
-        image[:kept] = np.frombuffer(writer.view(), np.uint8)[:kept]
-        self._copy_to(image.ctypes.data)
-        return Encoded(header_offset, header_nbytes, image)
+    def _known_header(self, batch: object) -> bytes | None:
+        """The header of a batch whose leaves are all outputs of the writer, else None."""
+        key: list[object] = []
+        leaves: list[Leaf] = []
+        rest: list[object] = []
+        if not self._describe(batch, key, leaves, rest):
+            return None
+        headers, where = self._writer.headers, tuple(key)
+        header = headers.get(where)
+        if header is None:
+            table, structure = pack_leaves(leaves), _pickle_marked(_marked(batch))
+            header = b"".join((_SIZES.pack(len(table), len(structure)), table, structure))
+            headers[where] = header
+        return header + pickle.dumps(rest, 5) if rest else header
 
-    def _copy_to(self, base: int) -> None:
-        for offset, address, nbytes, keep in self._copies:
-            if address:
-                ctypes.memmove(base + offset, address, nbytes)
-            elif isinstance(keep, bytes):
-                ctypes.memmove(base + offset, keep, nbytes)
+    def _describe(self, item: Any, key: list[object], leaves: list[Leaf], rest: list[object]) -> bool:
+        """Collect what an item consists of, in the order in which it is pickled.
+
+        Args:
+            item: The batch or a part of it.
+            key: Gets what the header depends on.
+            leaves: Gets the leaf table.
+            rest: Gets what must be pickled anew.
+
+        Returns:
+            False if there is anything in it that is not plain.
+        """
+        kind = type(item)
+        if kind is torch.Tensor:
+            leaf = self._writer.leaf_of(item)
+            if leaf is None:
+                return False
+            leaves.append(leaf)
+            key.append(id(leaf))
+            return True
+        if kind is dict:
+            key += (dict, *item, *map(type, item))
+            return all(self._describe(value, key, leaves, rest) for value in item.values())
+        if kind in _ATOMS or (kind in (list, tuple) and set(map(type, item)) in _STRINGS):
+            leaves.append(_REST)
+            key.append(_REST)
+            rest.append(item)
+            return True
+        if kind is list or kind is tuple:
+            key += (kind, len(item))
+            return all(self._describe(value, key, leaves, rest) for value in item)
+        return False
+
+    def _commit(self, header: bytes, written_nbytes: int) -> Encoded:
+        """Make room, move in what lies elsewhere, write the header."""
+        writer = self._writer
+        offset = writer.place(len(header))
+        total = offset + len(header)
+        image = None
+        if writer.ensure(total, written_nbytes):
+            view = writer.view()
+        else:
+            image = np.empty(total, np.uint8)
+            kept = min(total, writer.nbytes)
+            view = memoryview(image)  # type: ignore[arg-type]
+            view[:kept] = writer.view()[:kept]
+        if self._copies:
+            base = image.ctypes.data if image is not None else writer.address
+            for copy in self._copies:
+                ctypes.memmove(base + copy.offset, copy.address, copy.nbytes)
+        view[offset:total] = header
+        return Encoded(offset, len(header), image)
 
     def _add_leaf(
         self,
@@ -247,6 +316,15 @@ class _BatchPickler(pickle.Pickler):
         return _as_array, ([_MARKER], array.shape, dtype, order)
 
 
+def _marked(item: Any) -> Any:
+    """A copy of a plain batch with a marker in the place of each leaf and each atom."""
+    if type(item) is dict:
+        return {key: _marked(value) for key, value in item.items()}
+    if type(item) in (list, tuple) and set(map(type, item)) not in _STRINGS:
+        return type(item)(map(_marked, item))
+    return _MARKER
+
+
 def _is_permuted(tensor: torch.Tensor) -> bool:
     """Whether the items fill one gapless block, in some order of the dimensions (channels last, say)."""
     expected = 1
@@ -281,20 +359,27 @@ def _as_array(
 class _Wrap(NamedTuple):
     """How to wrap one leaf: a row of the leaf table with its codes looked up."""
 
+    kind: int
     carrier: np.dtype[Any]
     shape: tuple[int, ...]
     offset: int
-    tensor: bool
     dtype: torch.dtype | None  # set where the carrier's dtype is not the tensor's
 
 
-class Decoder:
-    """Reads batches; lives in the main process. Leaf tables repeat, so their reading is remembered."""
+class _Known(NamedTuple):
+    """A header without its rest, as read once."""
 
-    _MOST_TABLES = 256
+    wraps: list[_Wrap]
+    structure: bytes
+
+
+class Decoder:
+    """Reads batches; lives in the main process. Headers repeat, so what they say is remembered."""
+
+    _MOST_HEADERS = 256
 
     def __init__(self) -> None:
-        self._tables: dict[bytes, list[_Wrap]] = {}
+        self._known: dict[bytes, _Known] = {}
 
     def decode(
         self, anchor: np.ndarray[Any, np.dtype[np.uint8]], header_offset: int, header_nbytes: int
@@ -307,27 +392,34 @@ class Decoder:
             header_nbytes: Its length.
         """
         header = anchor[header_offset : header_offset + header_nbytes].tobytes()
-        split = 8 + _TABLE_NBYTES.unpack_from(header)[0]
-        packed = header[8:split]
-        wraps = self._tables.get(packed)
-        if wraps is None:
-            wraps = self._remember(packed)
+        table_nbytes, structure_nbytes = _SIZES.unpack_from(header)
+        split = _SIZES.size + table_nbytes + structure_nbytes
+        fixed = header[:split]  # the object itself where there is no rest
+        known = self._known.get(fixed)
+        if known is None:
+            known = self._remember(fixed, table_nbytes)
+        wraps, structure = known
+        rest = iter(pickle.loads(memoryview(header)[split:])) if split < header_nbytes else iter(())
         ndarray, from_numpy = np.ndarray, torch.from_numpy
         leaves: list[Any] = []
-        for carrier, shape, offset, tensor, dtype in wraps:
-            leaf: Any = ndarray(shape, carrier, anchor, offset)
-            if tensor:
-                leaf = from_numpy(leaf) if dtype is None else wrap_tensor(leaf, dtype)
-            leaves.append(leaf)
-        return pickle.loads(memoryview(header)[split:], buffers=leaves)
+        for kind, carrier, shape, offset, dtype in wraps:
+            if kind == TENSOR:
+                array: Any = ndarray(shape, carrier, anchor, offset)
+                leaves.append(from_numpy(array) if dtype is None else wrap_tensor(array, dtype))
+            elif kind == REST:
+                leaves.append(next(rest))
+            else:
+                leaves.append(ndarray(shape, carrier, anchor, offset))
+        return leaves[0] if structure == _LONE_LEAF else pickle.loads(structure, buffers=leaves)
 
-    def _remember(self, packed: bytes) -> list[_Wrap]:
+    def _remember(self, fixed: bytes, table_nbytes: int) -> _Known:
+        split = _SIZES.size + table_nbytes
         wraps = []
-        for kind, code, offset, shape in unpack_leaves(packed):
+        for kind, code, offset, shape in unpack_leaves(fixed[_SIZES.size : split]):
             entry = DTYPES[code]
             dtype = None if entry.native else entry.torch_dtype
-            wraps.append(_Wrap(entry.carrier, shape, offset, kind == TENSOR, dtype))
-        if len(self._tables) >= self._MOST_TABLES:
-            self._tables.clear()
-        self._tables[packed] = wraps
-        return wraps
+            wraps.append(_Wrap(kind, entry.carrier, shape, offset, dtype))
+        if len(self._known) >= self._MOST_HEADERS:
+            self._known.clear()
+        known = self._known[fixed] = _Known(wraps, fixed[split:])
+        return known

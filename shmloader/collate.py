@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 
 from shmloader import torch_private
 from shmloader.layout import CODE_OF_NUMPY_DTYPE, DTYPES
@@ -43,16 +44,75 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     return torch.empty(shape, dtype=dtype) if tensor is None else tensor  # type: ignore[arg-type]
 
 
-def install_slot_collate(collate_map: _CollateMap) -> None:
-    """Let ``default_collate`` write into slots, in this process, where the map has torch's own entries.
+def install_slot_collate(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Let ``default_collate`` write into slots, in this process.
 
     Args:
-        collate_map: torch's ``default_collate_fn_map``; changed in place.
+        collate_fn: The loader's collate function.
+
+    Returns:
+        The function to call in its place: `collate_plain` where it is torch's and nobody has changed what
+        torch's does, else itself.
     """
+    collate_map = torch_private.collate_fn_map
+    pristine = torch_private.collate_map_is_pristine()
     if collate_map.get(torch.Tensor) is torch_private.collate_tensor_fn:
         collate_map[torch.Tensor] = collate_tensors
     if collate_map.get(np.ndarray) is torch_private.collate_numpy_array_fn:
         collate_map[np.ndarray] = collate_arrays
+    return collate_plain if pristine and collate_fn is default_collate else collate_fn
+
+
+def collate_plain(samples: Sequence[Any]) -> Any:
+    """Do as torch's ``default_collate``, for a worker whose ``collate_fn`` it is.
+
+    Tensors, ndarrays, numbers and strings in built-in containers are joined here, into the writer's
+    outputs; whatever else there is goes to torch's function.
+    """
+    first = samples[0]
+    kind = type(first)
+    if kind is torch.Tensor:
+        return _stack_tensors(samples)
+    if kind is dict:
+        return {key: collate_plain([sample[key] for sample in samples]) for key in first}
+    if kind is str or kind is bytes:
+        return samples
+    if kind is int or kind is float:
+        return _join_numbers(samples, kind)
+    if kind is np.ndarray:
+        return collate_arrays(samples, collate_fn_map=torch_private.collate_fn_map)
+    if kind is tuple or kind is list:
+        size = len(first)
+        if all(type(sample) is kind and len(sample) == size for sample in samples):
+            return [collate_plain(items) for items in zip(*samples, strict=True)]
+    return default_collate(samples)  # type: ignore[arg-type]
+
+
+def _stack_tensors(samples: Sequence[torch.Tensor]) -> torch.Tensor:
+    first = samples[0]
+    writer = current_writer()
+    if writer is not None and first.layout is torch.strided and first.is_cpu and not first.is_nested:
+        output = writer.output((len(samples), *first.shape), first.dtype)
+        if output is not None:
+            torch.stack(samples, 0, out=output.tensor)  # type: ignore[arg-type]
+            return output.tensor
+    return collate_tensors(samples, collate_fn_map=torch_private.collate_fn_map)
+
+
+def _join_numbers(samples: Sequence[Any], kind: type) -> torch.Tensor:
+    """Join ints to int64 and floats to float64, as torch does; anything mixed is left to torch."""
+    writer = current_writer()
+    if writer is not None and set(map(type, samples)) == {kind}:
+        output = writer.output((len(samples),), torch.int64 if kind is int else torch.float64)
+        if output is not None:
+            try:
+                output.array[:] = samples
+            except OverflowError:
+                pass  # torch has an error of its own for it
+            else:
+                return output.tensor
+    joined: torch.Tensor = default_collate(samples)  # type: ignore[arg-type]
+    return joined
 
 
 def collate_tensors(

@@ -23,8 +23,9 @@ import torch
 ALIGNMENT = 64
 """Bytes; every leaf's offset in its slot is a multiple of this."""
 
-TENSOR, ARRAY, BYTES = 0, 1, 2
-"""Kinds of leaf: a dense CPU tensor, an ndarray, and raw bytes (storages, pickle buffers)."""
+TENSOR, ARRAY, BYTES, REST = 0, 1, 2, 3
+"""Kinds of leaf: a dense CPU tensor, an ndarray, and raw bytes (storages, pickle buffers). ``REST`` stands
+for an object without a leaf, whose pickle follows the structure's."""
 
 
 def align(nbytes: int) -> int:
@@ -73,7 +74,7 @@ class Leaf(NamedTuple):
     """One entry of a leaf table.
 
     Attributes:
-        kind: ``TENSOR``, ``ARRAY`` or ``BYTES``.
+        kind: ``TENSOR``, ``ARRAY``, ``BYTES`` or ``REST``.
         code: Position in ``DTYPES``.
         offset: Bytes from the slot's start.
         shape: Sizes in items; row-major.

@@ -48,7 +48,7 @@ class Task(NamedTuple):
         hint_nbytes: Bytes of the largest batch so far: what to reserve before collating.
         limit_nbytes: Bytes up to which the worker may grow the slot.
         payload_nbytes: Length of the pickled index batch; beyond ``INLINE_NBYTES`` it lies in the slot.
-        payload: The pickled index batch, or empty.
+        payload: The pickled index batch, or empty. As received it is padded: read ``payload_nbytes`` of it.
     """
 
     kind: int
@@ -68,9 +68,8 @@ class Task(NamedTuple):
 
 
 def unpack_task(record: bytes) -> Task:
-    """Read a record of `Task.pack`; the inline payload comes with its own length again."""
-    task = Task._make(_TASK.unpack(record))
-    return task._replace(payload=task.payload[: task.payload_nbytes])
+    """Read a record of `Task.pack`."""
+    return Task._make(_TASK.unpack(record))
 
 
 class Done(NamedTuple):

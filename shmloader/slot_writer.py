@@ -7,16 +7,16 @@ when the size of the whole batch is known and the slot is grown once.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from shmloader.errors import SharedMemoryExhausted
-from shmloader.layout import CODE_OF_TORCH_DTYPE, DTYPES, align
+from shmloader.layout import CODE_OF_TORCH_DTYPE, DTYPES, TENSOR, Leaf, align
 from shmloader.messages import Task
 from shmloader.segment import Extent, Segment
 
@@ -34,8 +34,44 @@ def wrap_tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor
     return whole.set_(tensor.untyped_storage(), 0, tensor.size(), tensor.stride())
 
 
+class Output(NamedTuple):
+    """A leaf that is written in place.
+
+    Attributes:
+        tensor: Over the leaf's memory.
+        array: Over the same memory, of the carrier dtype.
+        leaf: Its row in the leaf table.
+        end: Where the next leaf begins.
+    """
+
+    tensor: torch.Tensor
+    array: np.ndarray[Any, Any]
+    leaf: Leaf
+    end: int
+
+
+_MOST_OUTPUTS = 1024
+
+
+class _Mapped:
+    """A slot as mapped in this process, with the outputs that were made over it."""
+
+    __slots__ = ("bytes", "extent", "headers", "leaf_of", "outputs")
+
+    def __init__(self, extent: Extent) -> None:
+        self.extent = extent
+        self.bytes = memoryview(extent.buffer).cast("B")
+        self.outputs: dict[tuple[int, tuple[int, ...], torch.dtype], Output] = {}
+        self.leaf_of: dict[int, Leaf] = {}  # by the identity of a tensor in `outputs`
+        self.headers: dict[tuple[object, ...], bytes] = {}  # see `SlotWriter.headers`
+
+
 class SlotWriter:
     """Allocates in the slot that the current task grants. One per worker; lives in the worker's process.
+
+    There are two ways to allocate a leaf. `tensor` makes a new one, which the user's code may see and keep.
+    `output` is for collation that runs none of the user's code between here and publishing: it gives the
+    same object again whenever the same slot is asked for the same place, shape and dtype.
 
     Args:
         segment: The iterator's segment, attached.
@@ -43,10 +79,10 @@ class SlotWriter:
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
-        self._extents: dict[int, Extent] = {}
+        self._mapped: dict[int, _Mapped] = {}
         self._anchor: np.ndarray[Any, np.dtype[np.uint8]] | None = None
         self._anchored: Extent | None = None  # what the anchor lies over: the slot may grow after it
-        self.extent: Extent | None = None
+        self._here: _Mapped | None = None
         self.slot = 0
         self.version = 0
         self.nbytes = 0
@@ -71,31 +107,72 @@ class SlotWriter:
                 self.limit_nbytes = self.nbytes
         self._remap()
 
+    @property
+    def extent(self) -> Extent | None:
+        """The slot as it is mapped here; None while nothing is reserved for it."""
+        return None if self._here is None else self._here.extent
+
     def read(self, nbytes: int) -> bytes:
         """The first bytes of the slot, before anything is allocated (a long index batch)."""
-        assert self.extent is not None
-        return bytes(memoryview(self.extent.buffer)[:nbytes])
+        return bytes(self.view()[:nbytes])
 
-    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """Allocate an uninitialised tensor in the slot, or None where it does not fit there."""
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        """Allocate a new, uninitialised tensor in the slot, or None where it does not fit there."""
+        here = self._here
         code = CODE_OF_TORCH_DTYPE.get(dtype)
-        if code is None or self.extent is None:
+        if code is None or here is None:
             return None
-        nbytes = dtype.itemsize
-        for size in shape:
-            nbytes *= size
+        nbytes = math.prod(shape) * dtype.itemsize
         offset = self.cursor
         if nbytes == 0 or offset + nbytes > self.nbytes:
             return None
         self.cursor = align(offset + nbytes)
         if self._anchor is None:
-            self._anchor = np.ndarray(self.extent.nbytes, np.uint8, self.extent.buffer)
-            self._anchored = self.extent
-        array = np.ndarray(tuple(shape), DTYPES[code].carrier, self._anchor, offset)
+            self._anchor = np.ndarray(here.extent.nbytes, np.uint8, here.extent.buffer)
+            self._anchored = here.extent
+        array = np.ndarray(shape, DTYPES[code].carrier, self._anchor, offset)
         return torch.from_numpy(array) if DTYPES[code].native else wrap_tensor(array, dtype)
 
+    def output(self, shape: tuple[int, ...], dtype: torch.dtype) -> Output | None:
+        """Allocate a leaf in the slot, or None where it does not fit there; see the class."""
+        here = self._here
+        if here is None:
+            return None
+        key = (self.cursor, shape, dtype)
+        output = here.outputs.get(key)
+        if output is None:
+            output = self._new_output(here, shape, dtype)
+            if output is None:
+                return None
+            here.outputs[key] = output
+            here.leaf_of[id(output.tensor)] = output.leaf
+        self.cursor = output.end
+        return output
+
+    def _new_output(self, here: _Mapped, shape: tuple[int, ...], dtype: torch.dtype) -> Output | None:
+        if len(here.outputs) >= _MOST_OUTPUTS:  # shapes that never repeat: remembering them is no use
+            here.outputs.clear()
+            here.leaf_of.clear()
+            here.headers.clear()
+        code = CODE_OF_TORCH_DTYPE.get(dtype)
+        offset, nbytes = self.cursor, math.prod(shape) * dtype.itemsize
+        if code is None or nbytes == 0 or offset + nbytes > self.nbytes:
+            return None
+        array = np.ndarray(shape, DTYPES[code].carrier, here.extent.buffer, offset)
+        leaf = Leaf(TENSOR, code, offset, shape)
+        return Output(wrap_tensor(array, dtype), array, leaf, align(offset + nbytes))
+
+    def leaf_of(self, tensor: torch.Tensor) -> Leaf | None:
+        """Where a tensor of `output` lies, or None for any other tensor."""
+        return None if self._here is None else self._here.leaf_of.get(id(tensor))
+
+    @property
+    def headers(self) -> dict[tuple[object, ...], bytes]:
+        """Scratch for the codec, which lives as long as the leaves of this slot's outputs do."""
+        return {} if self._here is None else self._here.headers
+
     def place(self, nbytes: int) -> int:
-        """Allocate an offset, perhaps beyond what is reserved: `commit` makes room."""
+        """Allocate an offset, perhaps beyond what is reserved: `ensure` makes room."""
         offset = self.cursor
         self.cursor = align(offset + nbytes)
         return offset
@@ -117,15 +194,15 @@ class SlotWriter:
             return True
         if nbytes > self.limit_nbytes:
             return False
-        before = self.extent
+        before = self._here
         try:
             self._grow(nbytes)
         except SharedMemoryExhausted:
             return False
         self._remap()
-        if before is not None and self.extent is not None and before.version != self.version:
-            kept = min(written_nbytes, before.nbytes)
-            self._bytes(self.extent)[:kept] = self._bytes(before)[:kept]
+        if before is not None and before.extent.version != self.version:
+            kept = min(written_nbytes, before.extent.nbytes)
+            self.view()[:kept] = before.bytes[:kept]
         return True
 
     def release(self) -> bool:
@@ -139,7 +216,7 @@ class SlotWriter:
         """
         anchor, self._anchor = self._anchor, None
         anchored, self._anchored = self._anchored, None
-        self.extent = None
+        here, self._here = self._here, None
         if anchor is None or anchored is None:
             return False
         watch = weakref.ref(anchor)
@@ -147,33 +224,33 @@ class SlotWriter:
         if watch() is None:
             return False
         anchored.detach()
-        if self._extents.get(self.slot) is anchored:
-            del self._extents[self.slot]
+        if here is not None and here.extent is anchored:
+            del self._mapped[self.slot]
         return True
 
-    def view(self) -> memoryview:
-        """The slot's bytes, writable."""
-        if self.extent is None:
-            return memoryview(bytearray())
-        return memoryview(self.extent.buffer).cast("B")
+    @property
+    def address(self) -> int:
+        """Where the slot lies in this process."""
+        assert self._here is not None
+        return self._here.extent.address
 
-    @staticmethod
-    def _bytes(extent: Extent) -> memoryview:
-        return memoryview(extent.buffer).cast("B")
+    def view(self) -> memoryview:
+        """The slot's bytes, writable; empty while nothing is reserved for it."""
+        return memoryview(bytearray()) if self._here is None else self._here.bytes
 
     def _grow(self, nbytes: int) -> None:
         self.version, self.nbytes = self._segment.reserve(self.slot, self.version, self.nbytes, nbytes)
 
     def _remap(self) -> None:
         """Map the slot as it is now; mappings are kept from task to task."""
-        extent = self._extents.get(self.slot)
         if self.nbytes == 0:
-            self.extent = None
+            self._here = None
             return
-        if extent is None or extent.nbytes != self.nbytes or extent.version != self.version:
-            extent = self._segment.map(self.slot, self.version, self.nbytes)
-            self._extents[self.slot] = extent
-        self.extent = extent
+        here = self._mapped.get(self.slot)
+        if here is None or here.extent.nbytes != self.nbytes or here.extent.version != self.version:
+            here = _Mapped(self._segment.map(self.slot, self.version, self.nbytes))
+            self._mapped[self.slot] = here
+        self._here = here
 
 
 class _Current(threading.local):

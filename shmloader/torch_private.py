@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils.data._utils.pin_memory as torch_pin_memory
 import torch.utils.data._utils.worker as torch_worker
@@ -45,6 +46,7 @@ __all__ = [
     "ITERABLE_KIND",
     "BaseIterator",
     "collate_fn_map",
+    "collate_map_is_pristine",
     "collate_numpy_array_fn",
     "collate_tensor_fn",
     "pin_memory",
@@ -76,6 +78,15 @@ def seed_datapipe(dataset: Any, shared_seed: int | None) -> Any:
     shared_rng = torch.Generator()
     shared_rng.manual_seed(shared_seed)
     return torch.utils.data.graph_settings.apply_random_seed(dataset, shared_rng)
+
+
+def collate_map_is_pristine() -> bool:
+    """Whether torch's map of collate functions is as torch made it: same keys, and torch's functions."""
+    keys = {torch.Tensor, np.ndarray, (np.bool_, np.number, np.object_), float, int, str, bytes}
+    module = collate_tensor_fn.__module__
+    return default_collate_fn_map.keys() == keys and all(
+        getattr(function, "__module__", None) == module for function in default_collate_fn_map.values()
+    )
 
 
 def profiler_enabled() -> bool:

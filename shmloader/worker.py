@@ -88,8 +88,8 @@ def run(arguments: WorkerArguments) -> None:
     random.seed(seed)
     torch.manual_seed(seed)
     np.random.seed(numpy_seed(arguments.base_seed, arguments.worker_id))  # noqa: NPY002 - what torch seeds
-    install_slot_collate(torch_private.collate_fn_map)
-    worker = _Worker(arguments)
+    collate_fn = install_slot_collate(arguments.rules.collate_fn)
+    worker = _Worker(arguments, arguments.rules._replace(collate_fn=collate_fn))
     with contextlib.suppress(BrokenPipeError):  # the main process closed its end: nobody waits
         worker.start(seed)
         worker.serve()
@@ -132,8 +132,9 @@ def _end_with(main_pid: int) -> None:
 class _Worker:
     """State of one worker process."""
 
-    def __init__(self, arguments: WorkerArguments) -> None:
+    def __init__(self, arguments: WorkerArguments, rules: FetchRules) -> None:
         self._arguments = arguments
+        self._rules = rules
         self._dataset = arguments.dataset
         self._writer = SlotWriter(arguments.segment)
         self._encoder = Encoder(self._writer)
@@ -158,7 +159,7 @@ class _Worker:
         try:
             if arguments.init_fn is not None:
                 arguments.init_fn(arguments.worker_id)
-            self._fetcher = make_fetcher(self._dataset, arguments.rules)
+            self._fetcher = make_fetcher(self._dataset, self._rules)
         except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch
             self._start_error = error
 
@@ -178,7 +179,7 @@ class _Worker:
         self._ended = False
         self._dataset = torch_private.seed_datapipe(self._dataset, pickle.loads(task.payload))
         try:
-            self._fetcher = make_fetcher(self._dataset, self._arguments.rules)
+            self._fetcher = make_fetcher(self._dataset, self._rules)
         except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch
             self._start_error = error
         self._send(task, RESUMED)
@@ -189,8 +190,8 @@ class _Worker:
         try:
             writer.begin(task)
             long = task.payload_nbytes > INLINE_NBYTES
-            payload = writer.read(task.payload_nbytes) if long else task.payload
-            index_batch = pickle.loads(payload)
+            # Beyond its end a pickle may be padded.
+            index_batch = pickle.loads(writer.read(task.payload_nbytes) if long else task.payload)
             batch = self._make(index_batch)
             if self._ended:
                 writer.release()
@@ -219,7 +220,7 @@ class _Worker:
         try:
             return self._fetcher.fetch(index_batch)
         except StopIteration:
-            if not self._arguments.rules.iterable:
+            if not self._rules.iterable:
                 raise
             self._ended = True
             return None
@@ -245,7 +246,6 @@ class _Worker:
             view[: len(piece)] = piece.data
             self._send(task, PART, 0, len(image), len(piece))
             self._await_continue()
-        view.release()
 
     def _await_continue(self) -> None:
         """Wait until the part was copied out; tasks that were sent meanwhile are kept for later."""
