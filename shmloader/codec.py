@@ -263,8 +263,10 @@ class _BatchPickler(pickle.Pickler):
         if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":
             self._add_bytes(obj)
             return _storage_of, ([_MARKER],)
-        if isinstance(obj, TypedStorage) and obj.device.type == "cpu":
-            return torch_private.typed_storage, (torch_private.untyped(obj), obj.dtype)
+        if isinstance(obj, TypedStorage):
+            untyped = torch_private.untyped(obj)
+            if untyped.device.type == "cpu":
+                return torch_private.typed_storage, (untyped, obj.dtype)
         if isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
             return torch_private.reduce_tensor(obj)
         return NotImplemented
@@ -287,23 +289,29 @@ class _BatchPickler(pickle.Pickler):
             return _requiring_grad, (tensor.detach(),)
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
-        if tensor.is_contiguous():
-            self._add_tensor(tensor, tuple(tensor.shape))
+        shape = tuple(tensor.shape)
+        contiguous = tensor.is_contiguous()
+        # A contiguous tensor may have any stride where a size is 1: grey images in channels_last have.
+        if contiguous and (1 not in shape or tensor.stride() == _row_major(shape)):
+            self._add_tensor(tensor, shape)
             return _as_leaf()
-        if _is_permuted(tensor):
+        if contiguous or _is_permuted(tensor):
             self._add_tensor(tensor, (tensor.numel(),))
-            return _with_strides, ([_MARKER], tuple(tensor.shape), tensor.stride())
-        tensor = tensor.contiguous()
-        self._add_tensor(tensor, tuple(tensor.shape))
+            return _with_strides, ([_MARKER], shape, tensor.stride())
+        self._add_tensor(tensor.contiguous(), shape)
         return _as_leaf()
 
     def _reduce_array(self, array: np.ndarray[Any, Any]) -> Any:
         dtype = array.dtype
         if dtype.hasobject:
             return NotImplemented
-        if array.flags.c_contiguous:
+        if dtype.byteorder == ">":
+            # As torch's transport has it: unpickling brings arrays to the machine's byte order.
+            dtype = dtype.newbyteorder("=")
+            array = array.astype(dtype)
+        if array.flags.c_contiguous and dtype.metadata is None:
             code = CODE_OF_NUMPY_DTYPE.get(dtype)
-            if code is not None and dtype.isnative:
+            if code is not None:
                 self._add_array(array, code)
                 return _as_leaf()
         order = "C"
@@ -323,6 +331,15 @@ def _marked(item: Any) -> Any:
     if type(item) in (list, tuple) and set(map(type, item)) not in _STRINGS:
         return type(item)(map(_marked, item))
     return _MARKER
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a new tensor of this shape."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
 
 
 def _is_permuted(tensor: torch.Tensor) -> bool:

@@ -51,8 +51,7 @@ def install_slot_collate(collate_fn: Callable[[Any], Any]) -> Callable[[Any], An
         collate_fn: The loader's collate function.
 
     Returns:
-        The function to call in its place: `collate_plain` where it is torch's and nobody has changed what
-        torch's does, else itself.
+        The function to call in its place: itself unless it is torch's ``default_collate``.
     """
     collate_map = torch_private.collate_fn_map
     pristine = torch_private.collate_map_is_pristine()
@@ -60,7 +59,15 @@ def install_slot_collate(collate_fn: Callable[[Any], Any]) -> Callable[[Any], An
         collate_map[torch.Tensor] = collate_tensors
     if collate_map.get(np.ndarray) is torch_private.collate_numpy_array_fn:
         collate_map[np.ndarray] = collate_arrays
-    return collate_plain if pristine and collate_fn is default_collate else collate_fn
+    if not pristine or collate_fn is not default_collate:
+        return collate_fn
+    ours = dict(collate_map)
+
+    def collate(samples: list[Any]) -> Any:
+        # The map may be changed at any time, by worker_init_fn for one.
+        return collate_plain(samples) if collate_map == ours else default_collate(samples)
+
+    return collate
 
 
 def collate_plain(samples: Sequence[Any]) -> Any:
@@ -144,7 +151,9 @@ def collate_arrays(
     first = batch[0]
     code = CODE_OF_NUMPY_DTYPE.get(first.dtype)
     writer = current_writer()
-    if code is not None and writer is not None:
+    ours = collate_fn_map is not None and collate_fn_map.get(torch.Tensor) is collate_tensors
+    # torch has an error of its own for negative strides.
+    if ours and code is not None and writer is not None and min(first.strides, default=0) >= 0:
         dtype, shape = first.dtype, first.shape
         if all(sample.dtype == dtype and sample.shape == shape for sample in batch):
             out = writer.tensor((len(batch), *shape), DTYPES[code].torch_dtype)

@@ -6,6 +6,7 @@ identical. Runs in the worker.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -62,10 +63,9 @@ def _fetch_each(dataset: Any, index_batch: Any) -> list[Any]:
     try:
         return [dataset[index] for index in remaining]
     except Exception as error:
-        # How far the iterator got tells which sample failed, without a cost per sample.
-        hint = getattr(remaining, "__length_hint__", None)
-        if hint is not None and hasattr(index_batch, "__getitem__"):
-            position = len(index_batch) - hint() - 1
+        # How far a list's iterator got tells which sample failed, without a cost per sample.
+        if type(index_batch) in (list, tuple):
+            position = len(index_batch) - operator.length_hint(remaining) - 1
             error.add_note(f"raised by dataset[{index_batch[position]!r}]")
         raise
 

@@ -73,7 +73,7 @@ class SlotIterator(torch_private.BaseIterator):
         super().__init__(loader)
         if loader.prefetch_factor <= 0:
             raise AssertionError(
-                f"prefetch_factor must be greater than 0 to load with workers, not {loader.prefetch_factor}"
+                "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"  # torch's words
             )
         self._in_order: bool = loader.in_order
         self._most_tasks: int = loader.prefetch_factor * self._num_workers
@@ -324,8 +324,8 @@ class SlotIterator(torch_private.BaseIterator):
         self._counters.wait_for_workers_ns += time.perf_counter_ns() - began_ns
         if not ready:
             raise WorkerTimeout(
-                f"no batch came from {self._num_workers} worker(s) within the timeout of {self._timeout} s; "
-                f"outstanding index batches: {self._held_by(None)!r:.300}"
+                f"DataLoader timed out after {self._timeout} seconds: none of {self._num_workers} worker(s) "
+                f"has finished a batch; outstanding index batches: {self._held_by(None)!s:.300}"
             )
         for worker in ready:
             # What a dead worker had written before it died is read first: it is whole.

@@ -105,7 +105,7 @@ def test_a_timeout_is_an_error_that_torch_users_catch() -> None:
     loader = DataLoader(Slow(8, 30.0, at=0), batch_size=4, num_workers=1, timeout=0.3)
     began = time.monotonic()
     iterator = iter(loader)
-    with pytest.raises(RuntimeError, match=r"timeout of 0.3 s.*\[0, 1, 2, 3\]") as caught:
+    with pytest.raises(RuntimeError, match=r"timed out after 0.3 seconds.*\[0, 1, 2, 3\]") as caught:
         next(iterator)
     assert isinstance(caught.value, TimeoutError)
     assert time.monotonic() - began < 5

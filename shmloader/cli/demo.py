@@ -96,11 +96,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="most source text to read, in bytes or as 500K, 32M, 1G (default: %(default)s)",
     )
     parser.add_argument(
-        "--no-share",
-        action="store_true",
-        help="keep the samples in a plain list for shmloader too, not in shmloader.share(list)",
-    )
-    parser.add_argument(
         "--seed",
         type=_count(0),
         default=0,
@@ -149,7 +144,6 @@ def _specs(arguments: argparse.Namespace) -> list[RunSpec]:
     return [
         RunSpec(
             loader=name,
-            share=name == "shmloader" and not arguments.no_share,
             steps=arguments.steps,
             batch_size=arguments.batch_size,
             workers=arguments.workers,

@@ -64,7 +64,7 @@ class SourceDataset(Dataset[torch.Tensor]):
     """Map-style dataset of ragged uint8 token sequences."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
-        """Read samples from any sequence of bytes: a list, or one in shared memory."""
+        """Read samples from any sequence of bytes."""
         self._pieces = pieces
 
     def __len__(self) -> int:

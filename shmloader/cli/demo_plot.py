@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from shmloader.cli.demo_report import MIB, Run, describe_work, samples_held_in
+from shmloader.cli.demo_report import MIB, Run, describe_work
 
 _COLOURS = {"torch": "#c2571a", "shmloader": "#1f6f8b"}
 
@@ -46,7 +46,7 @@ def _draw_run(axes: Axes, run: Run) -> None:
     times_s = [sample.time_s - start_s for sample in run.memory]
     sizes_mib = [sample.pss_nbytes / MIB for sample in run.memory]
     colour = _COLOURS[run.spec.loader]
-    label = f"{run.spec.loader}, samples in {samples_held_in(run)}: peak {max(sizes_mib):,.0f} MiB"
+    label = f"{run.spec.loader}: peak {max(sizes_mib):,.0f} MiB"
     axes.plot(times_s, sizes_mib, color=colour, linewidth=1.8, label=label)
     alone_s = run.result.phases["loader alone"] - start_s
     nearest = min(range(len(times_s)), key=lambda index: abs(times_s[index] - alone_s))

@@ -69,11 +69,6 @@ def _row(label: str, cells: Sequence[str]) -> str:
     return f"{label:<{_LABEL_WIDTH}}" + "".join(f"{cell:>{_COLUMN_WIDTH}}" for cell in cells)
 
 
-def samples_held_in(run: Run) -> str:
-    """Say what the run kept its samples in."""
-    return "share(list)" if run.spec.share else "list"
-
-
 def _peak_memory(run: Run) -> str:
     if not run.memory:
         return "not available"
@@ -81,7 +76,6 @@ def _peak_memory(run: Run) -> str:
 
 
 _ROWS: tuple[tuple[str, Callable[[Run], str]], ...] = (
-    ("samples held in", samples_held_in),
     ("time to first batch, s", lambda run: f"{run.result.first_batch_s:.3f}"),
     ("training: samples/s", lambda run: f"{run.result.training_rate:,.0f}"),
     ("training: waited for data, s in all", lambda run: f"{run.result.waited_s:.3f}"),

@@ -44,11 +44,10 @@ _LOADER_ALONE_BATCHES = 2000  # Or one epoch, whichever is shorter.
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What one run does; all but ``loader`` and ``share`` is the same for both loaders.
+    """What one run does; all but ``loader`` is the same for both loaders.
 
     Attributes:
         loader: ``torch`` or ``shmloader``.
-        share: Whether the samples are put into shared memory with ``shmloader.share``.
         steps: Training steps.
         batch_size: Samples per batch.
         workers: Worker processes.
@@ -58,7 +57,6 @@ class RunSpec:
     """
 
     loader: str
-    share: bool
     steps: int
     batch_size: int
     workers: int
@@ -213,9 +211,7 @@ def measure(spec: RunSpec, stop: StopSignal) -> RunResult:
         )
     held_out = [pad_batch(samples) for samples in _grouped(SourceDataset(held_out_pieces))]
     stop.check()
-    dataset = SourceDataset(shmloader.share(pieces) if spec.share else pieces)
-    # No piece may stay referenced: one alone keeps a whole arena of the allocator in memory.
-    del pieces, held_out_pieces, corpus.pieces[:]
+    dataset = SourceDataset(pieces)
     result = train(spec, dataset, held_out, stop)
     measure_loader_alone(spec, dataset, result, stop)
     result.files, result.lines, result.nbytes = corpus.files, corpus.lines, corpus.nbytes
