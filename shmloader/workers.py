@@ -117,6 +117,7 @@ class Workers:
         num_workers: int,
     ) -> None:
         self.workers: list[Worker] = []
+        self.closed_because = ""
         self._poller: select.poll | None = None
         self._by_fd: dict[int, Worker] = {}
         self._starting: tuple[int, ...] = ()  # main-side ends of the worker that is being started
@@ -200,12 +201,16 @@ class Workers:
             indices=indices,
         )
 
-    def close(self) -> None:
-        """Stop all workers and close all descriptors.
+    def close(self, because: str = "its workers were stopped") -> None:
+        """Stop all workers and close all descriptors. Only the first call does anything.
 
         A worker finishes the sample at hand; one that takes longer than ``_STOP_S`` is terminated, then
         killed.
+
+        Args:
+            because: The reason, kept in ``closed_because``.
         """
+        self.closed_because = self.closed_because or because
         workers, self.workers = self.workers, []
         self._poller = None
         _live.discard(self)
@@ -231,6 +236,7 @@ class Workers:
         for fd in self._starting:
             os.close(fd)
         self.workers, self._starting = [], ()
+        self.closed_because = "its workers belong to the process that this one was forked from"
 
 
 @functools.cache

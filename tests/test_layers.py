@@ -191,7 +191,7 @@ def test_the_table_lists_only_modules_that_exist(table: Table) -> None:
 
 def test_collate_codec_and_fetch_are_siblings(table: Table) -> None:
     """None of the three may know another, which equal layers ensure."""
-    assert table["collate"] == table["codec"] == table["fetch"]
+    assert table["collate"] == table["codec/"] == table["fetch"]
 
 
 # The check itself: a small table, and packages planted in a temporary directory.

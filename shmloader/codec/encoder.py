@@ -1,0 +1,191 @@
+"""Batch to slot; runs in the worker."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import pickle
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from shmloader.codec.header import MARKER, SIZES, pickle_marked
+from shmloader.codec.pickler import BatchPickler
+from shmloader.layout import ARRAY, BYTES, CODE_OF_TORCH_DTYPE, REST, TENSOR, Leaf, pack_leaves
+from shmloader.slot_writer import SlotWriter
+
+_UINT8 = CODE_OF_TORCH_DTYPE[torch.uint8]
+_REST = Leaf(REST, 0, 0, ())
+_ATOMS = frozenset({str, bytes, int, float, bool, complex, type(None)})
+_STRINGS = ({str}, {bytes})
+
+
+class _Copy(NamedTuple):
+    """A leaf that still lies in private memory."""
+
+    offset: int
+    address: int
+    nbytes: int
+    keep: object  # owns the memory at `address` until it was copied
+
+
+class Encoded(NamedTuple):
+    """A batch after encoding.
+
+    Attributes:
+        header_offset: Bytes from the slot's start to the header.
+        header_nbytes: Its length.
+        image: The whole batch in private memory where it did not fit in the slot, else None.
+    """
+
+    header_offset: int
+    header_nbytes: int
+    image: np.ndarray[Any, np.dtype[np.uint8]] | None
+
+
+class Encoder:
+    """Writes batches into the slots of one `SlotWriter`; lives in the worker."""
+
+    def __init__(self, writer: SlotWriter) -> None:
+        self._writer = writer
+        self._file = io.BytesIO()
+        self._leaves: list[Leaf] = []
+        self._copies: list[_Copy] = []
+        self._pickler = BatchPickler(self._file, self._add_tensor, self._add_array, self._add_bytes)
+
+    def encode(self, batch: object) -> Encoded:
+        """Write a batch into the slot that the writer holds.
+
+        Leaves that lie in the slot already stay where they are. The others are copied in, after the slot
+        was grown to what the whole batch needs.
+        """
+        header = self._known_header(batch)
+        if header is not None:
+            return self._commit(header, self._writer.cursor)
+        try:
+            self._pickler.dump(batch)
+            structure = self._file.getvalue()
+            table = pack_leaves(self._leaves)
+            header = b"".join((SIZES.pack(len(table), len(structure)), table, structure))
+            return self._commit(header, self._writer.cursor)
+        finally:
+            # The memo and the copies refer to the batch, which must be free to die now.
+            self._pickler.clear_memo()
+            self._leaves.clear()
+            self._copies.clear()
+            self._file.seek(0)
+            self._file.truncate()
+
+    def _known_header(self, batch: object) -> bytes | None:
+        """The header of a batch whose leaves are all outputs of the writer, else None."""
+        key: list[object] = []
+        leaves: list[Leaf] = []
+        rest: list[object] = []
+        if not self._describe(batch, key, leaves, rest):
+            return None
+        headers, where = self._writer.headers, tuple(key)
+        header = headers.get(where)
+        if header is None:
+            table, structure = pack_leaves(leaves), pickle_marked(_marked(batch))
+            header = b"".join((SIZES.pack(len(table), len(structure)), table, structure))
+            headers[where] = header
+        return header + pickle.dumps(rest, 5) if rest else header
+
+    def _describe(self, item: Any, key: list[object], leaves: list[Leaf], rest: list[object]) -> bool:
+        """Collect what an item consists of, in the order in which it is pickled.
+
+        Args:
+            item: The batch or a part of it.
+            key: Gets what the header depends on.
+            leaves: Gets the leaf table.
+            rest: Gets what must be pickled anew.
+
+        Returns:
+            False if there is anything in it that is not plain.
+        """
+        kind = type(item)
+        if kind is torch.Tensor:
+            leaf = self._writer.leaf_of(item)
+            if leaf is None:
+                return False
+            leaves.append(leaf)
+            key.append(id(leaf))
+            return True
+        if kind is dict:
+            key += (dict, *item, *map(type, item))
+            return all(self._describe(value, key, leaves, rest) for value in item.values())
+        if kind in _ATOMS or (kind in (list, tuple) and set(map(type, item)) in _STRINGS):
+            leaves.append(_REST)
+            key.append(_REST)
+            rest.append(item)
+            return True
+        if kind is list or kind is tuple:
+            key += (kind, len(item))
+            return all(self._describe(value, key, leaves, rest) for value in item)
+        return False
+
+    def _commit(self, header: bytes, written_nbytes: int) -> Encoded:
+        """Make room, move in what lies elsewhere, write the header."""
+        writer = self._writer
+        offset = writer.place(len(header))
+        total = offset + len(header)
+        image = None
+        if writer.ensure(total, written_nbytes):
+            view = writer.view()
+        else:
+            image = np.empty(total, np.uint8)
+            kept = min(total, writer.nbytes)
+            view = memoryview(image)  # type: ignore[arg-type]
+            view[:kept] = writer.view()[:kept]
+        if self._copies:
+            base = image.ctypes.data if image is not None else writer.address
+            for copy in self._copies:
+                ctypes.memmove(base + copy.offset, copy.address, copy.nbytes)
+        view[offset:total] = header
+        return Encoded(offset, len(header), image)
+
+    def _add_leaf(
+        self,
+        kind: int,
+        code: int,
+        shape: tuple[int, ...],
+        address: int,
+        nbytes: int,
+        item: int,
+        keep: object,
+    ) -> None:
+        offset = self._writer.offset_of(address, nbytes) if nbytes else 0
+        if offset is None or offset % item:
+            offset = self._writer.place(nbytes)
+            self._copies.append(_Copy(offset, address, nbytes, keep))
+        self._leaves.append(Leaf(kind, code, offset, shape))
+
+    def _add_tensor(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+        """Add ``tensor``'s memory, from its first item on, as a leaf of ``shape``."""
+        dtype = tensor.dtype
+        item = dtype.itemsize
+        nbytes = tensor.numel() * item
+        code = CODE_OF_TORCH_DTYPE[dtype]
+        self._add_leaf(TENSOR, code, shape, tensor.data_ptr(), nbytes, item, tensor)
+
+    def _add_array(self, array: np.ndarray[Any, Any], code: int) -> None:
+        address = array.__array_interface__["data"][0]
+        self._add_leaf(ARRAY, code, array.shape, address, array.nbytes, array.itemsize, array)
+
+    def _add_bytes(self, buffer: pickle.PickleBuffer | torch.UntypedStorage | np.ndarray[Any, Any]) -> None:
+        if isinstance(buffer, torch.UntypedStorage):
+            address, nbytes = buffer.data_ptr(), buffer.nbytes()
+        else:
+            array = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer.raw(), np.uint8)
+            address, nbytes = array.__array_interface__["data"][0], array.nbytes
+        self._add_leaf(BYTES, _UINT8, (nbytes,), address, nbytes, 64, buffer)
+
+
+def _marked(item: Any) -> Any:
+    """A copy of a plain batch with a marker in the place of each leaf and each atom."""
+    if type(item) is dict:
+        return {key: _marked(value) for key, value in item.items()}
+    if type(item) in (list, tuple) and set(map(type, item)) not in _STRINGS:
+        return type(item)(map(_marked, item))
+    return MARKER

@@ -1,0 +1,249 @@
+"""Records out and records in: tasks to the workers of one iterator, and what they answer.
+
+Knows slots, generations and parts; knows nothing of samplers and of the order in which batches are
+returned. Main process only.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+import warnings
+from typing import NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from shmloader.errors import SpillWarning, WorkerTimeout
+from shmloader.messages import (
+    CONTINUE,
+    DETACHED,
+    END,
+    INLINE_NBYTES,
+    PART,
+    RESUME,
+    RESUMED,
+    SPILLED,
+    TASK,
+    Done,
+    Task,
+)
+from shmloader.slots import SlotPool, SlotState
+from shmloader.statistics import Counters
+from shmloader.workers import Worker, Workers
+
+
+class Outstanding:
+    """A task that was sent and whose batch was not returned yet.
+
+    Attributes:
+        worker_id: Who makes it.
+        index_batch: What it is made of.
+        done: The worker's answer, once it is here.
+    """
+
+    __slots__ = ("done", "index_batch", "worker_id")
+
+    def __init__(self, worker_id: int, index_batch: object) -> None:
+        self.worker_id = worker_id
+        self.index_batch = index_batch
+        self.done: Done | None = None
+
+
+class Exchange:
+    """Everything that passes between one iterator and its workers.
+
+    Args:
+        pool: The slots.
+        crew: The workers.
+        counters: The loader's counters.
+        timeout_s: Most seconds to wait for any record; 0 waits as long as the workers live.
+
+    Attributes:
+        outstanding: Tasks by number, in the order in which they were sent.
+        arrived: Numbers of the tasks whose batch is here, in order of arrival.
+        ended: Workers that have said, since this was last emptied, that their dataset is exhausted.
+    """
+
+    def __init__(self, pool: SlotPool, crew: Workers, counters: Counters, timeout_s: float) -> None:
+        self.pool = pool
+        self.crew = crew
+        self.outstanding: dict[int, Outstanding] = {}
+        self.arrived: dict[int, None] = {}
+        self.ended: list[int] = []
+        self._counters = counters
+        self._timeout_s = timeout_s if timeout_s > 0 else None
+        self._generation = 0
+        self._to_resume = 0
+        self._images: dict[int, tuple[npt.NDArray[np.uint8], int]] = {}  # batches sent in parts
+
+    def send(self, worker_id: int, seq: int, index_batch: object) -> None:
+        """Send a task, with a slot to make its batch in."""
+        payload = pickle.dumps(index_batch, 5)
+        nbytes = len(payload)
+        pool = self.pool
+        slot = pool.grant()
+        if nbytes > INLINE_NBYTES:
+            memoryview(pool.reserve(slot, nbytes).buffer).cast("B")[:nbytes] = payload
+            payload = b""
+        self.outstanding[seq] = Outstanding(worker_id, index_batch)
+        self.crew.workers[worker_id].send(
+            Task(
+                TASK,
+                self._generation,
+                seq,
+                slot.number,
+                slot.version,
+                slot.nbytes,
+                pool.largest_nbytes,
+                slot.limit_nbytes,
+                nbytes,
+                payload,
+            )
+        )
+
+    def resume(self, shared_seed: int | None) -> None:
+        """Void what is outstanding, and tell all workers that a new epoch begins.
+
+        Workers finish what they were sent, as torch's do: what a dataset draws from its generators must
+        not depend on when the epoch was abandoned. Those batches are dropped and their slots freed, and
+        this returns when all workers have come to the new epoch.
+        """
+        self._generation += 1
+        self.outstanding.clear()
+        self.arrived.clear()
+        self._images.clear()
+        payload = pickle.dumps(shared_seed, 5)
+        for worker in self.crew.workers:
+            worker.send(Task(RESUME, self._generation, payload_nbytes=len(payload), payload=payload))
+        self._to_resume = len(self.crew.workers)
+        while self._to_resume:
+            self.receive()
+        self.ended.clear()
+        self.pool.trim()
+
+    def receive(self, worker_id: int | None = None) -> None:
+        """Take records in: those of one worker if there are some, else wait for any worker's.
+
+        Raises:
+            WorkerDied: If a worker has ended; the others are stopped.
+            WorkerTimeout: If nothing came within the timeout.
+        """
+        if worker_id is not None:
+            worker = self.crew.workers[worker_id]
+            dones = worker.receive()
+            if dones is None:
+                self._fail(worker)
+            if dones:
+                for done in dones:
+                    self._accept(worker, done)
+                return
+        self._wait()
+
+    def _wait(self) -> None:
+        crew = self.crew
+        began_ns = time.perf_counter_ns()
+        ready = crew.wait(self._timeout_s)
+        self._counters.wait_for_workers_ns += time.perf_counter_ns() - began_ns
+        if not ready:
+            raise WorkerTimeout(
+                f"DataLoader timed out after {self._timeout_s} seconds: none of {len(crew.workers)} "
+                f"worker(s) has finished a batch; outstanding index batches: {self._held_by(None)!s:.300}"
+            )
+        for worker in ready:
+            # What a dead worker had written before it died is read first: it is whole.
+            dones = worker.receive()
+            for done in dones or ():
+                self._accept(worker, done)
+            if not dones and (dones is None or crew.is_dead(worker)):
+                self._fail(worker)
+
+    def _accept(self, worker: Worker, done: Done) -> None:
+        kind, flags, generation, seq, number, version, nbytes, offset, header_nbytes, wait_ns = done
+        counters, pool = self._counters, self.pool
+        counters.workers_wait_for_slots_ns += wait_ns
+        if kind == RESUMED:
+            self._to_resume -= 1
+            return
+        if kind == PART:
+            self._accept_part(worker, done)
+            return
+        slot = pool.slots[number]
+        used_nbytes = offset + header_nbytes
+        pool.publish(slot, version, nbytes, 0 if flags & SPILLED else used_nbytes)
+        if flags & DETACHED:
+            counters.detached += 1
+        if generation != self._generation:
+            pool.give_back(slot)
+        elif kind == END:
+            pool.give_back(slot)
+            self.ended.append(worker.worker_id)
+        else:
+            counters.largest_batch_nbytes = max(counters.largest_batch_nbytes, used_nbytes)
+            self.outstanding[seq].done = done
+            self.arrived[seq] = None
+
+    def _accept_part(self, worker: Worker, done: Done) -> None:
+        """Copy a piece of a batch that is larger than its slot, and ask for the next one."""
+        if done.generation == self._generation:
+            total, piece = done.header_offset, done.header_nbytes
+            image, filled = self._images.get(done.seq) or (np.empty(total, np.uint8), 0)
+            slot = self.pool.slots[done.slot]
+            self.pool.read_part(slot, done.version, done.slot_nbytes, image[filled : filled + piece])
+            self._images[done.seq] = (image, filled + piece)
+        worker.send(Task(CONTINUE, done.generation, done.seq, done.slot))
+
+    def take(self, done: Done, last: bool) -> npt.NDArray[np.uint8]:
+        """The memory of a batch that is here: its slot under a lease or, spilled, a private copy.
+
+        Args:
+            done: The worker's answer.
+            last: Whether no further task will need a slot in this epoch.
+        """
+        pool = self.pool
+        slot = pool.slots[done.slot]
+        if done.flags & SPILLED:
+            image, _ = self._images.pop(done.seq)
+            pool.give_back(slot)
+            self._count_spill(len(image), f"a batch needs {len(image):,} bytes")
+            return image
+        if last or pool.can_lease():
+            return pool.lease(slot)
+        image = pool.spill(slot)
+        over_budget = pool.committed_nbytes + len(image) > pool.budget_nbytes
+        kept = f"the program keeps {pool.count(SlotState.LEASED)} batches"
+        self._count_spill(len(image), kept if over_budget else "")
+        return image
+
+    def _count_spill(self, nbytes: int, why: str) -> None:
+        """Count a batch moved to private memory; warn once if the memory budget was the reason."""
+        counters, pool = self._counters, self.pool
+        counters.spills += 1
+        counters.spilled_nbytes += nbytes
+        if not why or counters.warned_of_spills:
+            return
+        counters.warned_of_spills = True
+        needed = pool.base_slots * max(nbytes, pool.largest_nbytes)
+        warnings.warn(
+            f"{why}, and the slots' memory budget is {pool.budget_nbytes:,} bytes: batches beyond it are "
+            "copied to private memory, which is correct but slower. A budget for this loader's slots is at "
+            f"least {needed:,} bytes (memory_budget_nbytes=...), plus what the program keeps; else use a "
+            "smaller batch_size, prefetch_factor or num_workers.",
+            SpillWarning,
+            stacklevel=6,  # whoever called next()
+        )
+
+    def _held_by(self, worker_id: int | None) -> tuple[object, ...]:
+        """Index batches sent to a worker (or to any, for None) and not answered."""
+        return tuple(
+            task.index_batch
+            for task in self.outstanding.values()
+            if task.done is None and worker_id in (None, task.worker_id)
+        )
+
+    def _fail(self, worker: Worker) -> NoReturn:
+        """Raise the death of a worker, after stopping the others."""
+        error = self.crew.died(worker, self._held_by(worker.worker_id))
+        self.crew.close(f"worker {worker.worker_id} died")
+        self.pool.close()
+        raise error
