@@ -27,6 +27,7 @@ from shmloader.messages import (
     TASK,
     Done,
     Task,
+    pack_task,
 )
 from shmloader.slots import SlotPool, SlotState
 from shmloader.statistics import Counters
@@ -88,7 +89,7 @@ class Exchange:
             payload = b""
         self.outstanding[seq] = Outstanding(worker_id, index_batch)
         self.crew.workers[worker_id].send(
-            Task(
+            pack_task(
                 TASK,
                 self._generation,
                 seq,
@@ -115,7 +116,7 @@ class Exchange:
         self._images.clear()
         payload = pickle.dumps(shared_seed, 5)
         for worker in self.crew.workers:
-            worker.send(Task(RESUME, self._generation, payload_nbytes=len(payload), payload=payload))
+            worker.send(Task(RESUME, self._generation, payload_nbytes=len(payload), payload=payload).pack())
         self._to_resume = len(self.crew.workers)
         while self._to_resume:
             self.receive()
@@ -179,7 +180,8 @@ class Exchange:
             pool.give_back(slot)
             self.ended.append(worker.worker_id)
         else:
-            counters.largest_batch_nbytes = max(counters.largest_batch_nbytes, used_nbytes)
+            if used_nbytes > counters.largest_batch_nbytes:  # noqa: PLR1730 - per batch: no call
+                counters.largest_batch_nbytes = used_nbytes
             self.outstanding[seq].done = done
             self.arrived[seq] = None
 
@@ -191,29 +193,33 @@ class Exchange:
             slot = self.pool.slots[done.slot]
             self.pool.read_part(slot, done.version, done.slot_nbytes, image[filled : filled + piece])
             self._images[done.seq] = (image, filled + piece)
-        worker.send(Task(CONTINUE, done.generation, done.seq, done.slot))
+        worker.send(Task(CONTINUE, done.generation, done.seq, done.slot).pack())
 
-    def take(self, done: Done, last: bool) -> npt.NDArray[np.uint8]:
+    def take(self, done: Done, last: bool) -> tuple[npt.NDArray[np.uint8], bytes]:
         """The memory of a batch that is here: its slot under a lease or, spilled, a private copy.
 
         Args:
             done: The worker's answer.
             last: Whether no further task will need a slot in this epoch.
+
+        Returns:
+            The anchor of all its leaves, and the header.
         """
         pool = self.pool
         slot = pool.slots[done.slot]
+        begin, end = done.header_offset, done.header_offset + done.header_nbytes
         if done.flags & SPILLED:
             image, _ = self._images.pop(done.seq)
             pool.give_back(slot)
             self._count_spill(len(image), f"a batch needs {len(image):,} bytes")
-            return image
-        if last or pool.can_lease():
-            return pool.lease(slot)
-        image = pool.spill(slot)
-        over_budget = pool.committed_nbytes + len(image) > pool.budget_nbytes
-        kept = f"the program keeps {pool.count(SlotState.LEASED)} batches"
-        self._count_spill(len(image), kept if over_budget else "")
-        return image
+        elif last or pool.can_lease():
+            anchor = pool.lease(slot)
+            return anchor, bytes(pool.map(slot).view[begin:end])
+        else:
+            image = pool.spill(slot)
+            kept = f"the program keeps {pool.count(SlotState.LEASED)} batches"
+            self._count_spill(len(image), kept if pool.out_of_budget else "")
+        return image, image[begin:end].tobytes()
 
     def _count_spill(self, nbytes: int, why: str) -> None:
         """Count a batch moved to private memory; warn once if the memory budget was the reason."""

@@ -205,10 +205,10 @@ class SlotIterator(torch_private.BaseIterator):
         done = task.done
         assert done is not None
         self._num_tasks[task.worker_id] -= 1
-        memory = exchange.take(done, self._sampler_done)
+        anchor, header = exchange.take(done, self._sampler_done)
         self._issue_task()
-        batch = self._decoder.decode(memory, done.header_offset, done.header_nbytes)
-        del memory
+        batch = self._decoder.decode(anchor, header)
+        del anchor
         if done.kind == FAILURE:
             self._counters.failures += 1
             raise restore(batch)

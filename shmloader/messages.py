@@ -67,6 +67,13 @@ class Task(NamedTuple):
         return _TASK.pack(*self)
 
 
+pack_task = _TASK.pack
+"""The record of a task from the fields of `Task`, without making one."""
+
+unpack_fields = _TASK.unpack
+"""The fields of `Task` from a record, without making one."""
+
+
 def unpack_task(record: bytes) -> Task:
     """Read a record of `Task.pack`."""
     return Task._make(_TASK.unpack(record))
@@ -104,6 +111,10 @@ class Done(NamedTuple):
     def pack(self) -> bytes:
         """The record, ``DONE_NBYTES`` long."""
         return _DONE.pack(*self)
+
+
+pack_done = _DONE.pack
+"""The record from the fields of `Done`, without making one."""
 
 
 def unpack_done(records: bytes) -> list[Done]:

@@ -58,9 +58,10 @@ class Extent:
         nbytes: Its length, whole pages.
         version: The version of the slot's memory.
         buffer: A ctypes array over it, writable.
+        view: The same as a memoryview of bytes.
     """
 
-    __slots__ = ("address", "buffer", "nbytes", "version")
+    __slots__ = ("address", "buffer", "nbytes", "version", "view")
 
     def __init__(self, address: int, nbytes: int, version: int, owner: object) -> None:
         self.address = address
@@ -70,6 +71,7 @@ class Extent:
         # The owner's death unmaps; the array is the last thing that every view leads to.
         buffer.owner = owner
         self.buffer = buffer
+        self.view = memoryview(buffer).cast("B")
 
     def detach(self) -> None:
         """Turn this mapping, in place, into private memory with the same contents.

@@ -17,7 +17,6 @@ import torch
 
 from shmloader.errors import SharedMemoryExhausted
 from shmloader.layout import CODE_OF_TORCH_DTYPE, DTYPES, TENSOR, Leaf, align
-from shmloader.messages import Task
 from shmloader.segment import Extent, Segment
 
 
@@ -56,11 +55,10 @@ _MOST_OUTPUTS = 1024
 class _Mapped:
     """A slot as mapped in this process, with the outputs that were made over it."""
 
-    __slots__ = ("bytes", "extent", "headers", "leaf_of", "outputs")
+    __slots__ = ("extent", "headers", "leaf_of", "outputs")
 
     def __init__(self, extent: Extent) -> None:
         self.extent = extent
-        self.bytes = memoryview(extent.buffer).cast("B")
         self.outputs: dict[tuple[int, tuple[int, ...], torch.dtype], Output] = {}
         self.leaf_of: dict[int, Leaf] = {}  # by the identity of a tensor in `outputs`
         self.headers: dict[tuple[object, ...], bytes] = {}  # see `SlotWriter.headers`
@@ -89,22 +87,20 @@ class SlotWriter:
         self.limit_nbytes = 0
         self.cursor = 0
 
-    def begin(self, task: Task) -> None:
-        """Take the slot that a task grants.
+    def begin(self, slot: int, version: int, nbytes: int, hint_nbytes: int, limit_nbytes: int) -> None:
+        """Take the slot that a task grants; see `Task` for the arguments.
 
         The slot is grown to the size of the largest batch so far, if the host can give it: then this
         batch's leaves are written in place.
         """
-        self.slot, self.version, self.nbytes = task.slot, task.version, task.slot_nbytes
-        self.limit_nbytes = max(task.limit_nbytes, task.slot_nbytes)
+        self.slot, self.version, self.nbytes = slot, version, nbytes
+        self.limit_nbytes = max(nbytes, limit_nbytes)
         self.cursor = 0
-        self._anchor = None
-        wanted = min(task.hint_nbytes, self.limit_nbytes)
-        if wanted > self.nbytes:
+        if hint_nbytes > nbytes < self.limit_nbytes:
             try:
-                self._grow(wanted)
+                self._grow(min(hint_nbytes, self.limit_nbytes))
             except SharedMemoryExhausted:
-                self.limit_nbytes = self.nbytes
+                self.limit_nbytes = nbytes
         self._remap()
 
     @property
@@ -202,7 +198,7 @@ class SlotWriter:
         self._remap()
         if before is not None and before.extent.version != self.version:
             kept = min(written_nbytes, before.extent.nbytes)
-            self.view()[:kept] = before.bytes[:kept]
+            self.view()[:kept] = before.extent.view[:kept]
         return True
 
     def release(self) -> bool:
@@ -236,7 +232,7 @@ class SlotWriter:
 
     def view(self) -> memoryview:
         """The slot's bytes, writable; empty while nothing is reserved for it."""
-        return memoryview(bytearray()) if self._here is None else self._here.bytes
+        return memoryview(bytearray()) if self._here is None else self._here.extent.view
 
     def _grow(self, nbytes: int) -> None:
         self.version, self.nbytes = self._segment.reserve(self.slot, self.version, self.nbytes, nbytes)

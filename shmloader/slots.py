@@ -5,9 +5,10 @@ straight back to ``FREE`` when there is nothing to lease. It is in one hand at a
 while granted; while published or leased nobody does.
 
 Invariants:
-    * ``committed_nbytes`` is the sum over all slots of what each may take: its limit while granted, else
-      what is reserved for it. It never exceeds the budget, which is at least one page per base slot.
     * A slot is free only if no view of its last batch is alive in this process.
+    * Each of the first ``base_slots`` slots may take up to ``quota_nbytes``, each further one its own
+      ``limit_nbytes``; ``base_slots * quota_nbytes`` and those limits sum to the budget at most. (A long
+      index batch is written to its slot whatever the budget; a slot is one page at least.)
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ class SlotState(enum.Enum):
     LEASED = "leased"
 
 
+_FREE, _GRANTED, _PUBLISHED, _LEASED = SlotState
+
+
 class Lease(weakref.ref[npt.NDArray[np.uint8]]):
     """The main process's right to read a slot until the last view of it dies.
 
@@ -60,7 +64,7 @@ class Slot:
         state: Whose hand it is in.
         version: Version of its memory.
         nbytes: Bytes reserved for it.
-        limit_nbytes: Bytes up to which the worker may grow it, while granted.
+        limit_nbytes: Bytes up to which a worker may grow it.
         used_nbytes: Bytes of the batch in it, 0 while free.
     """
 
@@ -97,19 +101,26 @@ class SlotPool:
     """
 
     def __init__(self, segment: Segment, most_tasks: int, budget_nbytes: int) -> None:
-        base_slots = most_tasks + 2
         self.segment = segment
         self.most_tasks = most_tasks
-        self.base_slots = base_slots
-        self.budget_nbytes = max(budget_nbytes, base_slots * PAGE_NBYTES)
+        self.base_slots = most_tasks + 2
+        self.budget_nbytes = max(budget_nbytes, self.base_slots * PAGE_NBYTES)
         self.largest_nbytes = 0
-        self.committed_nbytes = 0
+        self.quota_nbytes = 0
         self.slots: list[Slot] = []
+        self._extra_nbytes = 0  # sum of the limits of slots beyond the base
         self._free: list[Slot] = []  # last freed, first granted: its pages are the warmest
         self._released: deque[Lease] = deque()
-        self._granted = 0
         self._leased = 0
         self._closed = False
+        self._note_size(0)
+
+    def _note_size(self, nbytes: int) -> None:
+        """A batch larger than all before it: the base's slots may grow further, within the budget."""
+        self.largest_nbytes = nbytes
+        fair_nbytes = (self.budget_nbytes - self._extra_nbytes) // self.base_slots
+        wanted_nbytes = max(FREE_GROWTH_NBYTES, 4 * nbytes)
+        self.quota_nbytes = min(fair_nbytes, wanted_nbytes) // PAGE_NBYTES * PAGE_NBYTES
 
     def grant(self) -> Slot:
         """Take a free slot for a task.
@@ -117,43 +128,56 @@ class SlotPool:
         There always is one for each of ``most_tasks`` tasks, because a batch is leased only if
         `can_lease` says so.
         """
-        self.collect()
+        if self._released:
+            self.collect()
         if self._free:
             slot = self._free.pop()
         else:
             slot = Slot(len(self.slots))
             self.slots.append(slot)
-        slot.state = SlotState.GRANTED
-        # What is left of the budget is shared evenly among the base's slots that are not yet granted, so
-        # the limits of all slots granted at once sum to the budget at most.
-        spare = max(0, self.budget_nbytes - self.committed_nbytes)
-        share = spare // max(1, self.base_slots - self._granted)
-        share = min(share, max(FREE_GROWTH_NBYTES, 4 * self.largest_nbytes))
-        limit = max(PAGE_NBYTES, (slot.nbytes + share) // PAGE_NBYTES * PAGE_NBYTES)
-        self.committed_nbytes += limit - slot.nbytes
-        slot.limit_nbytes = limit
-        self._granted += 1
+        slot.state = _GRANTED
+        if slot.number < self.base_slots:
+            slot.limit_nbytes = self.quota_nbytes
+        else:
+            self._widen(slot)
         return slot
+
+    def _widen(self, slot: Slot) -> None:
+        """Let a slot beyond the base hold the largest batch, if the budget has room for it."""
+        more = whole_pages(self.largest_nbytes) - slot.limit_nbytes
+        if more > self._room_nbytes():
+            more = PAGE_NBYTES - slot.limit_nbytes  # larger batches come through it in parts
+        if more > 0:
+            slot.limit_nbytes += more
+            self._extra_nbytes += more
+
+    def _room_nbytes(self) -> int:
+        return self.budget_nbytes - self.base_slots * self.quota_nbytes - self._extra_nbytes
 
     def can_lease(self) -> bool:
         """Whether one more batch may be leased and ``most_tasks`` slots still be found for tasks."""
-        self.collect()
+        if self._released:
+            self.collect()
+        left = len(self.slots) - self._leased - 1
+        return left >= self.most_tasks or left + self._slots_to_make() >= self.most_tasks
+
+    def _slots_to_make(self) -> int:
         made = len(self.slots)
         if made < self.base_slots:
-            return True
-        room_nbytes = self.budget_nbytes - self.committed_nbytes
-        fit = max(0, room_nbytes) // whole_pages(self.largest_nbytes)
-        to_make = min(fit, self.base_slots + RETAINED_SLOTS - made)
-        return made - (self._leased + 1) + to_make >= self.most_tasks
+            return self.base_slots - made
+        fit = self._room_nbytes() // whole_pages(self.largest_nbytes)
+        return max(0, min(fit, self.base_slots + RETAINED_SLOTS - made))
+
+    @property
+    def out_of_budget(self) -> bool:
+        """Whether it is for the budget, and not for the number of slots, that no slot can be made."""
+        return len(self.slots) < self.base_slots + RETAINED_SLOTS
 
     def reserve(self, slot: Slot, nbytes: int) -> Extent:
         """Make a granted slot at least ``nbytes`` large and map it (for a long index batch)."""
         if nbytes > slot.nbytes:
             slot.version, slot.nbytes = self.segment.reserve(slot.number, slot.version, slot.nbytes, nbytes)
-            grown = max(slot.limit_nbytes, slot.nbytes)
-            self.committed_nbytes += grown - slot.limit_nbytes
-            slot.limit_nbytes = grown
-        return self._map(slot)
+        return self.map(slot)
 
     def publish(self, slot: Slot, version: int, nbytes: int, used_nbytes: int) -> None:
         """A worker has finished the slot; take over its size.
@@ -164,12 +188,11 @@ class SlotPool:
             nbytes: Bytes reserved for it.
             used_nbytes: Bytes of the batch, header included; 0 for an answer without one.
         """
-        assert slot.state is SlotState.GRANTED, f"slot {slot.number} published while {slot.state}"
-        self.committed_nbytes += nbytes - slot.limit_nbytes
+        assert slot.state is _GRANTED, f"slot {slot.number} published while {slot.state}"
         slot.version, slot.nbytes, slot.used_nbytes = version, nbytes, used_nbytes
-        slot.state = SlotState.PUBLISHED
-        self._granted -= 1
-        self.largest_nbytes = max(self.largest_nbytes, used_nbytes)
+        slot.state = _PUBLISHED
+        if used_nbytes > self.largest_nbytes:
+            self._note_size(used_nbytes)
 
     def lease(self, slot: Slot) -> npt.NDArray[np.uint8]:
         """Begin a lease on a published slot.
@@ -178,21 +201,21 @@ class SlotPool:
             The anchor: uint8, one item per byte of the slot. The slot is free again when the anchor and
             all arrays and tensors made over it are gone.
         """
-        assert slot.state is SlotState.PUBLISHED, f"slot {slot.number} leased while {slot.state}"
-        extent = self._map(slot)
+        assert slot.state is _PUBLISHED, f"slot {slot.number} leased while {slot.state}"
+        extent = self.map(slot)
         anchor = np.ndarray(extent.nbytes, np.uint8, extent.buffer)
         lease = Lease(anchor, self._released.append)
         lease.slot = slot
         slot.lease = lease
-        slot.state = SlotState.LEASED
+        slot.state = _LEASED
         self._leased += 1
         return anchor
 
     def spill(self, slot: Slot) -> npt.NDArray[np.uint8]:
         """Copy a published batch to private memory and free its slot at once."""
-        assert slot.state is SlotState.PUBLISHED, f"slot {slot.number} spilled while {slot.state}"
+        assert slot.state is _PUBLISHED, f"slot {slot.number} spilled while {slot.state}"
         image = np.empty(slot.used_nbytes, np.uint8)
-        image[:] = np.frombuffer(self._map(slot).buffer, np.uint8)[: slot.used_nbytes]
+        image[:] = np.frombuffer(self.map(slot).buffer, np.uint8)[: slot.used_nbytes]
         self._make_free(slot)
         return image
 
@@ -205,14 +228,12 @@ class SlotPool:
             nbytes: Bytes reserved for it.
             into: Where the part belongs in the batch's private memory.
         """
-        self.committed_nbytes += max(0, nbytes - slot.limit_nbytes)
-        slot.limit_nbytes = max(nbytes, slot.limit_nbytes)
         slot.version, slot.nbytes = version, nbytes
-        into[:] = np.frombuffer(self._map(slot).buffer, np.uint8)[: len(into)]
+        into[:] = np.frombuffer(self.map(slot).buffer, np.uint8)[: len(into)]
 
     def give_back(self, slot: Slot) -> None:
         """Free a published slot at once: there is nothing in it to lease."""
-        assert slot.state is SlotState.PUBLISHED, f"slot {slot.number} freed while {slot.state}"
+        assert slot.state is _PUBLISHED, f"slot {slot.number} freed while {slot.state}"
         self._make_free(slot)
 
     def collect(self) -> None:
@@ -226,12 +247,14 @@ class SlotPool:
     def trim(self) -> None:
         """Give back the memory of free slots beyond the base: the user no longer keeps that many."""
         self.collect()
-        surplus = len(self.slots) - self.base_slots
-        for slot in sorted(self._free, key=lambda slot: -slot.number)[: max(0, surplus)]:
+        for slot in self._free:
+            if slot.number < self.base_slots:
+                continue
             if slot.nbytes:
                 self.segment.discard(slot.number, slot.version, slot.nbytes)
-                self.committed_nbytes -= slot.nbytes
                 slot.nbytes, slot.extent = 0, None
+            self._extra_nbytes -= slot.limit_nbytes
+            slot.limit_nbytes = 0
 
     def close(self) -> None:
         """Drop the segment; what is leased lives on until its last view dies.
@@ -245,7 +268,7 @@ class SlotPool:
         self.collect()
         for slot in self.slots:
             slot.extent = None
-            if slot.state is not SlotState.LEASED and slot.nbytes:
+            if slot.state is not _LEASED and slot.nbytes:
                 self.segment.discard(slot.number, slot.version, slot.nbytes)
         self.segment.close(len(self.slots))
 
@@ -254,11 +277,12 @@ class SlotPool:
         return sum(slot.state is state for slot in self.slots)
 
     def _make_free(self, slot: Slot) -> None:
-        slot.state = SlotState.FREE
+        slot.state = _FREE
         slot.used_nbytes = 0
         self._free.append(slot)
 
-    def _map(self, slot: Slot) -> Extent:
+    def map(self, slot: Slot) -> Extent:
+        """The slot's memory in this process; mapped anew if it has grown."""
         extent = slot.extent
         if extent is None or extent.nbytes != slot.nbytes or extent.version != slot.version:
             extent = slot.extent = self.segment.map(slot.number, slot.version, slot.nbytes)

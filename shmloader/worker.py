@@ -39,8 +39,9 @@ from shmloader.messages import (
     RESUMED,
     SPILLED,
     TASK_NBYTES,
-    Done,
     Task,
+    pack_done,
+    unpack_fields,
     unpack_task,
 )
 from shmloader.seeding import numpy_seed, worker_seed
@@ -144,7 +145,7 @@ class _Worker:
         self._start_error: BaseException | None = None
         self._ended = False  # the iterable dataset is exhausted in this epoch
         self._wait_ns = 0
-        self._later: deque[Task] = deque()
+        self._later: deque[bytes] = deque()
 
     def start(self, seed: int) -> None:
         """Everything that torch does between seeding and the first task, in torch's order."""
@@ -165,10 +166,12 @@ class _Worker:
 
     def serve(self) -> None:
         """Answer tasks until the main process closes the pipe."""
+        clock_ns = time.perf_counter_ns
         while True:
-            began_ns = time.perf_counter_ns()
-            task = self._later.popleft() if self._later else self._receive()
-            self._wait_ns = time.perf_counter_ns() - began_ns
+            began_ns = clock_ns()
+            record = self._later.popleft() if self._later else self._receive()
+            self._wait_ns = clock_ns() - began_ns
+            task = Task._make(unpack_fields(record))
             if task.kind == RESUME:
                 self._resume(task)
             else:
@@ -185,13 +188,15 @@ class _Worker:
         self._send(task, RESUMED)
 
     def _work(self, task: Task) -> None:
+        """Make one batch, or what takes its place, and publish it."""
+        _, _, _, slot, version, slot_nbytes, hint_nbytes, limit_nbytes, payload_nbytes, payload = task
         writer = self._writer
         index_batch: Any = None
         try:
-            writer.begin(task)
-            long = task.payload_nbytes > INLINE_NBYTES
-            # Beyond its end a pickle may be padded.
-            index_batch = pickle.loads(writer.read(task.payload_nbytes) if long else task.payload)
+            writer.begin(slot, version, slot_nbytes, hint_nbytes, limit_nbytes)
+            if payload_nbytes > INLINE_NBYTES:
+                payload = writer.read(payload_nbytes)
+            index_batch = pickle.loads(payload)  # padding behind a pickle's end is not read
             batch = self._make(index_batch)
             if self._ended:
                 writer.release()
@@ -201,11 +206,14 @@ class _Worker:
             del batch
         except BaseException as error:  # noqa: BLE001 - raised in the main process
             kind, encoded = FAILURE, self._encode_failure(error, index_batch)
-        if encoded.image is not None:
-            self._send_parts(task, encoded.image)
-        flags = DETACHED if writer.release() else 0
-        flags |= SPILLED if encoded.image is not None else 0
-        self._send(task, kind, flags, encoded.header_offset, encoded.header_nbytes)
+        header_offset, header_nbytes, image = encoded
+        flags = 0
+        if image is not None:
+            self._send_parts(task, image)
+            flags = SPILLED
+        if writer.release():
+            flags |= DETACHED
+        self._send(task, kind, flags, header_offset, header_nbytes)
 
     def _make(self, index_batch: Any) -> Any:
         """Fetch and collate, allocating in the slot; sets ``_ended`` instead of returning a batch."""
@@ -249,33 +257,32 @@ class _Worker:
 
     def _await_continue(self) -> None:
         """Wait until the part was copied out; tasks that were sent meanwhile are kept for later."""
-        while (task := self._receive()).kind != CONTINUE:
-            self._later.append(task)
+        while unpack_task(record := self._receive()).kind != CONTINUE:
+            self._later.append(record)
 
-    def _receive(self) -> Task:
+    def _receive(self) -> bytes:
         record = os.read(self._tasks_fd, TASK_NBYTES)
-        if len(record) < TASK_NBYTES:
+        if not record:
             raise BrokenPipeError("the main process closed the task pipe")
-        return unpack_task(record)
+        return record
 
     def _send(
         self, task: Task, kind: int, flags: int = 0, header_offset: int = 0, header_nbytes: int = 0
     ) -> None:
         writer = self._writer
-        mine = kind != RESUMED
-        record = Done(
+        record = pack_done(
             kind,
             flags,
             task.generation,
             task.seq,
             task.slot,
-            writer.version if mine else 0,
-            writer.nbytes if mine else 0,
+            writer.version,
+            writer.nbytes,
             header_offset,
             header_nbytes,
             self._wait_ns,
         )
-        os.write(self._dones_fd, record.pack())
+        os.write(self._dones_fd, record)
 
 
 def _shorten(index_batch: Any, most: int = 200) -> str:

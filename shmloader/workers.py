@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shmloader.errors import WorkerDied, WorkerStartError
-from shmloader.messages import DONE_NBYTES, Done, Task, unpack_done
+from shmloader.messages import DONE_NBYTES, Done, unpack_done
 from shmloader.segment import Descriptor
 from shmloader.worker import WorkerArguments, run
 
@@ -54,13 +54,21 @@ class Worker:
         self.heard = False
         self._unsent: deque[bytes] = deque()
 
-    def send(self, task: Task) -> None:
-        """Send a record; one that the pipe has no room for now is sent with the next call.
+    def send(self, record: bytes) -> None:
+        """Send a packed `Task`; one that the pipe has no room for now is sent with the next call.
 
         A dead worker's broken pipe is not an error here: its death is found where batches are waited for.
         """
-        self._unsent.append(task.pack())
-        self.flush()
+        if self._unsent:
+            self._unsent.append(record)
+            self.flush()
+            return
+        try:
+            os.write(self.tasks_fd, record)
+        except BlockingIOError:
+            self._unsent.append(record)
+        except BrokenPipeError:
+            pass
 
     def flush(self) -> None:
         """Send what an earlier `send` could not."""

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+_ATTEMPTS = 3
+
 
 @dataclass(frozen=True)
 class MemorySample:
@@ -52,16 +54,20 @@ def sample_memory(root_pid: int) -> MemorySample | None:
 
     Descendants and not children: under ``forkserver`` the workers are grandchildren.
     """
-    time_s = time.monotonic()
-    try:
-        descendants = psutil.Process(root_pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return None
-    readings = [read_pss(pid) for pid in (root_pid, *(child.pid for child in descendants))]
-    known = [reading for reading in readings if reading is not None]
-    if not known:
-        return None
-    return MemorySample(time_s, sum(known), len(known))
+    known: list[int] = []
+    # A process that ends between two readings takes with it what the others have already split with
+    # it, and the sum is too low. So look again, but not for ever: a zombie stays unreadable.
+    for _ in range(_ATTEMPTS):
+        time_s = time.monotonic()
+        try:
+            descendants = psutil.Process(root_pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return None
+        readings = [read_pss(pid) for pid in (root_pid, *(child.pid for child in descendants))]
+        known = [reading for reading in readings if reading is not None]
+        if len(known) == len(readings):
+            break
+    return MemorySample(time_s, sum(known), len(known)) if known else None
 
 
 def sample_until_exit(process: subprocess.Popen[bytes], interval_s: float) -> list[MemorySample]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,9 @@ import torch
 from shmloader.codec.header import LONE_LEAF, SIZES
 from shmloader.layout import DTYPES, REST, TENSOR, unpack_leaves
 from shmloader.slot_writer import wrap_tensor
+
+_MOST_HEADERS = 256
+_NOTHING: Iterator[Any] = iter(())
 
 
 class _Wrap(NamedTuple):
@@ -33,30 +37,21 @@ class _Known(NamedTuple):
 class Decoder:
     """Reads batches; lives in the main process. Headers repeat, so what they say is remembered."""
 
-    _MOST_HEADERS = 256
-
     def __init__(self) -> None:
         self._known: dict[bytes, _Known] = {}
 
-    def decode(
-        self, anchor: np.ndarray[Any, np.dtype[np.uint8]], header_offset: int, header_nbytes: int
-    ) -> Any:
+    def decode(self, anchor: np.ndarray[Any, np.dtype[np.uint8]], header: bytes) -> Any:
         """Rebuild a batch over the memory of ``anchor``.
 
         Args:
             anchor: uint8, the slot's bytes; every leaf keeps it alive and nothing else does.
-            header_offset: Bytes from the slot's start to the header.
-            header_nbytes: Its length.
+            header: The batch's header.
         """
-        header = anchor[header_offset : header_offset + header_nbytes].tobytes()
-        table_nbytes, structure_nbytes = SIZES.unpack_from(header)
-        split = SIZES.size + table_nbytes + structure_nbytes
-        fixed = header[:split]  # the object itself where there is no rest
-        known = self._known.get(fixed)
+        known = self._known.get(header)
+        rest: Iterator[Any] = _NOTHING
         if known is None:
-            known = self._remember(fixed, table_nbytes)
+            known, rest = self._read(header)
         wraps, structure = known
-        rest = iter(pickle.loads(memoryview(header)[split:])) if split < header_nbytes else iter(())
         ndarray, from_numpy = np.ndarray, torch.from_numpy
         leaves: list[Any] = []
         for kind, carrier, shape, offset, dtype in wraps:
@@ -67,16 +62,30 @@ class Decoder:
                 leaves.append(next(rest))
             else:
                 leaves.append(ndarray(shape, carrier, anchor, offset))
-        return leaves[0] if structure == LONE_LEAF else pickle.loads(structure, buffers=leaves)
+        return leaves[0] if structure is LONE_LEAF else pickle.loads(structure, buffers=leaves)
 
-    def _remember(self, fixed: bytes, table_nbytes: int) -> _Known:
+    def _read(self, header: bytes) -> tuple[_Known, Iterator[Any]]:
+        """Read a header that is new, or that has a rest, which is read anew every time."""
+        table_nbytes, structure_nbytes = SIZES.unpack_from(header)
         split = SIZES.size + table_nbytes
-        wraps = []
-        for kind, code, offset, shape in unpack_leaves(fixed[SIZES.size : split]):
-            entry = DTYPES[code]
-            dtype = None if entry.native else entry.torch_dtype
-            wraps.append(_Wrap(kind, entry.carrier, shape, offset, dtype))
-        if len(self._known) >= self._MOST_HEADERS:
-            self._known.clear()
-        known = self._known[fixed] = _Known(wraps, fixed[split:])
-        return known
+        end = split + structure_nbytes
+        fixed = header[:end]
+        known = self._known.get(fixed)
+        if known is None:
+            structure = header[split:end]
+            known = _Known(
+                _wraps(header[SIZES.size : split]), LONE_LEAF if structure == LONE_LEAF else structure
+            )
+            if len(self._known) >= _MOST_HEADERS:
+                self._known.clear()
+            self._known[fixed] = known
+        return known, iter(pickle.loads(memoryview(header)[end:]) if end < len(header) else ())
+
+
+def _wraps(table: bytes) -> list[_Wrap]:
+    wraps = []
+    for kind, code, offset, shape in unpack_leaves(table):
+        entry = DTYPES[code]
+        dtype = None if entry.native else entry.torch_dtype
+        wraps.append(_Wrap(kind, entry.carrier, shape, offset, dtype))
+    return wraps

@@ -79,12 +79,13 @@ class Encoder:
 
     def _known_header(self, batch: object) -> bytes | None:
         """The header of a batch whose leaves are all outputs of the writer, else None."""
+        headers = self._writer.headers
         key: list[object] = []
         leaves: list[Leaf] = []
         rest: list[object] = []
         if not self._describe(batch, key, leaves, rest):
             return None
-        headers, where = self._writer.headers, tuple(key)
+        where = tuple(key)
         header = headers.get(where)
         if header is None:
             table, structure = pack_leaves(leaves), pickle_marked(_marked(batch))
