@@ -195,12 +195,11 @@ class Exchange:
             self._images[done.seq] = (image, filled + piece)
         worker.send(Task(CONTINUE, done.generation, done.seq, done.slot).pack())
 
-    def take(self, done: Done, last: bool) -> tuple[npt.NDArray[np.uint8], bytes]:
+    def take(self, done: Done) -> tuple[npt.NDArray[np.uint8], bytes]:
         """The memory of a batch that is here: its slot under a lease or, spilled, a private copy.
 
         Args:
             done: The worker's answer.
-            last: Whether no further task will need a slot in this epoch.
 
         Returns:
             The anchor of all its leaves, and the header.
@@ -212,7 +211,7 @@ class Exchange:
             image, _ = self._images.pop(done.seq)
             pool.give_back(slot)
             self._count_spill(len(image), f"a batch needs {len(image):,} bytes")
-        elif last or pool.can_lease():
+        elif pool.can_lease():
             anchor = pool.lease(slot)
             return anchor, bytes(pool.map(slot).view[begin:end])
         else:

@@ -53,8 +53,8 @@ class SlotIterator(torch_private.BaseIterator):
         self._in_order: bool = loader.in_order
         self._most_tasks: int = loader.prefetch_factor * self._num_workers
         self._counters = counters
+        self._counts_samples = self._dataset_kind == torch_private.ITERABLE_KIND
         self._decoder = Decoder()
-        self._finished = False
         budget_nbytes = loader.memory_budget_nbytes
         if budget_nbytes is None:
             budget_nbytes = memory_headroom().available_nbytes // 2
@@ -113,8 +113,6 @@ class SlotIterator(torch_private.BaseIterator):
         """Begin an epoch; with persistent workers, after voiding what is left of the last one."""
         super()._reset(loader, first_iter)
         self._check_open()
-        self._finished = False
-        self._sampler_done = False
         self._send_seq = 0  # number of the next task
         self._next_seq = 0  # number of the next batch to return
         self._num_tasks = [0] * self._num_workers  # tasks whose batch was not returned, by worker
@@ -122,6 +120,7 @@ class SlotIterator(torch_private.BaseIterator):
             self._exchange.resume(self._shared_seed)
         self._active = [True] * self._num_workers  # False: its iterable dataset is exhausted
         self._turns = itertools.cycle(range(self._num_workers))
+        self._strict_turns = self._in_order  # until a worker drops out
         for _ in range(self._most_tasks):
             self._issue_task()
 
@@ -130,9 +129,8 @@ class SlotIterator(torch_private.BaseIterator):
         try:
             index_batch = next(self._sampler_iter)
         except StopIteration:
-            self._sampler_done = True
             return
-        worker_id = self._choose_worker()
+        worker_id = next(self._turns) if self._strict_turns else self._choose_worker()
         if worker_id is not None:
             self._num_tasks[worker_id] += 1
             self._exchange.send(worker_id, self._send_seq, index_batch)
@@ -153,51 +151,46 @@ class SlotIterator(torch_private.BaseIterator):
 
     def __next__(self) -> Any:
         # torch's own __next__ opens a profiler range (10 us) and counts an IterableDataset's samples.
-        if self._dataset_kind == torch_private.ITERABLE_KIND or torch_private.profiler_enabled():
+        if self._counts_samples or torch_private.profiler_enabled():
             return super().__next__()
         batch = self._next_data()
         self._num_yielded += 1
         return batch
 
     def _next_data(self) -> Any:
-        if self._finished:
-            raise StopIteration
-        self._check_open()
         exchange = self._exchange
-        while (seq := self._head()) is not None:
-            if seq in exchange.arrived:
+        arrived = exchange.arrived
+        while True:
+            seq = self._next_seq
+            if seq in arrived:
                 return self._return_batch(seq)
-            exchange.receive(exchange.outstanding[seq].worker_id)
+            if arrived and not self._in_order:
+                return self._return_batch(next(iter(arrived)))
+            if seq >= self._send_seq:
+                break
+            task = exchange.outstanding.get(seq)
+            if task is None or not self._active[task.worker_id]:
+                # Returned out of order, or its worker's iterable dataset ended before it.
+                exchange.outstanding.pop(seq, None)
+                self._next_seq += 1
+                continue
+            self._check_open()
+            exchange.receive(task.worker_id)
             while exchange.ended:
                 self._end_worker(exchange.ended.pop())
-        self._finished = True
         if not self._persistent_workers:
             self._shutdown_workers()
         raise StopIteration
 
-    def _head(self) -> int | None:
-        """The number of the batch to return next, here or awaited; None at the epoch's end."""
-        exchange = self._exchange
-        if not self._in_order and exchange.arrived:
-            return next(iter(exchange.arrived))
-        while self._next_seq < self._send_seq:
-            task = exchange.outstanding.get(self._next_seq)
-            if task is not None:
-                if task.done is not None or self._active[task.worker_id]:
-                    return self._next_seq
-                # Its worker's iterable dataset ended before it: there is no such batch.
-                del exchange.outstanding[self._next_seq]
-            self._next_seq += 1
-        return None
-
     def _end_worker(self, worker_id: int) -> None:
         """Give an exhausted worker no more tasks; it says so once for each that it has."""
         if self._active[worker_id]:
-            self._active[worker_id] = False
+            self._active[worker_id] = self._strict_turns = False
             self._issue_task()
 
     def _return_batch(self, seq: int) -> Any:
         exchange = self._exchange
+        self._check_open()
         task = exchange.outstanding.pop(seq)
         del exchange.arrived[seq]
         if seq == self._next_seq:
@@ -205,7 +198,7 @@ class SlotIterator(torch_private.BaseIterator):
         done = task.done
         assert done is not None
         self._num_tasks[task.worker_id] -= 1
-        anchor, header = exchange.take(done, self._sampler_done)
+        anchor, header = exchange.take(done)
         self._issue_task()
         batch = self._decoder.decode(anchor, header)
         del anchor
@@ -240,7 +233,7 @@ class SlotIterator(torch_private.BaseIterator):
         """Stop the workers; named as in torch's iterator, where frameworks call it."""
         self._finalizer()
 
-    def close(self, because: str) -> None:
+    def close(self, because: str = "close() was called") -> None:
         """Stop the workers and free the slots; batches that the program holds stay valid.
 
         Args:

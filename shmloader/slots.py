@@ -26,10 +26,6 @@ RETAINED_SLOTS = 64
 """Slots that a pool may make beyond its base for batches that the user keeps. A slot costs a mapping and
 whole pages; past this many, kept batches are cheaper in private memory."""
 
-FREE_GROWTH_NBYTES = 256 << 20
-"""Bytes by which a task may grow its slot whatever came before, within the budget; beyond, four times the
-largest batch so far. What is promised to tasks cannot be used to keep batches, hence a bound."""
-
 
 class SlotState(enum.Enum):
     """Whose hand a slot is in."""
@@ -119,7 +115,8 @@ class SlotPool:
         """A batch larger than all before it: the base's slots may grow further, within the budget."""
         self.largest_nbytes = nbytes
         fair_nbytes = (self.budget_nbytes - self._extra_nbytes) // self.base_slots
-        wanted_nbytes = max(FREE_GROWTH_NBYTES, 4 * nbytes)
+        # A quarter of the budget lets batches grow at once; the rest is for batches that are kept.
+        wanted_nbytes = max(4 * nbytes, self.budget_nbytes // (4 * self.base_slots), PAGE_NBYTES)
         self.quota_nbytes = min(fair_nbytes, wanted_nbytes) // PAGE_NBYTES * PAGE_NBYTES
 
     def grant(self) -> Slot:

@@ -89,9 +89,8 @@ def collate_map_is_pristine() -> bool:
     )
 
 
-def profiler_enabled() -> bool:
-    """Whether torch's autograd profiler is recording: only then ``next()`` opens a profiler range."""
-    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+profiler_enabled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+"""Whether torch's autograd profiler is recording: only then ``next()`` opens a profiler range."""
 
 
 def reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:

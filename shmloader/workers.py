@@ -24,7 +24,7 @@ from shmloader.messages import DONE_NBYTES, Done, unpack_done
 from shmloader.segment import Descriptor
 from shmloader.worker import WorkerArguments, run
 
-_READ_NBYTES = DONE_NBYTES * 64
+_READ_NBYTES = DONE_NBYTES * 8
 _STOP_S = 5.0  # how long a worker may take to finish its sample after its pipe was closed
 
 # What a forked child of this process must not keep open: main-side ends and memory of all live iterators.

@@ -96,10 +96,11 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def the_budget_holds(self) -> None:
         pool = self.pool
-        committed = sum(
-            slot.limit_nbytes if slot.state is SlotState.GRANTED else slot.nbytes for slot in pool.slots
-        )
-        assert pool.committed_nbytes == committed <= pool.budget_nbytes
+        extra = sum(slot.limit_nbytes for slot in pool.slots[pool.base_slots :])
+        assert pool.base_slots * pool.quota_nbytes + extra <= pool.budget_nbytes
+        for slot in pool.slots:
+            assert slot.nbytes <= max(slot.limit_nbytes, pool.quota_nbytes)
+        assert sum(slot.nbytes for slot in pool.slots) <= pool.budget_nbytes
         assert len(pool.slots) <= pool.base_slots + RETAINED_SLOTS
 
     def teardown(self) -> None:
@@ -170,7 +171,7 @@ def test_trim_returns_memory_that_the_program_no_longer_keeps(pool: SlotPool) ->
     kept.clear()
     pool.trim()
     assert sum(slot.nbytes for slot in pool.slots) == pool.base_slots * PAGE_NBYTES
-    assert pool.committed_nbytes == pool.base_slots * PAGE_NBYTES
+    assert sum(slot.limit_nbytes for slot in pool.slots[pool.base_slots :]) == 0
 
 
 def test_a_trimmed_slot_can_be_used_again(pool: SlotPool) -> None:
