@@ -160,10 +160,9 @@ class SlotPool:
 
     def _slots_to_make(self) -> int:
         made = len(self.slots)
-        if made < self.base_slots:
-            return self.base_slots - made
+        to_base = max(0, self.base_slots - made)
         fit = self._room_nbytes() // whole_pages(self.largest_nbytes)
-        return max(0, min(fit, self.base_slots + RETAINED_SLOTS - made))
+        return to_base + max(0, min(fit, self.base_slots + RETAINED_SLOTS - made - to_base))
 
     @property
     def out_of_budget(self) -> bool:
