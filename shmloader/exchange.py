@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import time
 import warnings
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -34,21 +34,16 @@ from shmloader.statistics import Counters
 from shmloader.workers import Worker, Workers
 
 
-class Outstanding:
+class Outstanding(NamedTuple):
     """A task that was sent and whose batch was not returned yet.
 
     Attributes:
         worker_id: Who makes it.
         index_batch: What it is made of.
-        done: The worker's answer, once it is here.
     """
 
-    __slots__ = ("done", "index_batch", "worker_id")
-
-    def __init__(self, worker_id: int, index_batch: object) -> None:
-        self.worker_id = worker_id
-        self.index_batch = index_batch
-        self.done: Done | None = None
+    worker_id: int
+    index_batch: object
 
 
 class Exchange:
@@ -62,7 +57,7 @@ class Exchange:
 
     Attributes:
         outstanding: Tasks by number, in the order in which they were sent.
-        arrived: Numbers of the tasks whose batch is here, in order of arrival.
+        arrived: The workers' answers to those whose batch is here, by number, in order of arrival.
         ended: Workers that have said, since this was last emptied, that their dataset is exhausted.
     """
 
@@ -70,7 +65,7 @@ class Exchange:
         self.pool = pool
         self.crew = crew
         self.outstanding: dict[int, Outstanding] = {}
-        self.arrived: dict[int, None] = {}
+        self.arrived: dict[int, Done] = {}
         self.ended: list[int] = []
         self._counters = counters
         self._timeout_s = timeout_s if timeout_s > 0 else None
@@ -182,8 +177,7 @@ class Exchange:
         else:
             if used_nbytes > counters.largest_batch_nbytes:  # noqa: PLR1730 - per batch: no call
                 counters.largest_batch_nbytes = used_nbytes
-            self.outstanding[seq].done = done
-            self.arrived[seq] = None
+            self.arrived[seq] = done
 
     def _accept_part(self, worker: Worker, done: Done) -> None:
         """Copy a piece of a batch that is larger than its slot, and ask for the next one."""
@@ -207,17 +201,18 @@ class Exchange:
         pool = self.pool
         slot = pool.slots[done.slot]
         begin, end = done.header_offset, done.header_offset + done.header_nbytes
+        if not done.flags & SPILLED and pool.can_lease():
+            anchor, view = pool.lease(slot)
+            return anchor, bytes(view[begin:end])
         if done.flags & SPILLED:
             image, _ = self._images.pop(done.seq)
             pool.give_back(slot)
-            self._count_spill(len(image), f"a batch needs {len(image):,} bytes")
-        elif pool.can_lease():
-            anchor = pool.lease(slot)
-            return anchor, bytes(pool.map(slot).view[begin:end])
+            why = f"a batch needs {len(image):,} bytes"
         else:
             image = pool.spill(slot)
             kept = f"the program keeps {pool.count(SlotState.LEASED)} batches"
-            self._count_spill(len(image), kept if pool.out_of_budget else "")
+            why = kept if pool.out_of_budget else ""
+        self._count_spill(len(image), why)
         return image, image[begin:end].tobytes()
 
     def _count_spill(self, nbytes: int, why: str) -> None:
@@ -242,8 +237,8 @@ class Exchange:
         """Index batches sent to a worker (or to any, for None) and not answered."""
         return tuple(
             task.index_batch
-            for task in self.outstanding.values()
-            if task.done is None and worker_id in (None, task.worker_id)
+            for seq, task in self.outstanding.items()
+            if seq not in self.arrived and worker_id in (None, task.worker_id)
         )
 
     def _fail(self, worker: Worker) -> NoReturn:

@@ -190,14 +190,13 @@ class SlotIterator(torch_private.BaseIterator):
 
     def _return_batch(self, seq: int) -> Any:
         exchange = self._exchange
-        self._check_open()
-        task = exchange.outstanding.pop(seq)
-        del exchange.arrived[seq]
+        if not self._crew.workers:
+            self._check_open()
+        worker_id, _ = exchange.outstanding.pop(seq)
+        done = exchange.arrived.pop(seq)
         if seq == self._next_seq:
             self._next_seq += 1
-        done = task.done
-        assert done is not None
-        self._num_tasks[task.worker_id] -= 1
+        self._num_tasks[worker_id] -= 1
         anchor, header = exchange.take(done)
         self._issue_task()
         batch = self._decoder.decode(anchor, header)

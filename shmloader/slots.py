@@ -190,12 +190,13 @@ class SlotPool:
         if used_nbytes > self.largest_nbytes:
             self._note_size(used_nbytes)
 
-    def lease(self, slot: Slot) -> npt.NDArray[np.uint8]:
+    def lease(self, slot: Slot) -> tuple[npt.NDArray[np.uint8], memoryview]:
         """Begin a lease on a published slot.
 
         Returns:
             The anchor: uint8, one item per byte of the slot. The slot is free again when the anchor and
-            all arrays and tensors made over it are gone.
+            all arrays and tensors made over it are gone. And the slot's bytes, to be read at once: the
+            view holds no lease.
         """
         assert slot.state is _PUBLISHED, f"slot {slot.number} leased while {slot.state}"
         extent = self.map(slot)
@@ -205,7 +206,7 @@ class SlotPool:
         slot.lease = lease
         slot.state = _LEASED
         self._leased += 1
-        return anchor
+        return anchor, extent.view
 
     def spill(self, slot: Slot) -> npt.NDArray[np.uint8]:
         """Copy a published batch to private memory and free its slot at once."""

@@ -57,7 +57,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(hold=st.sampled_from(["view of a view", "anchor", "nothing"]), which=st.integers(0, 99))
     def take(self, hold: str, which: int) -> None:
         slot, nbytes, number = self.published.pop(which % len(self.published))
-        anchor = self.pool.lease(slot) if self.pool.can_lease() else self.pool.spill(slot)
+        anchor = self.pool.lease(slot)[0] if self.pool.can_lease() else self.pool.spill(slot)
         view = anchor[:nbytes]
         if hold != "nothing":
             self.held.append((view[::1].reshape(-1) if hold == "view of a view" else anchor[:nbytes], number))
@@ -128,7 +128,7 @@ def _published(pool: SlotPool, nbytes: int = 100):
 
 def test_a_slot_is_free_when_its_last_view_dies(pool: SlotPool) -> None:
     slot = _published(pool)
-    anchor = pool.lease(slot)
+    anchor = pool.lease(slot)[0]
     view = anchor[3:50].reshape(-1, 1)[::2]
     del anchor
     pool.collect()
@@ -147,7 +147,7 @@ def test_the_last_freed_slot_is_granted_first(pool: SlotPool) -> None:
 
 def test_a_reference_cycle_frees_the_slot_when_it_is_collected(pool: SlotPool) -> None:
     slot = _published(pool)
-    cycle: list = [pool.lease(slot)]
+    cycle: list = [pool.lease(slot)[0]]
     cycle.append(cycle)
     del cycle
     gc.collect()
@@ -167,7 +167,7 @@ def test_trim_returns_memory_that_the_program_no_longer_keeps(pool: SlotPool) ->
     kept = []
     for _ in range(pool.base_slots + 3):
         assert pool.can_lease()
-        kept.append(pool.lease(_published(pool, PAGE_NBYTES)))
+        kept.append(pool.lease(_published(pool, PAGE_NBYTES))[0])
     kept.clear()
     pool.trim()
     assert sum(slot.nbytes for slot in pool.slots) == pool.base_slots * PAGE_NBYTES
@@ -175,10 +175,10 @@ def test_trim_returns_memory_that_the_program_no_longer_keeps(pool: SlotPool) ->
 
 
 def test_a_trimmed_slot_can_be_used_again(pool: SlotPool) -> None:
-    kept = [pool.lease(_published(pool, PAGE_NBYTES)) for _ in range(pool.base_slots + 3)]
+    kept = [pool.lease(_published(pool, PAGE_NBYTES))[0] for _ in range(pool.base_slots + 3)]
     kept.clear()
     pool.trim()
-    kept = [pool.lease(_published(pool, PAGE_NBYTES)) for _ in range(pool.base_slots + 3)]
+    kept = [pool.lease(_published(pool, PAGE_NBYTES))[0] for _ in range(pool.base_slots + 3)]
     for number, anchor in enumerate(kept):
         anchor[:] = number
     assert [int(anchor[-1]) for anchor in kept] == list(range(len(kept)))
@@ -188,7 +188,7 @@ def test_a_pool_out_of_budget_refuses_leases_and_still_grants_every_task() -> No
     pool = SlotPool(MemfdSegment(), MOST_TASKS, (MOST_TASKS + 4) * PAGE_NBYTES)
     kept = []
     while pool.can_lease():
-        kept.append(pool.lease(_published(pool, PAGE_NBYTES)))
+        kept.append(pool.lease(_published(pool, PAGE_NBYTES))[0])
         assert len(kept) < 100
     for _ in range(MOST_TASKS):
         assert pool.grant().state is SlotState.GRANTED
@@ -197,7 +197,7 @@ def test_a_pool_out_of_budget_refuses_leases_and_still_grants_every_task() -> No
 
 
 def test_views_outlive_the_pool(pool: SlotPool) -> None:
-    anchor = pool.lease(_published(pool))
+    anchor = pool.lease(_published(pool))[0]
     anchor[:] = 7
     pool.close()
     assert (anchor == 7).all()

@@ -14,6 +14,7 @@ from shmloader.layout import DTYPES, REST, TENSOR, unpack_leaves
 from shmloader.slot_writer import wrap_tensor
 
 _MOST_HEADERS = 256
+_ndarray, _from_numpy = np.ndarray, torch.from_numpy  # looked up for every leaf
 _NOTHING: Iterator[Any] = iter(())
 
 
@@ -52,16 +53,15 @@ class Decoder:
         if known is None:
             known, rest = self._read(header)
         wraps, structure = known
-        ndarray, from_numpy = np.ndarray, torch.from_numpy
         leaves: list[Any] = []
         for kind, carrier, shape, offset, dtype in wraps:
             if kind == TENSOR:
-                array: Any = ndarray(shape, carrier, anchor, offset)
-                leaves.append(from_numpy(array) if dtype is None else wrap_tensor(array, dtype))
+                array: Any = _ndarray(shape, carrier, anchor, offset)
+                leaves.append(_from_numpy(array) if dtype is None else wrap_tensor(array, dtype))
             elif kind == REST:
                 leaves.append(next(rest))
             else:
-                leaves.append(ndarray(shape, carrier, anchor, offset))
+                leaves.append(_ndarray(shape, carrier, anchor, offset))
         return leaves[0] if structure is LONE_LEAF else pickle.loads(structure, buffers=leaves)
 
     def _read(self, header: bytes) -> tuple[_Known, Iterator[Any]]:
