@@ -28,6 +28,7 @@ from shmloader.messages import (
     Done,
     Task,
     pack_task,
+    unpack_done,
 )
 from shmloader.slots import SlotPool, SlotState
 from shmloader.statistics import Counters
@@ -127,12 +128,11 @@ class Exchange:
         """
         if worker_id is not None:
             worker = self.crew.workers[worker_id]
-            dones = worker.receive()
-            if dones is None:
+            records = worker.receive()
+            if records is None:
                 self._fail(worker)
-            if dones:
-                for done in dones:
-                    self._accept(worker, done)
+            if records:
+                self._accept(worker, records)
                 return
         self._wait()
 
@@ -148,36 +148,36 @@ class Exchange:
             )
         for worker in ready:
             # What a dead worker had written before it died is read first: it is whole.
-            dones = worker.receive()
-            for done in dones or ():
-                self._accept(worker, done)
-            if not dones and (dones is None or crew.is_dead(worker)):
+            records = worker.receive()
+            if records:
+                self._accept(worker, records)
+            elif records is None or crew.is_dead(worker):
                 self._fail(worker)
 
-    def _accept(self, worker: Worker, done: Done) -> None:
-        kind, flags, generation, seq, number, version, nbytes, offset, header_nbytes, wait_ns = done
+    def _accept(self, worker: Worker, records: bytes) -> None:
         counters, pool = self._counters, self.pool
-        counters.workers_wait_for_slots_ns += wait_ns
-        if kind == RESUMED:
-            self._to_resume -= 1
-            return
-        if kind == PART:
-            self._accept_part(worker, done)
-            return
-        slot = pool.slots[number]
-        used_nbytes = offset + header_nbytes
-        pool.publish(slot, version, nbytes, 0 if flags & SPILLED else used_nbytes)
-        if flags & DETACHED:
-            counters.detached += 1
-        if generation != self._generation:
-            pool.give_back(slot)
-        elif kind == END:
-            pool.give_back(slot)
-            self.ended.append(worker.worker_id)
-        else:
-            if used_nbytes > counters.largest_batch_nbytes:  # noqa: PLR1730 - per batch: no call
-                counters.largest_batch_nbytes = used_nbytes
-            self.arrived[seq] = done
+        for done in unpack_done(records):
+            kind, flags, generation, seq, number, version, nbytes, offset, header_nbytes, wait_ns = done
+            counters.workers_wait_for_slots_ns += wait_ns
+            if kind == RESUMED:
+                self._to_resume -= 1
+                continue
+            if kind == PART:
+                self._accept_part(worker, done)
+                continue
+            slot = pool.slots[number]
+            used_nbytes = offset + header_nbytes
+            pool.publish(slot, version, nbytes, 0 if flags & SPILLED else used_nbytes)
+            counters.largest_batch_nbytes = max(counters.largest_batch_nbytes, used_nbytes)
+            if flags & DETACHED:
+                counters.detached += 1
+            if generation != self._generation:
+                pool.give_back(slot)
+            elif kind == END:
+                pool.give_back(slot)
+                self.ended.append(worker.worker_id)
+            else:
+                self.arrived[seq] = done
 
     def _accept_part(self, worker: Worker, done: Done) -> None:
         """Copy a piece of a batch that is larger than its slot, and ask for the next one."""

@@ -48,6 +48,8 @@ from shmloader.seeding import numpy_seed, worker_seed
 from shmloader.segment import Descriptor, Segment
 from shmloader.slot_writer import SlotWriter, set_current_writer
 
+_SPIN_NS = 50_000
+
 
 @dataclass(frozen=True)
 class WorkerArguments:
@@ -140,6 +142,9 @@ class _Worker:
         self._writer = SlotWriter(arguments.segment)
         self._encoder = Encoder(self._writer)
         self._tasks_fd = arguments.tasks.fd
+        os.set_blocking(self._tasks_fd, False)
+        self._poller = select.poll()
+        self._poller.register(self._tasks_fd, select.POLLIN)
         self._dones_fd = arguments.dones.fd
         self._fetcher: Fetcher | None = None
         self._start_error: BaseException | None = None
@@ -261,10 +266,24 @@ class _Worker:
             self._later.append(record)
 
     def _receive(self) -> bytes:
-        record = os.read(self._tasks_fd, TASK_NBYTES)
-        if not record:
-            raise BrokenPipeError("the main process closed the task pipe")
-        return record
+        """The next record; sleeps until there is one, unless the last ones came quickly.
+
+        Going to sleep and being woken costs more than a small batch does, on both sides. While records
+        come quickly the worker therefore looks again for a moment, letting others have the processor.
+        """
+        spin_until_ns = time.perf_counter_ns() + _SPIN_NS if self._wait_ns < _SPIN_NS else 0
+        while True:
+            try:
+                record = os.read(self._tasks_fd, TASK_NBYTES)
+            except BlockingIOError:
+                if spin_until_ns and time.perf_counter_ns() < spin_until_ns:
+                    os.sched_yield()
+                else:
+                    self._poller.poll()
+            else:
+                if not record:
+                    raise BrokenPipeError("the main process closed the task pipe")
+                return record
 
     def _send(
         self, task: Task, kind: int, flags: int = 0, header_offset: int = 0, header_nbytes: int = 0

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shmloader.errors import WorkerDied, WorkerStartError
-from shmloader.messages import DONE_NBYTES, Done, unpack_done
+from shmloader.messages import DONE_NBYTES
 from shmloader.segment import Descriptor
 from shmloader.worker import WorkerArguments, run
 
@@ -77,18 +77,18 @@ class Worker:
                 os.write(self.tasks_fd, self._unsent[0])
                 self._unsent.popleft()
 
-    def receive(self) -> list[Done] | None:
-        """Records that have arrived: an empty list if none has, None if the worker closed its end."""
+    def receive(self) -> bytes | None:
+        """Records that have arrived: none of them as b"", or None if the worker closed its end."""
         try:
             records = os.read(self.dones_fd, _READ_NBYTES)
         except BlockingIOError:
-            return []
+            return b""
+        if self._unsent:
+            self.flush()
         if not records:
             return None
         self.heard = True
-        if self._unsent:
-            self.flush()
-        return unpack_done(records)
+        return records
 
     def close_descriptors(self) -> None:
         """Close this side's descriptors; the worker takes it as the order to end."""

@@ -33,6 +33,7 @@ class _Known(NamedTuple):
 
     wraps: list[_Wrap]
     structure: bytes
+    lone: _Wrap | None  # the leaf of a batch that is one tensor of a dtype that NumPy knows
 
 
 class Decoder:
@@ -52,7 +53,9 @@ class Decoder:
         rest: Iterator[Any] = _NOTHING
         if known is None:
             known, rest = self._read(header)
-        wraps, structure = known
+        wraps, structure, lone = known
+        if lone is not None:
+            return _from_numpy(_ndarray(lone.shape, lone.carrier, anchor, lone.offset))
         leaves: list[Any] = []
         for kind, carrier, shape, offset, dtype in wraps:
             if kind == TENSOR:
@@ -62,7 +65,7 @@ class Decoder:
                 leaves.append(next(rest))
             else:
                 leaves.append(_ndarray(shape, carrier, anchor, offset))
-        return leaves[0] if structure is LONE_LEAF else pickle.loads(structure, buffers=leaves)
+        return pickle.loads(structure, buffers=leaves)
 
     def _read(self, header: bytes) -> tuple[_Known, Iterator[Any]]:
         """Read a header that is new, or that has a rest, which is read anew every time."""
@@ -73,9 +76,10 @@ class Decoder:
         known = self._known.get(fixed)
         if known is None:
             structure = header[split:end]
-            known = _Known(
-                _wraps(header[SIZES.size : split]), LONE_LEAF if structure == LONE_LEAF else structure
-            )
+            wraps = _wraps(header[SIZES.size : split])
+            first = wraps[0] if structure == LONE_LEAF else None
+            plain = first is not None and first.kind == TENSOR and first.dtype is None
+            known = _Known(wraps, structure, first if plain else None)
             if len(self._known) >= _MOST_HEADERS:
                 self._known.clear()
             self._known[fixed] = known
