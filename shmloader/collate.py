@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 
 from shmloader import torch_private
 from shmloader.layout import CODE_OF_NUMPY_DTYPE, DTYPES
-from shmloader.slot_writer import current_writer
+from shmloader.slot_writer import SlotWriter, current_writer
 
 _CollateMap = dict[Any, Callable[..., Any]]
 
@@ -64,53 +64,64 @@ def install_slot_collate(collate_fn: Callable[[Any], Any]) -> Callable[[Any], An
     ours = dict(collate_map)
 
     def collate(samples: list[Any]) -> Any:
+        writer = current_writer()
         # The map may be changed at any time, by worker_init_fn for one.
-        return collate_plain(samples) if collate_map == ours else default_collate(samples)
+        if writer is None or collate_map != ours:
+            return default_collate(samples)
+        writer.collated = _collate_plain(samples, writer)
+        return writer.collated
 
     return collate
 
 
-def collate_plain(samples: Sequence[Any]) -> Any:
-    """Do as torch's ``default_collate``, for a worker whose ``collate_fn`` it is.
+def _collate_plain(samples: Sequence[Any], writer: SlotWriter) -> Any:
+    """Do as torch's ``default_collate``, into the writer's outputs.
 
-    Tensors, ndarrays, numbers and strings in built-in containers are joined here, into the writer's
-    outputs; whatever else there is goes to torch's function.
+    Tensors, ndarrays, numbers and strings in built-in containers are joined here; whatever else there is
+    goes to torch's function.
     """
     first = samples[0]
     kind = type(first)
     if kind is torch.Tensor:
-        return _stack_tensors(samples)
+        return _stack_tensors(samples, writer)
     if kind is dict:
-        return {key: collate_plain([sample[key] for sample in samples]) for key in first}
+        return {
+            key: (_stack_tensors if type(value) is torch.Tensor else _collate_plain)(
+                [sample[key] for sample in samples], writer
+            )
+            for key, value in first.items()
+        }
     if kind is str or kind is bytes:
         return samples
     if kind is int or kind is float:
-        return _join_numbers(samples, kind)
+        return _join_numbers(samples, kind, writer)
     if kind is np.ndarray:
         return collate_arrays(samples, collate_fn_map=torch_private.collate_fn_map)
     if kind is tuple or kind is list:
         size = len(first)
         if all(type(sample) is kind and len(sample) == size for sample in samples):
-            return [collate_plain(items) for items in zip(*samples, strict=True)]
+            return [_collate_plain(items, writer) for items in zip(*samples, strict=True)]
     return default_collate(samples)  # type: ignore[arg-type]
 
 
-def _stack_tensors(samples: Sequence[torch.Tensor]) -> torch.Tensor:
+def _stack_tensors(samples: Sequence[torch.Tensor], writer: SlotWriter) -> torch.Tensor:
     first = samples[0]
-    writer = current_writer()
-    if writer is not None and first.layout is torch.strided and first.is_cpu and not first.is_nested:
-        output = writer.output((len(samples), *first.shape), first.dtype)
-        if output is not None:
-            torch.stack(samples, 0, out=output.tensor)  # type: ignore[arg-type]
-            return output.tensor
+    output = writer.output(len(samples), first.shape, first.dtype)
+    if output is not None:
+        tensor = output.tensor
+        try:
+            torch.stack(samples, 0, out=tensor)  # type: ignore[arg-type]
+        except (RuntimeError, TypeError, NotImplementedError):
+            pass  # shapes that differ, sparse, on another device: torch's own function knows what to do
+        else:
+            return tensor
     return collate_tensors(samples, collate_fn_map=torch_private.collate_fn_map)
 
 
-def _join_numbers(samples: Sequence[Any], kind: type) -> torch.Tensor:
+def _join_numbers(samples: Sequence[Any], kind: type, writer: SlotWriter) -> torch.Tensor:
     """Join ints to int64 and floats to float64, as torch does; anything mixed is left to torch."""
-    writer = current_writer()
-    if writer is not None and set(map(type, samples)) == {kind}:
-        output = writer.output((len(samples),), torch.int64 if kind is int else torch.float64)
+    if set(map(type, samples)) == {kind}:
+        output = writer.output(len(samples), (), torch.int64 if kind is int else torch.float64)
         if output is not None:
             try:
                 output.array[:] = samples

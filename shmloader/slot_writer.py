@@ -59,7 +59,7 @@ class _Mapped:
 
     def __init__(self, extent: Extent) -> None:
         self.extent = extent
-        self.outputs: dict[tuple[int, tuple[int, ...], torch.dtype], Output] = {}
+        self.outputs: dict[tuple[int, int, tuple[int, ...], torch.dtype], Output] = {}
         self.leaf_of: dict[int, Leaf] = {}  # by the identity of a tensor in `outputs`
         self.headers: dict[tuple[object, ...], bytes] = {}  # see `SlotWriter.headers`
 
@@ -86,6 +86,7 @@ class SlotWriter:
         self.nbytes = 0
         self.limit_nbytes = 0
         self.cursor = 0
+        self.collated: object = None  # the batch, if it was made of outputs in new built-in containers
 
     def begin(self, slot: int, version: int, nbytes: int, hint_nbytes: int, limit_nbytes: int) -> None:
         """Take the slot that a task grants; see `Task` for the arguments.
@@ -129,15 +130,18 @@ class SlotWriter:
         array = np.ndarray(shape, DTYPES[code].carrier, self._anchor, offset)
         return torch.from_numpy(array) if DTYPES[code].native else wrap_tensor(array, dtype)
 
-    def output(self, shape: tuple[int, ...], dtype: torch.dtype) -> Output | None:
-        """Allocate a leaf in the slot, or None where it does not fit there; see the class."""
+    def output(self, items: int, shape: tuple[int, ...], dtype: torch.dtype) -> Output | None:
+        """Allocate a leaf of shape ``(items, *shape)`` in the slot, or None where it does not fit there.
+
+        See the class for when this may be used.
+        """
         here = self._here
         if here is None:
             return None
-        key = (self.cursor, shape, dtype)
+        key = (self.cursor, items, shape, dtype)
         output = here.outputs.get(key)
         if output is None:
-            output = self._new_output(here, shape, dtype)
+            output = self._new_output(here, (items, *shape), dtype)
             if output is None:
                 return None
             here.outputs[key] = output
@@ -158,9 +162,10 @@ class SlotWriter:
         leaf = Leaf(TENSOR, code, offset, shape)
         return Output(wrap_tensor(array, dtype), array, leaf, align(offset + nbytes))
 
-    def leaf_of(self, tensor: torch.Tensor) -> Leaf | None:
-        """Where a tensor of `output` lies, or None for any other tensor."""
-        return None if self._here is None else self._here.leaf_of.get(id(tensor))
+    @property
+    def leaf_of(self) -> dict[int, Leaf]:
+        """Leaves of `output`, by the identity of their tensors."""
+        return {} if self._here is None else self._here.leaf_of
 
     @property
     def headers(self) -> dict[tuple[object, ...], bytes]:
@@ -210,6 +215,7 @@ class SlotWriter:
         Returns:
             Whether that was so.
         """
+        self.collated = None
         anchor, self._anchor = self._anchor, None
         anchored, self._anchored = self._anchored, None
         here, self._here = self._here, None

@@ -4,36 +4,44 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from shmloader.codec.header import LONE_LEAF, SIZES
-from shmloader.layout import DTYPES, REST, TENSOR, unpack_leaves
+from shmloader.layout import DTYPES, REST, TENSOR, Leaf, unpack_leaves
 from shmloader.slot_writer import wrap_tensor
 
 _MOST_HEADERS = 256
-_ndarray, _from_numpy = np.ndarray, torch.from_numpy  # looked up for every leaf
+_ndarray: Any = np.ndarray  # looked up for every leaf
+_from_numpy = torch.from_numpy
 _NOTHING: Iterator[Any] = iter(())
 
 
-class _Wrap(NamedTuple):
-    """How to wrap one leaf: a row of the leaf table with its codes looked up."""
-
-    kind: int
-    carrier: np.dtype[Any]
-    shape: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype | None  # set where the carrier's dtype is not the tensor's
-
-
 class _Known(NamedTuple):
-    """A header without its rest, as read once."""
+    """A header without its rest, as read once. One item per leaf, in the table's order.
 
-    wraps: list[_Wrap]
+    Attributes:
+        structure: The pickled structure.
+        shapes: Of the arrays that wrap the leaves.
+        carriers: Their dtypes.
+        offsets: Where they lie.
+        dtypes: Of the tensors over those arrays: None where it is the carrier's own.
+        tensors: Which leaves are tensors; None where all are, of dtypes that NumPy knows.
+        rest: Where objects that have no leaf belong among the leaves.
+        lone: Whether the batch is one such tensor.
+    """
+
     structure: bytes
-    lone: _Wrap | None  # the leaf of a batch that is one tensor of a dtype that NumPy knows
+    shapes: list[tuple[int, ...]]
+    carriers: list[np.dtype[Any]]
+    offsets: list[int]
+    dtypes: list[torch.dtype | None]
+    tensors: list[bool] | None
+    rest: list[int]
+    lone: bool
 
 
 class Decoder:
@@ -53,19 +61,16 @@ class Decoder:
         rest: Iterator[Any] = _NOTHING
         if known is None:
             known, rest = self._read(header)
-        wraps, structure, lone = known
-        if lone is not None:
-            return _from_numpy(_ndarray(lone.shape, lone.carrier, anchor, lone.offset))
-        leaves: list[Any] = []
-        for kind, carrier, shape, offset, dtype in wraps:
-            if kind == TENSOR:
-                array: Any = _ndarray(shape, carrier, anchor, offset)
-                leaves.append(_from_numpy(array) if dtype is None else wrap_tensor(array, dtype))
-            elif kind == REST:
-                leaves.append(next(rest))
-            else:
-                leaves.append(_ndarray(shape, carrier, anchor, offset))
-        return pickle.loads(structure, buffers=leaves)
+        if known.lone:
+            return _from_numpy(_ndarray(known.shapes[0], known.carriers[0], anchor, known.offsets[0]))
+        arrays = map(_ndarray, known.shapes, known.carriers, repeat(anchor), known.offsets)
+        if known.tensors is None:
+            leaves: list[Any] = list(map(_from_numpy, arrays))
+        else:
+            leaves = list(map(_wrap, arrays, known.tensors, known.dtypes))
+        for position in known.rest:
+            leaves.insert(position, next(rest))
+        return pickle.loads(known.structure, buffers=leaves)
 
     def _read(self, header: bytes) -> tuple[_Known, Iterator[Any]]:
         """Read a header that is new, or that has a rest, which is read anew every time."""
@@ -75,21 +80,32 @@ class Decoder:
         fixed = header[:end]
         known = self._known.get(fixed)
         if known is None:
-            structure = header[split:end]
-            wraps = _wraps(header[SIZES.size : split])
-            first = wraps[0] if structure == LONE_LEAF else None
-            plain = first is not None and first.kind == TENSOR and first.dtype is None
-            known = _Known(wraps, structure, first if plain else None)
             if len(self._known) >= _MOST_HEADERS:
                 self._known.clear()
-            self._known[fixed] = known
+            known = self._known[fixed] = _look_up(
+                unpack_leaves(header[SIZES.size : split]), header[split:end]
+            )
         return known, iter(pickle.loads(memoryview(header)[end:]) if end < len(header) else ())
 
 
-def _wraps(table: bytes) -> list[_Wrap]:
-    wraps = []
-    for kind, code, offset, shape in unpack_leaves(table):
-        entry = DTYPES[code]
-        dtype = None if entry.native else entry.torch_dtype
-        wraps.append(_Wrap(kind, entry.carrier, shape, offset, dtype))
-    return wraps
+def _look_up(table: list[Leaf], structure: bytes) -> _Known:
+    leaves = [leaf for leaf in table if leaf.kind != REST]
+    codes = [DTYPES[leaf.code] for leaf in leaves]
+    tensors = [leaf.kind == TENSOR for leaf in leaves]
+    plain = all(tensors) and all(code.native for code in codes)
+    return _Known(
+        structure,
+        [leaf.shape for leaf in leaves],
+        [code.carrier for code in codes],
+        [leaf.offset for leaf in leaves],
+        [None if code.native else code.torch_dtype for code in codes],
+        None if plain else tensors,
+        [position for position, leaf in enumerate(table) if leaf.kind == REST],
+        plain and len(leaves) == 1 and structure == LONE_LEAF,
+    )
+
+
+def _wrap(array: np.ndarray[Any, Any], tensor: bool, dtype: torch.dtype | None) -> Any:
+    if not tensor:
+        return array
+    return torch.from_numpy(array) if dtype is None else wrap_tensor(array, dtype)

@@ -17,7 +17,7 @@ from shmloader.slot_writer import SlotWriter
 
 _UINT8 = CODE_OF_TORCH_DTYPE[torch.uint8]
 _REST = Leaf(REST, 0, 0, ())
-_ATOMS = frozenset({str, bytes, int, float, bool, complex, type(None)})
+_NAMES = frozenset({str})  # as keys, 1, 1.0 and True are one, and so are 0.0 and -0.0
 _STRINGS = ({str}, {bytes})
 
 
@@ -78,53 +78,25 @@ class Encoder:
             self._file.truncate()
 
     def _known_header(self, batch: object) -> bytes | None:
-        """The header of a batch whose leaves are all outputs of the writer, else None."""
-        headers = self._writer.headers
-        key: list[object] = []
-        leaves: list[Leaf] = []
-        rest: list[object] = []
-        if not self._describe(batch, key, leaves, rest):
+        """The header of a batch that is all outputs of the writer in new containers, else None.
+
+        In any other batch an object may occur twice, or contain itself, and must arrive so.
+        """
+        if batch is not self._writer.collated or batch is None:
             return None
-        where = tuple(key)
+        key: list[object] = []
+        rest: list[object] = []
+        if not _describe(batch, self._writer.leaf_of, key, rest):
+            return None
+        headers, where = self._writer.headers, tuple(key)
         header = headers.get(where)
         if header is None:
-            table, structure = pack_leaves(leaves), pickle_marked(_marked(batch))
+            # The key lists, among the structure, the leaves in their order.
+            table = pack_leaves([item for item in key if type(item) is Leaf])
+            structure = pickle_marked(_marked(batch))
             header = b"".join((SIZES.pack(len(table), len(structure)), table, structure))
             headers[where] = header
         return header + pickle.dumps(rest, 5) if rest else header
-
-    def _describe(self, item: Any, key: list[object], leaves: list[Leaf], rest: list[object]) -> bool:
-        """Collect what an item consists of, in the order in which it is pickled.
-
-        Args:
-            item: The batch or a part of it.
-            key: Gets what the header depends on.
-            leaves: Gets the leaf table.
-            rest: Gets what must be pickled anew.
-
-        Returns:
-            False if there is anything in it that is not plain.
-        """
-        kind = type(item)
-        if kind is torch.Tensor:
-            leaf = self._writer.leaf_of(item)
-            if leaf is None:
-                return False
-            leaves.append(leaf)
-            key.append(id(leaf))
-            return True
-        if kind is dict:
-            key += (dict, *item, *map(type, item))
-            return all(self._describe(value, key, leaves, rest) for value in item.values())
-        if kind in _ATOMS or (kind in (list, tuple) and set(map(type, item)) in _STRINGS):
-            leaves.append(_REST)
-            key.append(_REST)
-            rest.append(item)
-            return True
-        if kind is list or kind is tuple:
-            key += (kind, len(item))
-            return all(self._describe(value, key, leaves, rest) for value in item)
-        return False
 
     def _commit(self, header: bytes, written_nbytes: int) -> Encoded:
         """Make room, move in what lies elsewhere, write the header."""
@@ -183,8 +155,49 @@ class Encoder:
         self._add_leaf(BYTES, _UINT8, (nbytes,), address, nbytes, 64, buffer)
 
 
+def _describe(item: Any, leaf_of: dict[int, Leaf], key: list[object], rest: list[object]) -> bool:
+    """Collect what an item consists of, in the order in which it is pickled.
+
+    Args:
+        item: The batch or a part of it.
+        leaf_of: The writer's outputs, by the identity of their tensors.
+        key: Gets what the header depends on.
+        rest: Gets what must be pickled anew.
+
+    Returns:
+        False if there is anything in it that is not plain.
+    """
+    kind = type(item)
+    if kind is torch.Tensor:
+        leaf = leaf_of.get(id(item))
+        if leaf is None:
+            return False
+        key.append(leaf)
+        return True
+    if kind is dict:
+        names = tuple(item)
+        if not set(map(type, names)) <= _NAMES:
+            return False
+        key += (dict, names)
+        for value in item.values():
+            leaf = leaf_of.get(id(value))  # the identity of an output is nobody else's
+            if leaf is not None:
+                key.append(leaf)
+            elif not _describe(value, leaf_of, key, rest):
+                return False
+        return True
+    if kind in (list, tuple) and set(map(type, item)) in _STRINGS:
+        key.append(_REST)
+        rest.append(item)
+        return True
+    if kind is list or kind is tuple:
+        key += (kind, len(item))
+        return all(_describe(value, leaf_of, key, rest) for value in item)
+    return False
+
+
 def _marked(item: Any) -> Any:
-    """A copy of a plain batch with a marker in the place of each leaf and each atom."""
+    """A copy of a plain batch with a marker in the place of each leaf and each list of strings."""
     if type(item) is dict:
         return {key: _marked(value) for key, value in item.items()}
     if type(item) in (list, tuple) and set(map(type, item)) not in _STRINGS:
