@@ -207,7 +207,7 @@ class Exchange:
         if done.flags & SPILLED:
             image, _ = self._images.pop(done.seq)
             pool.give_back(slot)
-            why = f"a batch needs {len(image):,} bytes"
+            why = f"a batch of {len(image):,} bytes is larger than a slot may be"
         else:
             image = pool.spill(slot)
             kept = f"the program keeps {pool.count(SlotState.LEASED)} batches"

@@ -36,6 +36,8 @@ class SlotState(enum.Enum):
     LEASED = "leased"
 
 
+_LEAST_GROWTH_NBYTES = 1 << 20  # batches of a few bytes may become this large at once
+
 _FREE, _GRANTED, _PUBLISHED, _LEASED = SlotState
 
 
@@ -140,13 +142,15 @@ class SlotPool:
         return slot
 
     def _widen(self, slot: Slot) -> None:
-        """Let a slot beyond the base hold the largest batch, if the budget has room for it."""
-        more = whole_pages(self.largest_nbytes) - slot.limit_nbytes
-        if more > self._room_nbytes():
-            more = PAGE_NBYTES - slot.limit_nbytes  # larger batches come through it in parts
-        if more > 0:
-            slot.limit_nbytes += more
-            self._extra_nbytes += more
+        """Let a slot beyond the base hold what the base's slots may, or what the budget has room for."""
+        room_nbytes = self._room_nbytes() // PAGE_NBYTES * PAGE_NBYTES
+        wanted_nbytes = min(
+            self.quota_nbytes, whole_pages(max(4 * self.largest_nbytes, _LEAST_GROWTH_NBYTES))
+        )
+        more = min(wanted_nbytes - slot.limit_nbytes, room_nbytes)
+        more = max(more, PAGE_NBYTES - slot.limit_nbytes, 0)  # what is larger comes through it in parts
+        slot.limit_nbytes += more
+        self._extra_nbytes += more
 
     def _room_nbytes(self) -> int:
         return self.budget_nbytes - self.base_slots * self.quota_nbytes - self._extra_nbytes
@@ -187,6 +191,9 @@ class SlotPool:
         assert slot.state is _GRANTED, f"slot {slot.number} published while {slot.state}"
         slot.version, slot.nbytes, slot.used_nbytes = version, nbytes, used_nbytes
         slot.state = _PUBLISHED
+        if slot.number >= self.base_slots and nbytes < slot.limit_nbytes:
+            self._extra_nbytes -= slot.limit_nbytes - nbytes  # what it did not take is for others
+            slot.limit_nbytes = nbytes
         if used_nbytes > self.largest_nbytes:
             self._note_size(used_nbytes)
 

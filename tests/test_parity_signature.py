@@ -30,8 +30,7 @@ def test_every_parameter_of_torch_has_its_name_order_kind_and_default() -> None:
     """The signature begins with torch's; what follows is keyword-only and optional."""
     theirs, ours = _parameters(TorchLoader), _parameters(DataLoader)
     facts = [
-        [(p.name, p.kind, p.default) for p in parameters[: len(theirs)]]
-        for parameters in (theirs, ours)
+        [(p.name, p.kind, p.default) for p in parameters[: len(theirs)]] for parameters in (theirs, ours)
     ]
     assert facts[0] == facts[1]
     extra = ours[len(theirs) :]
@@ -170,7 +169,7 @@ def test_arguments_that_torch_refuses_at_iteration_are_refused_there() -> None:
     """Constructing passes; iter() raises torch's AssertionErrors."""
     loader = DataLoader(Rows(4), num_workers=1, prefetch_factor=0)
     # not compared by running torch's: its half-made iterator prints an error of its own when it dies
-    with pytest.raises(AssertionError, match="^prefetch_factor must be greater than 0 for Multi"):
+    with pytest.raises(AssertionError, match=r"^prefetch_factor must be greater than 0 for Multi"):
         iter(loader)
     with pytest.raises(AssertionError):
         iter(DataLoader(Rows(4), timeout=1))

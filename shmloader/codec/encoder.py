@@ -18,6 +18,7 @@ from shmloader.slot_writer import SlotWriter
 _UINT8 = CODE_OF_TORCH_DTYPE[torch.uint8]
 _REST = Leaf(REST, 0, 0, ())
 _NAMES = frozenset({str})  # as keys, 1, 1.0 and True are one, and so are 0.0 and -0.0
+_MOST_HEADERS = 64  # for each slot
 _STRINGS = ({str}, {bytes})
 
 
@@ -95,6 +96,8 @@ class Encoder:
             table = pack_leaves([item for item in key if type(item) is Leaf])
             structure = pickle_marked(_marked(batch))
             header = b"".join((SIZES.pack(len(table), len(structure)), table, structure))
+            if len(headers) >= _MOST_HEADERS:
+                headers.clear()
             headers[where] = header
         return header + pickle.dumps(rest, 5) if rest else header
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import decimal
 import fractions
 import pathlib
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch.utils.data import Dataset
 
@@ -66,6 +67,13 @@ def itself() -> list[Any]:
     return made
 
 
+def plain_itself() -> list[Any]:
+    """A list that holds itself, and nothing that is a leaf."""
+    made: list[Any] = ["text"]
+    made.append(made)
+    return made
+
+
 def structured() -> np.ndarray:
     """An array of records with a nested field and padding."""
     inner = np.dtype([("a", "u1"), ("b", ">f4", (2,))])
@@ -102,6 +110,13 @@ def packed() -> Any:
     return torch.nn.utils.rnn.pack_sequence(rows, enforce_sorted=False)
 
 
+def with_grad() -> torch.Tensor:
+    """A parameter with a gradient, which torch does not send."""
+    made = torch.nn.Parameter(grid(BIG))
+    made.grad = torch.ones(BIG)
+    return made
+
+
 def with_attribute() -> torch.Tensor:
     """A plain tensor with an attribute, which torch does not send."""
     made = grid(BIG)
@@ -121,6 +136,10 @@ def _tensors() -> dict[str, Callable[[], Any]]:
         "permuted": lambda: grid(10, 20, 30).permute(2, 0, 1),
         "channels_last": lambda: grid(2, 3, 32, 32).to(memory_format=torch.channels_last),
         "channels_last_3d": lambda: grid(2, 3, 8, 8, 8).to(memory_format=torch.channels_last_3d),
+        "strides of size one": lambda: [grid(BIG, 1).T, grid(1, 1, BIG).transpose(0, 2)],
+        "grey channels_last": lambda: grid(4, 1, 40, 40).to(memory_format=torch.channels_last),
+        "empty strided": lambda: [torch.empty(0, 3).T, torch.empty(2, 0, 3).permute(2, 0, 1)],
+        "one of expanded": lambda: torch.ones(1).expand(5)[2],
         "every second": lambda: grid(60, 100)[::2, ::3],
         "slice": lambda: grid(BIG * 3)[BIG : 2 * BIG],
         "expanded": lambda: grid(BIG, 1).expand(BIG, 4),
@@ -128,10 +147,14 @@ def _tensors() -> dict[str, Callable[[], Any]]:
         "diagonal": lambda: grid(100, 100).diagonal(),
         "size one": lambda: grid(BIG)[None, :, None],
         "requires_grad": lambda: grid(BIG).requires_grad_(),
-        "requires_grad strided": lambda: grid(30, 100).T.requires_grad_(),
+        "requires_grad strided": lambda: grid(30, 100).t().requires_grad_(True),
         "parameter": lambda: torch.nn.Parameter(grid(BIG)),
         "frozen parameter": lambda: torch.nn.Parameter(grid(BIG), requires_grad=False),
+        "parameter with grad": with_grad,
+        "in shared memory": lambda: grid(BIG).share_memory_(),
         "buffer": lambda: torch.nn.Buffer(grid(BIG)),
+        "module": lambda: torch.nn.BatchNorm1d(900),
+        "result of max": lambda: torch.max(grid(50, 60), 0),
         "state_dict": lambda: torch.nn.BatchNorm1d(900).state_dict(),
         "subclass": lambda: t.tagged(grid(BIG), "kept"),
         "attribute": with_attribute,
@@ -179,6 +202,10 @@ def _arrays() -> dict[str, Callable[[], Any]]:
         "record with object": lambda: np.array([(1, "a")], dtype=[("n", "i4"), ("o", "O")]),
         "StringDType": lambda: np.array(["é", "long" * 40], dtype=np.dtypes.StringDType()),
         "masked": lambda: np.ma.masked_greater(array("f4", BIG), 100),
+        "read-only subclass": lambda: readonly(array("f4", BIG).view(t.TaggedArray)),
+        "strided subclass": lambda: array("f4", 60, 50)[::2, ::3].view(t.TaggedArray),
+        "arrow table": lambda: pa.table({"a": range(BIG), "b": ["text"] * BIG}),
+        "arrow array": lambda: pa.array([1, None, 3] * BIG),
         "matrix-like subclass": lambda: array("f4", 60, 60).view(t.TaggedArray),
         "dtype metadata": lambda: np.zeros(BIG, np.dtype("f4", metadata={"unit": "m"})),
         "scalars": lambda: [*scalars, *times, np.bytes_(b"a"), np.longdouble(2.5)],
@@ -220,20 +247,27 @@ def _containers() -> dict[str, Callable[[], Any]]:
         "batch class": lambda: t.PlainBatch([leaf(), leaf() + 1]),
         "setstate": lambda: t.StatefulBatch(leaf()),
         "reduce": lambda: t.ReducedBatch(leaf().numpy(), leaf()),
+        "refers to itself": lambda: t.SelfReferring(leaf()),
+        "newargs": lambda: t.NewArgs(leaf()),
         "slots": lambda: t.SlottedBatch(leaf()),
         "same tensor": lambda: twice(leaf()),
         "same array": lambda: twice(leaf().numpy()),
         "same list": lambda: twice([leaf()]),
         "same dict": lambda: twice({"a": leaf()}),
+        "same plain list": lambda: twice([1, "a"]),
+        "same empty list": lambda: twice([]),
+        "same plain dict": lambda: twice({"a": [None]}),
+        "same strings": lambda: twice(["a", "b"]),
         "same parameter": lambda: twice(torch.nn.Parameter(leaf())),
         "same object array": lambda: twice(np.array([None, leaf()], dtype=object)),
         "itself": itself,
+        "plain itself": plain_itself,
         "many leaves": lambda: {f"k{k}": torch.tensor([k] * (k % 50)) for k in range(400)},
         "deep": lambda: _deep(100),
         "exceptions": lambda: [ValueError("a", 1), KeyError("k"), OSError(2, "no", "file")],
         "range and slice": lambda: [range(0, 9, 2), slice(1, None, 2), memoryview],
         "enum": lambda: [t.Colour.RED, t.Colour.BLUE, t.Colour],
-        "dates": lambda: [datetime.date(2020, 1, 2), datetime.timedelta(1, 2, 3)],
+        "dates": lambda: [dt.date(2020, 1, 2), dt.timedelta(1, 2, 3)],
         "exact numbers": lambda: [decimal.Decimal("1.10"), fractions.Fraction(1, 3)],
         "paths": lambda: [pathlib.PurePosixPath("a/b"), uuid.UUID(int=5)],
         "functions": lambda: [grid, len, t.Point, np.sum],

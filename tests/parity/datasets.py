@@ -49,6 +49,19 @@ class Keys(Dataset):
         return type(key).__name__, repr(key), torch.full((2,), float(len(repr(key))))
 
 
+class EqualKeys(Dataset):
+    """Samples are dicts whose keys are equal in every batch of two, and are not the same."""
+
+    KEYS = ((1,), (True,), (1.0,), 0.0, -0.0, "s", np.str_("s"), 2, 2.0, np.int64(2), (2, ("x",)))
+
+    def __len__(self) -> int:
+        return 2 * 4 * len(self.KEYS)
+
+    def __getitem__(self, index: int) -> dict[Any, Any]:
+        key = self.KEYS[index // 2 % len(self.KEYS)]
+        return {key: row(index), "n": index, "inner": {key: [index]}}
+
+
 class Many(Dataset):
     """Has __getitems__; the samples tell the type and length of what it was given."""
 
@@ -112,6 +125,15 @@ class WorkerFacts(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"index": index, "note": self.note, **worker_facts(self)}
+
+
+class DrawsAndFacts(Draws):
+    """Draws, and tells about its worker."""
+
+    note = "unset"
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return super().__getitem__(index) | {"note": self.note} | worker_facts(self)
 
 
 def worker_facts(dataset: Any) -> dict[str, Any]:
@@ -254,6 +276,14 @@ class EndlessSampler(Sampler):
         while True:
             yield step % 7
             step += 1
+
+
+class FailingSampler(EagerSampler):
+    """Raises behind its last index."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.length)
+        raise LookupError("no index is left")
 
 
 class Repeat:

@@ -6,7 +6,7 @@ import enum
 from collections import OrderedDict, UserDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -90,6 +90,8 @@ class TaggedList(list):
 class TaggedTuple(tuple):
     """A tuple with a class of its own."""
 
+    __slots__ = ()
+
 
 class PlainBatch:
     """A batch class with a pin_memory method, as torch's documentation shows."""
@@ -125,6 +127,25 @@ class ReducedBatch:
 
     def __reduce__(self) -> Any:
         return ReducedBatch, (self.array, self.tensor)
+
+
+class SelfReferring:
+    """A batch class whose instances refer to themselves."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.me = tensor, self
+
+
+class NewArgs:
+    """A batch class that cannot be made without its tensor."""
+
+    def __new__(cls, tensor: torch.Tensor) -> Self:
+        made = object.__new__(cls)
+        made.tensor = tensor
+        return made
+
+    def __getnewargs__(self) -> tuple[torch.Tensor]:
+        return (self.tensor,)
 
 
 class SlottedBatch:

@@ -74,9 +74,7 @@ def outcome(play: Callable[[Build], Any], build: Build) -> Outcome:
     return seen
 
 
-def assert_parity(
-    play: Callable[[Build], Any], context: str = "fork", reference: Build | None = None
-) -> Any:
+def assert_parity(play: Callable[[Build], Any], context: str = "fork", reference: Build | None = None) -> Any:
     """Play on both loaders; the outcomes are the same. Returns what our loader's play returned.
 
     torch's loader always forks: what it yields does not depend on its start method.
@@ -88,9 +86,7 @@ def assert_parity(
     return actual.result
 
 
-def assert_plays(
-    play: Callable[[Build], Any], context: str = "fork", reference: Build | None = None
-) -> Any:
+def assert_plays(play: Callable[[Build], Any], context: str = "fork", reference: Build | None = None) -> Any:
     """As assert_parity, for a play that must come to its end in both loaders."""
     result = assert_parity(play, context, reference)
     assert result is not None, "the play ended in an error, or saw nothing"

@@ -1,0 +1,1 @@
+"""Benchmarks: run `python benchmarks/transport.py`; `docs/benchmarks.md` says what is measured."""

@@ -1,0 +1,177 @@
+"""The limit: the same work without a loader.
+
+As many processes as there are workers fetch and collate, each into one output that it uses over
+and over, and one more process does the consumer's reading as often as a batch is made. Nothing is
+transported: the reader reads a batch of its own. What is left is what any loader has to do, with
+the cores contended for as they are with one.
+
+The output is reused because fresh memory costs page faults, which would make the limit several
+times too easy to reach.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import time
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+
+from benchmarks.machine import CpuMeter
+from benchmarks.reading import batch_nbytes, touch, update_digest
+from benchmarks.records import Measurement, Spec
+from benchmarks.workloads import Repeated, Workload
+
+STRIDE = 16
+"""Distance of two counters, in 8-byte words: two cache lines, so that writers do not share one."""
+
+NAP_S = 0.0005
+"""How long the reader sleeps when nothing is due; spinning would take a core from the producers."""
+
+CHECKED_BATCHES = 8
+"""How many batches go into the checksum, here and with the loaders."""
+
+
+def outputs_like(batch: Any) -> Any:
+    """Allocates one output per leaf of a batch, and writes to every page of it."""
+    if isinstance(batch, torch.Tensor):
+        return torch.zeros_like(batch).fill_(1)  # zeros alone may leave the pages unbacked
+    if isinstance(batch, dict):
+        return {key: outputs_like(value) for key, value in batch.items()}
+    return None
+
+
+def collate_into(samples: list[Any], out: Any) -> Any:
+    """Collates as torch's default collate does, into outputs that exist already."""
+    first = samples[0]
+    if isinstance(first, torch.Tensor):
+        return torch.stack(samples, out=out)
+    if isinstance(first, dict):
+        return {key: collate_into([sample[key] for sample in samples], out[key]) for key in first}
+    if isinstance(first, str):
+        return samples
+    raise TypeError(f"no workload makes samples of {type(first).__name__}")
+
+
+class Shared:
+    """Counters in shared memory, one writer each: per producer, the reader's, and a stop sign."""
+
+    def __init__(self, producers: int, context: multiprocessing.context.BaseContext) -> None:
+        self.producers = producers
+        self.words = context.RawArray("q", (producers + 2) * STRIDE)
+        self.barrier = context.Barrier(producers + 2)
+
+    def view(self) -> memoryview:
+        """Gives the words as something that is quick to index."""
+        return memoryview(self.words).cast("B").cast("q")
+
+    def made(self, view: memoryview) -> int:
+        """Adds up what the producers have made."""
+        return sum(view[rank * STRIDE] for rank in range(self.producers))
+
+    @property
+    def read_word(self) -> int:
+        """Where the reader counts."""
+        return self.producers * STRIDE
+
+    @property
+    def stop_word(self) -> int:
+        """Where the stop sign is."""
+        return (self.producers + 1) * STRIDE
+
+
+def produce(dataset: Repeated, index_batches: list[list[int]], rank: int, shared: Shared) -> None:
+    """Fetches and collates, one index batch after the other, until told to stop."""
+    torch.set_num_threads(1)  # as in a worker
+    out = outputs_like(torch.utils.data.default_collate([dataset[index] for index in index_batches[0]]))
+    view, stop_word, made = shared.view(), shared.stop_word, 0
+    shared.barrier.wait()
+    while not view[stop_word]:
+        indices = index_batches[made % len(index_batches)]
+        collate_into([dataset[index] for index in indices], out)
+        made += 1
+        view[rank * STRIDE] = made
+
+
+def consume(batch: Any, shared: Shared) -> None:
+    """Reads a warm batch once for each batch that the producers make."""
+    torch.set_num_threads(1)
+    view, stop_word, read = shared.view(), shared.stop_word, 0
+    touch(batch)
+    shared.barrier.wait()
+    while not view[stop_word]:
+        due = shared.made(view)
+        if read == due:
+            time.sleep(NAP_S)
+            continue
+        touch(batch)
+        read += 1
+        view[shared.read_word] = read
+
+
+def measure_limit(spec: Spec, workload: Workload, dataset: Repeated) -> Measurement:
+    """Runs producers and reader side by side and counts for a while."""
+    reference = workload.reference_batch(dataset, 0)
+    checksum = _checksum(workload, dataset, outputs_like(reference))
+    context = multiprocessing.get_context()
+    shared = Shared(spec.workers, context)
+    period = range(workload.period_batches)
+    processes: list[BaseProcess] = [context.Process(target=consume, args=(reference, shared))]
+    for rank in range(spec.workers):
+        batches = [workload.index_batch(rank + turn * spec.workers) for turn in period]
+        processes.append(context.Process(target=produce, args=(dataset, batches, rank, shared)))
+    for process in processes:
+        process.daemon = True
+        process.start()
+    shared.barrier.wait(timeout=60)
+    time.sleep(spec.warmup_s)
+    counts = _count(spec, shared)
+    for process in processes:
+        process.join()
+    # A reader that falls behind would be one that a loader could not have either.
+    batches_per_s = min(counts["made"], counts["read"]) / counts["window_s"]
+    nbytes = batch_nbytes(reference)
+    return Measurement(
+        contestant="limit",
+        batches=int(min(counts["made"], counts["read"])),
+        window_s=counts["window_s"],
+        batches_per_s=batches_per_s,
+        samples_per_s=batches_per_s * workload.batch_size,
+        nbytes_per_s=batches_per_s * nbytes,
+        cpu_s=counts["cpu_s"],
+        foreign_share=counts["foreign_share"],
+        batch_nbytes=nbytes,
+        checksum=checksum,
+        details={"made": counts["made"], "read": counts["read"]},
+    )
+
+
+def _count(spec: Spec, shared: Shared) -> dict[str, float]:
+    """Lets the window pass, says what was made and read in it, and stops all processes."""
+    view = shared.view()
+    meter = CpuMeter()
+    start_s, made, read = time.perf_counter(), shared.made(view), view[shared.read_word]
+    time.sleep(spec.seconds)
+    made, read = shared.made(view) - made, view[shared.read_word] - read
+    window_s = time.perf_counter() - start_s
+    cpu_s, foreign_s = meter.read()
+    view[shared.stop_word] = 1
+    return {
+        "made": made,
+        "read": read,
+        "window_s": window_s,
+        "cpu_s": cpu_s,
+        "foreign_share": foreign_s / window_s / (os.cpu_count() or 1),
+    }
+
+
+def _checksum(workload: Workload, dataset: Repeated, out: Any) -> str:
+    """Takes the checksum of the first batches, to compare with the loaders'."""
+    digest = hashlib.blake2b(digest_size=16)
+    for number in range(CHECKED_BATCHES):
+        samples = [dataset[index] for index in workload.index_batch(number)]
+        update_digest(digest, collate_into(samples, out))
+    return digest.hexdigest()

@@ -1,0 +1,114 @@
+"""What the consumer does with a batch: touch its pages, take its checksum, weigh it."""
+
+from __future__ import annotations
+
+import mmap
+import pickle
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+PAGE_NBYTES = mmap.PAGESIZE
+LEAF_ALIGNMENT_NBYTES = 64
+
+
+class Digest(Protocol):
+    """The part of a hashlib object that is used here."""
+
+    def update(self, data: Any, /) -> None:
+        """Takes more bytes in."""
+
+
+def touch(batch: object) -> float:
+    """Reads at least one element of every page of every leaf.
+
+    As cheap as reading can be while no page stays unread: an expensive consumer would hide the
+    differences between loaders, and one that reads nothing would not pay for the batch's arrival.
+
+    Returns:
+        A sum that depends on what was read, and on the order of the leaves only through rounding.
+    """
+    if isinstance(batch, torch.Tensor):
+        return touch_array(batch.numpy())
+    if isinstance(batch, dict):
+        return sum(map(touch, batch.values()), 0.0)
+    if isinstance(batch, (list, tuple)):
+        return sum(map(touch, batch), 0.0)
+    if isinstance(batch, str):
+        return float(len(batch))
+    if isinstance(batch, np.ndarray):
+        return touch_array(batch)
+    raise TypeError(f"no workload makes batches with {type(batch).__name__} in them")
+
+
+def touch_array(array: NDArray[Any]) -> float:
+    """Reads at least one element of every page of a contiguous array."""
+    if array.nbytes <= PAGE_NBYTES:  # at most two pages, and the ends lie on both
+        return float(array.item(0)) + float(array.item(-1))
+    octets = array.reshape(-1).view(np.uint8)
+    # The stride steps through all pages but, in an array that starts inside a page, the last one.
+    return float(octets[::PAGE_NBYTES].sum()) + float(octets[-1])
+
+
+def update_digest(digest: Digest, batch: object) -> None:
+    """Adds the whole of a batch to a digest: structure, types, shapes, and every byte."""
+    if isinstance(batch, dict):
+        digest.update(f"dict {list(batch)}".encode())
+        for value in batch.values():
+            update_digest(digest, value)
+    elif isinstance(batch, (list, tuple)):
+        digest.update(f"sequence {len(batch)}".encode())
+        for value in batch:
+            update_digest(digest, value)
+    elif isinstance(batch, str):
+        digest.update(f"str {batch!r}".encode())
+    else:
+        array = batch.numpy() if isinstance(batch, torch.Tensor) else np.asarray(batch)
+        digest.update(f"array {array.dtype.str} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def leaves(batch: object) -> Iterator[torch.Tensor | NDArray[Any]]:
+    """Yields the tensors and arrays of a batch."""
+    if isinstance(batch, (torch.Tensor, np.ndarray)):
+        yield batch
+    elif isinstance(batch, dict):
+        for value in batch.values():
+            yield from leaves(value)
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from leaves(value)
+
+
+def batch_nbytes(batch: object) -> int:
+    """Says how many bytes the leaves of a batch have."""
+    return sum(leaf.nbytes for leaf in leaves(batch))
+
+
+def batch_in_pages_nbytes(batch: object) -> int:
+    """Says how many bytes a batch occupies in memory that is handed out in whole pages.
+
+    That is its leaves, each from a multiple of 64 bytes on, and a pickle of all the rest (keys,
+    strings, and the type and shape of each leaf). Memory comes in pages: nothing that holds a
+    16-byte batch by itself can be smaller than one.
+    """
+    aligned = sum(_round_up(leaf.nbytes, LEAF_ALIGNMENT_NBYTES) for leaf in leaves(batch))
+    rest = len(pickle.dumps(_without_data(batch), protocol=5))
+    return _round_up(aligned + _round_up(rest, LEAF_ALIGNMENT_NBYTES), PAGE_NBYTES)
+
+
+def _without_data(batch: object) -> object:
+    if isinstance(batch, dict):
+        return {key: _without_data(value) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return [_without_data(value) for value in batch]
+    if isinstance(batch, (torch.Tensor, np.ndarray)):
+        return (str(batch.dtype), tuple(batch.shape))
+    return batch
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

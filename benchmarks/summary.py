@@ -1,0 +1,250 @@
+"""From measurements to figures: agreement of checksums, medians, ratios, targets."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from benchmarks.loaders import LOADERS
+from benchmarks.records import Measurement
+from benchmarks.workloads import Workload
+
+
+class WrongDataError(Exception):
+    """A contestant delivered something else than the others."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The figures of one contestant on one workload: medians over the repeats.
+
+    Ratios are taken within a repeat, between measurements that ran one after the other, and their
+    median is given: on a machine whose speed drifts that says more than a ratio of medians.
+    """
+
+    workload: str
+    contestant: str
+    batches_per_s: float
+    samples_per_s: float
+    nbytes_per_s: float
+    spread: float
+    vs_torch: float | None
+    of_limit: float | None
+    cpu_s: float
+    cpu_s_per_batch: float
+    foreign_share: float
+    descriptors_min: int | None
+    descriptors_max: int | None
+    reserved_nbytes: int | None
+    slot_bound_nbytes: int | None
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One target, and whether it was met."""
+
+    workload: str
+    target: str
+    figure: str
+    ok: bool
+
+
+Runs = dict[str, list[Measurement]]
+"""The measurements of one workload by contestant, a list over the repeats."""
+
+
+def check_agreement(workload: str, runs: Runs) -> str:
+    """Compares what all contestants consumed.
+
+    Returns:
+        The checksum that all have.
+
+    Raises:
+        WrongDataError: A checksum differs, or a timed batch was not the one that was due.
+    """
+    reference = runs["limit"][0].checksum  # made without any loader
+    for contestant, measurements in runs.items():
+        for measurement in measurements:
+            if measurement.checksum != reference:
+                raise WrongDataError(
+                    f"{workload}: checksum {measurement.checksum} of {contestant} differs "
+                    f"from {reference}, which a plain fetch and collate gives"
+                )
+            if measurement.wrong_batches:
+                raise WrongDataError(
+                    f"{workload}: {contestant} delivered {measurement.wrong_batches} batches "
+                    f"that were not the ones due at their places"
+                )
+    return reference
+
+
+def make_rows(workload: str, runs: Runs) -> list[Row]:
+    """Makes a row per contestant, in the order in which they ran."""
+    baselines = [name for name in runs if name in LOADERS and LOADERS[name].is_baseline]
+    best = max(baselines, key=lambda name: median(m.samples_per_s for m in runs[name]), default=None)
+    rows = []
+    for contestant, measurements in runs.items():
+        rates = [m.samples_per_s for m in measurements]
+        minima = [m.descriptors_min for m in measurements if m.descriptors_min is not None]
+        maxima = [m.descriptors_max for m in measurements if m.descriptors_max is not None]
+        reserved = [m.reserved_nbytes for m in measurements if m.reserved_nbytes is not None]
+        rows.append(
+            Row(
+                workload=workload,
+                contestant=contestant,
+                batches_per_s=median(m.batches_per_s for m in measurements),
+                samples_per_s=median(rates),
+                nbytes_per_s=median(m.nbytes_per_s for m in measurements),
+                spread=(max(rates) - min(rates)) / median(rates),
+                vs_torch=_ratio(measurements, runs[best]) if best else None,
+                of_limit=_ratio(measurements, runs["limit"]),
+                cpu_s=median(m.cpu_s for m in measurements),
+                cpu_s_per_batch=median(m.cpu_s / max(1, m.batches) for m in measurements),
+                foreign_share=median(m.foreign_share for m in measurements),
+                descriptors_min=min(minima, default=None),
+                descriptors_max=max(maxima, default=None),
+                reserved_nbytes=max(reserved, default=None),
+                slot_bound_nbytes=measurements[0].slot_bound_nbytes,
+                checksum=measurements[0].checksum,
+            )
+        )
+    return rows
+
+
+def _ratio(measurements: list[Measurement], others: list[Measurement]) -> float:
+    return median(
+        one.samples_per_s / other.samples_per_s for one, other in zip(measurements, others, strict=True)
+    )
+
+
+def judge(workload: Workload, rows: list[Row], runs: Runs) -> list[Verdict]:
+    """Compares the subject's row with the workload's targets."""
+    verdicts: list[Verdict] = []
+
+    def add(target: str, figure: str, ok: bool) -> None:
+        verdicts.append(Verdict(workload.name, target, figure, ok))
+
+    targets = workload.targets
+    for row in rows:
+        if row.contestant not in LOADERS or not LOADERS[row.contestant].is_subject:
+            continue
+        if targets.vs_torch is not None and row.vs_torch is not None:
+            figure = f"{row.vs_torch:.1f} times"
+            add(
+                f"at least {targets.vs_torch:g} times torch",
+                figure,
+                row.vs_torch >= targets.vs_torch,
+            )
+        if targets.of_limit is not None and row.of_limit is not None:
+            figure = f"{row.of_limit:.1%}"
+            add(
+                f"at least {targets.of_limit:.0%} of the limit",
+                figure,
+                row.of_limit >= targets.of_limit,
+            )
+        if targets.batches_per_s is not None:
+            figure = f"{row.batches_per_s:,.0f}"
+            ok = row.batches_per_s >= targets.batches_per_s
+            add(f"at least {targets.batches_per_s:,.0f} batches/s", figure, ok)
+        if targets.constant_descriptors:
+            # Within each epoch: how many there are may differ from one process to the next.
+            changes = max(_change(m) for m in runs[row.contestant])
+            add("a constant number of descriptors", f"changes by {changes}", changes == 0)
+        if row.reserved_nbytes is not None and row.slot_bound_nbytes is not None:
+            figure = f"{row.reserved_nbytes:,} of {row.slot_bound_nbytes:,} bytes"
+            ok = row.reserved_nbytes <= row.slot_bound_nbytes
+            add("slots at most (prefetch_factor x workers + 2) x largest batch", figure, ok)
+    return verdicts
+
+
+def _change(measurement: Measurement) -> int:
+    return (measurement.descriptors_max or 0) - (measurement.descriptors_min or 0)
+
+
+COLUMNS = (
+    "workload",
+    "loader",
+    "samples/s",
+    "batches/s",
+    "GB/s",
+    "spread",
+    "vs torch",
+    "of limit",
+    "CPU s",
+    "CPU us/batch",
+    "foreign CPU",
+    "descriptors",
+    "slots / bound, MB",
+)
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        row.workload,
+        row.contestant,
+        f"{row.samples_per_s:,.0f}",
+        f"{row.batches_per_s:,.1f}",
+        f"{row.nbytes_per_s / 1e9:.3f}",
+        f"{row.spread:.0%}",
+        "" if row.vs_torch is None else f"{row.vs_torch:.2f}",
+        "" if row.of_limit is None else f"{row.of_limit:.1%}",
+        f"{row.cpu_s:.2f}",
+        f"{row.cpu_s_per_batch * 1e6:,.0f}",
+        f"{row.foreign_share:.0%}",
+        _between(row.descriptors_min, row.descriptors_max),
+        _slots(row),
+    ]
+
+
+def render_rows(rows: list[Row]) -> str:
+    """Renders rows as a table that is Markdown too."""
+    table = [list(COLUMNS), *map(_cells, rows)]
+    return _align(table, texts=2)
+
+
+def render_verdicts(verdicts: list[Verdict]) -> str:
+    """Renders what was asked and what was reached."""
+    table = [["workload", "target", "figure", "verdict"]]
+    table += [[v.workload, v.target, v.figure, "ok" if v.ok else "missed"] for v in verdicts]
+    return _align(table, texts=4)
+
+
+def to_json(workload: Workload, rows: list[Row], runs: Runs, verdicts: list[Verdict]) -> Any:
+    """Gives everything about one workload as plain data."""
+    return {
+        "batch_size": workload.batch_size,
+        "batch_nbytes": runs["limit"][0].batch_nbytes,
+        "checksum": runs["limit"][0].checksum,
+        "contestants": {
+            row.contestant: {**asdict(row), "runs": [asdict(m) for m in runs[row.contestant]]} for row in rows
+        },
+        "targets": [asdict(verdict) for verdict in verdicts],
+    }
+
+
+def _between(low: int | None, high: int | None) -> str:
+    if low is None or high is None:
+        return ""
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
+def _slots(row: Row) -> str:
+    if row.reserved_nbytes is None or row.slot_bound_nbytes is None:
+        return ""
+    return f"{row.reserved_nbytes / 1e6:,.3f} / {row.slot_bound_nbytes / 1e6:,.3f}"
+
+
+def _align(table: list[list[str]], texts: int) -> str:
+    """Aligns columns: the first `texts` to the left, the rest, which are numbers, to the right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    rules = ["-" * w if i < texts else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+    lines = []
+    for cells in [table[0], rules, *table[1:]]:
+        padded = [
+            cell.ljust(width) if number < texts else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        lines.append(f"| {' | '.join(padded)} |")
+    return "\n".join(lines)
