@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 
 from shmloader import torch_private
 from shmloader.layout import CODE_OF_NUMPY_DTYPE, DTYPES
-from shmloader.slot_writer import SlotWriter, current_writer
+from shmloader.slot_writer import Column, Recipe, SlotWriter, current_writer
 
 _CollateMap = dict[Any, Callable[..., Any]]
 
@@ -68,7 +68,10 @@ def install_slot_collate(collate_fn: Callable[[Any], Any]) -> Callable[[Any], An
         # The map may be changed at any time, by worker_init_fn for one.
         if writer is None or collate_map != ours:
             return default_collate(samples)
-        writer.collated = _collate_plain(samples, writer)
+        if type(samples[0]) is dict:
+            writer.collated, writer.recipe = _collate_dicts(samples, writer)
+        else:
+            writer.collated = _collate_plain(samples, writer)
         return writer.collated
 
     return collate
@@ -102,6 +105,52 @@ def _collate_plain(samples: Sequence[Any], writer: SlotWriter) -> Any:
         if all(type(sample) is kind and len(sample) == size for sample in samples):
             return [_collate_plain(items, writer) for items in zip(*samples, strict=True)]
     return default_collate(samples)  # type: ignore[arg-type]
+
+
+def _collate_dicts(samples: list[Any], writer: SlotWriter) -> tuple[Any, Recipe | None]:
+    """Collate samples that are dicts, by a recipe where there is one."""
+    begin, items, first = writer.cursor, len(samples), samples[0]
+    recipe = writer.recipe_for(items, tuple(first))
+    if recipe is not None:
+        batch = _follow(recipe, samples)
+        if batch is not None:
+            writer.cursor = recipe.end
+            return batch, recipe
+    batch = _collate_plain(samples, writer)
+    columns: list[Column] = []
+    for name, value in first.items():
+        joined = batch[name]
+        if type(name) is not str or (id(joined) not in writer.leaf_of and type(value) is not str):
+            return batch, None
+        if type(value) is str:
+            columns.append((name, None, None, None))
+        elif type(value) is torch.Tensor:
+            columns.append((name, value.shape, value.dtype, joined))
+        else:
+            return batch, None
+    writer.remember(begin, items, columns)
+    return batch, None
+
+
+def _follow(recipe: Recipe, samples: list[Any]) -> dict[str, Any] | None:
+    """Collate by a recipe; None, with nothing lost, where it does not fit."""
+    batch: dict[str, Any] = {}
+    stack, tensor = torch.stack, torch.Tensor
+    try:
+        for name, shape, dtype, out in recipe.columns:
+            column = [sample[name] for sample in samples]
+            value = column[0]
+            if out is None:
+                if type(value) is not str:
+                    return None
+                batch[name] = column
+            elif type(value) is tensor and value.shape == shape and value.dtype is dtype:
+                batch[name] = stack(column, 0, out=out)
+            else:
+                return None
+    except (RuntimeError, TypeError, KeyError, NotImplementedError):
+        return None  # the general way raises what torch raises, or joins what can be joined
+    return batch
 
 
 def _stack_tensors(samples: Sequence[torch.Tensor], writer: SlotWriter) -> torch.Tensor:

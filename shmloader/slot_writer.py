@@ -49,19 +49,44 @@ class Output(NamedTuple):
     end: int
 
 
+class Recipe:
+    """How a batch was collated from samples that are dicts of tensors and strings.
+
+    The next batch that begins at the same place in the slot, of as many samples with the same keys, is
+    collated by it, if its tensors have the same shapes and dtypes. Compared by identity.
+
+    Attributes:
+        columns: For each key, in order: the shape and dtype of a sample's tensor and the output for the
+            batch, or three times None where the samples have strings.
+        end: Where the next leaf begins.
+        strings: The keys of strings.
+    """
+
+    __slots__ = ("columns", "end", "strings")
+
+    def __init__(self, columns: list[Column], end: int) -> None:
+        self.columns = columns
+        self.end = end
+        self.strings = [name for name, _, _, tensor in columns if tensor is None]
+
+
+Column = tuple[str, torch.Size | None, torch.dtype | None, torch.Tensor | None]
+
 _MOST_OUTPUTS = 1024
+_MOST_RECIPES = 64
 
 
 class _Mapped:
     """A slot as mapped in this process, with the outputs that were made over it."""
 
-    __slots__ = ("extent", "headers", "leaf_of", "outputs")
+    __slots__ = ("extent", "headers", "leaf_of", "outputs", "recipes")
 
     def __init__(self, extent: Extent) -> None:
         self.extent = extent
         self.outputs: dict[tuple[int, int, tuple[int, ...], torch.dtype], Output] = {}
         self.leaf_of: dict[int, Leaf] = {}  # by the identity of a tensor in `outputs`
-        self.headers: dict[tuple[object, ...], bytes] = {}  # see `SlotWriter.headers`
+        self.headers: dict[object, bytes] = {}  # see `SlotWriter.headers`
+        self.recipes: dict[object, Recipe] = {}  # by place, number of samples, keys
 
 
 class SlotWriter:
@@ -87,6 +112,7 @@ class SlotWriter:
         self.limit_nbytes = 0
         self.cursor = 0
         self.collated: object = None  # the batch, if it was made of outputs in new built-in containers
+        self.recipe: Recipe | None = None  # what it was made by
 
     def begin(self, slot: int, version: int, nbytes: int, hint_nbytes: int, limit_nbytes: int) -> None:
         """Take the slot that a task grants; see `Task` for the arguments.
@@ -154,6 +180,7 @@ class SlotWriter:
             here.outputs.clear()
             here.leaf_of.clear()
             here.headers.clear()
+            here.recipes.clear()
         code = CODE_OF_TORCH_DTYPE.get(dtype)
         offset, nbytes = self.cursor, math.prod(shape) * dtype.itemsize
         if code is None or nbytes == 0 or offset + nbytes > self.nbytes:
@@ -168,9 +195,22 @@ class SlotWriter:
         return {} if self._here is None else self._here.leaf_of
 
     @property
-    def headers(self) -> dict[tuple[object, ...], bytes]:
+    def headers(self) -> dict[object, bytes]:
         """Scratch for the codec, which lives as long as the leaves of this slot's outputs do."""
         return {} if self._here is None else self._here.headers
+
+    def recipe_for(self, items: int, names: tuple[object, ...]) -> Recipe | None:
+        """The recipe for ``items`` samples that are dicts with the keys ``names``, to be collated here."""
+        return None if self._here is None else self._here.recipes.get((self.cursor, items, names))
+
+    def remember(self, begin: int, items: int, columns: list[Column]) -> None:
+        """Make a recipe of a batch that was collated from offset ``begin`` on."""
+        if self._here is None:
+            return
+        if len(self._here.recipes) >= _MOST_RECIPES:
+            self._here.recipes.clear()
+        names = tuple(name for name, _, _, _ in columns)
+        self._here.recipes[begin, items, names] = Recipe(columns, self.cursor)
 
     def place(self, nbytes: int) -> int:
         """Allocate an offset, perhaps beyond what is reserved: `ensure` makes room."""
@@ -215,7 +255,7 @@ class SlotWriter:
         Returns:
             Whether that was so.
         """
-        self.collated = None
+        self.collated = self.recipe = None
         anchor, self._anchor = self._anchor, None
         anchored, self._anchored = self._anchored, None
         here, self._here = self._here, None

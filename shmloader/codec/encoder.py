@@ -85,6 +85,12 @@ class Encoder:
         """
         if batch is not self._writer.collated or batch is None:
             return None
+        recipe = self._writer.recipe
+        if recipe is not None and isinstance(batch, dict):
+            header = self._writer.headers.get(recipe)
+            if header is not None:
+                strings = [batch[name] for name in recipe.strings]
+                return header + pickle.dumps(strings, 5) if strings else header
         key: list[object] = []
         rest: list[object] = []
         if not _describe(batch, self._writer.leaf_of, key, rest):
@@ -99,6 +105,8 @@ class Encoder:
             if len(headers) >= _MOST_HEADERS:
                 headers.clear()
             headers[where] = header
+        if recipe is not None:
+            headers[recipe] = header
         return header + pickle.dumps(rest, 5) if rest else header
 
     def _commit(self, header: bytes, written_nbytes: int) -> Encoded:
