@@ -234,14 +234,16 @@ def test_interpreter_exit_is_quiet_and_leaves_nothing(keep: str, loader_backend:
         loader = DataLoader(Numbered(1000), batch_size=4, num_workers=2, persistent_workers=True)
         iterator = iter(loader)
         batch = next(iterator)
-        print(*[process.pid for process in iterator._workers])
+        print(*[process.pid for process in iterator._workers], flush=True)
+        print(getattr(iterator.pool.segment, "_prefix", "no names"))
         kept = {keep}
         del loader, iterator, batch
         """
     )
     assert (result.returncode, result.stderr) == (0, "")
-    assert not [pid for pid in map(int, result.stdout.split()) if psutil.pid_exists(pid)]
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith("shml")]
+    pids, prefix = result.stdout.splitlines()
+    assert not [pid for pid in map(int, pids.split()) if psutil.pid_exists(pid)]
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(prefix)]
 
 
 @pytest.mark.parametrize("fork", [False, True])
