@@ -41,7 +41,9 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     dtype = dtype or torch.get_default_dtype()
     writer = current_writer()
     tensor = None if writer is None else writer.tensor(shape, dtype)  # type: ignore[arg-type]
-    return torch.empty(shape, dtype=dtype) if tensor is None else tensor  # type: ignore[arg-type]
+    if tensor is not None:
+        return tensor
+    return torch.empty(shape, dtype=dtype, device="cpu")  # type: ignore[arg-type]
 
 
 def install_slot_collate(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -145,7 +147,9 @@ def _follow(recipe: Recipe, samples: list[Any]) -> dict[str, Any] | None:
                     return None
                 batch[name] = column
             elif type(value) is tensor and value.shape == shape and value.dtype is dtype:
-                batch[name] = stack(column, 0, out=out)
+                if stack(column, 0, out=out) is not out:
+                    return None
+                batch[name] = out
             else:
                 return None
     except (RuntimeError, TypeError, KeyError, NotImplementedError):
@@ -159,11 +163,10 @@ def _stack_tensors(samples: Sequence[torch.Tensor], writer: SlotWriter) -> torch
     if output is not None:
         tensor = output.tensor
         try:
-            torch.stack(samples, 0, out=tensor)  # type: ignore[arg-type]
+            # A tensor subclass among the samples may give something else than the output.
+            return torch.stack(samples, 0, out=tensor)  # type: ignore[arg-type]
         except (RuntimeError, TypeError, NotImplementedError):
             pass  # shapes that differ, sparse, on another device: torch's own function knows what to do
-        else:
-            return tensor
     return collate_tensors(samples, collate_fn_map=torch_private.collate_fn_map)
 
 
@@ -200,8 +203,7 @@ def collate_tensors(
         # With ``out`` as torch has it in workers, so that dtypes that differ, and samples that require
         # grad, are met with the same errors.
         out = first.new_empty(shape)
-    torch.stack(batch, 0, out=out)  # type: ignore[arg-type]
-    return out
+    return torch.stack(batch, 0, out=out)  # type: ignore[arg-type]
 
 
 def collate_arrays(

@@ -6,13 +6,15 @@ returned. Main process only.
 
 from __future__ import annotations
 
+import io
 import pickle
 import time
 import warnings
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from shmloader.errors import SpillWarning, WorkerTimeout
 from shmloader.messages import (
@@ -47,6 +49,30 @@ class Outstanding(NamedTuple):
     index_batch: object
 
 
+_LONG_NBYTES = 1024
+
+
+def _is_ints(index_batch: object) -> bool:
+    return type(index_batch) is list and type(index_batch[0]) is int
+
+
+class _CompactPickler(pickle.Pickler):
+    """Pickles of a tensor what it shows, not all of the storage that it is a view of."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """See ``pickle.Pickler``."""
+        plain = type(obj) is torch.Tensor and obj.device.type == "cpu" and obj.layout is torch.strided
+        if plain and obj.untyped_storage().nbytes() > obj.numel() * obj.element_size():
+            return obj.clone().__reduce_ex__(5)
+        return NotImplemented
+
+
+def _pickle_compact(index_batch: object) -> bytes:
+    file = io.BytesIO()
+    _CompactPickler(file, 5).dump(index_batch)
+    return file.getvalue()
+
+
 class Exchange:
     """Everything that passes between one iterator and its workers.
 
@@ -77,12 +103,16 @@ class Exchange:
     def send(self, worker_id: int, seq: int, index_batch: object) -> None:
         """Send a task, with a slot to make its batch in."""
         payload = pickle.dumps(index_batch, 5)
+        if len(payload) > _LONG_NBYTES and not _is_ints(index_batch):
+            payload = _pickle_compact(index_batch)
         nbytes = len(payload)
         pool = self.pool
         slot = pool.grant()
         if nbytes > INLINE_NBYTES:
-            memoryview(pool.reserve(slot, nbytes).buffer).cast("B")[:nbytes] = payload
+            pool.reserve(slot, nbytes).view[:nbytes] = payload
             payload = b""
+        elif slot.nbytes == 0:
+            pool.reserve(slot, 1)  # so that there is always room for a part, or for an error
         self.outstanding[seq] = Outstanding(worker_id, index_batch)
         self.crew.workers[worker_id].send(
             pack_task(
@@ -160,7 +190,7 @@ class Exchange:
             kind, flags, generation, seq, number, version, nbytes, offset, header_nbytes, wait_ns = done
             counters.workers_wait_for_slots_ns += wait_ns
             if kind == RESUMED:
-                self._to_resume -= 1
+                self._to_resume -= generation == self._generation  # an interrupted resume's is stale
                 continue
             if kind == PART:
                 self._accept_part(worker, done)
@@ -168,6 +198,8 @@ class Exchange:
             slot = pool.slots[number]
             used_nbytes = offset + header_nbytes
             pool.publish(slot, version, nbytes, 0 if flags & SPILLED else used_nbytes)
+            if flags & SPILLED:
+                pool.note_size(used_nbytes)
             counters.largest_batch_nbytes = max(counters.largest_batch_nbytes, used_nbytes)
             if flags & DETACHED:
                 counters.detached += 1

@@ -44,12 +44,6 @@ def memory_headroom() -> Headroom:
     return best
 
 
-def cgroup_limit() -> Headroom | None:
-    """The tightest memory cgroup around this process, or None where none has a limit."""
-    rooms = [room for folder in _memory_cgroups() if (room := _cgroup_headroom(folder)) is not None]
-    return min(rooms, key=lambda room: room.available_nbytes, default=None)
-
-
 def _memory_cgroups() -> list[Path]:
     """Folders of the memory cgroups that contain this process, innermost first."""
     try:

@@ -29,7 +29,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
     ``next()`` returns are views of it. A slot is written again only after the last view of its batch is
     gone, through whatever it is held (``.numpy()``, ``.detach()``, a slice, an ``nn.Parameter``), so
     batches may be kept. While nothing is kept there are at most ``prefetch_factor * num_workers + 2``
-    slots, each as large as the largest batch it held.
+    slots, each as large as the largest batch so far; slots that were made for batches that are no longer
+    kept give their memory back.
 
     Args:
         dataset: Map-style or iterable-style dataset.
@@ -116,28 +117,23 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
         if self.num_workers == 0:
             return super()._get_iterator()
         self.check_worker_number_rationality()
-        iterator = SlotIterator(self, self._own_counters())
-        self._own_iterators().add(iterator)
+        _, counters, iterators = self._own()
+        iterator = SlotIterator(self, counters)
+        iterators.add(iterator)
         return iterator
 
-    # Not made in __init__: subclasses iterate inside their own __init__, and frameworks copy __dict__.
+    # Not made in __init__: subclasses iterate inside their own __init__. By identity: frameworks copy
+    # __dict__ from loader to loader, and a copy must not close the original's iterators.
 
-    def _own_counters(self) -> Counters:
-        counters: Counters | None = self.__dict__.get("_counters")
-        if counters is None:
-            counters = self.__dict__["_counters"] = Counters()
-        return counters
-
-    def _own_iterators(self) -> weakref.WeakSet[SlotIterator]:
-        iterators: weakref.WeakSet[SlotIterator] | None = self.__dict__.get("_iterators")
-        if iterators is None:
-            iterators = self.__dict__["_iterators"] = weakref.WeakSet()
-        return iterators
+    def _own(self) -> tuple[int, Counters, weakref.WeakSet[SlotIterator]]:
+        own: tuple[int, Counters, weakref.WeakSet[SlotIterator]] | None = self.__dict__.get("_owned")
+        if own is None or own[0] != id(self):
+            own = self.__dict__["_owned"] = (id(self), Counters(), weakref.WeakSet())
+        return own
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        state.pop("_counters", None)
-        state.pop("_iterators", None)
+        state.pop("_owned", None)
         return state
 
     def close(self) -> None:
@@ -146,7 +142,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
         Batches that the program holds stay valid. Iterators that were live raise `LoaderClosed` from
         then on; ``iter(loader)`` starts anew. May be called any number of times.
         """
-        for iterator in list(self._own_iterators()):
+        for iterator in list(self._own()[2]):
             iterator.close("loader.close() was called")
         if isinstance(self._iterator, SlotIterator):
             self._iterator = None
@@ -165,8 +161,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
 
     def statistics(self) -> LoaderStatistics:
         """What the loader has done so far and what it holds now."""
-        counters = self._own_counters()
-        pools = [iterator.pool for iterator in self._own_iterators()]
+        _, counters, iterators = self._own()
+        pools = [iterator.pool for iterator in iterators]
         for pool in pools:
             pool.collect()
         slots = [slot for pool in pools for slot in pool.slots]

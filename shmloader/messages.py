@@ -14,7 +14,7 @@ from typing import NamedTuple
 # Kinds of record from main to worker.
 TASK, RESUME, CONTINUE = 1, 2, 3
 # Kinds of record from worker to main.
-STARTED, BATCH, FAILURE, END, RESUMED, PART = 11, 12, 13, 14, 15, 16
+BATCH, FAILURE, END, RESUMED, PART = 11, 12, 13, 14, 15
 
 # Flags of a record from worker to main.
 DETACHED = 1
@@ -83,7 +83,7 @@ class Done(NamedTuple):
     """What a worker answers.
 
     Attributes:
-        kind: ``STARTED`` (the worker runs), ``BATCH`` (published), ``FAILURE`` (an exception is published
+        kind: ``BATCH`` (published), ``FAILURE`` (an exception is published
             in place of a batch), ``END`` (its iterable dataset is exhausted), ``RESUMED`` (a new epoch
             begins) or ``PART`` (a piece of a batch that is larger than its slot).
         flags: ``DETACHED``, ``SPILLED``.

@@ -7,6 +7,7 @@ when the size of the whole batch is known and the slot is grown once.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import weakref
@@ -29,7 +30,7 @@ def wrap_tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor
     if tensor.dtype == dtype:
         return tensor
     # Not tensor.view(dtype): that would be an autograd view of a hidden base.
-    whole: torch.Tensor = torch.empty(0, dtype=dtype)
+    whole: torch.Tensor = torch.empty(0, dtype=dtype, device="cpu")
     return whole.set_(tensor.untyped_storage(), 0, tensor.size(), tensor.stride())
 
 
@@ -53,20 +54,22 @@ class Recipe:
     """How a batch was collated from samples that are dicts of tensors and strings.
 
     The next batch that begins at the same place in the slot, of as many samples with the same keys, is
-    collated by it, if its tensors have the same shapes and dtypes. Compared by identity.
+    collated by it, if its tensors have the same shapes and dtypes.
 
     Attributes:
         columns: For each key, in order: the shape and dtype of a sample's tensor and the output for the
             batch, or three times None where the samples have strings.
         end: Where the next leaf begins.
         strings: The keys of strings.
+        header: The batch's header without the strings, once it was made.
     """
 
-    __slots__ = ("columns", "end", "strings")
+    __slots__ = ("columns", "end", "header", "strings")
 
     def __init__(self, columns: list[Column], end: int) -> None:
         self.columns = columns
         self.end = end
+        self.header: bytes | None = None
         self.strings = [name for name, _, _, tensor in columns if tensor is None]
 
 
@@ -114,21 +117,24 @@ class SlotWriter:
         self.collated: object = None  # the batch, if it was made of outputs in new built-in containers
         self.recipe: Recipe | None = None  # what it was made by
 
-    def begin(self, slot: int, version: int, nbytes: int, hint_nbytes: int, limit_nbytes: int) -> None:
-        """Take the slot that a task grants; see `Task` for the arguments.
-
-        The slot is grown to the size of the largest batch so far, if the host can give it: then this
-        batch's leaves are written in place.
-        """
+    def begin(self, slot: int, version: int, nbytes: int, limit_nbytes: int) -> None:
+        """Take the slot that a task grants; see `Task` for the arguments."""
         self.slot, self.version, self.nbytes = slot, version, nbytes
         self.limit_nbytes = max(nbytes, limit_nbytes)
         self.cursor = 0
-        if hint_nbytes > nbytes < self.limit_nbytes:
-            try:
+        here = self._mapped.get(slot)
+        if here is None or here.extent.nbytes != nbytes or here.extent.version != version:
+            here = self._mapped[slot] = _Mapped(self._segment.map(slot, version, nbytes))
+        self._here = here
+
+    def prepare(self, hint_nbytes: int) -> None:
+        """Grow the slot to the size of the largest batch so far: leaves are then written in place.
+
+        What was in the slot is gone afterwards. If the host cannot give that much, nothing happens.
+        """
+        if hint_nbytes > self.nbytes < self.limit_nbytes:
+            with contextlib.suppress(SharedMemoryExhausted):
                 self._grow(min(hint_nbytes, self.limit_nbytes))
-            except SharedMemoryExhausted:
-                self.limit_nbytes = nbytes
-        self._remap()
 
     @property
     def extent(self) -> Extent | None:
@@ -240,7 +246,6 @@ class SlotWriter:
             self._grow(nbytes)
         except SharedMemoryExhausted:
             return False
-        self._remap()
         if before is not None and before.extent.version != self.version:
             kept = min(written_nbytes, before.extent.nbytes)
             self.view()[:kept] = before.extent.view[:kept]
@@ -281,18 +286,16 @@ class SlotWriter:
         return memoryview(bytearray()) if self._here is None else self._here.extent.view
 
     def _grow(self, nbytes: int) -> None:
-        self.version, self.nbytes = self._segment.reserve(self.slot, self.version, self.nbytes, nbytes)
-
-    def _remap(self) -> None:
-        """Map the slot as it is now; mappings are kept from task to task."""
-        if self.nbytes == 0:
-            self._here = None
-            return
-        here = self._mapped.get(self.slot)
-        if here is None or here.extent.nbytes != self.nbytes or here.extent.version != self.version:
-            here = _Mapped(self._segment.map(self.slot, self.version, self.nbytes))
-            self._mapped[self.slot] = here
-        self._here = here
+        """Reserve and map more; where either fails, the slot is as it was."""
+        version, reserved = self._segment.reserve(self.slot, self.version, self.nbytes, nbytes)
+        try:
+            extent = self._segment.map(self.slot, version, reserved)
+        except SharedMemoryExhausted:
+            if version != self.version:
+                self._segment.discard(self.slot, version, reserved)
+            raise
+        self.version, self.nbytes = version, reserved
+        self._here = self._mapped[self.slot] = _Mapped(extent)
 
 
 class _Current(threading.local):

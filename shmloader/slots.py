@@ -111,10 +111,12 @@ class SlotPool:
         self._released: deque[Lease] = deque()
         self._leased = 0
         self._closed = False
-        self._note_size(0)
+        self.note_size(0)
 
-    def _note_size(self, nbytes: int) -> None:
-        """A batch larger than all before it: the base's slots may grow further, within the budget."""
+    def note_size(self, nbytes: int) -> None:
+        """Let the base's slots grow further, within the budget, after a batch larger than all before."""
+        if nbytes < self.largest_nbytes:
+            return
         self.largest_nbytes = nbytes
         fair_nbytes = (self.budget_nbytes - self._extra_nbytes) // self.base_slots
         # A quarter of the budget lets batches grow at once; the rest is for batches that are kept.
@@ -195,7 +197,7 @@ class SlotPool:
             self._extra_nbytes -= slot.limit_nbytes - nbytes  # what it did not take is for others
             slot.limit_nbytes = nbytes
         if used_nbytes > self.largest_nbytes:
-            self._note_size(used_nbytes)
+            self.note_size(used_nbytes)
 
     def lease(self, slot: Slot) -> tuple[npt.NDArray[np.uint8], memoryview]:
         """Begin a lease on a published slot.
@@ -247,10 +249,15 @@ class SlotPool:
             slot.lease = None
             self._leased -= 1
             self._make_free(slot)
+        if len(self._free) > self.base_slots:
+            self._discard_extra()
 
     def trim(self) -> None:
         """Give back the memory of free slots beyond the base: the user no longer keeps that many."""
         self.collect()
+        self._discard_extra()
+
+    def _discard_extra(self) -> None:
         for slot in self._free:
             if slot.number < self.base_slots:
                 continue

@@ -123,7 +123,9 @@ def _end_with(main_pid: int) -> None:
 
     def wait() -> None:
         if main_fd >= 0:
-            select.select([main_fd], [], [])
+            poller = select.poll()  # select() knows no descriptor beyond 1023
+            poller.register(main_fd, select.POLLIN)
+            poller.poll()
         else:
             while os.getppid() == main_pid:
                 time.sleep(1.0)
@@ -198,9 +200,10 @@ class _Worker:
         writer = self._writer
         index_batch: Any = None
         try:
-            writer.begin(slot, version, slot_nbytes, hint_nbytes, limit_nbytes)
+            writer.begin(slot, version, slot_nbytes, limit_nbytes)
             if payload_nbytes > INLINE_NBYTES:
                 payload = writer.read(payload_nbytes)
+            writer.prepare(hint_nbytes)
             index_batch = pickle.loads(payload)  # padding behind a pickle's end is not read
             batch = self._make(index_batch)
             if self._ended:

@@ -27,7 +27,7 @@ from shmloader.worker import WorkerArguments, run
 _READ_NBYTES = DONE_NBYTES * 8
 _STOP_S = 5.0  # how long a worker may take to finish its sample after its pipe was closed
 
-# What a forked child of this process must not keep open: main-side ends and memory of all live iterators.
+# Whose main-side pipe ends a forked child of this process must not keep open.
 _live: weakref.WeakSet[Workers] = weakref.WeakSet()
 
 
@@ -70,12 +70,17 @@ class Worker:
         except BrokenPipeError:
             pass
 
-    def flush(self) -> None:
-        """Send what an earlier `send` could not."""
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+    def flush(self) -> bool:
+        """Send what an earlier `send` could not; False if the pipe is still full."""
+        try:
             while self._unsent:
                 os.write(self.tasks_fd, self._unsent[0])
                 self._unsent.popleft()
+        except BlockingIOError:
+            return False
+        except BrokenPipeError:
+            self._unsent.clear()
+        return True
 
     def receive(self) -> bytes | None:
         """Records that have arrived: none of them as b"", or None if the worker closed its end."""
@@ -184,8 +189,18 @@ class Workers:
                 for fd in (worker.dones_fd, worker.death_fd):
                     self._by_fd[fd] = worker
                     self._poller.register(fd, select.POLLIN)
-        ready = self._poller.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000)
-        return list(dict.fromkeys(self._by_fd[fd] for fd, _ in ready))
+        timeout_ms = None if timeout_s is None else max(0.0, timeout_s) * 1000
+        while True:
+            # A worker may be waiting for a record that its full pipe had no room for.
+            full = [worker for worker in self.workers if not worker.flush()]
+            for worker in full:
+                self._poller.register(worker.tasks_fd, select.POLLOUT)
+            ready = self._poller.poll(timeout_ms)
+            for worker in full:
+                self._poller.unregister(worker.tasks_fd)
+            spoke = list(dict.fromkeys(self._by_fd[fd] for fd, _ in ready if fd in self._by_fd))
+            if spoke or not ready:
+                return spoke
 
     def is_dead(self, worker: Worker) -> bool:
         """Whether a worker's process has ended."""

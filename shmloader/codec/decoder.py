@@ -15,6 +15,7 @@ from shmloader.layout import DTYPES, REST, TENSOR, Leaf, unpack_leaves
 from shmloader.slot_writer import wrap_tensor
 
 _MOST_HEADERS = 256
+_LONGEST_HEADER_NBYTES = 1 << 14  # longer ones hold data, and do not repeat
 _ndarray: Any = np.ndarray  # looked up for every leaf
 _from_numpy = torch.from_numpy
 _NOTHING: Iterator[Any] = iter(())
@@ -80,11 +81,11 @@ class Decoder:
         fixed = header[:end]
         known = self._known.get(fixed)
         if known is None:
-            if len(self._known) >= _MOST_HEADERS:
-                self._known.clear()
-            known = self._known[fixed] = _look_up(
-                unpack_leaves(header[SIZES.size : split]), header[split:end]
-            )
+            known = _look_up(unpack_leaves(header[SIZES.size : split]), header[split:end])
+            if end <= _LONGEST_HEADER_NBYTES:
+                if len(self._known) >= _MOST_HEADERS:
+                    self._known.clear()
+                self._known[fixed] = known
         return known, iter(pickle.loads(memoryview(header)[end:]) if end < len(header) else ())
 
 

@@ -86,11 +86,9 @@ class Encoder:
         if batch is not self._writer.collated or batch is None:
             return None
         recipe = self._writer.recipe
-        if recipe is not None and isinstance(batch, dict):
-            header = self._writer.headers.get(recipe)
-            if header is not None:
-                strings = [batch[name] for name in recipe.strings]
-                return header + pickle.dumps(strings, 5) if strings else header
+        if recipe is not None and recipe.header is not None and isinstance(batch, dict):
+            strings = [batch[name] for name in recipe.strings]
+            return recipe.header + pickle.dumps(strings, 5) if strings else recipe.header
         key: list[object] = []
         rest: list[object] = []
         if not _describe(batch, self._writer.leaf_of, key, rest):
@@ -106,7 +104,7 @@ class Encoder:
                 headers.clear()
             headers[where] = header
         if recipe is not None:
-            headers[recipe] = header
+            recipe.header = header
         return header + pickle.dumps(rest, 5) if rest else header
 
     def _commit(self, header: bytes, written_nbytes: int) -> Encoded:

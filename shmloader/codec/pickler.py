@@ -145,7 +145,7 @@ def _requiring_grad(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _with_strides(leaf: list[torch.Tensor], shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-    whole: torch.Tensor = torch.empty(0, dtype=leaf[0].dtype)
+    whole: torch.Tensor = torch.empty(0, dtype=leaf[0].dtype, device="cpu")
     return whole.set_(leaf[0].untyped_storage(), 0, shape, strides)
 
 

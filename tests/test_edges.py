@@ -1,0 +1,139 @@
+"""Edges at which batches were lost, copied needlessly or never came, each found by trying it."""
+
+import os
+import signal
+import threading
+import time
+import warnings
+
+import psutil
+import pytest
+import torch
+from loading import Growing, Numbered, Slow
+from torch.utils.data import default_collate
+
+import shmloader
+from shmloader import DataLoader
+
+
+def test_long_index_batches_survive_the_growth_of_their_slot(loader_backend: str) -> None:
+    loader = DataLoader(Numbered(2560, size=100), batch_size=128, num_workers=2)
+    assert [int(batch[0, 0]) for batch in loader] == list(range(0, 2560, 128))
+
+
+def test_an_interrupted_start_of_an_epoch_does_not_hang_the_next() -> None:
+    loader = DataLoader(Slow(200, 1.0, at=4), batch_size=1, num_workers=2, persistent_workers=True)
+    next(iter(loader))
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        iter(loader)  # waits for the worker that sleeps
+    timer.join()
+    time.sleep(1)
+    assert [int(sample[0, 0]) for sample in loader] == list(range(200))
+    loader.close()
+
+
+def test_parts_are_asked_for_although_the_pipe_is_full_of_tasks() -> None:
+    loader = DataLoader(
+        Numbered(900, size=4096), num_workers=1, prefetch_factor=300, memory_budget_nbytes=1 << 20, timeout=30
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", shmloader.SpillWarning)
+        assert [int(sample[0, 0]) for sample in loader] == list(range(900))
+    assert loader.statistics().spills > 0
+
+
+def test_batches_that_fit_the_budget_spill_once_at_most() -> None:
+    loader = DataLoader(
+        Growing([1 << 18] * 30), batch_size=None, num_workers=2, memory_budget_nbytes=24 << 20
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", shmloader.SpillWarning)
+        for index, sample in enumerate(loader):
+            assert bool((sample == index).all())
+    assert loader.statistics().spills <= 4  # those that were outstanding when the size was learnt
+
+
+def test_index_batches_of_tensors_do_not_carry_the_storage_that_they_view() -> None:
+    chunks = torch.arange(1_000_000)[:600].split(50)
+    loader = DataLoader(Numbered(600), batch_sampler=list(chunks), num_workers=2)
+    for number, batch in enumerate(loader):
+        assert batch[:, 0].tolist() == list(range(50 * number, 50 * number + 50))
+        assert loader.statistics().reserved_nbytes < 6 * 16384
+
+
+class Bfloat(Numbered):
+    """Samples of a dtype that NumPy lacks."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index).bfloat16()
+
+
+def test_a_default_device_does_not_disturb_batches() -> None:
+    iterator = iter(DataLoader(Bfloat(8), batch_size=4, num_workers=1))
+    torch.set_default_device("meta")
+    try:
+        batch = next(iterator)
+    finally:
+        torch.set_default_device(None)
+    assert batch.device.type == "cpu"
+    assert batch[:, 0].tolist() == [0, 1, 2, 3]
+
+
+class Marked(torch.Tensor):
+    """Stacking it with anything gives ones."""
+
+    @classmethod
+    def __torch_function__(cls, function, kinds, arguments=(), keywords=None):
+        if function is torch.stack:
+            return torch.ones(len(arguments[0]))
+        return super().__torch_function__(function, kinds, arguments, keywords or {})
+
+
+class Second(Numbered):
+    """Every second sample is ``Marked``."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        sample = torch.zeros(1)
+        return sample.as_subclass(Marked) if index % 2 else sample
+
+
+@pytest.mark.parametrize("collate", [None, default_collate])
+def test_what_stacking_a_subclass_gives_is_the_batch(collate) -> None:
+    for batch in DataLoader(Second(40), batch_size=2, num_workers=1, collate_fn=collate):
+        assert batch.tolist() == [1, 1]
+
+
+def test_workers_watch_the_main_process_also_beyond_descriptor_1023() -> None:
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        iterator = iter(DataLoader(Numbered(40), num_workers=1))
+        next(iterator)
+        time.sleep(0.2)
+        assert psutil.Process(iterator._workers[0].pid).num_threads() >= 2
+        del iterator
+    finally:
+        for fd in opened:
+            os.close(fd)
+
+
+def test_slots_for_kept_batches_are_given_back_within_the_epoch() -> None:
+    loader = DataLoader(Numbered(400, size=1 << 14), num_workers=2)
+    iterator = iter(loader)
+    kept = [next(iterator) for _ in range(40)]
+    assert loader.statistics().reserved_nbytes > 40 << 17
+    kept.clear()
+    for _ in range(20):
+        next(iterator)
+    assert loader.statistics().reserved_nbytes < 10 << 17
+
+
+def test_a_copy_of_a_loaders_attributes_does_not_own_its_iterators() -> None:
+    loader = DataLoader(Numbered(40), num_workers=1)
+    iterator = iter(loader)
+    next(iterator)
+    copied = object.__new__(DataLoader)
+    copied.__dict__.update(loader.__dict__)
+    copied.close()
+    assert int(next(iterator)[0, 0]) == 1
