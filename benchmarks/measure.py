@@ -5,6 +5,7 @@ The last line of the output is the measurement, as JSON.
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import importlib
 import os
@@ -63,7 +64,7 @@ def measure_loader(spec: Spec, workload: Workload, dataset: Repeated, contestant
     touched = consume(batches, spec.seconds, spec.min_batches)
     window_s = time.perf_counter() - start_s
     cpu_s, foreign_s = meter.read()
-    descriptors += count_descriptors(batches, spec.descriptor_batches)
+    descriptors += count_descriptors(batches, spec.descriptor_batches, spec.seconds)
     statistics = contestant.statistics(loader) if contestant.statistics else None
     nbytes, count = batch_nbytes(reference), len(touched)
     slots = spec.prefetch_factor * spec.workers + 2
@@ -110,13 +111,17 @@ def consume(batches: Iterator[Any], seconds: float, min_batches: int) -> list[fl
     return touched
 
 
-def count_descriptors(batches: Iterator[Any], count: int) -> list[int]:
-    """Counts the open descriptors at each of some batches; untimed, since counting takes time."""
-    counts = []
+def count_descriptors(batches: Iterator[Any], count: int, seconds: float) -> list[int]:
+    """Counts the open descriptors at each of some batches; untimed, since counting takes time.
+
+    It ends after `count` batches, or after `seconds` where they come slowly.
+    """
+    counts: list[int] = []
+    end_s = time.perf_counter() + seconds
     for batch in batches:
         touch(batch)
         counts.append(open_descriptors())
-        if len(counts) == count:
+        if len(counts) == count or time.perf_counter() >= end_s:
             break
     return counts
 
@@ -129,5 +134,12 @@ def count_wrong(touched: list[float], expected: list[float]) -> int:
     )
 
 
+def main() -> None:
+    """Does what the command line says, within its time."""
+    spec = Spec.from_json(sys.argv[1])
+    faulthandler.dump_traceback_later(spec.timeout_s, exit=True)
+    print(measure(spec).to_json(), flush=True)
+
+
 if __name__ == "__main__":
-    print(measure(Spec.from_json(sys.argv[1])).to_json())
+    main()

@@ -13,7 +13,7 @@ class Spec:
 
     `contestant` is a registered loader, or "limit". `plugins` are files that register more
     workloads and loaders. The window lasts `seconds` and at least `min_batches`, but never much
-    over four times `seconds`.
+    over four times `seconds`. After `timeout_s` the process says where it hangs, and ends.
     """
 
     workload: str
@@ -24,6 +24,7 @@ class Spec:
     warmup_s: float
     min_batches: int
     descriptor_batches: int
+    timeout_s: float
     quick: bool
     plugins: tuple[str, ...] = ()
 

@@ -31,6 +31,9 @@ from benchmarks.workloads import WORKLOADS  # noqa: E402
 START_ALLOWANCE_S = 120.0
 """What a measurement may need beside its windows before it counts as hung."""
 
+KILL_AFTER_S = 15.0
+"""How long after that its processes are left to end by themselves."""
+
 
 class MeasurementFailedError(Exception):
     """A measurement's process ended without a result."""
@@ -50,14 +53,16 @@ def run_measurement(spec: Spec) -> Measurement:
         text=True,
         start_new_session=True,  # so that its workers can be ended with it
     )
-    timeout_s = START_ALLOWANCE_S + LONGEST_WINDOW * (spec.warmup_s + spec.seconds)
     what = f"{spec.contestant} on {spec.workload}"
     try:
-        output, errors = process.communicate(timeout=timeout_s)
+        # A process that hangs ends by itself; what it started may outlive it and hold the pipes.
+        output, errors = process.communicate(timeout=spec.timeout_s + KILL_AFTER_S)
     except subprocess.TimeoutExpired as error:
-        raise MeasurementFailedError(f"{what} was not done after {timeout_s:.0f} s") from error
+        os.killpg(process.pid, signal.SIGKILL)
+        output, errors = process.communicate()
+        raise MeasurementFailedError(f"{what} hung:\n{errors[-4000:]}") from error
     finally:
-        if process.returncode is None:  # it hangs, or this run was interrupted
+        if process.returncode is None:  # this run was interrupted
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if process.returncode != 0 or not output.strip():
@@ -92,6 +97,7 @@ def make_spec(arguments: argparse.Namespace, workload: str, contestant: str) -> 
         seconds=seconds,
         warmup_s=min(1.0, seconds / 3),
         min_batches=10 if arguments.quick else 200,
+        timeout_s=START_ALLOWANCE_S + 2 * LONGEST_WINDOW * seconds,
         descriptor_batches=20 if arguments.quick else 200,
         quick=arguments.quick,
         plugins=tuple(str(Path(path).resolve()) for path in arguments.plugin),

@@ -13,7 +13,7 @@ The **leaf table** lists the leaves in the order in which the batch's structure 
 
 from __future__ import annotations
 
-import marshal
+import pickle
 from typing import NamedTuple
 
 import numpy as np
@@ -87,9 +87,9 @@ class Leaf(NamedTuple):
 
 def pack_leaves(leaves: list[Leaf]) -> bytes:
     """Write a leaf table: short, since it lies in the slot, and quick to write in one call."""
-    return marshal.dumps([tuple(leaf) for leaf in leaves])
+    return pickle.dumps([tuple(leaf) for leaf in leaves], 5)
 
 
 def unpack_leaves(packed: bytes) -> list[Leaf]:
-    """Read what `pack_leaves` wrote, in another process of the same Python."""
-    return [Leaf._make(row) for row in marshal.loads(packed)]
+    """Read what `pack_leaves` wrote."""
+    return [Leaf._make(row) for row in pickle.loads(packed)]
