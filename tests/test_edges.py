@@ -6,7 +6,6 @@ import threading
 import time
 import warnings
 
-import psutil
 import pytest
 import torch
 from loading import Growing, Numbered, Slow
@@ -105,17 +104,34 @@ def test_what_stacking_a_subclass_gives_is_the_batch(collate) -> None:
         assert batch.tolist() == [1, 1]
 
 
+class Threads(Numbered):
+    """Samples are the number of Python threads in the worker, a moment after it started."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.3)
+        return torch.tensor(threading.active_count())
+
+
 def test_workers_watch_the_main_process_also_beyond_descriptor_1023() -> None:
     opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
-        iterator = iter(DataLoader(Numbered(40), num_workers=1))
-        next(iterator)
-        time.sleep(0.2)
-        assert psutil.Process(iterator._workers[0].pid).num_threads() >= 2
-        del iterator
+        counts = [int(count) for count in DataLoader(Threads(2), num_workers=1)]
     finally:
         for fd in opened:
             os.close(fd)
+    assert counts == [2, 2]
+
+
+def test_long_headers_are_not_remembered() -> None:
+    iterator = iter(DataLoader(Numbered(40), num_workers=1, collate_fn=list_of_many))
+    for batch in iterator:
+        assert len(batch[1]) == 20_000
+    assert not iterator._decoder._known
+
+
+def list_of_many(samples: list[torch.Tensor]) -> list:
+    """A batch whose header holds data."""
+    return [samples[0], list(range(20_000))]
 
 
 def test_slots_for_kept_batches_are_given_back_within_the_epoch() -> None:
