@@ -7,10 +7,11 @@ returned. Main process only.
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import time
 import warnings
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +28,7 @@ from shmloader.messages import (
     RESUMED,
     SPILLED,
     TASK,
-    Done,
+    DoneFields,
     Task,
     pack_task,
     unpack_done,
@@ -36,20 +37,8 @@ from shmloader.slots import SlotPool, SlotState
 from shmloader.statistics import Counters
 from shmloader.workers import Worker, Workers
 
-
-class Outstanding(NamedTuple):
-    """A task that was sent and whose batch was not returned yet.
-
-    Attributes:
-        worker_id: Who makes it.
-        index_batch: What it is made of.
-    """
-
-    worker_id: int
-    index_batch: object
-
-
 _LONG_NBYTES = 1024
+_SPIN_NS = 50_000
 
 
 def _is_ints(index_batch: object) -> bool:
@@ -83,7 +72,8 @@ class Exchange:
         timeout_s: Most seconds to wait for any record; 0 waits as long as the workers live.
 
     Attributes:
-        outstanding: Tasks by number, in the order in which they were sent.
+        outstanding: Tasks that were sent and whose batches were not returned yet, by number, in the order in
+            which they were sent: the worker, and the index batch.
         arrived: The workers' answers to those whose batch is here, by number, in order of arrival.
         ended: Workers that have said, since this was last emptied, that their dataset is exhausted.
     """
@@ -91,13 +81,14 @@ class Exchange:
     def __init__(self, pool: SlotPool, crew: Workers, counters: Counters, timeout_s: float) -> None:
         self.pool = pool
         self.crew = crew
-        self.outstanding: dict[int, Outstanding] = {}
-        self.arrived: dict[int, Done] = {}
+        self.outstanding: dict[int, tuple[int, object]] = {}
+        self.arrived: dict[int, DoneFields] = {}
         self.ended: list[int] = []
         self._counters = counters
         self._timeout_s = timeout_s if timeout_s > 0 else None
         self._generation = 0
         self._to_resume = 0
+        self._wait_ns = 0  # how long the last wait took
         self._images: dict[int, tuple[npt.NDArray[np.uint8], int]] = {}  # batches sent in parts
 
     def send(self, worker_id: int, seq: int, index_batch: object) -> None:
@@ -113,7 +104,7 @@ class Exchange:
             payload = b""
         elif slot.nbytes == 0:
             pool.reserve(slot, 1)  # so that there is always room for a part, or for an error
-        self.outstanding[seq] = Outstanding(worker_id, index_batch)
+        self.outstanding[seq] = worker_id, index_batch
         self.crew.workers[worker_id].send(
             pack_task(
                 TASK,
@@ -159,6 +150,8 @@ class Exchange:
         if worker_id is not None:
             worker = self.crew.workers[worker_id]
             records = worker.receive()
+            if records == b"" and self._wait_ns < _SPIN_NS:
+                records = self._look_again(worker)
             if records is None:
                 self._fail(worker)
             if records:
@@ -166,11 +159,24 @@ class Exchange:
                 return
         self._wait()
 
+    def _look_again(self, worker: Worker) -> bytes | None:
+        """Wait for a worker's records without sleeping, for a moment, as `worker` does and says why."""
+        began_ns = now_ns = time.perf_counter_ns()
+        records: bytes | None = b""
+        while records == b"" and now_ns - began_ns < _SPIN_NS:
+            os.sched_yield()
+            records = worker.receive()
+            now_ns = time.perf_counter_ns()
+        self._wait_ns = now_ns - began_ns
+        self._counters.wait_for_workers_ns += self._wait_ns
+        return records
+
     def _wait(self) -> None:
         crew = self.crew
         began_ns = time.perf_counter_ns()
         ready = crew.wait(self._timeout_s)
-        self._counters.wait_for_workers_ns += time.perf_counter_ns() - began_ns
+        self._wait_ns = time.perf_counter_ns() - began_ns
+        self._counters.wait_for_workers_ns += self._wait_ns
         if not ready:
             raise WorkerTimeout(
                 f"DataLoader timed out after {self._timeout_s} seconds: none of {len(crew.workers)} "
@@ -188,7 +194,8 @@ class Exchange:
         counters, pool = self._counters, self.pool
         for done in unpack_done(records):
             kind, flags, generation, seq, number, version, nbytes, offset, header_nbytes, wait_ns = done
-            counters.workers_wait_for_slots_ns += wait_ns
+            if wait_ns:
+                counters.workers_wait_for_slots_ns += wait_ns
             if kind == RESUMED:
                 self._to_resume -= generation == self._generation  # an interrupted resume's is stale
                 continue
@@ -211,17 +218,16 @@ class Exchange:
             else:
                 self.arrived[seq] = done
 
-    def _accept_part(self, worker: Worker, done: Done) -> None:
+    def _accept_part(self, worker: Worker, done: DoneFields) -> None:
         """Copy a piece of a batch that is larger than its slot, and ask for the next one."""
-        if done.generation == self._generation:
-            total, piece = done.header_offset, done.header_nbytes
-            image, filled = self._images.get(done.seq) or (np.empty(total, np.uint8), 0)
-            slot = self.pool.slots[done.slot]
-            self.pool.read_part(slot, done.version, done.slot_nbytes, image[filled : filled + piece])
-            self._images[done.seq] = (image, filled + piece)
-        worker.send(Task(CONTINUE, done.generation, done.seq, done.slot).pack())
+        _, _, generation, seq, number, version, nbytes, total, piece, _ = done
+        if generation == self._generation:
+            image, filled = self._images.get(seq) or (np.empty(total, np.uint8), 0)
+            self.pool.read_part(self.pool.slots[number], version, nbytes, image[filled : filled + piece])
+            self._images[seq] = (image, filled + piece)
+        worker.send(Task(CONTINUE, generation, seq, number).pack())
 
-    def take(self, done: Done) -> tuple[npt.NDArray[np.uint8], bytes]:
+    def take(self, done: DoneFields) -> tuple[npt.NDArray[np.uint8], bytes]:
         """The memory of a batch that is here: its slot under a lease or, spilled, a private copy.
 
         Args:
@@ -231,13 +237,14 @@ class Exchange:
             The anchor of all its leaves, and the header.
         """
         pool = self.pool
-        slot = pool.slots[done.slot]
-        begin, end = done.header_offset, done.header_offset + done.header_nbytes
-        if not done.flags & SPILLED and pool.can_lease():
+        _, flags, _, seq, number, _, _, begin, header_nbytes, _ = done
+        slot = pool.slots[number]
+        end = begin + header_nbytes
+        if not flags & SPILLED and pool.can_lease():
             anchor, view = pool.lease(slot)
             return anchor, bytes(view[begin:end])
-        if done.flags & SPILLED:
-            image, _ = self._images.pop(done.seq)
+        if flags & SPILLED:
+            image, _ = self._images.pop(seq)
             pool.give_back(slot)
             why = f"a batch of {len(image):,} bytes is larger than a slot may be"
         else:
@@ -268,9 +275,9 @@ class Exchange:
     def _held_by(self, worker_id: int | None) -> tuple[object, ...]:
         """Index batches sent to a worker (or to any, for None) and not answered."""
         return tuple(
-            task.index_batch
-            for seq, task in self.outstanding.items()
-            if seq not in self.arrived and worker_id in (None, task.worker_id)
+            index_batch
+            for seq, (holder_id, index_batch) in self.outstanding.items()
+            if seq not in self.arrived and worker_id in (None, holder_id)
         )
 
     def _fail(self, worker: Worker) -> NoReturn:

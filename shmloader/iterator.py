@@ -29,6 +29,8 @@ from shmloader.statistics import Counters
 from shmloader.worker import WorkerArguments
 from shmloader.workers import Workers, check_importable
 
+_NOBODY = -1, None
+
 
 class SlotIterator(torch_private.BaseIterator):
     """Iterates over a loader whose workers collate into slots.
@@ -159,7 +161,7 @@ class SlotIterator(torch_private.BaseIterator):
 
     def _next_data(self) -> Any:
         exchange = self._exchange
-        arrived = exchange.arrived
+        arrived, outstanding = exchange.arrived, exchange.outstanding
         while True:
             seq = self._next_seq
             if seq in arrived:
@@ -168,14 +170,15 @@ class SlotIterator(torch_private.BaseIterator):
                 return self._return_batch(next(iter(arrived)))
             if seq >= self._send_seq:
                 break
-            task = exchange.outstanding.get(seq)
-            if task is None or not self._active[task.worker_id]:
+            worker_id, _ = outstanding.get(seq, _NOBODY)
+            if worker_id < 0 or not self._active[worker_id]:
                 # Returned out of order, or its worker's iterable dataset ended before it.
-                exchange.outstanding.pop(seq, None)
+                outstanding.pop(seq, None)
                 self._next_seq += 1
                 continue
-            self._check_open()
-            exchange.receive(task.worker_id)
+            if not self._crew.workers:
+                self._check_open()
+            exchange.receive(worker_id)
             while exchange.ended:
                 self._end_worker(exchange.ended.pop())
         if not self._persistent_workers:
@@ -201,7 +204,7 @@ class SlotIterator(torch_private.BaseIterator):
         self._issue_task()
         batch = self._decoder.decode(anchor, header)
         del anchor
-        if done.kind == FAILURE:
+        if done[0] == FAILURE:
             self._counters.failures += 1
             raise restore(batch)
         self._counters.batches += 1

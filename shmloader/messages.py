@@ -9,6 +9,7 @@ memory fence between the two processes.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 # Kinds of record from main to worker.
@@ -117,6 +118,8 @@ pack_done = _DONE.pack
 """The record from the fields of `Done`, without making one."""
 
 
-def unpack_done(records: bytes) -> list[Done]:
-    """Read one or more whole records of `Done.pack`."""
-    return [Done._make(fields) for fields in _DONE.iter_unpack(records)]
+DoneFields = tuple[int, int, int, int, int, int, int, int, int, int]
+"""The fields of `Done`, in order: what is passed on for every batch, without making a named tuple."""
+
+unpack_done: Callable[[bytes], Iterator[DoneFields]] = _DONE.iter_unpack
+"""Read one or more whole records of `Done.pack`."""

@@ -247,8 +247,10 @@ class SlotPool:
         while self._released:
             slot = self._released.popleft().slot
             slot.lease = None
+            slot.state = _FREE
+            slot.used_nbytes = 0
             self._leased -= 1
-            self._make_free(slot)
+            self._free.append(slot)
         if len(self._free) > self.base_slots:
             self._discard_extra()
 
