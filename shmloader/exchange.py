@@ -1,23 +1,23 @@
 """Records out and records in: tasks to the workers of one iterator, and what they answer.
 
-Knows slots, generations and parts; knows nothing of samplers and of the order in which batches are
-returned. Main process only.
+Knows slots, generations, parts and what becomes of the tasks of a worker that is replaced; knows nothing of
+samplers and of the order in which batches are returned. Main process only.
 """
 
 from __future__ import annotations
 
-import io
+import logging
 import os
 import pickle
+import threading
 import time
-import warnings
-from typing import Any, NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from shmloader.errors import SpillWarning, WorkerTimeout
+from shmloader.errors import LoaderClosed, LoaderError, SharedMemoryExhausted, WorkerTimeout
+from shmloader.index_batches import pickle_index_batch
 from shmloader.messages import (
     CONTINUE,
     DETACHED,
@@ -33,33 +33,26 @@ from shmloader.messages import (
     pack_task,
     unpack_done,
 )
-from shmloader.slots import SlotPool, SlotState
+from shmloader.slots import Slot, SlotPool, SlotState
 from shmloader.statistics import Counters
 from shmloader.workers import Worker, Workers
 
-_LONG_NBYTES = 1024
 _SPIN_NS = 50_000
+_EXPEL_S = 1.0  # how long another thread may take to notice that the loader was closed
+_MOST_DEATHS = 2  # a batch that has ended so many workers is not tried again
+_log = logging.getLogger("shmloader")
 
 
-def _is_ints(index_batch: object) -> bool:
-    return type(index_batch) is list and type(index_batch[0]) is int
+class Patience(NamedTuple):
+    """What is done about workers that die or do not answer.
 
+    Attributes:
+        timeout_s: Most seconds to wait for any record; 0 waits as long as the workers live.
+        restarts: How many dead or silent workers are replaced before one of them is an error.
+    """
 
-class _CompactPickler(pickle.Pickler):
-    """Pickles of a tensor what it shows, not all of the storage that it is a view of."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        """See ``pickle.Pickler``."""
-        plain = type(obj) is torch.Tensor and obj.device.type == "cpu" and obj.layout is torch.strided
-        if plain and obj.untyped_storage().nbytes() > obj.numel() * obj.element_size():
-            return obj.clone().__reduce_ex__(5)
-        return NotImplemented
-
-
-def _pickle_compact(index_batch: object) -> bytes:
-    file = io.BytesIO()
-    _CompactPickler(file, 5).dump(index_batch)
-    return file.getvalue()
+    timeout_s: float
+    restarts: int
 
 
 class Exchange:
@@ -69,43 +62,54 @@ class Exchange:
         pool: The slots.
         crew: The workers.
         counters: The loader's counters.
-        timeout_s: Most seconds to wait for any record; 0 waits as long as the workers live.
+        patience: See `Patience`.
 
     Attributes:
         outstanding: Tasks that were sent and whose batches were not returned yet, by number, in the order in
-            which they were sent: the worker, and the index batch.
+            which they were sent: the worker, the index batch, the slot.
         arrived: The workers' answers to those whose batch is here, by number, in order of arrival.
         ended: Workers that have said, since this was last emptied, that their dataset is exhausted.
+        settled: False while something is half done. It stays so if an exception that can come between any
+            two lines (``KeyboardInterrupt``) cuts that short: then what is recorded here is not to be
+            trusted any more. While the main process sleeps, all is settled.
     """
 
-    def __init__(self, pool: SlotPool, crew: Workers, counters: Counters, timeout_s: float) -> None:
+    def __init__(self, pool: SlotPool, crew: Workers, counters: Counters, patience: Patience) -> None:
         self.pool = pool
         self.crew = crew
-        self.outstanding: dict[int, tuple[int, object]] = {}
+        self.outstanding: dict[int, tuple[int, object, Slot]] = {}
         self.arrived: dict[int, DoneFields] = {}
         self.ended: list[int] = []
+        self.settled = True
         self._counters = counters
-        self._timeout_s = timeout_s if timeout_s > 0 else None
+        self._timeout_s = patience.timeout_s if patience.timeout_s > 0 else None
+        self._restarts_left = patience.restarts
+        self._deaths: dict[int, int] = {}  # workers that ended at a task, by its number
         self._generation = 0
-        self._to_resume = 0
+        self._resuming: set[int] = set()  # workers that have not come to this generation yet
+        self._voided: dict[int, int] = {}  # the worker of each slot that is granted for an abandoned epoch
+        self._waiter: int | None = None  # the thread that waits
         self._wait_ns = 0  # how long the last wait took
         self._images: dict[int, tuple[npt.NDArray[np.uint8], int]] = {}  # batches sent in parts
 
+    # --- out
+
     def send(self, worker_id: int, seq: int, index_batch: object) -> None:
         """Send a task, with a slot to make its batch in."""
-        payload = pickle.dumps(index_batch, 5)
-        if len(payload) > _LONG_NBYTES and not _is_ints(index_batch):
-            payload = _pickle_compact(index_batch)
+        slot = self.pool.grant()
+        self.outstanding[seq] = worker_id, index_batch, slot
+        self._send_task(self.crew.workers[worker_id], seq, index_batch, slot)
+
+    def _send_task(self, worker: Worker, seq: int, index_batch: object, slot: Slot) -> None:
+        payload = pickle_index_batch(index_batch)
         nbytes = len(payload)
         pool = self.pool
-        slot = pool.grant()
         if nbytes > INLINE_NBYTES:
             pool.reserve(slot, nbytes).view[:nbytes] = payload
             payload = b""
         elif slot.nbytes == 0:
             pool.reserve(slot, 1)  # so that there is always room for a part, or for an error
-        self.outstanding[seq] = worker_id, index_batch
-        self.crew.workers[worker_id].send(
+        worker.send(
             pack_task(
                 TASK,
                 self._generation,
@@ -113,7 +117,7 @@ class Exchange:
                 slot.number,
                 slot.version,
                 slot.nbytes,
-                pool.largest_nbytes,
+                pool.typical_nbytes or pool.largest_nbytes,
                 slot.limit_nbytes,
                 nbytes,
                 payload,
@@ -128,36 +132,46 @@ class Exchange:
         this returns when all workers have come to the new epoch.
         """
         self._generation += 1
+        for done in self.arrived.values():
+            self.pool.give_back(self.pool.slots[done[4]])
+        for seq, (worker_id, _, slot) in self.outstanding.items():
+            if seq not in self.arrived:
+                self._voided[slot.number] = worker_id
         self.outstanding.clear()
         self.arrived.clear()
         self._images.clear()
+        self._deaths.clear()
         payload = pickle.dumps(shared_seed, 5)
+        self._resuming = {worker.worker_id for worker in self.crew.workers}
         for worker in self.crew.workers:
             worker.send(Task(RESUME, self._generation, payload_nbytes=len(payload), payload=payload).pack())
-        self._to_resume = len(self.crew.workers)
-        while self._to_resume:
+        while self._resuming:
             self.receive()
         self.ended.clear()
         self.pool.trim()
+
+    # --- in
 
     def receive(self, worker_id: int | None = None) -> None:
         """Take records in: those of one worker if there are some, else wait for any worker's.
 
         Raises:
-            WorkerDied: If a worker has ended; the others are stopped.
-            WorkerTimeout: If nothing came within the timeout.
+            WorkerDied: If a worker has ended and is not to be replaced; the others are stopped.
+            WorkerTimeout: If nothing came within the timeout, and no worker is to be replaced for it.
+            LoaderClosed: If the loader was closed meanwhile, by another thread.
         """
         if worker_id is not None:
             worker = self.crew.workers[worker_id]
             records = worker.receive()
             if records == b"" and self._wait_ns < _SPIN_NS:
                 records = self._look_again(worker)
-            if records is None:
-                self._fail(worker)
             if records:
                 self._accept(worker, records)
                 return
-        self._wait()
+            if records is None:
+                self._recover(worker, None)
+                return
+        self._wait(worker_id)
 
     def _look_again(self, worker: Worker) -> bytes | None:
         """Wait for a worker's records without sleeping, for a moment, as `worker` does and says why."""
@@ -171,24 +185,30 @@ class Exchange:
         self._counters.wait_for_workers_ns += self._wait_ns
         return records
 
-    def _wait(self) -> None:
+    def _wait(self, worker_id: int | None) -> None:
         crew = self.crew
         began_ns = time.perf_counter_ns()
-        ready = crew.wait(self._timeout_s)
+        self._waiter = threading.get_ident()
+        self.settled = True
+        try:
+            ready = crew.wait(self._timeout_s)
+        finally:
+            self._waiter = None
+        self.settled = False
         self._wait_ns = time.perf_counter_ns() - began_ns
         self._counters.wait_for_workers_ns += self._wait_ns
+        if crew.interrupted:
+            self.settled = True
+            raise LoaderClosed("the loader was closed by another thread while this one waited for a batch")
         if not ready:
-            raise WorkerTimeout(
-                f"DataLoader timed out after {self._timeout_s} seconds: none of {len(crew.workers)} "
-                f"worker(s) has finished a batch; outstanding index batches: {self._held_by(None)!s:.300}"
-            )
+            self._recover(self._silent(worker_id), self._timeout_s)
         for worker in ready:
             # What a dead worker had written before it died is read first: it is whole.
             records = worker.receive()
             if records:
                 self._accept(worker, records)
-            elif records is None or crew.is_dead(worker):
-                self._fail(worker)
+            elif records is None or worker.is_dead():
+                self._recover(worker, None)
 
     def _accept(self, worker: Worker, records: bytes) -> None:
         counters, pool = self._counters, self.pool
@@ -197,7 +217,8 @@ class Exchange:
             if wait_ns:
                 counters.workers_wait_for_slots_ns += wait_ns
             if kind == RESUMED:
-                self._to_resume -= generation == self._generation  # an interrupted resume's is stale
+                if generation == self._generation:  # an interrupted resume's is stale
+                    self._resuming.discard(worker.worker_id)
                 continue
             if kind == PART:
                 self._accept_part(worker, done)
@@ -207,16 +228,26 @@ class Exchange:
             pool.publish(slot, version, nbytes, 0 if flags & SPILLED else used_nbytes)
             if flags & SPILLED:
                 pool.note_size(used_nbytes)
-            counters.largest_batch_nbytes = max(counters.largest_batch_nbytes, used_nbytes)
+            if used_nbytes > counters.largest_batch_nbytes:  # noqa: PLR1730 - for every batch; max() shows
+                counters.largest_batch_nbytes = used_nbytes
             if flags & DETACHED:
                 counters.detached += 1
             if generation != self._generation:
+                self._voided.pop(number, None)
                 pool.give_back(slot)
             elif kind == END:
                 pool.give_back(slot)
                 self.ended.append(worker.worker_id)
             else:
                 self.arrived[seq] = done
+        if pool.shortage is not None:
+            self._run_short(pool.shortage)
+
+    def _run_short(self, shortage: SharedMemoryExhausted) -> NoReturn:
+        self.crew.close("the host's memory is too small for its slots", grace_s=0.0)
+        self.pool.close()
+        self.settled = True
+        raise shortage
 
     def _accept_part(self, worker: Worker, done: DoneFields) -> None:
         """Copy a piece of a batch that is larger than its slot, and ask for the next one."""
@@ -227,14 +258,14 @@ class Exchange:
             self._images[seq] = (image, filled + piece)
         worker.send(Task(CONTINUE, generation, seq, number).pack())
 
-    def take(self, done: DoneFields) -> tuple[npt.NDArray[np.uint8], bytes]:
+    def take(self, done: DoneFields) -> tuple[npt.NDArray[np.uint8], bytes, str]:
         """The memory of a batch that is here: its slot under a lease or, spilled, a private copy.
 
         Args:
             done: The worker's answer.
 
         Returns:
-            The anchor of all its leaves, and the header.
+            The anchor of all its leaves, the header, and what the user is to be warned of, or "".
         """
         pool = self.pool
         _, flags, _, seq, number, _, _, begin, header_nbytes, _ = done
@@ -242,7 +273,7 @@ class Exchange:
         end = begin + header_nbytes
         if not flags & SPILLED and pool.can_lease():
             anchor, view = pool.lease(slot)
-            return anchor, bytes(view[begin:end])
+            return anchor, bytes(view[begin:end]), self._take_notice() if pool.notice else ""
         if flags & SPILLED:
             image, _ = self._images.pop(seq)
             pool.give_back(slot)
@@ -251,38 +282,121 @@ class Exchange:
             image = pool.spill(slot)
             kept = f"the program keeps {pool.count(SlotState.LEASED)} batches"
             why = kept if pool.out_of_budget else ""
-        self._count_spill(len(image), why)
-        return image, image[begin:end].tobytes()
+        return image, image[begin:end].tobytes(), self._count_spill(len(image), why)
 
-    def _count_spill(self, nbytes: int, why: str) -> None:
-        """Count a batch moved to private memory; warn once if the memory budget was the reason."""
+    def _take_notice(self) -> str:
+        """The pool's notice, the first time, if the user was not warned of the budget already."""
+        warned, self._counters.warned_of_spills = self._counters.warned_of_spills, True
+        return "" if warned else self.pool.notice
+
+    def _count_spill(self, nbytes: int, why: str) -> str:
+        """Count a batch moved to private memory; gives the warning of the budget, the first time."""
         counters, pool = self._counters, self.pool
         counters.spills += 1
         counters.spilled_nbytes += nbytes
         if not why or counters.warned_of_spills:
-            return
+            return ""
         counters.warned_of_spills = True
         needed = pool.base_slots * max(nbytes, pool.largest_nbytes)
-        warnings.warn(
+        return (
             f"{why}, and the slots' memory budget is {pool.budget_nbytes:,} bytes: batches beyond it are "
             "copied to private memory, which is correct but slower. A budget for this loader's slots is at "
             f"least {needed:,} bytes (memory_budget_nbytes=...), plus what the program keeps; else use a "
-            "smaller batch_size, prefetch_factor or num_workers.",
-            SpillWarning,
-            stacklevel=6,  # whoever called next()
+            "smaller batch_size, prefetch_factor or num_workers."
         )
 
-    def _held_by(self, worker_id: int | None) -> tuple[object, ...]:
-        """Index batches sent to a worker (or to any, for None) and not answered."""
-        return tuple(
-            index_batch
-            for seq, (holder_id, index_batch) in self.outstanding.items()
+    def expel(self) -> None:
+        """Make another thread leave `receive` with `LoaderClosed`, now and from now on."""
+        self.crew.interrupt()
+        deadline = time.monotonic() + _EXPEL_S
+        while time.monotonic() < deadline:
+            if self.settled and self._waiter in (None, threading.get_ident()):
+                return
+            time.sleep(0.001)
+
+    # --- workers that die or do not answer
+
+    def _held_by(self, worker_id: int | None) -> dict[int, object]:
+        """Index batches sent to a worker (or to any, for None) and not answered, by number."""
+        return {
+            seq: index_batch
+            for seq, (holder_id, index_batch, _) in self.outstanding.items()
             if seq not in self.arrived and worker_id in (None, holder_id)
-        )
+        }
 
-    def _fail(self, worker: Worker) -> NoReturn:
-        """Raise the death of a worker, after stopping the others."""
-        error = self.crew.died(worker, self._held_by(worker.worker_id))
-        self.crew.close(f"worker {worker.worker_id} died")
-        self.pool.close()
+    def _silent(self, worker_id: int | None) -> Worker:
+        """The worker that is waited for: that of the next batch or, as all are silent, the oldest task's."""
+        if worker_id is None:
+            worker_id = min(self._resuming, default=0)
+        elif worker_id not in {holder_id for holder_id, _, _ in self.outstanding.values()}:
+            worker_id = next(iter(self.outstanding.values()))[0]
+        return self.crew.workers[worker_id]
+
+    def _recover(self, worker: Worker, silent_s: float | None) -> None:
+        """Replace a worker that is dead, or has been silent for ``silent_s``, or raise the error for it."""
+        # What it has still said counts: those tasks are done.
+        while records := worker.receive():
+            self._accept(worker, records)
+            if silent_s is not None:
+                return  # it has answered in this very moment
+        held = self._held_by(worker.worker_id)
+        culprit = next(iter(held), -1)
+        deaths = self._deaths[culprit] = self._deaths.get(culprit, 0) + 1
+        if self._restarts_left <= 0 or (culprit >= 0 and deaths >= _MOST_DEATHS):
+            self._fail(worker, silent_s, held, deaths if culprit >= 0 else 0)
+        self._restarts_left -= 1
+        self._counters.worker_restarts += 1
+        stack = "" if silent_s is None else self.crew.stack_of(worker)
+        pid = worker.pid
+        fresh = self.crew.restart(worker)
+        _log.warning(
+            "shmloader worker %d (pid %d) %s at the index batch %.200s and was replaced by pid %d; "
+            "%d more restart(s).%s",
+            worker.worker_id,
+            pid,
+            "died" if silent_s is None else f"was silent for {silent_s} s",
+            held.get(culprit),
+            fresh.pid,
+            self._restarts_left,
+            stack and f"\n{stack}",
+        )
+        self._hand_over(fresh, held)
+
+    def _hand_over(self, worker: Worker, held: dict[int, object]) -> None:
+        """Give a new worker the tasks of the one that it replaces, in the same order and the same slots."""
+        for number in [n for n, holder_id in self._voided.items() if holder_id == worker.worker_id]:
+            del self._voided[number]
+            self.pool.revoke(self.pool.slots[number])
+        self._resuming.discard(worker.worker_id)  # it was started in this epoch
+        for seq, index_batch in held.items():
+            slot = self.outstanding[seq][2]
+            self._images.pop(seq, None)
+            self.pool.reclaim(slot)
+            self._send_task(worker, seq, index_batch, slot)
+
+    def _fail(self, worker: Worker, silent_s: float | None, held: dict[int, object], deaths: int) -> NoReturn:
+        """Raise the death or the silence of a worker."""
+        indices = tuple(held.values())
+        why = f"{deaths} workers have ended at the first of its index batches." if deaths > 1 else ""
+        error: LoaderError
+        if silent_s is None:
+            error = self.crew.died(worker, indices, self._memory_figures(), why)
+            self.crew.close(f"worker {worker.worker_id} died", grace_s=0.0)
+            self.pool.close()
+        else:
+            waiting_for = tuple(self._held_by(None).values())
+            error = WorkerTimeout(
+                f"DataLoader timed out after {silent_s} seconds: none of {len(self.crew.workers)} worker(s) "
+                f"has finished a batch; outstanding index batches: {waiting_for!s:.300}. {why} The next is "
+                f"due from worker {worker.worker_id} (pid {worker.pid}), which is at\n"
+                f"{self.crew.stack_of(worker)}"
+            )
+        self.settled = True
         raise error
+
+    def _memory_figures(self) -> str:
+        pool = self.pool
+        return (
+            f"The loader's slots have {sum(slot.nbytes for slot in pool.slots):,} bytes of shared memory "
+            f"(their budget is {pool.budget_nbytes:,}), its largest batch {pool.largest_nbytes:,}."
+        )

@@ -9,19 +9,21 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import warnings
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from shmloader import torch_private
+from shmloader.bad_samples import LEFT_OUT, count, take_report, warn_of_bad_samples
 from shmloader.codec import Decoder
-from shmloader.errors import LoaderClosed
-from shmloader.exchange import Exchange
+from shmloader.errors import LoaderClosed, SpillWarning
+from shmloader.exchange import Exchange, Patience
 from shmloader.failures import restore
 from shmloader.fetch import FetchRules
 from shmloader.limits import memory_headroom
-from shmloader.messages import FAILURE
+from shmloader.messages import FAILURE, REPORTED
 from shmloader.pinning import pin_batch
 from shmloader.segment import Descriptor, new_segment
 from shmloader.slots import SlotPool
@@ -29,7 +31,7 @@ from shmloader.statistics import Counters
 from shmloader.worker import WorkerArguments
 from shmloader.workers import Workers, check_importable
 
-_NOBODY = -1, None
+_NOBODY = -1, None, None
 
 
 class SlotIterator(torch_private.BaseIterator):
@@ -53,20 +55,24 @@ class SlotIterator(torch_private.BaseIterator):
                 "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"  # torch's words
             )
         self._in_order: bool = loader.in_order
+        self._on_error: str = loader.on_error
         self._most_tasks: int = loader.prefetch_factor * self._num_workers
         self._counters = counters
         self._counts_samples = self._dataset_kind == torch_private.ITERABLE_KIND
         self._decoder = Decoder()
+        available_nbytes = memory_headroom().available_nbytes
         budget_nbytes = loader.memory_budget_nbytes
         if budget_nbytes is None:
-            budget_nbytes = memory_headroom().available_nbytes // 2
-        self.pool = SlotPool(new_segment(), self._most_tasks, budget_nbytes)
+            self.pool = SlotPool(new_segment(), self._most_tasks, available_nbytes // 2, elastic=True)
+        else:
+            self.pool = SlotPool(new_segment(), self._most_tasks, min(budget_nbytes, available_nbytes))
         try:
             self._crew = self._start_workers(loader)
         except BaseException:
             self.pool.close()
             raise
-        self._exchange = Exchange(self.pool, self._crew, counters, self._timeout)
+        patience = Patience(self._timeout, loader.worker_restarts)
+        self._exchange = Exchange(self.pool, self._crew, counters, patience)
         # Runs when the iterator dies and at interpreter exit; refers to the parts, not to the iterator.
         self._finalizer = weakref.finalize(self, _stop, os.getpid(), self._crew, self.pool)
         try:
@@ -91,6 +97,7 @@ class SlotIterator(torch_private.BaseIterator):
             auto_collation=self._auto_collation,
             drop_last=self._drop_last,
             collate_fn=self._collate_fn,
+            on_error=loader.on_error,
         )
         make_arguments = functools.partial(
             WorkerArguments,
@@ -100,12 +107,16 @@ class SlotIterator(torch_private.BaseIterator):
             dataset=self._dataset,
             rules=rules,
             base_seed=int(self._base_seed),
-            shared_seed=self._shared_seed,
             init_fn=init_fn,
         )
+        seeds = self._seeds = [self._shared_seed]  # of this epoch; not the iterator, which must die alone
 
-        def arguments_of(worker_id: int, tasks: Descriptor, dones: Descriptor) -> WorkerArguments:
-            return make_arguments(worker_id=worker_id, tasks=tasks, dones=dones)
+        def arguments_of(
+            worker_id: int, tasks: Descriptor, dones: Descriptor, stacks: Descriptor
+        ) -> WorkerArguments:
+            return make_arguments(
+                worker_id=worker_id, tasks=tasks, dones=dones, stacks=stacks, shared_seed=seeds[0]
+            )
 
         return Workers(context, arguments_of, self._num_workers)
 
@@ -115,6 +126,8 @@ class SlotIterator(torch_private.BaseIterator):
         """Begin an epoch; with persistent workers, after voiding what is left of the last one."""
         super()._reset(loader, first_iter)
         self._check_open()
+        self._exchange.settled = False
+        self._seeds[0] = self._shared_seed
         self._send_seq = 0  # number of the next task
         self._next_seq = 0  # number of the next batch to return
         self._num_tasks = [0] * self._num_workers  # tasks whose batch was not returned, by worker
@@ -123,8 +136,9 @@ class SlotIterator(torch_private.BaseIterator):
         self._active = [True] * self._num_workers  # False: its iterable dataset is exhausted
         self._turns = itertools.cycle(range(self._num_workers))
         self._strict_turns = self._in_order  # until a worker drops out
-        for _ in range(self._most_tasks):
+        for _ in range(self.pool.most_tasks):
             self._issue_task()
+        self._exchange.settled = True
 
     def _issue_task(self) -> None:
         """Send the next index batch to the worker whose turn it is."""
@@ -132,6 +146,9 @@ class SlotIterator(torch_private.BaseIterator):
             index_batch = next(self._sampler_iter)
         except StopIteration:
             return
+        except Exception:
+            self._exchange.settled = True  # the sampler's own error: as in torch, the next call goes on
+            raise
         worker_id = next(self._turns) if self._strict_turns else self._choose_worker()
         if worker_id is not None:
             self._num_tasks[worker_id] += 1
@@ -161,16 +178,21 @@ class SlotIterator(torch_private.BaseIterator):
 
     def _next_data(self) -> Any:
         exchange = self._exchange
+        if not exchange.settled:
+            self._abandon()
+        exchange.settled = False
         arrived, outstanding = exchange.arrived, exchange.outstanding
         while True:
             seq = self._next_seq
-            if seq in arrived:
-                return self._return_batch(seq)
-            if arrived and not self._in_order:
-                return self._return_batch(next(iter(arrived)))
+            if arrived and (seq in arrived or not self._in_order):
+                batch = self._return_batch(seq if seq in arrived else next(iter(arrived)))
+                if batch is not LEFT_OUT:
+                    return batch
+                exchange.settled = False
+                continue
             if seq >= self._send_seq:
                 break
-            worker_id, _ = outstanding.get(seq, _NOBODY)
+            worker_id, _, _ = outstanding.get(seq, _NOBODY)
             if worker_id < 0 or not self._active[worker_id]:
                 # Returned out of order, or its worker's iterable dataset ended before it.
                 outstanding.pop(seq, None)
@@ -181,8 +203,10 @@ class SlotIterator(torch_private.BaseIterator):
             exchange.receive(worker_id)
             while exchange.ended:
                 self._end_worker(exchange.ended.pop())
+        exchange.settled = True
         if not self._persistent_workers:
             self._shutdown_workers()
+        warn_of_bad_samples(self._counters, self._on_error)
         raise StopIteration
 
     def _end_worker(self, worker_id: int) -> None:
@@ -195,18 +219,27 @@ class SlotIterator(torch_private.BaseIterator):
         exchange = self._exchange
         if not self._crew.workers:
             self._check_open()
-        worker_id, _ = exchange.outstanding.pop(seq)
+        worker_id, _, _ = exchange.outstanding.pop(seq)
         done = exchange.arrived.pop(seq)
         if seq == self._next_seq:
             self._next_seq += 1
         self._num_tasks[worker_id] -= 1
-        anchor, header = exchange.take(done)
-        self._issue_task()
+        anchor, header, warning = exchange.take(done)
+        if len(exchange.outstanding) < self.pool.most_tasks:
+            self._issue_task()
+        exchange.settled = True
+        if warning:
+            warnings.warn(warning, SpillWarning, stacklevel=4)  # whoever called next()
         batch = self._decoder.decode(anchor, header)
         del anchor
         if done[0] == FAILURE:
             self._counters.failures += 1
+            count(batch.bad_samples, self._counters)
             raise restore(batch)
+        if done[1] & REPORTED:
+            batch = take_report(batch, self._counters)
+            if batch is LEFT_OUT:
+                return batch
         self._counters.batches += 1
         if self._pin_memory:
             self._counters.pin_copies += 1
@@ -215,16 +248,24 @@ class SlotIterator(torch_private.BaseIterator):
 
     # --- the end
 
+    def _abandon(self) -> NoReturn:
+        """Close after an exception that came between two lines; batches may have been lost by it."""
+        self._exchange.settled = True
+        self.close("an exception (Ctrl-C?) interrupted it in the middle of its work")
+        self._check_open()
+        raise AssertionError
+
     def _check_open(self) -> None:
         if not self._crew.workers:
+            self._exchange.settled = True
             raise LoaderClosed(
                 f"this iterator cannot go on: {self._crew.closed_because}. Call iter(loader) for a new one."
             )
 
     @property
     def closed(self) -> bool:
-        """Whether the iterator has no workers any more."""
-        return not self._crew.workers
+        """Whether the iterator cannot be used for another epoch."""
+        return not self._crew.workers or not self._exchange.settled
 
     @property
     def _workers(self) -> list[Any]:
@@ -242,6 +283,8 @@ class SlotIterator(torch_private.BaseIterator):
             because: The reason, for whoever calls ``next()`` later.
         """
         self._crew.closed_because = self._crew.closed_because or because
+        if self._crew.workers:
+            self._exchange.expel()
         self._finalizer()
 
 

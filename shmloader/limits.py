@@ -1,12 +1,16 @@
-"""What this host allows: memory of the machine and of its cgroups, /dev/shm, cores.
+"""What this host allows: memory, /dev/shm, descriptors, mappings, address space, lockable pages, cores.
 
 Read before shared memory is asked for. Inside a memory cgroup a request that is too large is answered by
 the OOM killer, not by an error, so the cgroup's limit and usage are compared first (versions 1 and 2).
+
+Every function may be called in any process, reads what is so at that moment, keeps nothing, and answers
+None for what this platform does not tell.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,6 +50,11 @@ def memory_headroom() -> Headroom:
 
 def _memory_cgroups() -> list[Path]:
     """Folders of the memory cgroups that contain this process, innermost first."""
+    return _cgroups("memory")
+
+
+def _cgroups(controller: str) -> list[Path]:
+    """Folders of the cgroups of a controller that contain this process, innermost first."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
         mounts = Path("/proc/self/mountinfo").read_text().splitlines()
@@ -55,12 +64,12 @@ def _memory_cgroups() -> list[Path]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         wanted = "cgroup2" if controllers == "" else "cgroup"
-        if wanted == "cgroup" and "memory" not in controllers.split(","):
+        if wanted == "cgroup" and controller not in controllers.split(","):
             continue
         for mount in mounts:
             fields, _, tail = mount.partition(" - ")
             kind, _, options = tail.split(" ", 2)
-            if kind == wanted and (kind == "cgroup2" or "memory" in options.split(",")):
+            if kind == wanted and (kind == "cgroup2" or controller in options.split(",")):
                 folders += _walk_up(Path(fields.split()[4]), fields.split()[3], path)
     return folders
 
@@ -103,3 +112,140 @@ def shm_free_nbytes(path: str = "/dev/shm") -> int | None:
     except OSError:
         return None
     return status.f_bavail * status.f_frsize
+
+
+def oom_kills() -> int | None:
+    """How many processes of this process's memory cgroup the kernel has killed for want of memory, ever.
+
+    Whose limit was reached, the cgroup's, that of one around it or the machine's, makes no difference: the
+    count is that of the victims. Where no cgroup counts, it is the whole machine's.
+    """
+    for folder in _memory_cgroups():
+        for name in ("memory.events", "memory.oom_control"):
+            count = _field(folder / name, "oom_kill")
+            if count is not None:
+                return count
+    return _field(Path("/proc/vmstat"), "oom_kill")
+
+
+def _field(path: Path, key: str) -> int | None:
+    """The number behind a key in a file of lines ``key number``."""
+    try:
+        words = [line.split() for line in path.read_text().splitlines()]
+        return next((int(line[1]) for line in words if line[:1] == [key]), None)
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+class Cores(NamedTuple):
+    """Processor cores that this process may use.
+
+    Attributes:
+        machine: Logical cores of the machine.
+        affinity: Those that this process may run on (``taskset``, a cpuset).
+        quota: Cores' worth of time that the tightest cgroup grants (2.5: two and a half seconds of processor
+            time per second), or None where there is no quota.
+    """
+
+    machine: int
+    affinity: int
+    quota: float | None
+
+    @property
+    def usable(self) -> int:
+        """Whole cores that can be kept busy, at least 1."""
+        return max(1, min(self.affinity, int(self.quota or self.affinity)))
+
+
+def cores() -> Cores:
+    """Cores of the machine, of this process's affinity, and of its cgroups' quotas."""
+    machine = os.cpu_count() or 1
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else machine
+    quotas = [quota for folder in _cgroups("cpu") if (quota := _cpu_quota(folder)) is not None]
+    return Cores(machine, affinity, min(quotas, default=None))
+
+
+def _cpu_quota(folder: Path) -> float | None:
+    """Quota over period of one cgroup: of ``cpu.max`` (version 2) or of the two files of version 1."""
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        except OSError:
+            return None
+    try:
+        return int(quota) / int(period) if int(quota) > 0 else None  # version 1 writes "no quota" as -1
+    except (ValueError, ZeroDivisionError):  # and version 2 as "max"
+        return None
+
+
+class Bound(NamedTuple):
+    """Something that this process uses, and the most that it may.
+
+    Attributes:
+        used: What it uses now, in the unit of the function that says so; None where unknown.
+        most: What it may use now; None for no limit.
+        reachable: Up to what it may raise ``most`` by itself; None for no limit.
+    """
+
+    used: int | None
+    most: int | None
+    reachable: int | None
+
+    @property
+    def left(self) -> int | None:
+        """What it may still take; None for no limit, or where the use is not known."""
+        return None if self.most is None or self.used is None else max(0, self.most - self.used)
+
+
+def open_files() -> Bound | None:
+    """Descriptors: open now, the soft limit (``ulimit -n``) and the hard one."""
+    limits = _resource_limit("RLIMIT_NOFILE")
+    return limits and Bound(_count_entries("/proc/self/fd"), *limits)
+
+
+def address_space() -> Bound | None:
+    """Bytes of address space: mapped now, the soft limit (``ulimit -v``) and the hard one."""
+    limits = _resource_limit("RLIMIT_AS")
+    return limits and Bound(psutil.Process().memory_info().vms, *limits)
+
+
+def locked_memory() -> Bound | None:
+    """Bytes locked in memory: now, the soft limit (``ulimit -l``) and the hard one."""
+    limits = _resource_limit("RLIMIT_MEMLOCK")
+    locked = _field(Path("/proc/self/status"), "VmLck:")
+    return limits and Bound(None if locked is None else locked * 1024, *limits)
+
+
+def mappings() -> Bound | None:
+    """Mappings of this process: now, and the kernel's limit (``vm.max_map_count``)."""
+    try:
+        most = int(Path("/proc/sys/vm/max_map_count").read_text())
+        with Path("/proc/self/maps").open("rb") as maps:
+            return Bound(sum(1 for _ in maps), most, most)
+    except (OSError, ValueError):
+        return None
+
+
+def _resource_limit(name: str) -> tuple[int | None, int | None] | None:
+    """Soft and hard limit, None for no limit; None instead of both where the platform has no such thing."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    if not hasattr(resource, name):
+        return None
+    soft, hard = resource.getrlimit(getattr(resource, name))
+    return _finite(soft), _finite(hard)
+
+
+def _finite(limit: int) -> int | None:
+    return None if limit < 0 or limit >= _UNLIMITED else limit  # RLIM_INFINITY is -1, or 2**63 - 1
+
+
+def _count_entries(folder: str) -> int | None:
+    try:
+        return sum(1 for _ in Path(folder).iterdir()) - 1  # without the one that reads the folder
+    except OSError:
+        return None

@@ -9,8 +9,10 @@ from typing import Any, Generic, Self, TypeVar
 
 import torch
 import torch.utils.data
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
+from shmloader.bad_samples import MODES, RAISE, warn_of_bad_samples
+from shmloader.in_process import InProcessIterator
 from shmloader.iterator import SlotIterator
 from shmloader.slots import SlotState
 from shmloader.statistics import Counters, LoaderStatistics
@@ -23,7 +25,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
 
     All arguments of torch's loader have torch's meaning, and batches, their order, what datasets draw in
     workers and the state of the global generators afterwards are identical to torch's. With
-    ``num_workers=0`` it is torch's own single-process loading.
+    ``num_workers=0`` loading is torch's own, in this process.
 
     With workers, each collates its batch straight into a **slot** of shared memory, and the tensors that
     ``next()`` returns are views of it. A slot is written again only after the last view of its batch is
@@ -55,12 +57,33 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
         memory_budget_nbytes: Most bytes that the slots of one iterator may take together. Batches beyond
             it are copied to private memory, counted in `statistics` and warned of once. None takes half
             of what the machine and its memory cgroup have available when iteration begins.
+        worker_restarts: How many dead workers, and with ``timeout`` silent ones, an iterator replaces before
+            one of them is an error. The batches that a replaced worker held are made again, in the same
+            order: none is lost and none comes twice. One that has ended two workers is an error at once.
+            The new worker is seeded as the first was when it started, so a dataset that draws random numbers
+            draws other ones than in an undisturbed epoch. For map-style datasets.
+        on_error: What becomes of a sample whose ``dataset[i]`` raises (for an iterable-style dataset, its
+            iterator): ``"raise"`` it from ``next()``; ``"skip"`` it, so that its batch is smaller; or
+            ``"replace"`` it by a copy of the next good sample of its batch, from the batch's end on by the
+            first ones (of an iterable-style dataset, by the stream's next sample). A batch without a good
+            sample is left out of the epoch. Bad samples are listed in `statistics` and summed up in one
+            `BadSampleWarning` for the loader, at the end of the epoch, at ``close()`` or when the next one
+            begins. Never skipped: ``SystemExit``, ``KeyboardInterrupt``, what ran out of memory, errors of a
+            loader inside the dataset, and what samplers and ``collate_fn`` raise. See docs/errors.md.
+        share_dataset: Move the dataset's large containers to shared memory first, as `shmloader.share`
+            does: ``loader.dataset`` is then the shared dataset, and ``dataset`` itself is not changed.
+            For the memory to be saved, nothing else (a sampler, a variable) may go on holding the original.
 
     Raises:
-        ValueError: For arguments that torch refuses, with torch's message, and for a budget below 1.
+        ValueError: For arguments that torch refuses, with torch's message, for a budget below 1, for
+            ``worker_restarts`` below 0 or with an iterable-style dataset, and for an ``on_error`` that is
+            none of the three.
     """
 
     memory_budget_nbytes: int | None
+    worker_restarts: int
+    on_error: str
+    share_dataset: bool
 
     def __init__(
         self,
@@ -83,10 +106,29 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
         pin_memory_device: str = "",
         in_order: bool = True,
         memory_budget_nbytes: int | None = None,
+        worker_restarts: int = 0,
+        on_error: str = RAISE,
+        share_dataset: bool = False,
     ) -> None:
         if memory_budget_nbytes is not None and memory_budget_nbytes < 1:
             raise ValueError(f"memory_budget_nbytes must be at least 1, not {memory_budget_nbytes}")
+        if worker_restarts < 0:
+            raise ValueError(f"worker_restarts must be at least 0, not {worker_restarts}")
+        if worker_restarts and isinstance(dataset, IterableDataset):
+            raise ValueError(
+                "worker_restarts needs a map-style dataset: how far an iterable-style one had come only the "
+                "dead worker knew, so its batches cannot be made again"
+            )
+        if on_error not in MODES:
+            raise ValueError(f"on_error must be one of {', '.join(map(repr, MODES))}, not {on_error!r}")
+        self.on_error = on_error
         self.memory_budget_nbytes = memory_budget_nbytes
+        self.worker_restarts = worker_restarts
+        self.share_dataset = share_dataset
+        if share_dataset:
+            from shmloader.store.walk import share_for_loader
+
+            dataset = share_for_loader(dataset)
         super().__init__(
             dataset,
             batch_size=batch_size,
@@ -110,12 +152,14 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
     def __iter__(self) -> Any:
         # A persistent iterator whose workers are gone (closed, or a worker died) cannot be resumed.
         if isinstance(self._iterator, SlotIterator) and self._iterator.closed:
+            self._iterator.close("an exception interrupted it in the middle of its work")
             self._iterator = None
+        warn_of_bad_samples(self._own()[1], self.on_error)  # of an epoch that was not finished
         return super().__iter__()
 
     def _get_iterator(self) -> Any:
         if self.num_workers == 0:
-            return super()._get_iterator()
+            return InProcessIterator(self, self._own()[1])
         self.check_worker_number_rationality()
         _, counters, iterators = self._own()
         iterator = SlotIterator(self, counters)
@@ -136,13 +180,24 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
         state.pop("_owned", None)
         return state
 
+    def _iterators(self) -> list[SlotIterator]:
+        while True:
+            try:
+                return list(self._own()[2])
+            except RuntimeError:  # another thread has begun to iterate in this moment
+                continue
+
     def close(self) -> None:
         """Stop all workers of this loader and free its slots.
 
         Batches that the program holds stay valid. Iterators that were live raise `LoaderClosed` from
         then on; ``iter(loader)`` starts anew. May be called any number of times.
         """
-        for iterator in list(self._own()[2]):
+        self._close()
+        warn_of_bad_samples(self._own()[1], self.on_error)
+
+    def _close(self) -> None:
+        for iterator in self._iterators():
             iterator.close("loader.close() was called")
         if isinstance(self._iterator, SlotIterator):
             self._iterator = None
@@ -157,26 +212,29 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+        else:
+            self._close()  # a warning, where it is an error, would hide this one
 
     def statistics(self) -> LoaderStatistics:
         """What the loader has done so far and what it holds now."""
-        _, counters, iterators = self._own()
-        pools = [iterator.pool for iterator in iterators]
-        for pool in pools:
-            pool.collect()
-        slots = [slot for pool in pools for slot in pool.slots]
-
-        def count(state: SlotState) -> int:
-            return sum(slot.state is state for slot in slots)
-
+        counters = self._own()[1]
+        # A copy, looked at and not touched: another thread may be iterating.
+        slots = [slot for iterator in self._iterators() for slot in list(iterator.pool.slots)]
+        states = [slot.state_now for slot in slots]
+        count = states.count
         return LoaderStatistics(
             slots_free=count(SlotState.FREE),
             slots_granted=count(SlotState.GRANTED),
             slots_published=count(SlotState.PUBLISHED),
             slots_leased=count(SlotState.LEASED),
             reserved_nbytes=sum(slot.nbytes for slot in slots),
-            used_nbytes=sum(slot.used_nbytes for slot in slots),
+            used_nbytes=sum(
+                slot.used_nbytes
+                for slot, state in zip(slots, states, strict=True)
+                if state is not SlotState.FREE
+            ),
             largest_batch_nbytes=counters.largest_batch_nbytes,
             batches=counters.batches,
             failures=counters.failures,
@@ -184,6 +242,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
             spilled_nbytes=counters.spilled_nbytes,
             detached=counters.detached,
             pin_copies=counters.pin_copies,
+            bad_samples=counters.bad_samples,
+            bad_sample_list=tuple(counters.bad_sample_list),
+            batches_left_out=counters.batches_left_out,
+            batches_one_by_one=counters.batches_one_by_one,
+            worker_restarts=counters.worker_restarts,
             wait_for_workers_s=counters.wait_for_workers_ns / 1e9,
             workers_wait_for_slots_s=counters.workers_wait_for_slots_ns / 1e9,
         )

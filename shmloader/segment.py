@@ -13,12 +13,14 @@ Memory is reserved before it is touched: touching a page that cannot be had is a
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
 import os
 import secrets
 import sys
+import tempfile
 from multiprocessing import reduction, resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -31,7 +33,9 @@ SLOT_STRIDE = 1 << 38
 """Bytes between the starts of two slots in one memfd: address space of a sparse file, not memory."""
 
 PAGE_NBYTES = mmap.PAGESIZE
-_SURE_NBYTES = 4 << 20  # growth too small to be worth reading the cgroup's files for
+_SURE_NBYTES = 4 << 20  # growth, summed, that is too small to be worth reading the cgroup's files for
+# Never taken for slots: whatever the program did next would be answered by the OOM killer.
+_MOST_SPARE_NBYTES = 64 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -95,7 +99,9 @@ class _Mapping:
         self.nbytes = nbytes
 
     def __del__(self, munmap: Any = _libc.munmap) -> None:
-        munmap(self.address, self.nbytes)
+        # A Ctrl-C may have cut __init__ short: then there is nothing that this object could unmap.
+        with contextlib.suppress(AttributeError):
+            munmap(self.address, self.nbytes)
 
 
 def _map(address: int | None, nbytes: int, flags: int, fd: int, offset: int) -> int:
@@ -127,25 +133,52 @@ class Segment(Protocol):
     def map(self, slot: int, version: int, nbytes: int) -> Extent:
         """Map a slot that was reserved, by this process or another one."""
 
-    def discard(self, slot: int, version: int, nbytes: int) -> None:
-        """Give a slot's memory back to the host; nothing may be reading it."""
+    def discard(self, slot: int, version: int, nbytes: int, kept_nbytes: int = 0) -> None:
+        """Give a slot's memory back to the host; nothing may be reading it.
+
+        Its first ``kept_nbytes`` (whole pages) are kept. A segment that can only keep all or nothing keeps
+        all where that is not 0.
+        """
+
+    def forget_newer(self, slot: int, version: int) -> None:
+        """Remove versions of a slot that a dead worker made after ``version`` and never reported."""
 
     def close(self, slots: int) -> None:
         """Drop the owner's hold on all ``slots`` slots; mapped extents live on while they are used."""
 
 
+_unchecked_nbytes = 0  # taken by this process since the cgroup's files were read
+
+
 def _check_headroom(grow_nbytes: int) -> None:
-    if grow_nbytes < _SURE_NBYTES:
+    global _unchecked_nbytes  # noqa: PLW0603 - what this process takes, whichever iterator it is for
+    if _unchecked_nbytes + grow_nbytes < _SURE_NBYTES:
+        _unchecked_nbytes += max(0, grow_nbytes)
         return
+    _unchecked_nbytes = 0
     room = memory_headroom()
-    if grow_nbytes > room.available_nbytes:
+    spare_nbytes = min(_MOST_SPARE_NBYTES, room.limit_nbytes // 16)
+    if grow_nbytes + spare_nbytes > room.available_nbytes:
         raise SharedMemoryExhausted(
             f"a slot needs {grow_nbytes:,} more bytes of shared memory, but only "
-            f"{room.available_nbytes:,} of {room.limit_nbytes:,} bytes are available in {room.source}. "
-            "Use a smaller batch_size, fewer workers or a smaller prefetch_factor, or raise the limit.",
+            f"{room.available_nbytes:,} of {room.limit_nbytes:,} bytes are available in {room.source}, of "
+            f"which {spare_nbytes:,} are left to the program. Use a smaller batch_size, fewer workers or a "
+            "smaller prefetch_factor, or raise the limit.",
             needed_nbytes=grow_nbytes,
             available_nbytes=room.available_nbytes,
         )
+
+
+def open_anonymous_file(name: str) -> int:
+    """A descriptor of an empty file without a name, whose contents go with its last descriptor.
+
+    Args:
+        name: What ``/proc/<pid>/fd`` shows for it, where it is a memfd.
+    """
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 class Descriptor:
@@ -164,6 +197,25 @@ class Descriptor:
 
 def _received_descriptor(duplicate: Any) -> Descriptor:
     return Descriptor(duplicate.detach())
+
+
+def _refused(error: OSError, slot: int, nbytes: int) -> SharedMemoryExhausted:
+    """The error for a slot's pages that the system would not give, with what to change."""
+    failed = f"reserving {nbytes:,} bytes of shared memory for a slot failed: {error.strerror}"
+    if error.errno == errno.EFBIG:
+        return SharedMemoryExhausted(
+            f"{failed}. All slots lie in one sparse file, this one at {slot * SLOT_STRIDE:,} bytes, and the "
+            "size of files is limited (ulimit -f, RLIMIT_FSIZE): lift the limit, or set "
+            "SHMLOADER_SEGMENT=portable, whose files are no larger than a batch.",
+            needed_nbytes=nbytes,
+        )
+    room = memory_headroom()
+    return SharedMemoryExhausted(
+        f"{failed}; {room.available_nbytes:,} bytes are available in {room.source}. Use a smaller "
+        "batch_size, fewer workers or a smaller prefetch_factor, or raise the limit.",
+        needed_nbytes=nbytes,
+        available_nbytes=room.available_nbytes,
+    )
 
 
 class MemfdSegment:
@@ -186,13 +238,7 @@ class MemfdSegment:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
-            room = memory_headroom()
-            raise SharedMemoryExhausted(
-                f"reserving {nbytes:,} bytes of shared memory for a slot failed: {error.strerror}; "
-                f"{room.available_nbytes:,} bytes are available in {room.source}",
-                needed_nbytes=nbytes,
-                available_nbytes=room.available_nbytes,
-            ) from error
+            raise _refused(error, slot, nbytes) from error
         return version, nbytes
 
     def map(self, slot: int, version: int, nbytes: int) -> Extent:
@@ -200,15 +246,18 @@ class MemfdSegment:
         address = _map(None, nbytes, mmap.MAP_SHARED, self._descriptor.fd, slot * SLOT_STRIDE)
         return Extent(address, nbytes, version, _Mapping(address, nbytes))
 
-    def discard(self, slot: int, version: int, nbytes: int) -> None:
+    def discard(self, slot: int, version: int, nbytes: int, kept_nbytes: int = 0) -> None:
         """See `Segment.discard`."""
         keep_size_punch_hole = 0x1 | 0x2
         _libc.fallocate(
             self._descriptor.fd,
             keep_size_punch_hole,
-            ctypes.c_int64(slot * SLOT_STRIDE),
-            ctypes.c_int64(nbytes),
+            ctypes.c_int64(slot * SLOT_STRIDE + kept_nbytes),
+            ctypes.c_int64(nbytes - kept_nbytes),
         )
+
+    def forget_newer(self, slot: int, version: int) -> None:
+        """See `Segment.forget_newer`; here a slot grows in place, and what it has grown by is used again."""
 
     def close(self, slots: int) -> None:
         """See `Segment.close`."""
@@ -244,7 +293,11 @@ class NamedSegment:
         if nbytes <= held_nbytes:
             return version, held_nbytes
         _check_headroom(nbytes)
-        memory = SharedMemory(self._name(slot, version + 1), create=True, size=nbytes)
+        _check_file_size(nbytes)
+        try:
+            memory = SharedMemory(self._name(slot, version + 1), create=True, size=nbytes)
+        except OSError as error:
+            raise _named_refused(error, nbytes) from error
         try:
             _allocate_named(memory, nbytes)
         except SharedMemoryExhausted:
@@ -256,13 +309,12 @@ class NamedSegment:
 
     def map(self, slot: int, version: int, nbytes: int) -> Extent:
         """See `Segment.map`."""
-        memory = SharedMemory(self._name(slot, version))
-        address = ctypes.addressof(ctypes.c_ubyte.from_buffer(cast(memoryview, memory.buf)))
+        address, owner = _map_named(self._name(slot, version), nbytes)
         if os.getpid() == self._owner_pid:
             for old in range(self._newest.get(slot, 1), version):
                 self._unlink(slot, old)
         self._newest[slot] = version
-        return Extent(address, nbytes, version, memory)
+        return Extent(address, nbytes, version, owner)
 
     def _unlink(self, slot: int, version: int) -> bool:
         try:
@@ -273,9 +325,10 @@ class NamedSegment:
         memory.unlink()
         return True
 
-    def discard(self, slot: int, version: int, nbytes: int) -> None:
+    def discard(self, slot: int, version: int, nbytes: int, kept_nbytes: int = 0) -> None:
         """See `Segment.discard`."""
-        self._unlink(slot, version)
+        if not kept_nbytes:
+            self._unlink(slot, version)
 
     def close(self, slots: int) -> None:
         """See `Segment.close`."""
@@ -284,13 +337,58 @@ class NamedSegment:
         for slot in range(slots):
             version = self._newest.get(slot, 0)
             self._unlink(slot, version)
-            # Versions that a worker made and never reported.
-            while self._unlink(slot, version := version + 1):
-                pass
+            self.forget_newer(slot, version)
         self._newest.clear()
+
+    def forget_newer(self, slot: int, version: int) -> None:
+        """See `Segment.forget_newer`."""
+        while self._unlink(slot, version := version + 1):
+            pass
 
     def __reduce__(self) -> tuple[Any, tuple[Any]]:
         return NamedSegment, (self._prefix,)
+
+
+def _check_file_size(nbytes: int) -> None:
+    """Refuse what the limit on the size of files forbids, before ``SharedMemory`` makes half of it."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    most_nbytes = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if most_nbytes != resource.RLIM_INFINITY and nbytes > most_nbytes:
+        raise SharedMemoryExhausted(
+            f"a slot needs {nbytes:,} bytes of shared memory in one file, and files may have {most_nbytes:,} "
+            "bytes (ulimit -f, RLIMIT_FSIZE). Lift the limit or use a smaller batch_size.",
+            needed_nbytes=nbytes,
+        )
+
+
+def _named_refused(error: OSError, nbytes: int) -> SharedMemoryExhausted:
+    return SharedMemoryExhausted(
+        f"a shared memory object of {nbytes:,} bytes could not be made or opened: {error.strerror}. Use the "
+        "memfd segment (the default on Linux), which needs no names and no descriptors per slot, or raise "
+        "the limit.",
+        needed_nbytes=nbytes,
+    )
+
+
+def _map_named(name: str, nbytes: int) -> tuple[int, object]:
+    """Map a named object: its address, and what must live as long as the mapping is used."""
+    path = Path("/dev/shm") / name
+    if not path.exists():  # not Linux
+        memory = SharedMemory(name)
+        return ctypes.addressof(ctypes.c_ubyte.from_buffer(cast(memoryview, memory.buf))), memory
+    # Not SharedMemory, which holds two descriptors for as long as it is mapped: programs keep batches.
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise _named_refused(error, nbytes) from error
+    try:
+        address = _map(None, nbytes, mmap.MAP_SHARED, fd, 0)
+    finally:
+        os.close(fd)
+    return address, _Mapping(address, nbytes)
 
 
 def _allocate_named(memory: SharedMemory, nbytes: int) -> None:

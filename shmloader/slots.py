@@ -20,7 +20,9 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from shmloader.segment import PAGE_NBYTES, Extent, Segment, whole_pages
+from shmloader.errors import SharedMemoryExhausted
+from shmloader.limits import memory_headroom
+from shmloader.segment import PAGE_NBYTES, SLOT_STRIDE, Extent, Segment, whole_pages
 
 RETAINED_SLOTS = 64
 """Slots that a pool may make beyond its base for batches that the user keeps. A slot costs a mapping and
@@ -36,6 +38,7 @@ class SlotState(enum.Enum):
     LEASED = "leased"
 
 
+_SURE_NBYTES = 4 << 20  # too small to be worth asking the host for
 _LEAST_GROWTH_NBYTES = 1 << 20  # batches of a few bytes may become this large at once
 
 _FREE, _GRANTED, _PUBLISHED, _LEASED = SlotState
@@ -87,6 +90,12 @@ class Slot:
         self.extent: Extent | None = None
         self.lease: Lease | None = None
 
+    @property
+    def state_now(self) -> SlotState:
+        """The state, and free if the last view has died of a batch that the pool has not collected yet."""
+        lease = self.lease
+        return _FREE if lease is not None and lease() is None else self.state
+
 
 class SlotPool:
     """Slots and their free set; not a ring, since leases end in any order.
@@ -96,32 +105,103 @@ class SlotPool:
         most_tasks: Tasks outstanding at once. The pool's base is two slots more: one for the batch that
             is being returned, one for the batch before it, which the user's loop still holds.
         budget_nbytes: Most bytes that all slots may take together.
+        elastic: The base's slots may take what the host can give, and the budget is for slots beyond it.
+
+    Attributes:
+        most_tasks: As above, or fewer, if the budget turns out to be too small for the batches.
+        base_slots: Two more.
+        largest_nbytes: Bytes of the largest batch so far.
+        typical_nbytes: Bytes of the second largest: one batch that is larger than all others should not make
+            every slot as large as itself.
+        quota_nbytes: What each slot of the base is reckoned with.
+        shortage: The error, once it is known that the host's memory is too small for the base.
+        notice: What the user is to be told once, after ``most_tasks`` was lowered.
     """
 
-    def __init__(self, segment: Segment, most_tasks: int, budget_nbytes: int) -> None:
+    def __init__(
+        self, segment: Segment, most_tasks: int, budget_nbytes: int, *, elastic: bool = False
+    ) -> None:
         self.segment = segment
         self.most_tasks = most_tasks
         self.base_slots = most_tasks + 2
         self.budget_nbytes = max(budget_nbytes, self.base_slots * PAGE_NBYTES)
+        self.elastic = elastic
         self.largest_nbytes = 0
+        self.typical_nbytes = 0
         self.quota_nbytes = 0
+        self.shortage: SharedMemoryExhausted | None = None
+        self.notice = ""
         self.slots: list[Slot] = []
         self._extra_nbytes = 0  # sum of the limits of slots beyond the base
         self._free: list[Slot] = []  # last freed, first granted: its pages are the warmest
+        self._spare: list[Slot] = []  # without memory, since the base was made smaller
         self._released: deque[Lease] = deque()
         self._leased = 0
+        self._surely_nbytes = _SURE_NBYTES  # the base may need this much without the host being asked
         self._closed = False
-        self.note_size(0)
+        self._set_quota()
 
     def note_size(self, nbytes: int) -> None:
-        """Let the base's slots grow further, within the budget, after a batch larger than all before."""
-        if nbytes < self.largest_nbytes:
+        """Learn from a batch larger than the typical one how much the base needs, and if it is there."""
+        if nbytes <= self.typical_nbytes:
             return
-        self.largest_nbytes = nbytes
+        if nbytes > self.largest_nbytes:
+            self.typical_nbytes, self.largest_nbytes = self.largest_nbytes, nbytes
+        else:
+            self.typical_nbytes = nbytes
+        needed_nbytes = self.base_slots * whole_pages(self.typical_nbytes)
+        if self.elastic:
+            self._ask_host(needed_nbytes)
+        elif needed_nbytes > self.budget_nbytes:
+            self._make_fewer()
+        self._set_quota()
+
+    def _set_quota(self) -> None:
+        if self.elastic:
+            self.quota_nbytes = whole_pages(self.largest_nbytes)
+            return
         fair_nbytes = (self.budget_nbytes - self._extra_nbytes) // self.base_slots
         # A quarter of the budget lets batches grow at once; the rest is for batches that are kept.
-        wanted_nbytes = max(4 * nbytes, self.budget_nbytes // (4 * self.base_slots), PAGE_NBYTES)
+        wanted_nbytes = max(4 * self.largest_nbytes, self.budget_nbytes // (4 * self.base_slots), PAGE_NBYTES)
         self.quota_nbytes = min(fair_nbytes, wanted_nbytes) // PAGE_NBYTES * PAGE_NBYTES
+
+    def _ask_host(self, needed_nbytes: int) -> None:
+        """Set ``shortage`` if the base needs more than the host can give, before slots are grown to that."""
+        if needed_nbytes <= self._surely_nbytes:
+            return
+        room = memory_headroom()
+        reserved_nbytes = sum(slot.nbytes for slot in self.slots)
+        if needed_nbytes - reserved_nbytes > room.available_nbytes:
+            self.shortage = SharedMemoryExhausted(
+                f"the loader's {self.base_slots} slots (prefetch_factor x num_workers + 2) for batches of "
+                f"{self.typical_nbytes:,} bytes need {needed_nbytes:,} bytes of shared memory, but of "
+                f"{room.limit_nbytes:,} only {room.available_nbytes + reserved_nbytes:,} bytes are available "
+                f"in {room.source}. Use fewer workers, a smaller prefetch_factor or batch_size, raise the "
+                "limit, or pass memory_budget_nbytes to have fewer batches made in advance.",
+                needed_nbytes=needed_nbytes,
+                available_nbytes=room.available_nbytes + reserved_nbytes,
+            )
+        self._surely_nbytes = needed_nbytes + needed_nbytes // 4 + _SURE_NBYTES
+
+    def _make_fewer(self) -> None:
+        """Have fewer batches made in advance, if the budget then holds all that are on their way."""
+        tasks = self.budget_nbytes // whole_pages(self.typical_nbytes) - 2
+        if not 1 <= tasks < self.most_tasks:
+            return
+        self.notice = (
+            f"the slots' memory budget of {self.budget_nbytes:,} bytes has room for {tasks + 2} batches of "
+            f"{self.typical_nbytes:,} bytes, not for the {self.base_slots} of this loader (prefetch_factor x "
+            f"num_workers + 2): {tasks} instead of {self.most_tasks} batches are made in advance. Pass "
+            f"memory_budget_nbytes={self.base_slots * whole_pages(self.typical_nbytes)} or more, or a "
+            "smaller batch_size, prefetch_factor or num_workers."
+        )
+        self.most_tasks = tasks
+        self.base_slots = tasks + 2
+        for slot in self.slots[self.base_slots :]:
+            self._extra_nbytes += slot.limit_nbytes
+        free, self._free = self._free, []
+        for slot in free:
+            self._put_back(slot)
 
     def grant(self) -> Slot:
         """Take a free slot for a task.
@@ -133,12 +213,14 @@ class SlotPool:
             self.collect()
         if self._free:
             slot = self._free.pop()
+        elif self._spare:
+            slot = self._spare.pop()
         else:
             slot = Slot(len(self.slots))
             self.slots.append(slot)
         slot.state = _GRANTED
         if slot.number < self.base_slots:
-            slot.limit_nbytes = self.quota_nbytes
+            slot.limit_nbytes = SLOT_STRIDE if self.elastic else self.quota_nbytes
         else:
             self._widen(slot)
         return slot
@@ -146,9 +228,9 @@ class SlotPool:
     def _widen(self, slot: Slot) -> None:
         """Let a slot beyond the base hold what the base's slots may, or what the budget has room for."""
         room_nbytes = self._room_nbytes() // PAGE_NBYTES * PAGE_NBYTES
-        wanted_nbytes = min(
-            self.quota_nbytes, whole_pages(max(4 * self.largest_nbytes, _LEAST_GROWTH_NBYTES))
-        )
+        wanted_nbytes = whole_pages(max(4 * self.largest_nbytes, _LEAST_GROWTH_NBYTES))
+        if not self.elastic:
+            wanted_nbytes = min(wanted_nbytes, self.quota_nbytes)
         more = min(wanted_nbytes - slot.limit_nbytes, room_nbytes)
         more = max(more, PAGE_NBYTES - slot.limit_nbytes, 0)  # what is larger comes through it in parts
         slot.limit_nbytes += more
@@ -161,11 +243,11 @@ class SlotPool:
         """Whether one more batch may be leased and ``most_tasks`` slots still be found for tasks."""
         if self._released:
             self.collect()
-        left = len(self.slots) - self._leased - 1
+        left = len(self.slots) - len(self._spare) - self._leased - 1
         return left >= self.most_tasks or left + self._slots_to_make() >= self.most_tasks
 
     def _slots_to_make(self) -> int:
-        made = len(self.slots)
+        made = len(self.slots) - len(self._spare)
         to_base = max(0, self.base_slots - made)
         fit = self._room_nbytes() // whole_pages(self.largest_nbytes)
         return to_base + max(0, min(fit, self.base_slots + RETAINED_SLOTS - made - to_base))
@@ -196,7 +278,7 @@ class SlotPool:
         if slot.number >= self.base_slots and nbytes < slot.limit_nbytes:
             self._extra_nbytes -= slot.limit_nbytes - nbytes  # what it did not take is for others
             slot.limit_nbytes = nbytes
-        if used_nbytes > self.largest_nbytes:
+        if used_nbytes > self.typical_nbytes:
             self.note_size(used_nbytes)
 
     def lease(self, slot: Slot) -> tuple[npt.NDArray[np.uint8], memoryview]:
@@ -242,15 +324,31 @@ class SlotPool:
         assert slot.state is _PUBLISHED, f"slot {slot.number} freed while {slot.state}"
         self._make_free(slot)
 
+    def revoke(self, slot: Slot) -> None:
+        """Free a granted slot whose worker has ended; nobody will publish it."""
+        assert slot.state is _GRANTED, f"slot {slot.number} revoked while {slot.state}"
+        self.reclaim(slot)
+        self._make_free(slot)
+
+    def reclaim(self, slot: Slot) -> None:
+        """Take a granted slot from a worker that has ended, to grant it to another one for the same task."""
+        self.segment.forget_newer(slot.number, slot.version)
+
     def collect(self) -> None:
         """Free the slots whose leases have ended."""
         while self._released:
-            slot = self._released.popleft().slot
+            try:
+                slot = self._released.popleft().slot
+            except AttributeError:  # an interrupt ended `lease` before it was done
+                continue
             slot.lease = None
             slot.state = _FREE
             slot.used_nbytes = 0
             self._leased -= 1
-            self._free.append(slot)
+            if self.notice and slot.number >= self.base_slots:
+                self._put_back(slot)
+            else:
+                self._free.append(slot)
         if len(self._free) > self.base_slots:
             self._discard_extra()
 
@@ -261,13 +359,16 @@ class SlotPool:
 
     def _discard_extra(self) -> None:
         for slot in self._free:
-            if slot.number < self.base_slots:
-                continue
-            if slot.nbytes:
-                self.segment.discard(slot.number, slot.version, slot.nbytes)
-                slot.nbytes, slot.extent = 0, None
-            self._extra_nbytes -= slot.limit_nbytes
-            slot.limit_nbytes = 0
+            if slot.number >= self.base_slots:
+                self._discard(slot)
+
+    def _discard(self, slot: Slot) -> None:
+        """Give back the memory of a free slot beyond the base."""
+        if slot.nbytes:
+            self.segment.discard(slot.number, slot.version, slot.nbytes)
+            slot.nbytes, slot.extent = 0, None
+        self._extra_nbytes -= slot.limit_nbytes
+        slot.limit_nbytes = 0
 
     def close(self) -> None:
         """Drop the segment; what is leased lives on until its last view dies.
@@ -281,8 +382,10 @@ class SlotPool:
         self.collect()
         for slot in self.slots:
             slot.extent = None
-            if slot.state is not _LEASED and slot.nbytes:
-                self.segment.discard(slot.number, slot.version, slot.nbytes)
+            if slot.state is not _LEASED:
+                if slot.nbytes:
+                    self.segment.discard(slot.number, slot.version, slot.nbytes)
+                slot.state, slot.nbytes, slot.used_nbytes = _FREE, 0, 0
         self.segment.close(len(self.slots))
 
     def count(self, state: SlotState) -> int:
@@ -292,7 +395,14 @@ class SlotPool:
     def _make_free(self, slot: Slot) -> None:
         slot.state = _FREE
         slot.used_nbytes = 0
-        self._free.append(slot)
+        self._put_back(slot)
+
+    def _put_back(self, slot: Slot) -> None:
+        if self.notice and slot.number >= self.base_slots:
+            self._discard(slot)
+            self._spare.append(slot)
+        else:
+            self._free.append(slot)
 
     def map(self, slot: Slot) -> Extent:
         """The slot's memory in this process; mapped anew if it has grown."""

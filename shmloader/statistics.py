@@ -2,7 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class BadSample:
+    """A sample that raised and that a loader went on without (``on_error="skip"`` or ``"replace"``).
+
+    Attributes:
+        index: Its index, as the sampler gave it. Of an iterable-style dataset: its position in its worker's
+            stream, counted from 0 in every epoch.
+        error: Name of the exception's type.
+        message: The exception's text, cut at 500 characters.
+        of_stream: Whether the dataset is iterable-style.
+        worker_id: Whose stream it is; None for a map-style dataset and for ``num_workers=0``.
+    """
+
+    index: object
+    error: str
+    message: str
+    of_stream: bool = False
+    worker_id: int | None = None
+
+    def __str__(self) -> str:
+        whose = "the" if self.worker_id is None else f"worker {self.worker_id}'s"
+        where = f"sample {self.index!r} of {whose} stream" if self.of_stream else f"dataset[{self.index!r}]"
+        return f"{where}: {self.error}: {self.message}"
 
 
 @dataclass(frozen=True)
@@ -10,7 +35,7 @@ class LoaderStatistics:
     """A snapshot of one loader, from ``loader.statistics()``.
 
     Counters run from the loader's creation over all its epochs; slots and bytes are those of its live
-    iterators at the moment of the call. All are zero for ``num_workers=0``, which uses no slots.
+    iterators at the moment of the call. With ``num_workers=0`` there are no slots and nobody waits.
 
     Attributes:
         slots_free: Slots that hold nothing.
@@ -28,6 +53,12 @@ class LoaderStatistics:
         detached: Batches whose memory a worker went on viewing (a ``collate_fn`` that keeps its results,
             say), which costs the worker a private copy.
         pin_copies: Batches copied into pinned memory.
+        bad_samples: Samples that raised and were left out or replaced (``on_error``), in batches that were
+            returned, left out, or raised something else.
+        bad_sample_list: The first 1,000 of them, in the order of their batches.
+        batches_left_out: Batches that had no good sample.
+        batches_one_by_one: Batches whose samples were fetched one by one because ``__getitems__`` raised.
+        worker_restarts: Workers that died or did not answer and were replaced.
         wait_for_workers_s: Seconds that ``next()`` waited for a batch.
         workers_wait_for_slots_s: Seconds that workers, summed, waited for a slot to work on: large where
             the program is the slower side.
@@ -46,6 +77,11 @@ class LoaderStatistics:
     spilled_nbytes: int = 0
     detached: int = 0
     pin_copies: int = 0
+    bad_samples: int = 0
+    bad_sample_list: tuple[BadSample, ...] = ()
+    batches_left_out: int = 0
+    batches_one_by_one: int = 0
+    worker_restarts: int = 0
     wait_for_workers_s: float = 0.0
     workers_wait_for_slots_s: float = 0.0
 
@@ -60,7 +96,15 @@ class Counters:
     spilled_nbytes: int = 0
     detached: int = 0
     pin_copies: int = 0
+    bad_samples: int = 0
+    bad_sample_list: list[BadSample] = field(default_factory=list)
+    batches_left_out: int = 0
+    batches_one_by_one: int = 0
+    worker_restarts: int = 0
     largest_batch_nbytes: int = 0
     wait_for_workers_ns: int = 0
     workers_wait_for_slots_ns: int = 0
     warned_of_spills: bool = False
+    warned_of_bad_samples: bool = False
+    left_out_in_a_row: int = 0
+    left_out_after: int = 0  # `batches` when that row began

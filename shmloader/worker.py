@@ -12,7 +12,6 @@ import pickle
 import random
 import select
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -23,9 +22,10 @@ import numpy as np
 import torch
 
 from shmloader import torch_private
+from shmloader.bad_samples import Reported
 from shmloader.codec import Encoder
 from shmloader.collate import install_slot_collate
-from shmloader.failures import capture
+from shmloader.failures import capture, forget_frames
 from shmloader.fetch import Fetcher, FetchRules, make_fetcher
 from shmloader.messages import (
     BATCH,
@@ -35,6 +35,7 @@ from shmloader.messages import (
     FAILURE,
     INLINE_NBYTES,
     PART,
+    REPORTED,
     RESUME,
     RESUMED,
     SPILLED,
@@ -47,6 +48,8 @@ from shmloader.messages import (
 from shmloader.seeding import numpy_seed, worker_seed
 from shmloader.segment import Descriptor, Segment
 from shmloader.slot_writer import SlotWriter, set_current_writer
+from shmloader.stacks import answer_with_stacks
+from shmloader.watch import end_with
 
 _SPIN_NS = 50_000
 
@@ -61,6 +64,7 @@ class WorkerArguments:
         main_pid: Process id of the main process, which the worker outlives by no more than a moment.
         tasks: Read end of the pipe that brings `Task` records.
         dones: Write end of the pipe that takes `Done` records.
+        stacks: The file that takes this worker's Python stack when the main process asks for it.
         segment: The iterator's shared memory, to attach to.
         dataset: The dataset.
         rules: How to fetch from it.
@@ -74,6 +78,7 @@ class WorkerArguments:
     main_pid: int
     tasks: Descriptor
     dones: Descriptor
+    stacks: Descriptor
     segment: Segment
     dataset: Any
     rules: FetchRules
@@ -85,7 +90,8 @@ class WorkerArguments:
 def run(arguments: WorkerArguments) -> None:
     """Entry point of a worker process."""
     _settle_signals()
-    _end_with(arguments.main_pid)
+    end_with(arguments.main_pid)
+    answer_with_stacks(arguments.stacks)
     torch.set_num_threads(1)
     seed = worker_seed(arguments.base_seed, arguments.worker_id)
     random.seed(seed)
@@ -106,32 +112,6 @@ def _settle_signals() -> None:
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
-
-
-def _end_with(main_pid: int) -> None:
-    """End this process when the main process ends, even in the middle of a user's ``__getitem__``.
-
-    The closed task pipe alone does not tell: a process that the user's program forked may hold its other
-    end. PR_SET_PDEATHSIG would fire when the thread that started the worker ends.
-    """
-    try:
-        main_fd = os.pidfd_open(main_pid)
-    except ProcessLookupError:
-        os._exit(1)
-    except (AttributeError, OSError):
-        main_fd = -1
-
-    def wait() -> None:
-        if main_fd >= 0:
-            poller = select.poll()  # select() knows no descriptor beyond 1023
-            poller.register(main_fd, select.POLLIN)
-            poller.poll()
-        else:
-            while os.getppid() == main_pid:
-                time.sleep(1.0)
-        os._exit(1)
-
-    threading.Thread(target=wait, name="shmloader-watch-main", daemon=True).start()
 
 
 class _Worker:
@@ -199,6 +179,7 @@ class _Worker:
         _, _, _, slot, version, slot_nbytes, hint_nbytes, limit_nbytes, payload_nbytes, payload = task
         writer = self._writer
         index_batch: Any = None
+        flags = 0
         try:
             writer.begin(slot, version, slot_nbytes, limit_nbytes)
             if payload_nbytes > INLINE_NBYTES:
@@ -210,15 +191,16 @@ class _Worker:
                 writer.release()
                 self._send(task, END)
                 return
+            if type(batch) is Reported:
+                flags = REPORTED
             kind, encoded = BATCH, self._encoder.encode(batch)
             del batch
         except BaseException as error:  # noqa: BLE001 - raised in the main process
-            kind, encoded = FAILURE, self._encode_failure(error, index_batch)
+            kind, encoded, flags = FAILURE, self._encode_failure(error, index_batch), 0
         header_offset, header_nbytes, image = encoded
-        flags = 0
         if image is not None:
             self._send_parts(task, image)
-            flags = SPILLED
+            flags |= SPILLED
         if writer.release():
             flags |= DETACHED
         self._send(task, kind, flags, header_offset, header_nbytes)
@@ -248,8 +230,8 @@ class _Worker:
             f"Raised in shmloader worker {self._arguments.worker_id} (pid {os.getpid()}), "
             f"while it made the batch of indices {_shorten(index_batch)}"
         )
-        failure = capture(error, where)
-        error.__traceback__ = None  # its frames hold the samples, and leaves in the slot
+        failure = capture(error, where, self._fetcher.take_bad_samples() if self._fetcher else b"")
+        forget_frames(error)  # they hold the samples, and leaves in the slot
         return self._encoder.encode(failure)
 
     def _send_parts(self, task: Task, image: np.ndarray[Any, np.dtype[np.uint8]]) -> None:

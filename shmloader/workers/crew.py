@@ -1,0 +1,278 @@
+"""All worker processes of one iterator."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import select
+import signal
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from shmloader.errors import WorkerDied
+from shmloader.limits import memory_headroom, oom_kills
+from shmloader.segment import Descriptor
+from shmloader.stacks import StackFile
+from shmloader.worker import WorkerArguments
+from shmloader.workers.launch import start_process
+from shmloader.workers.process import Worker, describe_exit
+
+_STOP_S = 5.0  # how long a worker may take to finish its sample after its pipe was closed
+_DEATH_S = 1.0  # how long to wait for the exit code of a worker whose pipe is closed
+
+# Whose main-side pipe ends a forked child of this process must not keep open.
+_live: weakref.WeakSet[Workers] = weakref.WeakSet()
+
+MakeArguments = Callable[[int, Descriptor, Descriptor, Descriptor], WorkerArguments]
+"""Makes a worker's arguments of its number, its ends of the task and done pipes, and the file for stacks."""
+
+
+class Workers:
+    """All worker processes of one iterator.
+
+    Args:
+        context: ``multiprocessing`` context (or module) to start processes with.
+        make_arguments: See `MakeArguments`.
+        num_workers: How many.
+
+    Attributes:
+        workers: By their number; empty after `close`.
+        closed_because: Why they were stopped.
+    """
+
+    def __init__(self, context: Any, make_arguments: MakeArguments, num_workers: int) -> None:
+        self.workers: list[Worker] = []
+        self.closed_because = ""
+        self._context = context
+        self._make_arguments = make_arguments
+        self._poller: select.poll | None = None
+        self._by_fd: dict[int, Worker] = {}
+        self._starting: tuple[int, ...] = ()  # main-side ends of the worker that is being started
+        self._oom_kills = oom_kills()
+        self._wake = _Wake()
+        self._stacks = StackFile()
+        _close_in_forked_children()
+        _live.add(self)
+        try:
+            for worker_id in range(num_workers):
+                self.workers.append(self._start(worker_id))
+        except BaseException:
+            self.close(grace_s=0.0)
+            raise
+
+    def _start(self, worker_id: int) -> Worker:
+        tasks_read, tasks_write = os.pipe()
+        dones_read, dones_write = os.pipe()
+        self._starting = (tasks_write, dones_read)
+        ends = Descriptor(tasks_read), Descriptor(dones_write)
+        try:
+            arguments = self._make_arguments(worker_id, *ends, self._stacks.descriptor)
+            process = start_process(self._context, arguments)
+        except BaseException:
+            os.close(tasks_write)
+            os.close(dones_read)
+            raise
+        finally:
+            self._starting = ()
+            # The worker's ends: only the worker may hold them, or its death would not close the pipe.
+            os.close(tasks_read)
+            os.close(dones_write)
+        os.set_blocking(tasks_write, False)
+        os.set_blocking(dones_read, False)
+        return Worker(worker_id, process, tasks_write, dones_read)
+
+    def restart(self, worker: Worker) -> Worker:
+        """Replace a worker, dead or not, by a new process with new pipes.
+
+        Returns:
+            The new worker, which has been sent nothing yet.
+        """
+        worker.end()
+        worker.release()
+        self._poller = None
+        self.workers[worker.worker_id] = fresh = self._start(worker.worker_id)
+        return fresh
+
+    def wait(self, timeout_s: float | None) -> list[Worker]:
+        """Wait until a worker has sent something or has ended, or until `interrupt` is called.
+
+        Args:
+            timeout_s: Most seconds to wait, or None for as long as it takes.
+
+        Returns:
+            The workers to receive from; empty after the timeout.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        poller = self._poller or self._register_all()
+        while True:
+            # A worker may be waiting for a record that its full pipe had no room for.
+            full = [worker for worker in self.workers if not worker.flush()]
+            for worker in full:
+                poller.register(worker.tasks_fd, select.POLLOUT)
+            left_ms = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+            try:
+                ready = poller.poll(left_ms)
+            finally:
+                for worker in full:
+                    poller.unregister(worker.tasks_fd)
+            spoke = list(dict.fromkeys(self._by_fd[fd] for fd, _ in ready if fd in self._by_fd))
+            if spoke or not ready or self._wake.called:
+                return spoke
+
+    def _register_all(self) -> select.poll:
+        poller = self._poller = select.poll()
+        self._by_fd.clear()
+        for worker in self.workers:
+            for fd in (worker.dones_fd, worker.death_fd):
+                self._by_fd[fd] = worker
+                poller.register(fd, select.POLLIN)
+        poller.register(self._wake.fd, select.POLLIN)
+        return poller
+
+    def interrupt(self) -> None:
+        """Let `wait`, in another thread, return at once, now and from now on."""
+        self._wake.call()
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether `interrupt` was called."""
+        return self._wake.called
+
+    def stack_of(self, worker: Worker) -> str:
+        """What a live worker is doing: the Python stacks of its threads, or why they could not be had."""
+        return self._stacks.ask(worker.pid)
+
+    def died(self, worker: Worker, indices: tuple[object, ...], memory: str, why: str = "") -> WorkerDied:
+        """The error for a dead worker, with its exit code.
+
+        Args:
+            worker: The worker.
+            indices: The index batches that it held.
+            memory: The loader's memory figures, told if the kernel seems to have killed it for memory.
+            why: A sentence on what had been tried.
+        """
+        worker.process.join(_DEATH_S)
+        code = worker.process.exitcode
+        held = f"It held {len(indices)} index batch(es): {_shorten(indices)}." if indices else ""
+        when = "" if worker.heard else " before it made its first batch"
+        hint = "" if worker.heard or code == -signal.SIGKILL else _SEE_OUTPUT
+        if code == -signal.SIGKILL:
+            hint = self._explain_kill(memory)
+        parts = (
+            f"shmloader worker {worker.worker_id} (pid {worker.pid}) {describe_exit(code)}{when}.",
+            why,
+            held,
+            hint,
+        )
+        return WorkerDied(
+            " ".join(part for part in parts if part),
+            worker_id=worker.worker_id,
+            pid=worker.pid,
+            exit_code=code,
+            indices=indices,
+        )
+
+    def _explain_kill(self, memory: str) -> str:
+        now = oom_kills()
+        if now is None or self._oom_kills is None or now <= self._oom_kills:
+            return ""
+        room = memory_headroom()
+        return (
+            f"The kernel's out-of-memory killer has ended {now - self._oom_kills} process(es) since the "
+            f"workers were started, so this looks like its work: {room.available_nbytes:,} of "
+            f"{room.limit_nbytes:,} bytes are available in {room.source}. {memory} Use fewer workers, a "
+            "smaller batch_size or prefetch_factor, or less memory per sample in the dataset."
+        )
+
+    def close(self, because: str = "its workers were stopped", grace_s: float = _STOP_S) -> None:
+        """Stop all workers and close all descriptors. Only the first call does anything.
+
+        Args:
+            because: The reason, kept in ``closed_because``.
+            grace_s: Seconds that workers may take to finish the sample at hand before they are terminated,
+                and a second later killed.
+        """
+        self.closed_because = self.closed_because or because
+        workers, self.workers = self.workers, []
+        self._poller = None
+        _live.discard(self)
+        for worker in workers:
+            worker.close_descriptors()
+        deadline = time.monotonic() + grace_s
+        for worker in workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+        for order in ("terminate", "kill"):
+            stuck = [worker for worker in workers if worker.process.exitcode is None]
+            for worker in stuck:
+                getattr(worker.process, order)()
+            deadline = time.monotonic() + 1.0
+            for worker in stuck:
+                worker.process.join(max(0.0, deadline - time.monotonic()))
+        for worker in workers:
+            worker.release()
+        self._stacks.close()
+        self._wake.close()
+
+    def drop_descriptors(self) -> None:
+        """Close this object's descriptors in a forked child, where they would keep pipes open."""
+        for worker in self.workers:
+            worker.close_descriptors()
+        for fd in self._starting:
+            os.close(fd)
+        self.workers, self._starting = [], ()
+        self._wake.close()
+        self.closed_because = "its workers belong to the process that this one was forked from"
+
+
+_SEE_OUTPUT = "Its own error output, above, says why if it could."
+
+
+class _Wake:
+    """Something to poll that becomes readable, and stays so, when it is called from another thread."""
+
+    def __init__(self) -> None:
+        self.called = False
+        self.fd, self._write_fd = _wake_pipe()
+
+    def call(self) -> None:
+        self.called = True
+        if self._write_fd >= 0:
+            os.write(self._write_fd, (1).to_bytes(8, "little"))
+
+    def close(self) -> None:
+        for fd in {self.fd, self._write_fd} - {-1}:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self.fd = self._write_fd = -1
+
+
+def _wake_pipe() -> tuple[int, int]:
+    if hasattr(os, "eventfd"):
+        fd = os.eventfd(0)
+        return fd, fd
+    return os.pipe()
+
+
+@functools.cache
+def _close_in_forked_children() -> None:
+    """From the first start on, forked children of this process drop main-side descriptors.
+
+    A child, of ours or of the user's program, that kept the write end of a task pipe would keep that
+    worker from seeing the main process close it.
+    """
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_drop_all)
+
+
+def _drop_all() -> None:
+    for workers in list(_live):
+        workers.drop_descriptors()
+    _live.clear()
+
+
+def _shorten(indices: tuple[object, ...], most: int = 300) -> str:
+    text = ", ".join(map(repr, indices))
+    return text if len(text) <= most else f"{text[: most - 3]}..."

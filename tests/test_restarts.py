@@ -1,0 +1,195 @@
+"""``worker_restarts``: a dead or silent worker is replaced, and no batch is lost or comes twice."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loading import Numbered
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from shmloader import DataLoader, WorkerDied, WorkerTimeout
+
+
+class Fatal(Dataset):
+    """At each of ``fatal`` something happens to the worker: as often as ``times`` says, then nothing more."""
+
+    def __init__(self, folder: Path, fatal: dict[int, int], how: str = "kill", items: int = 3) -> None:
+        self.folder, self.fatal, self.how, self.items = folder, fatal, how, items
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index in self.fatal and get_worker_info() is not None:
+            done = len(list(self.folder.glob(f"{index}-*")))
+            if done < self.fatal[index]:
+                (self.folder / f"{index}-{done}").touch()
+                self.happen()
+        return torch.full((self.items,), index)
+
+    def happen(self) -> None:
+        if self.how == "hang":
+            self.hang_here()
+        elif self.how == "exit":
+            os._exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def hang_here(self) -> None:
+        time.sleep(60)
+
+
+EXPECTED = [[[i] * 3 for i in range(k, k + 4)] for k in range(0, 64, 4)]
+
+
+def _batches(loader: DataLoader) -> list[Any]:
+    return [batch.tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("how", ["kill", "exit"])
+def test_an_epoch_is_whole_though_workers_die(
+    tmp_path: Path, start_method: str, loader_backend: str, how: str
+) -> None:
+    dataset = Fatal(tmp_path, {2: 1, 21: 1, 60: 1}, how)
+    with DataLoader(
+        dataset, batch_size=4, num_workers=2, multiprocessing_context=start_method, worker_restarts=3
+    ) as loader:
+        assert _batches(loader) == EXPECTED
+        assert loader.statistics().worker_restarts == 3
+        assert loader.statistics().batches == 16
+
+
+def test_large_batches_are_made_again_in_slots_that_the_dead_worker_had_grown(
+    tmp_path: Path, loader_backend: str
+) -> None:
+    dataset = Fatal(tmp_path, {2: 1, 6: 1, 33: 1}, items=100_000)
+    with DataLoader(dataset, batch_size=4, num_workers=2, worker_restarts=3) as loader:
+        assert [batch[:, -1].tolist() for batch in loader] == [list(range(k, k + 4)) for k in range(0, 64, 4)]
+
+
+def test_a_batch_in_parts_is_begun_again(tmp_path: Path) -> None:
+    dataset = Fatal(tmp_path, {5: 1, 14: 1}, items=50_000)
+    with (
+        DataLoader(
+            dataset, batch_size=4, num_workers=2, worker_restarts=3, memory_budget_nbytes=200_000
+        ) as loader,
+        pytest.warns(RuntimeWarning, match="budget"),
+    ):
+        assert [batch[:, -1].tolist() for batch in loader] == [list(range(k, k + 4)) for k in range(0, 64, 4)]
+        assert loader.statistics().spills > 0
+
+
+def test_long_index_batches_are_sent_again(tmp_path: Path) -> None:
+    """They lie in the slot, where the dead worker has begun to write its batch over them."""
+    dataset = Fatal(tmp_path, {63: 1})
+    batches = [[i % 64 for i in range(k, k + 4000)] for k in range(3)]
+    with DataLoader(dataset, batch_sampler=batches, num_workers=1, worker_restarts=1) as loader:
+        assert [batch[:, 0].tolist() for batch in loader] == batches
+
+
+def test_without_restarts_a_death_is_an_error(tmp_path: Path) -> None:
+    with DataLoader(Fatal(tmp_path, {21: 1}), batch_size=4, num_workers=2) as loader:
+        with pytest.raises(WorkerDied, match=r"signal 9.*20, 21, 22, 23") as caught:
+            _batches(loader)
+        assert caught.value.indices[0] == [20, 21, 22, 23]
+        assert _batches(loader) == EXPECTED
+
+
+def test_more_deaths_than_restarts_are_an_error(tmp_path: Path) -> None:
+    with (
+        DataLoader(Fatal(tmp_path, {2: 1, 21: 1}), batch_size=4, num_workers=2, worker_restarts=1) as loader,
+        pytest.raises(WorkerDied, match=r"20, 21, 22, 23"),
+    ):
+        _batches(loader)
+
+
+def test_a_batch_that_ends_its_worker_twice_is_an_error(tmp_path: Path) -> None:
+    with DataLoader(
+        Fatal(tmp_path, {21: 2}), batch_size=4, num_workers=2, worker_restarts=100, persistent_workers=True
+    ) as loader:
+        with pytest.raises(WorkerDied, match="2 workers have ended at the first") as caught:
+            _batches(loader)
+        assert caught.value.indices[0] == [20, 21, 22, 23]
+        assert _batches(loader) == EXPECTED
+
+
+def test_a_silent_worker_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.WARNING, "shmloader"),
+        DataLoader(
+            Fatal(tmp_path, {21: 1}, "hang"), batch_size=4, num_workers=2, worker_restarts=1, timeout=1
+        ) as loader,
+    ):
+        assert _batches(loader) == EXPECTED
+    assert "silent for 1" in caplog.text
+    assert "hang_here" in caplog.text
+
+
+@pytest.mark.parametrize("restarts", [0, 5])
+def test_the_error_for_a_silent_worker_shows_its_stack(tmp_path: Path, restarts: int) -> None:
+    with (
+        DataLoader(
+            Fatal(tmp_path, {1: 2}, "hang"), batch_size=4, num_workers=2, worker_restarts=restarts, timeout=1
+        ) as loader,
+        pytest.raises(WorkerTimeout, match=r"timed out after 1.*worker 0 \(pid \d+\)") as caught,
+    ):
+        _batches(loader)
+    assert "hang_here" in str(caught.value)
+    assert "test_restarts.py" in str(caught.value)
+
+
+def test_a_worker_that_dies_between_epochs_is_replaced() -> None:
+    dataset = Numbered(32)
+    with DataLoader(
+        dataset, batch_size=4, num_workers=2, persistent_workers=True, worker_restarts=4
+    ) as loader:
+        expected = _batches(loader)
+        for _ in range(2):
+            victim = loader._iterator._workers[1].pid
+            os.kill(victim, signal.SIGKILL)
+            assert _batches(loader) == expected
+        assert loader.statistics().worker_restarts == 2
+
+
+def test_a_worker_that_dies_while_an_abandoned_epoch_ends_is_replaced(tmp_path: Path) -> None:
+    """Its slots, granted for batches that nobody waits for any more, are found again."""
+    with DataLoader(
+        Fatal(tmp_path, {9: 1, 13: 1}),
+        batch_size=4,
+        num_workers=2,
+        persistent_workers=True,
+        worker_restarts=4,
+    ) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        assert _batches(loader) == EXPECTED
+        assert _batches(loader) == EXPECTED
+        now = loader.statistics()
+        assert now.worker_restarts == 2
+        assert now.slots_granted == now.slots_published == 0
+
+
+def test_restarts_out_of_order(tmp_path: Path) -> None:
+    with DataLoader(
+        Fatal(tmp_path, {2: 1, 21: 1}), batch_size=4, num_workers=2, worker_restarts=3, in_order=False
+    ) as loader:
+        assert sorted(_batches(loader)) == EXPECTED
+
+
+class Counting(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(10)
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(ValueError, match="worker_restarts must be at least 0, not -1"):
+        DataLoader(Numbered(4), worker_restarts=-1)
+    with pytest.raises(ValueError, match="map-style"):
+        DataLoader(Counting(), worker_restarts=1)
