@@ -66,3 +66,15 @@ class LoaderClosed(LoaderError):
 
 class SpillWarning(RuntimeWarning):
     """Batches are copied to private memory because the slots' memory budget is used up."""
+
+
+class BadSampleWarning(RuntimeWarning):
+    """Samples raised and were left out or replaced, as ``on_error`` asks for."""
+
+
+class NoGoodSample(LoaderError):
+    """With ``on_error``: so many samples or batches in a row were bad that none may ever be good."""
+
+
+class ShareTimeout(LoaderError, TimeoutError):
+    """The process that builds an object for all ranks of a host was not done in time."""

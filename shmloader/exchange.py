@@ -33,7 +33,8 @@ from shmloader.messages import (
     pack_task,
     unpack_done,
 )
-from shmloader.slots import Slot, SlotPool, SlotState
+from shmloader.slots import Slot, SlotPool
+from shmloader.spills import Spills
 from shmloader.statistics import Counters
 from shmloader.workers import Worker, Workers
 
@@ -82,6 +83,7 @@ class Exchange:
         self.ended: list[int] = []
         self.settled = True
         self._counters = counters
+        self._spills = Spills(pool, counters)
         self._timeout_s = patience.timeout_s if patience.timeout_s > 0 else None
         self._restarts_left = patience.restarts
         self._deaths: dict[int, int] = {}  # workers that ended at a task, by its number
@@ -273,37 +275,13 @@ class Exchange:
         end = begin + header_nbytes
         if not flags & SPILLED and pool.can_lease():
             anchor, view = pool.lease(slot)
-            return anchor, bytes(view[begin:end]), self._take_notice() if pool.notice else ""
+            return anchor, bytes(view[begin:end]), self._spills.notice() if pool.notice else ""
         if flags & SPILLED:
             image, _ = self._images.pop(seq)
             pool.give_back(slot)
-            why = f"a batch of {len(image):,} bytes is larger than a slot may be"
-        else:
-            image = pool.spill(slot)
-            kept = f"the program keeps {pool.count(SlotState.LEASED)} batches"
-            why = kept if pool.out_of_budget else ""
-        return image, image[begin:end].tobytes(), self._count_spill(len(image), why)
-
-    def _take_notice(self) -> str:
-        """The pool's notice, the first time, if the user was not warned of the budget already."""
-        warned, self._counters.warned_of_spills = self._counters.warned_of_spills, True
-        return "" if warned else self.pool.notice
-
-    def _count_spill(self, nbytes: int, why: str) -> str:
-        """Count a batch moved to private memory; gives the warning of the budget, the first time."""
-        counters, pool = self._counters, self.pool
-        counters.spills += 1
-        counters.spilled_nbytes += nbytes
-        if not why or counters.warned_of_spills:
-            return ""
-        counters.warned_of_spills = True
-        needed = pool.base_slots * max(nbytes, pool.largest_nbytes)
-        return (
-            f"{why}, and the slots' memory budget is {pool.budget_nbytes:,} bytes: batches beyond it are "
-            "copied to private memory, which is correct but slower. A budget for this loader's slots is at "
-            f"least {needed:,} bytes (memory_budget_nbytes=...), plus what the program keeps; else use a "
-            "smaller batch_size, prefetch_factor or num_workers."
-        )
+            return image, image[begin:end].tobytes(), self._spills.too_large(len(image), slot.limit_nbytes)
+        image = pool.spill(slot)
+        return image, image[begin:end].tobytes(), self._spills.kept(len(image))
 
     def expel(self) -> None:
         """Make another thread leave `receive` with `LoaderClosed`, now and from now on."""

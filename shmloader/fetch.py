@@ -1,14 +1,35 @@
 """Samples for one index batch: map-style datasets, ``__getitems__`` and iterable-style datasets.
 
 The rules are those of torch's fetchers (``torch/utils/data/_utils/fetch.py``), so that batches are
-identical. Runs in the worker.
+identical. With ``on_error`` other than ``"raise"`` a fetcher goes on where a sample raises. Runs in the
+worker, or without workers in the main process.
 """
 
 from __future__ import annotations
 
+import bisect
+import contextlib
+import copy
+import itertools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
+
+from torch.utils.data import Dataset
+
+from shmloader.bad_samples import (
+    MOST_IN_A_ROW,
+    RAISE,
+    REPLACE,
+    Reported,
+    describe,
+    is_a_samples_fault,
+    pack,
+)
+from shmloader.errors import NoGoodSample
+from shmloader.failures import add_note, forget_frames
+from shmloader.mismatch import explain_collation
+from shmloader.statistics import BadSample
 
 
 class FetchRules(NamedTuple):
@@ -19,30 +40,59 @@ class FetchRules(NamedTuple):
         auto_collation: Whether an index batch is a list of indices; else it is one index.
         drop_last: Whether an iterable dataset's last, shorter batch is left out.
         collate_fn: Joins samples (or converts the one sample, without auto collation).
+        on_error: What becomes of a sample that raises: see ``DataLoader``.
     """
 
     iterable: bool
     auto_collation: bool
     drop_last: bool
     collate_fn: Callable[[Any], Any]
+    on_error: str = RAISE
 
 
 class Fetcher(Protocol):
     """Makes one batch for one index batch."""
 
     def fetch(self, index_batch: Any) -> Any:
-        """Fetch and collate; StopIteration when an iterable dataset is exhausted."""
+        """Fetch and collate; StopIteration when an iterable dataset is exhausted.
+
+        Returns:
+            The batch, or `Reported` where there is something to report.
+        """
+
+    def take_bad_samples(self) -> bytes:
+        """The bad samples, packed, that no report has told of yet: of a batch for which `fetch` raised."""
 
 
 def make_fetcher(dataset: Any, rules: FetchRules) -> Fetcher:
     """The fetcher for a dataset; for an iterable one this calls ``iter(dataset)``."""
+    tolerant = rules.on_error != RAISE
     if rules.iterable:
-        return _IterableFetcher(dataset, rules)
-    return _MapFetcher(dataset, rules)
+        return _TolerantIterableFetcher(dataset, rules) if tolerant else _IterableFetcher(dataset, rules)
+    return _TolerantMapFetcher(dataset, rules) if tolerant else _MapFetcher(dataset, rules)
 
 
-class _MapFetcher:
+class _Fetcher:
+    """What both kinds have.
+
+    A list of bad samples is begun anew for each batch, so that none is reported twice.
+    """
+
+    def __init__(self) -> None:
+        self._bad: list[BadSample] = []
+
+    def take_bad_samples(self) -> bytes:
+        """See `Fetcher`."""
+        bad, self._bad = self._bad, []
+        return pack(bad)
+
+
+# --- map-style datasets
+
+
+class _MapFetcher(_Fetcher):
     def __init__(self, dataset: Any, rules: FetchRules) -> None:
+        super().__init__()
         self._dataset = dataset
         self._auto_collation = rules.auto_collation
         self._collate_fn = rules.collate_fn
@@ -50,44 +100,217 @@ class _MapFetcher:
     def fetch(self, index_batch: Any) -> Any:
         dataset = self._dataset
         if not self._auto_collation:
-            samples = dataset[index_batch]
+            samples = _fetch_one(dataset, index_batch)
         elif getattr(dataset, "__getitems__", None):
             samples = dataset.__getitems__(index_batch)
         else:
             samples = _fetch_each(dataset, index_batch)
-        return self._collate_fn(samples)
+        return self._join(samples, index_batch)
+
+    def _join(self, samples: Any, index_batch: Any) -> Any:
+        try:
+            return self._collate_fn(samples)
+        except Exception as error:
+            if self._auto_collation:
+                explain_collation(error, samples, index_batch)
+            else:
+                explain_collation(error, [samples], [index_batch])
+            raise
+
+
+def _fetch_one(dataset: Any, index: Any) -> Any:
+    try:
+        return dataset[index]
+    except BaseException as error:
+        _say_where(error, index)
+        raise
 
 
 def _fetch_each(dataset: Any, index_batch: Any) -> list[Any]:
     remaining = iter(index_batch)
     try:
         return [dataset[index] for index in remaining]
-    except Exception as error:
-        # How far a list's iterator got tells which sample failed, without a cost per sample.
-        if type(index_batch) in (list, tuple):
+    except BaseException as error:
+        # How far the iterator got tells which sample failed, without a cost per sample.
+        if type(index_batch) in (list, tuple, range):
             position = len(index_batch) - operator.length_hint(remaining) - 1
-            error.add_note(f"raised by dataset[{index_batch[position]!r}]")
+            _say_where(error, index_batch[position])
         raise
 
 
-class _IterableFetcher:
+def _say_where(error: BaseException, index: Any) -> None:
+    with contextlib.suppress(Exception):  # an index that cannot be shown
+        add_note(error, f"raised by dataset[{index!r}]")
+
+
+class _TolerantMapFetcher(_MapFetcher):
+    """Goes on where a sample raises: leaves it out, or puts the next good one of the batch in its place."""
+
     def __init__(self, dataset: Any, rules: FetchRules) -> None:
+        super().__init__(dataset, rules)
+        self._replaces = rules.on_error == REPLACE
+        # Dataset has a __getitem__ of its own, which only says that there is none.
+        one = getattr(type(dataset), "__getitem__", Dataset.__getitem__)
+        self._has_getitem = one is not Dataset.__getitem__
+
+    def fetch(self, index_batch: Any) -> Any:
+        self._bad = []
+        get_all = getattr(self._dataset, "__getitems__", None) if self._auto_collation else None
+        if get_all:
+            try:
+                samples = get_all(index_batch)
+            except Exception as error:
+                if not is_a_samples_fault(error):
+                    raise
+                forget_frames(error)
+            else:
+                return self._join(samples, index_batch)
+        indices = list(index_batch) if self._auto_collation else [index_batch]
+        samples = [self._fetch_or_none(index) for index in indices]
+        places = list(range(len(samples)))
+        if self._bad:
+            places = _places_to_take(samples, replace=self._replaces and self._auto_collation)
+            samples = _take(samples, places)
+            if not samples:
+                return Reported(None, True, bool(get_all), self.take_bad_samples())
+        if self._auto_collation:
+            batch = self._join([sample.value for sample in samples], [indices[place] for place in places])
+        else:
+            batch = self._join(samples[0].value, index_batch)
+        if not self._bad and not get_all:
+            return batch
+        return Reported(batch, False, bool(get_all), self.take_bad_samples())
+
+    def _fetch_or_none(self, index: Any) -> _Good | None:
+        try:
+            if self._has_getitem:
+                return _Good(self._dataset[index])
+            return _Good(self._dataset.__getitems__([index])[0])
+        except BaseException as error:
+            if not isinstance(error, Exception) or not is_a_samples_fault(error):
+                _say_where(error, index)
+                raise
+            self._bad.append(describe(error, index, of_stream=False))
+            forget_frames(error)
+            return None
+
+
+class _Good(NamedTuple):
+    """A sample; it may be anything, None too."""
+
+    value: Any
+
+
+def _places_to_take(samples: Sequence[_Good | None], *, replace: bool) -> list[int]:
+    """Which sample goes where: the good ones and, to replace a bad one, the next good one, round about."""
+    good = [place for place, sample in enumerate(samples) if sample is not None]
+    if not replace or not good:
+        return good
+    places = []
+    for place in range(len(samples)):
+        following = bisect.bisect_left(good, place)
+        places.append(good[following % len(good)])
+    return places
+
+
+def _take(samples: Sequence[_Good | None], places: Sequence[int]) -> list[_Good]:
+    """The samples at these places; of one that is taken again, a copy: a collate function may change it."""
+    taken: list[_Good] = []
+    seen: set[int] = set()
+    for place in places:
+        sample = samples[place]
+        assert sample is not None
+        if place in seen:
+            with contextlib.suppress(Exception):  # what cannot be copied is there twice
+                sample = copy.deepcopy(sample)
+        seen.add(place)
+        taken.append(sample)
+    return taken
+
+
+# --- iterable-style datasets
+
+
+class _IterableFetcher(_Fetcher):
+    def __init__(self, dataset: Any, rules: FetchRules) -> None:
+        super().__init__()
         self._samples: Iterator[Any] = iter(dataset)
         self._rules = rules
         self._ended = False
+        self._position = 0  # of the next sample in the stream
 
     def fetch(self, index_batch: Any) -> Any:
         if self._ended:
             raise StopIteration
-        if not self._rules.auto_collation:
-            return self._rules.collate_fn(next(self._samples))
-        samples = []
-        for _ in index_batch:
+        auto_collation, begin = self._rules.auto_collation, self._position
+        samples: list[Any] = []
+        size = len(index_batch) if auto_collation else 1
+        try:
+            samples.extend(itertools.islice(self._samples, size))
+        except BaseException as error:
+            self._position = begin + len(samples) + 1
+            add_note(error, f"raised by sample {self._position - 1} of the stream, counted from 0")
+            raise
+        self._position = begin + len(samples)
+        if len(samples) < size:
+            self._ended = auto_collation  # without it, torch asks the iterator again
+            if not samples or self._rules.drop_last:
+                raise StopIteration
+        return self._join(samples, range(begin, self._position))
+
+    def _join(self, samples: list[Any], positions: Sequence[int]) -> Any:
+        try:
+            return self._rules.collate_fn(samples if self._rules.auto_collation else samples[0])
+        except Exception as error:
+            explain_collation(error, samples, positions, of_stream=True)
+            raise
+
+
+class _TolerantIterableFetcher(_IterableFetcher):
+    """Goes on where the stream's iterator raises: with the stream's next sample, if there is one."""
+
+    def fetch(self, index_batch: Any) -> Any:
+        self._bad = []
+        if self._ended:
+            raise StopIteration
+        samples: list[Any] = []
+        positions: list[int] = []
+        ended = self._fill(len(index_batch) if self._rules.auto_collation else 1, samples, positions)
+        self._ended = ended
+        if not samples or (ended and self._rules.drop_last):
+            if not self._bad:
+                raise StopIteration
+            return Reported(None, True, False, self.take_bad_samples())  # its end is said at the next task
+        batch = self._join(samples, positions)
+        return Reported(batch, False, False, self.take_bad_samples()) if self._bad else batch
+
+    def _fill(self, size: int, samples: list[Any], positions: list[int]) -> bool:
+        """Draw ``size`` samples or, to leave bad ones out, that many times; whether the stream has ended."""
+        replaces = self._rules.on_error == REPLACE
+        in_a_row = 0
+        while size > 0:
             try:
                 samples.append(next(self._samples))
             except StopIteration:
-                self._ended = True
-                break
-        if not samples or (self._rules.drop_last and len(samples) < len(index_batch)):
-            raise StopIteration
-        return self._rules.collate_fn(samples)
+                return True
+            except BaseException as error:
+                self._note_bad(error)
+                in_a_row += 1
+                if in_a_row >= MOST_IN_A_ROW:
+                    raise NoGoodSample(f"{in_a_row:,} samples of a stream in a row raised") from error
+                size -= not replaces
+            else:
+                in_a_row = 0
+                positions.append(self._position)
+                size -= 1
+            self._position += 1
+        return False
+
+    def _note_bad(self, error: BaseException) -> None:
+        """Take what an iterator raised for a bad sample, or raise it."""
+        if not isinstance(error, Exception) or not is_a_samples_fault(error):
+            add_note(error, f"raised by sample {self._position} of the stream, counted from 0")
+            self._position += 1
+            raise error
+        self._bad.append(describe(error, self._position, of_stream=True))
+        forget_frames(error)

@@ -22,6 +22,8 @@ DETACHED = 1
 """The worker still held views of the slot's memory, and they were moved to private memory."""
 SPILLED = 2
 """The batch did not fit in the slot: it was sent in parts, and the header lies in what they make up."""
+REPORTED = 4
+"""What was published is a `bad_samples.Reported`: a batch, if there is one, and what to count."""
 
 _HEAD = "<HxxIQIIQQQQ"
 TASK_NBYTES = 256
@@ -87,7 +89,7 @@ class Done(NamedTuple):
         kind: ``BATCH`` (published), ``FAILURE`` (an exception is published
             in place of a batch), ``END`` (its iterable dataset is exhausted), ``RESUMED`` (a new epoch
             begins) or ``PART`` (a piece of a batch that is larger than its slot).
-        flags: ``DETACHED``, ``SPILLED``.
+        flags: ``DETACHED``, ``SPILLED``, ``REPORTED``.
         generation: As in the task.
         seq: As in the task.
         slot: As in the task.

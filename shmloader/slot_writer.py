@@ -18,7 +18,8 @@ import torch
 
 from shmloader.errors import SharedMemoryExhausted
 from shmloader.layout import CODE_OF_TORCH_DTYPE, DTYPES, TENSOR, Leaf, align
-from shmloader.segment import Extent, Segment
+from shmloader.limits import memory_headroom
+from shmloader.segment import PAGE_NBYTES, Extent, Segment, whole_pages
 
 
 def wrap_tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
@@ -75,6 +76,7 @@ class Recipe:
 
 Column = tuple[str, torch.Size | None, torch.dtype | None, torch.Tensor | None]
 
+_SMALL_NBYTES = 4 << 20  # of a batch this small, two copies are to be had
 _MOST_OUTPUTS = 1024
 _MOST_RECIPES = 64
 
@@ -113,6 +115,7 @@ class SlotWriter:
         self.version = 0
         self.nbytes = 0
         self.limit_nbytes = 0
+        self._may_refuse = True  # False once this task's batch was refused or spilled
         self.cursor = 0
         self.collated: object = None  # the batch, if it was made of outputs in new built-in containers
         self.recipe: Recipe | None = None  # what it was made by
@@ -122,10 +125,22 @@ class SlotWriter:
         self.slot, self.version, self.nbytes = slot, version, nbytes
         self.limit_nbytes = max(nbytes, limit_nbytes)
         self.cursor = 0
+        self._may_refuse = True
         here = self._mapped.get(slot)
         if here is None or here.extent.nbytes != nbytes or here.extent.version != version:
-            here = self._mapped[slot] = _Mapped(self._segment.map(slot, version, nbytes))
+            here = self._mapped[slot] = _Mapped(self._map_some(nbytes))
+            self.nbytes = here.extent.nbytes
         self._here = here
+
+    def _map_some(self, nbytes: int) -> Extent:
+        """Map the slot, or where this process has not enough address space as much of its start as can be."""
+        while True:
+            try:
+                return self._segment.map(self.slot, self.version, nbytes)
+            except SharedMemoryExhausted:
+                if nbytes <= PAGE_NBYTES:
+                    raise
+                nbytes = whole_pages(nbytes // 2)
 
     def prepare(self, hint_nbytes: int) -> None:
         """Grow the slot to the size of the largest batch so far: leaves are then written in place.
@@ -142,7 +157,18 @@ class SlotWriter:
         return None if self._here is None else self._here.extent
 
     def read(self, nbytes: int) -> bytes:
-        """The first bytes of the slot, before anything is allocated (a long index batch)."""
+        """The first bytes of the slot, before anything is allocated (a long index batch).
+
+        Raises:
+            SharedMemoryExhausted: If this process could not map that much.
+        """
+        if nbytes > self.nbytes:
+            raise SharedMemoryExhausted(
+                f"an index batch of {nbytes:,} bytes could not be read: this worker could map only "
+                f"{self.nbytes:,} bytes of it. Its address space is limited (ulimit -v).",
+                needed_nbytes=nbytes,
+                available_nbytes=self.nbytes,
+            )
         return bytes(self.view()[:nbytes])
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
@@ -235,16 +261,25 @@ class SlotWriter:
         """Grow the slot to hold ``nbytes``, keeping its first ``written_nbytes``.
 
         Returns:
-            False if that is more than the task's limit or than the host can give.
+            False if that is more than the task's limit or than this process can map: the batch is spilled.
+
+        Raises:
+            SharedMemoryExhausted: If the host's memory is so short that spilling, which takes more of it,
+                would have the kernel kill a process. At most once in a task.
         """
         if nbytes <= self.nbytes:
             return True
         if nbytes > self.limit_nbytes:
+            self._may_refuse = False
             return False
         before = self._here
+        may_refuse, self._may_refuse = self._may_refuse, False
         try:
             self._grow(nbytes)
         except SharedMemoryExhausted:
+            # A spilled batch lies in this process's memory and in the main process's.
+            if may_refuse and nbytes > _SMALL_NBYTES and memory_headroom().available_nbytes < 2 * nbytes:
+                raise
             return False
         if before is not None and before.extent.version != self.version:
             kept = min(written_nbytes, before.extent.nbytes)
@@ -275,6 +310,21 @@ class SlotWriter:
             del self._mapped[self.slot]
         return True
 
+    def restart(self) -> bool:
+        """Give up what was allocated in this task: allocation begins again at the slot's start.
+
+        For an exception that takes a batch's place, and for a batch in private memory that is sent in
+        parts: either may write over the whole slot, which what the user's code keeps must survive.
+
+        Returns:
+            Whether something in this process still viewed the slot, as `release` does.
+        """
+        may_refuse = self._may_refuse
+        detached = self.release()
+        self.begin(self.slot, self.version, self.nbytes, self.limit_nbytes)
+        self._may_refuse = may_refuse
+        return detached
+
     @property
     def address(self) -> int:
         """Where the slot lies in this process."""
@@ -291,8 +341,8 @@ class SlotWriter:
         try:
             extent = self._segment.map(self.slot, version, reserved)
         except SharedMemoryExhausted:
-            if version != self.version:
-                self._segment.discard(self.slot, version, reserved)
+            kept_nbytes = self.nbytes if version == self.version else 0
+            self._segment.discard(self.slot, version, reserved, kept_nbytes)
             raise
         self.version, self.nbytes = version, reserved
         self._here = self._mapped[self.slot] = _Mapped(extent)

@@ -24,12 +24,16 @@ from torch.utils.data.dataloader import (
     _BaseDataLoaderIter,
     _DatasetKind,
     _sharding_worker_init_fn,
+    _SingleProcessDataLoaderIter,
 )
 
 BaseIterator = _BaseDataLoaderIter
 """Base of torch's iterators. Subclassed because Lightning recognises live iterators by it when it pickles
 checkpoints, and because its ``__init__`` and ``_reset`` fix the order of calls to the sampler and of draws
 from the generator, which must stay identical to torch's."""
+
+SingleProcessIterator = _SingleProcessDataLoaderIter
+"""torch's iterator without workers; frameworks and users may look for its type."""
 
 ITERABLE_KIND = _DatasetKind.Iterable
 """The value of ``loader._dataset_kind`` for iterable-style datasets."""
@@ -45,6 +49,7 @@ __all__ = [
     "DATAPIPES",
     "ITERABLE_KIND",
     "BaseIterator",
+    "SingleProcessIterator",
     "collate_fn_map",
     "collate_map_is_pristine",
     "collate_numpy_array_fn",

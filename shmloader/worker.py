@@ -52,6 +52,7 @@ from shmloader.stacks import answer_with_stacks
 from shmloader.watch import end_with
 
 _SPIN_NS = 50_000
+_PART_NBYTES = 16 << 20, 1 << 20, 1 << 16  # what a slot is grown to for parts, or less if that cannot be had
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ class _Worker:
             kind, encoded = BATCH, self._encoder.encode(batch)
             del batch
         except BaseException as error:  # noqa: BLE001 - raised in the main process
-            kind, encoded, flags = FAILURE, self._encode_failure(error, index_batch), 0
+            kind, (encoded, flags) = FAILURE, self._encode_failure(error, index_batch)
         header_offset, header_nbytes, image = encoded
         if image is not None:
             self._send_parts(task, image)
@@ -225,19 +226,23 @@ class _Worker:
         finally:
             set_current_writer(None)
 
-    def _encode_failure(self, error: BaseException, index_batch: Any) -> Any:
+    def _encode_failure(self, error: BaseException, index_batch: Any) -> tuple[Any, int]:
+        """Put an exception into the slot in the batch's place; gives what ``encode`` does, and flags."""
         where = (
             f"Raised in shmloader worker {self._arguments.worker_id} (pid {os.getpid()}), "
             f"while it made the batch of indices {_shorten(index_batch)}"
         )
         failure = capture(error, where, self._fetcher.take_bad_samples() if self._fetcher else b"")
         forget_frames(error)  # they hold the samples, and leaves in the slot
-        return self._encoder.encode(failure)
+        flags = DETACHED if self._writer.restart() else 0
+        return self._encoder.encode(failure), flags
 
     def _send_parts(self, task: Task, image: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         """Send a batch larger than its slot: piece by piece, through the slot."""
         writer = self._writer
-        writer.ensure(writer.limit_nbytes, 0)
+        for most_nbytes in _PART_NBYTES:
+            if writer.ensure(min(writer.limit_nbytes, most_nbytes, len(image)), 0):
+                break
         view = writer.view()
         for begin in range(0, len(image), len(view)):
             piece = image[begin : begin + len(view)]

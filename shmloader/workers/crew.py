@@ -65,7 +65,12 @@ class Workers:
 
     def _start(self, worker_id: int) -> Worker:
         tasks_read, tasks_write = os.pipe()
-        dones_read, dones_write = os.pipe()
+        try:
+            dones_read, dones_write = os.pipe()
+        except OSError:
+            os.close(tasks_read)
+            os.close(tasks_write)
+            raise
         self._starting = (tasks_write, dones_read)
         ends = Descriptor(tasks_read), Descriptor(dones_write)
         try:
