@@ -60,6 +60,10 @@ class SharedMemoryExhausted(LoaderError, MemoryError):
         self.available_nbytes = available_nbytes
 
 
+class SlotCorrupted(LoaderError):
+    """``SHMLOADER_DEBUG=1`` found a slot that was written to while it was free, or a record that is wrong."""
+
+
 class LoaderClosed(LoaderError):
     """The iterator was closed, by ``loader.close()`` or by leaving its ``with`` block."""
 

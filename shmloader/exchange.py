@@ -18,6 +18,8 @@ import numpy.typing as npt
 
 from shmloader.errors import LoaderClosed, LoaderError, SharedMemoryExhausted, WorkerTimeout
 from shmloader.index_batches import pickle_index_batch
+from shmloader.inspection import Inspection, Publication
+from shmloader.inspection import wanted as inspection_wanted
 from shmloader.messages import (
     CONTINUE,
     DETACHED,
@@ -70,6 +72,7 @@ class Exchange:
             which they were sent: the worker, the index batch, the slot.
         arrived: The workers' answers to those whose batch is here, by number, in order of arrival.
         ended: Workers that have said, since this was last emptied, that their dataset is exhausted.
+        inspection: The checks of ``SHMLOADER_DEBUG=1``, or None.
         settled: False while something is half done. It stays so if an exception that can come between any
             two lines (``KeyboardInterrupt``) cuts that short: then what is recorded here is not to be
             trusted any more. While the main process sleeps, all is settled.
@@ -90,6 +93,7 @@ class Exchange:
         self._generation = 0
         self._resuming: set[int] = set()  # workers that have not come to this generation yet
         self._voided: dict[int, int] = {}  # the worker of each slot that is granted for an abandoned epoch
+        self.inspection = Inspection(pool) if inspection_wanted() else None
         self._waiter: int | None = None  # the thread that waits
         self._wait_ns = 0  # how long the last wait took
         self._images: dict[int, tuple[npt.NDArray[np.uint8], int]] = {}  # batches sent in parts
@@ -226,6 +230,8 @@ class Exchange:
                 self._accept_part(worker, done)
                 continue
             slot = pool.slots[number]
+            if self.inspection is not None:
+                self._inspect(self.inspection, worker, done)
             used_nbytes = offset + header_nbytes
             pool.publish(slot, version, nbytes, 0 if flags & SPILLED else used_nbytes)
             if flags & SPILLED:
@@ -244,6 +250,14 @@ class Exchange:
                 self.arrived[seq] = done
         if pool.shortage is not None:
             self._run_short(pool.shortage)
+
+    def _inspect(self, inspection: Inspection, worker: Worker, done: DoneFields) -> None:
+        _, flags, generation, seq, number, _, nbytes, offset, header_nbytes, _ = done
+        if generation == self._generation and not flags & SPILLED:
+            holder_id, _, granted = self.outstanding.get(seq, (-1, None, None))
+            publication = Publication(worker.worker_id, seq, nbytes, offset, header_nbytes)
+            task = None if granted is None else (holder_id, granted)
+            inspection.published(self.pool.slots[number], publication, task)
 
     def _run_short(self, shortage: SharedMemoryExhausted) -> NoReturn:
         self.crew.close("the host's memory is too small for its slots", grace_s=0.0)
@@ -275,6 +289,8 @@ class Exchange:
         end = begin + header_nbytes
         if not flags & SPILLED and pool.can_lease():
             anchor, view = pool.lease(slot)
+            if self.inspection is not None:
+                self.inspection.leased(slot, seq, bytes(view[begin:end]), begin)
             return anchor, bytes(view[begin:end]), self._spills.notice() if pool.notice else ""
         if flags & SPILLED:
             image, _ = self._images.pop(seq)

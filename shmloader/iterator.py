@@ -267,6 +267,11 @@ class SlotIterator(torch_private.BaseIterator):
         """Whether the iterator cannot be used for another epoch."""
         return not self._crew.workers or not self._exchange.settled
 
+    def oldest_leases(self) -> tuple[str, ...]:
+        """With ``SHMLOADER_DEBUG=1``, the batches that the program has held for longest; see `Inspection`."""
+        inspection = self._exchange.inspection
+        return () if inspection is None else inspection.oldest_leases()
+
     @property
     def _workers(self) -> list[Any]:
         """The processes, under the name at which Ultralytics looks for them in torch's iterator."""

@@ -246,6 +246,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
             bad_sample_list=tuple(counters.bad_sample_list),
             batches_left_out=counters.batches_left_out,
             batches_one_by_one=counters.batches_one_by_one,
+            oldest_leases=tuple(text for iterator in self._iterators() for text in iterator.oldest_leases()),
             worker_restarts=counters.worker_restarts,
             wait_for_workers_s=counters.wait_for_workers_ns / 1e9,
             workers_wait_for_slots_s=counters.workers_wait_for_slots_ns / 1e9,

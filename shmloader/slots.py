@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -115,6 +116,8 @@ class SlotPool:
             every slot as large as itself.
         quota_nbytes: What each slot of the base is reckoned with.
         shortage: The error, once it is known that the host's memory is too small for the base.
+        on_freed: Called with each slot that has become free (see `inspection`).
+        on_granted: Called with each free slot before it is granted.
         notice: What the user is to be told once, after ``most_tasks`` was lowered.
     """
 
@@ -139,6 +142,8 @@ class SlotPool:
         self._leased = 0
         self._surely_nbytes = _SURE_NBYTES  # the base may need this much without the host being asked
         self._closed = False
+        self.on_freed: Callable[[Slot], None] | None = None
+        self.on_granted: Callable[[Slot], None] | None = None
         self._set_quota()
 
     def note_size(self, nbytes: int) -> None:
@@ -218,6 +223,8 @@ class SlotPool:
         else:
             slot = Slot(len(self.slots))
             self.slots.append(slot)
+        if self.on_granted is not None:
+            self.on_granted(slot)
         slot.state = _GRANTED
         if slot.number < self.base_slots:
             slot.limit_nbytes = SLOT_STRIDE if self.elastic else self.quota_nbytes
@@ -345,10 +352,7 @@ class SlotPool:
             slot.state = _FREE
             slot.used_nbytes = 0
             self._leased -= 1
-            if self.notice and slot.number >= self.base_slots:
-                self._put_back(slot)
-            else:
-                self._free.append(slot)
+            self._put_back(slot)
         if len(self._free) > self.base_slots:
             self._discard_extra()
 
@@ -398,6 +402,8 @@ class SlotPool:
         self._put_back(slot)
 
     def _put_back(self, slot: Slot) -> None:
+        if self.on_freed is not None:
+            self.on_freed(slot)
         if self.notice and slot.number >= self.base_slots:
             self._discard(slot)
             self._spare.append(slot)

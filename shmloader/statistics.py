@@ -58,6 +58,8 @@ class LoaderStatistics:
         bad_sample_list: The first 1,000 of them, in the order of their batches.
         batches_left_out: Batches that had no good sample.
         batches_one_by_one: Batches whose samples were fetched one by one because ``__getitems__`` raised.
+        oldest_leases: With ``SHMLOADER_DEBUG=1``, the batches that the program has held for longest: number,
+            slot, seconds, and the type, shape and dtype of their leaves.
         worker_restarts: Workers that died or did not answer and were replaced.
         wait_for_workers_s: Seconds that ``next()`` waited for a batch.
         workers_wait_for_slots_s: Seconds that workers, summed, waited for a slot to work on: large where
@@ -81,6 +83,7 @@ class LoaderStatistics:
     bad_sample_list: tuple[BadSample, ...] = ()
     batches_left_out: int = 0
     batches_one_by_one: int = 0
+    oldest_leases: tuple[str, ...] = ()
     worker_restarts: int = 0
     wait_for_workers_s: float = 0.0
     workers_wait_for_slots_s: float = 0.0

@@ -15,7 +15,7 @@ containers of leaves, numbers and strings) table and structure are remembered on
 numbers and strings, the rest, are pickled anew.
 """
 
-from shmloader.codec.decoder import Decoder
+from shmloader.codec.decoder import Decoder, read_leaves
 from shmloader.codec.encoder import Encoded, Encoder
 
-__all__ = ["Decoder", "Encoded", "Encoder"]
+__all__ = ["Decoder", "Encoded", "Encoder", "read_leaves"]

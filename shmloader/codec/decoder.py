@@ -104,6 +104,12 @@ class Decoder:
         return known, iter(pickle.loads(memoryview(header)[end:]) if end < len(header) else ())
 
 
+def read_leaves(header: bytes) -> list[Leaf]:
+    """The leaf table of a batch's header."""
+    table_nbytes, _ = SIZES.unpack_from(header)
+    return unpack_leaves(header[SIZES.size : SIZES.size + table_nbytes])
+
+
 def _remember(known: dict[bytes, Any], header: bytes, what: _Known | None) -> None:
     if len(header) <= _LONGEST_HEADER_NBYTES:
         if len(known) >= _MOST_HEADERS:

@@ -1,0 +1,73 @@
+"""One pass over a loader without workers: torch's single-process loading, with our fetcher.
+
+The fetcher goes on where a sample raises, if ``on_error`` says so, and says in notes which sample it was.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data.graph_settings import apply_sharding
+
+from shmloader import torch_private
+from shmloader.bad_samples import LEFT_OUT, Reported, count, take_report, warn_of_bad_samples
+from shmloader.fetch import FetchRules, make_fetcher
+from shmloader.statistics import Counters
+
+
+class InProcessIterator(torch_private.SingleProcessIterator):
+    """Iterates over a loader with ``num_workers=0``, in the main process.
+
+    Args:
+        loader: The loader; its arguments are read now, as frameworks set some late.
+        counters: The loader's counters.
+
+    Raises:
+        AssertionError: If the loader has a timeout, as torch has it.
+    """
+
+    def __init__(self, loader: Any, counters: Counters) -> None:
+        # Not torch's own constructor: its fetcher would begin to iterate over the dataset.
+        torch_private.BaseIterator.__init__(self, loader)
+        if self._timeout != 0:
+            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")  # torch's words
+        if isinstance(self._dataset, torch_private.DATAPIPES):
+            apply_sharding(self._dataset, self._world_size, self._rank)
+        self._counters = counters
+        self._on_error: str = loader.on_error
+        rules = FetchRules(
+            iterable=self._dataset_kind == torch_private.ITERABLE_KIND,
+            auto_collation=self._auto_collation,
+            drop_last=self._drop_last,
+            collate_fn=self._collate_fn,
+            on_error=self._on_error,
+        )
+        self._dataset_fetcher = make_fetcher(self._dataset, rules)
+
+    def _next_data(self) -> Any:
+        while True:
+            try:
+                index_batch = self._next_index()  # type: ignore[no-untyped-call]
+                batch = self._fetch(index_batch)
+            except StopIteration:
+                warn_of_bad_samples(self._counters, self._on_error)
+                raise
+            if batch is not LEFT_OUT:
+                break
+        self._counters.batches += 1
+        if self._pin_memory:
+            self._counters.pin_copies += 1
+            batch = torch_private.pin_memory(batch, self._pin_memory_device)
+        return batch
+
+    def _fetch(self, index_batch: Any) -> Any:
+        """A batch, or ``LEFT_OUT``."""
+        try:
+            batch = self._dataset_fetcher.fetch(index_batch)
+        except StopIteration:
+            raise
+        except BaseException:
+            self._counters.failures += 1
+            count(self._dataset_fetcher.take_bad_samples(), self._counters)
+            raise
+        return take_report(batch, self._counters) if type(batch) is Reported else batch
