@@ -222,12 +222,8 @@ class Exchange:
             kind, flags, generation, seq, number, version, nbytes, offset, header_nbytes, wait_ns = done
             if wait_ns:
                 counters.workers_wait_for_slots_ns += wait_ns
-            if kind == RESUMED:
-                if generation == self._generation:  # an interrupted resume's is stale
-                    self._resuming.discard(worker.worker_id)
-                continue
-            if kind == PART:
-                self._accept_part(worker, done)
+            if kind >= RESUMED:
+                self._accept_batchless(worker, done)
                 continue
             slot = pool.slots[number]
             if self.inspection is not None:
@@ -264,6 +260,14 @@ class Exchange:
         self.pool.close()
         self.settled = True
         raise shortage
+
+    def _accept_batchless(self, worker: Worker, done: DoneFields) -> None:
+        """Take in a record after which the worker still has the slot, or never had one."""
+        kind, generation = done[0], done[2]
+        if kind == PART:
+            self._accept_part(worker, done)
+        elif generation == self._generation:  # an interrupted resume's answer is stale
+            self._resuming.discard(worker.worker_id)
 
     def _accept_part(self, worker: Worker, done: DoneFields) -> None:
         """Copy a piece of a batch that is larger than its slot, and ask for the next one."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 # Kinds of record from main to worker.
 TASK, RESUME, CONTINUE = 1, 2, 3
 # Kinds of record from worker to main.
-BATCH, FAILURE, END, RESUMED, PART = 11, 12, 13, 14, 15
+BATCH, FAILURE, END, RESUMED, PART = 11, 12, 13, 14, 15  # from RESUMED on: no slot is published
 
 # Flags of a record from worker to main.
 DETACHED = 1
