@@ -63,7 +63,13 @@ class SlotIterator(torch_private.BaseIterator):
         available_nbytes = memory_headroom().available_nbytes
         budget_nbytes = loader.memory_budget_nbytes
         if budget_nbytes is None:
-            self.pool = SlotPool(new_segment(), self._most_tasks, available_nbytes // 2, elastic=True)
+            self.pool = SlotPool(
+                new_segment(),
+                self._most_tasks,
+                available_nbytes // 2,
+                elastic=True,
+                workers=self._num_workers,
+            )
         else:
             self.pool = SlotPool(new_segment(), self._most_tasks, min(budget_nbytes, available_nbytes))
         try:

@@ -106,6 +106,7 @@ class SlotPool:
         most_tasks: Tasks outstanding at once. The pool's base is two slots more: one for the batch that
             is being returned, one for the batch before it, which the user's loop still holds.
         budget_nbytes: Most bytes that all slots may take together.
+        workers: How many processes make batches.
         elastic: The base's slots may take what the host can give, and the budget is for slots beyond it.
 
     Attributes:
@@ -122,13 +123,20 @@ class SlotPool:
     """
 
     def __init__(
-        self, segment: Segment, most_tasks: int, budget_nbytes: int, *, elastic: bool = False
+        self,
+        segment: Segment,
+        most_tasks: int,
+        budget_nbytes: int,
+        *,
+        elastic: bool = False,
+        workers: int = 1,
     ) -> None:
         self.segment = segment
         self.most_tasks = most_tasks
         self.base_slots = most_tasks + 2
         self.budget_nbytes = max(budget_nbytes, self.base_slots * PAGE_NBYTES)
         self.elastic = elastic
+        self.workers = workers
         self.largest_nbytes = 0
         self.typical_nbytes = 0
         self.quota_nbytes = 0
@@ -168,6 +176,8 @@ class SlotPool:
         fair_nbytes = (self.budget_nbytes - self._extra_nbytes) // self.base_slots
         # A quarter of the budget lets batches grow at once; the rest is for batches that are kept.
         wanted_nbytes = max(4 * self.largest_nbytes, self.budget_nbytes // (4 * self.base_slots), PAGE_NBYTES)
+        if self.largest_nbytes == 0:
+            wanted_nbytes = fair_nbytes  # the first batches may be of any size, and none is kept yet
         self.quota_nbytes = min(fair_nbytes, wanted_nbytes) // PAGE_NBYTES * PAGE_NBYTES
 
     def _ask_host(self, needed_nbytes: int) -> None:
@@ -176,10 +186,13 @@ class SlotPool:
             return
         room = memory_headroom()
         reserved_nbytes = sum(slot.nbytes for slot in self.slots)
-        if needed_nbytes - reserved_nbytes > room.available_nbytes:
+        # Each worker holds the samples of a batch besides: as much again, somewhere.
+        besides_nbytes = self.workers * self.typical_nbytes
+        if needed_nbytes + besides_nbytes - reserved_nbytes > room.available_nbytes:
             self.shortage = SharedMemoryExhausted(
                 f"the loader's {self.base_slots} slots (prefetch_factor x num_workers + 2) for batches of "
-                f"{self.typical_nbytes:,} bytes need {needed_nbytes:,} bytes of shared memory, but of "
+                f"{self.typical_nbytes:,} bytes need {needed_nbytes:,} bytes of shared memory, and the "
+                f"samples of a batch in each of {self.workers} workers {besides_nbytes:,} more, but of "
                 f"{room.limit_nbytes:,} only {room.available_nbytes + reserved_nbytes:,} bytes are available "
                 f"in {room.source}. Use fewer workers, a smaller prefetch_factor or batch_size, raise the "
                 "limit, or pass memory_budget_nbytes to have fewer batches made in advance.",
@@ -190,13 +203,13 @@ class SlotPool:
 
     def _make_fewer(self) -> None:
         """Have fewer batches made in advance, if the budget then holds all that are on their way."""
-        tasks = self.budget_nbytes // whole_pages(self.typical_nbytes) - 2
-        if not 1 <= tasks < self.most_tasks:
+        tasks = max(1, self.budget_nbytes // whole_pages(self.typical_nbytes) - 2)
+        if tasks >= self.most_tasks:
             return
         self.notice = (
-            f"the slots' memory budget of {self.budget_nbytes:,} bytes has room for {tasks + 2} batches of "
-            f"{self.typical_nbytes:,} bytes, not for the {self.base_slots} of this loader (prefetch_factor x "
-            f"num_workers + 2): {tasks} instead of {self.most_tasks} batches are made in advance. Pass "
+            f"the slots' memory budget of {self.budget_nbytes:,} bytes has no room for the {self.base_slots} "
+            f"batches (prefetch_factor x num_workers + 2) of {self.typical_nbytes:,} bytes that this loader "
+            f"may have at once: {tasks} instead of {self.most_tasks} batches are made in advance. Pass "
             f"memory_budget_nbytes={self.base_slots * whole_pages(self.typical_nbytes)} or more, or a "
             "smaller batch_size, prefetch_factor or num_workers."
         )
@@ -244,7 +257,11 @@ class SlotPool:
         self._extra_nbytes += more
 
     def _room_nbytes(self) -> int:
-        return self.budget_nbytes - self.base_slots * self.quota_nbytes - self._extra_nbytes
+        base = self.slots[: self.base_slots]
+        # What was granted when the quota was larger may still be taken.
+        more = sum(max(0, slot.limit_nbytes - self.quota_nbytes) for slot in base if slot.state is _GRANTED)
+        base_nbytes = self.base_slots * self.quota_nbytes + (0 if self.elastic else more)
+        return self.budget_nbytes - base_nbytes - self._extra_nbytes
 
     def can_lease(self) -> bool:
         """Whether one more batch may be leased and ``most_tasks`` slots still be found for tasks."""

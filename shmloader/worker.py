@@ -200,6 +200,8 @@ class _Worker:
             kind, (encoded, flags) = FAILURE, self._encode_failure(error, index_batch)
         header_offset, header_nbytes, image = encoded
         if image is not None:
+            if writer.restart():  # the parts are written over what the user's code may keep
+                flags |= DETACHED
             self._send_parts(task, image)
             flags |= SPILLED
         if writer.release():
@@ -295,5 +297,8 @@ class _Worker:
 
 
 def _shorten(index_batch: Any, most: int = 200) -> str:
-    text = repr(index_batch)
+    try:
+        text = repr(index_batch)
+    except Exception as reason:  # noqa: BLE001 - the user's indices
+        return f"<repr() raises {type(reason).__name__}>"
     return text if len(text) <= most else f"{text[: most - 3]}..."
