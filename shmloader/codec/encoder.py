@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import io
 import pickle
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,10 +66,12 @@ class Encoder:
         if header is not None:
             return self._commit(header, self._writer.cursor)
         try:
-            self._pickler.dump(batch)
-            structure = self._file.getvalue()
-            table = pack_leaves(self._leaves)
-            header = b"".join((SIZES.pack(len(table), len(structure)), table, structure))
+            header = self._new_header(batch)
+            if header is None:
+                self._leaves.clear()
+                self._copies.clear()
+                self._pickler.dump(batch)
+                header = _join(self._leaves, self._file.getvalue())
             return self._commit(header, self._writer.cursor)
         finally:
             # The memo and the copies refer to the batch, which must be free to die now.
@@ -97,14 +100,36 @@ class Encoder:
         header = headers.get(where)
         if header is None:
             # The key lists, among the structure, the leaves in their order.
-            table = pack_leaves([item for item in key if type(item) is Leaf])
-            structure = pickle_marked(_marked(batch))
-            header = b"".join((SIZES.pack(len(table), len(structure)), table, structure))
+            header = _join([item for item in key if type(item) is Leaf], pickle_marked(_marked(batch)))
             if len(headers) >= _MOST_HEADERS:
                 headers.clear()
             headers[where] = header
         if recipe is not None:
             recipe.header = header
+        return header + pickle.dumps(rest, 5) if rest else header
+
+    def _new_header(self, batch: object) -> bytes | None:
+        """The header of a collated batch whose tensors do not lie in outputs yet, else None.
+
+        The first batches are such: nothing is reserved for their slots. Their headers are as short as those
+        that follow, so that all slots need the same number of pages.
+        """
+        if batch is not self._writer.collated or batch is None:
+            return None
+        leaf_of: dict[int, Leaf] = {}
+        for tensor in _tensors(batch):
+            outputs_leaf = self._writer.leaf_of.get(id(tensor))
+            if id(tensor) in leaf_of or (outputs_leaf is None and not _is_plain(tensor)):
+                return None
+            if outputs_leaf is None:
+                self._add_tensor(tensor, tuple(tensor.shape))
+                outputs_leaf = self._leaves[-1]
+            leaf_of[id(tensor)] = outputs_leaf
+        key: list[object] = []
+        rest: list[object] = []
+        if not _describe(batch, leaf_of, key, rest):
+            return None
+        header = _join([item for item in key if type(item) is Leaf], pickle_marked(_marked(batch)))
         return header + pickle.dumps(rest, 5) if rest else header
 
     def _commit(self, header: bytes, written_nbytes: int) -> Encoded:
@@ -162,6 +187,32 @@ class Encoder:
             array = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer.raw(), np.uint8)
             address, nbytes = array.__array_interface__["data"][0], array.nbytes
         self._add_leaf(BYTES, _UINT8, (nbytes,), address, nbytes, 64, buffer)
+
+
+def _join(leaves: list[Leaf], structure: bytes) -> bytes:
+    table = pack_leaves(leaves)
+    return b"".join((SIZES.pack(len(table), len(structure)), table, structure))
+
+
+def _tensors(item: Any) -> Iterator[torch.Tensor]:
+    """The tensors in built-in containers, in their order."""
+    if type(item) is torch.Tensor:
+        yield item
+    elif type(item) in (dict, list, tuple):
+        for value in item.values() if type(item) is dict else item:
+            yield from _tensors(value)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but its items in row-major order."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.dtype in CODE_OF_TORCH_DTYPE
+        and not (tensor.is_nested or tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
+        and tensor.is_contiguous()
+        and 1 not in tensor.shape
+    )
 
 
 def _describe(item: Any, leaf_of: dict[int, Leaf], key: list[object], rest: list[object]) -> bool:
