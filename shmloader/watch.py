@@ -1,4 +1,6 @@
-"""The watch on the main process, in a worker. Standard library only: see `WatchedName`.
+"""What a worker does before anything else: watch the main process, and leave Ctrl-C to it.
+
+Standard library only: see `EarlyName`.
 
 The closed task pipe alone does not tell a worker that the main process has ended: a process that the user's
 program forked may hold its other end. PR_SET_PDEATHSIG would fire when the *thread* that started the worker
@@ -9,11 +11,28 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import threading
 import time
 from typing import Any, Self
 
 _THREAD_NAME = "shmloader-watch-main"
+
+
+def leave_interrupts_to_main() -> None:
+    """Ignore Ctrl-C, which a terminal sends to the workers too. Call it in the worker's main thread.
+
+    A handler that does nothing, instead of SIG_IGN, is not inherited by programs that a dataset starts.
+    """
+    signal.signal(signal.SIGINT, lambda *_: None)
+    if hasattr(signal, "pthread_sigmask"):  # the main process holds it back while it starts a process
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def begin(main_pid: int) -> None:
+    """Do both."""
+    leave_interrupts_to_main()
+    end_with(main_pid)
 
 
 def end_with(main_pid: int) -> None:
@@ -43,8 +62,8 @@ def end_with(main_pid: int) -> None:
     threading.Thread(target=wait, name=_THREAD_NAME, daemon=True).start()
 
 
-class WatchedName(str):
-    """A process name that, where it is unpickled, starts the watch on the main process.
+class EarlyName(str):
+    """A process name that, where it is unpickled, does what a worker does before anything else.
 
     A spawned process first unpickles a few settings, its name among them, then imports the user's main module
     and whatever the dataset needs, which may take half a minute, and only then runs what it was started for.
@@ -57,7 +76,7 @@ class WatchedName(str):
     main_pid: int
 
     def __new__(cls, name: str, main_pid: int) -> Self:
-        """Make a name of ``name`` that watches the process ``main_pid``."""
+        """Make a name of ``name`` for a worker of the process ``main_pid``."""
         self = super().__new__(cls, name)
         self.main_pid = main_pid
         return self
@@ -67,7 +86,7 @@ class WatchedName(str):
         if source is None:
             return str, (str(self),)
         names = {"source": source, "space": {"__name__": __name__}, "pid": self.main_pid, "name": str(self)}
-        return eval, ("(exec(source, space), space['end_with'](pid), name)[2]", names)
+        return eval, ("(exec(source, space), space['begin'](pid), name)[2]", names)
 
 
 def _source() -> str | None:

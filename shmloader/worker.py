@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shmloader import torch_private
+from shmloader import torch_private, watch
 from shmloader.bad_samples import Reported
 from shmloader.codec import Encoder
 from shmloader.collate import install_slot_collate
@@ -49,7 +49,6 @@ from shmloader.seeding import numpy_seed, worker_seed
 from shmloader.segment import Descriptor, Segment
 from shmloader.slot_writer import SlotWriter, set_current_writer
 from shmloader.stacks import answer_with_stacks
-from shmloader.watch import end_with
 
 _SPIN_NS = 50_000
 _PART_NBYTES = 16 << 20, 1 << 20, 1 << 16  # what a slot is grown to for parts, or less if that cannot be had
@@ -90,8 +89,10 @@ class WorkerArguments:
 
 def run(arguments: WorkerArguments) -> None:
     """Entry point of a worker process."""
-    _settle_signals()
-    end_with(arguments.main_pid)
+    # SIGTERM ends a worker whatever a fork has inherited.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    watch.begin(arguments.main_pid)
     answer_with_stacks(arguments.stacks)
     torch.set_num_threads(1)
     seed = worker_seed(arguments.base_seed, arguments.worker_id)
@@ -103,16 +104,6 @@ def run(arguments: WorkerArguments) -> None:
     with contextlib.suppress(BrokenPipeError):  # the main process closed its end: nobody waits
         worker.start(seed)
         worker.serve()
-
-
-def _settle_signals() -> None:
-    """Leave Ctrl-C to the main process, and let SIGTERM end the worker whatever a fork inherited.
-
-    A handler that does nothing, instead of SIG_IGN, is not inherited by programs that a dataset starts.
-    """
-    signal.signal(signal.SIGINT, lambda *_: None)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.set_wakeup_fd(-1)
 
 
 class _Worker:

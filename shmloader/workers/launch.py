@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import signal
 import sys
+from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from shmloader.errors import WorkerDied, WorkerStartError
 from shmloader.segment import Descriptor, open_anonymous_file
-from shmloader.watch import WatchedName
+from shmloader.watch import EarlyName
 from shmloader.worker import WorkerArguments, run
 
 
@@ -29,9 +32,10 @@ def start_process(context: Any, arguments: WorkerArguments) -> Any:
     """
     packed = None if context.get_start_method() == "fork" else _Packed(arguments)
     process = context.Process(target=run, args=(packed or arguments,), daemon=True)
-    process.name = WatchedName(process.name, arguments.main_pid)
+    process.name = EarlyName(process.name, arguments.main_pid)
     try:
-        process.start()
+        with _without_interrupts(context):
+            process.start()
     except (BrokenPipeError, ConnectionError, EOFError) as error:
         raise WorkerDied(
             f"shmloader worker {arguments.worker_id} ended while it was being started (start method "
@@ -39,13 +43,29 @@ def start_process(context: Any, arguments: WorkerArguments) -> Any:
             "output, above, says why if it could; a SIGKILL leaves none (is memory short?).",
             worker_id=arguments.worker_id,
         ) from error
-    except BaseException as error:
+    except Exception as error:
         _explain_start_failure(error, context)
         raise
     finally:
         if packed is not None:
             packed.close()
     return process
+
+
+@contextlib.contextmanager
+def _without_interrupts(context: Any) -> Iterator[None]:
+    """Hold back Ctrl-C while a process is started, in this one and, until it has a handler, in the new one.
+
+    A fork server would hold it back for ever, in all that it starts: there the process name has to do.
+    """
+    if not hasattr(signal, "pthread_sigmask") or context.get_start_method() == "forkserver":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Packed:
