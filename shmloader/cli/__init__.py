@@ -46,6 +46,11 @@ COMMANDS: tuple[Command, ...] = (
         "train a small language model with torch's loader and this one, side by side",
         "shmloader.cli.demo",
     ),
+    Command(
+        "doctor",
+        "say whether loading works on this host, what to change, and what to configure",
+        "shmloader.cli.doctor",
+    ),
 )
 
 

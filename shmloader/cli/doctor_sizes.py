@@ -1,0 +1,47 @@
+"""Sizes as people write them: ``38MB`` to bytes and bytes to ``36.2 MiB``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+
+_FACTORS = {
+    "": 1,
+    **{unit + "B": 1000**power for power, unit in enumerate("KMGT", 1)},
+    **{unit + "IB": 1024**power for power, unit in enumerate("KMGT", 1)},
+    **{unit: 1024**power for power, unit in enumerate("KMGT", 1)},
+    "B": 1,
+}
+
+
+def parse_nbytes(text: str) -> int:
+    """Read a size for argparse.
+
+    Args:
+        text: A number with a unit or without: ``500000``, ``38MB`` (38,000,000), ``38MiB`` or ``38M``
+            (38 times 1,048,576), ``1.5 GB``; upper or lower case.
+
+    Returns:
+        Whole bytes, at least 1.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is not a size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([a-z]*)", text.strip(), re.IGNORECASE)
+    factor = _FACTORS.get(match[2].upper()) if match else None
+    nbytes = round(float(match[1]) * factor) if match and factor else 0
+    if nbytes < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500000, 38MB, 36.5MiB or 1G")
+    return nbytes
+
+
+def format_nbytes(nbytes: int | None) -> str:
+    """Write a number of bytes with three or four digits and a binary unit; ``no limit`` for None."""
+    if nbytes is None:
+        return "no limit"
+    if nbytes < 1024:
+        return f"{nbytes} bytes"
+    power = min(4, int(math.log(nbytes, 1000)))
+    size, unit = nbytes / 1024**power, " KMGT"[power] + "iB"
+    return f"{size:,.1f} {unit}" if size < 100 else f"{size:,.0f} {unit}"

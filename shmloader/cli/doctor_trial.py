@@ -1,0 +1,139 @@
+"""Runs the doctor's probes, each in a session of its own and never longer than agreed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shmloader.limits import oom_kills
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How a probe went.
+
+    Attributes:
+        works: Whether it did what it was to do.
+        answer: What it found, see `doctor_probe.load` and `doctor_probe.register`; empty unless it works.
+        error: What went wrong, for people: the last lines that it wrote, or that it hung; else empty.
+        out_of_memory: Whether the kernel killed a process for want of memory meanwhile.
+    """
+
+    works: bool
+    answer: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+    out_of_memory: bool = False
+
+
+def try_out(what: str, start_method: str, limit_s: float, grace_s: float = 5.0) -> Trial:
+    """Run one probe.
+
+    Args:
+        what: ``load`` or ``cuda``.
+        start_method: For ``load``; any text otherwise.
+        limit_s: Most seconds it may take once it has begun.
+        grace_s: Seconds more for its interpreter to start, and for it to end itself and say where it hung;
+            after them it is killed.
+
+    Returns:
+        How it went. Never raises for what the probe does, and leaves no process behind.
+    """
+    kills_before = oom_kills()
+    words = [sys.executable, "-m", "shmloader.cli.doctor_probe", what, start_method, str(limit_s)]
+    release_interrupts = _hold_interrupts()
+    try:
+        with _start(words) as process:
+            try:
+                release_interrupts()  # only now, or Ctrl-C could leave a process that nobody ends
+                late = _wait(process, limit_s + grace_s)
+            finally:
+                _end_session(process)
+            output, errors = process.communicate()
+    except OSError as error:
+        return Trial(False, error=f"no process could be started: {error}")
+    finally:
+        release_interrupts()
+    kills_after = oom_kills()
+    out_of_memory = None not in (kills_before, kills_after) and kills_before != kills_after
+    with contextlib.suppress(ValueError):
+        if process.returncode == 0:
+            return Trial(True, json.loads(output))
+    error_text = _last_words(errors + late, process.returncode, limit_s)
+    return Trial(False, error=error_text, out_of_memory=out_of_memory)
+
+
+def _start(words: list[str]) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # so that its workers can be ended with it
+    )
+    with contextlib.suppress(OSError):
+        # If memory runs out, the kernel should choose the probe or its worker, and not the doctor.
+        Path(f"/proc/{process.pid}/oom_score_adj").write_text("1000")
+    return process
+
+
+def _wait(process: subprocess.Popen[str], limit_s: float) -> str:
+    """Wait for the process, not for the end of its output: a worker that hangs would keep that open."""
+    try:
+        process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return f"\nit was still not done after {limit_s:g} s"
+    return ""
+
+
+def _hold_interrupts() -> Callable[[], None]:
+    """Let Ctrl-C wait until the function that is returned is called, which then raises it."""
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    came: list[int] = []
+    # Not by a mask: a thread of a numerical library would take the signal.
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+
+    def release() -> None:
+        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+        if came:
+            came.clear()
+            raise KeyboardInterrupt
+
+    return release
+
+
+def _end_session(process: subprocess.Popen[str]) -> None:
+    """Kill what is left of the probe: itself, and workers that outlived it."""
+    if process.poll() != 0:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if hasattr(os, "killpg"):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+    process.wait()
+
+
+def _last_words(errors: str, code: int, limit_s: float) -> str:
+    """The end of what a failed probe wrote, and how it ended."""
+    lines = [line.rstrip() for line in errors.splitlines() if line.strip()]
+    hung = next((line for line in lines if line.startswith("Timeout (")), None)
+    if hung is not None:  # faulthandler's words; what follows is where each thread is
+        where = next((line.strip() for line in lines[lines.index(hung) + 1 :] if "File" in line), "")
+        return f"it hung, and was ended after {limit_s:g} s; last seen in {where.removeprefix('File ')}"
+    ended = f"was killed by signal {-code}" if code < 0 else f"ended with exit status {code}"
+    if not lines:
+        return f"the process {ended} and said nothing"
+    # An exception's message is the last line that does not belong to a traceback, notes come after it.
+    start = max((i for i, line in enumerate(lines) if line.startswith("Traceback (")), default=-1)
+    message = [line for line in lines[start + 1 :] if not line.startswith(" ")]
+    return f"{' '.join(message or lines[-1:])[:600]} (the process {ended})"

@@ -1,0 +1,124 @@
+"""What the exchange talks to in the protocol's model: memory that is a byte array, workers that are scripts.
+
+Nothing here waits or has a process. `Crew` notes what the exchange does to the workers and, where the real
+one would sleep, lets `protocol_main.Main` go on with its script.
+"""
+
+import pickle
+from collections import deque
+from typing import Any, Protocol
+
+from shmloader.errors import LoaderError
+from shmloader.messages import INLINE_NBYTES, unpack_task
+from shmloader.segment import whole_pages
+
+WORKERS = 2
+LONG = "x" * INLINE_NBYTES  # an index batch that does not fit in a record
+
+Event = tuple[Any, ...]
+
+
+class Sleeper(Protocol):
+    """What the crew needs of the main process."""
+
+    segment: "Segment"
+
+    def wake(self) -> int | None: ...
+
+    def overwrite_granted(self) -> None: ...
+
+
+class _Memory:
+    """A slot's memory, as much of `segment.Extent` as the pool uses."""
+
+    def __init__(self, nbytes: int, version: int) -> None:
+        self.nbytes, self.version = nbytes, version
+        self.buffer = bytearray(nbytes)
+        self.view = memoryview(self.buffer)
+
+
+class Segment:
+    """Slots in private memory."""
+
+    def __init__(self) -> None:
+        self.memory: dict[int, _Memory] = {}
+
+    def reserve(self, slot: int, version: int, held_nbytes: int, nbytes: int) -> tuple[int, int]:
+        return version, whole_pages(nbytes)
+
+    def map(self, slot: int, version: int, nbytes: int) -> _Memory:
+        memory = self.memory.get(slot)
+        if memory is None or memory.nbytes != nbytes:
+            memory = self.memory[slot] = _Memory(nbytes, version)
+        return memory
+
+    def discard(self, slot: int, version: int, nbytes: int) -> None:
+        self.memory.pop(slot, None)
+
+    def forget_newer(self, slot: int, version: int) -> None:
+        pass
+
+    def close(self, slots: int) -> None:
+        self.memory.clear()
+
+
+class _Worker:
+    """A worker as the exchange sees it; what it says and hears goes through `Crew`."""
+
+    pid = 0
+    heard = True
+
+    def __init__(self, crew: "Crew", worker_id: int) -> None:
+        self._crew = crew
+        self.worker_id = worker_id
+        self.says: deque[bytes | None] = deque()  # what `receive` returns next; then nothing
+        self.dead = False
+
+    def send(self, record: bytes) -> None:
+        self._crew.send(self.worker_id, record)
+
+    def receive(self) -> bytes | None:
+        return self.says.popleft() if self.says else None if self.dead else b""
+
+    def is_dead(self) -> bool:
+        return self.dead
+
+
+class Crew:
+    """All workers as the exchange sees them. Instead of waiting it does the next operation of the script."""
+
+    interrupted = False
+    closed_because = ""
+    same_pipe = False  # a planted bug: a new process's records come through the pipe of the old one
+
+    def __init__(self, main: Sleeper) -> None:
+        self._main = main
+        self.events: list[Event] = []
+        self.workers = [_Worker(self, worker_id) for worker_id in range(WORKERS)]
+
+    def wait(self, timeout_s: float | None) -> list[_Worker]:
+        worker_id = self._main.wake()
+        return [] if worker_id is None else [self.workers[worker_id]]
+
+    def send(self, worker_id: int, record: bytes) -> None:
+        task = unpack_task(record)
+        there = True
+        if task.payload_nbytes > INLINE_NBYTES:
+            lies = self._main.segment.memory[task.slot].buffer[: task.payload_nbytes]
+            there = lies == pickle.dumps(LONG, 5)
+        self.events.append(("send", worker_id, record, there))
+
+    def restart(self, worker: _Worker) -> _Worker:
+        self.events.append(("restart", worker.worker_id, self.same_pipe))
+        self._main.overwrite_granted()
+        fresh = self.workers[worker.worker_id] = _Worker(self, worker.worker_id)
+        return fresh
+
+    def stack_of(self, worker: _Worker) -> str:
+        return ""
+
+    def died(self, *args: object, **kwargs: object) -> LoaderError:
+        return LoaderError("a worker died")
+
+    def close(self, *args: object, **kwargs: object) -> None:
+        self.events.append(("close",))

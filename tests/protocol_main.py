@@ -1,0 +1,356 @@
+"""The main process in the protocol's model: the real `Exchange` and `SlotPool`, driven by a script.
+
+The real objects cannot be copied, so a state of the main process is known by the shortest script that leads
+to it, and is made again by running that (`MainStates`). A script may end while the main process sleeps in
+the middle of `Exchange.resume`.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from protocol_fakes import LONG, WORKERS, Crew, Event, Segment
+
+from shmloader.errors import LoaderError
+from shmloader.exchange import Exchange, Patience
+from shmloader.segment import PAGE_NBYTES
+from shmloader.slots import SlotPool, SlotState
+from shmloader.statistics import Counters
+
+ONE_HAND = "a slot is in one hand at a time"
+LEASE = "a leased slot is never written"
+ORDER = "batches come complete, once and in order"
+PROGRESS = "something can always go on until all is done"
+ENDS = "all workers end after the main process"
+TWICE = "a batch that ended its worker twice raises"
+LOST = "no slot is lost, and no more are made than the budget allows"
+COPIES = "a batch is copied only if too many are kept"
+INDICES = "a worker reads the index batch that it was sent"
+SOUND = "the main process fails only for what a worker did"
+
+
+class Broken(Exception):
+    """An invariant does not hold."""
+
+    def __init__(self, invariant: str, what: str) -> None:
+        super().__init__(f"{invariant}: {what}")
+        self.invariant = invariant
+
+
+class _Paused(BaseException):
+    """The main process sleeps: it has been told all that there is to tell."""
+
+
+RUNNING = ("run", "resuming", "interrupted")  # the phases in which the main process goes on
+
+Op = tuple[Any, ...]
+
+Op = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is explored.
+
+    Attributes:
+        batches: Per epoch.
+        epochs: How many; all but the last may be left early.
+        prefetch: Tasks per worker.
+        kills: How many workers may die, or be silent until the timeout, in all.
+        restarts: How many the loader replaces.
+        parts: The batch that is larger than its slot and comes in two parts; -1 for none.
+        long: The batch whose index batch is too long for the record and lies in the slot; -1 for none.
+        interrupts: Whether Ctrl-C may end the wait for a new epoch, which is then begun once more.
+        main_dies: Whether the main process may be killed, at any moment.
+        keeps: Most batches that the user keeps at a time.
+        inherit: A planted bug: workers hold the writing ends of each other's task pipes.
+        exchange, pool, crew: The classes; others than the real ones are planted bugs.
+    """
+
+    batches: int = 3
+    epochs: int = 1
+    prefetch: int = 1
+    kills: int = 0
+    restarts: int = 0
+    parts: int = -1
+    long: int = -1
+    interrupts: bool = False
+    main_dies: bool = False
+    keeps: int = 3
+    inherit: bool = False
+    exchange: type[Exchange] = Exchange
+    pool: type[SlotPool] = SlotPool
+    crew: type[Crew] = Crew
+
+
+def stamp(epoch: int, seq: int, part: int = 0) -> int:
+    """The byte that a batch, or a part of one, is full of."""
+    return 1 + epoch * 64 + seq * 4 + part
+
+
+class Main:
+    """The main process: the real exchange and pool, and around them what `SlotIterator` does.
+
+    Attributes:
+        phase: ``run``, ``resuming`` (asleep in `Exchange.resume`), ``interrupted`` (out of that, by
+            Ctrl-C), ``raised`` or ``closed``.
+        held: The anchors of the batches that the user keeps, by slot.
+    """
+
+    def __init__(self, setting: Setting, script: list[Op]) -> None:
+        self.setting = setting
+        self._script = deque(script)
+        self.last_events = 0  # where the last operation's events begin
+        self.segment = Segment()
+        most_tasks = WORKERS * setting.prefetch
+        self.pool = setting.pool(self.segment, most_tasks, (most_tasks + 2) * PAGE_NBYTES)
+        self.crew = setting.crew(self)
+        self.exchange = setting.exchange(
+            self.pool, self.crew, Counters(), Patience(timeout_s=1.0, restarts=setting.restarts)
+        )
+        self.phase = "run"
+        self.epoch = self.next_seq = self.send_seq = 0
+        self.held: dict[int, np.ndarray] = {}
+        self._begin_epoch()
+
+    def run(self) -> None:
+        """Do the script; ends when it is through, be it in `Exchange.resume`."""
+        try:
+            while self._script:
+                self._do(self._next_op())
+        except _Paused:
+            pass
+        except LoaderError:
+            self.phase = "raised"
+
+    def _next_op(self) -> Op:
+        self.last_events = len(self.crew.events)
+        return self._script.popleft()
+
+    def _do(self, op: Op) -> None:
+        kind = op[0]
+        if kind == "drop":
+            del self.held[op[1]]
+        elif kind == "next":
+            self._return_batch()
+        elif kind == "resume":
+            self.phase = "resuming"
+            self.epoch += 1
+            try:
+                self.exchange.resume(None)
+            except KeyboardInterrupt:
+                self.phase = "interrupted"
+                return
+            self.phase = "run"
+            self._begin_epoch()
+        elif kind == "close":
+            self.crew.close()
+            self.pool.close()
+            self.phase = "closed"
+        else:
+            self._script.appendleft(op)
+            # As the iterator does it: whom the next batch is due from decides who is silent.
+            self.exchange._wait_ns = 10**9  # after a long wait it does not look again before it sleeps
+            self.exchange.receive(self.due_from() if kind == "timeout" else None)
+
+    def wake(self) -> int | None:
+        """The main process waits: do what comes next, and say which worker is the reason to wake up."""
+        while self._script and self._script[0][0] == "drop":
+            self._do(self._next_op())
+        if not self._script:
+            raise _Paused
+        kind, *about = self._next_op()
+        if kind == "timeout":
+            return None
+        if kind == "interrupt":
+            raise KeyboardInterrupt
+        worker_id, *said = about
+        worker = self.crew.workers[worker_id]
+        if kind == "died late":  # what it said last is seen only after its death is
+            worker.says.append(b"")
+        for record, slot, byte in said:
+            if byte:
+                self.segment.memory[slot].buffer[:] = bytes([byte]) * PAGE_NBYTES
+            worker.says.append(record)
+        worker.dead = kind != "accept"
+        return worker_id
+
+    def _begin_epoch(self) -> None:
+        self.next_seq = self.send_seq = 0
+        for _ in range(self.pool.most_tasks):
+            self._issue_task()
+
+    def _issue_task(self) -> None:
+        seq = self.send_seq
+        if seq < self.setting.batches:
+            index_batch = LONG if seq == self.setting.long else [seq]
+            self.exchange.send(seq % WORKERS, seq, index_batch)
+            self.send_seq += 1
+
+    def _return_batch(self) -> None:
+        seq = self.next_seq
+        self.exchange.outstanding.pop(seq)
+        done = self.exchange.arrived.pop(seq)
+        self.next_seq += 1
+        anchor = self.exchange.take(done)[0]
+        expected = [stamp(self.epoch, seq)]
+        if seq == self.setting.parts:
+            expected = [stamp(self.epoch, seq, part) for part in (1, 2)]
+        shown = [int(anchor[place]) for place in range(0, len(expected) * PAGE_NBYTES, PAGE_NBYTES)]
+        if shown != expected:
+            raise Broken(ORDER, f"batch {seq} of epoch {self.epoch} shows {shown} instead of {expected}")
+        slot = self.pool.slots[done[4]]
+        if slot.state is SlotState.LEASED or slot.lease is not None:
+            self.held[slot.number] = anchor
+        elif len(self.held) < self.pool.base_slots - self.pool.most_tasks and seq != self.setting.parts:
+            raise Broken(COPIES, f"batch {seq} was copied, but only {sorted(self.held)} are held")
+        if len(self.exchange.outstanding) < self.pool.most_tasks:
+            self._issue_task()
+
+    def due_from(self) -> int | None:
+        """The worker whose silence is too long when the main process loses its patience."""
+        if self.phase == "resuming":
+            return min(self.exchange._resuming)
+        task = self.exchange.outstanding.get(self.next_seq)
+        return task and task[0]
+
+    def overwrite_granted(self) -> None:
+        """A worker that died may have written to its slots, whatever lay there."""
+        for slot in self.pool.slots:
+            if slot.state is SlotState.GRANTED and slot.number in self.segment.memory:
+                self.segment.memory[slot.number].view[:] = bytes(slot.nbytes)
+
+    def check(self) -> None:
+        """The invariants that can be seen in the main process alone."""
+        pool = self.pool
+        allowed = WORKERS * self.setting.prefetch + 2
+        if len(pool.slots) > allowed:
+            raise Broken(LOST, f"{len(pool.slots)} slots were made, {allowed} are allowed")
+        if self.phase == "run" and self.next_seq == self.setting.batches:
+            if self.exchange.arrived:
+                raise Broken(ORDER, f"batches {sorted(self.exchange.arrived)} came again")
+            in_use = {slot.number for slot in pool.slots if slot.state is not SlotState.FREE}
+            ended = {lease.slot.number for lease in pool._released}
+            if in_use != set(self.held) | ended:
+                raise Broken(LOST, f"slots {sorted(in_use)} are in use, {sorted(self.held)} are held")
+
+    def key(self) -> tuple[Any, ...]:
+        """All that decides what the main process will do."""
+        slots = [_canonical(_attributes(slot, "extent")) for slot in self.pool.slots]
+        shown = [
+            self.segment.memory[slot.number].buffer[0]
+            for slot in self.pool.slots
+            if slot.state in (SlotState.PUBLISHED, SlotState.LEASED) and slot.number in self.segment.memory
+        ]
+        return (
+            self.phase,
+            self.epoch,
+            self.next_seq,
+            self.send_seq,
+            tuple(sorted(self.held)),
+            _canonical(_attributes(self.exchange, *_NO_STATE)),
+            _canonical(_attributes(self.pool, "segment", "slots")),
+            tuple(slots),
+            tuple(shown),
+        )
+
+
+# Of the exchange: what has a place of its own, never changes, or depends on the clock.
+_NO_STATE = (
+    "pool",
+    "crew",
+    "settled",
+    "_timeout_s",
+    "inspection",
+    "_counters",
+    "_spills",
+    "_wait_ns",
+    "_waiter",
+)
+
+
+def _attributes(thing: object, *without: str) -> dict[str, Any]:
+    names = getattr(thing, "__slots__", None) or vars(thing)
+    return {name: getattr(thing, name) for name in names if name not in without}
+
+
+_PLAIN = {int, bool, str, bytes, type(None), SlotState}
+
+
+def _canonical(value: Any) -> Any:
+    """A value in a form that can be compared and hashed; a slot or a lease of one is its number."""
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, dict):
+        return tuple((_canonical(key), _canonical(item)) for key, item in value.items())
+    if isinstance(value, tuple) and value and isinstance(value[0], np.ndarray):
+        image, filled = value  # of a batch that comes in parts
+        return tuple(image[:filled:PAGE_NBYTES].tolist()), filled
+    if isinstance(value, list | tuple | deque):
+        return tuple(map(_canonical, value))
+    if isinstance(value, set):
+        return tuple(sorted(value))
+    number = getattr(getattr(value, "slot", value), "number", None)
+    if number is None:
+        raise TypeError(f"a {type(value).__name__} cannot be compared: is it state, or for _NO_STATE?")
+    return ("slot", number)
+
+
+class MainState(NamedTuple):
+    """What the model needs to know of a state of the main process."""
+
+    phase: str
+    epoch: int
+    next_seq: int
+    due_from: int | None  # the worker that the main process waits for
+    arrived: frozenset[int]
+    states: tuple[SlotState, ...]
+    held: tuple[int, ...]
+
+
+class MainStates:
+    """The states of the main process, and what each operation does to them. Each is computed once."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._scripts: list[list[Op]] = []
+        self._numbers: dict[Any, int] = {}
+        self._after: dict[tuple[int, Op], tuple[int, tuple[Event, ...]]] = {}
+        self.states: list[MainState] = []
+
+    def first(self) -> tuple[int, tuple[Event, ...]]:
+        """The number of the first state, and its events."""
+        return self._run([])
+
+    def after(self, number: int, op: Op) -> tuple[int, tuple[Event, ...]]:
+        """The state after an operation, and what it did to the workers."""
+        known = self._after.get((number, op))
+        if known is None:
+            known = self._after[number, op] = self._run([*self._scripts[number], op])
+        return known
+
+    def _run(self, script: list[Op]) -> tuple[int, tuple[Event, ...]]:
+        try:
+            main = Main(self._setting, script)
+            main.run()
+            main.check()
+        except AssertionError as error:  # the pool's own checks
+            raise Broken(ONE_HAND, str(error)) from error
+        except (LookupError, TypeError, ValueError) as error:
+            raise Broken(SOUND, repr(error)) from error
+        number = self._numbers.setdefault(main.key(), len(self.states))
+        if number == len(self.states):
+            self._scripts.append(script)
+            self.states.append(
+                MainState(
+                    main.phase,
+                    main.epoch,
+                    main.next_seq,
+                    main.due_from(),
+                    frozenset(main.exchange.arrived),
+                    tuple(slot.state for slot in main.pool.slots),
+                    tuple(sorted(main.held)),
+                )
+            )
+        return number, tuple(main.crew.events[main.last_events :])

@@ -1,0 +1,332 @@
+"""The slot protocol as a model: every step that main process, workers, kernel and user can take.
+
+What runs in the main process is the real code: `Exchange`, `SlotPool`, the records of `messages`. What it
+talks to is a model: pipes that are tuples of records, workers that take a task, write and publish, a kernel
+that kills them at any moment, a user who takes batches, keeps them, drops them late and in any order, and
+leaves an epoch. Each step says whether it breaks an invariant of the design.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from protocol_fakes import WORKERS, Event
+from protocol_main import (
+    INDICES,
+    LEASE,
+    ONE_HAND,
+    ORDER,
+    RUNNING,
+    TWICE,
+    Broken,
+    MainState,
+    MainStates,
+    Op,
+    Setting,
+    stamp,
+)
+
+from shmloader.messages import (
+    BATCH,
+    CONTINUE,
+    INLINE_NBYTES,
+    PART,
+    RESUME,
+    RESUMED,
+    SPILLED,
+    Task,
+    pack_done,
+    unpack_task,
+)
+from shmloader.segment import PAGE_NBYTES
+from shmloader.slots import SlotState
+
+
+class Process(NamedTuple):
+    """A worker's process and its pipes.
+
+    Attributes:
+        doing: ``idle``, ``write``, ``wait`` (for the main process to copy a part), ``dead`` or ``ended``.
+        task: The task at hand, or that it died with.
+        part: How many parts of it were sent.
+        tasks: Records on their way to it.
+        dones: Records on their way from it, each with its slot and what the slot was full of then.
+    """
+
+    doing: str = "idle"
+    task: bytes = b""
+    part: int = 0
+    tasks: tuple[bytes, ...] = ()
+    dones: tuple[tuple[bytes, int, int], ...] = ()
+
+    @property
+    def lives(self) -> bool:
+        return self.doing not in ("dead", "ended")
+
+
+class World(NamedTuple):
+    """Everything.
+
+    Attributes:
+        main: Number of the main process's state; -1 when it was killed.
+        processes: The workers.
+        contents: What each slot is full of: a batch's stamp, 0 for half a batch, or minus the stamp of the
+            index batch that lies there.
+        kills: How many kills are left.
+        deaths: The tasks that workers have died with in this epoch, as far as main knows, by batch.
+    """
+
+    main: int
+    processes: tuple[Process, ...]
+    contents: tuple[int, ...]
+    kills: int
+    deaths: tuple[int, ...]
+
+
+Step = tuple[str, World, bool]  # what it is, where it leads, and whether the program does it by itself
+
+
+class Model:
+    """The steps that can be taken in each state of the world.
+
+    Args:
+        setting: What is explored.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self.mains = MainStates(setting)
+
+    def first(self) -> World:
+        """The world after the loader was made."""
+        number, events = self.mains.first()
+        world = World(
+            number,
+            (Process(),) * WORKERS,
+            (0,) * (WORKERS * self._setting.prefetch + 2),
+            self._setting.kills,
+            (0,) * self._setting.batches,
+        )
+        return self._apply(world, events)
+
+    def steps(self, world: World) -> Iterator[Step]:
+        """All steps from here."""
+        for worker_id, process in enumerate(world.processes):
+            if process.lives:
+                yield from self._worker_steps(world, worker_id, process)
+                if world.kills and self.main_runs(world):
+                    dead = process._replace(doing="dead", tasks=())
+                    name = f"worker {worker_id} is killed"
+                    yield name, _with(world, worker_id, dead)._replace(kills=world.kills - 1), False
+        if self.main_runs(world):
+            yield from self._main_steps(world, self.mains.states[world.main])
+            if self._setting.main_dies:
+                yield "the main process is killed", world._replace(main=-1, kills=0), False
+
+    def main_runs(self, world: World) -> bool:
+        return world.main >= 0 and self.mains.states[world.main].phase in RUNNING
+
+    def is_end(self, world: World) -> bool:
+        """Whether all is done."""
+        return not self.main_runs(world) and not any(process.lives for process in world.processes)
+
+    # --- workers
+
+    def _worker_steps(self, world: World, worker_id: int, process: Process) -> Iterator[Step]:
+        name = f"worker {worker_id}"
+        if process.doing == "write":
+            if not self.main_runs(world):  # the pipe to main is broken
+                yield f"{name} ends", _with(world, worker_id, Process("ended")), True
+                return
+            yield from self._publish(world, worker_id, process)
+            return
+        wanted = 0
+        if process.doing == "wait":  # other records wait until the part was copied
+            kinds = [unpack_task(record).kind for record in process.tasks]
+            wanted = kinds.index(CONTINUE) if CONTINUE in kinds else len(kinds)
+        if wanted < len(process.tasks):
+            rest = process.tasks[:wanted] + process.tasks[wanted + 1 :]
+            yield self._take(world, worker_id, process._replace(tasks=rest), process.tasks[wanted])
+        elif not self.main_runs(world) and not self._sibling_holds_pipe(world, worker_id):
+            yield f"{name} ends", _with(world, worker_id, Process("ended")), True
+
+    def _sibling_holds_pipe(self, world: World, worker_id: int) -> bool:
+        siblings = world.processes[:worker_id] + world.processes[worker_id + 1 :]
+        return self._setting.inherit and any(process.lives for process in siblings)
+
+    def _take(self, world: World, worker_id: int, process: Process, record: bytes) -> Step:
+        task = unpack_task(record)
+        name = f"worker {worker_id}"
+        if task.kind == RESUME:
+            answer = _done(RESUMED, task)
+            said = process._replace(dones=(*process.dones, (answer, 0, 0)))
+            return f"{name} comes to epoch {task.generation}", _with(world, worker_id, said), True
+        if task.kind == CONTINUE:
+            return f"{name} goes on", _with(world, worker_id, process._replace(doing="write")), True
+        self._check_hands(world, worker_id, task)
+        written = stamp(task.generation, task.seq)
+        if task.payload_nbytes > INLINE_NBYTES and world.contents[task.slot] != -written:
+            raise Broken(INDICES, f"{name} finds {world.contents[task.slot]} in slot {task.slot}")
+        writing = process._replace(doing="write", task=record, part=0)
+        world = _fill(_with(world, worker_id, writing), task.slot, 0)
+        return f"{name} writes {_batch(task)} to slot {task.slot}", world, True
+
+    def _check_hands(self, world: World, worker_id: int, task: Task) -> None:
+        """A worker writes a slot: is it the only one that may?"""
+        who = f"worker {worker_id} writes slot {task.slot}"
+        if not self.main_runs(world):
+            return
+        main = self.mains.states[world.main]
+        if task.slot in main.held:
+            raise Broken(LEASE, f"{who}, whose batch the user still holds")
+        if main.states[task.slot] is not SlotState.GRANTED:
+            raise Broken(ONE_HAND, f"{who}, which is {main.states[task.slot].value}")
+        for other, process in enumerate(world.processes):
+            busy = process.doing in ("write", "wait") and unpack_task(process.task).slot == task.slot
+            if busy and other != worker_id:
+                raise Broken(ONE_HAND, f"{who}, and so does worker {other}")
+
+    def _publish(self, world: World, worker_id: int, process: Process) -> Iterator[Step]:
+        task = unpack_task(process.task)
+        self._check_hands(world, worker_id, task)
+        in_parts = task.seq == self._setting.parts
+        if in_parts and process.part < 2:
+            part = process.part + 1
+            full_of = stamp(task.generation, task.seq, part)
+            record = _done(PART, task, offset=2 * PAGE_NBYTES, nbytes=PAGE_NBYTES)
+            after = process._replace(doing="wait", part=part)
+            what = f"sends part {part} of"
+        else:
+            full_of = stamp(task.generation, task.seq)
+            record = _done(BATCH, task, nbytes=100)
+            if in_parts:
+                record = _done(BATCH, task, flags=SPILLED, nbytes=2 * PAGE_NBYTES)
+            after = process._replace(doing="idle", task=b"", part=0)
+            what = "publishes"
+        after = after._replace(dones=(*process.dones, (record, task.slot, full_of)))
+        world = _fill(_with(world, worker_id, after), task.slot, full_of)
+        yield f"worker {worker_id} {what} {_batch(task)}", world, True
+
+    # --- the main process
+
+    def _main_steps(self, world: World, main: MainState) -> Iterator[Step]:
+        for slot in main.held:
+            yield f"the user drops slot {slot}", self._do(world, ("drop", slot)), False
+        due = main.next_seq
+        if main.phase == "interrupted":
+            yield "the epoch is begun again", self._do(world, ("resume",)), True
+            return
+        if main.phase == "resuming" and self._setting.interrupts and main.epoch < self._setting.epochs - 1:
+            yield "Ctrl-C", self._do(world, ("interrupt",)), False
+        if main.phase == "run":
+            if due == self._setting.batches:
+                last = main.epoch == self._setting.epochs - 1
+                yield "the epoch ends", self._do(world, ("close" if last else "resume",)), True
+                return
+            if main.epoch < self._setting.epochs - 1:
+                yield "the user leaves the epoch", self._do(world, ("resume",)), False
+            if due in main.arrived:
+                yield from self._next(world, main)
+                return
+        yield from self._wake_steps(world, main)
+
+    def _next(self, world: World, main: MainState) -> Iterator[Step]:
+        after = self._do(world, ("next",))
+        kept = self.mains.states[after.main].held
+        for slot in set(kept) - set(main.held):
+            if after.contents[slot] != stamp(main.epoch, main.next_seq):
+                raise Broken(ORDER, f"slot {slot} is full of {after.contents[slot]}")
+        if len(kept) > self._setting.keeps:  # drop the oldest that is not this one at once
+            after = self._do(after, ("drop", min(set(kept) & set(main.held))))
+        copied = len(kept) == len(main.held) and main.next_seq != self._setting.parts
+        yield f"next() returns {'a copy of ' * copied}batch {main.next_seq}", after, True
+
+    def _wake_steps(self, world: World, main: MainState) -> Iterator[Step]:
+        """The main process sleeps: everything that may wake it up."""
+        quiet = True
+        for worker_id, process in enumerate(world.processes):
+            rest = process._replace(dones=process.dones[1:])
+            if process.dones:
+                op = ("accept", worker_id, process.dones[0])
+                yield f"main hears worker {worker_id}", self._do(_with(world, worker_id, rest), op), True
+            if process.doing == "dead":
+                late = bool(process.dones)
+                op = ("died late" if late else "died", worker_id, *process.dones)
+                name = f"main finds worker {worker_id} dead{' and hears it' * late}"
+                yield name, self._bury(world, worker_id, op), True
+            quiet = quiet and not process.dones and process.doing != "dead"
+        if quiet and world.kills:
+            worker_id = main.due_from
+            name = f"main loses patience with worker {worker_id}"
+            fewer = world._replace(kills=world.kills - 1)
+            yield name, self._bury(fewer, worker_id, ("timeout", worker_id)), False
+            yield from self._too_late(fewer, worker_id, name)
+
+    def _too_late(self, world: World, worker_id: int, name: str) -> Iterator[Step]:
+        """The worker publishes at the moment at which it is killed for its silence."""
+        process = world.processes[worker_id]
+        if process.doing == "write":
+            for what, late, _ in self._publish(world, worker_id, process):
+                op = ("timeout", worker_id)
+                yield f"{name}; {what} too late", self._bury(late, worker_id, op, process), False
+
+    def _bury(self, world: World, worker_id: int, op: Op, died: Process | None = None) -> World:
+        """Let the main process find a death, and check that it counts."""
+        died = died or world.processes[worker_id]
+        before = self.mains.states[world.main]
+        task = unpack_task(died.task) if died.task else None
+        world = self._do(world, op)
+        after = self.mains.states[world.main]
+        if task is None or task.generation != before.epoch or before.phase != "run":
+            return world
+        deaths = list(world.deaths)
+        deaths[task.seq] += 1
+        if deaths[task.seq] == 2 and after.phase != "raised":
+            raise Broken(TWICE, f"{_batch(task)} is tried a third time")
+        return world._replace(deaths=tuple(deaths))
+
+    def _do(self, world: World, op: Op) -> World:
+        number, events = self.mains.after(world.main, op)
+        if self.mains.states[number].epoch != self.mains.states[world.main].epoch:
+            world = world._replace(deaths=(0,) * len(world.deaths))
+        return self._apply(world._replace(main=number), events)
+
+    def _apply(self, world: World, events: tuple[Event, ...]) -> World:
+        """What the main process did, as its workers feel it."""
+        for event in events:
+            if event[0] == "restart":
+                _, worker_id, same_pipe = event
+                said = world.processes[worker_id].dones if same_pipe else ()
+                world = _with(world, worker_id, Process(dones=said))
+            elif event[0] == "send":
+                _, worker_id, record, there = event
+                process = world.processes[worker_id]
+                if process.lives:
+                    world = _with(world, worker_id, process._replace(tasks=(*process.tasks, record)))
+                task = unpack_task(record)
+                if task.payload_nbytes > INLINE_NBYTES:
+                    if task.slot in self.mains.states[world.main].held:
+                        raise Broken(LEASE, f"main writes an index batch to slot {task.slot}")
+                    world = _fill(world, task.slot, -stamp(task.generation, task.seq) if there else 0)
+        return world
+
+
+def _batch(task: Task) -> str:
+    return f"batch {task.seq} of epoch {task.generation}"
+
+
+def _with(world: World, worker_id: int, process: Process) -> World:
+    processes = list(world.processes)
+    processes[worker_id] = process
+    return world._replace(processes=tuple(processes))
+
+
+def _fill(world: World, slot: int, full_of: int) -> World:
+    contents = list(world.contents)
+    contents[slot] = full_of
+    return world._replace(contents=tuple(contents))
+
+
+def _done(kind: int, task: Task, *, flags: int = 0, offset: int = 0, nbytes: int = 0) -> bytes:
+    reserved = max(task.slot_nbytes, PAGE_NBYTES)
+    fields = kind, flags, task.generation, task.seq, task.slot, task.version, reserved, offset, nbytes, 0
+    return pack_done(*fields)
