@@ -11,10 +11,11 @@ TORCH := $(shell grep -m1 '^torch==' constraints.txt)
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+SOAK_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench soak clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +33,9 @@ lint: $(VENV)/.stamp-test ## Lint, check formatting, check types
 
 bench: $(VENV)/.stamp-bench ## Run the transport benchmark (BENCH_ARGS=...)
 	$(BIN)/python benchmarks/transport.py $(BENCH_ARGS)
+
+soak: $(VENV)/.stamp-test ## Kill, break off and hold for 30 minutes (SOAK_ARGS=...)
+	PYTHONPATH=tests $(BIN)/python -m robustness.soak --minutes 30 $(SOAK_ARGS)
 
 clean: ## Remove the environment, builds and caches
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -18,6 +18,7 @@ import traceback
 from typing import Any, NamedTuple
 
 _MOST_NESTED = 32  # causes of causes, groups in groups
+_ARGS: Any = BaseException.__dict__["args"]  # a class may have something else under that name
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was not compiled in
 
 
@@ -76,7 +77,9 @@ def capture(error: BaseException, where: str, bad_samples: bytes = b"") -> Failu
         bad_samples: See `Failure`.
     """
     try:
-        text = "".join(traceback.format_exception(error)).rstrip()
+        formatted = traceback.TracebackException.from_exception(error, compact=True)
+        formatted.__notes__ = None  # they arrive as notes
+        text = "".join(formatted.format()).rstrip()
     except Exception as reason:  # noqa: BLE001 - formatting runs the user's code
         text = f"{type(error).__name__}: its traceback could not be formatted ({type(reason).__name__})"
     try:
@@ -94,10 +97,8 @@ def restore(failure: Failure) -> BaseException:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to any exception, also one whose class would not have it."""
+    """Add a note to an exception, unless its ``__notes__`` is something that takes none."""
     with contextlib.suppress(Exception):
-        if not isinstance(error.__dict__.get("__notes__", []), list):
-            error.__dict__["__notes__"] = []
         BaseException.add_note(error, note)
 
 
@@ -143,7 +144,7 @@ class _Taking:
     def _take(self, error: BaseException) -> _Pieces:
         kind = type(error)
         base = _compiled_base(kind)
-        args = tuple(error.args)
+        args = _ARGS.__get__(error)
         built_from, state = _reduce(error, base)
         notes = state.pop("__notes__", ())
         return _Pieces(
@@ -219,7 +220,7 @@ def _up_to_builtin(kind: type) -> list[type]:
 
 def _reduce(error: BaseException, base: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What an exception's built-in base is constructed from, and its attributes."""
-    built_from, state = error.args, {}
+    built_from, state = _ARGS.__get__(error), {}
     with contextlib.suppress(Exception):
         for one in type(error).__mro__:
             slots = one.__dict__.get("__slots__", ())
@@ -298,7 +299,7 @@ def _rebuild(pieces: _Pieces) -> BaseException:
             continue
         with contextlib.suppress(Exception):  # arguments that are its class's own business, not its base's
             base.__init__(error, *built_from)
-        error.args = args
+        _ARGS.__set__(error, args)
         for name, value in pieces.state.items():
             _set(error, name, _load(value))
         return error

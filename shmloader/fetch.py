@@ -143,6 +143,9 @@ def _say_where(error: BaseException, index: Any) -> None:
         add_note(error, f"raised by dataset[{index!r}]")
 
 
+_BAD = object()  # in the place of a sample that raised
+
+
 class _TolerantMapFetcher(_MapFetcher):
     """Goes on where a sample raises: leaves it out, or puts the next good one of the batch in its place."""
 
@@ -150,8 +153,8 @@ class _TolerantMapFetcher(_MapFetcher):
         super().__init__(dataset, rules)
         self._replaces = rules.on_error == REPLACE
         # Dataset has a __getitem__ of its own, which only says that there is none.
-        one = getattr(type(dataset), "__getitem__", Dataset.__getitem__)
-        self._has_getitem = one is not Dataset.__getitem__
+        own = getattr(type(dataset), "__getitem__", Dataset.__getitem__)
+        self._one_by_one = _OneByOne(dataset) if own is Dataset.__getitem__ else dataset
 
     def fetch(self, index_batch: Any) -> Any:
         self._bad = []
@@ -166,60 +169,61 @@ class _TolerantMapFetcher(_MapFetcher):
             else:
                 return self._join(samples, index_batch)
         indices = list(index_batch) if self._auto_collation else [index_batch]
-        samples = [self._fetch_or_none(index) for index in indices]
-        places = list(range(len(samples)))
+        samples = self._fetch_good(indices)
         if self._bad:
             places = _places_to_take(samples, replace=self._replaces and self._auto_collation)
-            samples = _take(samples, places)
+            samples, indices = _take(samples, places), [indices[place] for place in places]
             if not samples:
                 return Reported(None, True, bool(get_all), self.take_bad_samples())
-        if self._auto_collation:
-            batch = self._join([sample.value for sample in samples], [indices[place] for place in places])
-        else:
-            batch = self._join(samples[0].value, index_batch)
+        batch = self._join(samples, indices) if self._auto_collation else self._join(samples[0], index_batch)
         if not self._bad and not get_all:
             return batch
         return Reported(batch, False, bool(get_all), self.take_bad_samples())
 
-    def _fetch_or_none(self, index: Any) -> _Good | None:
-        try:
-            if self._has_getitem:
-                return _Good(self._dataset[index])
-            return _Good(self._dataset.__getitems__([index])[0])
-        except BaseException as error:
-            if not isinstance(error, Exception) or not is_a_samples_fault(error):
-                _say_where(error, index)
-                raise
-            self._bad.append(describe(error, index, of_stream=False))
-            forget_frames(error)
-            return None
+    def _fetch_good(self, indices: list[Any]) -> list[Any]:
+        """The samples, with ``_BAD`` where one raised."""
+        samples: list[Any] = []
+        append, dataset = samples.append, self._one_by_one
+        remaining = iter(indices)
+        while len(samples) < len(indices):
+            try:
+                for index in remaining:
+                    append(dataset[index])
+            except BaseException as error:
+                index = indices[len(samples)]
+                if not isinstance(error, Exception) or not is_a_samples_fault(error):
+                    _say_where(error, index)
+                    raise
+                self._bad.append(describe(error, index, of_stream=False))
+                forget_frames(error)
+                append(_BAD)
+        return samples
 
 
-class _Good(NamedTuple):
-    """A sample; it may be anything, None too."""
+class _OneByOne:
+    """Makes a dataset that has only ``__getitems__`` give one sample."""
 
-    value: Any
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._dataset.__getitems__([index])[0]
 
 
-def _places_to_take(samples: Sequence[_Good | None], *, replace: bool) -> list[int]:
+def _places_to_take(samples: Sequence[Any], *, replace: bool) -> list[int]:
     """Which sample goes where: the good ones and, to replace a bad one, the next good one, round about."""
-    good = [place for place, sample in enumerate(samples) if sample is not None]
+    good = [place for place, sample in enumerate(samples) if sample is not _BAD]
     if not replace or not good:
         return good
-    places = []
-    for place in range(len(samples)):
-        following = bisect.bisect_left(good, place)
-        places.append(good[following % len(good)])
-    return places
+    return [good[bisect.bisect_left(good, place) % len(good)] for place in range(len(samples))]
 
 
-def _take(samples: Sequence[_Good | None], places: Sequence[int]) -> list[_Good]:
+def _take(samples: Sequence[Any], places: Sequence[int]) -> list[Any]:
     """The samples at these places; of one that is taken again, a copy: a collate function may change it."""
-    taken: list[_Good] = []
+    taken = []
     seen: set[int] = set()
     for place in places:
         sample = samples[place]
-        assert sample is not None
         if place in seen:
             with contextlib.suppress(Exception):  # what cannot be copied is there twice
                 sample = copy.deepcopy(sample)
@@ -289,28 +293,30 @@ class _TolerantIterableFetcher(_IterableFetcher):
         replaces = self._rules.on_error == REPLACE
         in_a_row = 0
         while size > 0:
+            begin = self._position
             try:
-                samples.append(next(self._samples))
-            except StopIteration:
-                return True
+                samples.extend(itertools.islice(self._samples, size))
             except BaseException as error:
+                self._position += len(samples) - len(positions)
+                positions.extend(range(begin, self._position))
                 self._note_bad(error)
-                in_a_row += 1
+                drawn = self._position - 1 - begin
+                in_a_row = 1 if drawn else in_a_row + 1
                 if in_a_row >= MOST_IN_A_ROW:
                     raise NoGoodSample(f"{in_a_row:,} samples of a stream in a row raised") from error
-                size -= not replaces
+                size -= drawn if replaces else drawn + 1
             else:
-                in_a_row = 0
-                positions.append(self._position)
-                size -= 1
-            self._position += 1
+                self._position += len(samples) - len(positions)
+                positions.extend(range(begin, self._position))
+                return self._position - begin < size
         return False
 
     def _note_bad(self, error: BaseException) -> None:
         """Take what an iterator raised for a bad sample, or raise it."""
+        position = self._position
+        self._position += 1
         if not isinstance(error, Exception) or not is_a_samples_fault(error):
-            add_note(error, f"raised by sample {self._position} of the stream, counted from 0")
-            self._position += 1
+            add_note(error, f"raised by sample {position} of the stream, counted from 0")
             raise error
-        self._bad.append(describe(error, self._position, of_stream=True))
+        self._bad.append(describe(error, position, of_stream=True))
         forget_frames(error)

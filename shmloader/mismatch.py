@@ -26,7 +26,7 @@ _MOST_NESTED = 20
 _MOST_CHARACTERS = 80
 # torch's own join, and ours that stands in for it in workers.
 _DEFAULT_COLLATE = (default_collate.__module__, "shmloader.collate")
-_OF_SIZES = re.compile(r"\b(sizes?|shapes?|dimensions?)\b", re.IGNORECASE)
+_OF_SIZES = re.compile(r"\b(sizes?|shapes?|dimensions?|dtypes?|cast)\b", re.IGNORECASE)
 
 
 def explain_collation(error: BaseException, samples: Any, indices: Any, *, of_stream: bool = False) -> None:
@@ -38,8 +38,10 @@ def explain_collation(error: BaseException, samples: Any, indices: Any, *, of_st
         indices: The samples' indices, in their order; for a stream's samples, their positions in it.
         of_stream: Whether the samples are those of an iterable-style dataset.
     """
-    with contextlib.suppress(Exception):  # the user's samples and indices: a lack of notes is no error
+    names: list[str] = []
+    with contextlib.suppress(Exception):  # the user's indices: a lack of notes is no error
         names = _names(indices, of_stream)
+    with contextlib.suppress(Exception):  # the user's samples
         by_default_collate = _came_through(error, _DEFAULT_COLLATE)
         if by_default_collate or _OF_SIZES.search(str(error)):
             found = _find(list(samples), "batch", _MOST_NESTED, (_shape, _format))
@@ -47,6 +49,7 @@ def explain_collation(error: BaseException, samples: Any, indices: Any, *, of_st
                 add_note(error, _say(found, names))
                 if by_default_collate:
                     return
+    if names:
         add_note(error, f"raised by collate_fn, given {_join(names)}")
 
 

@@ -224,6 +224,12 @@ class MemfdSegment:
     def __init__(self, descriptor: Descriptor | None = None) -> None:
         self._descriptor = descriptor or Descriptor(os.memfd_create("shmloader-slots", os.MFD_CLOEXEC))
 
+    def __del__(self, close: Any = os.close) -> None:
+        # After a Ctrl-C before anybody could own it; `close` is the usual way.
+        with contextlib.suppress(AttributeError, OSError):
+            if self._descriptor.fd >= 0:
+                close(self._descriptor.fd)
+
     def reserve(self, slot: int, version: int, held_nbytes: int, nbytes: int) -> tuple[int, int]:
         """See `Segment.reserve`."""
         nbytes = whole_pages(nbytes)

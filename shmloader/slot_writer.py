@@ -269,17 +269,15 @@ class SlotWriter:
         """
         if nbytes <= self.nbytes:
             return True
-        if nbytes > self.limit_nbytes:
-            self._may_refuse = False
-            return False
-        before = self._here
         may_refuse, self._may_refuse = self._may_refuse, False
+        before = self._here
         try:
+            if nbytes > self.limit_nbytes:
+                raise SharedMemoryExhausted(f"it may have {self.limit_nbytes:,} bytes", needed_nbytes=nbytes)
             self._grow(nbytes)
-        except SharedMemoryExhausted:
-            # A spilled batch lies in this process's memory and in the main process's.
-            if may_refuse and nbytes > _SMALL_NBYTES and memory_headroom().available_nbytes < 2 * nbytes:
-                raise
+        except SharedMemoryExhausted as error:
+            if may_refuse:
+                _check_spill(nbytes, error)
             return False
         if before is not None and before.extent.version != self.version:
             kept = min(written_nbytes, before.extent.nbytes)
@@ -346,6 +344,26 @@ class SlotWriter:
             raise
         self.version, self.nbytes = version, reserved
         self._here = self._mapped[self.slot] = _Mapped(extent)
+
+
+def _check_spill(nbytes: int, why: SharedMemoryExhausted) -> None:
+    """Refuse to spill a batch where the kernel would have to kill a process for it.
+
+    A spilled batch lies twice in private memory, beside the leaves that it was collated from: in this
+    process and in the main process.
+    """
+    if nbytes <= _SMALL_NBYTES:
+        return
+    room = memory_headroom()
+    if room.available_nbytes < 2 * nbytes:
+        raise SharedMemoryExhausted(
+            f"a batch of {nbytes:,} bytes does not fit in its slot ({why}), and copying it to private memory "
+            f"would take {2 * nbytes:,} bytes, but only {room.available_nbytes:,} of {room.limit_nbytes:,} "
+            f"bytes are available in {room.source}. Use a smaller batch_size, fewer workers or a smaller "
+            "prefetch_factor, or raise the limit.",
+            needed_nbytes=2 * nbytes,
+            available_nbytes=room.available_nbytes,
+        ) from why
 
 
 class _Current(threading.local):

@@ -390,6 +390,8 @@ class SlotPool:
             slot.nbytes, slot.extent = 0, None
         self._extra_nbytes -= slot.limit_nbytes
         slot.limit_nbytes = 0
+        if self.notice:
+            self._set_quota()  # the base has more, now that this slot is no longer used
 
     def close(self) -> None:
         """Drop the segment; what is leased lives on until its last view dies.

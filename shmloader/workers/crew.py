@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shmloader.errors import WorkerDied
+from shmloader.interrupts import HeldInterrupts
 from shmloader.limits import memory_headroom, oom_kills
 from shmloader.segment import Descriptor
 from shmloader.stacks import StackFile
@@ -21,6 +22,7 @@ from shmloader.workers.launch import start_process
 from shmloader.workers.process import Worker, describe_exit
 
 _STOP_S = 5.0  # how long a worker may take to finish its sample after its pipe was closed
+_LOOK_S = 0.1  # how often to look for a Ctrl-C meanwhile
 _DEATH_S = 1.0  # how long to wait for the exit code of a worker whose pipe is closed
 
 # Whose main-side pipe ends a forked child of this process must not keep open.
@@ -52,13 +54,18 @@ class Workers:
         self._by_fd: dict[int, Worker] = {}
         self._starting: tuple[int, ...] = ()  # main-side ends of the worker that is being started
         self._oom_kills = oom_kills()
-        self._wake = _Wake()
         self._stacks = StackFile()
+        try:
+            self._wake = _Wake()
+        except OSError:
+            self._stacks.close()
+            raise
         _close_in_forked_children()
         _live.add(self)
         try:
             for worker_id in range(num_workers):
-                self.workers.append(self._start(worker_id))
+                with HeldInterrupts():
+                    self.workers.append(self._start(worker_id))
         except BaseException:
             self.close(grace_s=0.0)
             raise
@@ -95,10 +102,11 @@ class Workers:
         Returns:
             The new worker, which has been sent nothing yet.
         """
-        worker.end()
-        worker.release()
-        self._poller = None
-        self.workers[worker.worker_id] = fresh = self._start(worker.worker_id)
+        with HeldInterrupts():
+            worker.end()
+            worker.release()
+            self._poller = None
+            self.workers[worker.worker_id] = fresh = self._start(worker.worker_id)
         return fresh
 
     def wait(self, timeout_s: float | None) -> list[Worker]:
@@ -201,14 +209,25 @@ class Workers:
                 and a second later killed.
         """
         self.closed_because = self.closed_because or because
-        workers, self.workers = self.workers, []
-        self._poller = None
-        _live.discard(self)
-        for worker in workers:
-            worker.close_descriptors()
-        deadline = time.monotonic() + grace_s
-        for worker in workers:
-            worker.process.join(max(0.0, deadline - time.monotonic()))
+        with HeldInterrupts() as interrupts:
+            workers, self.workers = self.workers, []
+            self._poller = None
+            _live.discard(self)
+            for worker in workers:
+                worker.close_descriptors()
+            deadline = time.monotonic() + grace_s
+            for worker in workers:
+                # A second Ctrl-C means that the user will not wait.
+                while worker.process.exitcode is None and not interrupts.came:
+                    if time.monotonic() >= deadline:
+                        break
+                    worker.process.join(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
+            self._end(workers)
+            self._stacks.close()
+            self._wake.close()
+
+    def _end(self, workers: list[Worker]) -> None:
+        """End what has not ended by itself, and close what is left of it."""
         for order in ("terminate", "kill"):
             stuck = [worker for worker in workers if worker.process.exitcode is None]
             for worker in stuck:
@@ -218,8 +237,6 @@ class Workers:
                 worker.process.join(max(0.0, deadline - time.monotonic()))
         for worker in workers:
             worker.release()
-        self._stacks.close()
-        self._wake.close()
 
     def drop_descriptors(self) -> None:
         """Close this object's descriptors in a forked child, where they would keep pipes open."""

@@ -16,6 +16,8 @@ from shmloader.segment import Descriptor, open_anonymous_file
 from shmloader.watch import EarlyName
 from shmloader.worker import WorkerArguments, run
 
+_DESCRIPTORS = 4  # pairs that starting a process may take for a moment
+
 
 def start_process(context: Any, arguments: WorkerArguments) -> Any:
     """Start a worker's process.
@@ -30,6 +32,7 @@ def start_process(context: Any, arguments: WorkerArguments) -> Any:
     Raises:
         WorkerDied: If it ended before it was started wholly.
     """
+    _check_descriptors()
     packed = None if context.get_start_method() == "fork" else _Packed(arguments)
     process = context.Process(target=run, args=(packed or arguments,), daemon=True)
     process.name = EarlyName(process.name, arguments.main_pid)
@@ -50,6 +53,20 @@ def start_process(context: Any, arguments: WorkerArguments) -> Any:
         if packed is not None:
             packed.close()
     return process
+
+
+def _check_descriptors() -> None:
+    """Fail before a process is begun that there are no descriptors for: multiprocessing would lose some."""
+    spare: list[int] = []
+    try:
+        for _ in range(_DESCRIPTORS):
+            spare.extend(os.pipe())
+    except OSError as error:
+        error.add_note("A worker takes about 6 descriptors in the main process: raise the limit (ulimit -n).")
+        raise
+    finally:
+        for fd in spare:
+            os.close(fd)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,44 @@
+"""Ctrl-C, held back where it would leave a process or a descriptor that nobody knows of."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+
+class HeldInterrupts:
+    """A context manager that holds back SIGINT's handler until its end, and then calls it.
+
+    Outside the main thread it does nothing: Python runs handlers in the main thread only. A signal mask would
+    not do, since the system gives the signal to any thread that does not block it, and libraries start such
+    threads.
+
+    Attributes:
+        came: Whether there was an interrupt since the beginning.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+        self._handler: Any = None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler):  # not ignored, not the system's default, not one of C
+                self._handler = handler
+                signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._handler is not None:
+            handler, self._handler = self._handler, None
+            signal.signal(signal.SIGINT, handler)
+            if self.came:
+                handler(signal.SIGINT, None)

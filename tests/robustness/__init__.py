@@ -1,0 +1,1 @@
+"""Deaths, interrupts, small machines, threads and epoch edges; see docs/robustness.md."""

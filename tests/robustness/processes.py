@@ -1,0 +1,114 @@
+"""Programs of their own, their workers, and what they leave behind."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+TESTS = Path(__file__).absolute().parents[1]
+
+LONG = os.environ.get("SHMLOADER_LONG") == "1"
+"""Whether tests that can be repeated are repeated as often as docs/robustness.md says."""
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
+"""For programs that import this package."""
+
+HELPERS = ("from multiprocessing.resource_tracker import", "from multiprocessing.forkserver import")
+
+
+def python(code: str, *arguments: str, timeout_s: float = 60.0, wrap: tuple[str, ...] = ()) -> str:
+    """Run a program of its own to a good end, and return what it printed.
+
+    Args:
+        code: The program, indented as one likes.
+        arguments: Its ``sys.argv[1:]``.
+        timeout_s: Most seconds it may take.
+        wrap: A command that runs the program, such as ``("prlimit", "--nofile=64")``.
+    """
+    command = [*wrap, sys.executable, "-W", "error", "-c", textwrap.dedent(code), *arguments]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout_s, check=False, env=ENVIRONMENT
+    )
+    assert result.returncode == 0, f"exit status {result.returncode}\n{result.stdout}\n{result.stderr}"
+    assert result.stderr == ""
+    return result.stdout
+
+
+def start_python(code: str, *arguments: str) -> "subprocess.Popen[str]":
+    """Start a program of its own, in a session of its own; its output is readable line by line."""
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=ENVIRONMENT,
+        start_new_session=True,
+    )
+
+
+def is_helper(process: psutil.Process) -> bool:
+    """Whether a process is an interpreter's resource tracker or fork server."""
+    try:
+        return any(helper in " ".join(process.cmdline()) for helper in HELPERS) and not _is_forked(process)
+    except psutil.Error:
+        return False
+
+
+def _is_forked(process: psutil.Process) -> bool:
+    # A fork server's workers have its command line.
+    parent = process.parent()
+    return parent is not None and parent.cmdline() == process.cmdline()
+
+
+def workers_of(pid: int) -> list[psutil.Process]:
+    """Descendants of a process, but for its interpreter's helpers."""
+    try:
+        return [p for p in psutil.Process(pid).children(recursive=True) if not is_helper(p)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def is_gone(process: psutil.Process) -> bool:
+    """Whether a process has ended; a zombie has, it only was not waited for by its parent."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_gone(processes: Iterable[psutil.Process], timeout_s: float) -> tuple[float, list[psutil.Process]]:
+    """Wait until processes have ended: the seconds it took, and those that are still there."""
+    began = time.monotonic()
+    left = list(processes)
+    while left := [process for process in left if not is_gone(process)]:
+        if time.monotonic() - began > timeout_s:
+            break
+        time.sleep(0.005)
+    return time.monotonic() - began, left
+
+
+def descriptors(pid: int | str = "self") -> int:
+    """Open file descriptors of a process."""
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def mappings(pid: int | str = "self") -> int:
+    """Memory mappings of a process."""
+    return len(Path(f"/proc/{pid}/maps").read_text().splitlines())
+
+
+def pss_nbytes(pid: int | str = "self") -> int:
+    """Memory of a process: private bytes, and of shared ones its share."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
+
+
+def shared_nbytes() -> int:
+    """Shared memory of the whole machine: memfds and /dev/shm."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Shmem:")) * 1024

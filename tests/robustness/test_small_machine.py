@@ -1,0 +1,382 @@
+"""Little memory, /dev/shm, descriptors, address space: correct batches or an error with numbers."""
+
+import os
+import resource
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import shmloader
+from robustness.confined import FEW_DESCRIPTORS, SMALL_SHM, memory_cgroup, works
+from robustness.datasets import Dicts, Numbered, first_indices
+from robustness.processes import ENVIRONMENT, TESTS, descriptors, mappings, python
+from shmloader import DataLoader
+from shmloader.segment import MemfdSegment, NamedSegment
+from shmloader.slot_writer import SlotWriter
+
+MIB = 1 << 20
+
+FAST = (
+    "test_zero_copy.py",
+    "test_slots.py",
+    "test_lifecycle.py::test_batches_that_grow_a_hundred_thousandfold_are_exact[memfd]",
+    "test_lifecycle.py::test_leaving_early_leaves_nothing",
+)
+"""A part of the suite that makes large batches, keeps batches and opens descriptors."""
+
+
+def _suite(wrap: tuple[str, ...]) -> None:
+    if not works(wrap):
+        pytest.skip(f"{wrap[0]} is not possible here")
+    command = [*wrap, sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    result = subprocess.run(
+        [*command, *[str(TESTS / name) for name in FAST]],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=TESTS.parent,
+        env=ENVIRONMENT,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert " passed" in result.stdout
+
+
+def test_a_part_of_the_suite_passes_with_a_small_dev_shm() -> None:
+    _suite(SMALL_SHM)
+
+
+def test_a_part_of_the_suite_passes_with_few_descriptors() -> None:
+    _suite(FEW_DESCRIPTORS)
+
+
+@pytest.mark.parametrize("segment", ["memfd", "portable"])
+def test_batches_larger_than_dev_shm_are_exact(segment: str) -> None:
+    if not works(SMALL_SHM):
+        pytest.skip("no mount namespaces here")
+    printed = python(
+        """
+        import os, sys, warnings
+        os.environ["SHMLOADER_SEGMENT"] = sys.argv[1]
+        import shmloader
+        from robustness.datasets import Numbered, first_indices
+        assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 16 << 20
+        warnings.simplefilter("ignore", shmloader.SpillWarning)
+        loader = shmloader.DataLoader(Numbered(40, items=1 << 20), batch_size=4, num_workers=2)
+        assert first_indices(loader) == list(range(0, 40, 4))
+        print(loader.statistics().spills, os.listdir("/dev/shm"))
+        """,
+        segment,
+        wrap=SMALL_SHM,
+    )
+    spills, entries = printed.split(maxsplit=1)
+    assert (int(spills) > 0) == (segment == "portable")
+    assert entries.strip() == "[]"
+
+
+def test_thousands_of_retained_batches_of_a_hundred_tensors_keep_descriptors_and_mappings_flat(
+    loader_backend: str,
+) -> None:
+    loader = DataLoader(Dicts(5000, leaves=100), batch_size=None, num_workers=2)
+    kept, seen = [], []
+    for batch in loader:
+        kept.append(batch)
+        if len(kept) % 500 == 0:
+            seen.append((descriptors(), mappings()))
+    assert len(kept) == 5000
+    assert len({count for count, _ in seen}) == 1
+    # Private memory for what is kept makes arenas, not mappings by batch.
+    assert max(count for _, count in seen) - seen[0][1] < 400
+    for index in (0, 63, 64, 2500, 4999):
+        assert kept[index]["leaf99"].tolist() == [index + 99] * 4
+    del batch, kept
+
+
+def test_retained_batches_of_named_segments_hold_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHMLOADER_SEGMENT", "portable")
+    iterator = iter(DataLoader(Numbered(400), batch_size=4, num_workers=2))
+    kept = [next(iterator)]
+    before = descriptors()
+    kept += [next(iterator) for _ in range(60)]
+    assert descriptors() == before
+    assert first_indices(kept) == list(range(0, 244, 4))
+
+
+SCARCE = """
+    import os, sys, warnings
+    from pathlib import Path
+    import shmloader
+    from robustness.datasets import Numbered, first_indices
+    from robustness.datasets import GrowsAt
+    from shmloader.limits import memory_headroom
+
+    limit_file, room_nbytes = Path(sys.argv[1]), int(sys.argv[2])
+    loader = shmloader.DataLoader(
+        GrowsAt(24, at=9, items=12 << 20), batch_size=None, num_workers=1, persistent_workers=True,
+        memory_budget_nbytes=8 << 30,
+    )
+    iterator = iter(loader)
+    assert [int(next(iterator)[0]) for _ in range(6)] == list(range(6))
+    unlimited = limit_file.read_text()
+    room = memory_headroom()
+    limit_file.write_text(str(room.limit_nbytes - room.available_nbytes + room_nbytes))
+    got, errors = [], []
+    while True:
+        try:
+            got.append(int(next(iterator)[0]))
+        except StopIteration:
+            break
+        except shmloader.SharedMemoryExhausted as error:
+            errors.append(error)
+    error, = errors
+    assert isinstance(error, MemoryError)
+    assert error.needed_nbytes >= 96 << 20, error
+    assert error.available_nbytes < error.needed_nbytes, error
+    assert f"{error.needed_nbytes:,}" in str(error) and f"{error.available_nbytes:,}" in str(error)
+    assert "memory cgroup" in str(error)
+    assert any("worker 0" in note and "9" in note for note in error.__notes__)
+    assert got == [n for n in range(6, 24) if n != 9], got
+    limit_file.write_text(unlimited)
+    del iterator
+    warnings.simplefilter("ignore", shmloader.SpillWarning)
+    assert [int(sample[0]) for sample in loader] == list(range(24))
+    loader.close()
+    """
+
+
+def test_a_worker_short_of_memory_says_so_with_numbers_and_goes_on() -> None:
+    """The sample itself (96 MiB, made once and returned as it is) fits; the slot for it does not."""
+    try:
+        with memory_cgroup(1500 * MIB) as cgroup:
+            python(SCARCE, str(cgroup.folder / cgroup.limit_name), str(150 * MIB), wrap=cgroup.wrap)
+            assert cgroup.oom_kills() == 0
+    except PermissionError:
+        pytest.skip("no memory cgroup can be made here")
+
+
+def test_many_small_growths_are_measured_against_the_cgroup_too() -> None:
+    code = """
+        import sys
+        import shmloader
+        from shmloader.limits import memory_headroom
+        from shmloader.segment import MemfdSegment
+        segment, number = MemfdSegment(), 0
+        try:
+            while True:
+                segment.reserve(number, 0, 0, 2 << 20)
+                number += 1
+        except shmloader.SharedMemoryExhausted as error:
+            assert error.available_nbytes is not None
+            print(number)
+        """
+    try:
+        with memory_cgroup(500 * MIB) as cgroup:
+            assert int(python(code, wrap=cgroup.wrap)) > 50
+            assert cgroup.oom_kills() == 0
+    except PermissionError:
+        pytest.skip("no memory cgroup can be made here")
+
+
+def test_a_cgroup_smaller_than_the_slots_is_an_error_with_both_numbers() -> None:
+    code = """
+        import re, shmloader
+        from robustness.datasets import Numbered
+        loader = shmloader.DataLoader(Numbered(64, items=2 << 20), batch_size=4, num_workers=2)
+        try:
+            list(loader)
+        except shmloader.SharedMemoryExhausted as error:
+            assert error.needed_nbytes >= 6 * (64 << 20) > error.available_nbytes
+            assert f"{error.needed_nbytes:,}" in str(error) and f"{error.available_nbytes:,}" in str(error)
+        else:
+            raise AssertionError
+        """
+    with memory_cgroup(500 * MIB) as cgroup:
+        python(code, wrap=cgroup.wrap)
+        assert cgroup.oom_kills() == 0
+
+
+def test_with_a_budget_there_are_fewer_slots_and_one_warning() -> None:
+    with pytest.warns(shmloader.SpillWarning) as caught:
+        loader = DataLoader(
+            Numbered(400, items=1 << 17),
+            batch_size=4,
+            num_workers=2,
+            prefetch_factor=8,
+            memory_budget_nbytes=24 * MIB,
+        )
+        for batch in loader:
+            assert first_indices([batch])
+            assert loader.statistics().reserved_nbytes <= 24 * MIB
+    assert len(caught) == 1
+    # Those that were outstanding when the second batch showed the size: 16, and one sent for the first.
+    assert loader.statistics().spills <= 17
+
+
+LITTLE_ADDRESS_SPACE = """
+    import resource, sys, warnings
+    import shmloader
+    from robustness.datasets import Numbered, first_indices
+
+    def shrink(worker_id):
+        with open("/proc/self/statm") as file:
+            pages = int(file.read().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (40 << 20),) * 2)
+
+    warnings.simplefilter("ignore", shmloader.SpillWarning)
+    # 1 MiB a batch in 62 slots: mapping all of them takes what the worker has, and more.
+    loader = shmloader.DataLoader(
+        Numbered(600, items=1 << 15), batch_size=4, num_workers=1, prefetch_factor=60, worker_init_fn=shrink
+    )
+    iterator, got, errors = iter(loader), [], []
+    for number in range(0, 600, 4):
+        try:
+            assert first_indices([next(iterator)]) == [number]
+            got.append(number)
+        except (RuntimeError, MemoryError) as error:
+            assert not isinstance(error, shmloader.WorkerDied), error
+            errors.append(number)
+    assert next(iterator, None) is None
+    print(len(got), len(errors))
+    """
+
+
+def test_a_worker_without_address_space_gives_exact_batches_and_errors_and_lives() -> None:
+    got, errors = map(int, python(LITTLE_ADDRESS_SPACE).split())
+    assert got >= 20
+    assert got + errors == 150
+
+
+def test_a_main_process_without_address_space_gets_an_error_with_numbers() -> None:
+    code = """
+        import resource
+        import shmloader
+        from robustness.datasets import Numbered, first_indices
+        loader = shmloader.DataLoader(
+            Numbered(600, items=1 << 18), batch_size=4, num_workers=1, persistent_workers=True
+        )
+        unlimited = resource.getrlimit(resource.RLIMIT_AS)
+        iterator = iter(loader)
+        next(iterator)
+        with open("/proc/self/statm") as file:
+            pages = int(file.read().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (4 << 20), unlimited[1]))
+        batch, kept = None, []
+        try:
+            for batch in iterator:
+                kept.append(batch)
+        except shmloader.SharedMemoryExhausted as error:
+            assert error.needed_nbytes > 8 << 20, error
+            assert "ulimit -v" in str(error), error
+        else:
+            raise AssertionError(len(kept))
+        resource.setrlimit(resource.RLIMIT_AS, unlimited)
+        kept.clear()
+        del iterator, batch
+        assert first_indices(loader) == list(range(0, 600, 4))
+        loader.close()
+        """
+    python(code)
+
+
+def test_a_limit_on_the_size_of_files_is_an_error_that_names_it() -> None:
+    code = """
+        import shmloader
+        from robustness.datasets import Numbered
+        try:
+            list(shmloader.DataLoader(Numbered(64), batch_size=4, num_workers=2))
+        except shmloader.SharedMemoryExhausted as error:
+            assert "ulimit -f" in str(error) and "SHMLOADER_SEGMENT=portable" in str(error), error
+            assert error.needed_nbytes > 0
+        else:
+            raise AssertionError
+        """
+    python(code, wrap=("prlimit", f"--fsize={100 * MIB}", "--"))
+
+
+def test_named_segments_work_where_the_size_of_files_is_limited() -> None:
+    code = """
+        import os, warnings
+        os.environ["SHMLOADER_SEGMENT"] = "portable"
+        import shmloader
+        from robustness.datasets import Numbered, first_indices
+        warnings.simplefilter("ignore", shmloader.SpillWarning)
+        for items, spills in ((1 << 12, False), (1 << 20, True)):
+            loader = shmloader.DataLoader(Numbered(64, items=items), batch_size=4, num_workers=2)
+            assert first_indices(loader) == list(range(0, 64, 4))
+            assert bool(loader.statistics().spills) == spills
+        """
+    python(code, wrap=("prlimit", f"--fsize={10 * MIB}", "--"))
+
+
+def test_too_few_descriptors_for_the_workers_leave_nothing() -> None:
+    before = descriptors()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    loader = DataLoader(Numbered(64), batch_size=4, num_workers=2)
+    # With 8 spare ones it is os.fork's caller in the standard library that loses a pipe.
+    for spare in range(2, 8):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before + spare, hard))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                next(iter(loader))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert descriptors() == before
+    assert first_indices(loader) == list(range(0, 64, 4))
+
+
+# The worker's side of a slot by itself.
+
+
+class _NoAddressSpace(MemfdSegment):
+    """Cannot map more than ``most_nbytes`` at once."""
+
+    most_nbytes = 0
+
+    def map(self, slot: int, version: int, nbytes: int) -> object:
+        if nbytes > self.most_nbytes:
+            raise shmloader.SharedMemoryExhausted("no address space", needed_nbytes=nbytes)
+        return super().map(slot, version, nbytes)
+
+
+def test_a_writer_that_cannot_map_its_slot_maps_what_it_can() -> None:
+    segment = _NoAddressSpace()
+    segment.most_nbytes = 3 << 16
+    segment.reserve(0, 0, 0, 1 << 20)
+    writer = SlotWriter(segment)
+    writer.begin(0, 0, 1 << 20, 1 << 22)
+    assert writer.nbytes == len(writer.view()) == 1 << 17
+    assert writer.tensor((1 << 17,), torch.uint8) is not None
+    assert writer.tensor((1,), torch.uint8) is None
+    assert not writer.ensure(1 << 20, 0)
+    with pytest.raises(shmloader.SharedMemoryExhausted, match="index batch of 262,144 bytes"):
+        writer.read(1 << 18)
+    writer.release()
+    segment.close(1)
+
+
+def test_a_writer_that_cannot_map_what_it_reserved_gives_it_back() -> None:
+    segment = _NoAddressSpace()
+    segment.most_nbytes = 1 << 16
+    _, nbytes = segment.reserve(0, 0, 0, 1 << 16)
+    writer = SlotWriter(segment)
+    writer.begin(0, 0, nbytes, 1 << 24)
+    writer.view()[:] = b"\x07" * nbytes
+    assert not writer.ensure(1 << 22, nbytes)
+    assert writer.nbytes == nbytes
+    assert os.fstat(segment._descriptor.fd).st_blocks * 512 == nbytes
+    assert bytes(writer.view()) == b"\x07" * nbytes
+    writer.release()
+    segment.close(1)
+
+
+@pytest.mark.parametrize("kind", [MemfdSegment, NamedSegment])
+def test_an_unfinished_mapping_dies_quietly(kind: type) -> None:
+    segment = kind()
+    version, nbytes = segment.reserve(0, 0, 0, 4096)
+    extent = segment.map(0, version, nbytes)
+    mapping = type(extent.buffer.owner)
+    mapping.__new__(mapping).__del__()  # as a Ctrl-C inside its constructor leaves it
+    assert np.frombuffer(extent.buffer, np.uint8).sum() == 0
+    segment.close(1)

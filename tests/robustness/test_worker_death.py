@@ -1,0 +1,97 @@
+"""A worker that dies at any moment is an error in time that names it, and takes nothing with it."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+
+import shmloader
+from robustness.datasets import Ends, Numbered, Sleeps, first_indices
+from robustness.worker_kills import (
+    BATCH,
+    METHODS,
+    MOMENTS,
+    MOST_ERROR_S,
+    SIGNALS,
+    kill_once,
+    kill_while_being_started,
+)
+from shmloader import DataLoader
+
+LOADED_S = 8.0  # what a loaded machine may add; `worker_kills` as a program holds to the 2 s
+
+quietly = pytest.mark.filterwarnings(
+    "ignore::shmloader.SpillWarning", "ignore:This DataLoader will create:UserWarning"
+)
+
+
+@quietly
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_killed_worker_is_named_in_time_and_all_are_gone(moment: str) -> None:
+    rng = random.Random(moment)
+    # Not those at which pytest's faulthandler, inherited by forked workers, prints all stacks.
+    for how in set(SIGNALS) - {signal.SIGSEGV, signal.SIGBUS}:
+        assert kill_once("fork", moment, how, rng).error_s < MOST_ERROR_S + LOADED_S
+
+
+@quietly
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_so_it_is_under_every_start_method(method: str, warm_helpers: None) -> None:
+    rng = random.Random(method)
+    for moment in MOMENTS if method == "forkserver" else (rng.choice(MOMENTS),):
+        assert kill_once(method, moment, signal.SIGKILL, rng).error_s < MOST_ERROR_S + LOADED_S
+
+
+@pytest.mark.parametrize("code", [0, 1, 77, 255])
+def test_a_worker_that_exits_is_named_with_its_code(code: int) -> None:
+    with pytest.raises(shmloader.WorkerDied, match=f"worker 1 .*code {code}.*{[20, 21, 22, 23]}") as caught:
+        first_indices(DataLoader(Ends(1000, at=21, how=code), batch_size=BATCH, num_workers=2))
+    assert (caught.value.exit_code, caught.value.worker_id) == (code, 1)
+
+
+def test_a_busy_sibling_does_not_delay_the_error() -> None:
+    iterator = iter(DataLoader(Sleeps(100, 30.0, at=5), batch_size=1, num_workers=2))
+    first_indices(next(iterator) for _ in range(4))
+    time.sleep(0.2)
+    began = time.monotonic()
+    iterator._workers[0].kill()
+    with pytest.raises(shmloader.WorkerDied):
+        first_indices(iterator)
+    assert time.monotonic() - began < MOST_ERROR_S + 1
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_loader_is_usable_after_a_kill(persistent: bool) -> None:
+    loader = DataLoader(Numbered(80), batch_size=BATCH, num_workers=2, persistent_workers=persistent)
+    for _ in range(5):
+        iterator = iter(loader)
+        next(iterator)
+        os.kill(iterator._workers[1].pid, signal.SIGKILL)
+        with pytest.raises(shmloader.WorkerDied):
+            first_indices(iterator)
+        del iterator
+        assert first_indices(loader) == list(range(0, 80, BATCH))
+    loader.close()
+
+
+def test_batches_held_over_a_death_stay_as_they_are() -> None:
+    iterator = iter(DataLoader(Numbered(400), batch_size=BATCH, num_workers=2))
+    held = [next(iterator) for _ in range(10)]
+    os.kill(iterator._workers[0].pid, signal.SIGKILL)
+    with pytest.raises(shmloader.WorkerDied):
+        first_indices(iterator)
+    assert first_indices(held) == list(range(0, 40, BATCH))
+
+
+@pytest.mark.parametrize("ballast_nbytes", [0, 1 << 20])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_worker_killed_while_it_is_being_started_is_named(
+    method: str, ballast_nbytes: int, warm_helpers: None
+) -> None:
+    error, _ = kill_while_being_started(method, ballast_nbytes)
+    assert isinstance(error, shmloader.WorkerDied), repr(error)
+    assert error.worker_id in (0, 1)
+    assert error.exit_code == -signal.SIGKILL
+    assert f"pid {error.pid}" in str(error)
