@@ -380,3 +380,26 @@ def test_an_unfinished_mapping_dies_quietly(kind: type) -> None:
     mapping.__new__(mapping).__del__()  # as a Ctrl-C inside its constructor leaves it
     assert np.frombuffer(extent.buffer, np.uint8).sum() == 0
     segment.close(1)
+
+
+def test_a_worker_that_the_kernel_kills_for_memory_is_told_so_with_figures() -> None:
+    code = """
+        import shmloader
+        from robustness.datasets import Eats
+
+        loader = shmloader.DataLoader(Eats(200, at=41, nbytes=2 << 30), batch_size=4, num_workers=2)
+        try:
+            for batch in loader:
+                pass
+        except shmloader.WorkerDied as error:
+            assert error.exit_code == -9, error
+            assert "out-of-memory killer has ended 1 process" in str(error), error
+            assert "The loader's slots have" in str(error), error
+            assert f"of {500 << 20:,} bytes are available" in str(error), error
+            assert [40, 41, 42, 43] in error.indices, error
+        else:
+            raise AssertionError
+        """
+    with memory_cgroup(500 * MIB) as cgroup:
+        python(code, wrap=cgroup.wrap)
+        assert cgroup.oom_kills() == 1
