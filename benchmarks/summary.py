@@ -236,6 +236,11 @@ def _slots(row: Row) -> str:
     return f"{row.reserved_nbytes / 1e6:,.3f} / {row.slot_bound_nbytes / 1e6:,.3f}"
 
 
+def render_table(table: list[list[str]], texts: int) -> str:
+    """Renders a table whose first row is its head as Markdown; the first `texts` columns are text."""
+    return _align(table, texts)
+
+
 def _align(table: list[list[str]], texts: int) -> str:
     """Aligns columns: the first `texts` to the left, the rest, which are numbers, to the right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]

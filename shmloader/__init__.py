@@ -7,24 +7,34 @@ Importing it starts no thread and no process and takes no shared memory.
 
 from shmloader.collate import empty
 from shmloader.errors import (
+    BadSampleWarning,
     LoaderClosed,
     LoaderError,
+    NoGoodSample,
     SharedMemoryExhausted,
+    ShareTimeout,
     SpillWarning,
     WorkerDied,
     WorkerStartError,
     WorkerTimeout,
 )
 from shmloader.loader import DataLoader
-from shmloader.statistics import LoaderStatistics
+from shmloader.statistics import BadSample, LoaderStatistics
+from shmloader.store.files import open_store as open  # noqa: A004 - used as shmloader.open
+from shmloader.store.host import share_on_host
+from shmloader.store.sharing import share
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BadSample",
+    "BadSampleWarning",
     "DataLoader",
     "LoaderClosed",
     "LoaderError",
     "LoaderStatistics",
+    "NoGoodSample",
+    "ShareTimeout",
     "SharedMemoryExhausted",
     "SpillWarning",
     "WorkerDied",
@@ -32,4 +42,7 @@ __all__ = [
     "WorkerTimeout",
     "__version__",
     "empty",
+    "open",
+    "share",
+    "share_on_host",
 ]

@@ -16,6 +16,7 @@ from shmloader.in_process import InProcessIterator
 from shmloader.iterator import SlotIterator
 from shmloader.slots import SlotState
 from shmloader.statistics import Counters, LoaderStatistics
+from shmloader.store.walk import share_for_loader
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -126,8 +127,6 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
         self.worker_restarts = worker_restarts
         self.share_dataset = share_dataset
         if share_dataset:
-            from shmloader.store.walk import share_for_loader
-
             dataset = share_for_loader(dataset)
         super().__init__(
             dataset,

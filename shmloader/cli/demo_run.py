@@ -14,7 +14,7 @@ import sys
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 import shmloader
 from shmloader.cli.demo_corpus import (
     Batch,
+    Corpus,
     SourceDataset,
     build_corpus,
     hold_out,
@@ -202,21 +203,32 @@ def measure_loader_alone(spec: RunSpec, dataset: SourceDataset, result: RunResul
 
 def measure(spec: RunSpec, stop: StopSignal) -> RunResult:
     """Carry one run out: read the sources, train, then run the loader alone."""
+    dataset, held_out, corpus = prepare(spec)
+    stop.check()
+    result = train(spec, dataset, held_out, stop)
+    measure_loader_alone(spec, dataset, result, stop)
+    result.files, result.lines, result.nbytes = corpus.files, corpus.lines, corpus.nbytes
+    result.unreadable_files, result.samples = corpus.unreadable_files, len(dataset)
+    return result
+
+
+def prepare(spec: RunSpec) -> tuple[SourceDataset, list[Batch], Corpus]:
+    """Read the sources.
+
+    Returns:
+        The dataset to train on, over a shared store with this project's loader and over a list with torch's;
+        the held-out batches; and the corpus, without its pieces.
+    """
     corpus = build_corpus(library_folders(), spec.max_nbytes)
     pieces, held_out_pieces = hold_out(corpus.pieces, _HELD_OUT_SAMPLES)
+    corpus = replace(corpus, pieces=[])
     if len(pieces) < 2 * spec.batch_size:
         raise SystemExit(
             f"the Python sources found gave {len(pieces)} samples, fewer than two batches: "
             "raise --max-bytes or lower --batch-size"
         )
     held_out = [pad_batch(samples) for samples in _grouped(SourceDataset(held_out_pieces))]
-    stop.check()
-    dataset = SourceDataset(pieces)
-    result = train(spec, dataset, held_out, stop)
-    measure_loader_alone(spec, dataset, result, stop)
-    result.files, result.lines, result.nbytes = corpus.files, corpus.lines, corpus.nbytes
-    result.unreadable_files, result.samples = corpus.unreadable_files, len(dataset)
-    return result
+    return SourceDataset(pieces if spec.loader == "torch" else shmloader.share(pieces)), held_out, corpus
 
 
 def _grouped(dataset: SourceDataset) -> Iterator[list[torch.Tensor]]:

@@ -1,0 +1,311 @@
+"""Measures what a dataset of Python records costs in memory with workers, ranks and spawned processes.
+
+Each measurement has a fresh process to itself. `docs/memory.md` says what is measured, and why so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:  # as a script, only the script's own folder is there
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks import machine, memory_cgroup  # noqa: E402
+from benchmarks.memory_datasets import CONTESTANTS, available  # noqa: E402
+from benchmarks.memory_process import Spec  # noqa: E402
+from benchmarks.summary import Verdict, render_table, render_verdicts  # noqa: E402
+from shmloader.cli.process_memory import MemorySample, sample_until_exit  # noqa: E402
+
+LIST = "torch, list"
+TIMEOUT_S = 600.0
+MOST_GROWTH, MOST_PSS, MOST_MESSAGE_NBYTES, MOST_SLOWDOWN = 0.05, 1.15, 64_000, 1.20
+MB = 1e6
+
+
+class MeasurementFailedError(Exception):
+    """A measurement's process ended without a result."""
+
+
+def run(spec: Spec, cgroup: Path | None = None) -> tuple[dict[str, Any], list[MemorySample]]:
+    """Runs one measurement in a fresh process; returns its figures and its memory over time.
+
+    Raises:
+        MeasurementFailedError: The process failed, was killed, or was not done in time.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        errors = Path(folder, "errors")
+        with errors.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.memory_process", json.dumps(asdict(spec)), str(result)],
+                cwd=ROOT,
+                env=os.environ | {"SHMLOADER_MEMORY_FOLDER": folder},
+                stdout=subprocess.DEVNULL,
+                stderr=file,
+                start_new_session=True,  # so that its workers can be ended with it
+                preexec_fn=(lambda: memory_cgroup.join(cgroup)) if cgroup else None,  # noqa: PLW1509
+            )
+        try:
+            memory = sample_until_exit(process, 0.1)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if process.returncode or not result.exists():
+            what = f"{spec.kind}, {spec.contestant}"
+            text = errors.read_text(errors="replace")[-3000:]
+            raise MeasurementFailedError(f"{what} ended with {process.returncode}:\n{text}")
+        return json.loads(result.read_text()), memory
+
+
+def say(what: str) -> None:
+    """Tells what is being measured."""
+    print(f"measuring {what} ...", file=sys.stderr, flush=True)
+
+
+def megabytes(nbytes: float) -> str:
+    """Formats bytes."""
+    return f"{nbytes / MB:,.1f}"
+
+
+def compare_growth(arguments: argparse.Namespace, report: dict[str, Any]) -> list[Verdict]:
+    """How much private memory each of the workers comes to have."""
+    table = [["samples", "rows", "list, MB", "growth of a worker, MB", "of the list", "build s", "samples/s"]]
+    verdicts = []
+    lines: dict[str, list[MemorySample]] = {}
+    for rows in arguments.rows:
+        list_nbytes = 0
+        for name in arguments.contestant:
+            say(f"growth, {name}, {rows:,} rows")
+            spec = Spec("growth", name, rows, arguments.workers, epochs=2)
+            try:
+                figures, memory = run(spec)
+            except MeasurementFailedError as failure:
+                if CONTESTANTS[name].subject:
+                    raise
+                print(f"left out: {failure}", file=sys.stderr)  # some other library's trouble
+                continue
+            report["growth"].append({**asdict(spec), **figures})
+            list_nbytes = list_nbytes or figures["data_nbytes"]  # the list comes first
+            growth = max(figures["growth_nbytes"])
+            share = growth / list_nbytes
+            table.append(
+                [
+                    name,
+                    f"{rows:,}",
+                    megabytes(list_nbytes),
+                    megabytes(growth),
+                    f"{share:.1%}",
+                    f"{figures['build_s']:.2f}",
+                    f"{figures['samples_per_s']:,.0f}",
+                ]
+            )
+            if rows == arguments.rows[-1]:
+                lines[name] = memory
+            if CONTESTANTS[name].subject:
+                target = f"a worker grows by under {MOST_GROWTH:.0%} of the list"
+                verdicts.append(Verdict(f"{rows:,} rows", target, f"{share:.1%}", share < MOST_GROWTH))
+    print(f"\nTwo random epochs, {arguments.workers} forked workers\n")
+    print(render_table(table, texts=1))
+    draw(arguments, lines)
+    return verdicts
+
+
+def draw(arguments: argparse.Namespace, lines: dict[str, list[MemorySample]]) -> None:
+    """Draws memory over time where a picture was asked for."""
+    if arguments.picture is None or not all(lines.values()):
+        return
+    from benchmarks.memory_picture import draw as draw_lines
+
+    title = f"{arguments.rows[-1]:,} records, two random epochs, {arguments.workers} workers"
+    try:
+        draw_lines(arguments.picture, lines, title)
+        print(f"\npicture: {arguments.picture}")
+    except ImportError as error:
+        print(f"\nno picture: {error}")
+
+
+def compare_ranks(arguments: argparse.Namespace, report: dict[str, Any]) -> list[Verdict]:
+    """What two ranks with two workers each take together."""
+    rows = arguments.rows[-1]
+    table = [["samples", "processes", "summed PSS, MB", "without data, MB", "store, MB"]]
+    verdicts = []
+    needed: dict[str, int] = {}
+    baselines = [CONTESTANTS[name].baseline for name in arguments.contestant]
+    for name in dict.fromkeys([*baselines, *arguments.contestant]):
+        say(f"ranks, {name}, {rows:,} rows")
+        spec = Spec("ranks", name, rows, workers=2, ranks=2)
+        figures, _ = run(spec)
+        report["ranks"].append({**asdict(spec), **figures})
+        pss, store = figures["pss_nbytes"], figures["store_nbytes"]
+        without = needed.setdefault(CONTESTANTS[name].baseline, pss)  # the baselines come first
+        table.append(
+            [
+                name,
+                str(figures["processes"]),
+                megabytes(pss),
+                megabytes(without),
+                megabytes(store) if store else "",
+            ]
+        )
+        if CONTESTANTS[name].subject:
+            ratio = (pss - without) / store
+            target = f"summed PSS at most {MOST_PSS:g} x the store, plus what is needed without data"
+            verdicts.append(Verdict("2 ranks x 2 workers", target, f"{ratio:.2f} x", ratio <= MOST_PSS))
+    print("\n2 ranks x 2 workers, after an epoch; without the pages of program files\n")
+    print(render_table(table, texts=1))
+    return verdicts
+
+
+def compare_spawn(arguments: argparse.Namespace, report: dict[str, Any]) -> list[Verdict]:
+    """What a spawned worker is sent, and when the first batch comes."""
+    table = [["samples", "data, MB", "message to a worker, bytes", "first batch, s"]]
+    verdicts = []
+    for name in arguments.contestant:
+        if name not in {LIST, "shmloader, share(list)"}:
+            continue
+        seconds: list[list[float]] = [[], []]
+        message = 0
+        for _ in range(arguments.repeats):
+            for number, rows in enumerate((1_000, arguments.blocks)):
+                say(f"spawn, {name}, {rows:,} KB")
+                spec = Spec("spawn", name, rows, workers=1 if arguments.quick else 2)
+                figures, _ = run(spec)
+                report["spawn"].append({**asdict(spec), **figures})
+                seconds[number].append(figures["first_batch_s"])
+                message = figures["message_nbytes"]
+                if len(seconds[number]) == arguments.repeats:
+                    first = min(seconds[number])
+                    table.append([name, f"{rows * 1024 / MB:,.0f}", f"{message:,}", f"{first:.2f}"])
+        if CONTESTANTS[name].subject:
+            ratio = min(seconds[1]) / min(seconds[0])
+            what = f"spawn, {arguments.blocks * 1024 / MB:,.0f} MB"
+            target = f"message to a worker under {MOST_MESSAGE_NBYTES:,} bytes"
+            verdicts.append(Verdict(what, target, f"{message:,}", message < MOST_MESSAGE_NBYTES))
+            target = f"first batch at most {MOST_SLOWDOWN - 1:.0%} later than with 1 MB"
+            verdicts.append(Verdict(what, target, f"{ratio - 1:+.0%}", ratio <= MOST_SLOWDOWN))
+    print(f"\nSpawned workers; the quickest of {arguments.repeats}\n")
+    print(render_table(table, texts=1))
+    return verdicts
+
+
+def compare_limited(arguments: argparse.Namespace, report: dict[str, Any]) -> list[Verdict]:
+    """Which go on under a memory cgroup limit, where the list's copies in the workers do not fit."""
+    rows = arguments.rows[-1]
+    try:
+        limit = arguments.cgroup_limit or find_limit(arguments, rows)
+    except memory_cgroup.NoCgroupError as error:
+        return skip_limited(error, report)
+    table = [["samples", "rows", "limit, MB", "result", "killed processes"]]
+    verdicts = []
+    for name in arguments.contestant:
+        say(f"under a limit of {megabytes(limit)} MB, {name}")
+        try:
+            with memory_cgroup.limited(limit) as folder:
+                spec = Spec("growth", name, rows, arguments.workers, epochs=2)
+                try:
+                    run(spec, folder)
+                    result = "finished"
+                except MeasurementFailedError as failure:
+                    result = "killed" if memory_cgroup.was_killed(folder) else f"failed: {failure}"
+                killed = memory_cgroup.was_killed(folder)
+        except memory_cgroup.NoCgroupError as error:
+            return skip_limited(error, report)
+        report["limited"].append({**asdict(spec), "limit": limit, "result": result, "killed": killed})
+        table.append([name, f"{rows:,}", megabytes(limit), result, str(killed)])
+        if CONTESTANTS[name].subject:
+            verdicts.append(Verdict("under a limit", "finishes", result, result == "finished"))
+    print(f"\nUnder a memory cgroup limit, {arguments.workers} forked workers, two random epochs\n")
+    print(render_table(table, texts=1))
+    return verdicts
+
+
+def find_limit(arguments: argparse.Namespace, rows: int) -> int:
+    """What the processes need without data, and one and a half times the list, in bytes."""
+    say(f"what the list takes, {rows:,} rows")
+    figures, _ = run(Spec("growth", LIST, rows, workers=1))
+    with memory_cgroup.limited(1 << 40) as folder:
+        run(Spec("growth", "torch, nothing", rows, arguments.workers, epochs=2), folder)
+        return memory_cgroup.peak_nbytes(folder) + int(1.5 * figures["data_nbytes"])
+
+
+def skip_limited(error: Exception, report: dict[str, Any]) -> list[Verdict]:
+    """Says that nothing runs under a limit here."""
+    print(f"\nskipped the runs under a memory limit: {error}")
+    report["limited"] = str(error)
+    return []
+
+
+PARTS: dict[str, Callable[[argparse.Namespace, dict[str, Any]], list[Verdict]]] = {
+    "growth": compare_growth,
+    "ranks": compare_ranks,
+    "spawn": compare_spawn,
+    "limited": compare_limited,
+}
+
+
+def parse(command_line: list[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    add = parser.add_argument
+    add("--part", action="append", choices=list(PARTS), help="only this one; may be repeated")
+    add("--contestant", action="append", choices=available(), help="only this one; may be repeated")
+    add("--rows", type=int, action="append", help="records; may be repeated (default 500,000 and 2,000,000)")
+    add("--workers", type=int, default=4, help="forked workers of the growth and limit parts (default 4)")
+    add("--blocks", type=int, default=1_000_000, help="KB of data for spawned workers (default 1,000,000)")
+    add("--repeats", type=int, default=3, help="runs with spawned workers, whose quickest counts (default 3)")
+    add(
+        "--cgroup-limit",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="BYTES",
+        help="also run under a memory cgroup limit; without BYTES what the processes need without data, "
+        "and one and a half times the list",
+    )
+    add("--quick", action="store_true", help="few records: a smoke test, its figures mean nothing")
+    add("--json", type=Path, metavar="PATH", help="write everything here")
+    add("--picture", type=Path, metavar="PATH", help="draw memory over time, as a PNG (needs matplotlib)")
+    add("--check", action="store_true", help="exit with 1 where a target is missed")
+    arguments = parser.parse_args(command_line)
+    if arguments.quick:
+        arguments.rows, arguments.blocks, arguments.repeats = arguments.rows or [20_000], 10_000, 1
+    arguments.rows = sorted(arguments.rows or [500_000, 2_000_000])
+    arguments.contestant = arguments.contestant or available()
+    arguments.part = arguments.part or [name for name in PARTS if name != "limited"]
+    if arguments.cgroup_limit is not None and "limited" not in arguments.part:
+        arguments.part.append("limited")
+    return arguments
+
+
+def main(command_line: list[str] | None = None) -> int:
+    """Runs the benchmark and returns the exit code."""
+    arguments = parse(command_line)
+    report: dict[str, Any] = {"machine": machine.describe(), **{part: [] for part in PARTS}}
+    verdicts: list[Verdict] = []
+    for part in arguments.part:
+        verdicts += PARTS[part](arguments, report)
+    print(f"\n{render_verdicts(verdicts)}" if verdicts else "")
+    if arguments.json:
+        report["targets"] = [asdict(verdict) for verdict in verdicts]
+        arguments.json.write_text(json.dumps(report, indent=1, default=str), encoding="utf-8")
+    return int(arguments.check and not all(verdict.ok for verdict in verdicts))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except MeasurementFailedError as failure:
+        sys.exit(f"error: {failure}")

@@ -1,0 +1,139 @@
+"""The records, and the ways to keep them in memory that are compared."""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Record = dict[str, Any]
+
+
+def record(index: int) -> Record:
+    """Makes one record: what a list of image files and their classes consists of."""
+    label = index % 1000
+    return {"path": f"/data/imagenet/train/n{label:08d}/n{label:08d}_{index}.JPEG", "label": label}
+
+
+def records(rows: int) -> Iterator[Record]:
+    """Makes records."""
+    return map(record, range(rows))
+
+
+def value_of(sample: Record) -> int:
+    """What a dataset returns of a record: a number that depends on all of it."""
+    return len(sample["path"]) + sample["label"]
+
+
+def expected_sum(rows: int) -> int:
+    """What the samples of an epoch add up to."""
+    return sum(map(value_of, records(rows)))
+
+
+class Rows:
+    """A dataset over anything that gives a record for an index."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> int:
+        return value_of(self.samples[index])
+
+
+class Nothing:
+    """As many records without any memory: each is made when it is asked for."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int) -> Record:
+        return record(index)
+
+
+class PickledBytes:
+    """The usual trick: all pickles in one array of bytes, and an array of where each ends."""
+
+    def __init__(self, samples: Iterator[Record]) -> None:
+        pickled = [pickle.dumps(sample, -1) for sample in samples]
+        self.ends = np.cumsum([len(one) for one in pickled])
+        self.data = np.frombuffer(b"".join(pickled), np.uint8)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> Any:
+        begin = self.ends[index - 1] if index else 0
+        return pickle.loads(memoryview(self.data[begin : self.ends[index]]))
+
+
+def make_shared(rows: int) -> Any:
+    """What `shmloader.share` makes of a list."""
+    import shmloader
+
+    return shmloader.share(list(records(rows)))
+
+
+def make_nothing_shared(rows: int) -> Nothing:
+    """No data, in a program that has made a store: everything that takes is loaded."""
+    import shmloader
+
+    shmloader.share([record(0)])
+    return Nothing(rows)
+
+
+def make_hugging_face(rows: int) -> Any:
+    """A Hugging Face dataset over Arrow memory."""
+    import datasets
+
+    return datasets.Dataset.from_list(list(records(rows)))
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A way to keep records.
+
+    `make` makes the samples for a number of rows. `ours` are loaded with this project's loader, the others
+    with torch's. The subject is what the targets are for.
+    """
+
+    name: str
+    make: Callable[[int], Any]
+    ours: bool = False
+    subject: bool = False
+
+    @property
+    def baseline(self) -> str:
+        """The contestant that shows what the same program needs without data."""
+        return "shmloader, nothing" if self.ours else "torch, nothing"
+
+
+CONTESTANTS = {
+    contestant.name: contestant
+    for contestant in (
+        Contestant("torch, nothing", Nothing),
+        Contestant("shmloader, nothing", make_nothing_shared, ours=True),
+        Contestant("torch, list", lambda rows: list(records(rows))),
+        Contestant("torch, pickled bytes", lambda rows: PickledBytes(records(rows))),
+        Contestant("torch, datasets", make_hugging_face),
+        Contestant("shmloader, share(list)", make_shared, ours=True, subject=True),
+    )
+}
+"""All of them, by name."""
+
+
+def available() -> list[str]:
+    """The names of the contestants that have data and whose libraries are installed."""
+    names = [name for name, one in CONTESTANTS.items() if name != one.baseline]
+    if importlib.util.find_spec("datasets") is None:
+        names.remove("torch, datasets")
+    return names

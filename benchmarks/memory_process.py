@@ -1,0 +1,249 @@
+"""One measurement of memory, in the fresh process that it has to itself.
+
+`python -m benchmarks.memory_process SPEC RESULT`: the specification as JSON, and the file that receives the
+figures. Memory is what `/proc/PID/smaps_rollup` says.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import json
+import multiprocessing
+import multiprocessing.reduction
+import os
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.memory_datasets import CONTESTANTS, Rows, expected_sum, records
+
+MARK = "SHMLOADER_MEMORY_BENCHMARK"
+"""The environment variable by which the processes of a measurement are found."""
+
+BATCH_SIZE = 1024
+CONTEXT = multiprocessing.get_context("fork")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One measurement.
+
+    `kind` is growth, ranks, rank (one of the ranks) or spawn. `rows` are records, or with spawn KB of
+    data. `name` is what the ranks share under.
+    """
+
+    kind: str
+    contestant: str
+    rows: int
+    workers: int
+    epochs: int = 1
+    ranks: int = 1
+    name: str = ""
+
+
+def memory_of(pid: int) -> dict[str, int]:
+    """Reads a process's memory in bytes by kind (Pss, Private_Dirty, ...); empty if it is gone."""
+    try:
+        lines = Path("/proc", str(pid), "smaps_rollup").read_text().splitlines()[1:]
+    except (OSError, ProcessLookupError):
+        return {}
+    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
+
+
+def make_loader(spec: Spec, dataset: Any, **arguments: Any) -> Any:
+    """Makes the loader that the contestant is for, with the same arguments for all."""
+    if CONTESTANTS[spec.contestant].ours:
+        from shmloader import DataLoader as Loader
+    else:
+        from torch.utils.data import DataLoader as Loader  # type: ignore[assignment]
+    return Loader(
+        dataset,
+        batch_size=BATCH_SIZE,
+        shuffle=True,
+        num_workers=spec.workers,
+        persistent_workers=True,
+        **arguments,
+    )
+
+
+def run_epochs(loader: Any, spec: Spec) -> None:
+    """Consumes epochs; an error if what came is not what was asked for."""
+    for _ in range(spec.epochs):
+        total = sum(int(batch.sum()) for batch in loader)
+        if total != expected_sum(spec.rows):
+            raise AssertionError(f"{spec.contestant}: the samples add up to {total}")
+
+
+class Start:
+    """A worker_init_fn that notes each worker's private memory before its first batch."""
+
+    def __init__(self, workers: int) -> None:
+        self.private = CONTEXT.Array("q", workers)
+        self.pids = CONTEXT.Array("q", workers)
+
+    def __call__(self, worker_id: int) -> None:
+        self.pids[worker_id] = os.getpid()
+        self.private[worker_id] = memory_of(os.getpid())["Private_Dirty"]
+
+
+def measure_growth(spec: Spec) -> dict[str, Any]:
+    """How much private memory each worker comes to have while it reads."""
+    before = memory_of(os.getpid())["Private_Dirty"]
+    began_s = time.monotonic()
+    samples = CONTESTANTS[spec.contestant].make(spec.rows)
+    built_s = time.monotonic() - began_s
+    data_nbytes = memory_of(os.getpid())["Private_Dirty"] - before
+    start = Start(spec.workers)
+    loader = make_loader(spec, Rows(samples), worker_init_fn=start, multiprocessing_context="fork")
+    began_s = time.monotonic()
+    run_epochs(loader, spec)
+    epoch_s = (time.monotonic() - began_s) / spec.epochs
+    growth = [
+        memory_of(pid)["Private_Dirty"] - private
+        for pid, private in zip(start.pids, start.private, strict=True)
+    ]
+    return {
+        "data_nbytes": data_nbytes,
+        "growth_nbytes": growth,
+        "build_s": built_s,
+        "epoch_s": epoch_s,
+        "samples_per_s": spec.rows / epoch_s,
+        "rss_nbytes": memory_of(os.getpid())["Rss"],
+    }
+
+
+def measure_rank(spec: Spec) -> dict[str, Any]:
+    """Be a rank: load an epoch, say so, and stay until the input ends."""
+    contestant = CONTESTANTS[spec.contestant]
+    if contestant.subject:
+        import shmloader
+
+        samples = shmloader.share_on_host(lambda: shmloader.share(records(spec.rows)), name=spec.name)
+        store_nbytes = samples.nbytes
+    else:
+        samples, store_nbytes = contestant.make(spec.rows), 0
+    loader = make_loader(spec, Rows(samples), multiprocessing_context="fork")
+    run_epochs(loader, spec)
+    # What an epoch's index list has left in the heap differs from run to run by tens of MB.
+    ctypes.CDLL(None).malloc_trim(0)
+    print("ready", flush=True)
+    sys.stdin.read()
+    return {"store_nbytes": store_nbytes}
+
+
+def measure_ranks(spec: Spec) -> dict[str, Any]:
+    """What all processes of several ranks take together, the process that serves them included.
+
+    Pages of files (the code of libraries) are told apart: how many processes share them, and so what one's
+    share of them is, depends on what else runs on the machine.
+    """
+    mark = uuid.uuid4().hex
+    rank = json.dumps({**asdict(spec), "kind": "rank", "name": mark})
+    folder = Path(os.environ["SHMLOADER_MEMORY_FOLDER"])
+    command = [sys.executable, "-m", "benchmarks.memory_process", rank]
+    processes = [
+        subprocess.Popen(
+            [*command, str(folder / f"rank-{number}.json")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {MARK: mark, "LOCAL_RANK": str(number)},
+        )
+        for number in range(spec.ranks)
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            if not process.stdout.readline():
+                raise RuntimeError("a rank ended early")
+        found = [memory_of(pid) for pid in marked(mark)]
+    finally:
+        for process in processes:
+            process.communicate(timeout=60)
+    ranks = [json.loads((folder / f"rank-{number}.json").read_text()) for number in range(spec.ranks)]
+    return {
+        "pss_nbytes": sum(one.get("Pss", 0) - one.get("Pss_File", 0) for one in found),
+        "pss_of_files_nbytes": sum(one.get("Pss_File", 0) for one in found),
+        "processes": len(found),
+        "by_process": sorted(found, key=lambda one: one.get("Pss", 0), reverse=True),
+        "store_nbytes": max(rank["store_nbytes"] for rank in ranks),
+    }
+
+
+def marked(mark: str) -> list[int]:
+    """The processes whose environment has the mark."""
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for pid in psutil.pids():
+        try:
+            if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.append(pid)
+        except OSError:
+            continue
+    return found
+
+
+class Blocks:
+    """A dataset over anything that gives 1 KB of bytes for an index."""
+
+    def __init__(self, blocks: Any) -> None:
+        self.blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, index: int) -> int:
+        return self.blocks[index][0]
+
+
+class CountedDump:
+    """Stands in for `multiprocessing.reduction.dump` and notes how much each process is sent."""
+
+    def __init__(self) -> None:
+        self.sent_nbytes: list[int] = []
+        self._dump = multiprocessing.reduction.dump
+
+    def __call__(self, value: Any, file: io.BytesIO, protocol: int | None = None) -> None:
+        before = file.tell()
+        self._dump(value, file, protocol)
+        self.sent_nbytes.append(file.tell() - before)
+
+    def of_workers(self) -> int:
+        """The largest message: data of the process and its object, which are sent one after the other."""
+        return max(map(sum, zip(self.sent_nbytes[::2], self.sent_nbytes[1::2], strict=True)))
+
+
+def measure_spawn(spec: Spec) -> dict[str, Any]:
+    """The message to a spawned worker, and the time to the first batch."""
+    blocks: Any = [index.to_bytes(8, "little") * 128 for index in range(spec.rows)]
+    if CONTESTANTS[spec.contestant].subject:
+        import shmloader
+
+        blocks = shmloader.share(blocks)
+    multiprocessing.reduction.dump = dump = CountedDump()  # type: ignore[assignment]
+    loader = make_loader(spec, Blocks(blocks), multiprocessing_context="spawn")
+    began_s = time.monotonic()
+    batches = iter(loader)
+    next(batches)
+    first_batch_s = time.monotonic() - began_s
+    del batches, loader
+    return {"first_batch_s": first_batch_s, "message_nbytes": dump.of_workers()}
+
+
+KINDS = {"growth": measure_growth, "ranks": measure_ranks, "rank": measure_rank, "spawn": measure_spawn}
+
+
+def main() -> None:
+    """Does what the command line says."""
+    spec = Spec(**json.loads(sys.argv[1]))
+    Path(sys.argv[2]).write_text(json.dumps(KINDS[spec.kind](spec)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,400 @@
+"""`share_on_host`: one process of a host builds a shared object, all others attach to the same memory.
+
+The processes meet at an abstract Unix socket, whose name stands for user, job and object. Binding it is the
+right to build, and the kernel takes the name back when its holder ends, however that goes: the next in line
+then binds it. A finished object is handed to a small process (`host_server`) that goes on answering at
+that name, so no thread runs here and late processes find it too. Nothing of this is a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import hashlib
+import json
+import logging
+import os
+import pickle
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from shmloader.errors import LoaderError, ShareTimeout
+from shmloader.failures import capture, restore
+from shmloader.shared_buffer import SharedBuffer
+from shmloader.store import host_server
+from shmloader.store.base import pack, unpack
+from shmloader.store.host_server import FAILED, HEADER, READY
+from shmloader.store.sharing import share
+
+_log = logging.getLogger(__name__)
+
+_PROTOCOL = 1
+_JOB_VARIABLES = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID")
+_RETRY_S = 0.005
+
+_listening: set[socket.socket] = set()  # held while this process builds
+_building = threading.local()  # the names that this thread is building
+_kept: list[_Hold] = []  # of objects without any shared memory whose end could be waited for
+
+
+def share_on_host(build: Callable[[], Any], *, name: str, timeout_s: float = 1800.0) -> Any:
+    """Build an object in one process of this host and attach to it in all others.
+
+    Every rank calls this with the same ``name``. The first one to come runs ``build`` and shares what it
+    returns, as `share` does; the others wait, then map the same memory. With or without an initialised
+    process group: no collective is called, and ranks that never come are not missed. Later processes
+    attach too, for as long as any process of this host holds a part of the object.
+
+    Runs in each rank's main process. Beside the ranks one small process exists (a few MB) that answers
+    later ones; it ends when the last rank has dropped the object or is gone. Nothing is left after that,
+    also when processes are killed.
+
+    Args:
+        build: Called without arguments in the process that comes first. What it returns is passed to
+            `share` unless it is shared already, and must be picklable apart from its shared memory.
+        name: Stands for the object within the job. The job is known by ``TORCHELASTIC_RUN_ID``,
+            ``MASTER_ADDR``, ``MASTER_PORT`` and ``SLURM_JOB_ID``, as far as they are set. Where none is,
+            all processes of this user (and of one Python version) that use the name meet: put what
+            identifies the data into it.
+        timeout_s: Most seconds that a rank waits for the building one. The death of that process needs
+            no timeout: the next in line builds instead.
+
+    Returns:
+        The shared object. In the processes that attach it is a copy whose stores and shared arrays are
+        over the same memory.
+
+    Raises:
+        Exception: What ``build`` raised, in every rank that waited for it, with the builder's traceback as
+            a note. Ranks that come after the failure build anew.
+        ShareTimeout: The building process lives, but was not done in time; the message names it.
+        PermissionError: Another user's process holds the name.
+        LoaderError: This platform has no abstract sockets and memory files (it is not Linux), or ``build``
+            itself asks for its own ``name``.
+    """
+    _check_platform()
+    address = _address(name)
+    deadline_s = time.monotonic() + timeout_s
+    with _never_within_itself(name):
+        while True:
+            listener = _bind(address)
+            if listener is not None:
+                return _build_and_hand_over(build, name, listener)
+            answer = _ask(address, name, deadline_s, timeout_s)
+            if answer is not None:
+                return _take(answer, name)
+
+
+def _check_platform() -> None:
+    if not sys.platform.startswith("linux"):
+        raise LoaderError(
+            f"share_on_host needs abstract Unix sockets and memory files, which {sys.platform} has not: "
+            "build in each rank there, or save the store to a file and open it in each (shmloader.open)"
+        )
+    if getattr(sys, "frozen", False):
+        raise LoaderError(
+            f"share_on_host starts a Python interpreter beside the ranks, and {sys.executable} is a frozen "
+            "program: save the store to a file and open it in each rank (shmloader.open)"
+        )
+
+
+def _address(name: str) -> str:
+    """The abstract socket that stands for the object: user, job, Python version and name."""
+    if not name:
+        raise ValueError("share_on_host needs a name for the object, and got an empty one")
+    job = [os.environ.get(variable) for variable in _JOB_VARIABLES]
+    key = [_PROTOCOL, os.geteuid(), list(sys.version_info[:2]), job, name]
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
+    return f"\0shmloader-{os.geteuid()}-{digest[:32]}"
+
+
+@contextlib.contextmanager
+def _never_within_itself(name: str) -> Iterator[None]:
+    """Refuse a ``build`` that waits for its own result."""
+    names: set[str] = _building.__dict__.setdefault("names", set())
+    if name in names:
+        raise LoaderError(f"build of share_on_host(name={name!r}) calls share_on_host with the same name")
+    names.add(name)
+    try:
+        yield
+    finally:
+        names.remove(name)
+
+
+# The process that builds.
+
+
+def _bind(address: str) -> socket.socket | None:
+    """Take the name, and with it the right to build; None if somebody has it."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(address)
+        listener.listen(socket.SOMAXCONN)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise
+    _listening.add(listener)
+    return listener
+
+
+def _close_in_forked_child() -> None:
+    """A child forked by ``build`` must not keep the name, or its builder's death would go unnoticed."""
+    for listener in _listening:
+        listener.close()
+    _listening.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_forked_child)
+
+
+def _build_and_hand_over(build: Callable[[], Any], name: str, listener: socket.socket) -> Any:
+    began_s = time.monotonic()
+    try:
+        try:
+            shared = share(build())
+            _give_back_freed_memory()
+            packed, buffers = _pack(shared)
+            with contextlib.closing(_MemoryFile(packed)) as layout:
+                holder = _start_server(listener, [layout.fd, *(buffer.fd for buffer in buffers)])
+        except Exception as error:
+            _tell_failure(listener, error, name)
+            raise
+    finally:
+        _listening.discard(listener)
+        listener.close()
+    _hold(holder, buffers)
+    _log.info(
+        "share_on_host %r: built %s bytes in %.1f s",
+        name,
+        f"{_nbytes(buffers):,}",
+        time.monotonic() - began_s,
+    )
+    return shared
+
+
+def _give_back_freed_memory() -> None:
+    """Return to the system what building has freed and allocators keep; in this rank alone it would stay."""
+    if (pyarrow := sys.modules.get("pyarrow")) is not None:
+        pyarrow.default_memory_pool().release_unused()
+    with contextlib.suppress(AttributeError, OSError):  # glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _pack(shared: Any) -> tuple[bytes, list[SharedBuffer]]:
+    try:
+        return pack(shared)
+    except Exception as error:
+        error.add_note(
+            f"The other processes of the host get the {type(shared).__qualname__} by pickling, without its "
+            "shared memory. Whatever else it holds must be picklable: no lambdas, open files or locks."
+        )
+        raise
+
+
+def _start_server(listener: socket.socket, fds: Sequence[int]) -> socket.socket:
+    """Start the process that answers from now on; returns this process's connection to it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    passed = [listener.fileno(), theirs.fileno(), *fds]
+    # Without site and environment: it starts in a few ms and runs nothing that a user configured.
+    command = [sys.executable, "-I", "-S", host_server.__file__, *map(str, passed)]
+    with theirs, os.fdopen(os.memfd_create("shmloader-server-errors"), "w+b") as errors:
+        try:
+            subprocess.run(
+                command, pass_fds=passed, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, check=True
+            )
+        except (OSError, subprocess.CalledProcessError) as error:
+            ours.close()
+            errors.seek(0)
+            raise LoaderError(
+                f"the process that serves a shared object to other ranks could not be started: {error}\n"
+                f"{errors.read().decode(errors='replace')}".rstrip()
+            ) from error
+    return ours
+
+
+def _tell_failure(listener: socket.socket, error: Exception, name: str) -> None:
+    """Send an exception to all who wait now."""
+    where = f"Raised in process {os.getpid()}, which built {name!r} for all ranks of this host"
+    text = "".join(traceback.format_exception(error)).rstrip()
+    failure = capture(error, where)._replace(note=f"{where}\nTraceback there:\n{text}")
+    layout = _MemoryFile(pickle.dumps(failure))
+    listener.setblocking(False)
+    with contextlib.suppress(BlockingIOError), contextlib.closing(layout):
+        while True:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                if host_server.peer_of(connection)[1] == os.geteuid():
+                    host_server.send(connection, list(host_server.messages(FAILED, [layout.fd])))
+
+
+# The processes that wait.
+
+
+def _ask(address: str, name: str, deadline_s: float, timeout_s: float) -> tuple[int, list[int], Any] | None:
+    """Ask for the object and wait for it.
+
+    Returns:
+        The kind of answer, its descriptors and the connection to hold; None if the process at this name
+        ended, or has not begun to listen, so that the name has to be tried anew.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    keep = False
+    try:
+        connection.setblocking(False)
+        try:
+            connection.connect(address)
+        except (ConnectionRefusedError, BlockingIOError):  # not listening yet, or very many wait
+            if time.monotonic() > deadline_s:
+                raise _timeout(name, None, timeout_s) from None
+            time.sleep(_RETRY_S)
+            return None
+        pid, uid = host_server.peer_of(connection)
+        if uid != os.geteuid():
+            raise PermissionError(
+                errno.EPERM,
+                f"share_on_host {name!r}: process {pid} of user {uid} holds its name; objects are shared "
+                "between processes of one user only. Use another name",
+            )
+        answer = _receive(connection, name, pid, deadline_s, timeout_s)
+        keep = answer is not None
+        return (*answer, connection) if answer is not None else None
+    finally:
+        if not keep:
+            connection.close()
+
+
+def _receive(
+    connection: socket.socket, name: str, pid: int, deadline_s: float, timeout_s: float
+) -> tuple[int, list[int]] | None:
+    """The kind of answer and its descriptors; None if the connection ends before they are there."""
+    poller = select.poll()
+    poller.register(connection, select.POLLIN)
+    fds: list[int] = []
+    kind, due = READY, 1
+    with contextlib.ExitStack() as undo:
+        while len(fds) < due:
+            if not poller.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
+                raise _timeout(name, pid, timeout_s)
+            try:
+                data, new, flags, _ = socket.recv_fds(
+                    connection, HEADER.size, host_server.FDS_PER_MESSAGE, socket.MSG_CMSG_CLOEXEC
+                )
+            except ConnectionError:
+                data, new, flags = b"", [], 0
+            for fd in new:
+                undo.callback(os.close, fd)
+            fds += new
+            if not data:
+                _log.info("share_on_host %r: process %d ended before it was done", name, pid)
+                return None
+            _, kind, due = HEADER.unpack(data)
+            if flags & socket.MSG_CTRUNC:
+                raise _too_few_descriptors(name, due)
+        undo.pop_all()
+    return kind, fds
+
+
+def _timeout(name: str, pid: int | None, timeout_s: float) -> ShareTimeout:
+    who = "the process that holds its name" if pid is None else f"process {pid}, which builds it,"
+    return ShareTimeout(
+        f"share_on_host {name!r}: {who} was not done after {timeout_s:g} s. If building takes that long, "
+        "raise timeout_s; if build() waits for other ranks (a barrier, a collective), it must not: they "
+        "wait here for it"
+    )
+
+
+def _too_few_descriptors(name: str, due: int) -> OSError:
+    return OSError(
+        errno.EMFILE,
+        f"share_on_host {name!r}: attaching needs {due} descriptors, more than this process may still open. "
+        "Raise the limit (ulimit -n), or share fewer, larger objects",
+    )
+
+
+def _take(answer: tuple[int, list[int], socket.socket], name: str) -> Any:
+    """Attach to what was received."""
+    kind, fds, connection = answer
+    buffers = []
+    with connection:
+        fds.reverse()
+        try:
+            layout = _read_file(fds[-1])
+            os.close(fds.pop())
+            if kind == FAILED:
+                raise restore(pickle.loads(layout))
+            while fds:
+                nbytes = os.fstat(fds[-1]).st_size
+                buffers.append(SharedBuffer(fds.pop(), nbytes))  # the descriptor is its, even if it fails
+        finally:
+            for fd in fds:
+                os.close(fd)
+        shared = unpack(layout, buffers)
+        _hold(connection, buffers)
+    _log.info("share_on_host %r: attached to %s bytes", name, f"{_nbytes(buffers):,}")
+    return shared
+
+
+# What keeps the server alive.
+
+
+class _Hold:
+    """This process's connection to the server: closed when the last buffer of the object is gone.
+
+    A bare descriptor, since a socket object that nobody closes warns.
+    """
+
+    __slots__ = ("_fd",)
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._fd = connection.detach()
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self._fd)
+
+
+def _hold(connection: socket.socket, buffers: Sequence[SharedBuffer]) -> None:
+    hold = _Hold(connection)
+    if not buffers:
+        _kept.append(hold)
+    for buffer in buffers:
+        # The finalizer's arguments are what holds: nothing runs when it is called.
+        weakref.finalize(buffer, _nothing, hold).atexit = False
+
+
+def _nothing(hold: _Hold) -> None:
+    """See `_hold`."""
+
+
+def _nbytes(buffers: Sequence[SharedBuffer]) -> int:
+    return sum(buffer.nbytes for buffer in buffers)
+
+
+class _MemoryFile:
+    """A memory file with ``data``, for whoever gets the descriptor."""
+
+    def __init__(self, data: bytes) -> None:
+        self.fd = os.memfd_create("shmloader-layout", os.MFD_CLOEXEC)
+        with open(self.fd, "wb", closefd=False) as file:
+            file.write(data)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def _read_file(fd: int) -> bytes:
+    # Not read(): who receives a descriptor shares its position with all others that have it.
+    data = bytearray()
+    while piece := os.pread(fd, 1 << 30, len(data)):
+        data += piece
+    return bytes(data)

@@ -1,0 +1,156 @@
+"""The process that hands a host's shared object to ranks that come later. Runs as a script, on its own.
+
+It holds nothing but descriptors: the memory files of the object, one with its layout, and a connection to
+each process that uses it. It ends when the last of those is gone, however they went, and the memory with it.
+It is a fresh interpreter that imports neither this package nor torch, so it costs a few MB, and it is no
+fork of the builder, whose pages it would otherwise keep alive.
+
+`docs/decisions/0013-one-process-builds-a-small-one-serves.md` says why there is such a process.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+HEADER = struct.Struct("<4sII")
+"""What comes with every message: `MAGIC`, the kind, and how many descriptors come in all of them together."""
+
+MAGIC = b"shml"
+READY, FAILED = 1, 2  # the object; the exception that building it raised
+
+FDS_PER_MESSAGE = 250  # the kernel takes 253
+
+_PEER = struct.Struct("3i")
+_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_RETRY_S = 0.02
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Process id and user id of a connection's other end, as the kernel noted them."""
+    pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return pid, uid
+
+
+def messages(kind: int, fds: Sequence[int]) -> Iterator[tuple[bytes, Sequence[int]]]:
+    """The messages that carry ``fds``: header and descriptors of each."""
+    header = HEADER.pack(MAGIC, kind, len(fds))
+    for begin in range(0, len(fds), FDS_PER_MESSAGE):
+        yield header, fds[begin : begin + FDS_PER_MESSAGE]
+
+
+def send(connection: socket.socket, pending: list[tuple[bytes, Sequence[int]]]) -> bool:
+    """Send messages and take the sent ones off the list.
+
+    Returns:
+        False if some are left because this user has too many descriptors on their way already.
+
+    Raises:
+        OSError: If the other end is gone.
+    """
+    while pending:
+        header, fds = pending[0]
+        try:
+            socket.send_fds(connection, [header], list(fds))
+        except OSError as error:
+            if error.errno not in {errno.ETOOMANYREFS, errno.EAGAIN}:
+                raise
+            return False
+        del pending[0]
+    return True
+
+
+class Server:
+    """Sends the same descriptors to everyone who connects, while anyone is connected.
+
+    Args:
+        listener: Bound and listening, non-blocking.
+        holder: The connection to the builder.
+        fds: What to send: the layout's memory file first.
+    """
+
+    def __init__(self, listener: socket.socket, holder: socket.socket, fds: Sequence[int]) -> None:
+        self._listener = listener
+        self._fds = fds
+        self._connections = {holder.fileno(): holder}
+        self._pending: dict[int, list[tuple[bytes, Sequence[int]]]] = {}
+        self._poller = select.poll()
+        self._poller.register(listener, select.POLLIN)
+        self._poller.register(holder, select.POLLIN)
+
+    def serve(self) -> None:
+        """Answer until nobody is connected and nobody waits to be."""
+        while self._connections or self._accept():
+            if not self._connections:  # the one that waited was another user's
+                continue
+            # Whoever sends something does not know the rules; like one that is gone, it is let go.
+            for fd, _ in self._poller.poll(_RETRY_S * 1000 if self._pending else None):
+                if fd == self._listener.fileno():
+                    self._accept()
+                else:
+                    self._drop(fd)
+            for fd in list(self._pending):
+                self._send(fd)
+
+    def _accept(self) -> bool:
+        """Take one waiting connection; False if there was none."""
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            time.sleep(_RETRY_S)  # it stays in the queue until a descriptor is free
+            return True
+        if peer_of(connection)[1] != os.geteuid():
+            connection.close()
+            return True
+        connection.setblocking(False)
+        self._connections[connection.fileno()] = connection
+        self._poller.register(connection, select.POLLIN)
+        self._pending[connection.fileno()] = list(messages(READY, self._fds))
+        self._send(connection.fileno())
+        return True
+
+    def _send(self, fd: int) -> None:
+        try:
+            if send(self._connections[fd], self._pending[fd]):
+                del self._pending[fd]
+        except OSError:
+            self._drop(fd)
+
+    def _drop(self, fd: int) -> None:
+        self._pending.pop(fd, None)
+        self._poller.unregister(fd)
+        self._connections.pop(fd).close()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Leave the builder's family and session, then serve the descriptors given by number.
+
+    The builder waits for this process and finds it ended; the one forked off here has no parent to wait for
+    it, so it is nobody's zombie, and no signal to the builder's terminal or process group reaches it.
+    """
+    listener_fd, holder_fd, *fds = map(int, arguments)
+    listener, holder = socket.socket(fileno=listener_fd), socket.socket(fileno=holder_fd)
+    listener.setblocking(False)
+    holder.setblocking(False)
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    os.chdir("/")
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in range(3):  # the builder's own may be pipes that somebody reads to their end
+        os.dup2(null, standard)
+    Server(listener, holder, fds).serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,238 @@
+"""A sequence of Python objects as a store: chunks of consecutive rows, each encoded by itself."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shmloader.shared_buffer import BufferBuilder, SharedBuffer
+from shmloader.store import arrow_view, gather
+from shmloader.store.base import BufferStore, StoreDescription, row_array
+from shmloader.store.chunked import ChunkedStore
+from shmloader.store.columns import Column, Reader, items, make_reader
+from shmloader.store.encode import ValueEncoder
+from shmloader.store.records import Dicts, Tuples
+from shmloader.store.size import SizeEstimate
+
+_FIRST_ROWS = 16  # of a stream's first chunk, when nothing is known of its rows
+_LEAST_ROWS, _MOST_ROWS = 1 << 14, 1 << 20
+_LEAST_STREAMED_ROWS = 1 << 12
+_LEAST_CHUNK_NBYTES, _MOST_CHUNK_NBYTES = 4 << 20, 64 << 20  # in shared memory, about
+
+
+class RowLayout(NamedTuple):
+    """Where the parts of a `RowStore` lie.
+
+    Attributes:
+        rows: Rows in all chunks.
+        chunks: How many.
+        starts: Offset of ``chunks + 1`` row numbers, 64 bits: where each chunk starts.
+        columns: Offset of ``chunks + 1`` offsets, 64 bits: where each chunk's pickled column lies.
+        kind: As in `StoreDescription`.
+        python_nbytes: As in `StoreDescription`.
+    """
+
+    rows: int
+    chunks: int
+    starts: int
+    columns: int
+    kind: str
+    python_nbytes: int
+
+
+class RowWriter:
+    """Appends rows to shared memory, chunk by chunk.
+
+    Args:
+        out: Where to.
+        row_nbytes: About how large a row is; None for a stream, of which nothing is known.
+
+    Attributes:
+        rows: Rows so far.
+    """
+
+    def __init__(self, out: BufferBuilder, row_nbytes: float | None = None) -> None:
+        self._out = out
+        self._streamed = row_nbytes is None
+        self._row_nbytes = row_nbytes or 0
+        self._encoder = ValueEncoder(out)
+        self._starts = [0]
+        self._columns = [out.nbytes]
+        self._kinds: Counter[str] = Counter()
+        self._estimate = SizeEstimate()
+        self._begin_nbytes = out.nbytes
+        self.rows = 0
+
+    def chunk_rows(self) -> int:
+        """How many rows the next chunk should have.
+
+        A chunk's rows exist once more while it is encoded, and those of a stream exist for nothing else:
+        so they must be few beside what is there already. The number of chunks grows with the logarithm of
+        the number of rows.
+        """
+        wanted = max(self.rows // (96 if self._streamed else 16), 1)
+        # A power of two: freed memory fits the next chunk, and is not left as holes that are too small.
+        wanted = 1 << (wanted.bit_length() - 1)
+        least = _LEAST_STREAMED_ROWS if self._streamed else _LEAST_ROWS
+        wanted = min(max(wanted, least), _MOST_ROWS)
+        written = self._out.nbytes - self._begin_nbytes
+        most_nbytes = min(max(written // 16, _LEAST_CHUNK_NBYTES), _MOST_CHUNK_NBYTES)
+        row_nbytes = written / self.rows if self.rows else self._row_nbytes
+        wanted = max(1, min(wanted, int(most_nbytes / max(row_nbytes, 1))))
+        return min(wanted, 4 * self.rows or _FIRST_ROWS) if self._streamed else wanted
+
+    def append(self, values: list[Any]) -> None:
+        """Append one chunk.
+
+        Raises:
+            SharedMemoryExhausted: If the host has not enough memory left.
+        """
+        column = self._encoder.encode(values)
+        self._columns[-1] = self._out.append(pickle.dumps(column, 5), alignment=8)
+        self._columns.append(self._out.nbytes)
+        self.rows += len(values)
+        self._starts.append(self.rows)
+        self._kinds[kind_of(column)] += len(values)
+        self._estimate.add(values)
+
+    def finish(self) -> RowLayout:
+        """Append the tables of the chunks; nothing may be appended after it."""
+        starts = self._out.append(np.array(self._starts, np.int64))
+        columns = self._out.append(np.array(self._columns, np.int64))
+        kinds = [kind for kind in self._kinds if kind != "nones"] or ["objects"]
+        return RowLayout(
+            self.rows,
+            len(self._starts) - 1,
+            starts,
+            columns,
+            kinds[0] if len(kinds) == 1 else "mixed",
+            self._estimate.nbytes,
+        )
+
+
+def kind_of(column: Column) -> str:
+    """The word that describes a chunk."""
+    name = type(column).__name__
+    if name == "Strings":
+        return "strings" if column.text else "bytes"  # type: ignore[attr-defined]
+    if name == "Union":
+        kinds = {kind_of(kind) for kind in column.kinds} - {"nones"}  # type: ignore[attr-defined]
+        return kinds.pop() if len(kinds) == 1 else "mixed"
+    return _KINDS[name]
+
+
+_KINDS = {
+    "Nones": "nones",
+    "Numbers": "numbers",
+    "Bools": "numbers",
+    "NumpyScalars": "numbers",
+    "Dicts": "records",
+    "Tuples": "records",
+    "Objects": "records",
+    "Maps": "records",
+    "Lists": "lists",
+    "Stacked": "arrays",
+    "Ragged": "arrays",
+    "Pickles": "objects",
+}
+
+
+class RowStore(BufferStore, ChunkedStore):
+    """Rows of any Python objects.
+
+    What is read equals what was given, with the same types. Objects that were one and the same in
+    several places are equal afterwards, but no longer the same one.
+    """
+
+    def __init__(self, buffer: SharedBuffer, layout: RowLayout) -> None:
+        BufferStore.__init__(self, buffer, layout)
+        ChunkedStore.__init__(self, items(buffer, layout.starts, layout.chunks + 1, "q").tolist())
+        self._layout = layout
+        self._places = items(buffer, layout.columns, layout.chunks + 1, "q")
+        self._columns: dict[int, Column] = {}
+
+    def column_of(self, chunk: int) -> Column:
+        """The column that holds a chunk."""
+        column = self._columns.get(chunk)
+        if column is None:
+            pickled = self.buffer.view[self._places[chunk] : self._places[chunk + 1]]
+            column = self._columns[chunk] = pickle.loads(pickled)
+        return column
+
+    def column(self, field: str | int) -> FieldStore:
+        """One field of all records, as a store over the same memory.
+
+        Args:
+            field: A key of the dicts, or a position in the tuples.
+
+        Raises:
+            KeyError: If not all rows are records that have it.
+        """
+        return FieldStore(self, field)
+
+    def chunk_reader(self, chunk: int) -> Reader:
+        """See `ChunkedStore.chunk_reader`."""
+        return make_reader(self.column_of(chunk), self.buffer, self.starts[chunk])
+
+    def describe(self) -> StoreDescription:
+        """See `SharedObject.describe`."""
+        layout = self._layout
+        return StoreDescription(layout.kind, layout.rows, self.buffer.nbytes, layout.python_nbytes)
+
+    def to_arrow(self) -> Any:
+        """See `SharedObject.to_arrow`: a ``Table`` of dict records, a ``ChunkedArray`` of anything else."""
+        return arrow_view.to_arrow(self)
+
+    def take(self, indices: Any, out: Any = None) -> Any:
+        """See `Store.take`."""
+        return gather.take(self, row_array(indices, len(self)), out)
+
+
+class FieldStore(ChunkedStore):
+    """One field of the records of a `RowStore`."""
+
+    def __init__(self, store: RowStore, field: str | int) -> None:
+        super().__init__(store.starts)
+        self._store = store
+        self._field = field
+        for chunk in range(len(store.starts) - 1):
+            self.column_of(chunk)
+
+    @property
+    def buffer(self) -> SharedBuffer:
+        """The store's memory."""
+        return self._store.buffer
+
+    def column_of(self, chunk: int) -> Column:
+        """The column that holds a chunk's field."""
+        record, field = self._store.column_of(chunk), self._field
+        if isinstance(record, Dicts) and field in record.names:
+            return record.fields[record.names.index(str(field))]
+        if isinstance(record, Tuples) and isinstance(field, int) and 0 <= field < len(record.fields):
+            return record.fields[field]
+        raise KeyError(field)
+
+    def chunk_reader(self, chunk: int) -> Reader:
+        """See `ChunkedStore.chunk_reader`."""
+        return make_reader(self.column_of(chunk), self.buffer, self.starts[chunk])
+
+    def describe(self) -> StoreDescription:
+        """See `SharedObject.describe`; the bytes are those of the whole store."""
+        whole = self._store.describe()
+        kinds = {kind_of(self.column_of(chunk)) for chunk in range(len(self.starts) - 1)} - {"nones"}
+        return replace(whole, kind=kinds.pop() if len(kinds) == 1 else "mixed")
+
+    def to_arrow(self) -> Any:
+        """See `SharedObject.to_arrow`: a ``ChunkedArray``."""
+        return arrow_view.to_arrow(self)
+
+    def take(self, indices: Any, out: Any = None) -> Any:
+        """See `Store.take`."""
+        return gather.take(self, row_array(indices, len(self)), out)
+
+    def __reduce__(self) -> Any:
+        return FieldStore, (self._store, self._field)

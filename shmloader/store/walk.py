@@ -1,0 +1,390 @@
+"""`share` for objects with attributes: their large containers are replaced by shared ones.
+
+The object's graph of attributes is read first and nothing is changed in it. Then the containers worth it
+are shared, and every object on a path to one is copied, shallowly, with the copies in the places of the
+originals. What leads to no shared container stays the very same object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import decimal
+import enum
+import functools
+import itertools
+import logging
+import multiprocessing.process
+import pathlib
+import pickle
+import threading
+import types
+import uuid
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from shmloader.store.base import SharedObject
+from shmloader.store.build import build_store, estimate_nbytes
+from shmloader.store.whole import ArrayStore, SharedArray, SharedTensor, TensorStore
+
+_log = logging.getLogger(__name__)
+
+LEAST_NBYTES = 1 << 20
+"""Containers smaller than this, in bytes as Python objects, are not worth a mapping, a descriptor and a
+microsecond at each access: 64 processes with a copy each would take 64 MiB."""
+
+_SAMPLED = 100  # elements of a container that are looked at
+_FEW = 32  # a container of so few large things is taken apart, not shared as a whole
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or by a C module that says so
+_MOST_WALKED = 10_000  # elements of a container of objects that are walked through
+
+_SCALARS = (str, bytes, bytearray, int, float, complex, bool, type(None), np.generic, np.dtype, torch.dtype)
+_VALUES = (enum.Enum, dt.date, dt.time, dt.timedelta, decimal.Decimal, pathlib.PurePath)
+_DATA = (*_SCALARS, *_VALUES, uuid.UUID, np.ndarray, torch.Tensor)
+# Never looked into: they are no data, or know better than their attributes what belongs to them.
+_CLOSED = (
+    SharedObject,
+    torch.nn.Module,
+    logging.Logger,
+    multiprocessing.process.BaseProcess,
+    threading.Thread,
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    *_DATA,
+)
+
+
+def share_attributes(root: Any, *, least_nbytes: int = LEAST_NBYTES, progress: bool | None = None) -> Any:
+    """Share the large containers that an object holds, at any depth.
+
+    Looked into are objects of classes written in Python (attributes and slots; so nested datasets,
+    ``Subset``, ``ConcatDataset``, ``StackDataset``, dataclasses), lists, tuples and dicts of such objects,
+    bound methods and ``functools.partial``. Replaced are, from ``least_nbytes`` on:
+
+    * lists, tuples and dicts of data, by stores. A container of at most 32 elements some of which are large
+      themselves is looked into instead.
+    * ndarrays and tensors, by read-only arrays and by tensors over shared memory.
+
+    Everything else stays: smaller containers, subclasses of list, tuple and dict (but namedtuples are
+    looked into), ndarrays of objects, memory-mapped arrays, tensors that require grad or lie on another
+    device, Arrow and pandas objects, ``torch.nn.Module``. What was done is logged at INFO level.
+
+    An object that is referred to twice is shared once, and cycles are fine. Runs in the calling process;
+    the result reaches workers by handle, under every start method.
+
+    Args:
+        root: The object; it is not modified.
+        least_nbytes: Size as Python objects, in bytes, from which a container is replaced.
+        progress: As for `share`.
+
+    Returns:
+        ``root`` itself if nothing in it was worth sharing, else a shallow copy of it and of each object
+        between it and what was shared.
+
+    Raises:
+        TypeError: If ``root`` has no attributes to look at.
+        SharedMemoryExhausted: If the host has not the memory.
+    """
+    graph = _Graph(least_nbytes)
+    graph.add_root(root)
+    replaced = {}
+    for key, node in graph.nodes.items():
+        if node.nbytes is not None:
+            stored = _share_container(node, progress)
+            if stored is not None:
+                replaced[key] = stored
+    if not replaced:
+        _log.info(
+            "share: nothing in %s is as large as %s bytes", type(root).__qualname__, f"{least_nbytes:,}"
+        )
+        return root
+    return _Rebuilder(graph, replaced).rebuild(root)
+
+
+def share_for_loader(dataset: Any) -> Any:
+    """Share what a dataset holds, or the dataset itself where it is a plain container.
+
+    Returns:
+        The shared dataset; ``dataset`` itself where there is nothing to share.
+
+    Raises:
+        SharedMemoryExhausted: If the host has not the memory.
+    """
+    if type(dataset) in (list, tuple, dict, np.ndarray, torch.Tensor):
+        return build_store(dataset)
+    return share_attributes(dataset) if _is_open(dataset) else dataset
+
+
+class _Node:
+    """One object of the graph.
+
+    Attributes:
+        value: The object.
+        path: How it is reached from the root, for people.
+        children: The objects that it holds; empty for what is not looked into.
+        nbytes: Its size if it is to be shared, else None.
+        parents: Keys of the nodes that hold it.
+    """
+
+    __slots__ = ("children", "nbytes", "parents", "path", "value")
+
+    def __init__(self, value: Any, path: str) -> None:
+        self.value = value
+        self.path = path
+        self.children: list[Any] = []
+        self.nbytes: int | None = None
+        self.parents: list[int] = []
+
+
+class _Graph:
+    """What can be reached from the root, by ``id``; every object stays alive through its node."""
+
+    def __init__(self, least_nbytes: int) -> None:
+        self.nodes: dict[int, _Node] = {}
+        self._least_nbytes = least_nbytes
+
+    def add_root(self, root: Any) -> None:
+        node = self.nodes[id(root)] = _Node(root, type(root).__qualname__)
+        if not _is_open(root):
+            raise TypeError(
+                "share takes sequences, mappings, arrays, tensors, Arrow and pandas objects, and objects "
+                f"with attributes, such as a dataset; not {type(root).__qualname__}"
+            )
+        todo = deque([node])
+        while todo:
+            node = todo.popleft()
+            for label, child in self._open(node):
+                node.children.append(child)
+                known = self.nodes.get(id(child))
+                if known is None:
+                    known = self.nodes[id(child)] = _Node(child, f"{node.path}{label}")
+                    todo.append(known)
+                known.parents.append(id(node.value))
+
+    def _open(self, node: _Node) -> Iterable[tuple[str, Any]]:
+        """Decide what becomes of an object; returns what it holds if that is to be looked at."""
+        value = node.value
+        kind = type(value)
+        if kind in (np.ndarray, torch.Tensor):
+            node.nbytes = self._if_large(value.nbytes) if _is_shareable_array(value) else None
+            return ()
+        if kind in (list, tuple, dict):
+            if not all(map(_is_data, _some(value))):
+                if len(value) <= _MOST_WALKED:
+                    return _elements(value)
+                _log.info("share: left %s: %s %s objects, which are no data", *_describe(node))
+                return ()
+            node.nbytes = self._if_large(estimate_nbytes(value))
+            if node.nbytes is None or not self._is_few_large(value):
+                return ()
+            node.nbytes = None
+            return _elements(value)
+        if _is_open(value):
+            return _attributes(value)
+        if isinstance(value, SharedObject | SharedArray | SharedTensor):
+            return ()
+        nbytes = getattr(value, "nbytes", None)  # Arrow and pandas objects, memory-mapped arrays
+        if isinstance(nbytes, int) and nbytes >= self._least_nbytes:
+            _log.info("share: left %s: %s of %s bytes", node.path, kind.__qualname__, f"{nbytes:,}")
+        return ()
+
+    def _if_large(self, nbytes: int) -> int | None:
+        return nbytes if nbytes >= self._least_nbytes else None
+
+    def _is_few_large(self, value: Any) -> bool:
+        least_nbytes = max(self._least_nbytes, LEAST_NBYTES)
+        return len(value) <= _FEW and any(
+            estimate_nbytes(element) >= least_nbytes
+            for element in _some(value)
+            if isinstance(element, list | tuple | dict | np.ndarray | torch.Tensor)
+        )
+
+
+def _describe(node: _Node) -> tuple[str, str, str]:
+    first = next(_some(node.value))
+    return node.path, f"{type(node.value).__qualname__} of {len(node.value):,}", type(first).__qualname__
+
+
+def _is_shareable_array(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return not value.dtype.hasobject
+    return bool(
+        value.layout is torch.strided
+        and value.device.type == "cpu"
+        and not (value.requires_grad or value.is_quantized or value.is_nested)
+        and not (value.is_conj() or value.is_neg())
+    )
+
+
+def _some(container: Any) -> Iterator[Any]:
+    """Elements of a container, evenly spaced; of a dict the values."""
+    step = max(1, len(container) // _SAMPLED)
+    if isinstance(container, dict):
+        return itertools.islice(container.values(), 0, None, step)
+    return iter(container[::step])
+
+
+def _is_data(value: Any, depth: int = 4) -> bool:
+    """Whether a value is only data, so that a copy made at each access is as good as itself."""
+    if isinstance(value, _DATA):
+        return True
+    if depth == 0:
+        return False
+    if isinstance(value, list | tuple):
+        return all(_is_data(element, depth - 1) for element in value[:_SAMPLED])
+    if isinstance(value, dict):
+        return all(_is_data(element, depth - 1) for element in _some(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, torch.utils.data.Dataset):
+        return all(_is_data(getattr(value, f.name, None), depth - 1) for f in dataclasses.fields(value))
+    return False
+
+
+def _elements(container: Any) -> Iterable[tuple[str, Any]]:
+    items = container.items() if isinstance(container, dict) else enumerate(container)
+    return ((f"[{key!r}]", element) for key, element in items)
+
+
+def _is_open(value: Any) -> bool:
+    """Whether to look at an object's attributes."""
+    if isinstance(value, types.MethodType | functools.partial):
+        return True
+    if isinstance(value, tuple):
+        return hasattr(value, "_fields")
+    if isinstance(value, _CLOSED) and not isinstance(value, torch.utils.data.Dataset):
+        return False
+    return _is_all_python(type(value))
+
+
+def _is_all_python(kind: type) -> bool:
+    """Whether instances have no state beside their attributes, so that copying these copies the object."""
+    for base in kind.__mro__[:-1]:
+        new = base.__dict__.get("__new__", object.__new__)
+        written_in_python = isinstance(new, staticmethod) or new is object.__new__
+        if not (written_in_python and base.__flags__ & _HEAP_TYPE):
+            return False
+    return kind is not object
+
+
+def _attributes(value: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(value, types.MethodType):
+        return [(".__self__", value.__self__)]
+    if isinstance(value, functools.partial):
+        return [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
+    if isinstance(value, tuple):
+        return [(f".{name}", element) for name, element in zip(value._fields, value, strict=True)]  # type: ignore[attr-defined]
+    held = itertools.chain(getattr(value, "__dict__", {}).items(), _slots(value))
+    return [(f".{name}", attribute) for name, attribute in held]
+
+
+def _slots(value: Any) -> Iterator[tuple[str, Any]]:
+    """The filled slots of an object, by the names that attribute access knows them by."""
+    for owner in type(value).__mro__:
+        names = owner.__dict__.get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name in ("__dict__", "__weakref__"):
+                continue
+            if name.startswith("__") and not name.endswith("__"):
+                name = f"_{owner.__name__.lstrip('_')}{name}"  # noqa: PLW2901 - as the compiler mangles it
+            try:
+                yield name, object.__getattribute__(value, name)
+            except AttributeError:
+                continue
+
+
+def _share_container(node: _Node, progress: bool | None) -> Any:
+    """The shared counterpart of a node's value, or None if there is none."""
+    try:
+        store = build_store(node.value, progress=progress)
+    except (TypeError, ValueError, AttributeError, pickle.PicklingError) as error:
+        # As text: whoever keeps the log record must not keep the frames, and with them the stores.
+        _log.info("share: left %s: %s", node.path, f"{type(error).__name__}: {error}")
+        return None
+    what = store.describe()
+    _log.info(
+        "share: %s, a %s of about %s bytes in each process, is now a store of kind %r with %s rows: %s bytes "
+        "of shared memory",
+        node.path,
+        type(node.value).__qualname__,
+        f"{node.nbytes:,}",
+        what.kind,
+        f"{what.rows:,}",
+        f"{what.nbytes:,}",
+    )
+    if isinstance(store, ArrayStore):
+        return store.array
+    return store.tensor if isinstance(store, TensorStore) else store
+
+
+class _Rebuilder:
+    """Copies what leads to something shared, each object once."""
+
+    def __init__(self, graph: _Graph, replaced: dict[int, Any]) -> None:
+        self._nodes = graph.nodes
+        self._copies = replaced
+        self._changed = self._ancestors(replaced)
+
+    def _ancestors(self, keys: Iterable[int]) -> set[int]:
+        found: set[int] = set()
+        todo = list(keys)
+        while todo:
+            for parent in self._nodes[todo.pop()].parents:
+                if parent not in found:
+                    found.add(parent)
+                    todo.append(parent)
+        return found
+
+    def rebuild(self, root: Any) -> Any:
+        # Mutable objects first, all of them and still empty, so that cycles find them.
+        mutable = [key for key in self._changed if not _is_immutable(self._nodes[key].value)]
+        for key in mutable:
+            self._copies[key] = _empty_like(self._nodes[key].value)
+        for key in mutable:
+            self._fill(self._nodes[key].value, self._copies[key])
+        return self._new(root)
+
+    def _new(self, value: Any) -> Any:
+        """What stands in the place of ``value``."""
+        key = id(value)
+        if key in self._copies:
+            return self._copies[key]
+        if key not in self._changed:
+            return value
+        copy: Any
+        if isinstance(value, types.MethodType):
+            copy = types.MethodType(value.__func__, self._new(value.__self__))
+        elif isinstance(value, functools.partial):
+            parts = self._new(value.func), self._new(value.args), self._new(value.keywords)
+            copy = type(value)(parts[0], *parts[1], **parts[2])
+        elif type(value) is tuple:
+            copy = tuple(map(self._new, value))
+        else:
+            copy = type(value)._make(map(self._new, value))
+        self._copies[key] = copy
+        return copy
+
+    def _fill(self, original: Any, copy: Any) -> None:
+        if type(original) is list:
+            copy.extend(map(self._new, original))
+        elif type(original) is dict:
+            copy.update((key, self._new(value)) for key, value in original.items())
+        else:
+            if hasattr(original, "__dict__"):
+                copy.__dict__.update((name, self._new(value)) for name, value in original.__dict__.items())
+            for name, value in _slots(original):
+                # Not setattr: frozen dataclasses and datasets with rules of their own refuse it.
+                object.__setattr__(copy, name, self._new(value))
+
+
+def _is_immutable(value: Any) -> bool:
+    return isinstance(value, tuple | types.MethodType | functools.partial)
+
+
+def _empty_like(value: Any) -> Any:
+    kind = type(value)
+    return kind() if kind in (list, dict) else object.__new__(kind)

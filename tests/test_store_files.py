@@ -1,0 +1,338 @@
+"""Stores in files: what is opened equals what was saved, and a file that is gone or changed is an error."""
+
+from __future__ import annotations
+
+import copy
+import datetime as dt
+import decimal
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import ConcatDataset
+
+from shmloader import DataLoader, LoaderError
+from shmloader.store import share
+from shmloader.store.files import open_store
+from shmloader.store.mapped_files import ArrowFile
+from shmloader.store.tables import ArrowStore
+
+
+class Point(NamedTuple):
+    x: int
+    y: float
+
+
+@dataclass
+class Sample:
+    path: str
+    label: int
+
+
+RECORDS = [{"path": f"image {n}", "label": n, "weight": n / 2, "ok": n % 2 == 0} for n in range(3000)]
+PLAIN: dict[str, Any] = {
+    "records": RECORDS,
+    "nested": [{"words": ["a", "b" * (n % 5)], "at": {"x": n, "y": [[n]]}} for n in range(100)],
+    "strings": [f"text {n}" for n in range(5000)],
+    "bytes": [b"\0\xff" * n for n in range(100)],
+    "ints": [*range(-5, 2000), 1 << 40],
+    "floats": [n / 7 for n in range(100)],
+    "some None": [None if n % 3 else n for n in range(3000)],
+    "None at first": [*[{"a": n, "b": None} for n in range(2000)], {"a": 1, "b": "text"}],
+}
+OTHERS: dict[str, Any] = {
+    "tuples": [(n, str(n)) for n in range(100)],
+    "namedtuples": [Point(n, n / 2) for n in range(100)],
+    "dataclasses": [Sample(str(n), n) for n in range(100)],
+    "tuples of any length": [tuple(range(n % 20)) for n in range(100)],
+    "keys that vary": [{str(n): n} for n in range(10)],
+    "ints then floats": [*range(3000), 1.5],
+    "mixed": [1, "two", 3.0, None, b"five", [6], {"seven": 7}],
+    "large ints": [1 << 100, -(1 << 90)],
+    "objects": [decimal.Decimal(n) for n in range(100)] + [dt.date(2020, 1, 1)],
+    "numpy scalars": [np.float32(n) for n in range(10)],
+    "arrays": [np.arange(n % 7, dtype=np.float32) for n in range(100)],
+    "images": [np.full((3, 4), n, np.uint8) for n in range(50)],
+    "empty": [],
+    "nothing but None": [None] * 5,
+    "lists of None": [[None, None], []],
+    "empty dicts": [{}, {}],
+    "a dict": {f"key {n}": {"value": n} for n in range(1000)},
+}
+
+
+def both(one: Any, other: Any) -> bool:
+    """Whether two rows are equal and of the same types."""
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    return one == other and repr(one) == repr(other)
+
+
+def same(store: Any, data: Any) -> bool:
+    if isinstance(data, dict):
+        return dict(store) == data and all(map(both, store.values(), data.values()))
+    return len(store) == len(data) and all(map(both, store, data))
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *OTHERS])
+def test_what_is_opened_equals_what_was_saved(tmp_path: Path, name: str) -> None:
+    data = (PLAIN | OTHERS)[name]
+    store, path = share(data), tmp_path / "data.arrow"
+    store.save(path)
+    opened = open_store(path)
+    assert same(opened, data)
+    assert opened == store
+    again = pickle.loads(pickle.dumps(opened))
+    assert same(again, data)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_rows_are_arrow_data_for_any_program(tmp_path: Path, name: str) -> None:
+    share(PLAIN[name]).save(tmp_path / "data.arrow")
+    table = pa.ipc.open_file(tmp_path / "data.arrow").read_all()
+    rows = table.column(0).to_pylist() if table.column_names == [""] else table.to_pylist()
+    assert rows == PLAIN[name]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 62), 1 << 62) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=st.lists(JSON, max_size=8), repeat=st.sampled_from([1, 700]))
+def test_any_rows_are_the_same_after_a_file(tmp_path: Path, rows: list[Any], repeat: int) -> None:
+    """Repeated, so that there are several chunks."""
+    share(rows * repeat).save(tmp_path / "data.arrow")
+    assert same(open_store(tmp_path / "data.arrow"), rows * repeat)
+
+
+@pytest.mark.parametrize("data", [np.arange(1000).reshape(-1, 5), torch.arange(1000.0).reshape(-1, 5)])
+def test_arrays_and_tensors_are_the_same_after_a_file(tmp_path: Path, data: Any) -> None:
+    share(data).save(tmp_path / "data.arrow")
+    opened = open_store(tmp_path / "data.arrow")
+    assert opened.dtype == data.dtype
+    assert len(opened) == len(data)
+    assert all((row == other).all() for row, other in zip(opened, data, strict=True))
+    if isinstance(data, np.ndarray):
+        with pytest.raises(ValueError, match="read-only"):
+            opened[0][0] = 1
+    else:
+        opened[0][0] = 77  # a tensor cannot refuse; the file must not change
+        assert open_store(tmp_path / "data.arrow")[0][0] == 0
+
+
+TABLE = pa.table(
+    {
+        "path": [f"image {n}" for n in range(5000)],
+        "label": pa.array(range(5000), pa.int32()),
+        "when": pa.array([dt.datetime(2020, 1, 1, tzinfo=dt.UTC)] * 5000),
+    }
+)
+
+
+def write_stream(table: Any, path: Path) -> None:
+    with pa.ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=999)
+
+
+def write_file(table: Any, path: Path, compression: str | None = None) -> None:
+    with pa.ipc.new_file(
+        path, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)
+    ) as writer:
+        writer.write_table(table, max_chunksize=999)
+
+
+WRITERS: dict[str, Any] = {
+    "file": write_file,
+    "stream": write_stream,
+    "compressed": lambda table, path: write_file(table, path, "lz4"),
+    "parquet": lambda table, path: pq.write_table(table, path, row_group_size=999),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_files_of_other_programs_are_stores_of_dicts(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "data"  # the contents decide
+    WRITERS[kind](TABLE, path)
+    store = open_store(path)
+    assert list(store) == TABLE.to_pylist()
+    assert store[-1] == TABLE.slice(4999).to_pylist()[0]
+    assert store.to_arrow().equals(TABLE)
+    assert store.take([3, 4000]).to_pylist() == [store[3], store[4000]]
+    assert store.describe().rows == 5000
+    is_mapped = kind in ("file", "stream")
+    assert isinstance(store, ArrowFile if is_mapped else ArrowStore)
+
+
+def test_a_mapped_file_takes_no_memory_of_its_own(tmp_path: Path) -> None:
+    before = pa.total_allocated_bytes()
+    write_file(pa.table({"x": np.zeros(1 << 20)}), tmp_path / "data.arrow")
+    store = open_store(tmp_path / "data.arrow")
+    assert pa.total_allocated_bytes() - before < 1 << 20
+    assert store[5] == {"x": 0.0}
+
+
+def test_a_file_may_be_larger_than_what_memory_may_be_had(tmp_path: Path) -> None:
+    """In a process that may have less private memory than the file is long."""
+    path = tmp_path / "data.arrow"
+    write_file(pa.table({"x": np.arange(16 << 20)}), path)
+    program = (
+        "import resource, sys; from pathlib import Path; from shmloader.store.files import open_store\n"
+        "line = next(x for x in Path('/proc/self/status').read_text().splitlines() if 'VmData' in x)\n"
+        "limit = int(line.split()[1]) * 1024 + (96 << 20)\n"
+        "resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))\n"
+        "store = open_store(sys.argv[1])\n"
+        "print(sum(store[n]['x'] for n in range(0, len(store), 1 << 16)))\n"
+        "try: bytearray(128 << 20)\n"
+        "except MemoryError: print('limited')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == [str(sum(range(0, 16 << 20, 1 << 16))), "limited"], done.stderr
+
+
+def test_a_deep_copy_is_the_store_itself(tmp_path: Path) -> None:
+    share(RECORDS).save(tmp_path / "data.arrow")
+    store = open_store(tmp_path / "data.arrow")
+    assert copy.deepcopy(store) is store
+
+
+def test_workers_open_the_file_by_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_method: str
+) -> None:
+    parts = [RECORDS, OTHERS["namedtuples"]]
+    monkeypatch.chdir(tmp_path)
+    for number, part in enumerate(parts):
+        share(part).save(f"{number}.arrow")
+    dataset = ConcatDataset([open_store(f"{number}.arrow") for number in range(len(parts))])
+    monkeypatch.chdir("/")
+    data = parts[0] + parts[1]
+    loader = DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=range(0, len(data), 50),
+        num_workers=1,
+        multiprocessing_context=start_method,
+    )
+    assert list(loader) == data[::50]
+    loader.close()
+
+
+@pytest.mark.parametrize("name", ["records", "namedtuples"])
+def test_a_file_that_is_gone_is_an_error_that_says_so(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "data.arrow"
+    data = (PLAIN | OTHERS)[name]
+    share(data).save(path)
+    store = open_store(path)
+    pickled = pickle.dumps(store)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=f"{path}, which is not there"):
+        pickle.loads(pickled)
+    assert store[3] == data[3]  # what is mapped stays
+
+
+@pytest.mark.parametrize("name", ["records", "namedtuples"])
+@pytest.mark.parametrize("how", ["replaced", "touched"])
+def test_a_file_that_has_changed_is_an_error_with_before_and_after(
+    tmp_path: Path, name: str, how: str
+) -> None:
+    path = tmp_path / "data.arrow"
+    data = (PLAIN | OTHERS)[name]
+    share(data).save(path)
+    store = open_store(path)
+    pickled, inode = pickle.dumps(store), path.stat().st_ino
+    if how == "replaced":
+        share(data).save(path)
+    else:
+        os.utime(path, (1, 1))
+    with pytest.raises(
+        LoaderError, match=rf"has changed .* inode {inode}, .* now .* inode {path.stat().st_ino}"
+    ):
+        pickle.loads(pickled)
+    assert store[3] == data[3]
+
+
+def test_saving_over_the_file_of_an_open_store_leaves_that_store_as_it_was(tmp_path: Path) -> None:
+    """A file that is shortened under a mapping is a bus error."""
+    path = tmp_path / "data.arrow"
+    share(RECORDS).save(path)
+    store = open_store(path)
+    share(["short"]).save(path)
+    assert list(store) == RECORDS
+    assert list(open_store(path)) == ["short"]
+
+
+def test_a_failed_save_leaves_no_file_and_the_old_one_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "data.arrow"
+    share(RECORDS).save(path)
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pa.ipc, "new_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        share(["other"]).save(path)
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == ["data.arrow"]
+    assert list(open_store(path)) == RECORDS
+
+
+def test_a_saved_file_has_the_rights_of_any_new_file(tmp_path: Path) -> None:
+    share(["a"]).save(tmp_path / "data.arrow")
+    (tmp_path / "other").touch()
+    assert (tmp_path / "data.arrow").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_views_are_saved_where_arrow_has_their_rows_and_refused_else(tmp_path: Path) -> None:
+    share(RECORDS).column("path").save(tmp_path / "data.arrow")
+    assert list(open_store(tmp_path / "data.arrow")) == [record["path"] for record in RECORDS]
+    part = share(OTHERS["namedtuples"])[10:20]
+    with pytest.raises(TypeError, match=r"share\(iter\(view\)\)\.save"):
+        part.save(tmp_path / "part.arrow")
+    share(iter(part)).save(tmp_path / "part.arrow")
+    assert list(open_store(tmp_path / "part.arrow")) == OTHERS["namedtuples"][10:20]
+
+
+def test_a_store_from_a_file_is_saved_to_another_one(tmp_path: Path) -> None:
+    for data in (RECORDS, OTHERS["namedtuples"]):
+        share(data).save(tmp_path / "one.arrow")
+        open_store(tmp_path / "one.arrow").save(tmp_path / "two.arrow")
+        assert same(open_store(tmp_path / "two.arrow"), data)
+
+
+@pytest.mark.parametrize("suffix", ["", ".parquet", ".pt"])
+def test_another_suffix_is_refused(tmp_path: Path, suffix: str) -> None:
+    with pytest.raises(ValueError, match=r"named \*\.arrow, \*\.ipc, \*\.feather"):
+        share(["a"]).save(tmp_path / f"data{suffix}")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "contents", [b"", b"PA", b"hello, world", b"ARROW1\0\0cut off", b"\xff\xff\xff\xff\x10"]
+)
+def test_what_is_no_table_is_refused(tmp_path: Path, contents: bytes) -> None:
+    (tmp_path / "data").write_bytes(contents)
+    with pytest.raises(ValueError, match=str(tmp_path / "data")):
+        open_store(tmp_path / "data")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"nothing\.arrow"):
+        open_store(tmp_path / "nothing.arrow")

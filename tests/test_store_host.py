@@ -1,0 +1,569 @@
+"""share_on_host: one process builds, the others attach, and whoever dies, nobody hangs and nothing stays."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from shmloader import LoaderError, ShareTimeout
+from shmloader.store import host, host_server, share
+from shmloader.store.host import share_on_host
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs abstract sockets")
+
+FORK = multiprocessing.get_context("fork")
+ROWS = [{"path": f"image {number}", "label": number} for number in range(5000)]
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+@pytest.fixture
+def name() -> str:
+    return uuid.uuid4().hex
+
+
+class Rank:
+    """A process that calls share_on_host, says what it got, and stays until it is told to end."""
+
+    def __init__(self, name: str, build: Callable[[], Any], **arguments: Any) -> None:
+        self._ours, theirs = FORK.Pipe()
+        self.process = FORK.Process(target=self._run, args=(theirs, name, build, arguments))
+        self.process.start()
+        theirs.close()
+
+    def _run(self, pipe: Any, name: str, build: Callable[[], Any], arguments: dict[str, Any]) -> None:
+        self._ours.close()
+        built = []
+
+        def counted() -> Any:
+            built.append(True)
+            pipe.send("building")
+            return build()
+
+        try:
+            shared = share_on_host(counted, name=name, **arguments)
+        except Exception as error:
+            pipe.send((error, getattr(error, "__notes__", [])))
+        else:
+            inode = os.fstat(shared.buffer.fd).st_ino
+            pipe.send({"built": bool(built), "inode": inode, "equal": shared == ROWS})
+        pipe.recv()
+
+    def hear(self, timeout_s: float = 20) -> Any:
+        """What the rank says next; "building" is what it says first when it builds."""
+        assert self._ours.poll(timeout_s), "the rank says nothing"
+        return self._ours.recv()
+
+    def result(self) -> Any:
+        """What the rank got."""
+        while (heard := self.hear()) == "building":
+            pass
+        return heard
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+    def end(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._ours.send("end")
+        self._ours.close()
+        self.process.join()
+        self.process.close()
+
+
+@pytest.fixture
+def start(name: str) -> Iterator[Callable[..., Rank]]:
+    ranks: list[Rank] = []
+
+    def start_one(build: Callable[[], Any], **arguments: Any) -> Rank:
+        ranks.append(Rank(name, build, **arguments))
+        return ranks[-1]
+
+    yield start_one
+    for rank in ranks:
+        rank.end()
+
+
+def build() -> Any:
+    return ROWS
+
+
+def build_slowly() -> Any:
+    time.sleep(0.3)
+    return ROWS
+
+
+def build_never() -> Any:
+    time.sleep(60)
+
+
+def servers() -> list[psutil.Process]:
+    """The serving processes that belong to this test run."""
+    script = str(host_server.__file__)
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if script in process.cmdline() and process.environ().get(f"SHMLOADER_TEST_RUN_{os.getpid()}"):
+                found.append(process)
+    return found
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 10) -> bool:
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_one_rank_builds_and_all_map_the_same_memory(start: Any, loader_backend: str) -> None:
+    results = [rank.result() for rank in [start(build_slowly) for _ in range(4)]]
+    assert [result["built"] for result in results].count(True) == 1
+    assert len({result["inode"] for result in results}) == 1
+    assert all(result["equal"] for result in results)
+
+
+def test_a_later_rank_attaches_when_the_builder_is_gone_already(start: Any) -> None:
+    first = start(build)
+    second = (first.result(), start(build))[1]
+    inode = second.result()["inode"]
+    first.kill()
+    late = start(build_never).result()
+    assert late == {"built": False, "inode": inode, "equal": True}
+
+
+def test_the_object_is_built_anew_after_the_last_rank_has_dropped_it(name: str) -> None:
+    inodes = []
+    for _ in range(2):
+        shared = share_on_host(build, name=name)
+        (server,) = servers()
+        inodes.append(os.fstat(shared.buffer.fd).st_ino)
+        kept_part = shared[10:20]
+        del shared
+        assert server.is_running()  # a view of it is a part of it
+        del kept_part
+        assert wait_for(lambda server=server: not server.is_running())
+    assert inodes[0] != inodes[1]
+
+
+def test_a_process_that_asks_twice_gets_the_same_memory(name: str) -> None:
+    first, second = share_on_host(build, name=name), share_on_host(build_never, name=name)
+    assert os.fstat(first.buffer.fd).st_ino == os.fstat(second.buffer.fd).st_ino
+    assert first == second == ROWS
+
+
+def test_the_next_in_line_builds_when_the_builder_is_killed(start: Any) -> None:
+    builder = start(build_never)
+    assert builder.hear() == "building"
+    others = [start(build) for _ in range(3)]
+    time.sleep(0.2)
+    builder.kill()
+    results = [rank.result() for rank in others]
+    assert [result["built"] for result in results].count(True) == 1
+    assert len({result["inode"] for result in results}) == 1
+
+
+def test_a_process_that_the_build_forked_does_not_hide_the_builders_death(start: Any) -> None:
+    """The heir would hold the listening socket, and the others would wait for it."""
+    heirs, ours = FORK.Pipe()
+
+    def build_with_heir() -> Any:
+        heirs.send(start_heir().pid)
+        time.sleep(60)
+
+    def start_heir() -> Any:
+        heir = FORK.Process(target=time.sleep, args=(60,))
+        heir.start()
+        return heir
+
+    builder = start(build_with_heir)
+    heir = psutil.Process(ours.recv())
+    other = start(build)
+    time.sleep(0.2)
+    builder.kill()
+    assert heir.is_running()
+    assert other.result()["built"]
+    heir.kill()
+    heirs.close()
+    ours.close()
+
+
+def test_a_rank_that_is_killed_while_it_waits_disturbs_nobody(start: Any) -> None:
+    go, wait = FORK.Pipe()
+
+    def build_on_demand() -> Any:
+        wait.recv()
+        return ROWS
+
+    builder = start(build_on_demand)
+    assert builder.hear() == "building"
+    killed, other = start(build), start(build)
+    time.sleep(0.2)
+    killed.kill()
+    go.send("go")
+    assert builder.result()["equal"]
+    assert other.result() == {"built": False, "inode": builder_inode(start), "equal": True}
+    go.close()
+    wait.close()
+
+
+def builder_inode(start: Any) -> int:
+    """The inode of the memory that a later rank gets."""
+    inode: int = start(build_never).result()["inode"]
+    return inode
+
+
+def test_nothing_is_left_when_all_ranks_are_killed_at_once(start: Any) -> None:
+    ranks = [start(build) for _ in range(3)]
+    for rank in ranks:
+        rank.result()
+    (server,) = servers()
+    for rank in ranks:
+        rank.process.kill()
+    assert wait_for(lambda: not server.is_running())
+
+
+def test_a_killed_server_takes_no_memory_from_the_ranks(start: Any) -> None:
+    rank = start(build)
+    inode = rank.result()["inode"]
+    (server,) = servers()
+    server.kill()
+    assert wait_for(lambda: not server.is_running())
+    assert rank.process.is_alive()
+    assert start(build).result()["inode"] != inode  # built anew
+
+
+def test_what_build_raises_is_raised_in_every_waiting_rank(start: Any) -> None:
+    def fail() -> Any:
+        time.sleep(0.5)
+        raise KeyError("no such split", 7)
+
+    ranks = [start(fail) for _ in range(3)]
+    errors = [rank.result() for rank in ranks]
+    pids = [rank.process.pid for rank in ranks]
+    for error, _ in errors:
+        assert type(error) is KeyError
+        assert error.args == ("no such split", 7)
+    notes = ["".join(noted) for _, noted in errors if noted]
+    assert len(notes) == 2  # the builder's own has its traceback
+    assert all("in fail" in note and any(f"process {pid}" in note for pid in pids) for note in notes)
+
+
+def test_a_failed_build_may_be_tried_again(name: str) -> None:
+    with pytest.raises(ZeroDivisionError):
+        share_on_host(lambda: 1 // 0, name=name)
+    assert share_on_host(build, name=name) == ROWS
+
+
+class Unpicklable:
+    def __init__(self) -> None:
+        self.rows = ROWS
+        self.function = lambda: None
+
+
+def test_what_cannot_be_pickled_is_an_error_that_says_why_it_was_tried(name: str) -> None:
+    with pytest.raises((AttributeError, TypeError)) as caught:
+        share_on_host(Unpicklable, name=name)
+    assert "must be picklable" in "".join(caught.value.__notes__)
+    assert not servers()
+
+
+def test_an_interrupted_build_is_taken_over(start: Any) -> None:
+    """Ctrl-C in one rank is no result for the others."""
+
+    def interrupted() -> Any:
+        time.sleep(0.3)
+        raise SystemExit(3)
+
+    builder = start(interrupted)
+    assert builder.hear() == "building"
+    assert start(build).result()["built"]
+    builder.process.join()
+    assert builder.process.exitcode == 3
+
+
+def test_a_wait_ends_after_its_timeout_and_names_the_builder(start: Any, name: str) -> None:
+    builder = start(build_never)
+    assert builder.hear() == "building"
+    began_s = time.monotonic()
+    with pytest.raises(ShareTimeout, match=rf"process {builder.process.pid}, .* not done after 0\.2 s"):
+        share_on_host(build, name=name, timeout_s=0.2)
+    assert time.monotonic() - began_s < 10
+    assert issubclass(ShareTimeout, TimeoutError)
+    builder.kill()
+
+
+def test_a_name_that_is_bound_and_never_served_is_a_timeout(name: str) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.bind(host._address(name))
+        with pytest.raises(ShareTimeout, match="the process that holds its name"):
+            share_on_host(build, name=name, timeout_s=0.1)
+
+
+def test_a_build_that_waits_for_itself_is_refused(name: str) -> None:
+    with pytest.raises(LoaderError, match="with the same name"):
+        share_on_host(lambda: share_on_host(build, name=name), name=name)
+
+
+def test_an_empty_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs a name"):
+        share_on_host(build, name="")
+
+
+def test_a_frozen_program_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be started a second time, in the place of an interpreter."""
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    with pytest.raises(LoaderError, match="frozen program"):
+        share_on_host(build, name=name)
+
+
+def test_a_server_that_does_not_start_is_an_error_with_its_last_words(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/ls")
+    with pytest.raises(LoaderError, match=r"could not be started: .*\n.*ls: "):
+        share_on_host(build, name=name)
+    monkeypatch.undo()
+    assert share_on_host(build, name=name) == ROWS
+
+
+def test_jobs_are_kept_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inodes, kept = set(), []
+    for port in ("29500", "29501"):
+        monkeypatch.setenv("MASTER_PORT", port)
+        kept.append(share_on_host(build, name=name))
+        inodes.add(os.fstat(kept[-1].buffer.fd).st_ino)
+    assert len(inodes) == 2
+
+
+def as_nobody(pipe: Any, action: Callable[[], Any]) -> None:
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    try:
+        pipe.send(action())
+        pipe.recv()
+    except Exception as error:
+        pipe.send(repr(error))
+
+
+@contextlib.contextmanager
+def another_user(action: Callable[[], Any]) -> Iterator[Any]:
+    """Runs `action` as another user, yields what it returned, and lets the process end."""
+    ours, theirs = FORK.Pipe()
+    process = FORK.Process(target=as_nobody, args=(theirs, action))
+    process.start()
+    try:
+        assert ours.poll(20)
+        yield ours.recv()
+    finally:
+        with contextlib.suppress(BrokenPipeError):
+            ours.send("end")
+        process.join()
+        process.close()
+        ours.close()
+        theirs.close()
+
+
+@as_root
+def test_another_users_process_cannot_attach(name: str) -> None:
+    shared = share_on_host(build, name=name)
+    address = host._address(name)
+
+    def connect() -> Any:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.settimeout(10)
+            connection.connect(address)
+            data, fds, _, _ = socket.recv_fds(connection, 100, 10)
+            return data, len(fds)
+
+    with another_user(connect) as received:
+        assert received == (b"", 0)
+    assert share_on_host(build_never, name=name) == shared  # it goes on serving
+
+
+@as_root
+def test_another_user_that_takes_the_name_is_an_error(name: str) -> None:
+    """It could send us any pickle."""
+    address = host._address(name)
+    held = []
+
+    def squat() -> str:
+        held.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        held[0].bind(address)
+        held[0].listen()
+        return "bound"
+
+    with another_user(squat) as done:
+        assert done == "bound"
+        with pytest.raises(PermissionError, match=f"of user {NOBODY} holds its name"):
+            share_on_host(build, name=name, timeout_s=5)
+
+
+def test_the_server_is_in_a_session_of_its_own(name: str) -> None:
+    """A Ctrl-C at the terminal, and a launcher that kills a process group, must not take it."""
+    shared = share_on_host(build, name=name)
+    (server,) = servers()
+    assert os.getsid(server.pid) != os.getsid(0)
+    assert server.ppid() != os.getpid()  # so nobody has to wait for it
+    del shared
+
+
+def test_more_stores_than_one_message_carries(name: str) -> None:
+    count = host_server.FDS_PER_MESSAGE + 20
+    stores = [share([number]) for number in range(count)]
+    built = share_on_host(lambda: Box(stores), name=name)
+    attached = share_on_host(build_never, name=name)
+    assert [list(store) for store in attached.content] == [[number] for number in range(count)]
+    assert len(built.content) == count
+
+
+class Box:
+    """An object with one attribute."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+def test_too_few_descriptors_is_an_error_with_the_number_needed(name: str) -> None:
+    built = share_on_host(lambda: Box([share([n]) for n in range(30)]), name=name)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 10, hard))
+    try:
+        with pytest.raises(OSError, match="needs 31 descriptors"):
+            share_on_host(build_never, name=name)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(built.content) == 30
+
+
+def test_an_object_without_shared_memory_is_passed_on_too(start: Any, name: str) -> None:
+    """Run in a process of its own: the connection is then held as long as the process lives."""
+    ours, theirs = FORK.Pipe()
+
+    def hold() -> None:
+        theirs.send(share_on_host(lambda: Box(5), name=name).content)
+        theirs.recv()
+
+    holder = FORK.Process(target=hold)
+    holder.start()
+    assert ours.recv() == 5
+
+    def attach() -> None:
+        theirs.send(share_on_host(lambda: Box(6), name=name).content)
+
+    attacher = FORK.Process(target=attach)
+    attacher.start()
+    assert ours.recv() == 5
+    ours.send("end")
+    for process in (holder, attacher):
+        process.join()
+        process.close()
+    ours.close()
+    theirs.close()
+
+
+def test_what_was_done_is_logged(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "shmloader"):
+        shared = share_on_host(build, name=name)
+        share_on_host(build_never, name=name)
+    text = caplog.text
+    assert f"built {shared.nbytes:,} bytes" in text
+    assert f"attached to {shared.nbytes:,} bytes" in text
+
+
+# Real ranks: programs of their own.
+
+PROGRAM = """
+import os, sys
+import torch, torch.distributed
+import shmloader
+
+if sys.argv[2] == "gloo":
+    torch.distributed.init_process_group("gloo")
+def build():
+    print("built", flush=True)
+    return [{"number": n, "text": str(n)} for n in range(1000)]
+store = shmloader.share_on_host(build, name=sys.argv[1])
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self): return len(store)
+    def __getitem__(self, index): return store[index]["number"]
+with shmloader.DataLoader(Numbers(), batch_size=100, num_workers=1, multiprocessing_context="fork") as loader:
+    total = torch.tensor(sum(int(batch.sum()) for batch in loader))
+if sys.argv[2] == "gloo":
+    torch.distributed.all_reduce(total)
+    torch.distributed.destroy_process_group()
+print("inode", os.fstat(store.buffer.fd).st_ino, "total", int(total), flush=True)
+sys.stdin.read()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize("group", ["gloo", "none"])
+def test_two_ranks_as_torchrun_starts_them(tmp_path: Path, name: str, group: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM)
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment |= {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}
+    limit = ["sh", "-c", 'ulimit -n 64; exec "$@"', "sh"]
+    ranks = [
+        subprocess.Popen(
+            [*limit, sys.executable, str(script), name, group],
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    lines = []
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None
+            while not (line := rank.stdout.readline()).startswith("inode"):
+                assert line, rank.communicate()[1]
+                lines.append(line)
+            lines.append(line)
+        for rank in ranks:
+            _, errors = rank.communicate(timeout=60)
+            assert rank.returncode == 0, errors
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert lines.count("built\n") == 1
+    (result,) = {line for line in lines if line.startswith("inode")}
+    assert result.split()[-1] == str(sum(range(1000)) * (2 if group == "gloo" else 1))
+
+
+def test_a_rank_that_ends_by_sigterm_leaves_nothing(start: Any) -> None:
+    rank = start(build)
+    rank.result()
+    (server,) = servers()
+    os.kill(rank.process.pid, signal.SIGTERM)
+    rank.process.join()
+    assert wait_for(lambda: not server.is_running())
