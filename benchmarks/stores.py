@@ -174,14 +174,18 @@ def measure_stream(rows: int) -> list[Figure]:
     begin_s = time.perf_counter()
     store = shmloader.share(make_row(number) for number in range(rows))
     rate = rows / (time.perf_counter() - begin_s)
-    del store
+    assert len(store) == rows
+    return [Figure("build from a generator, its own time included", rate / 1e6, "M records/s")]
+
+
+def measure_peak(rows: int) -> list[Figure]:
+    import shmloader
+
+    shmloader.share(iter([make_row(0)]))
     with Peak() as peak:
         store = shmloader.share(make_row(number) for number in range(rows))
     ratio = peak.nbytes / store.nbytes
-    return [
-        Figure("build from a generator, its own time included", rate / 1e6, "M records/s"),
-        Figure("peak of that build, of the store's size", ratio, "times", "<= 1.3", ratio <= 1.3),
-    ]
+    return [Figure("peak of that build, of the store's size", ratio, "times", "<= 1.3", ratio <= 1.3)]
 
 
 def measure_take(rows: int) -> list[Figure]:
@@ -235,6 +239,7 @@ MEASURES: dict[str, Callable[[int], list[Figure]]] = {
     "list": measure_list,
     "store": measure_store,
     "stream": measure_stream,
+    "peak": measure_peak,
     "take": measure_take,
     "mapping": measure_mapping,
 }

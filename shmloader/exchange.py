@@ -346,7 +346,11 @@ class Exchange:
         self._counters.worker_restarts += 1
         stack = "" if silent_s is None else self.crew.stack_of(worker)
         pid = worker.pid
-        fresh = self.crew.restart(worker)
+        try:
+            fresh = self.crew.restart(worker)
+        except Exception as error:
+            error.add_note(f"It was to replace worker {worker.worker_id} (pid {pid}), with {held!s:.200}")
+            raise
         _log.warning(
             "shmloader worker %d (pid %d) %s at the index batch %.200s and was replaced by pid %d; "
             "%d more restart(s).%s",

@@ -183,6 +183,15 @@ class SlotIterator(torch_private.BaseIterator):
         return batch
 
     def _next_data(self) -> Any:
+        try:
+            return self._next_batch()
+        except (OSError, ValueError, LookupError, AssertionError) as error:
+            if self._crew.interrupted:
+                # close() was called in the middle of this, by a signal handler of this very thread.
+                raise LoaderClosed(f"this iterator was closed: {self._crew.closed_because}") from error
+            raise
+
+    def _next_batch(self) -> Any:
         exchange = self._exchange
         if not exchange.settled:
             self._abandon()

@@ -138,9 +138,12 @@ class SlotWriter:
             try:
                 return self._segment.map(self.slot, self.version, nbytes)
             except SharedMemoryExhausted:
-                if nbytes <= PAGE_NBYTES:
+                if nbytes > PAGE_NBYTES:
+                    nbytes = whole_pages(nbytes // 2)
+                elif self._mapped:
+                    self._mapped.clear()  # other slots', which can be mapped again
+                else:
                     raise
-                nbytes = whole_pages(nbytes // 2)
 
     def prepare(self, hint_nbytes: int) -> None:
         """Grow the slot to the size of the largest batch so far: leaves are then written in place.

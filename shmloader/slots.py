@@ -173,7 +173,7 @@ class SlotPool:
         if self.elastic:
             self.quota_nbytes = whole_pages(self.largest_nbytes)
             return
-        fair_nbytes = (self.budget_nbytes - self._extra_nbytes) // self.base_slots
+        fair_nbytes = (self.budget_nbytes - self._extra_nbytes - self._owed_nbytes()) // self.base_slots
         # A quarter of the budget lets batches grow at once; the rest is for batches that are kept.
         wanted_nbytes = max(4 * self.largest_nbytes, self.budget_nbytes // (4 * self.base_slots), PAGE_NBYTES)
         if self.largest_nbytes == 0:
@@ -261,7 +261,14 @@ class SlotPool:
         # What was granted when the quota was larger may still be taken.
         more = sum(max(0, slot.limit_nbytes - self.quota_nbytes) for slot in base if slot.state is _GRANTED)
         base_nbytes = self.base_slots * self.quota_nbytes + (0 if self.elastic else more)
-        return self.budget_nbytes - base_nbytes - self._extra_nbytes
+        return self.budget_nbytes - base_nbytes - self._extra_nbytes - self._owed_nbytes()
+
+    def _owed_nbytes(self) -> int:
+        """A page for each slot beyond the base that `can_lease` has counted on and that has none yet."""
+        made = len(self.slots) - len(self._spare)
+        unmade = max(0, self._leased + self.most_tasks - max(made, self.base_slots))
+        empty = sum(slot.limit_nbytes == 0 for slot in self.slots[self.base_slots :]) - len(self._spare)
+        return (unmade + max(0, empty)) * PAGE_NBYTES
 
     def can_lease(self) -> bool:
         """Whether one more batch may be leased and ``most_tasks`` slots still be found for tasks."""

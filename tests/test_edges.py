@@ -153,3 +153,23 @@ def test_a_copy_of_a_loaders_attributes_does_not_own_its_iterators() -> None:
     copied.__dict__.update(loader.__dict__)
     copied.close()
     assert int(next(iterator)[0, 0]) == 1
+
+
+class Alarming:
+    """A sampler that raises SIGALRM, in the middle of ``next()``, before its tenth index."""
+
+    def __iter__(self):
+        for index in range(100):
+            if index == 10:
+                signal.raise_signal(signal.SIGALRM)
+            yield index
+
+
+def test_a_signal_handler_that_closes_the_loader_ends_next_with_loader_closed() -> None:
+    loader = DataLoader(Numbered(100), sampler=Alarming(), num_workers=2, persistent_workers=True)
+    before = signal.signal(signal.SIGALRM, lambda *_: loader.close())
+    try:
+        with pytest.raises(shmloader.LoaderClosed, match=r"loader.close\(\)"):
+            list(loader)
+    finally:
+        signal.signal(signal.SIGALRM, before)

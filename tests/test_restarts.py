@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import torch
 from loading import Numbered
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from shmloader import DataLoader, WorkerDied, WorkerTimeout
+from shmloader import DataLoader, LoaderClosed, WorkerDied, WorkerTimeout
 
 
 class Fatal(Dataset):
@@ -53,16 +54,27 @@ def _batches(loader: DataLoader) -> list[Any]:
     return [batch.tolist() for batch in loader]
 
 
-@pytest.mark.parametrize("how", ["kill", "exit"])
+@pytest.mark.parametrize(
+    ("method", "backend", "how"),
+    [
+        ("fork", "memfd", "exit"),
+        ("fork", "portable", "kill"),
+        ("forkserver", "portable", "exit"),
+        ("forkserver", "memfd", "kill"),
+        ("spawn", "memfd", "kill"),
+    ],
+)
 def test_an_epoch_is_whole_though_workers_die(
-    tmp_path: Path, start_method: str, loader_backend: str, how: str
+    tmp_path: Path, method: str, backend: str, how: str, monkeypatch: pytest.MonkeyPatch, warm_helpers: None
 ) -> None:
-    dataset = Fatal(tmp_path, {2: 1, 21: 1, 60: 1}, how)
+    monkeypatch.setenv("SHMLOADER_SEGMENT", backend)
+    deadly = {2: 1, 21: 1, 60: 1} if method != "spawn" else {21: 1}
+    dataset = Fatal(tmp_path, deadly, how)
     with DataLoader(
-        dataset, batch_size=4, num_workers=2, multiprocessing_context=start_method, worker_restarts=3
+        dataset, batch_size=4, num_workers=2, multiprocessing_context=method, worker_restarts=3
     ) as loader:
         assert _batches(loader) == EXPECTED
-        assert loader.statistics().worker_restarts == 3
+        assert loader.statistics().worker_restarts == len(deadly)
         assert loader.statistics().batches == 16
 
 
@@ -174,6 +186,32 @@ def test_a_worker_that_dies_while_an_abandoned_epoch_ends_is_replaced(tmp_path: 
         now = loader.statistics()
         assert now.worker_restarts == 2
         assert now.slots_granted == now.slots_published == 0
+
+
+def test_a_worker_that_cannot_be_replaced_is_an_error_that_ends_all_workers(tmp_path: Path) -> None:
+    """No descriptors are left for its successor."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with DataLoader(
+        Fatal(tmp_path, {21: 1}), batch_size=4, num_workers=2, worker_restarts=3, persistent_workers=True
+    ) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        sibling = iterator._workers[0]
+        filled = [os.open(os.devnull, os.O_RDONLY) for _ in range(30)]  # no gap below the last
+        resource.setrlimit(resource.RLIMIT_NOFILE, (filled[-1] + 1, limits[1]))
+        try:
+            with pytest.raises(OSError, match="Too many open files") as caught:
+                list(iterator)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            for fd in filled:
+                os.close(fd)
+        assert "[20, 21, 22, 23]" in caught.value.__notes__[-1]
+        with pytest.raises(ValueError, match="closed"):
+            sibling.is_alive()  # it has ended, and was forgotten
+        with pytest.raises(LoaderClosed, match="worker 1 could not be replaced"):
+            next(iterator)
+        assert _batches(loader) == EXPECTED
 
 
 def test_restarts_out_of_order(tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ def to_arrow(store: ChunkedRows) -> Any:
         return pa.chunked_array([array.cast(kind) for array in arrays], kind)
     except NoArrowTypeError as error:
         raise TypeError(f"this store cannot be given to Arrow: {error}") from error
+    except UnicodeEncodeError as error:
+        raise TypeError(f"this store cannot be given to Arrow: a key has no UTF-8 ({error})") from error
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
         raise TypeError(
             f"this store cannot be given to Arrow: its rows change their types on the way ({error})"

@@ -197,6 +197,8 @@ def row_array(indices: Any, rows: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     # As unsigned numbers the negative ones are large: one pass tells that there are none, and none too large.
     if numbers.flags.c_contiguous and int(numbers.view(np.uint64).max()) < rows:
         return numbers
+    if array.dtype == np.uint64 and int(array.max()) >= rows:  # as int64 the largest would be negative
+        raise IndexError(f"row {int(array.max())} of a store with {rows:,} rows")
     least, most = int(numbers.min()), int(numbers.max())
     if least < -rows or most >= rows:
         raise IndexError(f"row {least if least < -rows else most} of a store with {rows:,} rows")

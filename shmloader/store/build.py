@@ -104,8 +104,8 @@ def _build_rows(data: Iterable[Any], rows: int | None, progress: bool | None) ->
         with BufferBuilder() as out:
             if isinstance(data, list | tuple):
                 python_nbytes = estimate_nbytes(data)
-                _check_list(data, python_nbytes)
-                writer = RowWriter(out, python_nbytes / max(1, len(data)))
+                _check_size(_sample(data), len(data), python_nbytes, "rows")
+                writer = RowWriter(out, python_nbytes / max(1, len(data)), len(data))
                 chunks = _slices(data, writer)
             else:
                 writer = RowWriter(out)
@@ -124,6 +124,8 @@ def _build_mapping(data: Mapping[Any, Any], progress: bool | None) -> MappingSto
     bar = BuildProgress(progress, len(data))
     try:
         with BufferBuilder() as out:
+            if isinstance(data, dict):
+                _check_size(_sample(data), len(data), estimate_nbytes(data), "items")
             writer, keys = RowWriter(out), KeyHashes()
             for chunk in _pieces(data.items(), writer):
                 writer.append(chunk)
@@ -153,22 +155,28 @@ def _pieces(data: Iterable[Any], writer: RowWriter) -> Iterator[list[Any]]:
         del chunk
 
 
-def _check_list(data: Sequence[Any], python_nbytes: int) -> None:
-    """Raise SharedMemoryExhausted if the store of a list is certain not to fit, before it is begun.
+def _sample(data: Sequence[Any] | dict[Any, Any]) -> Iterator[Any]:
+    """Some rows of a list or tuple, or items of a dict, evenly spaced."""
+    step = max(1, len(data) // _SAMPLED_ROWS)
+    return islice(data.items(), 0, None, step) if isinstance(data, dict) else iter(data[::step])
+
+
+def _check_size(sampled: Iterator[Any], rows: int, python_nbytes: int, unit: str) -> None:
+    """Raise SharedMemoryExhausted if the store of a list or dict is certain not to fit, before it is begun.
 
     The size is that of a sample's store, times the number of rows. What is only nearly too large is found
     while it is built.
     """
-    if len(data) < 4 * _SAMPLED_ROWS or python_nbytes < _SURE_NBYTES:
+    if rows < 4 * _SAMPLED_ROWS or python_nbytes < _SURE_NBYTES:
         return
-    sample = list(data[:: len(data) // _SAMPLED_ROWS])
+    sample = list(sampled)
     with BufferBuilder() as out:
         ValueEncoder(out).encode(sample)
-        needed_nbytes = int(out.nbytes / len(sample) * len(data))
+        needed_nbytes = int(out.nbytes / len(sample) * rows)
     room = memory_headroom()
     if needed_nbytes * 0.9 > room.available_nbytes:
         raise SharedMemoryExhausted(
-            f"a store of these {len(data):,} rows needs about {needed_nbytes:,} bytes of shared memory, but "
+            f"a store of these {rows:,} {unit} needs about {needed_nbytes:,} bytes of shared memory, but "
             f"only {room.available_nbytes:,} of {room.limit_nbytes:,} bytes are available in {room.source}. "
             "Share less of it, raise the limit, or keep the data in a file: shmloader.open(path) maps Arrow "
             "IPC files that may be larger than memory.",

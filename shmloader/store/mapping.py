@@ -35,13 +35,13 @@ def hash_of(key: Any) -> int | None:
     kind_hash: Any = type(key).__hash__
     if kind_hash is int.__hash__:
         return (hash(key) * _GOLDEN >> 32) & 0xFFFFFFFF
-    if kind_hash is str.__hash__:
+    if kind_hash is str.__hash__ or isinstance(key, np.str_):
         return crc32(str.encode(key, "utf-8", "surrogatepass"))
-    if kind_hash is bytes.__hash__:
+    if kind_hash is bytes.__hash__ or isinstance(key, np.bytes_):
         return crc32(key)
     if key is None:
         return 0x2545F491
-    if isinstance(key, numbers.Number):  # hash(1) == hash(1.0) == hash(True) == hash(Decimal(1))
+    if isinstance(key, numbers.Number | np.bool_):  # hash(1) == hash(1.0) == hash(True) == hash(Decimal(1))
         return (hash(key) * _GOLDEN >> 32) & 0xFFFFFFFF
     if kind_hash is tuple.__hash__:
         hashes = [hash_of(item) for item in key]

@@ -50,15 +50,17 @@ class RowWriter:
     Args:
         out: Where to.
         row_nbytes: About how large a row is; None for a stream, of which nothing is known.
+        expected_rows: How many there will be, where that is known.
 
     Attributes:
         rows: Rows so far.
     """
 
-    def __init__(self, out: BufferBuilder, row_nbytes: float | None = None) -> None:
+    def __init__(self, out: BufferBuilder, row_nbytes: float | None = None, expected_rows: int = 0) -> None:
         self._out = out
         self._streamed = row_nbytes is None
         self._row_nbytes = row_nbytes or 0
+        self._expected_rows = expected_rows
         self._encoder = ValueEncoder(out)
         self._starts = [0]
         self._columns = [out.nbytes]
@@ -74,7 +76,7 @@ class RowWriter:
         so they must be few beside what is there already. The number of chunks grows with the logarithm of
         the number of rows.
         """
-        wanted = max(self.rows // (96 if self._streamed else 16), 1)
+        wanted = max(self.rows // 96 if self._streamed else self._expected_rows // 16, 1)
         # A power of two: freed memory fits the next chunk, and is not left as holes that are too small.
         wanted = 1 << (wanted.bit_length() - 1)
         least = _LEAST_STREAMED_ROWS if self._streamed else _LEAST_ROWS

@@ -93,10 +93,15 @@ def _signature(column: Any) -> Any:
     if kind == "Lists" and column.kind is list:
         items = _signature(column.items)
         return None if items is None else ("list", items)
-    if kind == "Dicts" and column.names:
+    if kind == "Dicts" and column.names and all(map(is_utf8, column.names)):
         fields = tuple(_signature(field) for field in column.fields)
         return None if None in fields else ("dict", column.names, *fields)
     return None
+
+
+def is_utf8(name: str) -> bool:
+    """Whether Arrow can have a field of this name: lone surrogates have no UTF-8."""
+    return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def _merge(one: Any, other: Any) -> Any:

@@ -7,6 +7,7 @@ originals. What leads to no shared container stays the very same object.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime as dt
 import decimal
@@ -16,7 +17,7 @@ import itertools
 import logging
 import multiprocessing.process
 import pathlib
-import pickle
+import reprlib
 import threading
 import types
 import uuid
@@ -40,6 +41,7 @@ microsecond at each access: 64 processes with a copy each would take 64 MiB."""
 _SAMPLED = 100  # elements of a container that are looked at
 _FEW = 32  # a container of so few large things is taken apart, not shared as a whole
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or by a C module that says so
+_MOST_LABELS = 16  # of a path that is shown
 _MOST_WALKED = 10_000  # elements of a container of objects that are walked through
 
 _SCALARS = (str, bytes, bytearray, int, float, complex, bool, type(None), np.generic, np.dtype, torch.dtype)
@@ -90,6 +92,7 @@ def share_attributes(root: Any, *, least_nbytes: int = LEAST_NBYTES, progress: b
     Raises:
         TypeError: If ``root`` has no attributes to look at.
         SharedMemoryExhausted: If the host has not the memory.
+        OSError: If the process may not open as many descriptors: each store is one.
     """
     graph = _Graph(least_nbytes)
     graph.add_root(root)
@@ -121,25 +124,45 @@ def share_for_loader(dataset: Any) -> Any:
     return share_attributes(dataset) if _is_open(dataset) else dataset
 
 
+_Label = str | tuple[Any]
+"""How an object is reached from its holder: an attribute with its dot, or an index or key in a tuple."""
+
+
 class _Node:
     """One object of the graph.
 
     Attributes:
         value: The object.
-        path: How it is reached from the root, for people.
+        label: How its holder leads to it.
+        holder: What holds it; None for the root.
         children: The objects that it holds; empty for what is not looked into.
         nbytes: Its size if it is to be shared, else None.
         parents: Keys of the nodes that hold it.
     """
 
-    __slots__ = ("children", "nbytes", "parents", "path", "value")
+    __slots__ = ("children", "holder", "label", "nbytes", "parents", "value")
 
-    def __init__(self, value: Any, path: str) -> None:
+    def __init__(self, value: Any, label: _Label, holder: _Node | None = None) -> None:
         self.value = value
-        self.path = path
+        self.label = label
+        self.holder = holder
         self.children: list[Any] = []
         self.nbytes: int | None = None
         self.parents: list[int] = []
+
+    @property
+    def path(self) -> str:
+        """How it is reached from the root, for people."""
+        labels: list[str] = []
+        node: _Node | None = self
+        while node is not None:  # made when it is asked for: of a long chain, all paths are a lot of text
+            label = node.label
+            labels.append(label if isinstance(label, str) else f"[{reprlib.repr(*label)}]")
+            node = node.holder
+        labels.reverse()
+        if len(labels) > _MOST_LABELS:
+            labels[_MOST_LABELS // 2 : -_MOST_LABELS // 2] = ["..."]
+        return "".join(labels)
 
 
 class _Graph:
@@ -163,11 +186,11 @@ class _Graph:
                 node.children.append(child)
                 known = self.nodes.get(id(child))
                 if known is None:
-                    known = self.nodes[id(child)] = _Node(child, f"{node.path}{label}")
+                    known = self.nodes[id(child)] = _Node(child, label, node)
                     todo.append(known)
                 known.parents.append(id(node.value))
 
-    def _open(self, node: _Node) -> Iterable[tuple[str, Any]]:
+    def _open(self, node: _Node) -> Iterable[tuple[_Label, Any]]:
         """Decide what becomes of an object; returns what it holds if that is to be looked at."""
         value = node.value
         kind = type(value)
@@ -189,7 +212,9 @@ class _Graph:
             return _attributes(value)
         if isinstance(value, SharedObject | SharedArray | SharedTensor):
             return ()
-        nbytes = getattr(value, "nbytes", None)  # Arrow and pandas objects, memory-mapped arrays
+        nbytes = None
+        with contextlib.suppress(Exception):  # whatever a property raises
+            nbytes = getattr(value, "nbytes", None)  # Arrow and pandas objects, memory-mapped arrays
         if isinstance(nbytes, int) and nbytes >= self._least_nbytes:
             _log.info("share: left %s: %s of %s bytes", node.path, kind.__qualname__, f"{nbytes:,}")
         return ()
@@ -245,9 +270,9 @@ def _is_data(value: Any, depth: int = 4) -> bool:
     return False
 
 
-def _elements(container: Any) -> Iterable[tuple[str, Any]]:
+def _elements(container: Any) -> Iterable[tuple[_Label, Any]]:
     items = container.items() if isinstance(container, dict) else enumerate(container)
-    return ((f"[{key!r}]", element) for key, element in items)
+    return (((key,), element) for key, element in items)
 
 
 def _is_open(value: Any) -> bool:
@@ -271,7 +296,7 @@ def _is_all_python(kind: type) -> bool:
     return kind is not object
 
 
-def _attributes(value: Any) -> Iterable[tuple[str, Any]]:
+def _attributes(value: Any) -> Iterable[tuple[_Label, Any]]:
     if isinstance(value, types.MethodType):
         return [(".__self__", value.__self__)]
     if isinstance(value, functools.partial):
@@ -301,7 +326,9 @@ def _share_container(node: _Node, progress: bool | None) -> Any:
     """The shared counterpart of a node's value, or None if there is none."""
     try:
         store = build_store(node.value, progress=progress)
-    except (TypeError, ValueError, AttributeError, pickle.PicklingError) as error:
+    except (MemoryError, OSError):  # of this process or host, not of the elements
+        raise
+    except Exception as error:  # noqa: BLE001 - pickling raises whatever the elements' classes do
         # As text: whoever keeps the log record must not keep the frames, and with them the stores.
         _log.info("share: left %s: %s", node.path, f"{type(error).__name__}: {error}")
         return None

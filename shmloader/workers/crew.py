@@ -99,6 +99,8 @@ class Workers:
     def restart(self, worker: Worker) -> Worker:
         """Replace a worker, dead or not, by a new process with new pipes.
 
+        If no process can be started, that is raised and all workers are stopped.
+
         Returns:
             The new worker, which has been sent nothing yet.
         """
@@ -106,7 +108,13 @@ class Workers:
             worker.end()
             worker.release()
             self._poller = None
-            self.workers[worker.worker_id] = fresh = self._start(worker.worker_id)
+            try:
+                fresh = self._start(worker.worker_id)
+            except BaseException:
+                self.workers.remove(worker)  # its process object is closed: nothing more to stop there
+                self.close(f"worker {worker.worker_id} could not be replaced", grace_s=0.0)
+                raise
+            self.workers[worker.worker_id] = fresh
         return fresh
 
     def wait(self, timeout_s: float | None) -> list[Worker]:
