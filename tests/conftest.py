@@ -9,6 +9,7 @@ import gc
 import multiprocessing
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Begun in the background of a shell; the programs that tests interrupt would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 # How long a process, thread or descriptor may take to go away after its test.
 GRACE_S = float(os.environ.get("SHMLOADER_TEST_GRACE_S", "5"))
