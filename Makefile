@@ -15,16 +15,19 @@ SOAK_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint bench soak clean
+.PHONY: help demo test test-all lint bench soak clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.stamp-demo ## Run the demonstration (DEMO_ARGS=...)
 	$(BIN)/python -m shmloader demo $(DEMO_ARGS)
 
 test: lint ## Lint, check types, run the tests (PYTEST_ARGS=...)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-all: lint ## The same with the long tests: programs killed, confined and interrupted
+	SHMLOADER_LONG=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/.stamp-test ## Lint, check formatting, check types
 	$(BIN)/ruff check .

@@ -25,6 +25,33 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# What starts many programs or confines them takes minutes: it runs with SHMLOADER_LONG=1 (`make test-all`).
+LONG = os.environ.get("SHMLOADER_LONG") == "1"
+LONG_FILES = frozenset(
+    """
+    robustness/test_interrupt.py robustness/test_main_death.py robustness/test_small_machine.py
+    robustness/test_soak.py robustness/test_fork_with_threads.py test_benchmark_memory.py test_doctor.py
+    test_store_host.py test_store_processes.py test_store_buffer.py
+    """.split()
+)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the long files, unless they are asked for by name or all are."""
+    here = Path(__file__).parent
+    named = {Path(argument.split("::")[0]).resolve() for argument in config.args}
+    if LONG:
+        return
+    out = [
+        item
+        for item in items
+        if item.path not in named and os.path.relpath(item.path, here) in LONG_FILES
+    ]
+    if out:
+        config.hook.pytest_deselected(items=out)
+        items[:] = [item for item in items if item not in set(out)]
+
+
 # How long a process, thread or descriptor may take to go away after its test.
 GRACE_S = float(os.environ.get("SHMLOADER_TEST_GRACE_S", "5"))
 
