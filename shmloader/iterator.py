@@ -244,7 +244,7 @@ class SlotIterator(torch_private.BaseIterator):
             self._issue_task()
         exchange.settled = True
         if warning:
-            warnings.warn(warning, SpillWarning, stacklevel=4)  # whoever called next()
+            warnings.warn(warning, SpillWarning, stacklevel=5)  # whoever called next()
         batch = self._decoder.decode(anchor, header)
         del anchor
         if done[0] == FAILURE:

@@ -30,7 +30,8 @@ def to_arrow(store: ChunkedRows) -> Any:
             kind = pa.unify_schemas(
                 [pa.schema([("", array.type)]) for array in arrays], promote_options="permissive"
             )[0].type
-        return pa.chunked_array([array.cast(kind) for array in arrays], kind)
+        # Cast only where it must be: lists of nothing but None come out of a cast to their own type invalid.
+        return pa.chunked_array([a if a.type == kind else a.cast(kind) for a in arrays], kind)
     except NoArrowTypeError as error:
         raise TypeError(f"this store cannot be given to Arrow: {error}") from error
     except UnicodeEncodeError as error:
