@@ -43,9 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if LONG:
         return
     out = [
-        item
-        for item in items
-        if item.path not in named and os.path.relpath(item.path, here) in LONG_FILES
+        item for item in items if item.path not in named and os.path.relpath(item.path, here) in LONG_FILES
     ]
     if out:
         config.hook.pytest_deselected(items=out)
