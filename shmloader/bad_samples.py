@@ -7,7 +7,6 @@ The process that fetches leaves a bad sample out, or puts another in its place, 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import pickle
 import warnings
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import get_worker_info
 
+from shmloader.callers import level_of_the_program
 from shmloader.errors import BadSampleWarning, LoaderError, NoGoodSample
 from shmloader.failures import text_of
 from shmloader.statistics import BadSample, Counters
@@ -137,16 +137,5 @@ def warn_of_bad_samples(counters: Counters, on_error: str) -> None:
         f"{more}.{left_out if counters.batches_left_out else ''} loader.statistics() lists them, and later "
         "ones, which are not warned of again. on_error='raise' stops at the first.",
         BadSampleWarning,
-        stacklevel=_level_of_the_program(),
+        stacklevel=level_of_the_program(),
     )
-
-
-def _level_of_the_program() -> int:
-    """The ``stacklevel`` of whoever called the loader, for a warning that the calling function issues."""
-    level, frame = 0, inspect.currentframe()
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if not name.startswith(("shmloader.", "torch.utils.data.")):
-            break
-        level, frame = level + 1, frame.f_back
-    return level

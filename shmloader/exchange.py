@@ -29,6 +29,7 @@ from shmloader.messages import (
     RESUME,
     RESUMED,
     SPILLED,
+    SPIN_NS,
     TASK,
     DoneFields,
     Task,
@@ -40,7 +41,6 @@ from shmloader.spills import Spills
 from shmloader.statistics import Counters
 from shmloader.workers import Worker, Workers
 
-_SPIN_NS = 50_000
 _EXPEL_S = 1.0  # how long another thread may take to notice that the loader was closed
 _MOST_DEATHS = 2  # a batch that has ended so many workers is not tried again
 _log = logging.getLogger("shmloader")
@@ -72,6 +72,7 @@ class Exchange:
             which they were sent: the worker, the index batch, the slot.
         arrived: The workers' answers to those whose batch is here, by number, in order of arrival.
         ended: Workers that have said, since this was last emptied, that their dataset is exhausted.
+        warning: What the user is to be warned of with the next batch, or "".
         inspection: The checks of ``SHMLOADER_DEBUG=1``, or None.
         settled: False while something is half done. It stays so if an exception that can come between any
             two lines (``KeyboardInterrupt``) cuts that short: then what is recorded here is not to be
@@ -85,6 +86,7 @@ class Exchange:
         self.arrived: dict[int, DoneFields] = {}
         self.ended: list[int] = []
         self.settled = True
+        self.warning = ""
         self._counters = counters
         self._spills = Spills(pool, counters)
         self._timeout_s = patience.timeout_s if patience.timeout_s > 0 else None
@@ -169,7 +171,7 @@ class Exchange:
         if worker_id is not None:
             worker = self.crew.workers[worker_id]
             records = worker.receive()
-            if records == b"" and self._wait_ns < _SPIN_NS:
+            if records == b"" and self._wait_ns < SPIN_NS:
                 records = self._look_again(worker)
             if records:
                 self._accept(worker, records)
@@ -183,7 +185,7 @@ class Exchange:
         """Wait for a worker's records without sleeping, for a moment, as `worker` does and says why."""
         began_ns = now_ns = time.perf_counter_ns()
         records: bytes | None = b""
-        while records == b"" and now_ns - began_ns < _SPIN_NS:
+        while records == b"" and now_ns - began_ns < SPIN_NS:
             os.sched_yield()
             records = worker.receive()
             now_ns = time.perf_counter_ns()
@@ -278,14 +280,14 @@ class Exchange:
             self._images[seq] = (image, filled + piece)
         worker.send(Task(CONTINUE, generation, seq, number).pack())
 
-    def take(self, done: DoneFields) -> tuple[npt.NDArray[np.uint8], bytes, str]:
+    def take(self, done: DoneFields) -> tuple[npt.NDArray[np.uint8], bytes]:
         """The memory of a batch that is here: its slot under a lease or, spilled, a private copy.
 
         Args:
             done: The worker's answer.
 
         Returns:
-            The anchor of all its leaves, the header, and what the user is to be warned of, or "".
+            The anchor of all its leaves, and the header.
         """
         pool = self.pool
         _, flags, _, seq, number, _, _, begin, header_nbytes, _ = done
@@ -295,13 +297,18 @@ class Exchange:
             anchor, view = pool.lease(slot)
             if self.inspection is not None:
                 self.inspection.leased(slot, seq, bytes(view[begin:end]), begin)
-            return anchor, bytes(view[begin:end]), self._spills.notice() if pool.notice else ""
+            if pool.notice:
+                self.warning = self.warning or self._spills.notice()
+            return anchor, bytes(view[begin:end])
         if flags & SPILLED:
             image, _ = self._images.pop(seq)
             pool.give_back(slot)
-            return image, image[begin:end].tobytes(), self._spills.too_large(len(image), slot.limit_nbytes)
-        image = pool.spill(slot)
-        return image, image[begin:end].tobytes(), self._spills.kept(len(image))
+            warning = self._spills.too_large(len(image), slot.limit_nbytes)
+        else:
+            image = pool.spill(slot)
+            warning = self._spills.kept(len(image))
+        self.warning = self.warning or warning
+        return image, image[begin:end].tobytes()
 
     def expel(self) -> None:
         """Make another thread leave `receive` with `LoaderClosed`, now and from now on."""

@@ -17,6 +17,7 @@ import torch
 
 from shmloader import torch_private
 from shmloader.bad_samples import LEFT_OUT, count, take_report, warn_of_bad_samples
+from shmloader.callers import level_of_the_program
 from shmloader.codec import Decoder
 from shmloader.errors import LoaderClosed, SpillWarning
 from shmloader.exchange import Exchange, Patience
@@ -133,6 +134,7 @@ class SlotIterator(torch_private.BaseIterator):
         super()._reset(loader, first_iter)
         self._check_open()
         self._exchange.settled = False
+        self._held_back: list[Any] = []  # a batch whose warning was an error
         self._seeds[0] = self._shared_seed
         self._send_seq = 0  # number of the next task
         self._next_seq = 0  # number of the next batch to return
@@ -176,25 +178,25 @@ class SlotIterator(torch_private.BaseIterator):
 
     def __next__(self) -> Any:
         # torch's own __next__ opens a profiler range (10 us) and counts an IterableDataset's samples.
-        if self._counts_samples or torch_private.profiler_enabled():
-            return super().__next__()
-        batch = self._next_data()
-        self._num_yielded += 1
-        return batch
-
-    def _next_data(self) -> Any:
         try:
-            return self._next_batch()
+            if self._counts_samples or torch_private.profiler_enabled():
+                return super().__next__()
+            batch = self._next_data()
         except (OSError, ValueError, LookupError, AssertionError) as error:
             if self._crew.interrupted:
                 # close() was called in the middle of this, by a signal handler of this very thread.
                 raise LoaderClosed(f"this iterator was closed: {self._crew.closed_because}") from error
             raise
+        self._num_yielded += 1
+        return batch
 
-    def _next_batch(self) -> Any:
+    def _next_data(self) -> Any:
+        """The next batch; torch's name for it, as its own ``__next__`` calls it."""
         exchange = self._exchange
         if not exchange.settled:
             self._abandon()
+        if self._held_back:
+            return self._held_back.pop()
         exchange.settled = False
         arrived, outstanding = exchange.arrived, exchange.outstanding
         while True:
@@ -239,12 +241,10 @@ class SlotIterator(torch_private.BaseIterator):
         if seq == self._next_seq:
             self._next_seq += 1
         self._num_tasks[worker_id] -= 1
-        anchor, header, warning = exchange.take(done)
+        anchor, header = exchange.take(done)
         if len(exchange.outstanding) < self.pool.most_tasks:
             self._issue_task()
         exchange.settled = True
-        if warning:
-            warnings.warn(warning, SpillWarning, stacklevel=5)  # whoever called next()
         batch = self._decoder.decode(anchor, header)
         del anchor
         if done[0] == FAILURE:
@@ -259,7 +259,16 @@ class SlotIterator(torch_private.BaseIterator):
         if self._pin_memory:
             self._counters.pin_copies += 1
             batch = pin_batch(batch, self._pin_memory_device)
+        if exchange.warning:
+            self._warn(batch)
         return batch
+
+    def _warn(self, batch: Any) -> None:
+        """Say what is to be said; where the program's filters make that an error, the batch comes next."""
+        warning, self._exchange.warning = self._exchange.warning, ""
+        self._held_back.append(batch)
+        warnings.warn(warning, SpillWarning, stacklevel=level_of_the_program())
+        self._held_back.clear()
 
     # --- the end
 
@@ -303,6 +312,7 @@ class SlotIterator(torch_private.BaseIterator):
             because: The reason, for whoever calls ``next()`` later.
         """
         self._crew.closed_because = self._crew.closed_because or because
+        self._held_back = []
         if self._crew.workers:
             self._exchange.expel()
         self._finalizer()

@@ -16,6 +16,9 @@ from typing import NamedTuple
 
 import psutil
 
+SURE_NBYTES = 4 << 20
+"""So little memory is taken without asking for the headroom first: reading a cgroup's files costs more."""
+
 _UNLIMITED = 1 << 60  # version 1 writes "no limit" as a number near 2**63
 
 

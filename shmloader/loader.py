@@ -111,17 +111,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
         on_error: str = RAISE,
         share_dataset: bool = False,
     ) -> None:
-        if memory_budget_nbytes is not None and memory_budget_nbytes < 1:
-            raise ValueError(f"memory_budget_nbytes must be at least 1, not {memory_budget_nbytes}")
-        if worker_restarts < 0:
-            raise ValueError(f"worker_restarts must be at least 0, not {worker_restarts}")
-        if worker_restarts and isinstance(dataset, IterableDataset):
-            raise ValueError(
-                "worker_restarts needs a map-style dataset: how far an iterable-style one had come only the "
-                "dead worker knew, so its batches cannot be made again"
-            )
-        if on_error not in MODES:
-            raise ValueError(f"on_error must be one of {', '.join(map(repr, MODES))}, not {on_error!r}")
+        _check_arguments(dataset, memory_budget_nbytes, worker_restarts, on_error)
         self.on_error = on_error
         self.memory_budget_nbytes = memory_budget_nbytes
         self.worker_restarts = worker_restarts
@@ -250,3 +240,20 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
             wait_for_workers_s=counters.wait_for_workers_ns / 1e9,
             workers_wait_for_slots_s=counters.workers_wait_for_slots_ns / 1e9,
         )
+
+
+def _check_arguments(
+    dataset: object, memory_budget_nbytes: int | None, worker_restarts: int, on_error: str
+) -> None:
+    """Refuse what is wrong in the arguments that torch does not have."""
+    if memory_budget_nbytes is not None and memory_budget_nbytes < 1:
+        raise ValueError(f"memory_budget_nbytes must be at least 1, not {memory_budget_nbytes}")
+    if worker_restarts < 0:
+        raise ValueError(f"worker_restarts must be at least 0, not {worker_restarts}")
+    if worker_restarts and isinstance(dataset, IterableDataset):
+        raise ValueError(
+            "worker_restarts needs a map-style dataset: how far an iterable-style one had come only the "
+            "dead worker knew, so its batches cannot be made again"
+        )
+    if on_error not in MODES:
+        raise ValueError(f"on_error must be one of {', '.join(map(repr, MODES))}, not {on_error!r}")

@@ -37,6 +37,11 @@ DONE_NBYTES = _DONE.size
 """Size of a record from worker to main."""
 
 
+SPIN_NS = 50_000
+"""How long either side looks for the next record before it sleeps, while records come quickly: being put to
+sleep and woken costs more than a small batch does (docs/decisions/0008)."""
+
+
 class Task(NamedTuple):
     """What the main process asks of a worker.
 

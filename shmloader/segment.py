@@ -27,13 +27,12 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from shmloader.errors import SharedMemoryExhausted
-from shmloader.limits import memory_headroom, shm_free_nbytes
+from shmloader.limits import SURE_NBYTES, memory_headroom, shm_free_nbytes
 
 SLOT_STRIDE = 1 << 38
 """Bytes between the starts of two slots in one memfd: address space of a sparse file, not memory."""
 
 PAGE_NBYTES = mmap.PAGESIZE
-_SURE_NBYTES = 4 << 20  # growth, summed, that is too small to be worth reading the cgroup's files for
 # Never taken for slots: whatever the program did next would be answered by the OOM killer.
 _MOST_SPARE_NBYTES = 64 << 20
 
@@ -42,7 +41,8 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _MAP_FAILED = ctypes.c_void_p(-1).value
-_MAP_FIXED = 0x10
+MAP_FIXED = 0x10
+"""For `map_pages`: Python's ``mmap`` lacks it."""
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
@@ -84,8 +84,8 @@ class Extent:
         no longer reach them.
         """
         contents = ctypes.string_at(self.address, self.nbytes)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
-        _map(self.address, self.nbytes, flags, -1, 0)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
+        map_pages(self.address, self.nbytes, flags, -1, 0)
         ctypes.memmove(self.address, contents, self.nbytes)
 
 
@@ -104,7 +104,22 @@ class _Mapping:
             munmap(self.address, self.nbytes)
 
 
-def _map(address: int | None, nbytes: int, flags: int, fd: int, offset: int) -> int:
+def map_pages(address: int | None, nbytes: int, flags: int, fd: int, offset: int) -> int:
+    """``mmap``, for reading and writing, without the duplicate of the descriptor that Python's keeps.
+
+    Args:
+        address: Where to map, with ``MAP_FIXED``; None for anywhere.
+        nbytes: How much.
+        flags: ``MAP_*``.
+        fd: Of what; -1 with ``MAP_ANONYMOUS``.
+        offset: From where in it, a multiple of the page size.
+
+    Returns:
+        The address. Nothing unmaps it.
+
+    Raises:
+        SharedMemoryExhausted: If it cannot be had.
+    """
     mapped = _libc.mmap(address, nbytes, _READ_WRITE, flags, fd, offset)
     if mapped == _MAP_FAILED:
         code = ctypes.get_errno()
@@ -152,7 +167,7 @@ _unchecked_nbytes = 0  # taken by this process since the cgroup's files were rea
 
 def _check_headroom(grow_nbytes: int) -> None:
     global _unchecked_nbytes  # noqa: PLW0603 - what this process takes, whichever iterator it is for
-    if _unchecked_nbytes + grow_nbytes < _SURE_NBYTES:
+    if _unchecked_nbytes + grow_nbytes < SURE_NBYTES:
         _unchecked_nbytes += max(0, grow_nbytes)
         return
     _unchecked_nbytes = 0
@@ -249,7 +264,7 @@ class MemfdSegment:
 
     def map(self, slot: int, version: int, nbytes: int) -> Extent:
         """See `Segment.map`."""
-        address = _map(None, nbytes, mmap.MAP_SHARED, self._descriptor.fd, slot * SLOT_STRIDE)
+        address = map_pages(None, nbytes, mmap.MAP_SHARED, self._descriptor.fd, slot * SLOT_STRIDE)
         return Extent(address, nbytes, version, _Mapping(address, nbytes))
 
     def discard(self, slot: int, version: int, nbytes: int, kept_nbytes: int = 0) -> None:
@@ -391,7 +406,7 @@ def _map_named(name: str, nbytes: int) -> tuple[int, object]:
     except OSError as error:
         raise _named_refused(error, nbytes) from error
     try:
-        address = _map(None, nbytes, mmap.MAP_SHARED, fd, 0)
+        address = map_pages(None, nbytes, mmap.MAP_SHARED, fd, 0)
     finally:
         os.close(fd)
     return address, _Mapping(address, nbytes)
@@ -418,14 +433,18 @@ def _allocate_named(memory: SharedMemory, nbytes: int) -> None:
         os.close(fd)
 
 
-def new_segment() -> Segment:
-    """The segment for this platform, or the one that ``SHMLOADER_SEGMENT`` names.
+def wanted_backend() -> str:
+    """``"memfd"`` or ``"portable"``: what ``SHMLOADER_SEGMENT`` names, else what fits this platform.
 
     Raises:
-        ValueError: If the variable is neither ``memfd`` nor ``portable``.
+        ValueError: If the variable is neither.
     """
-    default = "memfd" if sys.platform == "linux" else "portable"
-    wanted = os.environ.get("SHMLOADER_SEGMENT", default)
+    wanted = os.environ.get("SHMLOADER_SEGMENT", "memfd" if sys.platform == "linux" else "portable")
     if wanted not in ("memfd", "portable"):
         raise ValueError(f"SHMLOADER_SEGMENT must be 'memfd' or 'portable', not {wanted!r}")
-    return MemfdSegment() if wanted == "memfd" else NamedSegment()
+    return wanted
+
+
+def new_segment() -> Segment:
+    """The segment of `wanted_backend`."""
+    return MemfdSegment() if wanted_backend() == "memfd" else NamedSegment()

@@ -29,24 +29,18 @@ from typing import Any, Self
 import numpy as np
 
 from shmloader.errors import SharedMemoryExhausted
-from shmloader.limits import memory_headroom, shm_free_nbytes
-from shmloader.segment import PAGE_NBYTES, Descriptor, whole_pages
+from shmloader.limits import SURE_NBYTES, memory_headroom, shm_free_nbytes
+from shmloader.segment import MAP_FIXED, PAGE_NBYTES, Descriptor, map_pages, wanted_backend, whole_pages
 
 ALIGNMENT = 64
 """Default alignment of what is appended, in bytes: a cache line, and what Arrow recommends."""
 
-_SURE_NBYTES = 4 << 20  # growth too small to be worth reading the cgroup's files for
 _MOST_GROWTH_NBYTES = 256 << 20
 _LEAST_WORKING_NBYTES = 16 << 20
 _MOST_BUFFERS = 1024  # IOV_MAX: buffers in one pwritev
 _MOST_WRITE_NBYTES = 1 << 30  # Linux writes at most 2 GiB at a time
 _LARGE_BUFFER_NBYTES = 1 << 12  # worth its own element of a pwritev
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
-_MAP_FAILED = ctypes.c_void_p(-1).value
-_MAP_FIXED = 0x10
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 # Pages that nobody writes need no backing, so they are not to be charged for.
 _PRIVATE = mmap.MAP_PRIVATE | (0x4000 if sys.platform == "linux" else 0)  # MAP_NORESERVE
@@ -99,10 +93,7 @@ class SharedBuffer:
             self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.mapping))
             # Given the descriptor, Python's mmap would keep a duplicate of it. So it maps anonymous memory,
             # of which nothing is touched, and the store takes that memory's place.
-            mapped = _libc.mmap(self.address, max(nbytes, 1), _READ_WRITE, _PRIVATE | _MAP_FIXED, fd, offset)
-            if mapped == _MAP_FAILED:
-                code = ctypes.get_errno()
-                raise OSError(code, os.strerror(code))
+            map_pages(self.address, max(nbytes, 1), _PRIVATE | MAP_FIXED, fd, offset)
         except OSError as error:
             raise SharedMemoryExhausted(
                 f"mapping a store of {nbytes:,} bytes failed: {error.strerror}. The address space may be "
@@ -178,7 +169,7 @@ class BufferBuilder:
         self.nbytes = 0
         self.reserved_nbytes = 0
         self._unchecked_nbytes = 0
-        self._sealable = _backend() == "memfd"
+        self._sealable = wanted_backend() == "memfd"
         if self._sealable:
             self._fd = os.memfd_create("shmloader-store", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         else:
@@ -199,7 +190,7 @@ class BufferBuilder:
         if grow_nbytes <= 0:
             return
         self._unchecked_nbytes += grow_nbytes
-        if self._unchecked_nbytes >= _SURE_NBYTES:
+        if self._unchecked_nbytes >= SURE_NBYTES:
             self._check_headroom(grow_nbytes)
             self._unchecked_nbytes = 0
         try:
@@ -309,14 +300,6 @@ class BufferBuilder:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _backend() -> str:
-    default = "memfd" if sys.platform == "linux" else "portable"
-    wanted = os.environ.get("SHMLOADER_SEGMENT", default)
-    if wanted not in ("memfd", "portable"):
-        raise ValueError(f"SHMLOADER_SEGMENT must be 'memfd' or 'portable', not {wanted!r}")
-    return wanted
 
 
 def _unnamed_file() -> int:

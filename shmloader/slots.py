@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmloader.errors import SharedMemoryExhausted
-from shmloader.limits import memory_headroom
+from shmloader.limits import SURE_NBYTES, memory_headroom
 from shmloader.segment import PAGE_NBYTES, SLOT_STRIDE, Extent, Segment, whole_pages
 
 RETAINED_SLOTS = 64
@@ -39,7 +39,6 @@ class SlotState(enum.Enum):
     LEASED = "leased"
 
 
-_SURE_NBYTES = 4 << 20  # too small to be worth asking the host for
 _LEAST_GROWTH_NBYTES = 1 << 20  # batches of a few bytes may become this large at once
 
 _FREE, _GRANTED, _PUBLISHED, _LEASED = SlotState
@@ -148,7 +147,7 @@ class SlotPool:
         self._spare: list[Slot] = []  # without memory, since the base was made smaller
         self._released: deque[Lease] = deque()
         self._leased = 0
-        self._surely_nbytes = _SURE_NBYTES  # the base may need this much without the host being asked
+        self._surely_nbytes = SURE_NBYTES  # the base may need this much without the host being asked
         self._closed = False
         self.on_freed: Callable[[Slot], None] | None = None
         self.on_granted: Callable[[Slot], None] | None = None
@@ -199,7 +198,7 @@ class SlotPool:
                 needed_nbytes=needed_nbytes,
                 available_nbytes=room.available_nbytes + reserved_nbytes,
             )
-        self._surely_nbytes = needed_nbytes + needed_nbytes // 4 + _SURE_NBYTES
+        self._surely_nbytes = needed_nbytes + needed_nbytes // 4 + SURE_NBYTES
 
     def _make_fewer(self) -> None:
         """Have fewer batches made in advance, if the budget then holds all that are on their way."""

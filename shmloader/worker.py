@@ -39,6 +39,7 @@ from shmloader.messages import (
     RESUME,
     RESUMED,
     SPILLED,
+    SPIN_NS,
     TASK_NBYTES,
     Task,
     pack_done,
@@ -50,7 +51,6 @@ from shmloader.segment import Descriptor, Segment
 from shmloader.slot_writer import SlotWriter, set_current_writer
 from shmloader.stacks import answer_with_stacks
 
-_SPIN_NS = 50_000
 _PART_NBYTES = 16 << 20, 1 << 20, 1 << 16  # what a slot is grown to for parts, or less if that cannot be had
 
 
@@ -254,7 +254,7 @@ class _Worker:
         Going to sleep and being woken costs more than a small batch does, on both sides. While records
         come quickly the worker therefore looks again for a moment, letting others have the processor.
         """
-        spin_until_ns = time.perf_counter_ns() + _SPIN_NS if self._wait_ns < _SPIN_NS else 0
+        spin_until_ns = time.perf_counter_ns() + SPIN_NS if self._wait_ns < SPIN_NS else 0
         while True:
             try:
                 record = os.read(self._tasks_fd, TASK_NBYTES)

@@ -14,16 +14,22 @@ import shmloader
 
 
 class Numbered(Dataset[torch.Tensor]):
-    """Sample ``i`` is ``size`` int64 items, all of them ``i``."""
+    """Sample ``i`` is ``items`` int64 items, all of them ``i``, after ``delay_s`` seconds.
 
-    def __init__(self, length: int, size: int = 8) -> None:
-        self.length, self.size = length, size
+    ``ballast_nbytes`` is carried along, and so pickled where workers are spawned.
+    """
+
+    def __init__(self, length: int, items: int = 8, delay_s: float = 0.0, ballast_nbytes: int = 0) -> None:
+        self.length, self.items, self.delay_s = length, items, delay_s
+        self.ballast = np.zeros(ballast_nbytes, np.uint8)
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((self.size,), index)
+        if self.delay_s:
+            time.sleep(self.delay_s)
+        return torch.full((self.items,), index)
 
 
 class Growing(Numbered):
@@ -37,8 +43,8 @@ class Growing(Numbered):
         return torch.full((self.sizes[index],), index)
 
 
-class Dies(Numbered):
-    """The worker that is asked for ``at`` ends itself: by a signal, or by an exit code."""
+class Ends(Numbered):
+    """The worker that is asked for ``at`` ends itself: by signal ``-how``, or with exit code ``how``."""
 
     def __init__(self, length: int, at: int, how: int) -> None:
         super().__init__(length)
@@ -47,6 +53,7 @@ class Dies(Numbered):
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == self.at:
             if self.how < 0:
+                signal.signal(-self.how, signal.SIG_DFL) if -self.how != signal.SIGKILL else None
                 os.kill(os.getpid(), -self.how)
             os._exit(self.how)
         return super().__getitem__(index)
@@ -62,16 +69,16 @@ class DiesWithHeir(Numbered):
         return super().__getitem__(index)
 
 
-class Slow(Numbered):
-    """Sleeps ``seconds`` before sample ``at`` (before each where None)."""
+class Sleeps(Numbered):
+    """Takes ``sleep_s`` seconds over sample ``at`` (over each where None)."""
 
-    def __init__(self, length: int, seconds: float, at: int | None = None) -> None:
+    def __init__(self, length: int, sleep_s: float, at: int | None = None) -> None:
         super().__init__(length)
-        self.seconds, self.at = seconds, at
+        self.sleep_s, self.at = sleep_s, at
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if self.at in (None, index):
-            time.sleep(self.seconds)
+            time.sleep(self.sleep_s)
         return super().__getitem__(index)
 
 

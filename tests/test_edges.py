@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from loading import Growing, Numbered, Slow
+from loading import Growing, Numbered, Sleeps
 from torch.utils.data import default_collate
 
 import shmloader
@@ -16,12 +16,12 @@ from shmloader import DataLoader
 
 
 def test_long_index_batches_survive_the_growth_of_their_slot(loader_backend: str) -> None:
-    loader = DataLoader(Numbered(2560, size=100), batch_size=128, num_workers=2)
+    loader = DataLoader(Numbered(2560, items=100), batch_size=128, num_workers=2)
     assert [int(batch[0, 0]) for batch in loader] == list(range(0, 2560, 128))
 
 
 def test_an_interrupted_start_of_an_epoch_does_not_hang_the_next() -> None:
-    loader = DataLoader(Slow(200, 1.0, at=4), batch_size=1, num_workers=2, persistent_workers=True)
+    loader = DataLoader(Sleeps(200, 1.0, at=4), batch_size=1, num_workers=2, persistent_workers=True)
     next(iter(loader))
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
@@ -35,7 +35,11 @@ def test_an_interrupted_start_of_an_epoch_does_not_hang_the_next() -> None:
 
 def test_parts_are_asked_for_although_the_pipe_is_full_of_tasks() -> None:
     loader = DataLoader(
-        Numbered(900, size=4096), num_workers=1, prefetch_factor=300, memory_budget_nbytes=1 << 20, timeout=30
+        Numbered(900, items=4096),
+        num_workers=1,
+        prefetch_factor=300,
+        memory_budget_nbytes=1 << 20,
+        timeout=30,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", shmloader.SpillWarning)
@@ -135,7 +139,7 @@ def list_of_many(samples: list[torch.Tensor]) -> list:
 
 
 def test_slots_for_kept_batches_are_given_back_within_the_epoch() -> None:
-    loader = DataLoader(Numbered(400, size=1 << 14), num_workers=2)
+    loader = DataLoader(Numbered(400, items=1 << 14), num_workers=2)
     iterator = iter(loader)
     kept = [next(iterator) for _ in range(40)]
     assert loader.statistics().reserved_nbytes > 40 << 17

@@ -68,7 +68,7 @@ def test_without_it_nothing_is_poisoned(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_who_holds_the_slots_is_told() -> None:
-    with DataLoader(Numbered(40, size=6), batch_size=4, num_workers=1) as loader:
+    with DataLoader(Numbered(40, items=6), batch_size=4, num_workers=1) as loader:
         iterator = iter(loader)
         held, other = next(iterator), next(iterator)
         first, second = loader.statistics().oldest_leases

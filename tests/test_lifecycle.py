@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 import torch
-from loading import Dies, DiesWithHeir, Growing, Numbered, Raises, Slow, make_error
+from loading import DiesWithHeir, Ends, Growing, Numbered, Raises, Sleeps, make_error
 
 import shmloader
 from shmloader import DataLoader
@@ -37,7 +37,7 @@ def _workers() -> list[psutil.Process]:
 
 @pytest.mark.parametrize("how", [-signal.SIGKILL, -signal.SIGTERM, 3, 0])
 def test_a_dead_worker_raises_at_once_and_is_named(how: int) -> None:
-    loader = DataLoader(Dies(1000, at=21, how=how), batch_size=4, num_workers=2)
+    loader = DataLoader(Ends(1000, at=21, how=how), batch_size=4, num_workers=2)
     began = time.monotonic()
     with pytest.raises(shmloader.WorkerDied) as caught:
         for _ in loader:
@@ -62,7 +62,7 @@ def test_a_dead_worker_is_noticed_while_another_process_holds_its_pipes() -> Non
 
 
 def test_a_dead_worker_ends_its_siblings_and_the_loader_can_be_used_again() -> None:
-    loader = DataLoader(Dies(60, at=21, how=1), batch_size=4, num_workers=2, persistent_workers=True)
+    loader = DataLoader(Ends(60, at=21, how=1), batch_size=4, num_workers=2, persistent_workers=True)
     with pytest.raises(shmloader.WorkerDied):
         list(loader)
     assert not _workers()
@@ -71,7 +71,7 @@ def test_a_dead_worker_ends_its_siblings_and_the_loader_can_be_used_again() -> N
 
 
 def test_what_comes_after_a_death_says_so() -> None:
-    iterator = iter(DataLoader(Dies(60, at=0, how=1), batch_size=4, num_workers=1))
+    iterator = iter(DataLoader(Ends(60, at=0, how=1), batch_size=4, num_workers=1))
     with pytest.raises(shmloader.WorkerDied):
         next(iterator)
     with pytest.raises(shmloader.LoaderClosed, match="worker 0 died"):
@@ -102,7 +102,7 @@ def test_exceptions_arrive_as_they_were_raised(name: str) -> None:
 
 
 def test_a_timeout_is_an_error_that_torch_users_catch() -> None:
-    loader = DataLoader(Slow(8, 30.0, at=0), batch_size=4, num_workers=1, timeout=0.3)
+    loader = DataLoader(Sleeps(8, 30.0, at=0), batch_size=4, num_workers=1, timeout=0.3)
     began = time.monotonic()
     iterator = iter(loader)
     with pytest.raises(RuntimeError, match=r"timed out after 0.3 seconds.*\[0, 1, 2, 3\]") as caught:
@@ -145,7 +145,7 @@ def test_a_with_block_closes_also_when_it_raises() -> None:
 
 
 def test_workers_are_ended_quickly_while_they_are_busy() -> None:
-    loader = DataLoader(Slow(64, 0.3), batch_size=1, num_workers=2, prefetch_factor=8)
+    loader = DataLoader(Sleeps(64, 0.3), batch_size=1, num_workers=2, prefetch_factor=8)
     iterator = iter(loader)
     next(iterator)
     began = time.monotonic()
@@ -251,9 +251,9 @@ def test_workers_end_with_a_killed_main_process(fork: bool) -> None:
     """Also when a process that the program forked still holds the main ends of the pipes."""
     code = f"""
         import os, sys, time
-        from loading import Slow
+        from loading import Sleeps
         from shmloader import DataLoader
-        loader = DataLoader(Slow(1000, 60.0, at=40), batch_size=4, num_workers=2)
+        loader = DataLoader(Sleeps(1000, 60.0, at=40), batch_size=4, num_workers=2)
         iterator = iter(loader)
         batch = next(iterator)
         child = os.fork() if {fork} else -1

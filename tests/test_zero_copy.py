@@ -101,7 +101,7 @@ def test_epochs_of_persistent_workers_go_on_while_everything_is_kept() -> None:
 
 def test_beyond_the_budget_batches_spill_with_one_warning_and_stay_right() -> None:
     loader = DataLoader(
-        Numbered(400, size=4096), batch_size=BATCH, num_workers=2, memory_budget_nbytes=8 * 140_000
+        Numbered(400, items=4096), batch_size=BATCH, num_workers=2, memory_budget_nbytes=8 * 140_000
     )
     with pytest.warns(SpillWarning, match="memory_budget_nbytes") as caught:
         batches = list(loader)
@@ -123,6 +123,24 @@ def test_batches_larger_than_a_slot_may_be_come_in_parts(budget_nbytes: int, loa
             assert bool((sample == index).all())
             assert loader.statistics().reserved_nbytes <= max(budget_nbytes, 6 * 4096)
     assert loader.statistics().spills == 2
+
+
+def test_a_spill_warning_that_is_an_error_loses_no_batch() -> None:
+    loader = DataLoader(
+        Growing([8] * 6 + [100_000] * 6), batch_size=None, num_workers=2, memory_budget_nbytes=1 << 18
+    )
+    seen, errors = [], 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SpillWarning)
+        iterator = iter(loader)
+        while True:
+            try:
+                seen.append(int(next(iterator)[0]))
+            except SpillWarning:
+                errors += 1
+            except StopIteration:
+                break
+    assert (seen, errors) == (list(range(12)), 1)
 
 
 def test_a_batch_in_parts_that_is_abandoned_does_not_disturb_the_next_epoch() -> None:

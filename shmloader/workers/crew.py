@@ -105,8 +105,7 @@ class Workers:
             The new worker, which has been sent nothing yet.
         """
         with HeldInterrupts():
-            worker.end()
-            worker.release()
+            self._end([worker])
             self._poller = None
             try:
                 fresh = self._start(worker.worker_id)

@@ -84,20 +84,6 @@ class Worker:
         poller.register(self.death_fd, select.POLLIN)
         return bool(poller.poll(0))
 
-    def end(self, grace_s: float = 0.0) -> int | None:
-        """Make the process end, by SIGTERM after ``grace_s`` seconds and by SIGKILL a second later.
-
-        Returns:
-            Its exit code, or None in the case that it cannot be killed (a system call that never returns).
-        """
-        self.process.join(grace_s)
-        for order in ("terminate", "kill"):
-            if self.process.exitcode is None:
-                getattr(self.process, order)()
-                self.process.join(1.0)
-        code: int | None = self.process.exitcode
-        return code
-
     def release(self) -> None:
         """Close this side's descriptors and forget the process, which has ended."""
         self.close_descriptors()

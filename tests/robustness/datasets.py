@@ -1,66 +1,16 @@
 """Datasets that workers under every start method can import, and the batches that they must give."""
 
 import logging
-import os
-import signal
-import time
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
+from loading import Numbered
 from torch.utils.data import Dataset
 
 BATCH = 4
-
-
-class Numbered(Dataset[torch.Tensor]):
-    """Sample ``i`` is ``items`` int64 items, all of them ``i``, after ``delay_s`` seconds.
-
-    ``ballast_nbytes`` is carried along, and so pickled where workers are spawned.
-    """
-
-    def __init__(self, length: int, items: int = 8, delay_s: float = 0.0, ballast_nbytes: int = 0) -> None:
-        self.length, self.items, self.delay_s = length, items, delay_s
-        self.ballast = np.zeros(ballast_nbytes, np.uint8)
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if self.delay_s:
-            time.sleep(self.delay_s)
-        return torch.full((self.items,), index)
-
-
-class Sleeps(Numbered):
-    """Takes ``sleep_s`` seconds over sample ``at`` (over each where None)."""
-
-    def __init__(self, length: int, sleep_s: float, at: int | None = None) -> None:
-        super().__init__(length)
-        self.sleep_s, self.at = sleep_s, at
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if self.at in (None, index):
-            time.sleep(self.sleep_s)
-        return super().__getitem__(index)
-
-
-class Ends(Numbered):
-    """The worker that is asked for ``at`` ends itself: by signal ``-how``, or with exit code ``how``."""
-
-    def __init__(self, length: int, at: int, how: int) -> None:
-        super().__init__(length)
-        self.at, self.how = at, how
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index == self.at:
-            if self.how < 0:
-                signal.signal(-self.how, signal.SIG_DFL) if -self.how != signal.SIGKILL else None
-                os.kill(os.getpid(), -self.how)
-            os._exit(self.how)
-        return super().__getitem__(index)
 
 
 class Dicts(Numbered):

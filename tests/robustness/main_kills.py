@@ -20,7 +20,7 @@ MOST_GONE_S = 2.0
 
 PROGRAM = """
     import os, sys, time
-    from robustness.datasets import Numbered, Sleeps
+    from loading import Numbered, Sleeps
     from shmloader import DataLoader
 
     def main():

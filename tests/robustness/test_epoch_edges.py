@@ -10,10 +10,11 @@ import time
 import psutil
 import pytest
 import torch
+from loading import Numbered, Sleeps
 from torch.utils.data import DistributedSampler
 
 import shmloader
-from robustness.datasets import BATCH, Numbered, Sleeps, WithEpoch, first_indices
+from robustness.datasets import BATCH, WithEpoch, first_indices
 from robustness.processes import LONG, descriptors, mappings, pss_nbytes, workers_of
 from shmloader import DataLoader
 

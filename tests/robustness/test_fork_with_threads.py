@@ -51,7 +51,8 @@ def test_loaders_start_while_threads_run_and_hold_locks() -> None:
 
 
 def test_the_loader_starts_no_thread_whatever_it_does() -> None:
-    from robustness.datasets import Numbered
+    from loading import Numbered
+
     from shmloader import DataLoader
 
     before = threading.active_count()

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
+from loading import Numbered
 
 import shmloader
-from robustness.datasets import Numbered, first_indices
+from robustness.datasets import first_indices
 from robustness.processes import ENVIRONMENT, LONG, wait_gone, workers_of
 from shmloader import DataLoader
 
@@ -29,7 +30,8 @@ PROGRAM = """
     import fcntl, sys, termios
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # this terminal's Ctrl-C comes to this session
 
-    from robustness.datasets import Numbered, first_indices
+    from loading import Numbered
+    from robustness.datasets import first_indices
     from shmloader import DataLoader
 
     def main():

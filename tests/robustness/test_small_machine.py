@@ -8,10 +8,11 @@ import sys
 import numpy as np
 import pytest
 import torch
+from loading import Numbered
 
 import shmloader
 from robustness.confined import FEW_DESCRIPTORS, SMALL_SHM, memory_cgroup, works
-from robustness.datasets import Dicts, Numbered, first_indices
+from robustness.datasets import Dicts, first_indices
 from robustness.processes import ENVIRONMENT, TESTS, descriptors, mappings, python
 from shmloader import DataLoader
 from shmloader.segment import MemfdSegment, NamedSegment
@@ -61,7 +62,8 @@ def test_batches_larger_than_dev_shm_are_exact(segment: str) -> None:
         import os, sys, warnings
         os.environ["SHMLOADER_SEGMENT"] = sys.argv[1]
         import shmloader
-        from robustness.datasets import Numbered, first_indices
+        from loading import Numbered
+        from robustness.datasets import first_indices
         assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 16 << 20
         warnings.simplefilter("ignore", shmloader.SpillWarning)
         loader = shmloader.DataLoader(Numbered(40, items=1 << 20), batch_size=4, num_workers=2)
@@ -108,7 +110,8 @@ SCARCE = """
     import os, sys, warnings
     from pathlib import Path
     import shmloader
-    from robustness.datasets import Numbered, first_indices
+    from loading import Numbered
+    from robustness.datasets import first_indices
     from robustness.datasets import GrowsAt
     from shmloader.limits import memory_headroom
 
@@ -182,7 +185,7 @@ def test_many_small_growths_are_measured_against_the_cgroup_too() -> None:
 def test_a_cgroup_smaller_than_the_slots_is_an_error_with_both_numbers() -> None:
     code = """
         import re, shmloader
-        from robustness.datasets import Numbered
+        from loading import Numbered
         loader = shmloader.DataLoader(Numbered(64, items=2 << 20), batch_size=4, num_workers=2)
         try:
             list(loader)
@@ -217,7 +220,8 @@ def test_with_a_budget_there_are_fewer_slots_and_one_warning() -> None:
 LITTLE_ADDRESS_SPACE = """
     import resource, sys, warnings
     import shmloader
-    from robustness.datasets import Numbered, first_indices
+    from loading import Numbered
+    from robustness.datasets import first_indices
 
     def shrink(worker_id):
         with open("/proc/self/statm") as file:
@@ -252,7 +256,8 @@ def test_a_main_process_without_address_space_gets_an_error_with_numbers() -> No
     code = """
         import resource
         import shmloader
-        from robustness.datasets import Numbered, first_indices
+        from loading import Numbered
+        from robustness.datasets import first_indices
         loader = shmloader.DataLoader(
             Numbered(600, items=1 << 18), batch_size=4, num_workers=1, persistent_workers=True
         )
@@ -283,7 +288,7 @@ def test_a_main_process_without_address_space_gets_an_error_with_numbers() -> No
 def test_a_limit_on_the_size_of_files_is_an_error_that_names_it() -> None:
     code = """
         import shmloader
-        from robustness.datasets import Numbered
+        from loading import Numbered
         try:
             list(shmloader.DataLoader(Numbered(64), batch_size=4, num_workers=2))
         except shmloader.SharedMemoryExhausted as error:
@@ -300,7 +305,8 @@ def test_named_segments_work_where_the_size_of_files_is_limited() -> None:
         import os, warnings
         os.environ["SHMLOADER_SEGMENT"] = "portable"
         import shmloader
-        from robustness.datasets import Numbered, first_indices
+        from loading import Numbered
+        from robustness.datasets import first_indices
         warnings.simplefilter("ignore", shmloader.SpillWarning)
         for items, spills in ((1 << 12, False), (1 << 20, True)):
             loader = shmloader.DataLoader(Numbered(64, items=items), batch_size=4, num_workers=2)

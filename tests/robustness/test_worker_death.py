@@ -6,9 +6,10 @@ import signal
 import time
 
 import pytest
+from loading import Ends, Numbered, Sleeps
 
 import shmloader
-from robustness.datasets import Ends, Numbered, Sleeps, first_indices
+from robustness.datasets import first_indices
 from robustness.worker_kills import (
     BATCH,
     METHODS,

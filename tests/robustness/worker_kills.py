@@ -18,9 +18,10 @@ from multiprocessing import forkserver
 from typing import NamedTuple
 
 import psutil
+from loading import Numbered
 
 import shmloader
-from robustness.datasets import BATCH, Numbered, first_indices
+from robustness.datasets import BATCH, first_indices
 from robustness.processes import is_helper, wait_gone
 from shmloader import DataLoader
 

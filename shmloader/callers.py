@@ -1,0 +1,17 @@
+"""Where in the program a warning is to point."""
+
+from __future__ import annotations
+
+import inspect
+
+_OF_THE_LOADER = ("shmloader.", "torch.utils.data.")
+
+
+def level_of_the_program() -> int:
+    """The ``stacklevel`` of whoever called the loader, for a warning that the calling function issues."""
+    level, frame = 0, inspect.currentframe()
+    while frame is not None:
+        if not frame.f_globals.get("__name__", "").startswith(_OF_THE_LOADER):
+            break
+        level, frame = level + 1, frame.f_back
+    return level
