@@ -186,11 +186,14 @@ def test_a_cgroup_smaller_than_the_slots_is_an_error_with_both_numbers() -> None
     code = """
         import re, shmloader
         from loading import Numbered
-        loader = shmloader.DataLoader(Numbered(64, items=2 << 20), batch_size=4, num_workers=2)
+        # Both workers' first batches fit, wherever they are collated; the slots of 16 MiB do not.
+        loader = shmloader.DataLoader(
+            Numbered(400, items=1 << 19), batch_size=4, num_workers=2, prefetch_factor=16
+        )
         try:
             list(loader)
         except shmloader.SharedMemoryExhausted as error:
-            assert error.needed_nbytes >= 6 * (64 << 20) > error.available_nbytes
+            assert error.needed_nbytes >= 34 * (16 << 20) > error.available_nbytes
             assert f"{error.needed_nbytes:,}" in str(error) and f"{error.available_nbytes:,}" in str(error)
         else:
             raise AssertionError
