@@ -3,20 +3,24 @@
 Standard library only: see `EarlyName`.
 
 The closed task pipe alone does not tell a worker that the main process has ended: a process that the user's
-program forked may hold its other end. PR_SET_PDEATHSIG would fire when the *thread* that started the worker
-ends.
+program forked may hold its other end. So a thread waits for that end. While some C code (an import, for
+seconds) holds the interpreter lock it cannot run: where that is safe the kernel is asked for a signal too.
 """
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from typing import Any, Self
 
 _THREAD_NAME = "shmloader-watch-main"
+_PR_SET_PDEATHSIG = 1
 
 
 def leave_interrupts_to_main() -> None:
@@ -29,10 +33,31 @@ def leave_interrupts_to_main() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def begin(main_pid: int) -> None:
-    """Do both."""
+def begin(main_pid: int, by_leader: bool = False) -> None:
+    """Leave Ctrl-C to the main process, and end with it.
+
+    Args:
+        main_pid: Its process id.
+        by_leader: Whether the thread that started this process is one that lives as long as its process.
+            In a forked process, its name knows that too (`EarlyName`).
+    """
     leave_interrupts_to_main()
+    if by_leader or getattr(multiprocessing.current_process().name, "by_leader", False):
+        _die_with_parent(main_pid)
     end_with(main_pid)
+
+
+def _die_with_parent(main_pid: int) -> None:
+    """Have the kernel kill this process when its parent, if that is the main process, ends.
+
+    The signal comes when the *thread* that made this process ends, so that must be the first thread of the
+    main process. A fork server's children have another parent; they begin with everything imported.
+    """
+    if sys.platform != "linux" or os.getppid() != main_pid:
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != main_pid:  # it ended just before
+        os._exit(1)
 
 
 def end_with(main_pid: int) -> None:
@@ -71,22 +96,25 @@ class EarlyName(str):
     those settings: nothing but the standard library can be imported yet.
     """
 
-    __slots__ = ("main_pid",)
+    __slots__ = ("by_leader", "main_pid")
 
     main_pid: int
+    by_leader: bool
 
     def __new__(cls, name: str, main_pid: int) -> Self:
-        """Make a name of ``name`` for a worker of the process ``main_pid``."""
+        """Make a name of ``name`` for a worker of the process ``main_pid``, in the thread that starts it."""
         self = super().__new__(cls, name)
         self.main_pid = main_pid
+        self.by_leader = threading.get_native_id() == os.getpid()
         return self
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         source = _source()
         if source is None:
             return str, (str(self),)
-        names = {"source": source, "space": {"__name__": __name__}, "pid": self.main_pid, "name": str(self)}
-        return eval, ("(exec(source, space), space['begin'](pid), name)[2]", names)
+        names: dict[str, Any] = {"source": source, "space": {"__name__": __name__}, "name": str(self)}
+        names |= {"pid": self.main_pid, "by_leader": self.by_leader}
+        return eval, ("(exec(source, space), space['begin'](pid, by_leader), name)[2]", names)
 
 
 def _source() -> str | None:

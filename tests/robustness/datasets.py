@@ -1,6 +1,8 @@
 """Datasets that workers under every start method can import, and the batches that they must give."""
 
+import ctypes
 import logging
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -80,4 +82,18 @@ class Logs(Numbered):
         logging.getLogger("robustness.new").addHandler(logging.NullHandler())
         assert (torch.randn(300, 300) @ torch.randn(300, 300)).shape == (300, 300)
         assert pc.sum(pa.array([index, 1])).as_py() == index + 1
+        return super().__getitem__(index)
+
+
+class HoldsTheLock(Numbered):
+    """Sample ``at`` takes a minute in C code that holds the interpreter lock; says so with a file first."""
+
+    def __init__(self, length: int, at: int, path: str) -> None:
+        super().__init__(length)
+        self.at, self.path = at, path
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == self.at:
+            Path(self.path).write_text(str(index))
+            ctypes.PyDLL(None).sleep(60)
         return super().__getitem__(index)
