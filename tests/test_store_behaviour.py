@@ -7,7 +7,7 @@ import io
 import itertools
 import pickle
 import sys
-from collections import OrderedDict, UserDict
+from collections import Counter, OrderedDict, UserDict, defaultdict
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import shmloader
 from shmloader import share
 from shmloader.store import Store
+from shmloader.store.base import attach
 from shmloader.store.build import can_build
 from shmloader.store.conformance import identical
 from shmloader.store.gather import join
@@ -342,6 +343,48 @@ def test_a_mapping_has_the_views_of_a_dict() -> None:
     assert share({"a": 1}).to_arrow().to_pylist() == [{"key": "a", "value": 1}]
 
 
+def counted_missing() -> list[int]:
+    return [7]
+
+
+def test_a_counter_and_a_defaultdict_answer_for_keys_that_they_do_not_have(tmp_path: Any) -> None:
+    counter, lists = Counter("aab"), defaultdict(list, x=[1])
+    made = defaultdict(counted_missing, {5: [1]})
+    for original, value in ((counter, 0), (lists, []), (made, [7])):
+        store = share(original)
+        store.save(tmp_path / "mapping.arrow")
+        again = attach(store.buffer), shmloader.open(tmp_path / "mapping.arrow")
+        for mapping in (store, *again):
+            assert mapping["missing"] == value
+            assert (
+                mapping["missing"] is not mapping["missing"] or value == 0
+            )  # made anew, as by a defaultdict
+            assert "missing" not in mapping
+            assert mapping.get("missing") is None
+            assert mapping.get("missing", 5) == 5
+            assert mapping == dict(original)
+            assert len(mapping) == len(original)
+    assert share(counter).get("a") == 2
+    for plain in (defaultdict(None, a=1), OrderedDict(a=1)):
+        assert share(plain) == {"a": 1}
+        with pytest.raises(KeyError, match="missing"):
+            share(plain)["missing"]
+
+
+def test_mappings_whose_missing_keys_a_store_could_not_make_up_are_refused() -> None:
+    class Squares(dict[int, int]):
+        def __missing__(self, key: int) -> int:
+            return key**2
+
+    with pytest.raises(TypeError, match=r"Squares defines __missing__.*share\(dict\(data\)\)"):
+        share(Squares())
+    with pytest.raises(
+        TypeError, match=r"default_factory <function .*lambda.* cannot be pickled.*share\(dict"
+    ):
+        share(defaultdict(lambda: 5, a=1))
+    assert share(dict(Squares({2: 4}))) == {2: 4}
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.dictionaries(
@@ -422,10 +465,3 @@ def test_short_builds_show_nothing(capsys: Any) -> None:
     progress.show(5)
     progress.close()
     assert capsys.readouterr().err == ""
-
-
-def test_pandas_data_is_shared_by_rows() -> None:
-    pandas = pytest.importorskip("pandas")
-    frame = pandas.DataFrame({"a": [1, 2], "b": ["x", None]})
-    assert list(share(frame)) == frame.to_dict("records")
-    assert list(share(frame["a"])) == [1, 2]

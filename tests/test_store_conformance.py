@@ -24,6 +24,10 @@ TABLE = pa.table(
         "d": [dt.date(2024, 1, 1)] * N,
     }
 )
+WORDS = [f"word {n}" for n in range(50)]
+ARRAYS = [np.arange(100), np.ones(100, np.int64)]
+TENSORS = [torch.arange(100), torch.ones(100, dtype=torch.int64)]
+RECORDS = [{"text": str(n) * 50, "words": WORDS, "n": n} for n in range(3)]
 
 
 def both(rows: list[Any]) -> tuple[Store, list[Any]]:
@@ -71,6 +75,11 @@ KINDS: dict[str, Callable[[], tuple[Store, list[Any]]]] = {
     ),
     "custom objects": lambda: both([Custom(np.arange(n), torch.arange(n), str(n)) for n in range(N)]),
     "enums": lambda: both([random.choice(list(Colour)) for _ in range(N)]),
+    "records that share": lambda: of_chunks(lambda n: {"n": n, "words": WORDS, "array": ARRAYS[n % 2]}),
+    "arrays that are the same": lambda: of_chunks(lambda n: ARRAYS[n % 2]),
+    "tensors that are the same": lambda: of_chunks(lambda n: TENSORS[n % 2]),
+    "rows that are the same": lambda: of_chunks(lambda n: RECORDS[n % 3]),
+    "objects that share": lambda: of_chunks(lambda n: Custom(ARRAYS[0], TENSORS[n % 2], str(n))),
     "everything at once": lambda: both(
         [1, "a", None, 2.5, b"x", [1, "b"], {"k": (1,)}, True, 2**70, Point(1)]
     ),

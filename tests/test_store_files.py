@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset
 
 from shmloader import DataLoader, LoaderError
-from shmloader.store import share
+from shmloader.store import Store, StoreDescription, share
 from shmloader.store.files import open_store
 from shmloader.store.mapped_files import ArrowFile
 from shmloader.store.tables import ArrowStore
@@ -300,14 +300,74 @@ def test_a_saved_file_has_the_rights_of_any_new_file(tmp_path: Path) -> None:
     assert (tmp_path / "data.arrow").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
-def test_views_are_saved_where_arrow_has_their_rows_and_refused_else(tmp_path: Path) -> None:
-    share(RECORDS).column("path").save(tmp_path / "data.arrow")
-    assert list(open_store(tmp_path / "data.arrow")) == [record["path"] for record in RECORDS]
-    part = share(OTHERS["namedtuples"])[10:20]
-    with pytest.raises(TypeError, match=r"share\(iter\(view\)\)\.save"):
-        part.save(tmp_path / "part.arrow")
-    share(iter(part)).save(tmp_path / "part.arrow")
-    assert list(open_store(tmp_path / "part.arrow")) == OTHERS["namedtuples"][10:20]
+VIEWS: dict[str, Any] = {
+    "rows with an Arrow type": (lambda: share(RECORDS)[1:], RECORDS[1:]),
+    "rows at a distance": (lambda: share(RECORDS)[-2:5:-7], RECORDS[-2:5:-7]),
+    "rows without an Arrow type": (lambda: share(OTHERS["namedtuples"])[10:20], OTHERS["namedtuples"][10:20]),
+    "rows without an Arrow type, backwards": (lambda: share(OTHERS["tuples"])[::-3], OTHERS["tuples"][::-3]),
+    "a slice of a slice": (lambda: share(OTHERS["objects"])[10:][::2], OTHERS["objects"][10::2]),
+    "no rows": (lambda: share(OTHERS["mixed"])[:0], []),
+    "a field with an Arrow type": (lambda: share(RECORDS).column("path"), [row["path"] for row in RECORDS]),
+    "a field without one": (
+        lambda: share([{"a": 1j * n} for n in range(9)]).column("a"),
+        [1j * n for n in range(9)],
+    ),
+    "a part of a field": (lambda: share([{"a": (n,)} for n in range(9)]).column("a")[2:4], [(2,), (3,)]),
+    "rows of an array": (
+        lambda: share(np.arange(12).reshape(-1, 2))[1:3],
+        list(np.arange(12).reshape(-1, 2)[1:3]),
+    ),
+    "rows in Fortran order": (
+        lambda: share(np.asfortranarray(np.arange(12).reshape(-1, 2)))[::2],
+        list(np.arange(12).reshape(-1, 2)[::2]),
+    ),
+    "rows of a table": (lambda: share(TABLE)[7:9], TABLE.to_pylist()[7:9]),
+    "the items of a dict": (lambda: share({"a": 1, (2,): "b"}).pairs, [("a", 1), ((2,), "b")]),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_part_of_a_store_is_saved_as_just_that_part(tmp_path: Path, name: str) -> None:
+    view, rows = VIEWS[name]
+    view().save(tmp_path / "part.arrow")
+    assert same(open_store(tmp_path / "part.arrow"), rows)
+
+
+def test_a_part_of_a_tensor_is_saved_as_a_tensor(tmp_path: Path) -> None:
+    source = torch.arange(24).reshape(-1, 2).to(torch.bfloat16)
+    share(source)[3:1:-1].save(tmp_path / "part.arrow")
+    opened = open_store(tmp_path / "part.arrow")
+    assert torch.equal(opened.tensor, source[[3, 2]])
+
+
+def test_what_is_saved_of_a_part_is_no_larger_than_it(tmp_path: Path) -> None:
+    shared = [str(number) * 10 for number in range(1000)]  # a list in each row, and the same one
+    store = share([(number, shared, "x" * 2000) for number in range(2000)])
+    store[1000:1100].save(tmp_path / "part.arrow")
+    assert list(open_store(tmp_path / "part.arrow")) == [(n, shared, "x" * 2000) for n in range(1000, 1100)]
+    assert (tmp_path / "part.arrow").stat().st_size < 60_000
+
+
+def test_a_kind_of_store_that_cannot_be_copied_in_part_says_what_to_do(tmp_path: Path) -> None:
+    class Squares(Store):
+        def __len__(self) -> int:
+            return 9
+
+        def row(self, index: int) -> Any:
+            return index**2
+
+        def take(self, indices: Any, out: Any = None) -> Any:
+            return [self.row(index) for index in indices]
+
+        def describe(self) -> StoreDescription:
+            return StoreDescription("squares", 9, 0, 0)
+
+        to_arrow = None
+
+    with pytest.raises(TypeError, match=r"part of a Squares .*share\(iter\(part\)\)\.save"):
+        Squares()[1:].save(tmp_path / "part.arrow")
+    share(iter(Squares()[1:])).save(tmp_path / "part.arrow")
+    assert list(open_store(tmp_path / "part.arrow")) == [n**2 for n in range(1, 9)]
 
 
 def test_a_store_from_a_file_is_saved_to_another_one(tmp_path: Path) -> None:

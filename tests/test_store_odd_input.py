@@ -14,7 +14,7 @@ import pytest
 from shmloader import SharedMemoryExhausted, share
 from shmloader import open as open_store
 from shmloader.limits import Headroom
-from shmloader.store import Store, build
+from shmloader.store import Store, room
 from shmloader.store.walk import share_attributes
 
 
@@ -63,18 +63,18 @@ def test_a_list_whose_elements_raise_anything_when_pickled_stays(caplog: pytest.
     assert "left Holder.others: NotImplementedError: not this one" in caplog.text
 
 
-def test_want_of_descriptors_is_an_error() -> None:
-    holder = Holder(**{f"array_{number}": np.zeros(1 << 17) for number in range(20)})
+def test_want_of_descriptors_is_an_error_with_the_limit_and_what_to_do() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = os.dup(0)
     os.close(highest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 10, limits[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest, limits[1]))
     try:
-        with pytest.raises(OSError) as raised:  # noqa: PT011 - its number is looked at
-            share(holder)
+        for data in (Holder(array=np.zeros(1 << 17)), [1, 2, 3]):
+            with pytest.raises(OSError, match=rf"as it may: {highest}.*ulimit -n") as raised:
+                share(data)
+            assert raised.value.errno == errno.EMFILE
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert raised.value.errno == errno.EMFILE
 
 
 def test_a_long_chain_of_objects_is_walked_in_little_memory(caplog: pytest.LogCaptureFixture) -> None:
@@ -117,8 +117,8 @@ def test_numpys_keys_are_found_by_pythons_and_the_other_way(key: Any, equal: Any
 def test_a_dict_that_is_too_large_is_refused_before_a_page_is_touched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    room = Headroom(100 << 20, 200 << 20, "a small cgroup")
-    monkeypatch.setattr(build, "memory_headroom", lambda: room)
+    small = Headroom(100 << 20, 200 << 20, "a small cgroup")
+    monkeypatch.setattr(room, "memory_headroom", lambda: small)
     text = "x" * 1000
     with pytest.raises(SharedMemoryExhausted, match=r"these 200,000 items needs about 2\d\d,\d\d\d,\d\d\d"):
         share({number: text + str(number % 7) for number in range(200_000)})

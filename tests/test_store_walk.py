@@ -7,6 +7,8 @@ import functools
 import logging
 import multiprocessing.context
 import os
+import subprocess
+import sys
 import threading
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -30,7 +32,9 @@ from walk_datasets import (
 )
 
 from shmloader import DataLoader, SharedMemoryExhausted
+from shmloader import open as open_store
 from shmloader.store import SharedObject, Store, walk
+from shmloader.store.packing import pack, unpack
 from shmloader.store.walk import LEAST_NBYTES, share_attributes
 
 
@@ -297,7 +301,7 @@ def test_want_of_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def exhausted(*_: Any, **__: Any) -> Any:
         raise SharedMemoryExhausted("too big")
 
-    monkeypatch.setattr(walk, "build_store", exhausted)
+    monkeypatch.setattr(walk, "write_store", exhausted)
     with pytest.raises(SharedMemoryExhausted):
         share_attributes(Images())
 
@@ -362,8 +366,48 @@ def test_workers_read_the_same_memory_and_batches_are_torchs(start_method: str) 
         assert torch.equal(batch["feature"], torch.from_numpy(original.features[rows]))
         assert torch.equal(batch["weight"], original.weights[rows])
         assert batch["memory"][0] == memory
-        assert batch["mapped"][0] >= 3
+        assert batch["mapped"][0] == 1  # one mapping, and one descriptor, for all three attributes
     loader.close()
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_a_hundred_attributes_take_one_descriptor(start_method: str) -> None:
+    script = str(Path(__file__).with_name("few_descriptors.py"))
+    command = ["sh", "-c", 'ulimit -n 64 && exec "$@"', "sh", sys.executable, script, start_method]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["limit", "64", "descriptors", "1", "read", "True"], done.stderr
+
+
+def test_stores_of_one_buffer_are_stores_like_any_other(tmp_path: Any) -> None:
+    """Each describes its own part, is saved by itself, and keeps what it needs of the memory alive."""
+    shared = share_attributes(Everything())
+    whole = shared.samples.buffer.whole
+    assert shared.features.store.buffer.whole is whole
+    parts = [shared.samples, shared.features.store, shared.weights.store]
+    assert sum(part.nbytes for part in parts) <= whole.nbytes < sum(part.nbytes for part in parts) + 3 * 4096
+    assert [part.describe().nbytes for part in parts] == [part.nbytes for part in parts]
+    for number, part in enumerate(parts):
+        part.save(tmp_path / f"{number}.arrow")
+        opened = open_store(tmp_path / f"{number}.arrow")
+        assert len(opened) == ROWS
+        assert str(opened[-1]) == str(part[-1])
+    pickled, buffers = pack(shared)
+    assert buffers == [whole]
+    again = unpack(pickled, buffers)
+    assert again.samples == shared.samples
+    samples = shared.samples
+    del shared, parts, whole, again, buffers
+    assert list(samples) == make_samples()
+
+
+def test_what_cannot_be_shared_leaves_its_memory_to_the_next(caplog: pytest.LogCaptureFixture) -> None:
+    mixed: list[Any] = [f"text {number}" for number in range(100_000)]
+    mixed[-3] = threading.Lock()
+    shared = share_attributes(Holder(mixed=mixed, samples=make_samples()))
+    assert shared.mixed is mixed
+    assert shared.samples == make_samples()
+    assert shared.samples.buffer.begin == 0
+    assert shared.samples.buffer.whole.nbytes == shared.samples.nbytes
 
 
 def test_a_loader_shares_its_dataset_when_it_is_made() -> None:

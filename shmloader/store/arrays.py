@@ -55,6 +55,16 @@ def kind_of_tensor(tensor: torch.Tensor) -> ArrayKind | None:
     return ArrayKind(DTYPES[code].carrier, tensor.dim(), False, tensor.dtype)
 
 
+def memory_of(value: Any, kind: ArrayKind) -> tuple[Any, ...]:
+    """What arrays or tensors of a kind have in common if they are views of the same items.
+
+    Equal for two of them while both are alive.
+    """
+    if kind.torch_dtype is None:
+        return value.__array_interface__["data"][0], value.shape, value.strides, kind
+    return value.data_ptr(), value.shape, value.stride(), kind
+
+
 def array_of_tensor(tensor: torch.Tensor, carrier: np.dtype[Any]) -> Array:
     """A tensor's items as a C-ordered ndarray of its carrier dtype; a view where it is contiguous."""
     tensor = tensor.contiguous()

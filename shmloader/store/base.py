@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import operator
 import pickle
 import struct
@@ -115,6 +114,23 @@ class Store(SharedObject, Sequence[Any]):
             IndexError: If an index is out of range.
             TypeError: If the rows do not fit in ``out``.
         """
+
+    def alone(self, rows: Sequence[int]) -> Store:
+        """Copy some rows to a store of their own, with no other rows in its memory.
+
+        Runs in the calling process.
+
+        Args:
+            rows: Row numbers from 0 on.
+
+        Raises:
+            TypeError: If this kind of store has no way to do so.
+            SharedMemoryExhausted: If the host has not the memory.
+        """
+        raise TypeError(
+            f"a part of a {type(self).__name__} cannot be saved by itself: save the whole, or share the "
+            "rows anew: shmloader.share(iter(part)).save(path)"
+        )
 
     @overload
     def __getitem__(self, index: int) -> Any: ...
@@ -241,12 +257,21 @@ class StoreSlice(Store):
         self._store = store
         self._range = rows
 
+    @property
+    def whole(self) -> Store:
+        """The store of which these are some rows."""
+        return self._store
+
     def __len__(self) -> int:
         return len(self._range)
 
     def row(self, index: int) -> Any:
         """See `Store.row`."""
         return self._store.row(self._range[index])
+
+    def alone(self, rows: Sequence[int]) -> Store:
+        """See `Store.alone`."""
+        return self._store.alone([self._range[number] for number in rows])
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -290,7 +315,10 @@ class BufferStore(SharedObject):
 
     Attributes:
         buffer: The shared memory.
+        is_complete: Whether what the buffer says that it holds is this store.
     """
+
+    is_complete = True
 
     def __init__(self, buffer: SharedBuffer, layout: Any) -> None:
         self.buffer = buffer
@@ -304,19 +332,21 @@ class BufferStore(SharedObject):
         return attach, (self.buffer,)
 
 
-def finish(out: BufferBuilder, kind: type[BufferStore], layout: Any) -> Any:
-    """Seal what a store's class has appended, together with its layout.
+Written = tuple[type[BufferStore], Any]
+"""A store that has been written: its class, and what its constructor needs besides the buffer (small and
+picklable)."""
 
-    Args:
-        out: Where it was appended; sealed by this.
-        kind: The store's class.
-        layout: What its constructor needs besides the buffer: small and picklable.
 
-    Returns:
-        The store.
-    """
-    pickled = pickle.dumps((kind, layout), 5)
+def end_with(out: BufferBuilder, written: Written) -> None:
+    """Append what says which store the memory holds."""
+    pickled = pickle.dumps(written, 5)
     out.append(pickled + _TAIL.pack(len(pickled), _MAGIC), alignment=1)
+
+
+def finish(out: BufferBuilder, written: Written) -> Any:
+    """Seal what a store's class has appended, together with its layout; returns the store."""
+    end_with(out, written)
+    kind, layout = written
     return kind(out.seal(), layout)
 
 
@@ -332,47 +362,3 @@ def attach(buffer: SharedBuffer) -> Any:
         raise ValueError(f"these {len(view):,} bytes are not a store of this version of shmloader")
     kind, layout = pickle.loads(view[-_TAIL.size - nbytes : -_TAIL.size])
     return kind(buffer, layout)
-
-
-class _Packer(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, buffers: list[SharedBuffer]) -> None:
-        super().__init__(file, 5)
-        self._buffers = buffers
-        self._numbers: dict[int, int] = {}
-
-    def persistent_id(self, value: Any) -> int | None:
-        """See ``pickle.Pickler``: buffers stay out of the pickle."""
-        if type(value) is not SharedBuffer:  # over a file, it is pickled by the file's path
-            return None
-        number = self._numbers.setdefault(id(value), len(self._buffers))
-        if number == len(self._buffers):
-            self._buffers.append(value)
-        return number
-
-
-class _Unpacker(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, buffers: Sequence[SharedBuffer]) -> None:
-        super().__init__(file)
-        self._buffers = buffers
-
-    def persistent_load(self, number: Any) -> SharedBuffer:
-        """See ``pickle.Unpickler``."""
-        buffer: SharedBuffer = self._buffers[number]
-        return buffer
-
-
-def pack(value: Any) -> tuple[bytes, list[SharedBuffer]]:
-    """Pickle any object that may contain stores, for a process of this host.
-
-    Returns:
-        The pickle, without the shared memory, and the buffers that it refers to. They reach the other
-        process by their descriptors.
-    """
-    file, buffers = io.BytesIO(), list[SharedBuffer]()
-    _Packer(file, buffers).dump(value)
-    return file.getvalue(), buffers
-
-
-def unpack(pickled: bytes, buffers: Sequence[SharedBuffer]) -> Any:
-    """The object that `pack` pickled, over buffers that are attached here, in the same order."""
-    return _Unpacker(io.BytesIO(pickled), buffers).load()

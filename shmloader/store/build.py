@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
@@ -10,23 +9,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from shmloader.errors import SharedMemoryExhausted
-from shmloader.limits import memory_headroom
 from shmloader.shared_buffer import BufferBuilder
-from shmloader.store.base import SharedObject, finish
-from shmloader.store.encode import ValueEncoder
-from shmloader.store.mapping import KeyHashes, MappingStore
+from shmloader.store.base import SharedObject, Written, finish
+from shmloader.store.foreign import is_arrow, is_pandas
+from shmloader.store.mapping import KeyHashes, MappingStore, pickled_missing
+from shmloader.store.one_buffer import new_builder
 from shmloader.store.progress import BuildProgress
+from shmloader.store.room import check_items, check_rows, check_sample
 from shmloader.store.rows import RowStore, RowWriter
 from shmloader.store.size import estimate_nbytes
-from shmloader.store.whole import SharedArray, SharedTensor, build_array, build_tensor
+from shmloader.store.whole import SharedArray, SharedTensor, write_array, write_tensor
 
-__all__ = ["build_store", "can_build", "estimate_nbytes"]
+__all__ = ["build_store", "can_build", "estimate_nbytes", "write_store"]
 
 _NO_CONTAINERS = (str, bytes, bytearray, memoryview, range)
 _CONTAINERS = (SharedObject, Sequence, Mapping, Iterator, np.ndarray, torch.Tensor)
-_SAMPLED_ROWS = 256
-_SURE_NBYTES = 64 << 20  # lists that take less as Python objects are built without looking ahead
+_PANDAS_SAMPLED = 256
 _PANDAS_ROWS = 1 << 14
 
 
@@ -34,7 +32,7 @@ def can_build(data: Any) -> bool:
     """Whether `build_store` takes ``data``: whether it is a container of rows or items."""
     if isinstance(data, _NO_CONTAINERS) or (isinstance(data, tuple) and hasattr(data, "_fields")):
         return False
-    return isinstance(data, _CONTAINERS) or _is_arrow(data) or _is_pandas(data)
+    return isinstance(data, _CONTAINERS) or is_arrow(data) or is_pandas(data)
 
 
 def build_store(data: Any, *, progress: bool | None = None) -> SharedObject:
@@ -66,29 +64,38 @@ def build_store(data: Any, *, progress: bool | None = None) -> SharedObject:
             f"{type(data).__name__} is no container of rows: a sequence, an iterator, a mapping, an array, a "
             "tensor or a table"
         )
+    with new_builder() as out:
+        built: SharedObject = finish(out, write_store(data, out, progress))
+        return built
+
+
+def write_store(data: Any, out: BufferBuilder, progress: bool | None = None) -> Written:
+    """Write what a container's store consists of; see `build_store`, which also says what is raised.
+
+    Args:
+        data: The container; not one that is shared already.
+        out: Where to.
+        progress: As for `build_store`.
+
+    Returns:
+        What `shmloader.store.base.finish` makes the store of.
+    """
     if isinstance(data, torch.Tensor):
-        return build_tensor(data)
+        return write_tensor(data, out)
     if isinstance(data, np.ndarray) and not data.dtype.hasobject and not isinstance(data, np.ma.MaskedArray):
-        return build_array(np.asarray(data))
-    if _is_arrow(data):
-        from shmloader.store.tables import build_arrow
+        return write_array(np.asarray(data), out)
+    if is_arrow(data):
+        from shmloader.store.tables import write_arrow
 
-        return build_arrow(data)
-    if _is_pandas(data):
-        return _build_rows(_pandas_rows(data), len(data), progress)
+        return write_arrow(data, out)
+    if is_pandas(data):
+        step = max(1, len(data) // _PANDAS_SAMPLED)
+        check_sample(list(_pandas_rows(data.iloc[::step])), len(data), "rows", ())
+        return _write_rows(_pandas_rows(data), len(data), out, progress)
     if isinstance(data, Mapping):
-        return _build_mapping(data, progress)
-    return _build_rows(data, len(data) if isinstance(data, Sequence | np.ndarray) else None, progress)
-
-
-def _is_arrow(data: Any) -> bool:
-    pa = sys.modules.get("pyarrow")  # not imported: then it is not Arrow's
-    return pa is not None and isinstance(data, pa.Table | pa.RecordBatch | pa.Array | pa.ChunkedArray)
-
-
-def _is_pandas(data: Any) -> bool:
-    pandas = sys.modules.get("pandas")
-    return pandas is not None and isinstance(data, pandas.Series | pandas.DataFrame)
+        return _write_mapping(data, out, progress)
+    rows = len(data) if isinstance(data, Sequence | np.ndarray) else None
+    return _write_rows(data, rows, out, progress)
 
 
 def _pandas_rows(data: Any) -> Iterator[Any]:
@@ -98,42 +105,40 @@ def _pandas_rows(data: Any) -> Iterator[Any]:
     return chain.from_iterable(part.to_dict("records") for part in parts)
 
 
-def _build_rows(data: Iterable[Any], rows: int | None, progress: bool | None) -> RowStore:
+def _write_rows(data: Any, rows: int | None, out: BufferBuilder, progress: bool | None) -> Written:
     bar = BuildProgress(progress, rows)
     try:
-        with BufferBuilder() as out:
-            if isinstance(data, list | tuple):
-                python_nbytes = estimate_nbytes(data)
-                _check_size(_sample(data), len(data), python_nbytes, "rows")
-                writer = RowWriter(out, python_nbytes / max(1, len(data)), len(data))
-                chunks = _slices(data, writer)
-            else:
-                writer = RowWriter(out)
-                chunks = _pieces(data, writer)
-            for chunk in chunks:
-                writer.append(chunk)
-                del chunk  # before the next one is made
-                bar.show(writer.rows)
-            store: RowStore = finish(out, RowStore, writer.finish())
-            return store
+        if isinstance(data, list | tuple):
+            check_rows(data)
+            writer = RowWriter(out, estimate_nbytes(data) / max(1, len(data)), len(data))
+            chunks = _slices(data, writer)
+        else:
+            if isinstance(data, Sequence | np.ndarray):
+                check_rows(data)
+            writer = RowWriter(out)
+            chunks = _pieces(data, writer)
+        for chunk in chunks:
+            writer.append(chunk)
+            del chunk  # before the next one is made
+            bar.show(writer.rows)
+        return RowStore, writer.finish()
     finally:
         bar.close()
 
 
-def _build_mapping(data: Mapping[Any, Any], progress: bool | None) -> MappingStore:
+def _write_mapping(data: Mapping[Any, Any], out: BufferBuilder, progress: bool | None) -> Written:
+    missing = pickled_missing(data)
     bar = BuildProgress(progress, len(data))
     try:
-        with BufferBuilder() as out:
-            if isinstance(data, dict):
-                _check_size(_sample(data), len(data), estimate_nbytes(data), "items")
-            writer, keys = RowWriter(out), KeyHashes()
-            for chunk in _pieces(data.items(), writer):
-                writer.append(chunk)
-                keys.add([key for key, _ in chunk])
-                del chunk
-                bar.show(writer.rows)
-            store: MappingStore = finish(out, MappingStore, keys.finish(writer, out))
-            return store
+        if isinstance(data, dict):
+            check_items(data)
+        writer, keys = RowWriter(out, streamed=not isinstance(data, dict)), KeyHashes()
+        for chunk in _pieces(data.items(), writer):
+            writer.append(chunk)
+            keys.add([key for key, _ in chunk])
+            del chunk
+            bar.show(writer.rows)
+        return MappingStore, keys.finish(writer, out, missing)
     finally:
         bar.close()
 
@@ -153,33 +158,3 @@ def _pieces(data: Iterable[Any], writer: RowWriter) -> Iterator[list[Any]]:
     while chunk := list(islice(stream, writer.chunk_rows())):
         yield chunk
         del chunk
-
-
-def _sample(data: Sequence[Any] | dict[Any, Any]) -> Iterator[Any]:
-    """Some rows of a list or tuple, or items of a dict, evenly spaced."""
-    step = max(1, len(data) // _SAMPLED_ROWS)
-    return islice(data.items(), 0, None, step) if isinstance(data, dict) else iter(data[::step])
-
-
-def _check_size(sampled: Iterator[Any], rows: int, python_nbytes: int, unit: str) -> None:
-    """Raise SharedMemoryExhausted if the store of a list or dict is certain not to fit, before it is begun.
-
-    The size is that of a sample's store, times the number of rows. What is only nearly too large is found
-    while it is built.
-    """
-    if rows < 4 * _SAMPLED_ROWS or python_nbytes < _SURE_NBYTES:
-        return
-    sample = list(sampled)
-    with BufferBuilder() as out:
-        ValueEncoder(out).encode(sample)
-        needed_nbytes = int(out.nbytes / len(sample) * rows)
-    room = memory_headroom()
-    if needed_nbytes * 0.9 > room.available_nbytes:
-        raise SharedMemoryExhausted(
-            f"a store of these {rows:,} {unit} needs about {needed_nbytes:,} bytes of shared memory, but "
-            f"only {room.available_nbytes:,} of {room.limit_nbytes:,} bytes are available in {room.source}. "
-            "Share less of it, raise the limit, or keep the data in a file: shmloader.open(path) maps Arrow "
-            "IPC files that may be larger than memory.",
-            needed_nbytes=needed_nbytes,
-            available_nbytes=room.available_nbytes,
-        )

@@ -22,6 +22,11 @@ from shmloader.shared_buffer import BufferBuilder, SharedBuffer
 Reader = Callable[[int], Any]
 """Reads one row of a column, by its number within the chunk."""
 
+Readers = dict["Column", Reader]
+"""Readers that give the same object for the same value, in as many chunks as refer to it."""
+
+_MOST_READ = 1 << 14
+
 
 class Column(Protocol):
     """The rows of one chunk; picklable, and a few dozen bytes."""
@@ -46,11 +51,14 @@ class Scope:
 
     Attributes:
         memory: The shared memory of the chunk.
+        readers: Of columns whose values are to be read once and to be the same objects in all rows; None
+            where each row's are its own.
         values: The objects that have been given names, in order.
     """
 
-    def __init__(self, memory: SharedBuffer) -> None:
+    def __init__(self, memory: SharedBuffer, readers: Readers | None = None) -> None:
         self.memory = memory
+        self.readers = readers
         self.values: list[object] = []
 
     def bind(self, value: object) -> str:
@@ -64,7 +72,17 @@ class Scope:
 
     def reader(self, column: Column) -> str:
         """A name for a function that reads another column, for rows other than ``i``."""
-        return self.bind(make_reader(column, self.memory))
+        return self.bind(make_reader(column, self.memory, 0, self.readers))
+
+    def reader_of_shared(self, column: Column) -> Reader:
+        """The same for a column whose values several rows refer to."""
+        if self.readers is None:
+            return make_reader(column, self.memory)
+        reader = self.readers.get(column)
+        if reader is None:
+            read = make_reader(column, self.memory, 0, self.readers)
+            reader = self.readers[column] = functools.lru_cache(_MOST_READ)(read)
+        return reader
 
 
 def items(memory: SharedBuffer, offset: int, count: int, code: str) -> memoryview[Any]:
@@ -81,9 +99,18 @@ def arrow_buffer(memory: SharedBuffer, offset: int, nbytes: int) -> Any:
     return None if offset < 0 else pa.py_buffer(memory.view[offset : offset + nbytes])
 
 
-def make_reader(column: Column, memory: SharedBuffer, first: int = 0) -> Reader:
-    """Compile the function that reads a row of a column, whose rows are numbered from ``first`` on."""
-    scope = Scope(memory)
+def make_reader(
+    column: Column, memory: SharedBuffer, first: int = 0, readers: Readers | None = None
+) -> Reader:
+    """Compile the function that reads a row of a column.
+
+    Args:
+        column: The column.
+        memory: Where it lies.
+        first: Number of its first row.
+        readers: As in `Scope`.
+    """
+    scope = Scope(memory, readers)
     body = column.expression(scope)
     reader: Reader = _factory(body, len(scope.values))(first, *scope.values)
     return reader

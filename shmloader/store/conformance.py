@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from shmloader.store.base import BufferStore, Store, StoreDescription, attach, equal, pack, unpack
+from shmloader.store.base import BufferStore, Store, StoreDescription, attach, equal
+from shmloader.store.packing import pack, unpack
 
 Check = Callable[[Any, list[Any]], None]
 

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from shmloader.shared_buffer import BufferBuilder
-from shmloader.store.arrays import ArrayKind, encode_arrays, kind_of_array, kind_of_tensor
+from shmloader.store.arrays import ArrayKind, encode_arrays, kind_of_array, kind_of_tensor, memory_of
 from shmloader.store.columns import Column
+from shmloader.store.graphs import encode_graphs, refer_to_themselves
 from shmloader.store.lists import encode_lists, encode_maps
 from shmloader.store.objects import encode_pickles
 from shmloader.store.records import (
@@ -26,12 +27,17 @@ from shmloader.store.records import (
     is_plain_dataclass,
     is_plain_namedtuple,
 )
+from shmloader.store.repeats import Kept, encode_by_memory, encode_repeats
 from shmloader.store.scalars import Nones, encode_bools, encode_numbers, encode_numpy_scalars
 from shmloader.store.strings import encode_strings
 from shmloader.store.unions import MOST_KINDS, encode_union
 
 _NONE = type(None)
-_MOST_DEPTH = 12  # of containers in containers; also what ends the walk into a cycle
+_MOST_DEPTH = 12  # of containers in containers; also what ends the walk into a cycle that was not found
+_LONG = 64  # characters or bytes, on the average, of texts of which the same ones are looked for
+_SAMPLED_TEXTS = 64
+_SCALARS = (int, float, bool, _NONE)
+_CONTAINERS = (dict, list, tuple)
 _MOST_FIELDS = 512
 _MOST_KEY_SETS = 16  # different sets of keys in dicts that are still columns
 _INT64 = range(-(1 << 63), 1 << 63)
@@ -44,8 +50,16 @@ class ValueEncoder:
         out: Where buffers are appended.
     """
 
-    def __init__(self, out: BufferBuilder, depth: int = 0) -> None:
+    def __init__(self, out: BufferBuilder, kept: Kept | None = None, depth: int = 0) -> None:
+        """Prepare to encode.
+
+        Args:
+            out: Where to.
+            kept: What has been encoded before and may be referred to; None for nothing.
+            depth: In how many containers the values are.
+        """
         self.out = out
+        self._kept = Kept(out) if kept is None else kept
         self._depth = depth
         self._by_type: dict[type, Callable[[list[Any]], Column]] = {
             int: self._ints,
@@ -62,7 +76,7 @@ class ValueEncoder:
         }
 
     def _inner(self) -> ValueEncoder:
-        return ValueEncoder(self.out, self._depth + 1)
+        return ValueEncoder(self.out, self._kept, self._depth + 1)
 
     def encode(self, values: list[Any]) -> Column:
         """Append the buffers of a column of these values and describe it.
@@ -82,7 +96,7 @@ class ValueEncoder:
                 return column
         keys = list(map(type, values))
         if len(kinds) > MOST_KINDS:
-            return encode_pickles(values, self.out)
+            return self._pickles(values)
         return encode_union(values, keys, self._encode_type, self.out)
 
     def _encode_nullable(self, kind: type, values: list[Any]) -> Column | None:
@@ -93,24 +107,51 @@ class ValueEncoder:
             if kind is bool:
                 return encode_bools(values, self.out, True)
             if kind is str or kind is bytes:
-                return encode_strings(values, kind is str, self.out, True)
+                return self._shared(
+                    kind, values, lambda all_: encode_strings(all_, kind is str, self.out, True)
+                )
         except (OverflowError, UnicodeEncodeError):
             pass
         return None
 
     def _encode_type(self, kind: type, values: list[Any]) -> Column:
         """A column of values that are all exactly of one type."""
+        if kind in _SCALARS or issubclass(kind, np.generic):
+            return self._encode_each(kind, values)
+        return self._shared(kind, values, lambda distinct: self._encode_each(kind, distinct))
+
+    def _shared(self, kind: type, values: list[Any], encode: Callable[[list[Any]], Column]) -> Column:
+        """A column of values some of which may be one and the same object."""
+        if kind is str or kind is bytes:
+            return (
+                encode_repeats(values, encode, self._kept, self.out, False)
+                if _are_long(values)
+                else encode(values)
+            )
+        # All are compared, but for whole rows: there may be millions in a second.
+        look_at_all = self._depth > 0 or kind in (np.ndarray, torch.Tensor)
+        return encode_repeats(values, encode, self._kept, self.out, look_at_all)
+
+    def _encode_each(self, kind: type, values: list[Any]) -> Column:
+        """A column with a row for each of the values."""
         if self._depth < _MOST_DEPTH:
             encode = self._by_type.get(kind)
+            has_fields = is_plain_namedtuple(kind) and len(set(map(len, values))) == 1
+            is_record = has_fields or is_plain_dataclass(kind)
+            if (is_record or kind in _CONTAINERS) and refer_to_themselves(values):
+                return encode_graphs(values, self._pickles, self.out)
             if encode is not None:
                 return encode(values)
             if issubclass(kind, np.generic):
                 return self._numpy_scalars(values)
-            if is_plain_namedtuple(kind) and len(set(map(len, values))) == 1:
+            if has_fields:
                 return encode_tuples(values, kind, self._inner())
-            if is_plain_dataclass(kind):
+            if is_record:
                 return encode_objects(values, kind, self._inner())
-        return encode_pickles(values, self.out)
+        return self._pickles(values)
+
+    def _pickles(self, values: list[Any]) -> Column:
+        return encode_pickles(values, self._kept, self.out)
 
     def _ints(self, values: list[int]) -> Column:
         try:
@@ -130,7 +171,7 @@ class ValueEncoder:
         return encode_union(
             values,
             fit,
-            lambda fits, group: encode(group) if fits else encode_pickles(group, self.out),
+            lambda fits, group: encode(group) if fits else self._pickles(group),
             self.out,
         )
 
@@ -162,22 +203,30 @@ class ValueEncoder:
     def _arrays(self, values: list[Any], kind_of: Callable[[Any], ArrayKind | None]) -> Column:
         kinds = list(map(kind_of, values))
         if len(set(kinds)) > MOST_KINDS:
-            return encode_pickles(values, self.out)
+            return self._pickles(values)
         return encode_union(values, kinds, self._arrays_of_kind, self.out)
 
     def _arrays_of_kind(self, kind: ArrayKind | None, values: list[Any]) -> Column:
-        return encode_pickles(values, self.out) if kind is None else encode_arrays(values, kind, self.out)
+        if kind is None:
+            return self._pickles(values)
+        return encode_by_memory(
+            values,
+            lambda value: memory_of(value, kind),
+            lambda distinct: encode_arrays(distinct, kind, self.out),
+            self._kept,
+            self.out,
+        )
 
     def _numpy_scalars(self, values: list[Any]) -> Column:
         dtypes = [value.dtype for value in values]
         if len(set(dtypes)) > MOST_KINDS:
-            return encode_pickles(values, self.out)
+            return self._pickles(values)
         return encode_union(values, dtypes, self._scalars_of_dtype, self.out)
 
     def _scalars_of_dtype(self, dtype: np.dtype[Any], values: list[Any]) -> Column:
         if dtype.kind in "biufcmM":
             return encode_numpy_scalars(values, dtype, self.out)
-        return encode_pickles(values, self.out)
+        return self._pickles(values)
 
 
 def _all_have_the_keys(values: list[dict[Any, Any]], keys: tuple[Any, ...]) -> bool:
@@ -185,6 +234,12 @@ def _all_have_the_keys(values: list[dict[Any, Any]], keys: tuple[Any, ...]) -> b
     if set(map(len, values)) != {len(keys)}:
         return False
     return all(map(is_, chain.from_iterable(values), cycle(keys)))
+
+
+def _are_long(values: list[Any]) -> bool:
+    """Whether texts, or None, are so long that the same ones are worth a place instead."""
+    sample = values[:: max(1, len(values) // _SAMPLED_TEXTS)]
+    return sum([len(value) for value in sample if value is not None]) >= _LONG * len(sample)
 
 
 def _is_unicode(text: str) -> bool:

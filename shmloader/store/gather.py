@@ -18,6 +18,7 @@ from shmloader.store.arrays import (
     kind_of_tensor,
 )
 from shmloader.store.columns import Column, items, make_reader
+from shmloader.store.fields import values_of
 from shmloader.store.output import output_array, outputs_by_name
 from shmloader.store.records import Dicts, Tuples, is_plain_namedtuple
 from shmloader.store.scalars import Numbers
@@ -50,8 +51,8 @@ class _Part(NamedTuple):
     """What one chunk contributes: rows of its column, and where in the result they go."""
 
     column: Any
-    rows: Rows
-    positions: Rows
+    rows: Any
+    positions: Any
 
 
 def take(store: ChunkedRows, rows: Rows, out: Any = None) -> Any:
@@ -74,6 +75,7 @@ def take(store: ChunkedRows, rows: Rows, out: Any = None) -> Any:
 
 def _gather(parts: list[_Part], count: int, memory: SharedBuffer, out: Any) -> Any:
     """Gather ``count`` rows out of chunks that hold the same data in, perhaps, different columns."""
+    parts = [_Part(*found) for part in parts for found in values_of(*part, memory)]
     first = parts[0].column
     if isinstance(first, Dicts) and _agree(parts, Dicts, "names"):
         outs = outputs_by_name(out, first.names)

@@ -31,8 +31,8 @@ from shmloader.errors import LoaderError, ShareTimeout
 from shmloader.failures import capture, restore
 from shmloader.shared_buffer import SharedBuffer
 from shmloader.store import host_server
-from shmloader.store.base import pack, unpack
 from shmloader.store.host_server import FAILED, HEADER, READY
+from shmloader.store.packing import pack, unpack
 from shmloader.store.sharing import share
 
 _log = logging.getLogger(__name__)

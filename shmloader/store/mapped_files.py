@@ -18,6 +18,7 @@ from shmloader.errors import LoaderError
 from shmloader.shared_buffer import BufferBuilder, SharedBuffer
 from shmloader.store import saving
 from shmloader.store.base import StoreDescription, attach, finish
+from shmloader.store.one_buffer import new_builder
 from shmloader.store.tables import ArrowLayout, ArrowRows, ArrowStore
 
 _PARQUET, _IPC_FILE, _IPC_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
@@ -88,13 +89,13 @@ def _is_file(source: Any) -> bool:
 
 def _unpack(schema: Any, batches: Iterator[Any], is_column: bool) -> ArrowStore:
     """Put record batches into shared memory, one by one."""
-    with BufferBuilder() as out:
+    with new_builder() as out:
         offset = out.append(b"")
         with pa.ipc.new_stream(pa.PythonFile(_Appender(out), "w"), schema) as writer:
             for batch in batches:
                 writer.write_batch(batch)
         layout = ArrowLayout(offset, out.nbytes - offset, is_column)
-        store: ArrowStore = finish(out, ArrowStore, layout)
+        store: ArrowStore = finish(out, (ArrowStore, layout))
         return store
 
 

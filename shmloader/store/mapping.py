@@ -7,8 +7,10 @@ of a str differs from process to process, so keys are hashed in a way that does 
 from __future__ import annotations
 
 import numbers
+import pickle
 from bisect import bisect_left
-from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
+from collections import Counter, defaultdict
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
 from dataclasses import replace
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -63,6 +65,7 @@ class MappingLayout(NamedTuple):
         bits: How many bits.
         odd: Offset of the rows whose keys are not in the index, ``q``.
         odd_count: How many.
+        missing: What is called for a key that is not there, pickled; empty for KeyError.
     """
 
     pairs: RowLayout
@@ -74,6 +77,37 @@ class MappingLayout(NamedTuple):
     bits: int
     odd: int
     odd_count: int
+    missing: bytes
+
+
+def pickled_missing(data: Mapping[Any, Any]) -> bytes:
+    """What a mapping calls for keys that it does not have, pickled; empty if that is a KeyError.
+
+    Raises:
+        TypeError: If a store could not do the same.
+    """
+    method = getattr(type(data), "__missing__", None)
+    if method is None:
+        return b""
+    name = type(data).__qualname__
+    if method is Counter.__missing__:
+        return pickle.dumps(int)
+    if method is not defaultdict.__missing__:
+        raise TypeError(
+            f"{name} defines __missing__, which a shared mapping would not call: share a plain dict of its "
+            "items, shmloader.share(dict(data)), for which a missing key is a KeyError"
+        )
+    factory = data.default_factory  # type: ignore[attr-defined]
+    if factory is None:
+        return b""
+    try:
+        return pickle.dumps(factory)
+    except Exception as error:
+        raise TypeError(
+            f"the default_factory {factory!r} of this {name} cannot be pickled, as other processes need it "
+            f"({type(error).__name__}: {error}): make it a function of a module, or share a plain dict, "
+            "shmloader.share(dict(data)), for which a missing key is a KeyError"
+        ) from error
 
 
 class MappingStore(BufferStore, Mapping[Any, Any]):
@@ -81,6 +115,9 @@ class MappingStore(BufferStore, Mapping[Any, Any]):
 
     Keys whose types define a hash or an equality of their own are found through a dict, which each
     process makes of those keys when it first looks for such a one.
+
+    Made from a ``Counter`` or ``defaultdict``, it answers as that does for a key that it does not have;
+    nothing is inserted.
     """
 
     def __init__(self, buffer: SharedBuffer, layout: MappingLayout) -> None:
@@ -94,6 +131,7 @@ class MappingStore(BufferStore, Mapping[Any, Any]):
         self._buckets = items(buffer, layout.buckets, (1 << layout.bits) + 1, "Q")
         self._shift = _HASH_BITS - layout.bits
         self._odd: dict[Any, int] | None = None
+        self._missing: Callable[[], Any] | None = None
 
     def _row_of(self, key: Any) -> int:
         """The row of a key, or -1."""
@@ -120,8 +158,20 @@ class MappingStore(BufferStore, Mapping[Any, Any]):
     def __getitem__(self, key: Any) -> Any:
         row = self._row_of(key)
         if row < 0:
-            raise KeyError(key)
+            return self._missing_value(key)
         return self._values.row(row)
+
+    def _missing_value(self, key: Any) -> Any:
+        if not self._layout.missing:
+            raise KeyError(key)
+        if self._missing is None:
+            self._missing = pickle.loads(self._layout.missing)
+        return self._missing()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The value of a key, or ``default``: as of a dict, also where ``[key]`` makes up a value."""
+        row = self._row_of(key)
+        return default if row < 0 else self._values.row(row)
 
     def __contains__(self, key: object) -> bool:
         return self._row_of(key) >= 0
@@ -171,6 +221,8 @@ class MappingStore(BufferStore, Mapping[Any, Any]):
 
 
 class _Pairs(RowStore):
+    is_complete = False
+
     def __reduce__(self) -> Any:
         return _pairs_of, (self.buffer,)
 
@@ -205,7 +257,7 @@ class KeyHashes:
         hashes = [-1 if (hashed := hash_of(key)) is None else hashed for key in keys]
         self._hashes.append(np.array(hashes, np.int64))
 
-    def finish(self, writer: RowWriter, out: BufferBuilder) -> MappingLayout:
+    def finish(self, writer: RowWriter, out: BufferBuilder, missing: bytes) -> MappingLayout:
         """Append the index."""
         hashes = np.concatenate([np.zeros(0, np.int64), *self._hashes])
         odd = np.flatnonzero(hashes < 0)
@@ -225,4 +277,5 @@ class KeyHashes:
             bits,
             out.append(odd.astype(np.int64)),
             len(odd),
+            missing,
         )

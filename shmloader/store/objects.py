@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,9 +19,11 @@ from shmloader.shared_buffer import BufferBuilder, SharedBuffer
 from shmloader.slot_writer import wrap_tensor
 from shmloader.store.arrays import array_of_tensor, kind_of_tensor
 from shmloader.store.columns import NoArrowTypeError, Scope, items
+from shmloader.store.repeats import LARGE_NBYTES, Kept, KeptValue
 from shmloader.store.strings import append_offsets
 
 _ALIGNMENT = 16  # of the buffers: enough for every dtype
+_LEAST_COMPARED_NBYTES = 256  # of a buffer that is worth finding again
 
 
 class Pickles(NamedTuple):
@@ -79,21 +81,89 @@ class _LoadsWithBuffers:
             yield (memory.private if of_tensor else memory.view)[offset : offset + nbytes]
 
 
+class _Aside:
+    """The buffers that pickles leave out: memory that several of them refer to once.
+
+    Attributes:
+        entries: For each buffer, in order: the number of its memory, and 1 for a tensor's.
+    """
+
+    def __init__(self, kept: Kept, out: BufferBuilder) -> None:
+        self.entries: list[tuple[int, int]] = []
+        self._kept, self._out = kept, out
+        self._views: list[memoryview] = []  # also keeps the memory alive, and so apart
+        self._keys: list[Hashable] = []
+        self._numbers: dict[Hashable, int] = {}
+
+    def add(self, view: memoryview, of_tensor: int) -> None:
+        """Put a buffer aside."""
+        if view.nbytes < _LEAST_COMPARED_NBYTES:
+            key: Hashable = len(self._views)
+        else:
+            key = np.frombuffer(view, np.uint8).__array_interface__["data"][0], view.nbytes
+        number = self._numbers.setdefault(key, len(self._views))
+        if number == len(self._views):
+            self._views.append(view)
+            self._keys.append(key)
+        self.entries.append((number, of_tensor))
+
+    def append(self) -> int:
+        """Append what is not in memory yet, and the table; returns the table's offset."""
+        numbers, flags = np.array(self.entries, np.int64).T
+        lengths = np.array([view.nbytes for view in self._views], np.int64)
+        known = {n: one for n, key in enumerate(self._keys) if (one := self._kept.get(key)) is not None}
+        new = np.array([n for n in range(len(self._views)) if n not in known], np.int64)
+        places = np.zeros(len(self._views), np.int64)
+        for number, kept in known.items():
+            places[number] = kept.place
+        places[new] = self._append_views([self._views[number] for number in new.tolist()], lengths[new])
+        counts = np.bincount(numbers, minlength=len(self._views))
+        for number in new.tolist():
+            self._keep(number, int(places[number]), int(counts[number]))
+        return self._out.append(np.stack([places[numbers], lengths[numbers], flags], axis=1))
+
+    def _append_views(self, views: list[memoryview], lengths: Any) -> Any:
+        steps = -(-lengths // _ALIGNMENT) * _ALIGNMENT
+        padding = memoryview(bytes(_ALIGNMENT))
+        padded: list[memoryview] = []
+        for view, step, nbytes in zip(views, steps.tolist(), lengths.tolist(), strict=True):
+            padded.append(view)
+            if step > nbytes:
+                padded.append(padding[: step - nbytes])
+        return self._out.append_all(padded) + np.cumsum(steps) - steps
+
+    def _keep(self, number: int, place: int, count: int) -> None:
+        view = self._views[number]
+        if view.nbytes < _LEAST_COMPARED_NBYTES:
+            return
+        if count > 1 or (not self._kept.streamed and view.nbytes >= LARGE_NBYTES):
+            self._kept.add(self._keys[number], KeptValue(view, None, place, view.nbytes))
+
+
 class _ObjectPickler(pickle.Pickler):
     """Puts the items of ndarrays and tensors aside."""
 
-    def __init__(self, file: io.BytesIO, aside: list[tuple[memoryview, int]]) -> None:
+    def __init__(self, file: io.BytesIO, aside: _Aside, copies: dict[Hashable, tuple[Any, Any]]) -> None:
         super().__init__(file, 5, buffer_callback=self._put_aside)
         self._aside = aside
+        self._copies = copies
         self._of_tensor: pickle.PickleBuffer | None = None  # the buffer that comes next, if a tensor's
 
     def _put_aside(self, buffer: pickle.PickleBuffer) -> None:
-        self._aside.append((buffer.raw(), int(buffer is self._of_tensor)))
+        self._aside.add(buffer.raw(), int(buffer is self._of_tensor))
+
+    def _copied(self, key: Hashable, value: Any, copy: Callable[[Any], Any]) -> Any:
+        """A contiguous copy, the same one for the same memory, which the first value keeps alive."""
+        found = self._copies.get(key)
+        if found is None:
+            found = self._copies[key] = value, copy(value)
+        return found[1]
 
     def reducer_override(self, value: Any) -> Any:
         """See ``pickle.Pickler``: what of arrays and tensors would not be put aside by itself."""
         if type(value) is np.ndarray and not value.flags.forc and not value.dtype.hasobject:
-            return np.ascontiguousarray(value).__reduce_ex__(5)
+            key = value.__array_interface__["data"][0], value.shape, value.strides, value.dtype
+            return self._copied(key, value, np.ascontiguousarray).__reduce_ex__(5)
         if type(value) is not torch.Tensor or value.requires_grad:
             return NotImplemented
         if value.layout is torch.sparse_coo and value.is_coalesced():
@@ -103,6 +173,9 @@ class _ObjectPickler(pickle.Pickler):
         kind = kind_of_tensor(value)
         if kind is None:
             return NotImplemented
+        if not value.is_contiguous():
+            memory = value.data_ptr(), value.shape, value.stride(), value.dtype
+            value = self._copied(memory, value, torch.Tensor.contiguous)
         flat = array_of_tensor(value, kind.dtype).reshape(-1)
         self._of_tensor = pickle.PickleBuffer(memoryview(flat.view(np.uint8).data))
         return _make_tensor, (self._of_tensor, CODE_OF_TORCH_DTYPE[value.dtype], tuple(value.shape))
@@ -117,37 +190,28 @@ def _make_sparse(indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, 
     return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False)
 
 
-def encode_pickles(values: list[Any], out: BufferBuilder) -> Pickles:
-    """Encode any objects; whatever pickling them raises, if one cannot be pickled."""
+def encode_pickles(values: list[Any], kept: Kept, out: BufferBuilder) -> Pickles:
+    """Encode any objects; whatever pickling them raises, if one cannot be pickled.
+
+    Args:
+        values: The objects.
+        kept: Memory that pickles may refer to again.
+        out: Where to.
+    """
     pickled: list[bytes] = []
     counts = [0]
-    aside: list[tuple[memoryview, int]] = []
+    aside = _Aside(kept, out)
+    copies: dict[Hashable, tuple[Any, Any]] = {}
     for value in values:
         file = io.BytesIO()
-        _ObjectPickler(file, aside).dump(value)
+        _ObjectPickler(file, aside, copies).dump(value)
         pickled.append(file.getvalue())
-        counts.append(len(aside))
+        counts.append(len(aside.entries))
     code, ends = append_offsets(np.fromiter(map(len, pickled), np.int64, len(pickled)), out)
     data = out.append_all(pickled)
     nbytes = sum(map(len, pickled))
-    if not aside:
+    if not aside.entries:
         return Pickles(len(values), code, ends, data, nbytes, -1, -1, 0)
-    table = _append_aside(aside, out)
-    return Pickles(
-        len(values), code, ends, data, nbytes, out.append(np.array(counts, np.int64)), table, len(aside)
-    )
-
-
-def _append_aside(aside: list[tuple[memoryview, int]], out: BufferBuilder) -> int:
-    lengths = np.array([view.nbytes for view, _ in aside], np.int64)
-    steps = -(-lengths // _ALIGNMENT) * _ALIGNMENT
-    padding = memoryview(bytes(_ALIGNMENT))
-    views: list[memoryview] = []
-    for (view, _), step, nbytes in zip(aside, steps.tolist(), lengths.tolist(), strict=True):
-        views.append(view)
-        if step > nbytes:
-            views.append(padding[: step - nbytes])
-    offset = out.append_all(views)
-    places = offset + np.cumsum(steps) - steps
-    flags = np.array([flag for _, flag in aside], np.int64)
-    return out.append(np.ascontiguousarray(np.stack([places, lengths, flags], axis=1)))
+    table = aside.append()
+    at = out.append(np.array(counts, np.int64))
+    return Pickles(len(values), code, ends, data, nbytes, at, table, len(aside.entries))

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import pickle
+from bisect import bisect_right
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from shmloader.shared_buffer import BufferBuilder, SharedBuffer
 from shmloader.store import arrow_view, gather
-from shmloader.store.base import BufferStore, StoreDescription, row_array
+from shmloader.store.base import BufferStore, StoreDescription, finish, row_array
 from shmloader.store.chunked import ChunkedStore
-from shmloader.store.columns import Column, Reader, items, make_reader
+from shmloader.store.columns import Column, Reader, Readers, items, make_reader
 from shmloader.store.encode import ValueEncoder
-from shmloader.store.records import Dicts, Tuples
+from shmloader.store.fields import field_of
+from shmloader.store.one_buffer import new_builder
+from shmloader.store.repeats import Kept
 from shmloader.store.size import SizeEstimate
 
 _FIRST_ROWS = 16  # of a stream's first chunk, when nothing is known of its rows
@@ -51,17 +56,25 @@ class RowWriter:
         out: Where to.
         row_nbytes: About how large a row is; None for a stream, of which nothing is known.
         expected_rows: How many there will be, where that is known.
+        streamed: Whether nobody keeps the rows while they are appended; None: where ``row_nbytes`` is None.
 
     Attributes:
         rows: Rows so far.
     """
 
-    def __init__(self, out: BufferBuilder, row_nbytes: float | None = None, expected_rows: int = 0) -> None:
+    def __init__(
+        self,
+        out: BufferBuilder,
+        row_nbytes: float | None = None,
+        expected_rows: int = 0,
+        streamed: bool | None = None,
+    ) -> None:
         self._out = out
         self._streamed = row_nbytes is None
         self._row_nbytes = row_nbytes or 0
         self._expected_rows = expected_rows
-        self._encoder = ValueEncoder(out)
+        self._kept = Kept(out, self._streamed if streamed is None else streamed)
+        self._encoder = ValueEncoder(out, self._kept)
         self._starts = [0]
         self._columns = [out.nbytes]
         self._kinds: Counter[str] = Counter()
@@ -83,7 +96,9 @@ class RowWriter:
         wanted = min(max(wanted, least), _MOST_ROWS)
         written = self._out.nbytes - self._begin_nbytes
         most_nbytes = min(max(written // 16, _LEAST_CHUNK_NBYTES), _MOST_CHUNK_NBYTES)
-        row_nbytes = written / self.rows if self.rows else self._row_nbytes
+        # What all rows share is written once, however many there are.
+        own_nbytes = written - self._kept.once_nbytes
+        row_nbytes = own_nbytes / self.rows if self.rows else self._row_nbytes
         wanted = max(1, min(wanted, int(most_nbytes / max(row_nbytes, 1))))
         return min(wanted, 4 * self.rows or _FIRST_ROWS) if self._streamed else wanted
 
@@ -93,13 +108,14 @@ class RowWriter:
         Raises:
             SharedMemoryExhausted: If the host has not enough memory left.
         """
+        # Before they are encoded: what is kept by now has been counted.
+        self._estimate.add(values, known=self._kept)
         column = self._encoder.encode(values)
         self._columns[-1] = self._out.append(pickle.dumps(column, 5), alignment=8)
         self._columns.append(self._out.nbytes)
         self.rows += len(values)
         self._starts.append(self.rows)
         self._kinds[kind_of(column)] += len(values)
-        self._estimate.add(values)
 
     def finish(self) -> RowLayout:
         """Append the tables of the chunks; nothing may be appended after it."""
@@ -121,8 +137,9 @@ def kind_of(column: Column) -> str:
     name = type(column).__name__
     if name == "Strings":
         return "strings" if column.text else "bytes"  # type: ignore[attr-defined]
-    if name == "Union":
-        kinds = {kind_of(kind) for kind in column.kinds} - {"nones"}  # type: ignore[attr-defined]
+    if name in ("Union", "Repeated"):
+        parts = column.kinds if name == "Union" else column.of  # type: ignore[attr-defined]
+        kinds = set(map(kind_of, parts)) - {"nones"}
         return kinds.pop() if len(kinds) == 1 else "mixed"
     return _KINDS[name]
 
@@ -140,6 +157,7 @@ _KINDS = {
     "Stacked": "arrays",
     "Ragged": "arrays",
     "Pickles": "objects",
+    "Members": "objects",
 }
 
 
@@ -180,6 +198,10 @@ class RowStore(BufferStore, ChunkedStore):
         """See `ChunkedStore.chunk_reader`."""
         return make_reader(self.column_of(chunk), self.buffer, self.starts[chunk])
 
+    def alone(self, rows: Sequence[int]) -> RowStore:
+        """See `Store.alone`."""
+        return _copy_of(self, rows)
+
     def describe(self) -> StoreDescription:
         """See `SharedObject.describe`."""
         layout = self._layout
@@ -211,16 +233,18 @@ class FieldStore(ChunkedStore):
 
     def column_of(self, chunk: int) -> Column:
         """The column that holds a chunk's field."""
-        record, field = self._store.column_of(chunk), self._field
-        if isinstance(record, Dicts) and field in record.names:
-            return record.fields[record.names.index(str(field))]
-        if isinstance(record, Tuples) and isinstance(field, int) and 0 <= field < len(record.fields):
-            return record.fields[field]
-        raise KeyError(field)
+        column = field_of(self._store.column_of(chunk), self._field)
+        if column is None:
+            raise KeyError(self._field)
+        return column
 
     def chunk_reader(self, chunk: int) -> Reader:
         """See `ChunkedStore.chunk_reader`."""
         return make_reader(self.column_of(chunk), self.buffer, self.starts[chunk])
+
+    def alone(self, rows: Sequence[int]) -> RowStore:
+        """See `Store.alone`."""
+        return _copy_of(self, rows)
 
     def describe(self) -> StoreDescription:
         """See `SharedObject.describe`; the bytes are those of the whole store."""
@@ -238,3 +262,23 @@ class FieldStore(ChunkedStore):
 
     def __reduce__(self) -> Any:
         return FieldStore, (self._store, self._field)
+
+
+def _copy_of(store: RowStore | FieldStore, rows: Sequence[int]) -> RowStore:
+    """A store of some rows; what they share they share there too."""
+    readers: Readers = {}
+    chunk_readers: dict[int, Reader] = {}
+
+    def read(number: int) -> Any:
+        chunk = bisect_right(store.starts, number) - 1
+        if chunk not in chunk_readers:
+            column, first = store.column_of(chunk), store.starts[chunk]
+            chunk_readers[chunk] = make_reader(column, store.buffer, first, readers)
+        return chunk_readers[chunk](number)
+
+    with new_builder() as out:
+        writer, values = RowWriter(out), map(read, rows)
+        while values_of_chunk := list(islice(values, writer.chunk_rows())):
+            writer.append(values_of_chunk)
+        copy: RowStore = finish(out, (RowStore, writer.finish()))
+        return copy

@@ -40,7 +40,8 @@ def save(store: Any, path: str | os.PathLike[str]) -> None:
 
     Raises:
         ValueError: If the suffix is none of `SUFFIXES`.
-        TypeError: If ``store`` is a view of another one, and has no Arrow type either.
+        TypeError: If ``store`` is a part of another one that neither has an Arrow type nor can be copied.
+        SharedMemoryExhausted: If such a part has to be copied, and the host has not the memory.
         OSError: If the file cannot be written.
     """
     target = Path(path)
@@ -63,6 +64,7 @@ def save(store: Any, path: str | os.PathLike[str]) -> None:
 
 def _arrow_form(store: Any) -> bytes | None:
     """How the rows are kept in Arrow's own types; None if those would not give them back as they are."""
+    store = getattr(store, "whole", store)  # of a slice, the store: types are as wide as all rows need
     kind = store.describe().kind
     if kind in ("table", "column"):
         return TABLE if kind == "table" else COLUMN
@@ -121,13 +123,9 @@ def _image_of(store: Any) -> Any:
     """A table of one cell: the memory of a store that consists of nothing else."""
     import pyarrow as pa
 
-    buffer = getattr(store, "buffer", None)
-    # Such a store is pickled as its buffer; a field or a slice of one is not.
-    if buffer is None or store.__reduce__()[1] != (buffer,):
-        raise TypeError(
-            f"this {type(store).__name__} is a view of another store, and its rows have no Arrow type: save "
-            "the store that it is a view of, or one of its rows: shmloader.share(iter(view)).save(path)"
-        )
+    if not getattr(store, "is_complete", False):  # a field, a slice, the items of a dict
+        return _image_of(store.alone(range(len(store))))
+    buffer = store.buffer
     # Written with a cell of one byte, the file tells where the cell will lie: lengths have fixed sizes.
     sink = pa.BufferOutputStream()
     small = _one_cell(b"\0", b"")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from torch.utils.data import Dataset
 
 from shmloader.store.build import build_store, can_build
+from shmloader.store.foreign import is_hugging_face
 from shmloader.store.walk import share_attributes
 
 
@@ -25,7 +25,8 @@ def share(data: Any, *, progress: bool | None = None) -> Any:
               dataclasses, lists, ndarrays, tensors, or whatever pickle can write): a `Store`, a sequence
               whose rows equal the originals, with the same types;
             * an iterator or generator: the same. It is consumed and never exists as a list;
-            * a dict or other mapping: a `MappingStore`;
+            * a dict or other mapping: a `MappingStore`; of a ``Counter`` or ``defaultdict`` one that answers
+              as these do for keys that they do not have;
             * an ndarray or a dense CPU tensor: an `ArrayStore` or `TensorStore`, whose ``.array`` or
               ``.tensor`` is all of it;
             * a ``pyarrow`` Array, ChunkedArray, RecordBatch or Table: an `ArrowStore`, with rows as in
@@ -33,7 +34,10 @@ def share(data: Any, *, progress: bool | None = None) -> Any:
             * a pandas Series or DataFrame: a `Store` of values or of dicts. The index is not kept;
             * a Hugging Face ``datasets.Dataset``: itself, since its data is mapped from files already;
             * any other object, such as a dataset: a copy of it whose large attributes, and theirs, are
-              shared. The original is not modified.
+              shared, in one buffer. The original is not modified.
+
+            Objects that several rows refer to are stored once. So a generator must not change an object that
+            it has yielded and yield it again.
         progress: Whether to show a progress bar; None: if it takes long and stderr is a terminal.
 
     Returns:
@@ -41,17 +45,13 @@ def share(data: Any, *, progress: bool | None = None) -> Any:
 
     Raises:
         SharedMemoryExhausted: If the host has not the memory, with what is needed and what there is.
-        TypeError: If a tensor is not dense, not on the CPU, or requires grad.
+        TypeError: If a tensor is not dense, not on the CPU, or requires grad; if a mapping makes up values
+            for missing keys in a way that other processes could not follow.
+        OSError: If the process may open no more descriptors: one is needed.
         Exception: What pickling raises, for rows of types that are kept pickled.
     """
-    if _is_hugging_face(data):
+    if is_hugging_face(data):
         return data
     if can_build(data) and not isinstance(data, Dataset):
         return build_store(data, progress=progress)
     return share_attributes(data, progress=progress)
-
-
-def _is_hugging_face(data: Any) -> bool:
-    datasets = sys.modules.get("datasets")
-    kinds = [getattr(datasets, name, None) for name in ("Dataset", "DatasetDict", "IterableDataset")]
-    return isinstance(data, tuple(kind for kind in kinds if isinstance(kind, type)))

@@ -1,9 +1,9 @@
-"""How much memory Python objects take: an estimate from a sample."""
+"""How much memory Python objects take, and how much they will take in a store: estimates from samples."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -26,23 +26,48 @@ class SizeEstimate:
     def __init__(self) -> None:
         self.nbytes = 0
 
-    def add(self, values: Sequence[Any], sampled_rows: int = _SAMPLED_OF_CHUNK) -> None:
-        """Add a chunk of rows, of which only about ``sampled_rows`` are looked at."""
+    def add(
+        self, values: Sequence[Any], sampled_rows: int = _SAMPLED_OF_CHUNK, known: Container[int] = ()
+    ) -> None:
+        """Add a chunk of rows.
+
+        Args:
+            values: The rows, of which only some are looked at.
+            sampled_rows: About how many.
+            known: Ids of objects that have been counted before.
+        """
         sample = values[:: max(1, len(values) // sampled_rows)]
-        seen: set[int] = set()  # keys and small numbers are one object in many rows
-        nbytes = sum([nbytes_of(value, seen) for value in sample])
-        self.nbytes += round(nbytes / max(1, len(sample)) * len(values)) + _LIST_ENTRY_NBYTES * len(values)
+        seen: set[int] = set()
+        sampled = [nbytes_of(value, seen, known=known) for value in sample]
+        self.nbytes += _of_all(sampled, len(values)) + _LIST_ENTRY_NBYTES * len(values)
 
 
-def nbytes_of(value: Any, seen: set[int], depth: int = 0) -> int:
+def _of_all(sampled: list[int], rows: int) -> int:
+    """Bytes of all rows, from those of some.
+
+    The first one has paid for what they share (keys, small numbers, a vocabulary): that is counted once.
+    """
+    if len(sampled) < 2:
+        return sum(sampled) * rows
+    return sampled[0] + round(sum(sampled[1:]) / (len(sampled) - 1) * (rows - 1))
+
+
+def nbytes_of_rows(sample: Sequence[Any], rows: int) -> int:
+    """Bytes that rows take as Python objects, from those of some that are evenly spaced."""
+    seen: set[int] = set()
+    return _of_all([nbytes_of(value, seen) for value in sample], rows)
+
+
+def nbytes_of(value: Any, seen: set[int], depth: int = 0, known: Container[int] = ()) -> int:
     """Bytes of an object and what it refers to, each object once.
 
     Args:
         value: The object.
         seen: The ids of what was counted before; added to.
         depth: How deep ``value`` lies.
+        known: More ids of what was counted before.
     """
-    if id(value) in seen or isinstance(value, type):
+    if id(value) in seen or isinstance(value, type) or id(value) in known:
         return 0
     seen.add(id(value))
     if isinstance(value, torch.Tensor):
@@ -58,7 +83,7 @@ def nbytes_of(value: Any, seen: set[int], depth: int = 0) -> int:
         inside = list(value)
     else:
         inside = [*getattr(value, "__dict__", {}).values()]
-    return nbytes + sum([nbytes_of(item, seen, depth + 1) for item in inside])
+    return nbytes + sum([nbytes_of(item, seen, depth + 1, known) for item in inside])
 
 
 def _nbytes_of_tensor(tensor: torch.Tensor) -> int:
@@ -80,9 +105,52 @@ def estimate_nbytes(value: Any) -> int:
         step = len(value) // _SAMPLED_ROWS
         sample = dict(islice(value.items(), 0, len(value), step))
         seen: set[int] = set()
-        inside = sum([nbytes_of(item, seen) for pair in sample.items() for item in pair])
-        return sys.getsizeof(value) + round(inside / len(sample) * len(value))
+        inside = [nbytes_of(key, seen) + nbytes_of(item, seen) for key, item in sample.items()]
+        return sys.getsizeof(value) + _of_all(inside, len(value))
     nbytes = getattr(value, "nbytes", None)
     if isinstance(nbytes, int) and not isinstance(value, torch.Tensor):
         return nbytes  # ndarrays, also views; Arrow
     return nbytes_of(value, set())
+
+
+_SAMPLED_STORED = 8
+_SAMPLED_INSIDE = 4
+_MOST_DEPTH_STORED = 3
+_OTHER_NBYTES = 48  # of a pickle
+
+
+def mean_stored_nbytes(values: Sequence[Any]) -> float:
+    """Bytes that a value takes in a store, roughly and on the average, from a few of the values."""
+    sample = values[:: max(1, len(values) // _SAMPLED_STORED)]
+    return sum([_stored_nbytes(value, 0) for value in sample]) / max(1, len(sample))
+
+
+def _stored_nbytes(value: Any, depth: int) -> float:
+    kind = type(value)  # a subclass is pickled
+    if kind is int:
+        return 1 if -128 <= value < 128 else 4
+    if kind is float:
+        return 8
+    if kind is bool or value is None:
+        return 0.125
+    if kind is str or kind is bytes:
+        return 4 + len(value)
+    if kind in (list, tuple):
+        return (4 if kind is list else 0) + _stored_inside(list(value), depth)
+    if kind is dict:
+        return _stored_inside(list(value.values()), depth)
+    if isinstance(value, np.generic | np.ndarray):
+        return value.nbytes
+    if isinstance(value, torch.Tensor):
+        return _nbytes_of_tensor(value)
+    if isinstance(value, list | tuple):  # a namedtuple
+        return _stored_inside(list(value), depth)
+    return max(_OTHER_NBYTES, _stored_inside([*getattr(value, "__dict__", {}).values()], depth))
+
+
+def _stored_inside(values: list[Any], depth: int) -> float:
+    if depth == _MOST_DEPTH_STORED:
+        return 8.0 * len(values)
+    sample = values[:: max(1, len(values) // _SAMPLED_INSIDE)]
+    nbytes = sum([_stored_nbytes(value, depth + 1) for value in sample])
+    return nbytes / max(1, len(sample)) * len(values)

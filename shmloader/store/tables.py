@@ -12,7 +12,7 @@ import pyarrow as pa
 from shmloader.shared_buffer import BufferBuilder, SharedBuffer
 from shmloader.store.arrays import ArrayKind
 from shmloader.store.arrow_columns import ArrowColumn
-from shmloader.store.base import BufferStore, StoreDescription, finish, row_array
+from shmloader.store.base import BufferStore, StoreDescription, Written, row_array
 from shmloader.store.chunked import ChunkedStore
 from shmloader.store.columns import Reader, make_reader
 from shmloader.store.output import output_array, outputs_by_name
@@ -125,19 +125,18 @@ class _Sink:
         pass
 
 
-def build_arrow(data: Any) -> ArrowStore:
-    """Share an ``Array``, ``ChunkedArray``, ``RecordBatch`` or ``Table``."""
+def write_arrow(data: Any, out: BufferBuilder) -> Written:
+    """Write an ``Array``, ``ChunkedArray``, ``RecordBatch`` or ``Table``."""
     is_column = isinstance(data, pa.Array | pa.ChunkedArray)
     if is_column:
         data = pa.table({"": data})
     elif isinstance(data, pa.RecordBatch):
         data = pa.Table.from_batches([data])
-    with BufferBuilder(data.nbytes) as out:
-        sink, offset = _Sink(out), out.append(b"")
-        with pa.ipc.new_stream(pa.PythonFile(sink, "w"), data.schema) as writer:
-            writer.write_table(data)
-        store: ArrowStore = finish(out, ArrowStore, ArrowLayout(offset, sink.nbytes, is_column))
-        return store
+    out.reserve(out.nbytes + data.nbytes)  # before any page is touched
+    sink, offset = _Sink(out), out.append(b"")
+    with pa.ipc.new_stream(pa.PythonFile(sink, "w"), data.schema) as writer:
+        writer.write_table(data)
+    return ArrowStore, ArrowLayout(offset, sink.nbytes, is_column)
 
 
 class _Nowhere:

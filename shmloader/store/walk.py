@@ -29,7 +29,10 @@ import numpy as np
 import torch
 
 from shmloader.store.base import SharedObject
-from shmloader.store.build import build_store, estimate_nbytes
+from shmloader.store.build import build_store, estimate_nbytes, write_store
+from shmloader.store.foreign import is_hugging_face, is_pandas_part
+from shmloader.store.one_buffer import StoreGroup
+from shmloader.store.rebuild import Rebuilder, slots_of
 from shmloader.store.whole import ArrayStore, SharedArray, SharedTensor, TensorStore
 
 _log = logging.getLogger(__name__)
@@ -75,7 +78,8 @@ def share_attributes(root: Any, *, least_nbytes: int = LEAST_NBYTES, progress: b
 
     Everything else stays: smaller containers, subclasses of list, tuple and dict (but namedtuples are
     looked into), ndarrays of objects, memory-mapped arrays, tensors that require grad or lie on another
-    device, Arrow and pandas objects, ``torch.nn.Module``. What was done is logged at INFO level.
+    device, Arrow, pandas and Hugging Face objects, ``torch.nn.Module``. What was done is logged at INFO
+    level.
 
     An object that is referred to twice is shared once, and cycles are fine. Runs in the calling process;
     the result reaches workers by handle, under every start method.
@@ -92,22 +96,17 @@ def share_attributes(root: Any, *, least_nbytes: int = LEAST_NBYTES, progress: b
     Raises:
         TypeError: If ``root`` has no attributes to look at.
         SharedMemoryExhausted: If the host has not the memory.
-        OSError: If the process may not open as many descriptors: each store is one.
+        OSError: If the process may open no more descriptors: one is needed for all that is shared here.
     """
     graph = _Graph(least_nbytes)
     graph.add_root(root)
-    replaced = {}
-    for key, node in graph.nodes.items():
-        if node.nbytes is not None:
-            stored = _share_container(node, progress)
-            if stored is not None:
-                replaced[key] = stored
+    replaced = _share_containers([node for node in graph.nodes.values() if node.nbytes is not None], progress)
     if not replaced:
         _log.info(
             "share: nothing in %s is as large as %s bytes", type(root).__qualname__, f"{least_nbytes:,}"
         )
         return root
-    return _Rebuilder(graph, replaced).rebuild(root)
+    return Rebuilder(graph.nodes, replaced).rebuild(root)
 
 
 def share_for_loader(dataset: Any) -> Any:
@@ -283,6 +282,8 @@ def _is_open(value: Any) -> bool:
         return hasattr(value, "_fields")
     if isinstance(value, _CLOSED) and not isinstance(value, torch.utils.data.Dataset):
         return False
+    if is_pandas_part(value) or is_hugging_face(value):
+        return False
     return _is_all_python(type(value))
 
 
@@ -303,35 +304,35 @@ def _attributes(value: Any) -> Iterable[tuple[_Label, Any]]:
         return [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
     if isinstance(value, tuple):
         return [(f".{name}", element) for name, element in zip(value._fields, value, strict=True)]  # type: ignore[attr-defined]
-    held = itertools.chain(getattr(value, "__dict__", {}).items(), _slots(value))
+    held = itertools.chain(getattr(value, "__dict__", {}).items(), slots_of(value))
     return [(f".{name}", attribute) for name, attribute in held]
 
 
-def _slots(value: Any) -> Iterator[tuple[str, Any]]:
-    """The filled slots of an object, by the names that attribute access knows them by."""
-    for owner in type(value).__mro__:
-        names = owner.__dict__.get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            if name in ("__dict__", "__weakref__"):
-                continue
-            if name.startswith("__") and not name.endswith("__"):
-                name = f"_{owner.__name__.lstrip('_')}{name}"  # noqa: PLW2901 - as the compiler mangles it
-            try:
-                yield name, object.__getattribute__(value, name)
-            except AttributeError:
-                continue
+def _share_containers(nodes: list[_Node], progress: bool | None) -> dict[int, Any]:
+    """Share the values of nodes in one buffer; returns what replaces them, by ``id``."""
+    if not nodes:
+        return {}
+    with StoreGroup() as group:
+        nodes = [node for node in nodes if _add(group, node, progress)]
+        stores = group.finish() if nodes else []
+    return {id(node.value): _replacement(node, store) for node, store in zip(nodes, stores, strict=True)}
 
 
-def _share_container(node: _Node, progress: bool | None) -> Any:
-    """The shared counterpart of a node's value, or None if there is none."""
+def _add(group: StoreGroup, node: _Node, progress: bool | None) -> bool:
+    """Add a node's value to the group; False if it cannot be shared."""
     try:
-        store = build_store(node.value, progress=progress)
+        group.add(write_store, node.value, progress)
     except (MemoryError, OSError):  # of this process or host, not of the elements
         raise
     except Exception as error:  # noqa: BLE001 - pickling raises whatever the elements' classes do
         # As text: whoever keeps the log record must not keep the frames, and with them the stores.
         _log.info("share: left %s: %s", node.path, f"{type(error).__name__}: {error}")
-        return None
+        return False
+    return True
+
+
+def _replacement(node: _Node, store: Any) -> Any:
+    """What takes the place of a node's value."""
     what = store.describe()
     _log.info(
         "share: %s, a %s of about %s bytes in each process, is now a store of kind %r with %s rows: %s bytes "
@@ -346,72 +347,3 @@ def _share_container(node: _Node, progress: bool | None) -> Any:
     if isinstance(store, ArrayStore):
         return store.array
     return store.tensor if isinstance(store, TensorStore) else store
-
-
-class _Rebuilder:
-    """Copies what leads to something shared, each object once."""
-
-    def __init__(self, graph: _Graph, replaced: dict[int, Any]) -> None:
-        self._nodes = graph.nodes
-        self._copies = replaced
-        self._changed = self._ancestors(replaced)
-
-    def _ancestors(self, keys: Iterable[int]) -> set[int]:
-        found: set[int] = set()
-        todo = list(keys)
-        while todo:
-            for parent in self._nodes[todo.pop()].parents:
-                if parent not in found:
-                    found.add(parent)
-                    todo.append(parent)
-        return found
-
-    def rebuild(self, root: Any) -> Any:
-        # Mutable objects first, all of them and still empty, so that cycles find them.
-        mutable = [key for key in self._changed if not _is_immutable(self._nodes[key].value)]
-        for key in mutable:
-            self._copies[key] = _empty_like(self._nodes[key].value)
-        for key in mutable:
-            self._fill(self._nodes[key].value, self._copies[key])
-        return self._new(root)
-
-    def _new(self, value: Any) -> Any:
-        """What stands in the place of ``value``."""
-        key = id(value)
-        if key in self._copies:
-            return self._copies[key]
-        if key not in self._changed:
-            return value
-        copy: Any
-        if isinstance(value, types.MethodType):
-            copy = types.MethodType(value.__func__, self._new(value.__self__))
-        elif isinstance(value, functools.partial):
-            parts = self._new(value.func), self._new(value.args), self._new(value.keywords)
-            copy = type(value)(parts[0], *parts[1], **parts[2])
-        elif type(value) is tuple:
-            copy = tuple(map(self._new, value))
-        else:
-            copy = type(value)._make(map(self._new, value))
-        self._copies[key] = copy
-        return copy
-
-    def _fill(self, original: Any, copy: Any) -> None:
-        if type(original) is list:
-            copy.extend(map(self._new, original))
-        elif type(original) is dict:
-            copy.update((key, self._new(value)) for key, value in original.items())
-        else:
-            if hasattr(original, "__dict__"):
-                copy.__dict__.update((name, self._new(value)) for name, value in original.__dict__.items())
-            for name, value in _slots(original):
-                # Not setattr: frozen dataclasses and datasets with rules of their own refuse it.
-                object.__setattr__(copy, name, self._new(value))
-
-
-def _is_immutable(value: Any) -> bool:
-    return isinstance(value, tuple | types.MethodType | functools.partial)
-
-
-def _empty_like(value: Any) -> Any:
-    kind = type(value)
-    return kind() if kind in (list, dict) else object.__new__(kind)

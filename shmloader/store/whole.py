@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,8 @@ from shmloader.store.arrays import (
     kind_of_tensor,
     view_items,
 )
-from shmloader.store.base import BufferStore, Store, StoreDescription, finish, row_array
+from shmloader.store.base import BufferStore, Store, StoreDescription, Written, finish, row_array
+from shmloader.store.one_buffer import new_builder
 from shmloader.store.output import output_array
 
 
@@ -74,6 +75,13 @@ class _BlockStore(BufferStore, Store):
 
     def _taken(self, array: Array) -> Any:
         return array
+
+    def alone(self, rows: Sequence[int]) -> Store:
+        """See `Store.alone`."""
+        with new_builder() as out:
+            kind = self._layout.kind._replace(fortran=False)
+            store: Store = finish(out, _write(self._block[np.asarray(rows, np.int64)], kind, type(self), out))
+            return store
 
     def to_arrow(self) -> Any:
         """See `SharedObject.to_arrow`: an array, of fixed-size lists where there are two dimensions."""
@@ -238,17 +246,16 @@ def _shared_tensor(store: TensorStore) -> SharedTensor:
     return tensor
 
 
-def build_array(data: Array) -> ArrayStore:
-    """Share an ndarray without Python objects in it, of at least one dimension."""
+def write_array(data: Array, out: BufferBuilder) -> Written:
+    """Write an ndarray without Python objects in it, of at least one dimension."""
     kind = kind_of_array(data)
     if kind is None or not data.ndim:
         raise TypeError(f"an array of {data.dtype} with shape {data.shape} has no rows of plain items")
-    store: ArrayStore = _build(data.T if kind.fortran else data, kind, ArrayStore)
-    return store
+    return _write(data.T if kind.fortran else data, kind, ArrayStore, out)
 
 
-def build_tensor(data: torch.Tensor) -> TensorStore:
-    """Share a dense CPU tensor of at least one dimension."""
+def write_tensor(data: torch.Tensor, out: BufferBuilder) -> Written:
+    """Write a dense CPU tensor of at least one dimension."""
     data = data.resolve_conj().resolve_neg()
     kind = kind_of_tensor(data)
     if kind is None or not data.dim():
@@ -257,12 +264,11 @@ def build_tensor(data: torch.Tensor) -> TensorStore:
             f"has {data.dim()} dimensions, {data.dtype}, {data.layout}, device {data.device}, "
             f"requires_grad={data.requires_grad}. See Tensor.detach(), Tensor.cpu() and Tensor.to_dense()."
         )
-    store: TensorStore = _build(array_of_tensor(data, kind.dtype), kind, TensorStore)
-    return store
+    return _write(array_of_tensor(data, kind.dtype), kind, TensorStore, out)
 
 
-def _build(array: Array, kind: ArrayKind, store: type[_BlockStore]) -> Any:
-    with BufferBuilder(array.nbytes) as out:
-        flat = np.ascontiguousarray(array).reshape(-1)
-        offset = out.append(flat.view(np.uint8))
-        return finish(out, store, BlockLayout(kind, array.shape, offset, array.nbytes))
+def _write(array: Array, kind: ArrayKind, store: type[_BlockStore], out: BufferBuilder) -> Written:
+    out.reserve(out.nbytes + array.nbytes)  # before any page is touched
+    flat = np.ascontiguousarray(array).reshape(-1)
+    offset = out.append(flat.view(np.uint8))
+    return store, BlockLayout(kind, array.shape, offset, array.nbytes)

@@ -1,0 +1,176 @@
+"""Objects of pandas and of Hugging Face's datasets, where these are installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmloader import DataLoader, share
+from shmloader import open as open_store
+from shmloader.store import Store
+from shmloader.store.conformance import identical
+
+
+@pytest.fixture
+def pandas() -> Any:
+    return pytest.importorskip("pandas", reason="pandas is not installed")
+
+
+def make_columns(pandas: Any) -> dict[str, Any]:
+    return {
+        "ints": [1, 2, 3],
+        "ints with NaN": [1, None, 3],
+        "texts": ["x", None, "é"],
+        "objects": pandas.Series(["x", None, float("nan")], dtype=object),
+        "categories": pandas.Categorical(["a", None, "a"]),
+        "times": pandas.to_datetime(["2020-01-01", None, "2021-01-01T10:11:12.123456789"], format="ISO8601"),
+        "times with a zone": pandas.to_datetime(["2020-01-01", None, "2021-01-01"], utc=True),
+        "durations": pandas.to_timedelta([1, None, 3], unit="s"),
+        "nullable ints": pandas.array([1, None, 3], dtype="Int64"),
+        "nullable floats": pandas.array([1.5, None, 3], dtype="Float64"),
+        "nullable bools": pandas.array([True, None, False], dtype="boolean"),
+        "nullable texts": pandas.array(["a", None, "b"], dtype="string"),
+        "Arrow texts": pandas.array(["a", None, "b"], dtype="string[pyarrow]"),
+        "periods": pandas.period_range("2020", periods=3, freq="D"),
+        "intervals": pandas.interval_range(0, 3),
+        "sparse": pandas.arrays.SparseArray([0, 0, 1]),
+        "bytes of ints": np.array([1, 2, 255], np.uint8),
+        "arrays": [np.arange(3), np.arange(2), np.zeros(0)],
+        "lists": [[1], [2, "x"], []],
+    }
+
+
+def alike(pandas: Any, one: Any, other: Any) -> bool:
+    """Identical; NaT and NA are one object each."""
+    if type(one) is dict and type(other) is dict:
+        return list(one) == list(other) and all(alike(pandas, one[key], other[key]) for key in one)
+    return one is other if other is pandas.NaT or other is pandas.NA else identical(one, other)
+
+
+def test_a_frame_has_the_rows_of_to_dict_and_a_series_those_of_tolist(pandas: Any, tmp_path: Any) -> None:
+    """Alone, together with columns of every other type, and from a file."""
+    columns = make_columns(pandas)
+    frame = pandas.DataFrame(columns, index=["p", "q", "r"])
+    cases = [(frame, frame.to_dict("records"))]
+    cases += [(frame[name], frame[name].tolist()) for name in columns]
+    cases += [(frame[[name]], frame[[name]].to_dict("records")) for name in columns]
+    for number, (data, rows) in enumerate(cases):
+        store = share(data)
+        assert len(store) == 3
+        store.save(tmp_path / f"{number}.arrow")
+        for found in (store, open_store(tmp_path / f"{number}.arrow")):
+            assert all(alike(pandas, one, other) for one, other in zip(found, rows, strict=True)), rows
+
+
+def test_frames_of_odd_shapes_have_the_rows_of_to_dict(pandas: Any) -> None:
+    odd = [
+        pandas.DataFrame([[1, 2], [3, 4]]),  # names that are no str
+        pandas.DataFrame([[1, 2]], columns=pandas.MultiIndex.from_tuples([("a", "x"), ("b", "y")])),
+        pandas.DataFrame({"a": []}),
+        pandas.DataFrame(),
+    ]
+    for frame in odd:
+        assert list(share(frame)) == frame.to_dict("records")
+    frame = pandas.DataFrame({"n": range(40_000), "s": [str(n) for n in range(40_000)]})
+    store = share(frame)  # in several pieces
+    assert store[-1] == {"n": 39_999, "s": "39999"}
+    assert store.take([5, 30_000])["n"].tolist() == [5, 30_000]
+
+
+def test_pandas_objects_in_a_dataset_stay_what_they_are(pandas: Any) -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.frame = pandas.DataFrame({"n": np.arange(300_000)})
+            self.series = self.frame["n"] * 2
+            self.index = pandas.Index(np.arange(300_000) * 3)
+            self.nullable = pandas.array([1, None] * 150_000, dtype="Int64")
+            self.rows = [{"n": n} for n in range(30_000)]
+
+    original = Holder()
+    shared = share(original)
+    assert isinstance(shared.rows, Store)
+    for name in ("frame", "series", "index", "nullable"):
+        assert getattr(shared, name) is getattr(original, name)
+
+
+@pytest.fixture
+def hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A dataset that lies in a file."""
+    if importlib.util.find_spec("datasets") is None:
+        pytest.skip("Hugging Face datasets is not installed")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    import datasets
+
+    datasets.disable_progress_bars()
+    made = datasets.Dataset.from_dict({"n": list(range(1000)), "s": [str(n) for n in range(1000)]})
+    made.save_to_disk(str(tmp_path / "data"))
+    return datasets.load_from_disk(str(tmp_path / "data"))
+
+
+class Wrapped:
+    """A dataset over another one, with something to share beside it."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.rows = [{"n": n} for n in range(30_000)]
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inner[index]["n"], self.rows[index]["n"]
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_a_hugging_face_dataset_stays_mapped_and_gives_its_rows(hugging_face: Any, start_method: str) -> None:
+    shuffled = hugging_face.shuffle(seed=1)
+    parts = [hugging_face, shuffled, shuffled.select([5, 3, 99]), hugging_face.select(range(10, 20))]
+    for part in parts:
+        assert share(part) is part
+        assert hugging_face.cache_files[0] in share(part).cache_files
+    assert [row["n"] for row in shuffled.select([5, 3, 99])] == [shuffled[n]["n"] for n in (5, 3, 99)]
+    shared = share(Wrapped(shuffled))
+    assert shared.inner is shuffled
+    assert isinstance(shared.rows, Store)
+    loader = DataLoader(
+        shared, batch_size=100, num_workers=1, share_dataset=True, multiprocessing_context=start_method
+    )
+    found = [
+        (n, row) for numbers, rows in loader for n, row in zip(numbers.tolist(), rows.tolist(), strict=True)
+    ]
+    loader.close()
+    assert found == [(row["n"], number) for number, row in enumerate(shuffled)]
+    assert DataLoader(shuffled, batch_size=10, share_dataset=True).dataset is shuffled
+
+
+def test_a_column_of_a_hugging_face_dataset_is_a_sequence_like_any_other(hugging_face: Any) -> None:
+    shuffled = hugging_face.shuffle(seed=1)
+    assert list(share(shuffled["s"])) == [row["s"] for row in shuffled]
+
+
+def test_a_package_of_ones_own_named_datasets_is_shared(tmp_path: Path) -> None:
+    """Its classes are not taken for those of the library of this name."""
+    (tmp_path / "datasets").mkdir()
+    (tmp_path / "datasets" / "__init__.py").write_text(
+        textwrap.dedent("""
+            from torch.utils.data import Dataset
+
+            class Images(Dataset):
+                def __init__(self):
+                    self.samples = [{"n": n} for n in range(30_000)]
+        """)
+    )
+    program = "import datasets, shmloader; print(type(shmloader.share(datasets.Images()).samples).__name__)"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.stdout.strip() == "RowStore", done.stderr
