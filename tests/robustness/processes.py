@@ -103,9 +103,12 @@ def mappings(pid: int | str = "self") -> int:
 
 
 def pss_nbytes(pid: int | str = "self") -> int:
-    """Memory of a process: private bytes, and of shared ones its share."""
+    """Memory of a process: private bytes, and of shared ones its share.
+
+    Without that of files: its share of libraries grows when programs that have nothing to do with it end.
+    """
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:"))) * 1024
 
 
 def shared_nbytes() -> int:
