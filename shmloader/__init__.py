@@ -19,6 +19,7 @@ from shmloader.errors import (
     WorkerTimeout,
 )
 from shmloader.loader import DataLoader
+from shmloader.sources import why_per_sample
 from shmloader.statistics import BadSample, LoaderStatistics
 from shmloader.store.files import open_store as open  # noqa: A004 - used as shmloader.open
 from shmloader.store.host import share_on_host
@@ -45,4 +46,5 @@ __all__ = [
     "open",
     "share",
     "share_on_host",
+    "why_per_sample",
 ]

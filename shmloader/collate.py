@@ -3,7 +3,7 @@
 torch's ``default_collate`` looks up how to join samples in a public map at every call. A worker replaces
 torch's own entries of that map, in its own process, by functions that write their result into the slot of
 the current task. A user's ``collate_fn`` that calls ``default_collate`` gets the same; entries that the
-user put there stay.
+user put there stay. What worker threads put there stays too: in other threads it does what torch's own do.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.utils.data import default_collate
 from shmloader import torch_private
 from shmloader.layout import CODE_OF_NUMPY_DTYPE, DTYPES
 from shmloader.slot_writer import Column, Recipe, SlotWriter, current_writer
+from shmloader.sources import SAME_AS_TORCHS, DefaultCollate
 
 _CollateMap = dict[Any, Callable[..., Any]]
 
@@ -46,37 +47,53 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     return torch.empty(shape, dtype=dtype, device="cpu")  # type: ignore[arg-type]
 
 
-def install_slot_collate(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def install_slot_collate(
+    collate_fn: Callable[[Any], Any], *, in_thread: bool = False
+) -> Callable[[Any], Any]:
     """Let ``default_collate`` write into slots, in this process.
 
     Args:
         collate_fn: The loader's collate function.
+        in_thread: Whether other threads of this process are none of a worker's.
 
     Returns:
         The function to call in its place: itself unless it is torch's ``default_collate``.
     """
     collate_map = torch_private.collate_fn_map
-    pristine = torch_private.collate_map_is_pristine()
-    if collate_map.get(torch.Tensor) is torch_private.collate_tensor_fn:
-        collate_map[torch.Tensor] = collate_tensors
+    pristine = torch_private.collate_map_is_pristine(tuple(SAME_AS_TORCHS))
+    if collate_map.get(torch.Tensor) in (torch_private.collate_tensor_fn, _collate_tensors_in_threads):
+        collate_map[torch.Tensor] = _collate_tensors_in_threads if in_thread else collate_tensors
     if collate_map.get(np.ndarray) is torch_private.collate_numpy_array_fn:
         collate_map[np.ndarray] = collate_arrays
     if not pristine or collate_fn is not default_collate:
         return collate_fn
-    ours = dict(collate_map)
+    return _SlotCollate(dict(collate_map))
 
-    def collate(samples: list[Any]) -> Any:
-        writer = current_writer()
+
+class _SlotCollate(DefaultCollate):
+    """``default_collate``, into the writer's outputs.
+
+    Args:
+        ours: torch's map of collate functions as `install_slot_collate` has left it.
+    """
+
+    def __init__(self, ours: _CollateMap) -> None:
+        self._ours = ours
+
+    def is_default(self) -> bool:
+        """See `DefaultCollate`."""
         # The map may be changed at any time, by worker_init_fn for one.
-        if writer is None or collate_map != ours:
+        return torch_private.collate_fn_map == self._ours
+
+    def __call__(self, samples: list[Any]) -> Any:
+        writer = current_writer()
+        if writer is None or not self.is_default():
             return default_collate(samples)
         if type(samples[0]) is dict:
             writer.collated, writer.recipe = _collate_dicts(samples, writer)
         else:
             writer.collated = _collate_plain(samples, writer)
         return writer.collated
-
-    return collate
 
 
 def _collate_plain(samples: Sequence[Any], writer: SlotWriter) -> Any:
@@ -206,6 +223,19 @@ def collate_tensors(
     return torch.stack(batch, 0, out=out)  # type: ignore[arg-type]
 
 
+def _collate_tensors_in_threads(
+    batch: Sequence[torch.Tensor], *, collate_fn_map: _CollateMap | None = None
+) -> torch.Tensor:
+    """The same in worker threads while they make a batch; torch's own function anywhere else."""
+    if current_writer() is not None:
+        return collate_tensors(batch, collate_fn_map=collate_fn_map)
+    result: torch.Tensor = torch_private.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
+    return result
+
+
+_JOIN_TENSORS = (collate_tensors, _collate_tensors_in_threads)
+
+
 def collate_arrays(
     batch: Sequence[np.ndarray[Any, Any]], *, collate_fn_map: _CollateMap | None = None
 ) -> torch.Tensor:
@@ -213,7 +243,7 @@ def collate_arrays(
     first = batch[0]
     code = CODE_OF_NUMPY_DTYPE.get(first.dtype)
     writer = current_writer()
-    ours = collate_fn_map is not None and collate_fn_map.get(torch.Tensor) is collate_tensors
+    ours = collate_fn_map is not None and collate_fn_map.get(torch.Tensor) in _JOIN_TENSORS
     # torch has an error of its own for negative strides.
     if ours and code is not None and writer is not None and min(first.strides, default=0) >= 0:
         dtype, shape = first.dtype, first.shape
@@ -224,3 +254,6 @@ def collate_arrays(
                 return out
     result: torch.Tensor = torch_private.collate_numpy_array_fn(batch, collate_fn_map=collate_fn_map)
     return result
+
+
+SAME_AS_TORCHS.update((*_JOIN_TENSORS, collate_arrays))

@@ -11,6 +11,7 @@ import os
 import pickle
 import threading
 import time
+from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -25,6 +26,7 @@ from shmloader.messages import (
     DETACHED,
     END,
     INLINE_NBYTES,
+    MARK,
     PART,
     RESUME,
     RESUMED,
@@ -74,6 +76,7 @@ class Exchange:
         ended: Workers that have said, since this was last emptied, that their dataset is exhausted.
         warning: What the user is to be warned of with the next batch, or "".
         inspection: The checks of ``SHMLOADER_DEBUG=1``, or None.
+        before_sleep: Called when the main process is about to sleep for want of a batch, or None.
         settled: False while something is half done. It stays so if an exception that can come between any
             two lines (``KeyboardInterrupt``) cuts that short: then what is recorded here is not to be
             trusted any more. While the main process sleeps, all is settled.
@@ -87,6 +90,7 @@ class Exchange:
         self.ended: list[int] = []
         self.settled = True
         self.warning = ""
+        self.before_sleep: Callable[[], None] | None = None
         self._counters = counters
         self._spills = Spills(pool, counters)
         self._timeout_s = patience.timeout_s if patience.timeout_s > 0 else None
@@ -132,8 +136,18 @@ class Exchange:
             )
         )
 
-    def resume(self, shared_seed: int | None) -> None:
+    def mark(self) -> None:
+        """Let the workers keep their generators' states: what is sent from now on may be in vain."""
+        for worker in self.crew.workers:
+            worker.send(Task(MARK, self._generation).pack())
+
+    def resume(self, shared_seed: int | None, epoch: int = 0, *, put_back: bool = False) -> None:
         """Void what is outstanding, and tell all workers that a new epoch begins.
+
+        Args:
+            shared_seed: What torch's DataPipes are seeded with in all workers.
+            epoch: Epochs of the iterator before this one.
+            put_back: Whether their generators are to go on from where they were at the last `mark`.
 
         Workers finish what they were sent, as torch's do: what a dataset draws from its generators must
         not depend on when the epoch was abandoned. Those batches are dropped and their slots freed, and
@@ -152,7 +166,10 @@ class Exchange:
         payload = pickle.dumps(shared_seed, 5)
         self._resuming = {worker.worker_id for worker in self.crew.workers}
         for worker in self.crew.workers:
-            worker.send(Task(RESUME, self._generation, payload_nbytes=len(payload), payload=payload).pack())
+            record = Task(
+                RESUME, self._generation, epoch, int(put_back), payload_nbytes=len(payload), payload=payload
+            )
+            worker.send(record.pack())
         while self._resuming:
             self.receive()
         self.ended.clear()
@@ -171,7 +188,7 @@ class Exchange:
         if worker_id is not None:
             worker = self.crew.workers[worker_id]
             records = worker.receive()
-            if records == b"" and self._wait_ns < SPIN_NS:
+            if records == b"" and self._wait_ns < self.crew.look_again_ns:
                 records = self._look_again(worker)
             if records:
                 self._accept(worker, records)
@@ -195,6 +212,8 @@ class Exchange:
 
     def _wait(self, worker_id: int | None) -> None:
         crew = self.crew
+        if worker_id is not None and self.before_sleep is not None:
+            self.before_sleep()
         began_ns = time.perf_counter_ns()
         self._waiter = threading.get_ident()
         self.settled = True
@@ -397,7 +416,7 @@ class Exchange:
             error = WorkerTimeout(
                 f"DataLoader timed out after {silent_s} seconds: none of {len(self.crew.workers)} worker(s) "
                 f"has finished a batch; outstanding index batches: {waiting_for!s:.300}. {why} The next is "
-                f"due from worker {worker.worker_id} (pid {worker.pid}), which is at\n"
+                f"due from worker {worker.worker_id} ({worker.place}), which is at\n"
                 f"{self.crew.stack_of(worker)}"
             )
         self.settled = True

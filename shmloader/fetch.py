@@ -1,8 +1,9 @@
-"""Samples for one index batch: map-style datasets, ``__getitems__`` and iterable-style datasets.
+"""Batches for index batches: map-style datasets, ``__getitems__`` and iterable-style datasets.
 
 The rules are those of torch's fetchers (``torch/utils/data/_utils/fetch.py``), so that batches are
-identical. With ``on_error`` other than ``"raise"`` a fetcher goes on where a sample raises. Runs in the
-worker, or without workers in the main process.
+identical. Where a dataset's rows can be gathered, no samples are made (see `sources`). With ``on_error``
+other than ``"raise"`` a fetcher goes on where a sample raises. Runs in the worker, or without workers in
+the main process.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from shmloader.bad_samples import (
 )
 from shmloader.errors import NoGoodSample
 from shmloader.failures import add_note, forget_frames
+from shmloader.index_batches import PackedInts
 from shmloader.mismatch import explain_collation
+from shmloader.sources import NOT_GATHERED, Gatherer
 from shmloader.statistics import BadSample
 
 
@@ -96,12 +99,17 @@ class _MapFetcher(_Fetcher):
         self._dataset = dataset
         self._auto_collation = rules.auto_collation
         self._collate_fn = rules.collate_fn
+        self._gatherer = Gatherer(dataset, rules.collate_fn) if rules.auto_collation else None
 
     def fetch(self, index_batch: Any) -> Any:
         dataset = self._dataset
-        if not self._auto_collation:
-            samples = _fetch_one(dataset, index_batch)
-        elif getattr(dataset, "__getitems__", None):
+        if self._gatherer is None:
+            return self._join(_fetch_one(dataset, index_batch), index_batch)
+        batch = self._gatherer.gather(index_batch)
+        if batch is not NOT_GATHERED:
+            return batch
+        index_batch = _unpacked(index_batch)
+        if getattr(dataset, "__getitems__", None):
             samples = dataset.__getitems__(index_batch)
         else:
             samples = _fetch_each(dataset, index_batch)
@@ -109,6 +117,10 @@ class _MapFetcher(_Fetcher):
 
     def _join(self, samples: Any, index_batch: Any) -> Any:
         try:
+            if type(samples) is dict and self._gatherer is not None:
+                batch = self._gatherer.take_columns(samples, len(index_batch))
+                if batch is not NOT_GATHERED:
+                    return batch
             return self._collate_fn(samples)
         except Exception as error:
             if self._auto_collation:
@@ -116,6 +128,11 @@ class _MapFetcher(_Fetcher):
             else:
                 explain_collation(error, [samples], [index_batch])
             raise
+
+
+def _unpacked(index_batch: Any) -> Any:
+    """The index batch as the sampler gave it."""
+    return index_batch.tolist() if type(index_batch) is PackedInts else index_batch
 
 
 def _fetch_one(dataset: Any, index: Any) -> Any:
@@ -159,14 +176,19 @@ class _TolerantMapFetcher(_MapFetcher):
     def fetch(self, index_batch: Any) -> Any:
         self._bad = []
         get_all = getattr(self._dataset, "__getitems__", None) if self._auto_collation else None
-        if get_all:
-            try:
-                samples = get_all(index_batch)
-            except Exception as error:
-                if not is_a_samples_fault(error):
-                    raise
-                forget_frames(error)
-            else:
+        try:
+            batch = NOT_GATHERED if self._gatherer is None else self._gatherer.gather(index_batch)
+            if batch is not NOT_GATHERED:
+                return batch
+            index_batch = _unpacked(index_batch)
+            samples = get_all(index_batch) if get_all else None
+        except Exception as error:
+            if not is_a_samples_fault(error):
+                raise
+            index_batch, get_all = _unpacked(index_batch), True
+            forget_frames(error)
+        else:
+            if get_all:
                 return self._join(samples, index_batch)
         indices = list(index_batch) if self._auto_collation else [index_batch]
         samples = self._fetch_good(indices)
@@ -238,7 +260,7 @@ def _take(samples: Sequence[Any], places: Sequence[int]) -> list[Any]:
 class _IterableFetcher(_Fetcher):
     def __init__(self, dataset: Any, rules: FetchRules) -> None:
         super().__init__()
-        self._samples: Iterator[Any] = iter(dataset)
+        self._samples: Iterator[Any] = _Nexts(iter(dataset))
         self._rules = rules
         self._ended = False
         self._position = 0  # of the next sample in the stream
@@ -268,6 +290,22 @@ class _IterableFetcher(_Fetcher):
         except Exception as error:
             explain_collation(error, samples, positions, of_stream=True)
             raise
+
+
+class _Nexts:
+    """An iterator of which nothing but the next item is ever asked.
+
+    ``islice`` calls ``iter()`` of what it is given. A dataset that is its own iterator begins anew then.
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._iterator)
 
 
 class _TolerantIterableFetcher(_IterableFetcher):

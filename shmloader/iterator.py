@@ -1,7 +1,8 @@
 """One pass over a loader with worker processes: tasks out, batches in, sampler order.
 
 Which worker gets which task, and when the sampler is asked for its next index batch, follow torch's
-``_MultiProcessingDataLoaderIter`` step by step: datasets that draw random numbers depend on both.
+``_MultiProcessingDataLoaderIter`` step by step: datasets that draw random numbers depend on both. With
+``dispatch="dynamic"`` they do not, and `dispatch` decides.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import itertools
 import os
 import warnings
 import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -19,18 +22,27 @@ from shmloader import torch_private
 from shmloader.bad_samples import LEFT_OUT, count, take_report, warn_of_bad_samples
 from shmloader.callers import level_of_the_program
 from shmloader.codec import Decoder
+from shmloader.dispatch import DYNAMIC, Balance
 from shmloader.errors import LoaderClosed, SpillWarning
 from shmloader.exchange import Exchange, Patience
 from shmloader.failures import restore
 from shmloader.fetch import FetchRules
 from shmloader.limits import memory_headroom
 from shmloader.messages import FAILURE, REPORTED
+from shmloader.next_epoch import NOTHING, EpochPrefetch, can_prefetch
 from shmloader.pinning import pin_batch
-from shmloader.segment import Descriptor, new_segment
+from shmloader.segment import new_segment
 from shmloader.slots import SlotPool
 from shmloader.statistics import Counters
 from shmloader.worker import WorkerArguments
-from shmloader.workers import Workers, check_importable
+from shmloader.workers import (
+    THREAD,
+    ProcessWorkers,
+    ThreadWorkers,
+    Workers,
+    check_importable,
+    check_worker_type,
+)
 
 _NOBODY = -1, None, None
 
@@ -83,18 +95,18 @@ class SlotIterator(torch_private.BaseIterator):
         # Runs when the iterator dies and at interpreter exit; refers to the parts, not to the iterator.
         self._finalizer = weakref.finalize(self, _stop, os.getpid(), self._crew, self.pool)
         try:
+            self._balance = self._make_balance(loader) if loader.dispatch == DYNAMIC else None
+            may_prefetch = loader.prefetch_epochs and self._in_order and self._balance is None
+            self._prefetch: EpochPrefetch | None = None
+            if may_prefetch and can_prefetch(self._dataset, self._index_sampler):
+                self._prefetch = EpochPrefetch(self._index_sampler, self._num_workers)
             self._reset(loader, first_iter=True)
         except BaseException:
             self.close("its first tasks could not be sent")
             raise
 
     def _start_workers(self, loader: Any) -> Workers:
-        context = loader.multiprocessing_context or torch.multiprocessing
         init_fn = loader.worker_init_fn
-        check_importable(
-            context,
-            {"dataset": self._dataset, "collate_fn": self._collate_fn, "worker_init_fn": init_fn},
-        )
         if isinstance(self._dataset, torch_private.DATAPIPES):
             init_fn = functools.partial(
                 torch_private.sharding_worker_init_fn, init_fn, self._world_size, self._rank
@@ -115,17 +127,47 @@ class SlotIterator(torch_private.BaseIterator):
             rules=rules,
             base_seed=int(self._base_seed),
             init_fn=init_fn,
+            seeds_samples=loader.dispatch == DYNAMIC,
         )
-        seeds = self._seeds = [self._shared_seed]  # of this epoch; not the iterator, which must die alone
+        # What differs from epoch to epoch; not the iterator, which must die alone.
+        begins = self._begins = _Beginning(self._shared_seed)
 
-        def arguments_of(
-            worker_id: int, tasks: Descriptor, dones: Descriptor, stacks: Descriptor
-        ) -> WorkerArguments:
-            return make_arguments(
-                worker_id=worker_id, tasks=tasks, dones=dones, stacks=stacks, shared_seed=seeds[0]
-            )
+        def arguments_of(worker_id: int) -> WorkerArguments:
+            return make_arguments(worker_id=worker_id, shared_seed=begins.shared_seed, epoch=begins.epoch)
 
-        return Workers(context, arguments_of, self._num_workers)
+        if loader.worker_type == THREAD:
+            check_worker_type(THREAD, self._dataset, loader.multiprocessing_context, loader.worker_restarts)
+            self.pool.keeps_granted = True
+            return ThreadWorkers(arguments_of, self._num_workers)
+        context = loader.multiprocessing_context or torch.multiprocessing
+        check_importable(
+            context,
+            {
+                "dataset": self._dataset,
+                "collate_fn": self._collate_fn,
+                "worker_init_fn": loader.worker_init_fn,
+            },
+        )
+        return ProcessWorkers(context, arguments_of, self._num_workers)
+
+    def _make_balance(self, loader: Any) -> Balance:
+        exchange = self._exchange
+        weak_widen = weakref.WeakMethod(self._widen)  # the exchange must not keep the iterator alive
+
+        def before_sleep() -> None:
+            widen = weak_widen()
+            if widen is not None:
+                widen()
+
+        exchange.before_sleep = before_sleep
+        return Balance(
+            self.pool,
+            self._num_workers,
+            loader.prefetch_factor,
+            self._timeout,
+            exchange.outstanding,
+            exchange.arrived,
+        )
 
     # --- epochs
 
@@ -135,24 +177,48 @@ class SlotIterator(torch_private.BaseIterator):
         self._check_open()
         self._exchange.settled = False
         self._held_back: list[Any] = []  # a batch whose warning was an error
-        self._seeds[0] = self._shared_seed
-        self._send_seq = 0  # number of the next task
-        self._next_seq = 0  # number of the next batch to return
-        self._num_tasks = [0] * self._num_workers  # tasks whose batch was not returned, by worker
-        if not first_iter:
-            self._exchange.resume(self._shared_seed)
+        self._begins.shared_seed = self._shared_seed
         self._active = [True] * self._num_workers  # False: its iterable dataset is exhausted
-        self._turns = itertools.cycle(range(self._num_workers))
-        self._strict_turns = self._in_order  # until a worker drops out
-        for _ in range(self.pool.most_tasks):
+        self._strict_turns = self._in_order and self._balance is None  # until a worker drops out
+        if first_iter or not self._take_next_epoch():
+            self._send_seq = 0  # number of the next task
+            self._next_seq = 0  # number of the next batch to return
+            self._num_tasks = [0] * self._num_workers  # tasks whose batch was not returned, by worker
+            self._turns: Iterator[int] = itertools.cycle(range(self._num_workers))
+        if self._balance is not None:
+            self._balance.begin()
+        if self._prefetch is not None:
+            self._prefetch.begin_epoch()
+        for _ in range(self.pool.most_tasks - self._send_seq + self._next_seq):
             self._issue_task()
         self._exchange.settled = True
 
+    def _take_next_epoch(self) -> bool:
+        """Begin another epoch; whether its first tasks were sent already, and rightly so."""
+        prefetch = self._prefetch
+        self._begins.epoch += 1
+        sent = 0 if prefetch is None else prefetch.sent
+        if prefetch is not None and sent and self._next_seq >= self._send_seq:
+            sampler_iter = prefetch.take()
+            if sampler_iter is not None:
+                self._sampler_iter = sampler_iter
+                self._next_seq = self._send_seq + 1
+                self._send_seq = self._next_seq + sent
+                self._turns = prefetch.turns
+                self._counters.epochs_prefetched += 1
+                self.pool.trim()
+                return True
+        self._counters.epochs_in_vain += sent > 0
+        self._exchange.resume(self._shared_seed, self._begins.epoch, put_back=sent > 0)
+        return False
+
     def _issue_task(self) -> None:
-        """Send the next index batch to the worker whose turn it is."""
+        """Send the next index batch to the worker that is to have it."""
         try:
             index_batch = next(self._sampler_iter)
         except StopIteration:
+            if self._prefetch is not None:
+                self._issue_task_of_next_epoch(self._prefetch)
             return
         except Exception:
             self._exchange.settled = True  # the sampler's own error: as in torch, the next call goes on
@@ -163,8 +229,22 @@ class SlotIterator(torch_private.BaseIterator):
             self._exchange.send(worker_id, self._send_seq, index_batch)
             self._send_seq += 1
 
+    def _issue_task_of_next_epoch(self, prefetch: EpochPrefetch) -> None:
+        """Send a task of the next epoch. One number is left out before the first: there this epoch ends."""
+        index_batch = prefetch.draw()
+        if index_batch is NOTHING:
+            return
+        if not prefetch.sent:
+            self._exchange.mark()
+        prefetch.sent += 1
+        worker_id = next(prefetch.turns)
+        self._num_tasks[worker_id] += 1
+        self._exchange.send(worker_id, self._send_seq + prefetch.sent, index_batch)
+
     def _choose_worker(self) -> int | None:
-        """The next worker in turn that is active (and, out of order, has room for a task)."""
+        """The next worker in turn that is active (and, out of order, has room for a task), or a free one."""
+        if self._balance is not None:
+            return self._balance.choose(self._send_seq)
         for _ in range(self._num_workers):
             worker_id = next(self._turns)
             if self._active[worker_id] and (self._in_order or self._has_room(worker_id)):
@@ -173,6 +253,30 @@ class SlotIterator(torch_private.BaseIterator):
 
     def _has_room(self, worker_id: int) -> bool:
         return self._num_tasks[worker_id] < self._most_tasks // sum(self._active)
+
+    def _widen(self) -> None:
+        """Give workers that run out of tasks further ones, while the program waits for a slow batch."""
+        balance, outstanding = self._balance, self._exchange.outstanding
+        if balance is None or not balance.is_stalled(self._next_seq):
+            return
+        while balance.may_widen(len(outstanding)):
+            if not self._issue_task_ahead():
+                return
+
+    def _refill(self, balance: Balance) -> None:
+        """After a batch was returned, fill the window as far as it was widened before."""
+        balance.note_return()
+        while balance.may_refill(len(self._exchange.outstanding)):
+            if not self._issue_task_ahead():
+                return
+
+    def _issue_task_ahead(self) -> bool:
+        """Send a task beyond those that the pool was made for, if the sampler has one."""
+        seq = self._send_seq
+        self._issue_task()
+        sent = self._send_seq - seq
+        self._counters.tasks_ahead += sent
+        return sent > 0
 
     # --- batches
 
@@ -244,6 +348,8 @@ class SlotIterator(torch_private.BaseIterator):
         anchor, header = exchange.take(done)
         if len(exchange.outstanding) < self.pool.most_tasks:
             self._issue_task()
+        elif self._balance is not None:
+            self._refill(self._balance)
         exchange.settled = True
         batch = self._decoder.decode(anchor, header)
         del anchor
@@ -299,7 +405,7 @@ class SlotIterator(torch_private.BaseIterator):
     @property
     def _workers(self) -> list[Any]:
         """The processes, under the name at which Ultralytics looks for them in torch's iterator."""
-        return [worker.process for worker in self._crew.workers]
+        return self._crew.processes
 
     def _shutdown_workers(self) -> None:
         """Stop the workers; named as in torch's iterator, where frameworks call it."""
@@ -318,9 +424,22 @@ class SlotIterator(torch_private.BaseIterator):
         self._finalizer()
 
 
+@dataclass
+class _Beginning:
+    """With what the workers begin the present epoch.
+
+    Attributes:
+        shared_seed: As in `WorkerArguments`.
+        epoch: Likewise.
+    """
+
+    shared_seed: int | None
+    epoch: int = 0
+
+
 def _stop(owner_pid: int, crew: Workers, pool: SlotPool) -> None:
     if os.getpid() == owner_pid:
         crew.close()
         pool.close()
     else:  # a copy in a forked child: the workers and the memory are the parent's
-        crew.drop_descriptors()
+        crew.leave_to_parent()

@@ -12,11 +12,13 @@ import torch.utils.data
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from shmloader.bad_samples import MODES, RAISE, warn_of_bad_samples
+from shmloader.dispatch import STATIC, check_dispatch
 from shmloader.in_process import InProcessIterator
 from shmloader.iterator import SlotIterator
 from shmloader.slots import SlotState
 from shmloader.statistics import Counters, LoaderStatistics
 from shmloader.store.walk import share_for_loader
+from shmloader.workers import PROCESS, check_worker_type
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -71,19 +73,40 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
             `BadSampleWarning` for the loader, at the end of the epoch, at ``close()`` or when the next one
             begins. Never skipped: ``SystemExit``, ``KeyboardInterrupt``, what ran out of memory, errors of a
             loader inside the dataset, and what samplers and ``collate_fn`` raise. See docs/errors.md.
+        dispatch: Which worker makes which batch. ``"static"``: they take turns, as torch's do. ``"dynamic"``:
+            whoever is free makes the next one, and while ``next()`` waits for a slow batch the others make
+            further ones in advance, in up to 64 more slots within the memory budget. Batches come in the same
+            order either way. What samples draw from the global generators of torch, NumPy and ``random`` then
+            depends on the base seed, the epoch and the sample's place in it, and not on who fetched it or how
+            many workers there are: each sample is seeded for, which takes 11 µs. For map-style datasets;
+            without workers it has no effect. See docs/dispatch.md.
+        prefetch_epochs: With ``persistent_workers``: send the next epoch's first tasks while the last batches
+            of an epoch are consumed. The batches are the same: where the sampler, one of torch's, would draw
+            others by then (``set_epoch``, a seed, draws of the program), they are made anew. By it you
+            promise that the dataset does not change between epochs. See docs/dispatch.md.
+        worker_type: ``"process"``, or ``"thread"`` for datasets that release the interpreter lock and for
+            free-threaded Python: ``num_workers`` threads of this process, with no start-up cost and nothing
+            pickled or copied for them, that share a map-style dataset with each other. They leave the global
+            random generators alone: draw from those of ``get_worker_info().rng``. Not for DataPipes, nor with
+            ``worker_restarts`` or a ``multiprocessing_context``. See docs/threads.md.
         share_dataset: Move the dataset's large containers to shared memory first, as `shmloader.share`
             does: ``loader.dataset`` is then the shared dataset, and ``dataset`` itself is not changed.
             For the memory to be saved, nothing else (a sampler, a variable) may go on holding the original.
 
     Raises:
         ValueError: For arguments that torch refuses, with torch's message, for a budget below 1, for
-            ``worker_restarts`` below 0 or with an iterable-style dataset, and for an ``on_error`` that is
-            none of the three.
+            ``worker_restarts`` below 0 or with an iterable-style dataset, for an ``on_error`` that is none of
+            the three, for a ``dispatch`` that is neither of the two or dynamic with an iterable-style
+            dataset, for ``prefetch_epochs`` without ``persistent_workers``, and for a ``worker_type`` that is
+            neither of the two or ``"thread"`` with what it is not for.
     """
 
     memory_budget_nbytes: int | None
     worker_restarts: int
     on_error: str
+    dispatch: str
+    prefetch_epochs: bool
+    worker_type: str
     share_dataset: bool
 
     def __init__(
@@ -109,10 +132,22 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
         memory_budget_nbytes: int | None = None,
         worker_restarts: int = 0,
         on_error: str = RAISE,
+        dispatch: str = STATIC,
+        prefetch_epochs: bool = False,
+        worker_type: str = PROCESS,
         share_dataset: bool = False,
     ) -> None:
         _check_arguments(dataset, memory_budget_nbytes, worker_restarts, on_error)
+        check_dispatch(dispatch, dataset)
         self.on_error = on_error
+        if prefetch_epochs and not persistent_workers:
+            raise ValueError(
+                "prefetch_epochs=True needs persistent_workers=True: others end with their epoch"
+            )
+        self.dispatch = dispatch
+        self.prefetch_epochs = prefetch_epochs
+        check_worker_type(worker_type, dataset, multiprocessing_context, worker_restarts)
+        self.worker_type = worker_type
         self.memory_budget_nbytes = memory_budget_nbytes
         self.worker_restarts = worker_restarts
         self.share_dataset = share_dataset
@@ -237,6 +272,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
             batches_one_by_one=counters.batches_one_by_one,
             oldest_leases=tuple(text for iterator in self._iterators() for text in iterator.oldest_leases()),
             worker_restarts=counters.worker_restarts,
+            tasks_ahead=counters.tasks_ahead,
+            epochs_prefetched=counters.epochs_prefetched,
+            epochs_in_vain=counters.epochs_in_vain,
             wait_for_workers_s=counters.wait_for_workers_ns / 1e9,
             workers_wait_for_slots_s=counters.workers_wait_for_slots_ns / 1e9,
         )

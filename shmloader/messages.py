@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 # Kinds of record from main to worker.
-TASK, RESUME, CONTINUE = 1, 2, 3
+TASK, RESUME, CONTINUE, MARK = 1, 2, 3, 4
 # Kinds of record from worker to main.
 BATCH, FAILURE, END, RESUMED, PART = 11, 12, 13, 14, 15  # from RESUMED on: no slot is published
 
@@ -46,11 +46,12 @@ class Task(NamedTuple):
     """What the main process asks of a worker.
 
     Attributes:
-        kind: ``TASK`` (make a batch), ``RESUME`` (a new epoch begins; the payload is its shared seed) or
-            ``CONTINUE`` (the last ``PART`` was copied out).
+        kind: ``TASK`` (make a batch), ``RESUME`` (a new epoch begins; the payload is its shared seed),
+            ``CONTINUE`` (the last ``PART`` was copied out) or ``MARK`` (what follows may be in vain: keep the
+            generators' states).
         generation: The iterator's epoch counter; replies carry it back.
-        seq: Number of the batch in the epoch.
-        slot: The slot granted.
+        seq: Number of the batch in the epoch. For ``RESUME``: of the epoch.
+        slot: The slot granted. For ``RESUME``: whether to put back the states of the last ``MARK``.
         version: Version of the slot's memory (portable backend; 0 with memfd).
         slot_nbytes: Bytes reserved for the slot.
         hint_nbytes: Bytes of the largest batch so far: what to reserve before collating.

@@ -41,6 +41,11 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_mremap: Any = getattr(_libc, "mremap", None)  # Linux
+if _mremap is not None:
+    _mremap.restype = ctypes.c_void_p
+    _mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 MAP_FIXED = 0x10
 """For `map_pages`: Python's ``mmap`` lacks it."""
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
@@ -80,13 +85,18 @@ class Extent:
     def detach(self) -> None:
         """Turn this mapping, in place, into private memory with the same contents.
 
-        Views in this process keep their address and their values; other processes' writes to the slot
-        no longer reach them.
+        Views in this process keep their address and their values; writes to the slot through other mappings
+        no longer reach them. Other threads may be reading: the copy takes the mapping's place in one step.
         """
-        contents = ctypes.string_at(self.address, self.nbytes)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
-        map_pages(self.address, self.nbytes, flags, -1, 0)
-        ctypes.memmove(self.address, contents, self.nbytes)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        if _mremap is None:
+            contents = ctypes.string_at(self.address, self.nbytes)
+            map_pages(self.address, self.nbytes, flags | MAP_FIXED, -1, 0)
+            ctypes.memmove(self.address, contents, self.nbytes)
+            return
+        copied = map_pages(None, self.nbytes, flags, -1, 0)
+        ctypes.memmove(copied, self.address, self.nbytes)
+        _move_pages(copied, self.nbytes, self.address)
 
 
 class _Mapping:
@@ -129,6 +139,14 @@ def map_pages(address: int | None, nbytes: int, flags: int, fd: int, offset: int
             needed_nbytes=nbytes,
         )
     return int(mapped)
+
+
+def _move_pages(address: int, nbytes: int, to: int) -> None:
+    """Move a mapping to where another one is, which it replaces."""
+    if _mremap(address, nbytes, nbytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, ctypes.c_void_p(to)) == _MAP_FAILED:
+        code = ctypes.get_errno()
+        _libc.munmap(address, nbytes)
+        raise SharedMemoryExhausted(f"moving a mapping of {nbytes:,} bytes failed: {os.strerror(code)}")
 
 
 class Segment(Protocol):

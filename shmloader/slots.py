@@ -111,11 +111,13 @@ class SlotPool:
     Attributes:
         most_tasks: As above, or fewer, if the budget turns out to be too small for the batches.
         base_slots: Two more.
+        warm_slots: How many slots keep their memory, besides leased ones.
         largest_nbytes: Bytes of the largest batch so far.
         typical_nbytes: Bytes of the second largest: one batch that is larger than all others should not make
             every slot as large as itself.
         quota_nbytes: What each slot of the base is reckoned with.
         shortage: The error, once it is known that the host's memory is too small for the base.
+        keeps_granted: Whether workers may outlive the pool: `close` leaves them the slots that they have.
         on_freed: Called with each slot that has become free (see `inspection`).
         on_granted: Called with each free slot before it is granted.
         notice: What the user is to be told once, after ``most_tasks`` was lowered.
@@ -132,7 +134,7 @@ class SlotPool:
     ) -> None:
         self.segment = segment
         self.most_tasks = most_tasks
-        self.base_slots = most_tasks + 2
+        self.base_slots = self.warm_slots = most_tasks + 2
         self.budget_nbytes = max(budget_nbytes, self.base_slots * PAGE_NBYTES)
         self.elastic = elastic
         self.workers = workers
@@ -144,11 +146,13 @@ class SlotPool:
         self.slots: list[Slot] = []
         self._extra_nbytes = 0  # sum of the limits of slots beyond the base
         self._free: list[Slot] = []  # last freed, first granted: its pages are the warmest
+        self._empty: list[Slot] = []  # free as well, but without memory: granted when no other is free
         self._spare: list[Slot] = []  # without memory, since the base was made smaller
         self._released: deque[Lease] = deque()
         self._leased = 0
         self._surely_nbytes = SURE_NBYTES  # the base may need this much without the host being asked
         self._closed = False
+        self.keeps_granted = False
         self.on_freed: Callable[[Slot], None] | None = None
         self.on_granted: Callable[[Slot], None] | None = None
         self._set_quota()
@@ -213,10 +217,11 @@ class SlotPool:
             "smaller batch_size, prefetch_factor or num_workers."
         )
         self.most_tasks = tasks
-        self.base_slots = tasks + 2
+        self.base_slots = self.warm_slots = tasks + 2
         for slot in self.slots[self.base_slots :]:
             self._extra_nbytes += slot.limit_nbytes
-        free, self._free = self._free, []
+        free = self._empty + self._free
+        self._free, self._empty = [], []
         for slot in free:
             self._put_back(slot)
 
@@ -230,6 +235,8 @@ class SlotPool:
             self.collect()
         if self._free:
             slot = self._free.pop()
+        elif self._empty:
+            slot = self._empty.pop()
         elif self._spare:
             slot = self._spare.pop()
         else:
@@ -275,6 +282,20 @@ class SlotPool:
             self.collect()
         left = len(self.slots) - len(self._spare) - self._leased - 1
         return left >= self.most_tasks or left + self._slots_to_make() >= self.most_tasks
+
+    def has_room_for_more(self) -> bool:
+        """Whether a task beyond ``most_tasks`` can have a slot for the largest batch, within the budget."""
+        if self._released:
+            self.collect()
+        needed_nbytes = whole_pages(self.largest_nbytes)
+        if self._free:
+            slot = self._free[-1]
+            if slot.number < self.base_slots or slot.limit_nbytes >= needed_nbytes:
+                return True
+            return self._room_nbytes() + slot.limit_nbytes >= needed_nbytes
+        if self._empty:
+            return self._room_nbytes() >= needed_nbytes
+        return self._slots_to_make() > 0
 
     def _slots_to_make(self) -> int:
         made = len(self.slots) - len(self._spare)
@@ -376,8 +397,12 @@ class SlotPool:
             slot.used_nbytes = 0
             self._leased -= 1
             self._put_back(slot)
-        if len(self._free) > self.base_slots:
+        if len(self._free) > self.warm_slots or (self._empty and self._too_many_warm()):
             self._discard_extra()
+
+    def _too_many_warm(self) -> bool:
+        without = len(self._spare) + len(self._empty) + self._leased
+        return len(self.slots) - without > self.warm_slots
 
     def trim(self) -> None:
         """Give back the memory of free slots beyond the base: the user no longer keeps that many."""
@@ -385,9 +410,13 @@ class SlotPool:
         self._discard_extra()
 
     def _discard_extra(self) -> None:
-        for slot in self._free:
+        free, self._free = self._free, []
+        for slot in free:
             if slot.number >= self.base_slots:
                 self._discard(slot)
+                self._empty.append(slot)
+            else:
+                self._free.append(slot)
 
     def _discard(self, slot: Slot) -> None:
         """Give back the memory of a free slot beyond the base."""
@@ -402,8 +431,8 @@ class SlotPool:
     def close(self) -> None:
         """Drop the segment; what is leased lives on until its last view dies.
 
-        The workers must have ended. Memory that is not leased is returned to the host at once, even if
-        a process that the user's program forked still maps it.
+        The workers must have ended, but for ``keeps_granted``. Memory that is not leased is returned to the
+        host at once, even if a process that the user's program forked still maps it.
         """
         if self._closed:
             return
@@ -412,7 +441,7 @@ class SlotPool:
         for slot in self.slots:
             slot.extent = None
             if slot.state is not _LEASED:
-                if slot.nbytes:
+                if slot.nbytes and not (slot.state is _GRANTED and self.keeps_granted):
                     self.segment.discard(slot.number, slot.version, slot.nbytes)
                 slot.state, slot.nbytes, slot.used_nbytes = _FREE, 0, 0
         self.segment.close(len(self.slots))

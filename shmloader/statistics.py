@@ -61,6 +61,10 @@ class LoaderStatistics:
         oldest_leases: With ``SHMLOADER_DEBUG=1``, the batches that the program has held for longest: number,
             slot, seconds, and the type, shape and dtype of their leaves.
         worker_restarts: Workers that died or did not answer and were replaced.
+        tasks_ahead: Tasks that were sent beyond ``prefetch_factor * num_workers`` outstanding ones, because a
+            slow batch held the other workers up (``dispatch="dynamic"``).
+        epochs_prefetched: Epochs that began with batches that were made early (``prefetch_epochs``).
+        epochs_in_vain: Epochs for which batches had been made early and were made anew.
         wait_for_workers_s: Seconds that ``next()`` waited for a batch.
         workers_wait_for_slots_s: Seconds that workers, summed, waited for a slot to work on: large where
             the program is the slower side.
@@ -85,6 +89,9 @@ class LoaderStatistics:
     batches_one_by_one: int = 0
     oldest_leases: tuple[str, ...] = ()
     worker_restarts: int = 0
+    tasks_ahead: int = 0
+    epochs_prefetched: int = 0
+    epochs_in_vain: int = 0
     wait_for_workers_s: float = 0.0
     workers_wait_for_slots_s: float = 0.0
 
@@ -104,6 +111,9 @@ class Counters:
     batches_left_out: int = 0
     batches_one_by_one: int = 0
     worker_restarts: int = 0
+    tasks_ahead: int = 0
+    epochs_prefetched: int = 0
+    epochs_in_vain: int = 0
     largest_batch_nbytes: int = 0
     wait_for_workers_ns: int = 0
     workers_wait_for_slots_ns: int = 0

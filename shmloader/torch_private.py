@@ -6,6 +6,10 @@ torch's public interface.
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import os
+import threading
 from typing import Any
 
 import numpy as np
@@ -62,16 +66,98 @@ __all__ = [
     "sharding_worker_init_fn",
     "typed_storage",
     "untyped",
+    "use_one_core_in_this_thread",
 ]
 
 DATAPIPES = (IterDataPipe, MapDataPipe)
 
 
-def set_worker_info(*, worker_id: int, num_workers: int, seed: int, dataset: Any) -> None:
-    """Make ``torch.utils.data.get_worker_info()`` answer in this worker process."""
-    torch_worker._worker_info = torch_worker.WorkerInfo(
-        id=worker_id, num_workers=num_workers, seed=seed, dataset=dataset
+def set_worker_info(
+    *, worker_id: int, num_workers: int, seed: int, dataset: Any, rng: Any, in_thread: bool = False
+) -> None:
+    """Make ``torch.utils.data.get_worker_info()`` answer in this worker process, or in this thread only.
+
+    Args:
+        worker_id: Its ``id``.
+        num_workers: Its ``num_workers``.
+        seed: Its ``seed``.
+        dataset: Its ``dataset``.
+        rng: Its ``rng``.
+        in_thread: Whether the worker is the calling thread.
+    """
+    info = _worker_info(
+        id=worker_id,
+        num_workers=num_workers,
+        seed=seed,
+        dataset=dataset,
+        rng=rng,
+        worker_method="thread" if in_thread else "multiprocessing",
     )
+    if in_thread:
+        _have_worker_info_in_threads().worker_info = info
+    else:
+        torch_worker._worker_info = info
+
+
+def _worker_info(*, rng: Any, worker_method: str, **known: Any) -> Any:
+    kind: Any = torch_worker.WorkerInfo
+    try:
+        return kind(**known, rng=rng, worker_method=worker_method)
+    except TypeError:  # an older torch, that has no such fields
+        info = type("WorkerInfo", (kind,), {"__module__": kind.__module__})(**known)
+        object.__setattr__(info, "rng", rng)
+        object.__setattr__(info, "worker_method", worker_method)
+        return info
+
+
+_IN_THREADS = "_thread_local_worker_info"  # the name that torch has for it in versions to come
+_installing = threading.Lock()
+
+
+@functools.cache
+def _have_worker_info_in_threads() -> Any:
+    """Let ``get_worker_info()`` look at what the calling thread was given before it looks at the process's.
+
+    Programs hold the function itself (``from torch.utils.data import get_worker_info``), and it reads a
+    global name of its module, so it is its code that is replaced. That stays so: in threads that were given
+    nothing it answers as before.
+    """
+    with _installing:
+        in_threads: Any = getattr(torch_worker, _IN_THREADS, None)
+        if in_threads is None:
+            in_threads = threading.local()
+            setattr(torch_worker, _IN_THREADS, in_threads)
+            torch_worker.get_worker_info.__code__ = _get_worker_info.__code__
+            if hasattr(os, "register_at_fork"):
+                os.register_at_fork(after_in_child=functools.partial(_keep_after_fork, in_threads))
+    return in_threads
+
+
+def _get_worker_info() -> Any:
+    # Runs as torch's own function, among the names of torch's module.
+    info = getattr(_thread_local_worker_info, "worker_info", None)  # type: ignore[name-defined]  # noqa: F821
+    return _worker_info if info is None else info
+
+
+def _keep_after_fork(in_threads: Any) -> None:
+    """A process forked by a worker thread answers as one forked by a worker process, until it is a worker."""
+    info = getattr(in_threads, "worker_info", None)
+    if info is not None:
+        in_threads.worker_info = None
+        torch_worker._worker_info = info
+
+
+def use_one_core_in_this_thread() -> None:
+    """Let torch's operations in the calling thread use no further threads, as ``set_num_threads(1)`` would.
+
+    That function would also change what threads that the program starts later begin with. What OpenMP is told
+    holds for the calling thread only. Where torch does not use it, nothing happens.
+    """
+    torch.get_num_threads()  # by which torch settles this thread's number; it would do so later otherwise
+    try:
+        ctypes.CDLL(None).omp_set_num_threads(1)
+    except (AttributeError, OSError, TypeError):
+        return
 
 
 def seed_datapipe(dataset: Any, shared_seed: int | None) -> Any:
@@ -85,12 +171,13 @@ def seed_datapipe(dataset: Any, shared_seed: int | None) -> Any:
     return torch.utils.data.graph_settings.apply_random_seed(dataset, shared_rng)
 
 
-def collate_map_is_pristine() -> bool:
-    """Whether torch's map of collate functions is as torch made it: same keys, and torch's functions."""
+def collate_map_is_pristine(ours: tuple[Any, ...] = ()) -> bool:
+    """Whether torch's map of collate functions has torch's keys, and torch's functions or ``ours``."""
     keys = {torch.Tensor, np.ndarray, (np.bool_, np.number, np.object_), float, int, str, bytes}
     module = collate_tensor_fn.__module__
     return default_collate_fn_map.keys() == keys and all(
-        getattr(function, "__module__", None) == module for function in default_collate_fn_map.values()
+        function in ours or getattr(function, "__module__", None) == module
+        for function in default_collate_fn_map.values()
     )
 
 

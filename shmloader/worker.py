@@ -1,7 +1,7 @@
-"""The worker's loop. Runs in the worker process and knows nothing of the main process's objects.
+"""The worker's loop. Runs in the worker process, or thread, and knows nothing of the main process's objects.
 
 One task at a time: read a record, fetch samples, collate them into the granted slot, publish. The worker
-ends when its task pipe is closed, and when the main process dies, however that happens.
+ends when its link is closed; a process also when the main process dies, however that happens.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import contextlib
 import os
 import pickle
 import random
-import select
 import signal
-import time
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +26,9 @@ from shmloader.codec import Encoder
 from shmloader.collate import install_slot_collate
 from shmloader.failures import capture, forget_frames
 from shmloader.fetch import Fetcher, FetchRules, make_fetcher
+from shmloader.generator_states import GeneratorStates, states_of_a_worker
+from shmloader.generators import worker_generators
+from shmloader.links import Link, PipeLink, Pipes
 from shmloader.messages import (
     BATCH,
     CONTINUE,
@@ -39,15 +41,15 @@ from shmloader.messages import (
     RESUME,
     RESUMED,
     SPILLED,
-    SPIN_NS,
-    TASK_NBYTES,
+    TASK,
     Task,
     pack_done,
     unpack_fields,
     unpack_task,
 )
+from shmloader.seeded_samples import SampleSeeds
 from shmloader.seeding import numpy_seed, worker_seed
-from shmloader.segment import Descriptor, Segment
+from shmloader.segment import Segment
 from shmloader.slot_writer import SlotWriter, set_current_writer
 from shmloader.stacks import answer_with_stacks
 
@@ -56,112 +58,138 @@ _PART_NBYTES = 16 << 20, 1 << 20, 1 << 16  # what a slot is grown to for parts, 
 
 @dataclass(frozen=True)
 class WorkerArguments:
-    """All that a worker is started with; crosses the process boundary once.
+    """All that a worker is started with, besides its link; crosses the process boundary once.
 
     Attributes:
         worker_id: 0 to ``num_workers - 1``.
         num_workers: Workers of this iterator.
         main_pid: Process id of the main process, which the worker outlives by no more than a moment.
-        tasks: Read end of the pipe that brings `Task` records.
-        dones: Write end of the pipe that takes `Done` records.
-        stacks: The file that takes this worker's Python stack when the main process asks for it.
         segment: The iterator's shared memory, to attach to.
         dataset: The dataset.
         rules: How to fetch from it.
         base_seed: The iterator's base seed.
         shared_seed: Seed that all workers share (torch's DataPipes), or None.
         init_fn: The user's ``worker_init_fn``, called after seeding.
+        seeds_samples: Whether the generators are seeded for each sample (``dispatch="dynamic"``).
+        epoch: Epochs of the iterator before the one in which the worker starts.
     """
 
     worker_id: int
     num_workers: int
     main_pid: int
-    tasks: Descriptor
-    dones: Descriptor
-    stacks: Descriptor
     segment: Segment
     dataset: Any
     rules: FetchRules
     base_seed: int
     shared_seed: int | None
     init_fn: Callable[[int], None] | None
+    seeds_samples: bool = False
+    epoch: int = 0
 
 
-def run(arguments: WorkerArguments) -> None:
+def run(arguments: WorkerArguments, pipes: Pipes) -> None:
     """Entry point of a worker process."""
     # SIGTERM ends a worker whatever a fork has inherited.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
     watch.begin(arguments.main_pid)
-    answer_with_stacks(arguments.stacks)
+    answer_with_stacks(pipes.stacks)
+    set_current_writer(None)  # of a worker thread that forked this process
     torch.set_num_threads(1)
     seed = worker_seed(arguments.base_seed, arguments.worker_id)
     random.seed(seed)
     torch.manual_seed(seed)
     np.random.seed(numpy_seed(arguments.base_seed, arguments.worker_id))  # noqa: NPY002 - what torch seeds
-    collate_fn = install_slot_collate(arguments.rules.collate_fn)
-    worker = _Worker(arguments, arguments.rules._replace(collate_fn=collate_fn))
-    with contextlib.suppress(BrokenPipeError):  # the main process closed its end: nobody waits
-        worker.start(seed)
-        worker.serve()
+    _Worker(arguments, PipeLink(pipes), in_thread=False).run()
+
+
+def run_in_thread(arguments: WorkerArguments, link: Link) -> None:
+    """Entry point of a worker thread. The program's global generators are left alone."""
+    torch_private.use_one_core_in_this_thread()
+    _Worker(arguments, link, in_thread=True).run()
 
 
 class _Worker:
-    """State of one worker process."""
+    """State of one worker."""
 
-    def __init__(self, arguments: WorkerArguments, rules: FetchRules) -> None:
+    def __init__(self, arguments: WorkerArguments, link: Link, *, in_thread: bool) -> None:
         self._arguments = arguments
-        self._rules = rules
+        self._link = link
+        self._in_thread = in_thread
+        collate_fn = install_slot_collate(arguments.rules.collate_fn, in_thread=in_thread)
+        self._rules = arguments.rules._replace(collate_fn=collate_fn)
         self._dataset = arguments.dataset
         self._writer = SlotWriter(arguments.segment)
         self._encoder = Encoder(self._writer)
-        self._tasks_fd = arguments.tasks.fd
-        os.set_blocking(self._tasks_fd, False)
-        self._poller = select.poll()
-        self._poller.register(self._tasks_fd, select.POLLIN)
-        self._dones_fd = arguments.dones.fd
         self._fetcher: Fetcher | None = None
         self._start_error: BaseException | None = None
+        self._rng: Any = worker_generators(arguments.base_seed, arguments.worker_id)
+        self._marked: GeneratorStates | None = None
+        self._seeds: SampleSeeds | None = None
+        if arguments.seeds_samples:
+            self._seeds = SampleSeeds(arguments.base_seed, arguments.epoch, in_thread=in_thread)
+            self._rng = self._seeds.generators
         self._ended = False  # the iterable dataset is exhausted in this epoch
         self._wait_ns = 0
         self._later: deque[bytes] = deque()
 
-    def start(self, seed: int) -> None:
+    def run(self) -> None:
+        """Start, and answer tasks until the main process closes the link."""
+        with contextlib.suppress(BrokenPipeError):  # nobody waits for an answer
+            self._start()
+            while True:
+                self._serve()
+
+    def _start(self) -> None:
         """Everything that torch does between seeding and the first task, in torch's order."""
         arguments = self._arguments
         self._dataset = torch_private.seed_datapipe(self._dataset, arguments.shared_seed)
         torch_private.set_worker_info(
             worker_id=arguments.worker_id,
             num_workers=arguments.num_workers,
-            seed=seed,
+            seed=worker_seed(arguments.base_seed, arguments.worker_id),
             dataset=self._dataset,
+            rng=self._rng,
+            in_thread=self._in_thread,
         )
         try:
             if arguments.init_fn is not None:
                 arguments.init_fn(arguments.worker_id)
-            self._fetcher = make_fetcher(self._dataset, self._rules)
+            self._fetcher = self._make_fetcher()
         except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch
             self._start_error = error
 
-    def serve(self) -> None:
-        """Answer tasks until the main process closes the pipe."""
-        clock_ns = time.perf_counter_ns
-        while True:
-            began_ns = clock_ns()
-            record = self._later.popleft() if self._later else self._receive()
-            self._wait_ns = clock_ns() - began_ns
-            task = Task._make(unpack_fields(record))
-            if task.kind == RESUME:
-                self._resume(task)
-            else:
-                self._work(task)
+    def _make_fetcher(self) -> Fetcher:
+        dataset, rules = self._dataset, self._rules
+        if self._seeds is not None:
+            dataset = self._seeds.wrap(dataset, rules.collate_fn, auto_collation=rules.auto_collation)
+        return make_fetcher(dataset, rules)
+
+    def _serve(self) -> None:
+        """Answer one record."""
+        if self._later:
+            record, self._wait_ns = self._later.popleft(), 0
+        else:
+            record = self._link.receive()
+            self._wait_ns = self._link.wait_ns
+        task = Task._make(unpack_fields(record))
+        if task.kind == TASK:
+            self._work(task)
+        elif task.kind == RESUME:
+            self._resume(task)
+        else:
+            self._marked = states_of_a_worker(self._rng, in_thread=self._in_thread)
 
     def _resume(self, task: Task) -> None:
         """Begin a new epoch with the same dataset object, as torch's persistent workers do."""
         self._ended = False
+        if task.slot and self._marked is not None:  # what was made since is in vain
+            self._marked.put_back()
         self._dataset = torch_private.seed_datapipe(self._dataset, pickle.loads(task.payload))
+        if self._seeds is not None:
+            self._seeds.epoch = task.seq
         try:
-            self._fetcher = make_fetcher(self._dataset, self._rules)
+            self._fetcher = self._make_fetcher()
         except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch
             self._start_error = error
         self._send(task, RESUMED)
@@ -178,6 +206,8 @@ class _Worker:
                 payload = writer.read(payload_nbytes)
             writer.prepare(hint_nbytes)
             index_batch = pickle.loads(payload)  # padding behind a pickle's end is not read
+            if self._seeds is not None:
+                self._seeds.begin(task.seq)
             batch = self._make(index_batch)
             if self._ended:
                 writer.release()
@@ -222,13 +252,16 @@ class _Worker:
     def _encode_failure(self, error: BaseException, index_batch: Any) -> tuple[Any, int]:
         """Put an exception into the slot in the batch's place; gives what ``encode`` does, and flags."""
         where = (
-            f"Raised in shmloader worker {self._arguments.worker_id} (pid {os.getpid()}), "
+            f"Raised in shmloader worker {self._arguments.worker_id} ({self._place()}), "
             f"while it made the batch of indices {_shorten(index_batch)}"
         )
         failure = capture(error, where, self._fetcher.take_bad_samples() if self._fetcher else b"")
         forget_frames(error)  # they hold the samples, and leaves in the slot
         flags = DETACHED if self._writer.restart() else 0
         return self._encoder.encode(failure), flags
+
+    def _place(self) -> str:
+        return f"thread {threading.current_thread().name!r}" if self._in_thread else f"pid {os.getpid()}"
 
     def _send_parts(self, task: Task, image: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         """Send a batch larger than its slot: piece by piece, through the slot."""
@@ -245,28 +278,8 @@ class _Worker:
 
     def _await_continue(self) -> None:
         """Wait until the part was copied out; tasks that were sent meanwhile are kept for later."""
-        while unpack_task(record := self._receive()).kind != CONTINUE:
+        while unpack_task(record := self._link.receive()).kind != CONTINUE:
             self._later.append(record)
-
-    def _receive(self) -> bytes:
-        """The next record; sleeps until there is one, unless the last ones came quickly.
-
-        Going to sleep and being woken costs more than a small batch does, on both sides. While records
-        come quickly the worker therefore looks again for a moment, letting others have the processor.
-        """
-        spin_until_ns = time.perf_counter_ns() + SPIN_NS if self._wait_ns < SPIN_NS else 0
-        while True:
-            try:
-                record = os.read(self._tasks_fd, TASK_NBYTES)
-            except BlockingIOError:
-                if spin_until_ns and time.perf_counter_ns() < spin_until_ns:
-                    os.sched_yield()
-                else:
-                    self._poller.poll()
-            else:
-                if not record:
-                    raise BrokenPipeError("the main process closed the task pipe")
-                return record
 
     def _send(
         self, task: Task, kind: int, flags: int = 0, header_offset: int = 0, header_nbytes: int = 0
@@ -284,7 +297,7 @@ class _Worker:
             header_nbytes,
             self._wait_ns,
         )
-        os.write(self._dones_fd, record)
+        self._link.send(record)
 
 
 def _shorten(index_batch: Any, most: int = 200) -> str:

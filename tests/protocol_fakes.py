@@ -9,7 +9,7 @@ from collections import deque
 from typing import Any, Protocol
 
 from shmloader.errors import LoaderError
-from shmloader.messages import INLINE_NBYTES, unpack_task
+from shmloader.messages import INLINE_NBYTES, SPIN_NS, unpack_task
 from shmloader.segment import whole_pages
 
 WORKERS = 2
@@ -66,7 +66,7 @@ class _Worker:
     """A worker as the exchange sees it; what it says and hears goes through `Crew`."""
 
     pid = 0
-    heard = True
+    place = "pid 0"
 
     def __init__(self, crew: "Crew", worker_id: int) -> None:
         self._crew = crew
@@ -89,6 +89,7 @@ class Crew:
 
     interrupted = False
     closed_because = ""
+    look_again_ns = SPIN_NS
     same_pipe = False  # a planted bug: a new process's records come through the pipe of the old one
 
     def __init__(self, main: Sleeper) -> None:

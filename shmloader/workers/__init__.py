@@ -1,16 +1,31 @@
-"""The worker processes of one iterator, as the main process sees them: start, talk, watch, restart, stop.
+"""The workers of one iterator, as the main process sees them: start, talk, watch, restart, stop.
 
-Each worker has a pipe each way that only the two of them hold, so a worker that dies can leave neither a
-lock taken nor half a message behind. Its death is an event of its own (a pidfd, elsewhere the process
-sentinel), waited for together with the pipes.
+There are two kinds with one interface, processes and threads. Each worker process has a pipe each way that
+only the two of them hold, so a worker that dies can leave neither a lock taken nor half a message behind. Its
+death is an event of its own (a pidfd, elsewhere the process sentinel), waited for together with the pipes.
 
-* `shmloader.workers.process`: one worker and its pipes
-* `shmloader.workers.launch`: how its process is started, and what can be wrong with its arguments
-* `shmloader.workers.crew`: all workers of one iterator
+* `shmloader.workers.interface`: what the main process needs of either kind
+* `shmloader.workers.process`: one worker process and its pipes
+* `shmloader.workers.launch`: how it is started, and what can be wrong with its arguments
+* `shmloader.workers.crew`: all worker processes of one iterator
+* `shmloader.workers.threads`: all worker threads of one iterator
+* `shmloader.workers.thread_link`: what connects one with the main process
+* `shmloader.workers.gate`: its access to the shared memory, which ends before the thread may
+* `shmloader.workers.forks`: what becomes of either in processes that the program forks
 """
 
-from shmloader.workers.crew import Workers
+from shmloader.workers.crew import ProcessWorkers
+from shmloader.workers.interface import Worker, Workers
 from shmloader.workers.launch import check_importable
-from shmloader.workers.process import Worker
+from shmloader.workers.threads import PROCESS, THREAD, ThreadWorkers, check_worker_type
 
-__all__ = ["Worker", "Workers", "check_importable"]
+__all__ = [
+    "PROCESS",
+    "THREAD",
+    "ProcessWorkers",
+    "ThreadWorkers",
+    "Worker",
+    "Workers",
+    "check_importable",
+    "check_worker_type",
+]

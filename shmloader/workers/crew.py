@@ -1,39 +1,33 @@
-"""All worker processes of one iterator."""
+"""The worker processes of one iterator."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import select
 import signal
 import time
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 from shmloader.errors import WorkerDied
 from shmloader.interrupts import HeldInterrupts
 from shmloader.limits import memory_headroom, oom_kills
+from shmloader.links import Pipes
+from shmloader.messages import SPIN_NS
 from shmloader.segment import Descriptor
 from shmloader.stacks import StackFile
-from shmloader.worker import WorkerArguments
+from shmloader.workers import forks
+from shmloader.workers.interface import MakeArguments, Worker
 from shmloader.workers.launch import start_process
-from shmloader.workers.process import Worker, describe_exit
+from shmloader.workers.process import ProcessWorker, describe_exit
 
 _STOP_S = 5.0  # how long a worker may take to finish its sample after its pipe was closed
 _LOOK_S = 0.1  # how often to look for a Ctrl-C meanwhile
 _DEATH_S = 1.0  # how long to wait for the exit code of a worker whose pipe is closed
 
-# Whose main-side pipe ends a forked child of this process must not keep open.
-_live: weakref.WeakSet[Workers] = weakref.WeakSet()
 
-MakeArguments = Callable[[int, Descriptor, Descriptor, Descriptor], WorkerArguments]
-"""Makes a worker's arguments of its number, its ends of the task and done pipes, and the file for stacks."""
-
-
-class Workers:
-    """All worker processes of one iterator.
+class ProcessWorkers:
+    """All worker processes of one iterator; a `Workers`.
 
     Args:
         context: ``multiprocessing`` context (or module) to start processes with.
@@ -43,15 +37,18 @@ class Workers:
     Attributes:
         workers: By their number; empty after `close`.
         closed_because: Why they were stopped.
+        look_again_ns: See `Workers`.
     """
 
+    look_again_ns = SPIN_NS
+
     def __init__(self, context: Any, make_arguments: MakeArguments, num_workers: int) -> None:
-        self.workers: list[Worker] = []
+        self.workers: list[ProcessWorker] = []
         self.closed_because = ""
         self._context = context
         self._make_arguments = make_arguments
         self._poller: select.poll | None = None
-        self._by_fd: dict[int, Worker] = {}
+        self._by_fd: dict[int, ProcessWorker] = {}
         self._starting: tuple[int, ...] = ()  # main-side ends of the worker that is being started
         self._oom_kills = oom_kills()
         self._stacks = StackFile()
@@ -60,8 +57,7 @@ class Workers:
         except OSError:
             self._stacks.close()
             raise
-        _close_in_forked_children()
-        _live.add(self)
+        forks.begin(self)
         try:
             for worker_id in range(num_workers):
                 with HeldInterrupts():
@@ -70,7 +66,7 @@ class Workers:
             self.close(grace_s=0.0)
             raise
 
-    def _start(self, worker_id: int) -> Worker:
+    def _start(self, worker_id: int) -> ProcessWorker:
         tasks_read, tasks_write = os.pipe()
         try:
             dones_read, dones_write = os.pipe()
@@ -79,10 +75,9 @@ class Workers:
             os.close(tasks_write)
             raise
         self._starting = (tasks_write, dones_read)
-        ends = Descriptor(tasks_read), Descriptor(dones_write)
+        pipes = Pipes(Descriptor(tasks_read), Descriptor(dones_write), self._stacks.descriptor)
         try:
-            arguments = self._make_arguments(worker_id, *ends, self._stacks.descriptor)
-            process = start_process(self._context, arguments)
+            process = start_process(self._context, self._make_arguments(worker_id), pipes)
         except BaseException:
             os.close(tasks_write)
             os.close(dones_read)
@@ -94,9 +89,9 @@ class Workers:
             os.close(dones_write)
         os.set_blocking(tasks_write, False)
         os.set_blocking(dones_read, False)
-        return Worker(worker_id, process, tasks_write, dones_read)
+        return ProcessWorker(worker_id, process, tasks_write, dones_read)
 
-    def restart(self, worker: Worker) -> Worker:
+    def restart(self, worker: Worker) -> ProcessWorker:
         """Replace a worker, dead or not, by a new process with new pipes.
 
         If no process can be started, that is raised and all workers are stopped.
@@ -105,18 +100,19 @@ class Workers:
             The new worker, which has been sent nothing yet.
         """
         with HeldInterrupts():
-            self._end([worker])
+            old = self.workers[worker.worker_id]
+            self._end([old])
             self._poller = None
             try:
                 fresh = self._start(worker.worker_id)
             except BaseException:
-                self.workers.remove(worker)  # its process object is closed: nothing more to stop there
+                self.workers.remove(old)  # its process object is closed: nothing more to stop there
                 self.close(f"worker {worker.worker_id} could not be replaced", grace_s=0.0)
                 raise
             self.workers[worker.worker_id] = fresh
         return fresh
 
-    def wait(self, timeout_s: float | None) -> list[Worker]:
+    def wait(self, timeout_s: float | None) -> list[ProcessWorker]:
         """Wait until a worker has sent something or has ended, or until `interrupt` is called.
 
         Args:
@@ -161,6 +157,11 @@ class Workers:
         """Whether `interrupt` was called."""
         return self._wake.called
 
+    @property
+    def processes(self) -> list[Any]:
+        """See `Workers`."""
+        return [worker.process for worker in self.workers]
+
     def stack_of(self, worker: Worker) -> str:
         """What a live worker is doing: the Python stacks of its threads, or why they could not be had."""
         return self._stacks.ask(worker.pid)
@@ -174,15 +175,16 @@ class Workers:
             memory: The loader's memory figures, told if the kernel seems to have killed it for memory.
             why: A sentence on what had been tried.
         """
-        worker.process.join(_DEATH_S)
-        code = worker.process.exitcode
+        dead = self.workers[worker.worker_id]
+        dead.process.join(_DEATH_S)
+        code = dead.process.exitcode
         held = f"It held {len(indices)} index batch(es): {_shorten(indices)}." if indices else ""
-        when = "" if worker.heard else " before it made its first batch"
-        hint = "" if worker.heard or code == -signal.SIGKILL else _SEE_OUTPUT
+        when = "" if dead.heard else " before it made its first batch"
+        hint = "" if dead.heard or code == -signal.SIGKILL else _SEE_OUTPUT
         if code == -signal.SIGKILL:
             hint = self._explain_kill(memory)
         parts = (
-            f"shmloader worker {worker.worker_id} (pid {worker.pid}) {describe_exit(code)}{when}.",
+            f"shmloader worker {worker.worker_id} ({worker.place}) {describe_exit(code)}{when}.",
             why,
             held,
             hint,
@@ -219,7 +221,7 @@ class Workers:
         with HeldInterrupts() as interrupts:
             workers, self.workers = self.workers, []
             self._poller = None
-            _live.discard(self)
+            forks.end(self)
             for worker in workers:
                 worker.close_descriptors()
             deadline = time.monotonic() + grace_s
@@ -233,7 +235,7 @@ class Workers:
             self._stacks.close()
             self._wake.close()
 
-    def _end(self, workers: list[Worker]) -> None:
+    def _end(self, workers: list[ProcessWorker]) -> None:
         """End what has not ended by itself, and close what is left of it."""
         for order in ("terminate", "kill"):
             stuck = [worker for worker in workers if worker.process.exitcode is None]
@@ -245,7 +247,7 @@ class Workers:
         for worker in workers:
             worker.release()
 
-    def drop_descriptors(self) -> None:
+    def leave_to_parent(self) -> None:
         """Close this object's descriptors in a forked child, where they would keep pipes open."""
         for worker in self.workers:
             worker.close_descriptors()
@@ -283,23 +285,6 @@ def _wake_pipe() -> tuple[int, int]:
         fd = os.eventfd(0)
         return fd, fd
     return os.pipe()
-
-
-@functools.cache
-def _close_in_forked_children() -> None:
-    """From the first start on, forked children of this process drop main-side descriptors.
-
-    A child, of ours or of the user's program, that kept the write end of a task pipe would keep that
-    worker from seeing the main process close it.
-    """
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_drop_all)
-
-
-def _drop_all() -> None:
-    for workers in list(_live):
-        workers.drop_descriptors()
-    _live.clear()
 
 
 def _shorten(indices: tuple[object, ...], most: int = 300) -> str:

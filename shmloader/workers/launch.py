@@ -12,6 +12,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from shmloader.errors import WorkerDied, WorkerStartError
+from shmloader.links import Pipes
 from shmloader.segment import Descriptor, open_anonymous_file
 from shmloader.watch import EarlyName
 from shmloader.worker import WorkerArguments, run
@@ -19,12 +20,13 @@ from shmloader.worker import WorkerArguments, run
 _DESCRIPTORS = 4  # pairs that starting a process may take for a moment
 
 
-def start_process(context: Any, arguments: WorkerArguments) -> Any:
+def start_process(context: Any, arguments: WorkerArguments, pipes: Pipes) -> Any:
     """Start a worker's process.
 
     Args:
         context: ``multiprocessing`` context or module.
         arguments: What it is given.
+        pipes: Its ends of its pipes.
 
     Returns:
         The process object.
@@ -34,7 +36,7 @@ def start_process(context: Any, arguments: WorkerArguments) -> Any:
     """
     _check_descriptors()
     packed = None if context.get_start_method() == "fork" else _Packed(arguments)
-    process = context.Process(target=run, args=(packed or arguments,), daemon=True)
+    process = context.Process(target=run, args=(packed or arguments, pipes), daemon=True)
     process.name = EarlyName(process.name, arguments.main_pid)
     try:
         with _without_interrupts(context):

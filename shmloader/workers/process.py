@@ -14,8 +14,8 @@ from shmloader.messages import DONE_NBYTES
 _READ_NBYTES = DONE_NBYTES * 8
 
 
-class Worker:
-    """One worker process and its two pipes.
+class ProcessWorker:
+    """One worker process and its two pipes; a `Worker`.
 
     Attributes:
         worker_id: 0 to ``num_workers - 1``.
@@ -36,6 +36,11 @@ class Worker:
         self.death_fd = _open_death_fd(process)
         self.heard = False
         self._unsent: deque[bytes] = deque()
+
+    @property
+    def place(self) -> str:
+        """See `Worker`."""
+        return f"pid {self.pid}"
 
     def send(self, record: bytes) -> None:
         """Send a packed `Task`; one that the pipe has no room for now is sent with the next call.

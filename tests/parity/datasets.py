@@ -149,7 +149,6 @@ def worker_facts(dataset: Any) -> dict[str, Any]:
             "seed": info.seed,
             "is_dataset": info.dataset is dataset,
             "method": info.worker_method,
-            "rng": info.rng,
         }
     return facts
 

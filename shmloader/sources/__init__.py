@@ -1,0 +1,10 @@
+"""Datasets whose batches are gathered with one call per leaf instead of sample by sample.
+
+What is gathered equals what torch's ``default_collate`` makes of the samples one by one; wherever that is not
+certain, the samples are fetched one by one. See docs/vectorised.md.
+"""
+
+from shmloader.sources.base import NOT_GATHERED, SAME_AS_TORCHS, DefaultCollate
+from shmloader.sources.gatherer import Gatherer, why_per_sample
+
+__all__ = ["NOT_GATHERED", "SAME_AS_TORCHS", "DefaultCollate", "Gatherer", "why_per_sample"]

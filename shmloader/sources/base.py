@@ -1,0 +1,110 @@
+"""What a source is, and where it puts what it gathers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from shmloader import torch_private
+from shmloader.slot_writer import current_writer
+
+Rows = np.ndarray[Any, np.dtype[np.int64]]
+"""Row numbers, one dimension; negative ones count from the end."""
+
+Make = Callable[[int, Sequence[int], torch.dtype], torch.Tensor]
+"""Makes the tensor of a leaf, uninitialised and contiguous: of so many rows, of this shape each."""
+
+NOT_GATHERED: Any = object()
+"""Stands for a batch that is to be made sample by sample."""
+
+
+SAME_AS_TORCHS: set[Any] = set()
+"""Functions that join samples as torch's own do, and may stand in its map of collate functions; `collate`
+puts its own here."""
+
+
+class NotGathered(Exception):
+    """The batch, or any batch of the dataset, is to be made sample by sample; the message is the reason."""
+
+
+class Source(ABC):
+    """Gathers batches of one dataset. Lives where batches are made; keeps nothing between two of them.
+
+    Attributes:
+        users_code: Whether gathering runs code of the program, which must not run twice for one batch.
+    """
+
+    users_code: bool = False
+
+    @abstractmethod
+    def gather(self, rows: Rows, make: Make) -> Any:
+        """Make the batch that ``default_collate`` would make of these rows' samples.
+
+        Args:
+            rows: At least one.
+            make: Where leaves come from.
+
+        Raises:
+            NotGathered: If the batch has to be made sample by sample; also where a row does not exist, so
+                that the error is the dataset's own.
+        """
+
+
+class DefaultCollate(ABC):
+    """A collate function that joins samples as torch's ``default_collate`` does."""
+
+    @abstractmethod
+    def __call__(self, samples: list[Any]) -> Any:
+        """Join samples to a batch."""
+
+    @abstractmethod
+    def is_default(self) -> bool:
+        """Whether that still holds: the program may change torch's map of collate functions at any time."""
+
+
+def joins_by_default(collate_fn: object) -> bool:
+    """Whether a collate function does what ``default_collate`` does in a torch that nobody has changed."""
+    if collate_fn is default_collate:
+        return torch_private.collate_map_is_pristine(tuple(SAME_AS_TORCHS))
+    return isinstance(collate_fn, DefaultCollate) and collate_fn.is_default()
+
+
+def make_output(items: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A leaf of the batch: in the slot where there is one and it fits, else in private memory."""
+    writer = current_writer()
+    if writer is not None:
+        output = writer.output(items, tuple(shape), dtype)
+        if output is not None:
+            return output.tensor
+    return make_private(items, shape, dtype)
+
+
+def make_private(items: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in private memory."""
+    return torch.empty((items, *shape), dtype=dtype, device="cpu")
+
+
+def within(rows: Rows, length: int) -> Rows:
+    """Row numbers from 0 on; `NotGathered` if there are not so many rows."""
+    # As unsigned numbers the negative ones are large: one pass tells that there are none, and none too large.
+    if int(rows.view(np.uint64).max()) < length:
+        return rows
+    least, most = int(rows.min()), int(rows.max())
+    if least < -length or most >= length:
+        raise NotGathered(f"row {least if least < -length else most} of {length:,} rows")
+    return np.where(rows < 0, rows + length, rows)
+
+
+def as_sample_field(joined: Any) -> Any:
+    """What ``default_collate`` makes of a field of tuples: strings come as a tuple, not as a list."""
+    return tuple(joined) if is_strings(joined) else joined
+
+
+def is_strings(joined: Any) -> bool:
+    """Whether a part of a batch is a list of strings: every other list holds leaves or containers."""
+    return type(joined) in (list, tuple) and bool(joined) and isinstance(joined[0], str | bytes)

@@ -1,0 +1,128 @@
+"""Rows of one array or tensor: a leaf that is gathered with one call."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from shmloader.layout import CODE_OF_NUMPY_DTYPE, DTYPES
+from shmloader.sources.base import Make, NotGathered, Rows, Source, within
+from shmloader.store.arrays import Array, array_of_tensor, kind_of_tensor
+from shmloader.store.whole import SharedArray, SharedTensor
+
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+_ARRAYS = (np.ndarray, np.memmap, SharedArray)
+_TENSORS = (torch.Tensor, SharedTensor)
+
+
+class ArrayBlock(Source):
+    """Rows of a C-contiguous array.
+
+    Args:
+        array: At least one dimension; of a tensor's carrier dtype.
+        dtype: Of the batch.
+    """
+
+    def __init__(self, array: Array, dtype: torch.dtype) -> None:
+        self._array = array
+        self._shape = array.shape[1:]
+        self._dtype = dtype
+
+    def gather(self, rows: Rows, make: Make) -> torch.Tensor:
+        """See `Source.gather`."""
+        array = self._array
+        rows = within(rows, len(array))
+        out = make(len(rows), self._shape, self._dtype)
+        # The bounds are checked. With mode="raise" NumPy would gather elsewhere first, and copy.
+        array.take(rows, axis=0, out=array_of_tensor(out, array.dtype), mode="clip")
+        return out
+
+
+class StridedBlock(Source):
+    """Rows of a tensor that are contiguous each, but lie apart or upon one another.
+
+    Args:
+        tensor: At least one dimension.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._bits = _SAME_SIZE[tensor.dtype.itemsize]  # index_select does not know every dtype
+        self._tensor = tensor.view(self._bits)
+        self._shape = tensor.shape[1:]
+        self._dtype = tensor.dtype
+
+    def gather(self, rows: Rows, make: Make) -> torch.Tensor:
+        """See `Source.gather`."""
+        tensor = self._tensor
+        rows = within(rows, len(tensor))
+        out = make(len(rows), self._shape, self._dtype)
+        torch.index_select(tensor, 0, torch.from_numpy(rows), out=out.view(self._bits))
+        return out
+
+
+def is_array(dataset: object) -> bool:
+    """Whether `block_of` may know a dataset."""
+    return type(dataset) in _ARRAYS or type(dataset) in _TENSORS
+
+
+def block_of(data: Any) -> Source:
+    """The source for the rows of an ndarray or a tensor.
+
+    Raises:
+        NotGathered: If its rows, collated one by one, might give anything else.
+    """
+    if type(data) in _TENSORS:
+        return _block_of_tensor(data)
+    if type(data) in _ARRAYS:
+        return _block_of_array(np.asarray(data).view(np.ndarray))
+    raise NotGathered(f"a {type(data).__qualname__} is no plain tensor")
+
+
+def _block_of_tensor(tensor: torch.Tensor) -> Source:
+    if tensor.requires_grad:
+        raise NotGathered("a tensor requires grad")
+    if type(tensor) is SharedTensor:
+        tensor = tensor.as_subclass(torch.Tensor)
+    kind = kind_of_tensor(tensor)
+    named = any(getattr(tensor, "names", ()))  # in the releases of torch that have named tensors
+    if kind is None or not tensor.dim() or tensor.is_inference() or named:
+        raise NotGathered(f"a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device} is not plain")
+    if tensor.is_contiguous():
+        return ArrayBlock(array_of_tensor(tensor, kind.dtype), tensor.dtype)
+    if not _is_row_major(tensor.shape[1:], tensor.stride()[1:]):
+        raise NotGathered("the rows of a tensor are not contiguous")
+    return StridedBlock(tensor)
+
+
+def _is_row_major(shape: torch.Size, strides: tuple[int, ...]) -> bool:
+    step = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
+
+
+def _block_of_array(array: Array) -> Source:
+    code = CODE_OF_NUMPY_DTYPE.get(array.dtype)
+    if code is None or not array.ndim or not array.flags.c_contiguous:
+        order = "" if array.flags.c_contiguous else ", not contiguous"
+        raise NotGathered(f"an array of {array.dtype} with shape {array.shape}{order}, is not plain")
+    dtype = DTYPES[code].torch_dtype
+    if array.ndim == 1 and joined_dtype(array.dtype) is not dtype:
+        raise NotGathered(f"NumPy's scalars of {array.dtype} are joined to something else")
+    return ArrayBlock(array, dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def joined_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
+    """What ``default_collate`` makes of NumPy's scalars of a dtype; None if it refuses them."""
+    try:
+        joined: torch.Tensor = default_collate([np.zeros((), dtype)[()]] * 2)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return joined.dtype

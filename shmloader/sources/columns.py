@@ -1,0 +1,101 @@
+"""Batches that come as columns: from ``__getitems__``, from Hugging Face ``datasets``, from Arrow tables."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from shmloader.layout import CODE_OF_NUMPY_DTYPE, DTYPES
+from shmloader.sources.base import Make, NotGathered, Rows, Source, within
+from shmloader.sources.blocks import joined_dtype
+from shmloader.store.arrays import kind_of_tensor
+
+_HF_FORMATS = (None, "numpy", "torch")  # others may be the program's own functions, or draw random numbers
+
+
+def join_columns(columns: dict[Any, Any], count: int, make: Make) -> dict[Any, Any]:
+    """Make the batch that ``default_collate`` would make of the rows of these columns, as dicts.
+
+    Args:
+        columns: Each a tensor, an ndarray or a list with an item for each row.
+        count: Rows.
+        make: Where leaves come from.
+
+    Raises:
+        NotGathered: If a column is something else, or has not so many rows.
+        Exception: What ``default_collate`` raises for a column that is a list.
+    """
+    return {name: _join(column, count, make) for name, column in columns.items()}
+
+
+def _join(column: Any, count: int, make: Make) -> Any:
+    if type(column) not in (torch.Tensor, np.ndarray, list, tuple) or len(column) != count:
+        raise NotGathered(f"a {type(column).__qualname__} is no column of {count:,} rows")
+    if type(column) is torch.Tensor:
+        if kind_of_tensor(column) is not None and (column.dim() < 4 or column.is_contiguous()):
+            return make(count, column.shape[1:], column.dtype).copy_(column)
+    elif type(column) is np.ndarray:
+        code = CODE_OF_NUMPY_DTYPE.get(column.dtype)
+        if code is not None and column.flags.c_contiguous:
+            dtype = DTYPES[code].torch_dtype
+            if column.ndim > 1 or joined_dtype(column.dtype) is dtype:
+                out = make(count, column.shape[1:], dtype)
+                out.numpy()[...] = column
+                return out
+    return default_collate(list(column))
+
+
+class HuggingFace(Source):
+    """A ``datasets.Dataset``, whose own batched access gives columns."""
+
+    def __init__(self, dataset: Any) -> None:
+        kind = dataset.format["type"]
+        if kind not in _HF_FORMATS:
+            raise NotGathered(f"the format {kind!r} of a Hugging Face dataset may be anything")
+        self._dataset = dataset
+
+    def gather(self, rows: Rows, make: Make) -> Any:
+        """See `Source.gather`."""
+        rows = within(rows, len(self._dataset))
+        columns = self._dataset[rows.tolist()]
+        if not columns or not isinstance(columns, dict):
+            raise NotGathered("a Hugging Face dataset without columns")
+        return join_columns(dict(columns), len(rows), make)
+
+
+def is_hugging_face(dataset: Any) -> bool:
+    """Whether a dataset is exactly a ``datasets.Dataset``, without importing that package."""
+    package = sys.modules.get("datasets")
+    kind = None if package is None else getattr(package, "Dataset", None)
+    return kind is not None and type(dataset) is kind and "__getitems__" not in vars(dataset)
+
+
+def join_arrow(taken: Any, make: Make) -> Any:
+    """Join the rows of a ``pyarrow`` table, as dicts, or of one column, as ``to_pylist`` has them."""
+    import pyarrow as pa
+
+    if isinstance(taken, pa.Table):
+        names = taken.column_names
+        if not names or len(set(names)) != len(names):
+            raise NotGathered("a table without columns, or with two of one name")
+        return {name: _join_arrow(taken.column(name), make) for name in names}
+    return _join_arrow(taken, make)
+
+
+def _join_arrow(column: Any, make: Make) -> Any:
+    from pyarrow import types
+
+    kind = column.type
+    if column.null_count:
+        raise NotGathered("a column with nulls")
+    whole = types.is_integer(kind) and not types.is_uint64(kind)
+    if whole or types.is_float32(kind) or types.is_float64(kind) or types.is_boolean(kind):
+        dtype = torch.int64 if whole else torch.bool if types.is_boolean(kind) else torch.float64
+        out = make(len(column), (), dtype)
+        out.numpy()[...] = column.to_numpy()
+        return out
+    return default_collate(column.to_pylist())

@@ -1,0 +1,221 @@
+"""torch's own datasets that are made of others, and datasets that gather their batches themselves."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
+
+from shmloader.index_batches import int_array
+from shmloader.sources.base import Make, NotGathered, Rows, Source, as_sample_field, make_private, within
+from shmloader.sources.blocks import block_of
+from shmloader.sources.merge import merge
+from shmloader.store.base import Store
+from shmloader.store.whole import SharedArray
+
+Recognise = Callable[[Any], Source]
+"""Gives the source for a dataset inside another; `NotGathered` where there is none."""
+
+Pick = Callable[[Rows], Rows]
+
+
+class Tuples(Source):
+    """Samples that are tuples, each field from a source of its own."""
+
+    def __init__(self, fields: Sequence[Source]) -> None:
+        self._fields = fields
+        self.users_code = any(field.users_code for field in fields)
+
+    def gather(self, rows: Rows, make: Make) -> list[Any]:
+        """See `Source.gather`."""
+        return [as_sample_field(field.gather(rows, make)) for field in self._fields]
+
+
+class Dicts(Source):
+    """Samples that are dicts, each value from a source of its own."""
+
+    def __init__(self, fields: Mapping[Any, Source]) -> None:
+        self._fields = fields
+        self.users_code = any(field.users_code for field in fields.values())
+
+    def gather(self, rows: Rows, make: Make) -> dict[Any, Any]:
+        """See `Source.gather`."""
+        return {name: field.gather(rows, make) for name, field in self._fields.items()}
+
+
+class Picked(Source):
+    """Some rows of another source."""
+
+    def __init__(self, source: Source, pick: Pick) -> None:
+        self._source = source
+        self._pick = pick
+        self.users_code = source.users_code
+
+    def gather(self, rows: Rows, make: Make) -> Any:
+        """See `Source.gather`."""
+        return self._source.gather(self._pick(rows), make)
+
+
+class Joined(Source):
+    """The rows of several sources, one after the other.
+
+    Args:
+        sources: At least one.
+        ends: For each the number of rows up to its end.
+    """
+
+    def __init__(self, sources: Sequence[Source], ends: Sequence[int]) -> None:
+        self._sources = sources
+        self._ends = np.asarray(ends, np.int64)
+        self.users_code = any(source.users_code for source in sources)
+
+    def gather(self, rows: Rows, make: Make) -> Any:
+        """See `Source.gather`."""
+        rows = within(rows, int(self._ends[-1]))
+        numbers = np.searchsorted(self._ends, rows, "right")
+        present = np.unique(numbers).tolist()
+        if len(present) == 1:
+            return self._sources[present[0]].gather(rows - self._start(present[0]), make)
+        parts = []
+        for number in present:
+            places = np.flatnonzero(numbers == number)
+            part = self._sources[number].gather(rows[places] - self._start(number), make_private)
+            parts.append((places, part))
+        return merge(parts, len(rows), make)
+
+    def _start(self, number: int) -> int:
+        return int(self._ends[number - 1]) if number else 0
+
+
+class Own(Source):
+    """A dataset with a ``__getbatch__``."""
+
+    users_code = True
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def gather(self, rows: Rows, make: Make) -> Any:
+        """See `Source.gather`."""
+        return self._dataset.__getbatch__(rows)
+
+
+def has_getbatch(dataset: Any) -> bool:
+    """Whether to ask a dataset for whole batches: not where a subclass has other samples than those."""
+    if getattr(type(dataset), "__getbatch__", None) is None or _shadows_getitems(dataset):
+        return False
+    for kind in type(dataset).__mro__:
+        if "__getbatch__" in vars(kind):
+            return True
+        if "__getitem__" in vars(kind) or "__getitems__" in vars(kind):
+            return False
+    return False
+
+
+def _shadows_getitems(dataset: Any) -> bool:
+    return "__getitems__" in getattr(dataset, "__dict__", ())
+
+
+def kind_of_dataset(dataset: Any) -> type | None:
+    """Which of torch's classes a dataset behaves as; None if of none.
+
+    Raises:
+        NotGathered: If it is derived from one and gets its samples in a way of its own.
+    """
+    for kind in (TensorDataset, Subset, ConcatDataset, StackDataset):
+        if isinstance(dataset, kind):
+            name = type(dataset).__qualname__
+            getitems = getattr(kind, "__getitems__", None)
+            found = type(dataset)
+            same = (
+                found.__getitem__ is kind.__getitem__
+                and getattr(found, "__getitems__", None) is getitems
+                and found.__getattribute__ is object.__getattribute__
+            )
+            # What getattr finds beyond the class: an instance's attribute, or what __getattr__ makes up.
+            if not same or _shadows_getitems(dataset) or (not getitems and hasattr(dataset, "__getitems__")):
+                raise NotGathered(f"{name} overrides what {kind.__name__} does for a sample")
+            return kind
+    return None
+
+
+def source_of(dataset: Any, kind: type, recognise: Recognise, *, keep: bool) -> Source:
+    """The source for a dataset that behaves as one of torch's classes.
+
+    Args:
+        dataset: The dataset.
+        kind: The class.
+        recognise: For the datasets inside it.
+        keep: Whether a ``Subset``'s list of indices may be read once for all batches.
+    """
+    if kind is TensorDataset:
+        return Tuples([block_of(tensor) for tensor in dataset.tensors])
+    if kind is Subset:
+        return Picked(recognise(dataset.dataset), pick_from(dataset.indices, keep=keep))
+    if kind is ConcatDataset:
+        return Joined([recognise(part) for part in dataset.datasets], dataset.cumulative_sizes)
+    if isinstance(dataset.datasets, dict):
+        return Dicts({name: recognise(part) for name, part in dataset.datasets.items()})
+    return Tuples([recognise(part) for part in dataset.datasets])
+
+
+# --- the indices of a Subset
+
+
+def pick_from(indices: Any, *, keep: bool) -> Pick:
+    """What looks up row numbers in a sequence of row numbers.
+
+    Args:
+        indices: The sequence.
+        keep: Whether it stays as it is; else a list is looked into for each batch anew.
+    """
+    if type(indices) is range:
+        return lambda rows: indices.start + indices.step * within(rows, len(indices))
+    if type(indices) is list or type(indices) is tuple:
+        if not keep:
+            return lambda rows: _pick_from_list(indices, rows)
+        array = plain_ints(list(indices))
+        return lambda rows: _pick_from_array(array, rows)
+    if type(indices) in (np.ndarray, np.memmap, SharedArray):
+        if indices.ndim != 1 or indices.dtype.kind not in "iu" or indices.dtype == np.uint64:
+            raise NotGathered(f"a Subset's indices are an array of {indices.dtype}, {indices.ndim}-d")
+        return lambda rows: _pick_from_array(np.asarray(indices), rows)
+    if type(indices) is torch.Tensor:
+        if indices.dim() != 1 or indices.dtype is not torch.int64 or indices.device.type != "cpu":
+            raise NotGathered(f"a Subset's indices are a tensor of {indices.dtype}, {indices.dim()}-d")
+        return lambda rows: _pick_from_array(indices.detach().numpy(), rows)
+    if isinstance(indices, Store):
+        return lambda rows: _pick_from_store(indices, rows)
+    raise NotGathered(f"a Subset's indices are a {type(indices).__qualname__}")
+
+
+def _pick_from_array(array: np.ndarray[Any, Any], rows: Rows) -> Rows:
+    picked: Rows = array.take(within(rows, len(array))).astype(np.int64, copy=False)
+    return picked
+
+
+def _pick_from_list(indices: Sequence[Any], rows: Rows) -> Rows:
+    if len(rows) == 1:
+        return plain_ints([indices[int(rows[0])]])
+    return plain_ints(list(operator.itemgetter(*rows.tolist())(indices)))
+
+
+def _pick_from_store(store: Store, rows: Rows) -> Rows:
+    picked = store.take(within(rows, len(store)))
+    if type(picked) is not np.ndarray or picked.dtype != np.int64 or picked.ndim != 1:
+        raise NotGathered("a Subset's indices are a store of something else than int")
+    return picked
+
+
+def plain_ints(values: list[Any]) -> Rows:
+    """A list of ints, or of NumPy's, as an array; `NotGathered` if there is anything else in it."""
+    array = int_array(values)
+    if array is None and all(issubclass(kind, np.signedinteger) for kind in set(map(type, values))):
+        array = np.array(values, np.int64)
+    if array is None:
+        raise NotGathered("not all indices are plain ints")
+    return array

@@ -1,0 +1,115 @@
+"""The stores of ``shmloader.share`` as sources."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from shmloader.layout import CODE_OF_NUMPY_DTYPE, CODE_OF_TORCH_DTYPE, DTYPES
+from shmloader.sources.base import Make, NotGathered, Rows, Source, as_sample_field, within
+from shmloader.sources.blocks import block_of, joined_dtype
+from shmloader.sources.columns import join_arrow
+from shmloader.store.base import Store, StoreSlice
+from shmloader.store.rows import FieldStore, RowStore
+from shmloader.store.tables import ArrowStore
+from shmloader.store.whole import ArrayStore, TensorStore
+
+_STORES = (RowStore, FieldStore, ArrowStore, StoreSlice)
+_SCALARS = {int: torch.int64, float: torch.float64, bool: torch.bool}
+
+
+def is_store(dataset: object) -> bool:
+    """Whether `source_of_store` knows a dataset."""
+    return type(dataset) in (ArrayStore, TensorStore, *_STORES)
+
+
+def source_of_store(store: Any) -> Source:
+    """The source for a store's rows."""
+    if type(store) is ArrayStore:
+        return block_of(np.asarray(store))
+    return block_of(store.tensor) if type(store) is TensorStore else _Rows(store)
+
+
+class _Rows(Source):
+    """Rows of a store of any kind, by its ``take``."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._fields: list[_Rows] | None = None
+
+    def gather(self, rows: Rows, make: Make) -> Any:
+        """See `Source.gather`."""
+        store = self._store
+        rows = within(rows, len(store))
+        sample = store.row(int(rows[0]))
+        fields = self._fields_of(sample)
+        if fields:
+            joined = [field.gather(rows, make) for field in fields]
+            return _as_record(type(sample), joined)
+        # Outputs only for what they can hold: `take` refuses rows of any other type or shape.
+        outs = None if type(store) is ArrowStore else _outputs_like(sample, len(rows), make)
+        if outs is not None:
+            try:
+                return _join_taken(store.take(rows, outs), make)
+            except TypeError:
+                pass
+        return _join_taken(store.take(rows), make)
+
+    def _fields_of(self, sample: Any) -> list[_Rows] | None:
+        """A source for each field of rows that are tuples, of one length as far as their chunks tell."""
+        if not isinstance(sample, tuple) or type(self._store) is not RowStore:
+            return None
+        if self._fields is None or len(self._fields) != len(sample):
+            try:
+                self._fields = [_Rows(self._store.column(n)) for n in range(len(sample))]
+            except KeyError:
+                self._fields = []
+        return self._fields
+
+
+def _outputs_like(sample: Any, count: int, make: Make) -> Any:
+    """Outputs for rows like this one: a tensor, a dict of what can be output, or None."""
+    kind = type(sample)
+    if kind is dict:
+        outs = {name: _outputs_like(value, count, make) for name, value in sample.items()}
+        return {name: out for name, out in outs.items() if out is not None} or None
+    if kind in _SCALARS:
+        return make(count, (), _SCALARS[kind])
+    if kind is torch.Tensor and sample.dtype in CODE_OF_TORCH_DTYPE:
+        return make(count, sample.shape, sample.dtype)
+    if kind is np.ndarray and sample.dtype in CODE_OF_NUMPY_DTYPE and sample.flags.c_contiguous:
+        return make(count, sample.shape, DTYPES[CODE_OF_NUMPY_DTYPE[sample.dtype]].torch_dtype)
+    return None
+
+
+def _join_taken(taken: Any, make: Make) -> Any:
+    """Make the batch out of what a store's ``take`` gives."""
+    kind = type(taken)
+    if kind is torch.Tensor:
+        return taken
+    if kind is np.ndarray:
+        return _join_array(taken)
+    if kind is dict:
+        return {name: _join_taken(column, make) for name, column in taken.items()}
+    if isinstance(taken, tuple):
+        return _as_record(kind, [_join_taken(column, make) for column in taken])
+    if kind is list:  # samples that `take` does not put together
+        return default_collate(taken)
+    return join_arrow(taken, make)
+
+
+def _as_record(kind: type, joined: Sequence[Any]) -> Any:
+    """What ``default_collate`` makes of tuples, or of namedtuples of one class."""
+    fields = [as_sample_field(field) for field in joined]
+    return fields if kind is tuple else kind(*fields)
+
+
+def _join_array(array: np.ndarray[Any, Any]) -> Any:
+    code = CODE_OF_NUMPY_DTYPE.get(array.dtype)
+    if code is None or (array.ndim == 1 and joined_dtype(array.dtype) is not DTYPES[code].torch_dtype):
+        raise NotGathered(f"rows of {array.dtype} are joined one by one")
+    return torch.from_numpy(np.ascontiguousarray(array))

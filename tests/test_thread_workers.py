@@ -1,0 +1,494 @@
+"""Worker threads give what torch's workers give: batches, order, draws, errors, statistics."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import loading
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from parity.compare import differences
+from parity.run import Build, outcome
+from thread_datasets import (
+    AllOwnDraws,
+    Compressed,
+    Counting,
+    Facts,
+    Files,
+    GlobalDraws,
+    Meeting,
+    Mixed,
+    OwnDraws,
+    SetPart,
+    Sharded,
+    Timed,
+    set_part,
+)
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate, get_worker_info
+
+from shmloader import BadSampleWarning, DataLoader, SpillWarning, WorkerTimeout, share
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+def threads(*args: Any, **kwargs: Any) -> DataLoader[Any]:
+    """Our loader with worker threads."""
+    return DataLoader(*args, **kwargs, worker_type="thread")
+
+
+def assert_same(play: Callable[[Build], Any], reference: Any = TorchLoader) -> Any:
+    """A play comes out the same with torch's loader and with worker threads; also the global generators."""
+    expected, actual = outcome(play, reference), outcome(play, threads)
+    found = differences(actual, expected)
+    assert not found, "\n".join(found)
+    assert actual.error is None
+    assert actual.result is not None
+    return actual.result
+
+
+# --- batches and order
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"batch_size": 4},
+        {"batch_size": 4, "shuffle": True, "drop_last": True},
+        {"batch_size": None},
+        {"batch_size": 3, "collate_fn": list},
+        {"batch_sampler": [[0, 5], [1], [9, 8, 7, 6]]},
+        {"batch_size": 2, "prefetch_factor": 5, "persistent_workers": True},
+    ],
+    ids=",".join,
+)
+def test_epochs_equal_torchs(arguments: dict[str, Any]) -> None:
+    """Two epochs: values, types, order, and the global generators' state afterwards."""
+
+    def play(build: Build) -> Any:
+        loader = build(Mixed(23), num_workers=2, **arguments)
+        return [list(loader) for _ in range(2)]
+
+    assert len(assert_same(play)) == 2
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    length=st.integers(0, 40),
+    batch_size=st.integers(1, 9),
+    num_workers=st.integers(1, 5),
+    prefetch_factor=st.integers(1, 4),
+    drop_last=st.booleans(),
+    in_order=st.booleans(),
+    taken=st.integers(0, 40),
+)
+def test_any_epoch_equals_torchs(
+    length: int,
+    batch_size: int,
+    num_workers: int,
+    prefetch_factor: int,
+    drop_last: bool,
+    in_order: bool,
+    taken: int,
+) -> None:
+    """However long, with however many workers; also when the epoch before was left in the middle."""
+    dataset = loading.Numbered(length)
+    order = torch.randperm(length, generator=torch.Generator().manual_seed(taken)).tolist()
+    arguments: dict[str, Any] = {"batch_size": batch_size, "drop_last": drop_last, "sampler": order}
+    expected = list(TorchLoader(dataset, **arguments))
+    with threads(
+        dataset,
+        **arguments,
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor,
+        in_order=in_order,
+        persistent_workers=True,
+    ) as loader:
+        for _, _ in zip(range(taken), loader, strict=False):
+            pass
+        batches = list(loader)
+    if not in_order:
+        batches, expected = (
+            sorted(which, key=lambda batch: batch[:, 0].tolist()) for which in (batches, expected)
+        )
+    assert not differences(batches, expected)
+
+
+def test_order_is_the_samplers_however_long_batches_take() -> None:
+    """The first batch is the slowest."""
+    with threads(loading.Sleeps(24, 0.2, at=0), batch_size=2, num_workers=3) as loader:
+        assert torch.cat(list(loader))[:, 0].tolist() == list(range(24))
+
+
+def test_batches_are_collated_into_slots() -> None:
+    """Also by a function of the user's that calls default_collate, and by shmloader.empty."""
+    for collate_fn in (None, lambda samples: {"x": default_collate(samples)}, loading.into_empty):
+        with threads(loading.Numbered(40), batch_size=4, num_workers=2, collate_fn=collate_fn) as loader:
+            iterator = iter(loader)
+            held = list(iterator)
+            statistics = loader.statistics()
+            del iterator
+        assert statistics.slots_leased == len(held) == 10
+        assert statistics.spills == statistics.detached == 0
+
+
+def test_sources_that_give_whole_batches_equal_torchs() -> None:
+    """Columns, parts of them, and a shared list, which are gathered with one call per leaf."""
+    columns = TensorDataset(torch.arange(300).reshape(100, 3), torch.rand(100))
+    rows = [{"x": index, "name": f"row {index}"} for index in range(100)]
+    for dataset, same in ((columns, columns), (Subset(columns, range(90, 10, -2)),) * 2, (share(rows), rows)):
+        loader = threads(dataset, batch_size=7, num_workers=3, persistent_workers=True)
+        expected = list(TorchLoader(same, batch_size=7))  # type: ignore[arg-type]
+        for _ in range(2):
+            assert not differences(list(loader), expected)
+        loader.close()
+
+
+@pytest.mark.parametrize("arguments", [{"dispatch": "dynamic"}, {"prefetch_epochs": True}], ids=str)
+def test_other_schedules_give_the_same_batches(arguments: dict[str, Any]) -> None:
+    """Three epochs in the sampler's order, of batches that take unequally long."""
+    with threads(
+        loading.Sleeps(30, 0.1, at=4), batch_size=2, num_workers=3, persistent_workers=True, **arguments
+    ) as loader:
+        for _ in range(3):
+            assert torch.cat(list(loader))[:, 0].tolist() == list(range(30))
+
+
+# --- who they are
+
+
+def test_worker_info_is_each_threads_own() -> None:
+    """Identity, seed and dataset; worker_init_fn has run; one core; nothing of it in the main thread."""
+
+    def init(worker_id: int) -> None:
+        get_worker_info().dataset.note = f"of {worker_id}"
+
+    dataset, cores = Facts(), torch.get_num_threads()
+    torch.manual_seed(3)
+    loader = threads(dataset, batch_size=None, num_workers=2, worker_init_fn=init)
+    iterator = iter(loader)
+    base_seed = iterator._base_seed
+    seen = []
+    for facts in iterator:
+        assert get_worker_info() is None
+        assert torch.utils.data.get_worker_info() is None
+        seen.append(facts)
+    assert seen == [
+        {
+            "id": worker_id,
+            "num_workers": 2,
+            "seed": base_seed + worker_id,
+            "method": "thread",
+            "is_dataset": True,
+            "note": f"of {worker_id}",
+            "cores": 1,
+            "thread": f"shmloader-worker-{worker_id}",
+        }
+        for worker_id in (0, 1) * 4
+    ]
+    assert dataset.note == "unset", "what a worker assigns to its dataset is its own"
+    assert torch.get_num_threads() == cores
+    in_new_thread: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: in_new_thread.extend((torch.get_num_threads(), get_worker_info()))
+    )
+    thread.start()
+    thread.join()
+    assert in_new_thread == [cores, None]
+
+
+def test_wrapped_datasets_are_each_workers_own_too() -> None:
+    """A Subset's dataset may open its file when it is first asked, as for worker processes."""
+
+    class Opens(Dataset[int]):
+        opened_by: int | None = None
+
+        def __getitem__(self, index: int) -> bool:
+            if self.opened_by is None:
+                self.opened_by = threading.get_ident()
+            return self.opened_by == threading.get_ident()
+
+    dataset = Opens()
+    wrapped = Subset(dataset, range(12)) + Subset(dataset, range(12))
+    with threads(wrapped, batch_size=None, num_workers=3) as loader:
+        assert list(loader) == [True] * 24
+    assert dataset.opened_by is None
+
+
+def test_a_dataset_that_cannot_be_copied_says_what_to_do() -> None:
+    """Before any thread is left."""
+
+    class Single(loading.Numbered):
+        def __reduce__(self) -> Any:
+            raise TypeError("there is one of these")
+
+    with pytest.raises(TypeError, match="there is one") as caught:
+        iter(threads(Single(8), num_workers=2))
+    assert "__copy__ that returns self" in caught.value.__notes__[0]
+    Single.__copy__ = lambda self: self  # type: ignore[attr-defined]
+    with threads(Single(8), num_workers=2, batch_size=8) as loader:
+        assert next(iter(loader))[:, 0].tolist() == list(range(8))
+
+
+# --- random numbers
+
+
+def test_own_generators_draw_what_torchs_worker_processes_draw() -> None:
+    """Two epochs with shuffling: the same numbers, and the same state of the global generators after."""
+
+    def play(build: Build) -> Any:
+        dataset = OwnDraws(20) if build is threads else GlobalDraws(20)
+        loader = build(dataset, batch_size=3, num_workers=3, shuffle=True)
+        return [list(loader) for _ in range(2)]
+
+    assert_same(play)
+
+
+def test_own_generators_are_the_same_in_processes_and_threads() -> None:
+    """One dataset for both, NumPy's generator included; each worker draws other numbers."""
+
+    def draws(worker_type: str) -> Any:
+        torch.manual_seed(5)
+        with DataLoader(AllOwnDraws(12), batch_size=2, num_workers=2, worker_type=worker_type) as loader:
+            return list(loader)
+
+    in_threads = draws("thread")
+    assert not differences(in_threads, draws("process"))
+    assert not torch.equal(in_threads[0]["numpy"], in_threads[1]["numpy"])
+
+
+def test_the_programs_generators_are_not_touched() -> None:
+    """While threads start, draw, and are seeded for each sample."""
+
+    def states() -> Any:
+        return torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()
+
+    for dispatch in ("static", "dynamic"):
+        loader = threads(AllOwnDraws(9), num_workers=2, generator=torch.Generator(), dispatch=dispatch)
+        before = states()
+        assert len(list(loader)) == 9
+        assert not differences(states(), before)
+
+
+# --- iterable-style datasets
+
+
+def test_streams_are_sharded_by_worker_info() -> None:
+    """As torch's worker processes have it, to the last batch."""
+    for dataset, init in ((Sharded(20), None), (SetPart(20), set_part)):
+
+        def play(build: Build, dataset: Any = dataset, init: Any = init) -> Any:
+            loader = build(dataset, batch_size=3, num_workers=3, worker_init_fn=init)
+            return [list(loader) for _ in range(2)]
+
+        assert_same(play)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_stream_with_its_position_in_attributes_is_each_workers_own(persistent: bool) -> None:
+    """And that of a persistent worker goes on from epoch to epoch."""
+
+    def play(build: Build) -> Any:
+        loader = build(Counting(7), batch_size=2, num_workers=2, persistent_workers=persistent)
+        return [list(loader) for _ in range(3)]
+
+    assert_same(play)
+
+
+# --- errors
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "KeyError",
+        "UnicodeDecodeError",
+        "FourArguments",
+        "Unpicklable",
+        "ExceptionGroup",
+        "SystemExit",
+        "OSError",
+    ],
+)
+def test_exceptions_arrive_as_they_are(name: str) -> None:
+    """With arguments, the sample's index, the worker and its traceback; the loader goes on."""
+    expected = loading.make_error(name)
+    with threads(loading.Raises(12, 5, name), batch_size=2, num_workers=2) as loader:
+        iterator = iter(loader)
+        assert next(iterator)[:, 0].tolist() == [0, 1]
+        assert next(iterator)[:, 0].tolist() == [2, 3]
+        with pytest.raises(type(expected)) as caught:
+            next(iterator)
+        assert repr(caught.value) == repr(expected)
+        notes = "\n".join(caught.value.__notes__)
+        for part in ("thread 'shmloader-worker-0'", "dataset[5]", "__getitem__"):
+            assert part in notes
+        assert next(iterator)[:, 0].tolist() == [6, 7]
+        assert loader.statistics().failures == 1
+
+
+def test_an_interrupt_that_a_sample_raises_arrives_as_such() -> None:
+    """And is no interrupt of the program: the next batch follows."""
+    with threads(loading.Raises(3, 1, "KeyboardInterrupt"), batch_size=None, num_workers=2) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        with pytest.raises(KeyboardInterrupt, match="in a worker"):
+            next(iterator)
+        assert next(iterator)[0].item() == 2
+
+
+def test_errors_at_the_start_come_with_the_first_batch() -> None:
+    """From worker_init_fn and from iter(dataset)."""
+
+    class Refuses(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            raise LookupError("not today")
+
+    def refuse(worker_id: int) -> None:
+        raise ValueError(f"worker {worker_id} will not")
+
+    with pytest.raises(ValueError, match="worker 0 will not"):
+        next(iter(threads(Facts(), num_workers=2, worker_init_fn=refuse)))
+    with pytest.raises(LookupError, match="not today"):
+        next(iter(threads(Refuses(), num_workers=1)))
+
+
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+def test_bad_samples_are_left_out_or_replaced(on_error: str) -> None:
+    """As by worker processes, counted and warned of once."""
+
+    def play(build: Build) -> Any:
+        loader = build(loading.Raises(11, 4, "KeyError"), batch_size=3, num_workers=2, on_error=on_error)
+        with pytest.warns(BadSampleWarning, match=r"dataset\[4\]"):
+            return list(loader), loader.statistics().bad_sample_list
+
+    assert_same(play, DataLoader)
+
+
+def test_a_timeout_shows_where_the_thread_is() -> None:
+    """Its Python stack, down to the line that takes so long; then the batch still comes."""
+    with threads(loading.Sleeps(4, 1.0, at=2), batch_size=2, num_workers=1, timeout=0.2) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        with pytest.raises(
+            WorkerTimeout, match=r"thread 'shmloader-worker-0'[\s\S]*time\.sleep\(self\.sleep_s\)"
+        ):
+            next(iterator)
+        while True:
+            try:
+                assert next(iterator)[:, 0].tolist() == [2, 3]
+                break
+            except WorkerTimeout:
+                continue
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"worker_type": "fibre"}, "must be one of 'process', 'thread', not 'fibre'"),
+        ({"worker_type": "thread", "multiprocessing_context": "fork"}, "starts no processes"),
+        ({"worker_type": "thread", "worker_restarts": 1}, "cannot be ended"),
+    ],
+)
+def test_what_threads_cannot_do_is_refused(arguments: dict[str, Any], message: str) -> None:
+    """At once, with the reason."""
+    with pytest.raises(ValueError, match=message):
+        DataLoader(loading.Numbered(3), num_workers=1, **arguments)
+
+
+def test_datapipes_are_refused() -> None:
+    """Of both kinds."""
+    from torch.utils.data.datapipes.iter import IterableWrapper
+    from torch.utils.data.datapipes.map import SequenceWrapper
+
+    for pipe in (IterableWrapper([1, 2]), SequenceWrapper([1, 2])):
+        with pytest.raises(ValueError, match=r"DataPipe .*worker_type='process'"):
+            threads(pipe, num_workers=1)
+
+
+# --- slots
+
+
+def test_kept_batches_do_not_change_and_slots_are_used_again(loader_backend: str) -> None:
+    """Every fourth batch is kept, the rest is dropped; they grow, and change hands between threads."""
+    sizes = [1 + (7 * i) % 50 * 100 for i in range(240)]
+    kept = []
+    with threads(
+        loading.Growing(sizes), batch_size=1, num_workers=3, memory_budget_nbytes=64 << 20
+    ) as loader:
+        iterator = iter(loader)
+        for place, batch in enumerate(iterator):
+            if place % 4 == 0:
+                kept.append((place, batch, batch.clone()))
+            del batch
+        assert loader.statistics().spills == 0
+        assert loader.statistics().slots_leased == len(kept) == 60
+    for place, batch, copy in kept:
+        assert torch.equal(batch, copy)
+        assert batch.tolist() == [[place] * sizes[place]]
+
+
+@pytest.mark.parametrize("keeps", [loading.KeepsBatches, loading.SendsAgain])
+def test_what_a_thread_keeps_of_a_batch_does_not_change(loader_backend: str, keeps: Any) -> None:
+    """The collate function looks, at each batch, at all that it has kept."""
+    with threads(loading.Numbered(120), batch_size=3, num_workers=1, collate_fn=keeps()) as loader:
+        batches = [batch if torch.is_tensor(batch) else batch[0] for batch in loader]
+        assert torch.cat(batches)[:, 0].tolist() == list(range(120))
+        assert loader.statistics().detached > 0
+
+
+def test_batches_beyond_the_budget_come_in_parts(loader_backend: str) -> None:
+    """And index batches that do not fit in a record through the slot."""
+    sizes = [40_000 if i == 17 else 8 for i in range(64)]
+    with (
+        threads(loading.Growing(sizes), batch_size=1, num_workers=2, memory_budget_nbytes=100_000) as loader,
+        pytest.warns(SpillWarning),
+    ):
+        shapes = [len(batch[0]) for batch in loader]
+    assert shapes == sizes
+    order = list(torch.randperm(3000, generator=torch.Generator().manual_seed(1)).numpy())
+    with threads(
+        loading.Numbered(3000, items=1), batch_sampler=[order[:1500], order[1500:]], num_workers=2
+    ) as loader:
+        assert torch.cat(list(loader))[:, 0].tolist() == order
+
+
+def test_slots_are_inspected_in_threads_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With SHMLOADER_DEBUG=1: batches that are right pass, and held ones are listed."""
+    monkeypatch.setenv("SHMLOADER_DEBUG", "1")
+    with threads(Mixed(30), batch_size=2, num_workers=2) as loader:
+        iterator = iter(loader)
+        held = list(iterator)
+        assert not differences(held, list(TorchLoader(Mixed(30), batch_size=2)))
+        assert len(loader.statistics().oldest_leases) == 5
+
+
+# --- at the same time
+
+
+def test_workers_run_at_the_same_time() -> None:
+    """Three samples wait for one another."""
+    with threads(Meeting(12, 3), batch_size=1, num_workers=3) as loader:
+        assert torch.cat(list(loader)).tolist() == list(range(12))
+
+
+def test_samples_without_the_interpreter_lock_overlap(tmp_path: Any) -> None:
+    """Sleeping, decompressing, and reading files."""
+    paths = []
+    for index in range(24):
+        paths.append(str(tmp_path / f"{index}.bin"))
+        np.full(1 << 18, index).tofile(paths[-1])
+    for dataset in (Timed(24), Compressed(24), Files(paths)):
+        for _ in range(20):
+            with threads(dataset, batch_size=2, num_workers=2) as loader:
+                assert len(list(loader)) == 12
+            if dataset.overlaps():
+                break
+        assert dataset.overlaps(), type(dataset).__name__
+        assert len({ident for _, _, ident in dataset.intervals}) > 1

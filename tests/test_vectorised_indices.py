@@ -1,0 +1,107 @@
+"""Index batches reach a worker as the sampler gave them, however they travelled."""
+
+from __future__ import annotations
+
+import pickle
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch.utils.data import Dataset
+
+from shmloader import DataLoader
+from shmloader.index_batches import PackedInts, int_array, pack_ints, pickle_index_batch
+
+
+class Number(IntEnum):
+    ONE = 1
+
+
+def arrives(index_batch: Any) -> Any:
+    got = pickle.loads(pickle_index_batch(index_batch))
+    return got.tolist() if type(got) is PackedInts else got
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=100))
+@example([-(2**31), 2**31 - 1] * 50)
+@example([0])
+def test_ints_of_32_bits_are_packed(numbers: list[int]) -> None:
+    packed = pack_ints(numbers)
+    assert packed is not None
+    assert packed.tolist() == numbers
+    assert set(map(type, packed.tolist())) == {int}
+    assert (len(packed), repr(packed), list(packed)) == (len(numbers), repr(numbers), numbers)
+    assert packed.array().dtype == np.int64
+    assert packed.array().tolist() == numbers
+    packed.array()[0] = 5  # nobody else's
+    assert packed.tolist() == numbers
+    assert pickle.loads(pickle.dumps(packed)).tolist() == numbers
+
+
+OTHERS = [
+    True,
+    None,
+    2**31,
+    -(2**31) - 1,
+    2**200,
+    1.0,
+    "1",
+    b"1234",
+    np.int64(1),
+    Number.ONE,
+    [1],
+    1j,
+    (),
+    object,
+]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=repr)
+@pytest.mark.parametrize("place", [0, 17, 39])
+def test_a_list_with_anything_else_in_it_is_pickled(other: Any, place: int) -> None:
+    numbers: list[Any] = list(range(40))
+    numbers[place] = other
+    assert pack_ints(numbers) is None
+    got = arrives(numbers)
+    assert got == numbers
+    assert list(map(type, got)) == list(map(type, numbers))
+    array = int_array(numbers)
+    if type(other) is int and abs(other) < 2**63:
+        assert array is not None
+        assert array.tolist() == numbers
+    else:
+        assert array is None
+
+
+@pytest.mark.parametrize(
+    "numbers", [[], (), (1, 2), range(100), tuple(range(100)), np.arange(100), list(range(5))]
+)
+def test_other_index_batches_are_pickled(numbers: Any) -> None:
+    got = pickle.loads(pickle_index_batch(numbers))
+    assert type(got) is type(numbers)
+    assert list(got) == list(numbers)
+
+
+class Asked(Dataset[Any]):
+    """Gives back what it was asked for, and how."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: Any) -> Any:
+        return torch.tensor(index)
+
+    def __getitems__(self, indices: Any) -> Any:
+        assert type(indices) is list
+        assert set(map(type, indices)) == {int}
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_dataset_gets_a_list_of_plain_ints(on_error: str) -> None:
+    batches = list(DataLoader(Asked(), 300, num_workers=2, on_error=on_error))
+    assert torch.cat(batches).tolist() == list(range(1000))
