@@ -1,0 +1,55 @@
+"""Shared memory: the only package that knows memfd, mmap and ``multiprocessing.shared_memory``.
+
+A `Segment` gives memory to numbered slots. There are two kinds with one interface:
+
+* `MemfdSegment` (Linux): one memfd for all slots, which lie ``SLOT_STRIDE`` bytes apart, so that each can
+  grow without moving. No name, no entry in /dev/shm, not bounded by the size of that mount; the kernel
+  frees it when the last process that maps it is gone, however that went.
+* `NamedSegment` (elsewhere, and on Linux for tests): one named object per slot and version; growing makes
+  the next version.
+
+Memory is reserved before it is touched: touching a page that cannot be had is a SIGBUS.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from shmloader.segment.base import Descriptor, Segment, open_anonymous_file
+from shmloader.segment.mapping import MAP_FIXED, PAGE_NBYTES, Extent, map_pages, whole_pages
+from shmloader.segment.memfd import SLOT_STRIDE, MemfdSegment
+from shmloader.segment.named import NamedSegment
+
+__all__ = [
+    "MAP_FIXED",
+    "PAGE_NBYTES",
+    "SLOT_STRIDE",
+    "Descriptor",
+    "Extent",
+    "MemfdSegment",
+    "NamedSegment",
+    "Segment",
+    "map_pages",
+    "new_segment",
+    "open_anonymous_file",
+    "wanted_backend",
+    "whole_pages",
+]
+
+
+def wanted_backend() -> str:
+    """``"memfd"`` or ``"portable"``: what ``SHMLOADER_SEGMENT`` names, else what fits this platform.
+
+    Raises:
+        ValueError: If the variable is neither.
+    """
+    wanted = os.environ.get("SHMLOADER_SEGMENT", "memfd" if sys.platform == "linux" else "portable")
+    if wanted not in ("memfd", "portable"):
+        raise ValueError(f"SHMLOADER_SEGMENT must be 'memfd' or 'portable', not {wanted!r}")
+    return wanted
+
+
+def new_segment() -> Segment:
+    """The segment of `wanted_backend`."""
+    return MemfdSegment() if wanted_backend() == "memfd" else NamedSegment()
