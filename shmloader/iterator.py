@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import torch
-
 from shmloader import torch_private
 from shmloader.bad_samples import LEFT_OUT, count, take_report, warn_of_bad_samples
 from shmloader.callers import level_of_the_program
@@ -35,14 +33,7 @@ from shmloader.segment import new_segment
 from shmloader.slots import SlotPool
 from shmloader.statistics import Counters
 from shmloader.worker import WorkerArguments
-from shmloader.workers import (
-    THREAD,
-    ProcessWorkers,
-    ThreadWorkers,
-    Workers,
-    check_importable,
-    check_worker_type,
-)
+from shmloader.workers import THREAD, Workers, start_workers
 
 _NOBODY = -1, None, None
 
@@ -135,20 +126,8 @@ class SlotIterator(torch_private.BaseIterator):
         def arguments_of(worker_id: int) -> WorkerArguments:
             return make_arguments(worker_id=worker_id, shared_seed=begins.shared_seed, epoch=begins.epoch)
 
-        if loader.worker_type == THREAD:
-            check_worker_type(THREAD, self._dataset, loader.multiprocessing_context, loader.worker_restarts)
-            self.pool.keeps_granted = True
-            return ThreadWorkers(arguments_of, self._num_workers)
-        context = loader.multiprocessing_context or torch.multiprocessing
-        check_importable(
-            context,
-            {
-                "dataset": self._dataset,
-                "collate_fn": self._collate_fn,
-                "worker_init_fn": loader.worker_init_fn,
-            },
-        )
-        return ProcessWorkers(context, arguments_of, self._num_workers)
+        self.pool.keeps_granted = loader.worker_type == THREAD
+        return start_workers(loader, arguments_of)
 
     def _make_balance(self, loader: Any) -> Balance:
         exchange = self._exchange

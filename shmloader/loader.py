@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from shmloader.bad_samples import MODES, RAISE, warn_of_bad_samples
 from shmloader.dispatch import STATIC, check_dispatch
+from shmloader.errors import LoaderClosed
 from shmloader.in_process import InProcessIterator
 from shmloader.iterator import SlotIterator
 from shmloader.slots import SlotState
@@ -137,20 +138,15 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
         worker_type: str = PROCESS,
         share_dataset: bool = False,
     ) -> None:
-        _check_arguments(dataset, memory_budget_nbytes, worker_restarts, on_error)
-        check_dispatch(dispatch, dataset)
-        self.on_error = on_error
-        if prefetch_epochs and not persistent_workers:
-            raise ValueError(
-                "prefetch_epochs=True needs persistent_workers=True: others end with their epoch"
-            )
-        self.dispatch = dispatch
-        self.prefetch_epochs = prefetch_epochs
-        check_worker_type(worker_type, dataset, multiprocessing_context, worker_restarts)
-        self.worker_type = worker_type
         self.memory_budget_nbytes = memory_budget_nbytes
         self.worker_restarts = worker_restarts
+        self.on_error = on_error
+        self.dispatch = dispatch
+        self.prefetch_epochs = prefetch_epochs
+        self.worker_type = worker_type
         self.share_dataset = share_dataset
+        self._check_own_arguments(dataset, persistent_workers)
+        check_worker_type(worker_type, dataset, multiprocessing_context, worker_restarts)
         if share_dataset:
             dataset = share_for_loader(dataset)
         super().__init__(
@@ -173,6 +169,25 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
             in_order=in_order,
         )
 
+    def _check_own_arguments(self, dataset: object, persistent_workers: bool) -> None:
+        """Refuse what is wrong in the arguments that torch does not have."""
+        if self.memory_budget_nbytes is not None and self.memory_budget_nbytes < 1:
+            raise ValueError(f"memory_budget_nbytes must be at least 1, not {self.memory_budget_nbytes}")
+        if self.worker_restarts < 0:
+            raise ValueError(f"worker_restarts must be at least 0, not {self.worker_restarts}")
+        if self.worker_restarts and isinstance(dataset, IterableDataset):
+            raise ValueError(
+                "worker_restarts needs a map-style dataset: how far an iterable-style one had come only the "
+                "dead worker knew, so its batches cannot be made again"
+            )
+        if self.on_error not in MODES:
+            raise ValueError(f"on_error must be one of {', '.join(map(repr, MODES))}, not {self.on_error!r}")
+        check_dispatch(self.dispatch, dataset)
+        if self.prefetch_epochs and not persistent_workers:
+            raise ValueError(
+                "prefetch_epochs=True needs persistent_workers=True: others end with their epoch"
+            )
+
     def __iter__(self) -> Any:
         # A persistent iterator whose workers are gone (closed, or a worker died) cannot be resumed.
         if isinstance(self._iterator, SlotIterator) and self._iterator.closed:
@@ -186,8 +201,12 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
             return InProcessIterator(self, self._own()[1])
         self.check_worker_number_rationality()
         _, counters, iterators = self._own()
+        closes = counters.closes
         iterator = SlotIterator(self, counters)
         iterators.add(iterator)
+        if counters.closes != closes:  # by another thread, or by the sampler
+            iterator.close("loader.close() was called")
+            raise LoaderClosed("the loader was closed while its workers were being started")
         return iterator
 
     # Not made in __init__: subclasses iterate inside their own __init__. By identity: frameworks copy
@@ -221,6 +240,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
         warn_of_bad_samples(self._own()[1], self.on_error)
 
     def _close(self) -> None:
+        self._own()[1].closes += 1
         for iterator in self._iterators():
             iterator.close("loader.close() was called")
         if isinstance(self._iterator, SlotIterator):
@@ -278,20 +298,3 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
             wait_for_workers_s=counters.wait_for_workers_ns / 1e9,
             workers_wait_for_slots_s=counters.workers_wait_for_slots_ns / 1e9,
         )
-
-
-def _check_arguments(
-    dataset: object, memory_budget_nbytes: int | None, worker_restarts: int, on_error: str
-) -> None:
-    """Refuse what is wrong in the arguments that torch does not have."""
-    if memory_budget_nbytes is not None and memory_budget_nbytes < 1:
-        raise ValueError(f"memory_budget_nbytes must be at least 1, not {memory_budget_nbytes}")
-    if worker_restarts < 0:
-        raise ValueError(f"worker_restarts must be at least 0, not {worker_restarts}")
-    if worker_restarts and isinstance(dataset, IterableDataset):
-        raise ValueError(
-            "worker_restarts needs a map-style dataset: how far an iterable-style one had come only the "
-            "dead worker knew, so its batches cannot be made again"
-        )
-    if on_error not in MODES:
-        raise ValueError(f"on_error must be one of {', '.join(map(repr, MODES))}, not {on_error!r}")

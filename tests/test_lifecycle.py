@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -308,3 +309,32 @@ def test_batches_that_grow_a_hundred_thousandfold_are_exact(loader_backend: str)
         assert sample.shape == (size,)
         assert bool((sample == index).all())
     assert loader.statistics().spills == 0
+
+
+class _Closes:
+    """A sampler during whose first index the loader is closed, as another thread might do."""
+
+    loader: DataLoader | None = None
+
+    def __len__(self) -> int:
+        return 40
+
+    def __iter__(self) -> Iterator[int]:
+        if self.loader is not None:
+            self.loader.close()
+        return iter(range(40))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_loader_that_is_closed_while_it_starts_workers_says_so(persistent: bool) -> None:
+    sampler = _Closes()
+    loader = DataLoader(
+        Numbered(40), batch_size=4, num_workers=2, sampler=sampler, persistent_workers=persistent
+    )
+    sampler.loader = loader
+    with pytest.raises(shmloader.LoaderClosed):
+        iter(loader)
+    assert loader.statistics().reserved_nbytes == 0
+    sampler.loader = None
+    with loader:
+        assert len(list(loader)) == 10

@@ -4,6 +4,7 @@ There are two kinds with one interface, processes and threads. Each worker proce
 only the two of them hold, so a worker that dies can leave neither a lock taken nor half a message behind. Its
 death is an event of its own (a pidfd, elsewhere the process sentinel), waited for together with the pipes.
 
+* `shmloader.workers.choice`: which kind a loader has
 * `shmloader.workers.interface`: what the main process needs of either kind
 * `shmloader.workers.process`: one worker process and its pipes
 * `shmloader.workers.launch`: how it is started, and what can be wrong with its arguments
@@ -14,9 +15,9 @@ death is an event of its own (a pidfd, elsewhere the process sentinel), waited f
 * `shmloader.workers.forks`: what becomes of either in processes that the program forks
 """
 
+from shmloader.workers.choice import start_workers
 from shmloader.workers.crew import ProcessWorkers
 from shmloader.workers.interface import Worker, Workers
-from shmloader.workers.launch import check_importable
 from shmloader.workers.threads import PROCESS, THREAD, ThreadWorkers, check_worker_type
 
 __all__ = [
@@ -26,6 +27,6 @@ __all__ = [
     "ThreadWorkers",
     "Worker",
     "Workers",
-    "check_importable",
     "check_worker_type",
+    "start_workers",
 ]
