@@ -1,20 +1,7 @@
-"""The slot pool of one iterator, in the main process: slot states, the memory budget, leases.
-
-A slot goes round ``FREE -> GRANTED -> PUBLISHED -> LEASED -> FREE``, and from ``GRANTED`` or ``PUBLISHED``
-straight back to ``FREE`` when there is nothing to lease. It is in one hand at a time: a worker writes it
-while granted; while published or leased nobody does.
-
-Invariants:
-    * A slot is free only if no view of its last batch is alive in this process.
-    * Each of the first ``base_slots`` slots may take up to ``quota_nbytes``, each further one its own
-      ``limit_nbytes``; ``base_slots * quota_nbytes`` and those limits sum to the budget at most. (A long
-      index batch is written to its slot whatever the budget; a slot is one page at least.)
-"""
+"""The slots of one iterator: which is in whose hand, and how much memory each may have."""
 
 from __future__ import annotations
 
-import enum
-import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -24,77 +11,15 @@ import numpy.typing as npt
 from shmloader.errors import SharedMemoryExhausted
 from shmloader.limits import SURE_NBYTES, memory_headroom
 from shmloader.segment import PAGE_NBYTES, SLOT_STRIDE, Extent, Segment, whole_pages
+from shmloader.slots.slot import Lease, Slot, SlotState
 
 RETAINED_SLOTS = 64
 """Slots that a pool may make beyond its base for batches that the user keeps. A slot costs a mapping and
 whole pages; past this many, kept batches are cheaper in private memory."""
 
-
-class SlotState(enum.Enum):
-    """Whose hand a slot is in."""
-
-    FREE = "free"
-    GRANTED = "granted"
-    PUBLISHED = "published"
-    LEASED = "leased"
-
-
 _LEAST_GROWTH_NBYTES = 1 << 20  # batches of a few bytes may become this large at once
 
 _FREE, _GRANTED, _PUBLISHED, _LEASED = SlotState
-
-
-class Lease(weakref.ref[npt.NDArray[np.uint8]]):
-    """The main process's right to read a slot until the last view of it dies.
-
-    It watches the anchor: the array that every view of this batch leads to through ``.base``. When the
-    anchor dies, the callback appends the lease to a deque and does nothing else, because it may run in
-    any thread and inside any allocation.
-    """
-
-    __slots__ = ("slot",)
-
-    slot: Slot
-
-
-class Slot:
-    """One slot as the main process sees it.
-
-    Attributes:
-        number: Position in the segment.
-        state: Whose hand it is in.
-        version: Version of its memory.
-        nbytes: Bytes reserved for it.
-        limit_nbytes: Bytes up to which a worker may grow it.
-        used_nbytes: Bytes of the batch in it, 0 while free.
-    """
-
-    __slots__ = (
-        "extent",
-        "lease",
-        "limit_nbytes",
-        "nbytes",
-        "number",
-        "state",
-        "used_nbytes",
-        "version",
-    )
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.state = SlotState.FREE
-        self.version = 0
-        self.nbytes = 0
-        self.limit_nbytes = 0
-        self.used_nbytes = 0
-        self.extent: Extent | None = None
-        self.lease: Lease | None = None
-
-    @property
-    def state_now(self) -> SlotState:
-        """The state, and free if the last view has died of a batch that the pool has not collected yet."""
-        lease = self.lease
-        return _FREE if lease is not None and lease() is None else self.state
 
 
 class SlotPool:

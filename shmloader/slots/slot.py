@@ -1,0 +1,73 @@
+"""One slot as the main process sees it, and the lease of whoever reads it."""
+
+from __future__ import annotations
+
+import enum
+import weakref
+
+import numpy as np
+import numpy.typing as npt
+
+from shmloader.segment import Extent
+
+
+class SlotState(enum.Enum):
+    """Whose hand a slot is in."""
+
+    FREE = "free"
+    GRANTED = "granted"
+    PUBLISHED = "published"
+    LEASED = "leased"
+
+
+class Lease(weakref.ref[npt.NDArray[np.uint8]]):
+    """The main process's right to read a slot until the last view of it dies.
+
+    It watches the anchor: the array that every view of this batch leads to through ``.base``. When the
+    anchor dies, the callback appends the lease to a deque and does nothing else, because it may run in
+    any thread and inside any allocation.
+    """
+
+    __slots__ = ("slot",)
+
+    slot: Slot
+
+
+class Slot:
+    """One slot as the main process sees it.
+
+    Attributes:
+        number: Position in the segment.
+        state: Whose hand it is in.
+        version: Version of its memory.
+        nbytes: Bytes reserved for it.
+        limit_nbytes: Bytes up to which a worker may grow it.
+        used_nbytes: Bytes of the batch in it, 0 while free.
+    """
+
+    __slots__ = (
+        "extent",
+        "lease",
+        "limit_nbytes",
+        "nbytes",
+        "number",
+        "state",
+        "used_nbytes",
+        "version",
+    )
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.state = SlotState.FREE
+        self.version = 0
+        self.nbytes = 0
+        self.limit_nbytes = 0
+        self.used_nbytes = 0
+        self.extent: Extent | None = None
+        self.lease: Lease | None = None
+
+    @property
+    def state_now(self) -> SlotState:
+        """The state, and free if the last view has died of a batch that the pool has not collected yet."""
+        lease = self.lease
+        return SlotState.FREE if lease is not None and lease() is None else self.state
