@@ -34,8 +34,8 @@ lint: $(VENV)/.stamp-test ## Lint, check formatting, check types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.stamp-bench ## Run the transport benchmark (BENCH_ARGS=...)
-	$(BIN)/python benchmarks/transport.py $(BENCH_ARGS)
+bench: $(VENV)/.stamp-bench ## Compare with all peers on all work, for an hour or two (BENCH_ARGS=...)
+	$(BIN)/python -m shmloader bench $(BENCH_ARGS)
 
 soak: $(VENV)/.stamp-test ## Kill, break off and hold for 30 minutes (SOAK_ARGS=...)
 	PYTHONPATH=tests $(BIN)/python -m robustness.soak --minutes 30 $(SOAK_ARGS)

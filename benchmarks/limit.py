@@ -15,15 +15,17 @@ import hashlib
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.machine import CpuMeter
-from benchmarks.reading import batch_nbytes, touch, update_digest
+from benchmarks.reading import Period, touch, update_digest
 from benchmarks.records import Measurement, Spec
-from benchmarks.workloads import Repeated, Workload
+from benchmarks.workloads import Workload
 
 STRIDE = 16
 """Distance of two counters, in 8-byte words: two cache lines, so that writers do not share one."""
@@ -41,6 +43,8 @@ def outputs_like(batch: Any) -> Any:
         return torch.zeros_like(batch).fill_(1)  # zeros alone may leave the pages unbacked
     if isinstance(batch, dict):
         return {key: outputs_like(value) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return [outputs_like(value) for value in batch]
     return None
 
 
@@ -49,6 +53,9 @@ def collate_into(samples: list[Any], out: Any) -> Any:
     first = samples[0]
     if isinstance(first, torch.Tensor):
         return torch.stack(samples, out=out)
+    if isinstance(first, np.ndarray):
+        np.stack(samples, out=out.numpy())
+        return out
     if isinstance(first, dict):
         return {key: collate_into([sample[key] for sample in samples], out[key]) for key in first}
     if isinstance(first, str):
@@ -83,15 +90,25 @@ class Shared:
         return (self.producers + 1) * STRIDE
 
 
-def produce(dataset: Repeated, index_batches: list[list[int]], rank: int, shared: Shared) -> None:
+def make_into(dataset: Any, indices: list[int], out: Any) -> Any:
+    """Fetches and collates one batch, into outputs that exist already."""
+    return collate_into([dataset[index] for index in indices], out)
+
+
+Make = Callable[[Any, list[int], Any], Any]
+
+
+def produce(
+    dataset: Any, index_batches: list[list[int]], out: Any, make: Make, rank: int, shared: Shared
+) -> None:
     """Fetches and collates, one index batch after the other, until told to stop."""
     torch.set_num_threads(1)  # as in a worker
-    out = outputs_like(torch.utils.data.default_collate([dataset[index] for index in index_batches[0]]))
+    out = outputs_like(out)  # of its own: what it was given may be shared
     view, stop_word, made = shared.view(), shared.stop_word, 0
+    make(dataset, index_batches[0], out)
     shared.barrier.wait()
     while not view[stop_word]:
-        indices = index_batches[made % len(index_batches)]
-        collate_into([dataset[index] for index in indices], out)
+        make(dataset, index_batches[made % len(index_batches)], out)
         made += 1
         view[rank * STRIDE] = made
 
@@ -112,17 +129,22 @@ def consume(batch: Any, shared: Shared) -> None:
         view[shared.read_word] = read
 
 
-def measure_limit(spec: Spec, workload: Workload, dataset: Repeated) -> Measurement:
+def measure_limit(spec: Spec, workload: Workload, dataset: Any) -> Measurement:
     """Runs producers and reader side by side and counts for a while."""
     reference = workload.reference_batch(dataset, 0)
-    checksum = _checksum(workload, dataset, outputs_like(reference))
+    make = workload.make_into or make_into
+    checksum = checksum_without_loader(workload, dataset, outputs_like(reference), make)
+    if workload.ideal_rate is not None:
+        rate = workload.ideal_rate(dataset, spec.workers) / workload.batch_size
+        return _measurement(workload, dataset, checksum, {"made": rate, "read": rate, "window_s": 1.0})
     context = multiprocessing.get_context()
     shared = Shared(spec.workers, context)
     period = range(workload.period_batches)
     processes: list[BaseProcess] = [context.Process(target=consume, args=(reference, shared))]
     for rank in range(spec.workers):
         batches = [workload.index_batch(rank + turn * spec.workers) for turn in period]
-        processes.append(context.Process(target=produce, args=(dataset, batches, rank, shared)))
+        arguments = (dataset, batches, reference, make, rank, shared)
+        processes.append(context.Process(target=produce, args=arguments))
     for process in processes:
         process.daemon = True
         process.start()
@@ -131,19 +153,24 @@ def measure_limit(spec: Spec, workload: Workload, dataset: Repeated) -> Measurem
     counts = _count(spec, shared)
     for process in processes:
         process.join()
+    return _measurement(workload, dataset, checksum, counts)
+
+
+def _measurement(workload: Workload, dataset: Any, checksum: str, counts: dict[str, float]) -> Measurement:
     # A reader that falls behind would be one that a loader could not have either.
-    batches_per_s = min(counts["made"], counts["read"]) / counts["window_s"]
-    nbytes = batch_nbytes(reference)
+    batches = min(counts["made"], counts["read"])
+    batches_per_s = batches / counts["window_s"]
+    nbytes = Period.of(workload.reference_batches(dataset)).mean_nbytes
     return Measurement(
         contestant="limit",
-        batches=int(min(counts["made"], counts["read"])),
+        batches=int(batches),
         window_s=counts["window_s"],
         batches_per_s=batches_per_s,
         samples_per_s=batches_per_s * workload.batch_size,
         nbytes_per_s=batches_per_s * nbytes,
-        cpu_s=counts["cpu_s"],
-        foreign_share=counts["foreign_share"],
-        batch_nbytes=nbytes,
+        cpu_s=counts.get("cpu_s", 0.0),
+        foreign_share=counts.get("foreign_share", 0.0),
+        batch_nbytes=round(nbytes),
         checksum=checksum,
         details={"made": counts["made"], "read": counts["read"]},
     )
@@ -168,10 +195,9 @@ def _count(spec: Spec, shared: Shared) -> dict[str, float]:
     }
 
 
-def _checksum(workload: Workload, dataset: Repeated, out: Any) -> str:
+def checksum_without_loader(workload: Workload, dataset: Any, out: Any, make: Make = make_into) -> str:
     """Takes the checksum of the first batches, to compare with the loaders'."""
     digest = hashlib.blake2b(digest_size=16)
     for number in range(CHECKED_BATCHES):
-        samples = [dataset[index] for index in workload.index_batch(number)]
-        update_digest(digest, collate_into(samples, out))
+        update_digest(digest, make(dataset, workload.index_batch(number), out))
     return digest.hexdigest()

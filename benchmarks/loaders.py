@@ -1,28 +1,52 @@
-"""The registry of loaders that are compared."""
+"""The registry of loaders that are compared: torch's and this project's; `peers` adds the others."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.utils.data
+from torch.utils.data import BatchSampler
 
-from benchmarks.workloads import Repeated
+from benchmarks.numpy_collate import numpy_collate
+from benchmarks.workloads import STARTUP, Workload
 
-Build = Callable[[Repeated, int, int, int], Iterable[Any]]
-"""Makes a loader of a data set, a batch size, a number of workers and a prefetch factor."""
+Build = Callable[..., Iterable[Any]]
+"""Makes a loader of a data set, a batch size, a number of workers and a prefetch factor.
+
+What a workload needs beyond that comes by torch's names: `collate_fn`, `sampler`,
+`multiprocessing_context`; none of them where it needs nothing."""
+
+
+def pickled_copies(method: str | None, workers: int) -> float:
+    """Counts copies where workers that are not forked get a pickle: the bytes, and what is made of them."""
+    return 1.0 if method == "fork" else 2.0 + 2 * workers
 
 
 @dataclass(frozen=True)
 class Loader:
     """One contestant.
 
-    `statistics` gives what the loader says about itself, by name; `reserved_nbytes` among it is its
-    slot memory. A baseline is what ratios are taken against (the better one where there are
-    several). The subject is the loader that the targets are for.
+    Attributes:
+        name: By which it is chosen.
+        build: Makes it.
+        statistics: Gives what the loader says about itself, by name; `reserved_nbytes` among it is its
+            slot memory.
+        is_baseline: Whether ratios are taken against it (the better one where there are several).
+        is_subject: Whether the targets are for it.
+        is_own: Whether it is this project's, in whatever mode.
+        packages: What is imported for it. It is made in a process whose default start method is the
+            workload's, and which has not imported them before.
+        meant_for: Tells whether there is a point in it on a workload; it is left out silently where not.
+        cannot: Says why it cannot do a workload, or None.
+        copies_dataset: How many copies of the data set there are at most with some workers and a start
+            method, the program's own included.
+        in_transport: Whether `benchmarks/transport.py` runs it unasked.
     """
 
     name: str
@@ -30,6 +54,20 @@ class Loader:
     statistics: Callable[[Any], dict[str, Any]] | None = None
     is_baseline: bool = False
     is_subject: bool = False
+    is_own: bool = False
+    packages: tuple[str, ...] = ()
+    meant_for: Callable[[Workload], bool] = lambda workload: True
+    cannot: Callable[[Workload], str | None] = lambda workload: None
+    copies_dataset: Callable[[str | None, int], float] = pickled_copies
+    in_transport: bool = False
+
+    def missing(self) -> str | None:
+        """Says what has to be installed for it, and how; None where all is there."""
+        tops = [name.partition(".")[0] for name in self.packages]
+        absent = [name for name in tops if importlib.util.find_spec(name) is None]
+        if not absent:
+            return None
+        return f"{', '.join(absent)} not installed: pip install -c constraints.txt -e '.[peers]'"
 
 
 LOADERS: dict[str, Loader] = {}
@@ -52,10 +90,12 @@ class UseSharing:
         torch.multiprocessing.set_sharing_strategy(self.strategy)  # type: ignore[no-untyped-call]
 
 
-def build_torch(strategy: str) -> Build:
+def build_torch(strategy: str, **fixed: Any) -> Build:
     """Makes a builder of torch's loader with one way of sharing tensors."""
 
-    def build(dataset: Repeated, batch_size: int, workers: int, prefetch_factor: int) -> Iterable[Any]:
+    def build(
+        dataset: Any, batch_size: int, workers: int, prefetch_factor: int, **options: Any
+    ) -> Iterable[Any]:
         UseSharing(strategy)(0)  # in this process too
         return torch.utils.data.DataLoader(
             dataset,
@@ -64,12 +104,31 @@ def build_torch(strategy: str) -> Build:
             prefetch_factor=prefetch_factor,
             persistent_workers=True,
             worker_init_fn=UseSharing(strategy),
+            **options,
+            **fixed,
         )
 
     return build
 
 
-def build_shmloader(dataset: Repeated, batch_size: int, workers: int, prefetch_factor: int) -> Iterable[Any]:
+def build_torch_bulk(
+    dataset: Any, batch_size: int, workers: int, prefetch_factor: int, *, sampler: Any, **options: Any
+) -> Iterable[Any]:
+    """Makes torch's loader as its documentation advises where a data set takes many indices at once."""
+    return torch.utils.data.DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=BatchSampler(sampler, batch_size, drop_last=False),
+        num_workers=workers,
+        prefetch_factor=prefetch_factor,
+        persistent_workers=True,
+        **options,
+    )
+
+
+def build_shmloader(
+    dataset: Any, batch_size: int, workers: int, prefetch_factor: int, **options: Any
+) -> Iterable[Any]:
     """Makes this project's loader."""
     from shmloader import DataLoader  # late: torch's loader is measured without it
 
@@ -79,8 +138,31 @@ def build_shmloader(dataset: Repeated, batch_size: int, workers: int, prefetch_f
         num_workers=workers,
         prefetch_factor=prefetch_factor,
         persistent_workers=True,
+        **options,
     )
     return loader
+
+
+def build_shmloader_shared(*arguments: Any, **options: Any) -> Iterable[Any]:
+    """Makes this project's loader, which moves the data set to shared memory first."""
+    return build_shmloader(*arguments, **options, share_dataset=True)
+
+
+def build_shmloader_dynamic(*arguments: Any, **options: Any) -> Iterable[Any]:
+    """Makes this project's loader, where any free worker takes the next task."""
+    return build_shmloader(*arguments, **options, dispatch="dynamic")
+
+
+def build_shmloader_threads(*arguments: Any, **options: Any) -> Iterable[Any]:
+    """Makes this project's loader with threads for workers."""
+    return build_shmloader(*arguments, **options, worker_type="thread")
+
+
+def has_argument(name: str) -> bool:
+    """Tells whether this version of the loader takes an argument."""
+    from shmloader import DataLoader
+
+    return name in inspect.signature(DataLoader).parameters
 
 
 def shmloader_statistics(loader: Any) -> dict[str, Any]:
@@ -88,9 +170,58 @@ def shmloader_statistics(loader: Any) -> dict[str, Any]:
     return dataclasses.asdict(loader.statistics())
 
 
+def is_table(workload: Workload) -> bool:
+    """Tells whether the data set takes many indices at once."""
+    return workload.samples == "table"
+
+
+def is_of_arrays(workload: Workload) -> bool:
+    """Tells whether samples are ndarrays whose batches are timed."""
+    return workload.samples == "arrays" and workload.kind != STARTUP
+
+
 for _loader in (
-    Loader("torch-file_descriptor", build_torch("file_descriptor"), is_baseline=True),
-    Loader("torch-file_system", build_torch("file_system"), is_baseline=True),
-    Loader("shmloader", build_shmloader, shmloader_statistics, is_subject=True),
+    Loader("torch-file_descriptor", build_torch("file_descriptor"), is_baseline=True, in_transport=True),
+    Loader("torch-file_system", build_torch("file_system"), is_baseline=True, in_transport=True),
+    Loader("torch-bulk", build_torch_bulk, meant_for=is_table),
+    Loader(
+        "torch-numpy",
+        build_torch("file_descriptor", collate_fn=numpy_collate),
+        meant_for=is_of_arrays,
+    ),
+    Loader(
+        "shmloader",
+        build_shmloader,
+        shmloader_statistics,
+        is_subject=True,
+        is_own=True,
+        packages=("shmloader",),
+        in_transport=True,
+    ),
+    Loader(
+        "shmloader-shared",
+        build_shmloader_shared,
+        shmloader_statistics,
+        is_own=True,
+        packages=("shmloader",),
+        meant_for=lambda workload: workload.kind == STARTUP,
+        copies_dataset=lambda method, workers: 2.2,
+    ),
+    Loader(
+        "shmloader-threads",
+        build_shmloader_threads,
+        shmloader_statistics,
+        is_own=True,
+        packages=("shmloader",),
+        meant_for=lambda workload: is_table(workload) and has_argument("worker_type"),
+    ),
+    Loader(
+        "shmloader-dynamic",
+        build_shmloader_dynamic,
+        shmloader_statistics,
+        is_own=True,
+        packages=("shmloader",),
+        meant_for=lambda workload: workload.ideal_rate is not None and has_argument("dispatch"),
+    ),
 ):
     register_loader(_loader)

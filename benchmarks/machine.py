@@ -11,6 +11,9 @@ from typing import Any
 
 import psutil
 
+VERSIONS = "torch numpy psutil shmloader torchdata grain spdl_core SeqTools datasets pillow".split()
+"""The distributions whose versions are told: what is measured, and what measures."""
+
 
 def cpu_seconds() -> float:
     """Adds up the processor time that this process and all below it have used, in seconds."""
@@ -69,7 +72,7 @@ def describe() -> dict[str, Any]:
         "start_method": multiprocessing.get_context().get_start_method(),
         "transparent_hugepages": _first_line("/sys/kernel/mm/transparent_hugepage/enabled"),
         "shmem_hugepages": _first_line("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
-        "versions": {name: _version(name) for name in ("torch", "numpy", "psutil", "shmloader")},
+        "versions": {name: _version(name) for name in VERSIONS},
     }
 
 
@@ -92,3 +95,16 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None  # run from a checkout
+
+
+def describe_in_words(described: dict[str, Any]) -> str:
+    """Says what the machine is in a few lines that are Markdown too."""
+    cores = f"{described['usable_cores']} of {described['cores']} cores"
+    memory = f"{described['memory_nbytes'] / 2**30:.1f} GiB of memory"
+    system = f"{described['system']} {described['release']} ({described['architecture']})"
+    versions = ", ".join(f"{name} {number}" for name, number in described["versions"].items() if number)
+    return (
+        f"{described['cpu_model']}, {cores}, {memory}, {system}, Python {described['python']}\n"
+        f"{versions}\n"
+        f"load before the run {described['load_1min']:.2f}; others' share of the cores is in the tables\n"
+    )

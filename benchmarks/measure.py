@@ -6,8 +6,8 @@ The last line of the output is the measurement, as JSON.
 from __future__ import annotations
 
 import faulthandler
-import hashlib
 import importlib
+import multiprocessing
 import os
 import sys
 import time
@@ -15,12 +15,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks import peers  # noqa: F401 - registers its loaders
+from benchmarks.copying import MEMCPY, measure_copying
 from benchmarks.limit import CHECKED_BATCHES, measure_limit
 from benchmarks.loaders import LOADERS, Loader
 from benchmarks.machine import CpuMeter, open_descriptors
-from benchmarks.reading import batch_in_pages_nbytes, batch_nbytes, touch, update_digest
+from benchmarks.reading import Period, count_wrong, take_checksum, touch
 from benchmarks.records import Measurement, Spec
-from benchmarks.workloads import WORKLOADS, Repeated, Workload
+from benchmarks.startup import measure_startup
+from benchmarks.training import measure_training
+from benchmarks.workloads import STARTUP, TRAINING, WORKLOADS, Workload
 
 LONGEST_WINDOW = 4
 """How many times `seconds` a window may last where batches come slowly."""
@@ -39,25 +43,35 @@ def load_plugins(paths: tuple[str, ...]) -> None:
 
 def measure(spec: Spec) -> Measurement:
     """Measures one contestant on one workload."""
+    if spec.contestant == MEMCPY:
+        return measure_copying(spec)
     load_plugins(spec.plugins)
     workload = WORKLOADS[spec.workload]
     if spec.quick:
         workload = workload.quick()
+    if workload.start_method is not None:  # for loaders that know no other than the default one
+        multiprocessing.set_start_method(workload.start_method, force=True)
     dataset = workload.make_dataset()
-    if spec.contestant == "limit":
+    contestant = None if spec.contestant == "limit" else LOADERS[spec.contestant]
+    if workload.kind == STARTUP:
+        return measure_startup(spec, workload, dataset, contestant)
+    if workload.kind == TRAINING:
+        return measure_training(spec, workload, dataset, contestant)
+    if contestant is None:
         return measure_limit(spec, workload, dataset)
-    return measure_loader(spec, workload, dataset, LOADERS[spec.contestant])
+    return measure_loader(spec, workload, dataset, contestant)
 
 
-def measure_loader(spec: Spec, workload: Workload, dataset: Repeated, contestant: Loader) -> Measurement:
+def measure_loader(spec: Spec, workload: Workload, dataset: Any, contestant: Loader) -> Measurement:
     """Consumes one long epoch: checked batches, warm-up, timed window, descriptor count."""
-    period = range(workload.period_batches)
-    expected = [touch(workload.reference_batch(dataset, number)) for number in period]
-    reference = workload.reference_batch(dataset, 0)
-    loader = contestant.build(dataset, workload.batch_size, spec.workers, spec.prefetch_factor)
+    period = Period.of(workload.reference_batches(dataset))
+    prefetch_factor = workload.prefetch_factor or spec.prefetch_factor
+    loader = contestant.build(
+        dataset, workload.batch_size, spec.workers, prefetch_factor, **workload.options()
+    )
     batches = iter(loader)
-    checksum = take_checksum(batches)
-    warm = consume(batches, spec.warmup_s, min_batches=2 * spec.workers * spec.prefetch_factor)
+    checksum = take_checksum(batches, CHECKED_BATCHES)
+    warm = consume(batches, spec.warmup_s, min_batches=2 * spec.workers * prefetch_factor)
     meter = CpuMeter()
     descriptors = [open_descriptors()]
     start_s = time.perf_counter()
@@ -66,8 +80,8 @@ def measure_loader(spec: Spec, workload: Workload, dataset: Repeated, contestant
     cpu_s, foreign_s = meter.read()
     descriptors += count_descriptors(batches, spec.descriptor_batches, spec.seconds)
     statistics = contestant.statistics(loader) if contestant.statistics else None
-    nbytes, count = batch_nbytes(reference), len(touched)
-    slots = spec.prefetch_factor * spec.workers + 2
+    nbytes, count = period.mean_nbytes, len(touched)
+    slots = prefetch_factor * spec.workers + 2
     return Measurement(
         contestant=contestant.name,
         batches=count,
@@ -77,23 +91,15 @@ def measure_loader(spec: Spec, workload: Workload, dataset: Repeated, contestant
         nbytes_per_s=count * nbytes / window_s,
         cpu_s=cpu_s,
         foreign_share=foreign_s / window_s / (os.cpu_count() or 1),
-        batch_nbytes=nbytes,
+        batch_nbytes=round(nbytes),
         checksum=checksum,
-        wrong_batches=count_wrong(warm + touched, expected),
+        wrong_batches=count_wrong(warm + touched, period.touched, CHECKED_BATCHES),
         descriptors_min=min(descriptors),
         descriptors_max=max(descriptors),
         reserved_nbytes=(statistics or {}).get("reserved_nbytes"),
-        slot_bound_nbytes=slots * batch_in_pages_nbytes(reference),
+        slot_bound_nbytes=slots * period.largest_in_pages_nbytes,
         statistics=statistics,
     )
-
-
-def take_checksum(batches: Iterator[Any]) -> str:
-    """Takes the checksum of the first batches: of all their bytes."""
-    digest = hashlib.blake2b(digest_size=16)
-    for _ in range(CHECKED_BATCHES):
-        update_digest(digest, next(batches))
-    return digest.hexdigest()
 
 
 def consume(batches: Iterator[Any], seconds: float, min_batches: int) -> list[float]:
@@ -124,14 +130,6 @@ def count_descriptors(batches: Iterator[Any], count: int, seconds: float) -> lis
         if len(counts) == count or time.perf_counter() >= end_s:
             break
     return counts
-
-
-def count_wrong(touched: list[float], expected: list[float]) -> int:
-    """Counts the batches that were not the batch that was due, by what was read of them."""
-    return sum(
-        value != expected[number % len(expected)]
-        for number, value in enumerate(touched, start=CHECKED_BATCHES)
-    )
 
 
 def main() -> None:

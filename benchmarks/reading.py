@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from statistics import mean
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,7 +43,7 @@ def touch(batch: object) -> float:
     if isinstance(batch, str):
         return float(len(batch))
     if isinstance(batch, np.ndarray):
-        return touch_array(batch)
+        return touch_array(batch) if batch.dtype.kind != "U" else touch(batch.tolist())
     raise TypeError(f"no workload makes batches with {type(batch).__name__} in them")
 
 
@@ -54,7 +57,12 @@ def touch_array(array: NDArray[Any]) -> float:
 
 
 def update_digest(digest: Digest, batch: object) -> None:
-    """Adds the whole of a batch to a digest: structure, types, shapes, and every byte."""
+    """Adds the whole of a batch to a digest: structure, types, shapes, and every byte.
+
+    An array of strings is a list of strings: grain has no other way to join them.
+    """
+    if isinstance(batch, np.ndarray) and batch.dtype.kind == "U":
+        batch = batch.tolist()
     if isinstance(batch, dict):
         digest.update(f"dict {list(batch)}".encode())
         for value in batch.values():
@@ -69,6 +77,25 @@ def update_digest(digest: Digest, batch: object) -> None:
         array = batch.numpy() if isinstance(batch, torch.Tensor) else np.asarray(batch)
         digest.update(f"array {array.dtype.str} {array.shape}".encode())
         digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def take_checksum(batches: Iterator[Any], count: int) -> str:
+    """Takes the checksum of the next batches: of all their bytes."""
+    digest = hashlib.blake2b(digest_size=16)
+    for _ in range(count):
+        update_digest(digest, next(batches))
+    return digest.hexdigest()
+
+
+def count_wrong(touched: list[float], expected: list[float], first: int) -> int:
+    """Counts the batches that were not the batch that was due, by what was read of them.
+
+    Args:
+        touched: What `touch` returned, from batch `first` on.
+        expected: What it returns for each batch of a period.
+        first: The place of the first of them.
+    """
+    return sum(value != expected[number % len(expected)] for number, value in enumerate(touched, start=first))
 
 
 def leaves(batch: object) -> Iterator[torch.Tensor | NDArray[Any]]:
@@ -112,3 +139,25 @@ def _without_data(batch: object) -> object:
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Period:
+    """What is known of a workload's batches before any loader makes them.
+
+    Attributes:
+        touched: What `touch` returns for each batch of a period.
+        mean_nbytes: Bytes of a batch's leaves, on average.
+        largest_in_pages_nbytes: What the largest of them occupies in whole pages, in bytes.
+    """
+
+    touched: list[float]
+    mean_nbytes: float
+    largest_in_pages_nbytes: int
+
+    @classmethod
+    def of(cls, batches: Iterable[object]) -> Period:
+        """Makes it of the batches of a period."""
+        known = [(touch(batch), batch_nbytes(batch), batch_in_pages_nbytes(batch)) for batch in batches]
+        touched, sizes, in_pages = zip(*known, strict=True)
+        return cls(list(touched), mean(sizes), max(in_pages))

@@ -47,6 +47,9 @@ class Measurement:
     (warm-up and window) whose touched values differ from those of the batch that is due at their
     place. Descriptors are the main process's. `cpu_s` is the processor time of all processes of the
     measurement, `foreign_share` what other processes used, as a share of all cores' time.
+
+    Of a start-up: `first_batch_s` from before the loader was made to the first batch, `made_s` of it
+    until the loader was made. Of a training loop: `wait_share` is the share of its time in `next`.
     """
 
     contestant: str
@@ -66,6 +69,9 @@ class Measurement:
     slot_bound_nbytes: int | None = None
     statistics: dict[str, Any] | None = None
     details: dict[str, float] | None = None
+    first_batch_s: float | None = None
+    made_s: float | None = None
+    wait_share: float | None = None
 
     def to_json(self) -> str:
         """Writes the measurement as one line."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -39,6 +40,10 @@ class Row:
     reserved_nbytes: int | None
     slot_bound_nbytes: int | None
     checksum: str
+    vs_peer: float | None = None
+    first_batch_s: float | None = None
+    made_s: float | None = None
+    wait_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,8 @@ def check_agreement(workload: str, runs: Runs) -> str:
 def make_rows(workload: str, runs: Runs) -> list[Row]:
     """Makes a row per contestant, in the order in which they ran."""
     baselines = [name for name in runs if name in LOADERS and LOADERS[name].is_baseline]
-    best = max(baselines, key=lambda name: median(m.samples_per_s for m in runs[name]), default=None)
+    peers = [name for name in runs if name in LOADERS and not LOADERS[name].is_own]
+    best, best_peer = _fastest(baselines, runs), _fastest(peers, runs)
     rows = []
     for contestant, measurements in runs.items():
         rates = [m.samples_per_s for m in measurements]
@@ -108,9 +114,22 @@ def make_rows(workload: str, runs: Runs) -> list[Row]:
                 reserved_nbytes=max(reserved, default=None),
                 slot_bound_nbytes=measurements[0].slot_bound_nbytes,
                 checksum=measurements[0].checksum,
+                vs_peer=_ratio(measurements, runs[best_peer]) if best_peer else None,
+                first_batch_s=_median(m.first_batch_s for m in measurements),
+                made_s=_median(m.made_s for m in measurements),
+                wait_share=_median(m.wait_share for m in measurements),
             )
         )
     return rows
+
+
+def _fastest(names: list[str], runs: Runs) -> str | None:
+    return max(names, key=lambda name: median(m.samples_per_s for m in runs[name]), default=None)
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
 
 
 def _ratio(measurements: list[Measurement], others: list[Measurement]) -> float:
@@ -148,6 +167,14 @@ def judge(workload: Workload, rows: list[Row], runs: Runs) -> list[Verdict]:
             figure = f"{row.batches_per_s:,.0f}"
             ok = row.batches_per_s >= targets.batches_per_s
             add(f"at least {targets.batches_per_s:,.0f} batches/s", figure, ok)
+        if targets.vs_best_peer is not None and row.vs_peer is not None:
+            figure = f"{row.vs_peer:.2f} times"
+            ok = row.vs_peer >= targets.vs_best_peer
+            add(f"at least {targets.vs_best_peer:g} times the best peer", figure, ok)
+        if targets.most_wait_share is not None and row.wait_share is not None:
+            figure = f"{row.wait_share:.2%}"
+            ok = row.wait_share < targets.most_wait_share
+            add(f"waits under {targets.most_wait_share:.0%} of the time", figure, ok)
         if targets.constant_descriptors:
             # Within each epoch: how many there are may differ from one process to the next.
             changes = max(_change(m) for m in runs[row.contestant])

@@ -145,8 +145,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if parsed.seconds is None:
         parsed.seconds = 0.2 if parsed.quick else 3.0
     load_plugins(tuple(parsed.plugin))
-    parsed.workload = parsed.workload or list(WORKLOADS)
-    parsed.loader = parsed.loader or list(LOADERS)
+    parsed.workload = parsed.workload or [name for name, one in WORKLOADS.items() if one.in_transport]
+    parsed.loader = parsed.loader or [name for name, one in LOADERS.items() if one.in_transport]
     for name, registry in [(n, WORKLOADS) for n in parsed.workload] + [(n, LOADERS) for n in parsed.loader]:
         if name not in registry:
             parser.error(f"{name!r} is none of {', '.join(registry)}")

@@ -1,65 +1,29 @@
-"""The registry of workloads: each is a data set, a batch size and the targets that belong to it."""
+"""The registry of workloads: each is a data set, how it is loaded, and the targets that belong to it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
-ENDLESS = 1 << 40
-"""The length of every data set here, in samples: an epoch that outlasts any window."""
+from benchmarks import made_data, real_files
+from benchmarks.made_data import Cyclic, Repeated, Uneven
+
+__all__ = ["WORKLOADS", "Repeated", "Targets", "Workload", "register_workload"]
 
 QUICK_DIVISOR = 16
 """How many times smaller the batches of a quick run are."""
 
+QUICK_PERIOD = 64
+"""How many batches the data set of a quick start-up has at most."""
 
-class Repeated(Dataset[Any]):
-    """Samples that come again after `period` of them; a subclass says what one sample is."""
-
-    def __init__(self, period: int) -> None:
-        self.period = period
-
-    def __len__(self) -> int:
-        return ENDLESS
-
-
-class Rows(Repeated):
-    """Rows of one tensor."""
-
-    def __init__(self, base: torch.Tensor) -> None:
-        super().__init__(len(base))
-        self.base = base
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.base[index % self.period]
-
-
-class Records(Repeated):
-    """Dicts that were made beforehand, so that fetching one costs next to nothing."""
-
-    def __init__(self, records: list[dict[str, Any]]) -> None:
-        super().__init__(len(records))
-        self.records = records
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.records[index % self.period]
-
-
-class Columns(Repeated):
-    """Dicts that are cut out of columns when they are asked for, as many data sets do it."""
-
-    def __init__(self, columns: dict[str, torch.Tensor]) -> None:
-        super().__init__(len(next(iter(columns.values()))))
-        self.columns = columns
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        row = index % self.period
-        record: dict[str, Any] = {name: column[row] for name, column in self.columns.items()}
-        record["name"] = f"record-{row:05d}"
-        return record
+THROUGHPUT, STARTUP, TRAINING = "throughput", "start-up", "training"
+"""What is measured: batches in a time; the time to the first batch; the share of time that a loop waits."""
 
 
 @dataclass(frozen=True)
@@ -70,19 +34,56 @@ class Targets:
     of_limit: float | None = None
     batches_per_s: float | None = None
     constant_descriptors: bool = False
+    vs_best_peer: float | None = None
+    most_wait_share: float | None = None
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One kind of data to move. Batches recur after `period_batches` of them."""
+    """One kind of data to move. Batches recur after `period_batches` of them.
+
+    Attributes:
+        name: By which it is chosen.
+        batch_size: Samples per batch.
+        period_batches: How many batches there are before they come again.
+        dataset: Makes the data set of that many samples.
+        targets: What it should reach.
+        kind: What is measured: THROUGHPUT, STARTUP or TRAINING.
+        about: What a sample is, for people.
+        collate: Joins samples, in workers; None for torch's default collate.
+        samples: What `dataset[i]` is made of: "tensors", "arrays", or "table" where the data set also
+            takes a list of indices and gives the whole batch.
+        prefetch_factor: Overrides the run's.
+        start_method: How workers start; None for the platform's default.
+        compute_s: What one step of the training loop computes, in seconds.
+        dataset_nbytes: The data set's size where it decides whether there is memory for it; else 0.
+        make_into: Makes one batch of an index batch, into outputs where it can: what the limit repeats.
+            None for fetching and `limit.collate_into`.
+        ideal_rate: Gives batches/s at best of a data set and a number of workers, where the limit is
+            known and not measured.
+        missing: Says what this host lacks for it, or None.
+        in_transport: Whether `benchmarks/transport.py` runs it unasked.
+    """
 
     name: str
     batch_size: int
     period_batches: int
-    dataset: Callable[[int], Repeated]
+    dataset: Callable[[int], Dataset[Any]]
     targets: Targets = Targets()
+    kind: str = THROUGHPUT
+    about: str = ""
+    collate: Callable[[list[Any]], Any] | None = None
+    samples: str = "tensors"
+    prefetch_factor: int | None = None
+    start_method: str | None = None
+    compute_s: float = 0.0
+    dataset_nbytes: int = 0
+    make_into: Callable[[Any, Any, Any], Any] | None = None
+    ideal_rate: Callable[[Any, int], float] | None = None
+    missing: Callable[[], str | None] | None = None
+    in_transport: bool = False
 
-    def make_dataset(self) -> Repeated:
+    def make_dataset(self) -> Dataset[Any]:
         """Makes the data set, the same in every process."""
         torch.manual_seed(0)
         return self.dataset(self.batch_size * self.period_batches)
@@ -92,13 +93,34 @@ class Workload:
         first = number % self.period_batches * self.batch_size
         return list(range(first, first + self.batch_size))
 
-    def reference_batch(self, dataset: Repeated, number: int) -> Any:
-        """Makes a batch the plain way: fetch, torch's default collate, no loader."""
-        return default_collate([dataset[index] for index in self.index_batch(number)])
+    def reference_batch(self, dataset: Any, number: int) -> Any:
+        """Makes a batch the plain way: fetch, collate, no loader."""
+        return (self.collate or default_collate)([dataset[index] for index in self.index_batch(number)])
+
+    def reference_batches(self, dataset: Any) -> Iterator[Any]:
+        """Makes all batches of a period the plain way."""
+        return (self.reference_batch(dataset, number) for number in range(self.period_batches))
+
+    def options(self) -> dict[str, Any]:
+        """Gives the loader's arguments, by torch's names, that differ from what all workloads have."""
+        options: dict[str, Any] = {}
+        if self.collate is not None:
+            options["collate_fn"] = self.collate
+        if self.samples == "table":
+            options["sampler"] = Cyclic(self.batch_size * self.period_batches)
+        if self.start_method is not None:
+            options["multiprocessing_context"] = self.start_method
+        return options
 
     def quick(self) -> Workload:
         """Gives the same workload with small batches."""
-        return replace(self, batch_size=max(1, self.batch_size // QUICK_DIVISOR))
+        period = min(QUICK_PERIOD, self.period_batches) if self.kind == STARTUP else self.period_batches
+        return replace(
+            self,
+            batch_size=max(1, self.batch_size // QUICK_DIVISOR),
+            period_batches=period,
+            dataset_nbytes=0 if self.kind == STARTUP else self.dataset_nbytes,
+        )
 
 
 WORKLOADS: dict[str, Workload] = {}
@@ -111,37 +133,198 @@ def register_workload(workload: Workload) -> None:
     WORKLOADS[workload.name] = workload
 
 
-def make_images(samples: int) -> Repeated:
-    """Makes uint8 images of 3x224x224."""
-    return Rows(torch.randint(0, 256, (samples, 3, 224, 224), dtype=torch.uint8))
+def pad_tokens(samples: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Joins sequences, each filled up with zeros to the longest, and says how long they were."""
+    return pad_sequence(samples, batch_first=True), torch.tensor([len(sample) for sample in samples])
 
 
-def make_rows(samples: int) -> Repeated:
-    """Makes rows of 64 float32."""
-    return Rows(torch.rand(samples, 64))
+def pad_into(dataset: Any, indices: list[int], out: Any) -> Any:
+    """Pads without a loader. `pad_sequence` has no `out`, and its small results need no fresh pages."""
+    return pad_tokens([dataset[index] for index in indices])
 
 
-def make_tiny(samples: int) -> Repeated:
-    """Makes items of 16 bytes."""
-    return Rows(torch.rand(samples, 4))
+def take_into(dataset: Any, indices: list[int], out: Any) -> Any:
+    """Asks the data set for the whole batch."""
+    return dataset[indices]
 
 
-def make_columns(samples: int) -> Columns:
-    """Makes 100 columns of 8 float32 per record, and a name."""
-    return Columns({f"leaf_{number:02d}": torch.rand(samples, 8) for number in range(100)})
+def gather_into(dataset: TensorDataset, indices: list[int], out: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Gathers a batch with one call per tensor."""
+    index = index_tensor(indices[0], len(indices))
+    return [
+        torch.index_select(tensor, 0, index, out=into)
+        for tensor, into in zip(dataset.tensors, out, strict=True)
+    ]
 
 
-def make_records(samples: int) -> Repeated:
-    """Makes dicts of 100 tensors of 8 float32, and a name."""
-    columns = make_columns(samples)
-    return Records([columns[row] for row in range(samples)])
+_INDEX_TENSORS: dict[tuple[int, int], torch.Tensor] = {}
 
 
-for _workload in (
-    Workload("images", 256, 4, make_images, Targets(vs_torch=8, of_limit=0.8)),
-    Workload("rows", 1024, 16, make_rows, Targets(of_limit=0.9)),
-    Workload("tiny", 1, 1024, make_tiny, Targets(vs_torch=15, batches_per_s=30_000)),
-    Workload("dicts", 32, 4, make_records, Targets(of_limit=0.8, constant_descriptors=True)),
-    Workload("dicts-cut", 32, 4, make_columns, Targets(of_limit=0.8, constant_descriptors=True)),
-):
+def index_tensor(first: int, count: int) -> torch.Tensor:
+    """Gives the tensor of an index batch, made once: the limit is the gathering alone."""
+    if (first, count) not in _INDEX_TENSORS:
+        _INDEX_TENSORS[first, count] = torch.arange(first, first + count)
+    return _INDEX_TENSORS[first, count]
+
+
+def uneven_rate(dataset: Uneven, workers: int) -> float:
+    """Says how many samples a second workers make that never wait for anything."""
+    return workers / dataset.mean_s()
+
+
+def start_up(name: str, nbytes: int, method: str) -> Workload:
+    """Makes a workload of the time to the first batch of a data set of a size."""
+    row_nbytes, batch_size = 1000, 256
+    return Workload(
+        f"startup-{name}-{method}",
+        batch_size,
+        max(1, nbytes // row_nbytes // batch_size),
+        made_data.make_large,
+        kind=STARTUP,
+        about=f"a data set that holds an array of {name.upper()}; workers start by {method}",
+        samples="arrays",
+        start_method=method,
+        dataset_nbytes=nbytes,
+    )
+
+
+def _in_memory() -> list[Workload]:
+    transport, table = (
+        partial(Workload, in_transport=True),
+        partial(Workload, samples="table", make_into=gather_into),
+    )
+    image, row = "uint8 3x224x224", "64 float32"
+    return [
+        transport("images", 256, 4, made_data.make_images, Targets(8, 0.8), about=image),
+        transport("rows", 1024, 16, made_data.make_rows, Targets(of_limit=0.9), about=row),
+        transport(
+            "tiny", 1, 1024, made_data.make_tiny, Targets(vs_torch=15, batches_per_s=30_000), about="16 bytes"
+        ),
+        transport(
+            "dicts",
+            32,
+            4,
+            made_data.make_records,
+            Targets(of_limit=0.8, constant_descriptors=True),
+            about="a dict of 100 x 8 float32 and a string, made beforehand",
+        ),
+        transport(
+            "dicts-cut",
+            32,
+            4,
+            made_data.make_columns,
+            Targets(of_limit=0.8, constant_descriptors=True),
+            about="the same, cut out of columns",
+        ),
+        Workload(
+            "images-arrays", 256, 4, made_data.make_image_arrays, about=f"{image}, ndarrays", samples="arrays"
+        ),
+        Workload(
+            "rows-arrays", 1024, 16, made_data.make_row_arrays, about=f"{row}, ndarrays", samples="arrays"
+        ),
+        Workload(
+            "dicts-arrays",
+            32,
+            4,
+            made_data.make_record_arrays,
+            about="a dict of 100 ndarrays of 8 float32, and a string",
+            samples="arrays",
+        ),
+        table(
+            "images-table",
+            256,
+            4,
+            made_data.make_image_table,
+            Targets(vs_torch=12, of_limit=0.95),
+            about=f"{image}, a TensorDataset",
+        ),
+        table(
+            "rows-table",
+            4096,
+            16,
+            made_data.make_row_table,
+            Targets(vs_torch=30, vs_best_peer=1.5),
+            about=f"{row} and a label, a TensorDataset",
+        ),
+        Workload(
+            "rows-datasets",
+            1024,
+            4,
+            made_data.make_row_datasets,
+            about="the same rows, a Hugging Face data set in memory, torch format",
+            samples="table",
+            make_into=take_into,
+            missing=made_data.datasets_missing,
+        ),
+        Workload(
+            "ragged",
+            64,
+            16,
+            made_data.make_tokens,
+            Targets(of_limit=0.95),
+            about="8 to 256 int64, padded to the batch's longest",
+            collate=pad_tokens,
+            make_into=pad_into,
+        ),
+    ]
+
+
+def _in_time() -> list[Workload]:
+    return [
+        Workload(
+            "cpu-2ms", 16, 4, made_data.make_busy, Targets(of_limit=0.97), about="2 ms of processor time"
+        ),
+        Workload(
+            "slow-batch",
+            1,
+            20,
+            made_data.make_uneven,
+            Targets(of_limit=0.9),
+            about="5 ms, one in twenty 100 ms, slept",
+            # With two ahead per worker any loader that keeps the order would run dry behind a slow one.
+            prefetch_factor=16,
+            ideal_rate=uneven_rate,
+        ),
+        Workload(
+            "training-5ms",
+            32,
+            8,
+            made_data.make_images,
+            Targets(most_wait_share=0.01),
+            kind=TRAINING,
+            about="uint8 3x224x224, and a step of 5 ms that keeps a core busy",
+            compute_s=0.005,
+        ),
+        *(
+            start_up(name, nbytes, method)
+            for name, nbytes in (("1mb", 10**6), ("1gb", 10**9), ("10gb", 10**10))
+            for method in ("fork", "spawn", "forkserver")
+        ),
+    ]
+
+
+def _of_files() -> list[Workload]:
+    return [
+        Workload(
+            "sources",
+            64,
+            16,
+            real_files.make_sources,
+            about="a Python source of the standard library, read and decoded, padded",
+            collate=pad_tokens,
+            make_into=pad_into,
+        ),
+        Workload("npy", 64, 8, real_files.make_npy, about="an npy file of 3x64x64 float32, read"),
+        Workload(
+            "png",
+            64,
+            8,
+            real_files.make_png,
+            about="a PNG file of 128x128x3, read and decoded",
+            missing=real_files.png_missing,
+        ),
+    ]
+
+
+for _workload in (*_in_memory(), *_in_time(), *_of_files()):
     register_workload(_workload)

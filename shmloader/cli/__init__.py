@@ -51,6 +51,11 @@ COMMANDS: tuple[Command, ...] = (
         "say whether loading works on this host, what to change, and what to configure",
         "shmloader.cli.doctor",
     ),
+    Command(
+        "bench",
+        "compare loaders with each other and with the limit of this machine (in a checkout)",
+        "shmloader.cli.bench",
+    ),
 )
 
 

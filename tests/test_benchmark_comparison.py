@@ -1,0 +1,312 @@
+"""The comparison with others: every workload runs, nobody wins by wrong data, nothing stops the run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset, default_collate
+
+from shmloader.cli import main as command_line
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the benchmarks are a package of the checkout, not of the library
+
+from benchmarks import comparison, peers, real_files, training  # noqa: E402
+from benchmarks.loaders import LOADERS, Loader  # noqa: E402
+from benchmarks.made_data import Cyclic, Records, Uneven, make_record_arrays  # noqa: E402
+from benchmarks.measure import measure  # noqa: E402
+from benchmarks.numpy_collate import numpy_collate  # noqa: E402
+from benchmarks.reading import leaves, touch  # noqa: E402
+from benchmarks.records import Measurement, Spec  # noqa: E402
+from benchmarks.transport import run_measurement  # noqa: E402
+from benchmarks.workloads import STARTUP, TRAINING, WORKLOADS, Workload  # noqa: E402
+
+PEERS = [name for name, loader in LOADERS.items() if loader.build.__module__ == "benchmarks.peers"]
+
+PLUGIN = '''
+"""Loaders that fail in every way."""
+from benchmarks.loaders import Loader, register_loader
+
+
+def build_broken(*arguments, **options):
+    raise OSError("no loader today")
+
+
+register_loader(Loader("other-broken", build_broken))
+register_loader(Loader("other-absent", build_broken, packages=("no_such_package",)))
+register_loader(Loader("other-unfit", build_broken, cannot=lambda workload: "knows no " + workload.name))
+register_loader(Loader("other-beside", build_broken, meant_for=lambda workload: False))
+'''
+
+
+def tiny(workload: str, contestant: str) -> Spec:
+    return Spec(
+        workload=workload,
+        contestant=contestant,
+        workers=2,
+        prefetch_factor=2,
+        seconds=0.05,
+        warmup_s=0.02,
+        min_batches=3,
+        descriptor_batches=2,
+        timeout_s=100,
+        quick=True,
+    )
+
+
+@pytest.fixture
+def start_method() -> Iterator[None]:
+    """A measurement has a process to itself, where it may set this; here it has not."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(real_files.FOLDER, str(tmp_path))
+    return tmp_path
+
+
+# Starting two interpreters takes seconds: once for each start method is enough.
+WITHOUT_REPETITION = [
+    name
+    for name, workload in WORKLOADS.items()
+    if workload.start_method in (None, "fork") or name.startswith("startup-1mb-")
+]
+
+
+@pytest.mark.parametrize("name", WITHOUT_REPETITION)
+@pytest.mark.usefixtures("start_method", "folder")
+def test_each_workload_gives_the_same_with_the_loader_and_without(name: str) -> None:
+    workload = WORKLOADS[name]
+    if workload.missing and (missing := workload.missing()):
+        pytest.skip(missing)
+    loaded, plain = measure(tiny(name, "shmloader")), measure(tiny(name, "limit"))
+    assert loaded.checksum == plain.checksum
+    assert loaded.wrong_batches == 0
+    assert min(loaded.samples_per_s, plain.samples_per_s) > 0
+    assert (loaded.first_batch_s is not None) == (workload.kind == STARTUP)
+    assert (loaded.wait_share is not None) == (workload.kind == TRAINING)
+
+
+def test_every_kind_of_start_is_a_workload() -> None:
+    methods = {one.start_method for one in WORKLOADS.values() if one.kind == STARTUP}
+    assert methods == set(multiprocessing.get_all_start_methods())
+    sizes = {one.dataset_nbytes for one in WORKLOADS.values() if one.kind == STARTUP}
+    assert sizes == {10**6, 10**9, 10**10}
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_delivers_what_is_due_or_says_what_it_lacks(name: str) -> None:
+    missing = LOADERS[name].missing()
+    if missing:
+        assert "not installed: pip install" in missing
+        return
+    made = run_measurement(tiny("dicts-arrays", name))
+    assert made.checksum == measure(tiny("dicts-arrays", "limit")).checksum
+    assert made.wrong_batches == 0
+
+
+def bench(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shmloader", "bench", "--quick", *arguments]
+    settings: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 200}
+    return subprocess.run(command, check=False, **(settings | options))
+
+
+def test_one_command_measures_draws_and_says_who_is_left_out(tmp_path: Path) -> None:
+    plugin = tmp_path / "failing_loaders.py"
+    plugin.write_text(PLUGIN, encoding="utf-8")
+    path, pictures = tmp_path / "report.json", tmp_path / "pictures"
+    outputs = ["--json", str(path), "--plot", str(pictures)]
+    done = bench(
+        "--plugin",
+        str(plugin),
+        "--workload",
+        "ti*y",
+        "--loader",
+        "shmloader",
+        "--loader",
+        "other-*",
+        *outputs,
+    )
+    assert done.returncode == 0, done.stderr  # others' troubles are no failure of this run
+    report = json.loads(path.read_text(encoding="utf-8"))
+    assert list(report["workloads"]) == ["tiny"]
+    assert set(report["workloads"]["tiny"]["contestants"]) == {"shmloader", "limit"}
+    assert report["memcpy_nbytes_per_s"] > 0
+    reasons = {one["contestant"]: one["reason"] for one in report["left_out"]}
+    assert set(reasons) == {"other-broken", "other-absent", "other-unfit"}
+    assert "no loader today" in reasons["other-broken"]
+    assert "no_such_package not installed: pip install" in reasons["other-absent"]
+    assert reasons["other-unfit"] == "knows no tiny"
+    for text in (*reasons, "memcpy", "vs best peer", "of limit", "Left out", report["machine"]["release"]):
+        assert text in done.stdout
+    assert (pictures / "tiny.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"checksum": "other"}, "checksum other"), ({"wrong_batches": 3}, "delivered 3 batches")],
+)
+def test_a_loader_with_wrong_data_is_left_out(change: dict[str, Any], reason: str) -> None:
+    right = measure(tiny("tiny", "limit"))
+    run = comparison.Run(argparse.Namespace(), {})
+    runs = {"shmloader": [right], "spdl": [right, replace(right, **change)], "limit": [right]}
+    assert set(comparison.without_wrong_data(run, "tiny", runs)) == {"shmloader", "limit"}
+    (left_out,) = run.left_out
+    assert left_out.contestant == "spdl"
+    assert reason in left_out.reason
+    assert not run.wrong
+
+
+def test_the_run_fails_only_where_this_loader_does() -> None:
+    run = comparison.Run(argparse.Namespace(), {})
+    run.fail("tiny", "torch-file_system", "hung")
+    assert not run.wrong
+    run.fail("tiny", "shmloader", "hung")
+    assert run.wrong
+    assert [one.contestant for one in run.left_out] == ["torch-file_system", "shmloader"]
+
+
+def test_an_unknown_name_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line(["bench", "--workload", "imagse"]) == 2
+    error = capsys.readouterr().err
+    assert "'imagse'" in error
+    assert "images" in error
+
+
+def test_the_list_has_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line(["bench", "--list"]) == 0
+    listed = capsys.readouterr().out
+    for name in (*WORKLOADS, *LOADERS):
+        assert f"| {name} " in listed
+
+
+@pytest.mark.parametrize(
+    "words", [["--repeats", "0"], ["--workers", "x"], ["--seconds", "nan"], ["--prefetch-factor", "1.5"]]
+)
+def test_numbers_that_are_none_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command_line(["bench", *words])
+    assert ended.value.code == 2
+    assert repr(words[1]) in capsys.readouterr().err
+
+
+def test_without_a_checkout_the_command_says_where_to_get_one(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "shmloader", tmp_path / "shmloader", ignore=shutil.ignore_patterns("__pycache__"))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = bench(cwd=tmp_path, env=environment)
+    assert done.returncode == 2
+    assert str(tmp_path / "benchmarks" / "comparison.py") in done.stderr
+    assert "clone the repository" in done.stderr
+
+
+def test_a_data_set_that_memory_has_no_room_for_is_left_out() -> None:
+    huge = Workload("huge", 1, 1, lambda samples: Records([]), dataset_nbytes=10**15, start_method="spawn")
+    assert comparison.too_large(WORKLOADS["images"], LOADERS["shmloader"], 2) is None
+    reason = comparison.too_large(huge, LOADERS["torch-file_system"], 2)
+    assert reason is not None
+    assert "needs 6,600,000.0 GB" in reason
+    assert "6.0 times the data set" in reason
+
+
+def test_an_absent_package_of_a_package_is_found_out() -> None:
+    assert "no_such_package" in (Loader("x", print, packages=("no_such_package.part",)).missing() or "")
+    assert Loader("x", print, packages=("json.decoder",)).missing() is None
+
+
+def test_collating_with_numpy_gives_what_torch_gives() -> None:
+    dataset = make_record_arrays(8)
+    samples = [(dataset[number], np.arange(3) + number) for number in range(4)]
+    made, expected = numpy_collate(samples), default_collate(samples)
+    assert touch(made) == touch(expected)
+    assert made[0]["name"] == expected[0]["name"]
+    assert all(isinstance(leaf, np.ndarray) for leaf in leaves(made))
+
+
+@pytest.mark.parametrize(("batch_size", "workers"), [(4, 2), (3, 3), (1, 2), (5, 1)])
+def test_samples_dealt_to_workers_come_back_in_batches_in_order(batch_size: int, workers: int) -> None:
+    dealt = peers.Dealt(Records(list(range(10_000))), batch_size, workers)
+
+    def batches_of(worker: int) -> Iterator[list[int]]:
+        places = iter(range(worker, len(dealt), workers))
+        while True:
+            yield [dealt[next(places)] for _ in range(batch_size)]
+
+    together = iter(peers.InTurn([batches_of(worker) for worker in range(workers)]))
+    samples = [sample for _ in range(4 * workers) for sample in next(together)]
+    assert samples == list(range(4 * workers * batch_size))
+
+
+def test_batches_as_a_sequence_equal_those_of_a_loader() -> None:
+    table = TensorDataset(torch.arange(12), torch.arange(12) * 2)
+    batches = peers.make_batches(table, 4, default_collate, {"sampler": Cyclic(12)})
+    first, fourth = batches[0], batches[3]
+    assert first[1].tolist() == [0, 2, 4, 6]
+    assert fourth[0].tolist() == first[0].tolist()  # the indices began again
+    every_other = iter(peers.EveryNth(batches, 1, 2))
+    assert [next(every_other)[0][0].item() for _ in range(3)] == [4, 0, 8]
+    plain = peers.make_batches(Records([torch.tensor(n) for n in range(8)]), 2, default_collate, {})
+    assert plain[3].tolist() == [6, 7]
+
+
+def test_a_loop_that_waits_says_so() -> None:
+    def slow() -> Iterator[torch.Tensor]:
+        while True:
+            time.sleep(0.01)
+            yield torch.ones(4)
+
+    loop = training.train(slow(), seconds=0.05, min_batches=4, compute_s=0.002)
+    count = len(loop.touched)
+    assert count >= 4
+    assert loop.wait_s >= 0.01 * count
+    assert loop.window_s >= 0.012 * count
+
+
+def test_one_in_twenty_is_slow() -> None:
+    uneven = Uneven(torch.zeros(20, 1), usual_s=0.0, slow_s=0.02, every=20)
+    took_s = []
+    for index in range(20):
+        start_s = time.perf_counter()
+        uneven[index]
+        took_s.append(time.perf_counter() - start_s)
+    assert took_s[10] >= 0.02
+    assert uneven.mean_s() == pytest.approx(0.001)
+
+
+def test_written_files_are_written_once_and_whole(folder: Path) -> None:
+    files = real_files.make_npy(3)
+    before = [path.stat().st_mtime_ns for path in sorted(folder.iterdir())]
+    again = real_files.make_npy(3)
+    assert [path.stat().st_mtime_ns for path in sorted(folder.iterdir())] == before
+    assert len(before) == 3
+    assert files[1].shape == (3, 64, 64)
+    assert torch.equal(files[4], again[1])
+    assert not torch.equal(files[0], files[1])
+
+
+def test_the_documentation_has_every_loader_and_workload() -> None:
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    for name in (*LOADERS, *WORKLOADS):
+        family = name.rpartition("-")[0] if name.startswith("startup-") else name
+        assert f"`{name}`" in text or f"`{family}-" in text, name
+
+
+def test_a_measurement_survives_its_way_between_processes() -> None:
+    made = measure(tiny("tiny", "limit"))
+    assert Measurement.from_json(made.to_json()) == made
