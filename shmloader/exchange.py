@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmloader.errors import LoaderClosed, LoaderError, SharedMemoryExhausted, WorkerTimeout
-from shmloader.index_batches import pickle_index_batch
+from shmloader.index_batches import PackedInts, pickle_index_batch
 from shmloader.inspection import Inspection, Publication
 from shmloader.inspection import wanted as inspection_wanted
 from shmloader.messages import (
@@ -343,7 +343,7 @@ class Exchange:
     def _held_by(self, worker_id: int | None) -> dict[int, object]:
         """Index batches sent to a worker (or to any, for None) and not answered, by number."""
         return {
-            seq: index_batch
+            seq: index_batch.tolist() if isinstance(index_batch, PackedInts) else index_batch
             for seq, (holder_id, index_batch, _) in self.outstanding.items()
             if seq not in self.arrived and worker_id in (None, holder_id)
         }

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 _LONG_NBYTES = 1024
-_LEAST_PACKED = 32  # indices; a shorter list is pickled sooner than it is looked through
+LEAST_PACKED = 32
+"""Indices; a shorter list is pickled sooner than it is looked through, or made an array of."""
 
 # A list in marshal's format, version 2: a head, then for each int of 32 bits the letter and its bytes.
 # Anything else in the list (a bool, a larger int, an instance of a subclass) has another letter or length, or
@@ -26,27 +27,34 @@ IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class PackedInts:
-    """A list of ints as bytes: a worker reads it as an array, or as the list that it was.
+    """Ints that are not objects: a worker reads them as an array, or as the list that stands for them.
 
     Args:
-        packed: What `pack_ints` gave.
+        packed: A list of them in marshal's format, or an array.
     """
 
     __slots__ = ("_packed",)
 
-    def __init__(self, packed: bytes) -> None:
+    def __init__(self, packed: bytes | IntArray) -> None:
         self._packed = packed
 
     def array(self) -> IntArray:
         """The numbers as a new array; a few nanoseconds each."""
+        if isinstance(self._packed, np.ndarray):
+            return self._packed.copy()
         return np.frombuffer(self._packed, _ITEM, offset=_HEAD_NBYTES)["value"].astype(np.int64)
 
     def tolist(self) -> list[int]:
-        """The list, equal to the one that was packed."""
-        numbers: list[int] = marshal.loads(self._packed)
+        """The numbers as a list of ``int``."""
+        if isinstance(self._packed, np.ndarray):
+            numbers: list[int] = self._packed.tolist()
+        else:
+            numbers = marshal.loads(self._packed)
         return numbers
 
     def __len__(self) -> int:
+        if isinstance(self._packed, np.ndarray):
+            return len(self._packed)
         return (len(self._packed) - _HEAD_NBYTES) // _ITEM.itemsize
 
     def __iter__(self) -> Iterator[int]:
@@ -56,7 +64,13 @@ class PackedInts:
         return repr(self.tolist())
 
     def __reduce__(self) -> Any:
+        if isinstance(self._packed, np.ndarray):
+            return _of_bytes, (self._packed.tobytes(),)  # sooner than the pickle of an array
         return PackedInts, (self._packed,)
+
+
+def _of_bytes(numbers: bytes) -> PackedInts:
+    return PackedInts(np.frombuffer(numbers, np.int64))
 
 
 def pack_ints(numbers: list[Any]) -> PackedInts | None:
@@ -91,7 +105,9 @@ def pickle_index_batch(index_batch: object) -> bytes:
 
     What `pickle.loads` gives is equal to it, or where it is a list of many ints a `PackedInts` of them.
     """
-    if type(index_batch) is list and len(index_batch) >= _LEAST_PACKED:
+    if type(index_batch) is PackedInts:
+        return pickle.dumps(index_batch, 5)
+    if type(index_batch) is list and len(index_batch) >= LEAST_PACKED:
         packed = pack_ints(index_batch)
         if packed is not None:
             return pickle.dumps(packed, 5)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from shmloader import torch_private
+from shmloader.array_samplers import index_arrays
 from shmloader.bad_samples import LEFT_OUT, count, take_report, warn_of_bad_samples
 from shmloader.callers import level_of_the_program
 from shmloader.codec import Decoder
@@ -153,6 +154,7 @@ class SlotIterator(torch_private.BaseIterator):
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin an epoch; with persistent workers, after voiding what is left of the last one."""
         super()._reset(loader, first_iter)
+        self._sampler_iter = index_arrays(self._index_sampler) or self._sampler_iter
         self._check_open()
         self._exchange.settled = False
         self._held_back: list[Any] = []  # a batch whose warning was an error

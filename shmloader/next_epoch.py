@@ -26,6 +26,7 @@ from torch.utils.data import (
 )
 
 from shmloader import torch_private
+from shmloader.array_samplers import index_arrays
 from shmloader.generator_states import GeneratorStates
 
 _log = logging.getLogger("shmloader")
@@ -161,7 +162,7 @@ class _Draws:
         try:
             self._drawn.put_back()
             if self._iterator is None:
-                self._iterator = iter(self._index_sampler)
+                self._iterator = index_arrays(self._index_sampler) or iter(self._index_sampler)
             return next(self._iterator, NOTHING)
         except Exception:  # noqa: BLE001 - the epoch itself will raise it
             self._spoiled = True
