@@ -281,7 +281,7 @@ class StoreSlice(Store):
     def take(self, indices: Any, out: Any = None) -> Any:
         """See `Store.take`."""
         rows = self._range
-        return self._store.take([rows[number] for number in row_numbers(indices, len(rows))], out)
+        return self._store.take(rows.start + rows.step * row_array(indices, len(rows)), out)
 
     def describe(self) -> StoreDescription:
         """As the store's, of these rows; bytes in proportion, since memory is only freed as a whole."""
