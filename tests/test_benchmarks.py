@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+LONG = os.environ.get("SHMLOADER_LONG") == "1"
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "benchmarks" / "transport.py"
 WORKLOADS = {"images", "rows", "tiny", "dicts", "dicts-cut"}
@@ -65,7 +67,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.fixture(scope="module", params=sorted(WORKLOADS))
+# The others take the same way, and `test_benchmark_comparison` runs them all.
+@pytest.fixture(scope="module", params=sorted(WORKLOADS) if LONG else ["dicts", "tiny"])
 def quick(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
     """One workload at a time: each measurement imports torch anew, and all of them take minutes."""
     path = tmp_path_factory.mktemp("benchmark") / "report.json"

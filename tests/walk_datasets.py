@@ -52,8 +52,13 @@ class Everything(Images):
             "feature": self.features[index],
             "weight": self.weights[index],
             "memory": os.fstat(self.samples.buffer.fd).st_ino if first else 0,
-            "mapped": Path("/proc/self/maps").read_text().count("/memfd:shmloader-store") if first else 0,
+            "mapped": mapped_stores() if first else 0,
         }
+
+
+def mapped_stores() -> int:
+    """How many stores this process has mapped."""
+    return Path("/proc/self/maps").read_text().count("/memfd:shmloader-store")
 
 
 class Stream(IterableDataset[int]):
