@@ -49,7 +49,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
             the slot; other results are copied there once.
         pin_memory: Return tensors in page-locked memory, where there is an accelerator.
         drop_last: Leave out the last, incomplete batch.
-        timeout: Most seconds to wait for a batch; 0 waits as long as workers live.
+        timeout: Most seconds to wait for any worker to finish a batch; 0 waits as long as workers live. To be
+            chosen larger than the slowest batch takes.
         worker_init_fn: Called in each worker with its id, after seeding.
         multiprocessing_context: ``"fork"``, ``"spawn"``, ``"forkserver"`` or a context object; None for
             the platform's default.
