@@ -41,8 +41,11 @@ def _batches(sampler: BatchSampler) -> Iterator[PackedInts]:
     inner: Any = sampler.sampler
     chunks = _permutations(inner) if type(inner) is RandomSampler else _ranges(inner, sampler.batch_size)
     chunk, begin = np.empty(0, np.int64), 0
+    drop_last, batch_size = sampler.drop_last, sampler.batch_size
     while True:
-        parts, missing = [], sampler.batch_size
+        if not drop_last:
+            batch_size = sampler.batch_size  # which torch's reads for each batch here, and once above
+        parts, missing = [], batch_size
         while missing:
             if begin == len(chunk):
                 found = next(chunks, None)
@@ -53,7 +56,7 @@ def _batches(sampler: BatchSampler) -> Iterator[PackedInts]:
             begin += len(part)
             missing -= len(part)
             parts.append(part)
-        if missing == sampler.batch_size or (missing and sampler.drop_last):
+        if missing == batch_size or (missing and drop_last):
             return
         yield PackedInts(parts[0] if len(parts) == 1 else np.concatenate(parts))
 

@@ -247,7 +247,8 @@ def collate_arrays(
     # torch has an error of its own for negative strides.
     if ours and code is not None and writer is not None and min(first.strides, default=0) >= 0:
         dtype, shape = first.dtype, first.shape
-        if all(sample.dtype == dtype and sample.shape == shape for sample in batch):
+        arrays = all(isinstance(sample, np.ndarray) for sample in batch)
+        if arrays and all(sample.dtype == dtype and sample.shape == shape for sample in batch):
             out = writer.tensor((len(batch), *shape), DTYPES[code].torch_dtype)
             if out is not None:
                 np.stack(batch, out=out.numpy())

@@ -20,9 +20,11 @@ class Link(Protocol):
 
     Attributes:
         wait_ns: Nanoseconds that the last `receive` waited.
+        closed: Whether it is known already that the main process wants nothing more.
     """
 
     wait_ns: int
+    closed: bool
 
     def receive(self) -> bytes:
         """The next record; waits until there is one.
@@ -62,6 +64,7 @@ class PipeLink:
 
     def __init__(self, pipes: Pipes) -> None:
         self.wait_ns = 0
+        self.closed = False  # what a pipe has to say is learnt by reading
         self._tasks_fd = pipes.tasks.fd
         os.set_blocking(self._tasks_fd, False)
         self._poller = select.poll()

@@ -51,6 +51,7 @@ from shmloader.seeded_samples import SampleSeeds
 from shmloader.seeding import numpy_seed, worker_seed
 from shmloader.segment import Segment
 from shmloader.slot_writer import SlotWriter, set_current_writer
+from shmloader.sources import why_per_sample
 from shmloader.stacks import answer_with_stacks
 
 _PART_NBYTES = 16 << 20, 1 << 20, 1 << 16  # what a slot is grown to for parts, or less if that cannot be had
@@ -163,6 +164,8 @@ class _Worker:
         dataset, rules = self._dataset, self._rules
         if self._seeds is not None:
             dataset = self._seeds.wrap(dataset, rules.collate_fn, auto_collation=rules.auto_collation)
+        if self._in_thread and _is_fetched_one_by_one(self._dataset, rules):
+            dataset = _UntilClosed(dataset, self._link)
         return make_fetcher(dataset, rules)
 
     def _serve(self) -> None:
@@ -218,6 +221,8 @@ class _Worker:
             kind, encoded = BATCH, self._encoder.encode(batch)
             del batch
         except BaseException as error:  # noqa: BLE001 - raised in the main process
+            if self._link.closed:
+                raise BrokenPipeError("the main process wants nothing more") from None
             kind, (encoded, flags) = FAILURE, self._encode_failure(error, index_batch)
         header_offset, header_nbytes, image = encoded
         if image is not None:
@@ -298,6 +303,25 @@ class _Worker:
             self._wait_ns,
         )
         self._link.send(record)
+
+
+def _is_fetched_one_by_one(dataset: Any, rules: FetchRules) -> bool:
+    if rules.iterable or not rules.auto_collation or getattr(dataset, "__getitems__", None):
+        return False
+    return why_per_sample(dataset, rules.collate_fn) is not None
+
+
+class _UntilClosed:
+    """Fetches like the dataset, until nobody waits for the batch: a thread can only end by itself."""
+
+    def __init__(self, dataset: Any, link: Link) -> None:
+        self._dataset = dataset
+        self._link = link
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._link.closed:
+            raise BrokenPipeError("the main process wants nothing more")
+        return self._dataset[index]
 
 
 def _shorten(index_batch: Any, most: int = 200) -> str:

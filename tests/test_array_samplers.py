@@ -108,3 +108,16 @@ def test_errors_name_indices_as_lists() -> None:
     with pytest.raises(SystemError) as raised:
         list(loader)
     assert any("[0, 1, 2, 3" in note for note in raised.value.__notes__)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_batch_size_that_is_changed_meanwhile_counts_when_it_does_in_torch(drop_last: bool) -> None:
+    found = []
+    for iterate in (iter, index_arrays):
+        sampler = BatchSampler(SequentialSampler(range(500)), 40, drop_last)
+        batches = iterate(sampler)
+        assert batches is not None
+        lengths = [len(next(batches))]
+        sampler.batch_size = 70
+        found.append(lengths + [len(batch) for batch in batches])
+    assert found[0] == found[1]

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from parity.compare import assert_same
@@ -87,3 +88,14 @@ def test_batches_that_differ_in_one_thing_from_the_last_are_as_torch_makes_them(
     assert len(expected) == len(dataset) // 3
     assert sum(isinstance(item, type) for item in expected) > 0
     assert_same(got, expected)
+
+
+@pytest.mark.parametrize("other", [(1.0, 2.0), [1.0, 2.0], 1, "text", None, {"a": 1}])
+def test_an_array_beside_something_else_is_joined_as_torch_joins_it(other: Any) -> None:
+    outcomes = []
+    for loader in (TorchLoader([np.ones(2), other], 2), DataLoader([np.ones(2), other], 2, num_workers=1)):
+        try:
+            outcomes.append(next(iter(loader)).tolist())
+        except Exception as error:
+            outcomes.append(type(error))
+    assert outcomes[0] == outcomes[1]

@@ -444,3 +444,24 @@ def test_restarting_is_refused_when_it_is_set_late() -> None:
     with pytest.raises(ValueError, match="worker_restarts"):
         iter(loader)
     assert not workers_alive()
+
+
+def test_a_thread_ends_between_two_samples_when_nobody_waits_for_its_batch() -> None:
+    """Its batch alone would take ten minutes."""
+    loader = threads(Naps(100_000), batch_size=100_000, num_workers=2)
+    iterator = iter(loader)
+    (one, other) = workers_alive()
+    loader.close()
+    one.join(10)
+    other.join(10)
+    assert not workers_alive()
+    with pytest.raises(LoaderClosed):
+        next(iterator)
+
+
+class Naps(loading.Numbered):
+    """Samples of six milliseconds each."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.006)
+        return super().__getitem__(index)

@@ -307,11 +307,28 @@ def test_without_batches_a_dataset_is_asked_as_by_torch(workers: int) -> None:
 
 
 def gathered(dataset: Any, batch: list[int], caplog: pytest.LogCaptureFixture) -> bool:
-    """Whether a loader in this process makes a batch without its samples; looks at what it logs."""
+    """Whether a worker of this process makes a batch without its samples; looks at what it logs."""
     caplog.clear()
     with caplog.at_level(logging.DEBUG, "shmloader"):
-        outcomes(DataLoader(dataset, batch_sampler=[batch]))
+        outcomes(DataLoader(dataset, batch_sampler=[batch], num_workers=1, worker_type="thread"))
     return not any("one by one" in record.getMessage() for record in caplog.records)
+
+
+def test_without_workers_only_a_datasets_own_batches_are_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    tensor = torch.arange(10.0)
+    with caplog.at_level(logging.DEBUG, "shmloader"):
+        batches = list(DataLoader(TensorDataset(tensor), batch_size=5))
+    assert any("there are no workers" in record.getMessage() for record in caplog.records)
+    tensor.resize_(1000)  # torch's views of a storage as ndarrays would forbid it for good
+    batches[0][0].resize_(100)
+
+
+def test_a_function_put_into_torchs_class_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = TensorDataset(torch.arange(4.0))
+    monkeypatch.setattr(TensorDataset, "__getitem__", lambda self, index: (self.tensors[0][index] * 100,))
+    assert why_per_sample(dataset) is not None
+    loader = DataLoader(dataset, batch_size=4, num_workers=1, worker_type="thread")
+    assert next(iter(loader))[0].tolist() == [0, 100, 200, 300]
 
 
 X, Y = torch.rand(ROWS, 4), torch.arange(ROWS)
@@ -483,7 +500,8 @@ def test_a_getbatch_takes_the_samples_place(wrap: Callable[[Any], Any], workers:
     own = made.Batches()
     expected = list(TorchLoader(wrap(made.Samples()), 7, shuffle=False))
     assert_same(list(DataLoader(wrap(own), 7, num_workers=workers)), expected)
-    assert set(own.asked) == (set() if workers else {"batch"})
+    if not workers:  # there, samples of several datasets are fetched one by one
+        assert set(own.asked) == ({"batch"} if type(wrap(own)) in (made.Batches, Subset) else {"sample"})
 
 
 def test_indices_that_are_no_ints_are_for_samples() -> None:

@@ -132,7 +132,9 @@ def kind_of_dataset(dataset: Any) -> type | None:
             getitems = getattr(kind, "__getitems__", None)
             found = type(dataset)
             same = (
-                found.__getitem__ is kind.__getitem__
+                # Also not where the program has put a function of its own into torch's class.
+                all(one is None or one.__module__ == kind.__module__ for one in (kind.__getitem__, getitems))
+                and found.__getitem__ is kind.__getitem__
                 and getattr(found, "__getitems__", None) is getitems
                 and found.__getattribute__ is object.__getattribute__
             )

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset
 
 from shmloader.index_batches import PackedInts
 from shmloader.slot_writer import current_writer
@@ -78,14 +78,14 @@ class Gatherer:
         self._collate_fn = collate_fn
         self._kept: Source | None = None
         self.users_code = False
-        self._usable = False
-        try:
-            if not joins_by_default(collate_fn):
-                raise NotGathered(_CUSTOM)
-            self.users_code = recognise(dataset).users_code
-            self._usable = True
-        except Exception as reason:  # noqa: BLE001 - also what odd datasets' attributes raise
-            _log.debug("samples of %s are fetched one by one: %s", type(dataset).__qualname__, reason)
+        self._usable = joins_by_default(collate_fn)
+        if not self._usable:
+            self._say(_CUSTOM)
+
+    def _say(self, reason: object) -> None:
+        name = type(self._dataset).__qualname__
+        # Not the exception itself: who keeps the record would keep its frames, and with them the slot.
+        _log.debug("samples of %s are fetched one by one: %s", name, str(reason))
 
     def gather(self, index_batch: Any) -> Any:
         """Make a batch.
@@ -104,14 +104,17 @@ class Gatherer:
             return NOT_GATHERED
         writer = current_writer()
         begin = 0 if writer is None else writer.cursor
-        source: Source | None = None
+        source = self._kept or self._recognise(in_worker=writer is not None)
+        if source is None:
+            return NOT_GATHERED
         try:
-            source = self._source(keep=writer is not None)
+            if not joins_by_default(self._collate_fn):
+                raise NotGathered("torch's map of collate functions was changed")
             batch = source.gather(_rows_of(index_batch), make_output)
         except Exception as error:
-            if source is not None and source.users_code and not isinstance(error, NotGathered):
+            if source.users_code and not isinstance(error, NotGathered):
                 raise
-            _log.debug("the samples of one index batch are fetched one by one: %s", error)
+            _log.debug("the samples of one index batch are fetched one by one: %s", str(error))
             if writer is not None and not self.users_code:
                 writer.cursor = begin  # nobody has seen the leaves that were made
             return NOT_GATHERED
@@ -138,15 +141,35 @@ class Gatherer:
         except NotGathered:
             return NOT_GATHERED
 
-    def _source(self, *, keep: bool) -> Source:
-        """The source; without workers it is made for each batch, since the program may change the dataset."""
-        if not joins_by_default(self._collate_fn):
-            raise NotGathered("torch's map of collate functions was changed")
-        if not keep:
-            return recognise(self._dataset)
-        if self._kept is None:
-            self._kept = recognise(self._dataset, keep=True)
+    def _recognise(self, *, in_worker: bool) -> Source | None:
+        """The source, from now on; None if there is none.
+
+        It lives as long as a worker's epoch. Without workers only the dataset's own ``__getbatch__`` is used:
+        there the program may change its datasets and tensors at any time, so that all would have to be looked
+        at anew for each batch.
+        """
+        try:
+            if in_worker:
+                self._kept = recognise(self._dataset, keep=True)
+            else:
+                if not _asks_for_batches(self._dataset):
+                    raise NotGathered("there are no workers")
+                source = recognise(self._dataset)  # for this batch
+                self.users_code = source.users_code
+                return source
+        except Exception as reason:  # noqa: BLE001 - also what odd datasets' attributes raise
+            self._usable = False
+            self._say(reason)
+            return None
+        self.users_code = self._kept.users_code
         return self._kept
+
+
+def _asks_for_batches(dataset: Any) -> bool:
+    """Whether this is a dataset with a ``__getbatch__``, or some rows of one."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return has_getbatch(dataset)
 
 
 def _rows_of(index_batch: Any) -> Rows:

@@ -41,6 +41,7 @@ class ThreadLink:
         ended: Whether the thread has ended.
         error: What it has ended by, if that was not the main process.
         wait_ns: See `Link`.
+        closed: Likewise.
     """
 
     def __init__(self, bell: Bell) -> None:
@@ -50,27 +51,27 @@ class ThreadLink:
         self.error: BaseException | None = None
         self.wait_ns = 0
         self._bell = bell
-        self._closed = False
+        self.closed = False
 
     def receive(self) -> bytes:
         """See `Link.receive`."""
         began_ns = time.perf_counter_ns()
         record = self.tasks.get()
         self.wait_ns = time.perf_counter_ns() - began_ns
-        if self._closed:
+        if self.closed:
             raise BrokenPipeError("the main process wants nothing more")
         return record
 
     def send(self, record: bytes) -> None:
         """See `Link.send`."""
-        if self._closed:
+        if self.closed:
             raise BrokenPipeError("the main process wants nothing more")
         self.dones.append(record)
         self._bell.ring()
 
     def close(self) -> None:
         """In the main process's thread: let the worker find the link broken."""
-        self._closed = True
+        self.closed = True
         self.tasks.put(b"")
 
     def end(self, error: BaseException | None) -> None:
