@@ -378,3 +378,25 @@ def test_a_store_of_shared_rows_reads_in_another_chunk_what_the_first_one_wrote(
     fields = [store.column_of(chunk).fields[1] for chunk in range(len(store.starts) - 1)]
     assert len({field.of for field in fields}) == 1
     assert isinstance(store, Store)
+
+
+@pytest.mark.parametrize(
+    ("rare", "common", "most_nbytes"),
+    [
+        (list(range(1000, 21000)), lambda i: [i], 400_000),
+        (np.zeros(100_000, np.uint8), lambda i: np.zeros(3, np.uint8), 600_000),
+        ({"y": [0] * 100_000}, lambda i: {"y": [i]}, 600_000),
+    ],
+)
+def test_what_few_rows_share_is_stored_once(rare: Any, common: Any, most_nbytes: int) -> None:
+    """A few of them are large: what a value takes on the average says little."""
+    rows = [{"id": i, "extra": rare if i % 50 == 7 else common(i)} for i in range(20_000)]
+    store = share(rows)
+    assert store.nbytes < most_nbytes
+    assert same(store[7], rows[7])
+    assert same(store[8], rows[8])
+
+
+def test_short_texts_among_long_ones_are_no_dictionary() -> None:
+    rows = [{"t": f"some text {i} " * 20 if i % 5 else "", "y": i} for i in range(20_000)]
+    assert str(share(rows).to_arrow().schema.field("t").type) == "string"

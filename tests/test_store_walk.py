@@ -85,7 +85,7 @@ def test_an_object_with_nothing_large_is_returned_itself(caplog: pytest.LogCaptu
     small = Images(10)
     with caplog.at_level(logging.INFO, "shmloader"):
         assert share_attributes(small) is small
-    assert f"nothing in Images is as large as {LEAST_NBYTES:,} bytes" in caplog.text
+    assert f"nothing that can be shared in Images is as large as {LEAST_NBYTES:,} bytes" in caplog.text
 
 
 def test_the_least_size_can_be_chosen() -> None:
@@ -453,3 +453,18 @@ def test_a_loader_made_from_the_attributes_of_another_shares_nothing_again() -> 
     for name in ("sampler", "batch_size", "drop_last"):
         del public[name]
     assert DataLoader(**public).dataset is loader.dataset
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        lambda i: {"image": i, "objects": [{"outline": [[[1.0 * i, 2.0], [1.0, 2.0]]], "box": [1, 2, 3, 4]}]},
+        lambda i: {"a": {"b": {"c": {"d": {"e": [i] * 20}}}}},
+        lambda i: {"tags": {i, i + 1}, "kinds": frozenset({i})},
+    ],
+)
+def test_rows_of_nested_data_are_shared(row: Any) -> None:
+    dataset = Subset([row(i) for i in range(9000)], range(10))
+    shared = walk.share_for_loader(dataset)
+    assert isinstance(shared.dataset, Store)
+    assert shared.dataset[8999] == row(8999)

@@ -8,6 +8,7 @@ memory, so a later chunk can refer to an earlier one's.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -255,11 +256,24 @@ def _encode_by_key(
     """Encode values, those with the same key once, if that is worth it."""
     row_of = dict(zip(keys, range(len(keys)), strict=True))
     known = {key: one for key in row_of if (one := kept.get(key)) is not None} if kept else {}
-    mean_nbytes = mean_stored_nbytes(values)
-    spared_nbytes = (len(keys) - len(row_of)) * mean_nbytes + sum(one.nbytes for one in known.values())
-    if mean_nbytes < _LEAST_NBYTES or spared_nbytes < 2 * _PLACE_NBYTES * len(keys):
+    again = [values[row] for row, key in enumerate(keys) if row_of[key] != row]  # row_of has a key's last row
+    mean_nbytes = _mean_nbytes(again)
+    spared_nbytes = len(again) * mean_nbytes + sum(one.nbytes for one in known.values())
+    if (mean_nbytes < _LEAST_NBYTES and not known) or spared_nbytes < 2 * _PLACE_NBYTES * len(keys):
         return encode(values)
     return _Encoding(keys, values, row_of, known, kept, out).finish(encode)
+
+
+def _mean_nbytes(again: list[Any]) -> float:
+    """Of rows that repeat earlier ones: what each would take, weighed by how often its value does."""
+    if not again:
+        return 0.0
+    counts = Counter(map(id, again))
+    if len(counts) > _SAMPLED:
+        return mean_stored_nbytes(again)
+    value_of = {id(value): value for value in again}
+    nbytes = sum(count * mean_stored_nbytes([value_of[key]]) for key, count in counts.items())
+    return nbytes / len(again)
 
 
 class _Encoding:

@@ -41,6 +41,7 @@ LEAST_NBYTES = 1 << 20
 """Containers smaller than this, in bytes as Python objects, are not worth a mapping, a descriptor and a
 microsecond at each access: 64 processes with a copy each would take 64 MiB."""
 
+_MOST_LOOKED = 256  # parts of a value that are looked at
 _SAMPLED = 100  # elements of a container that are looked at
 _FEW = 32  # a container of so few large things is taken apart, not shared as a whole
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or by a C module that says so
@@ -103,7 +104,9 @@ def share_attributes(root: Any, *, least_nbytes: int = LEAST_NBYTES, progress: b
     replaced = _share_containers([node for node in graph.nodes.values() if node.nbytes is not None], progress)
     if not replaced:
         _log.info(
-            "share: nothing in %s is as large as %s bytes", type(root).__qualname__, f"{least_nbytes:,}"
+            "share: nothing that can be shared in %s is as large as %s bytes",
+            type(root).__qualname__,
+            f"{least_nbytes:,}",
         )
         return root
     return Rebuilder(graph.nodes, replaced).rebuild(root)
@@ -249,24 +252,33 @@ def _is_shareable_array(value: Any) -> bool:
 def _some(container: Any) -> Iterator[Any]:
     """Elements of a container, evenly spaced; of a dict the values."""
     step = max(1, len(container) // _SAMPLED)
-    if isinstance(container, dict):
-        return itertools.islice(container.values(), 0, None, step)
+    if isinstance(container, dict | set | frozenset):
+        elements = container.values() if isinstance(container, dict) else container
+        return itertools.islice(elements, 0, None, step)
     return iter(container[::step])
 
 
-def _is_data(value: Any, depth: int = 4) -> bool:
-    """Whether a value is only data, so that a copy made at each access is as good as itself."""
-    if isinstance(value, _DATA):
-        return True
-    if depth == 0:
-        return False
-    if isinstance(value, list | tuple):
-        return all(_is_data(element, depth - 1) for element in value[:_SAMPLED])
-    if isinstance(value, dict):
-        return all(_is_data(element, depth - 1) for element in _some(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, torch.utils.data.Dataset):
-        return all(_is_data(getattr(value, f.name, None), depth - 1) for f in dataclasses.fields(value))
-    return False
+def _is_data(value: Any) -> bool:
+    """Whether a value is only data, so that a copy made at each access is as good as itself.
+
+    Of values with very many parts only the outer ones are looked at.
+    """
+    todo = deque([value])
+    looked = 0
+    while todo and looked < _MOST_LOOKED:
+        part = todo.popleft()
+        looked += 1
+        if isinstance(part, _DATA):
+            continue
+        if isinstance(part, list | tuple):
+            todo.extend(part[:_SAMPLED])
+        elif isinstance(part, dict | set | frozenset):
+            todo.extend(_some(part))
+        elif dataclasses.is_dataclass(part) and not isinstance(part, torch.utils.data.Dataset):
+            todo.extend(getattr(part, field.name, None) for field in dataclasses.fields(part))
+        else:
+            return False
+    return True
 
 
 def _elements(container: Any) -> Iterable[tuple[_Label, Any]]:
