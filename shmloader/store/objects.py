@@ -111,7 +111,8 @@ class _Aside:
         """Append what is not in memory yet, and the table; returns the table's offset."""
         numbers, flags = np.array(self.entries, np.int64).T
         lengths = np.array([view.nbytes for view in self._views], np.int64)
-        known = {n: one for n, key in enumerate(self._keys) if (one := self._kept.get(key)) is not None}
+        found = enumerate(map(self._kept.get, self._keys, self._views))
+        known = {number: kept for number, kept in found if kept is not None}
         new = np.array([n for n in range(len(self._views)) if n not in known], np.int64)
         places = np.zeros(len(self._views), np.int64)
         for number, kept in known.items():

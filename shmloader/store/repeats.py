@@ -8,13 +8,19 @@ memory, so a later chunk can refer to an earlier one's.
 
 from __future__ import annotations
 
+import hashlib
+import pickle
+import secrets
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
+from shmloader.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.shared_buffer import BufferBuilder, SharedBuffer
+from shmloader.store.arrays import array_of_tensor, kind_of_tensor
 from shmloader.store.columns import Column, Scope, items
 from shmloader.store.size import mean_stored_nbytes
 from shmloader.store.unions import MOST_KINDS
@@ -138,6 +144,7 @@ class Kept:
         self.once_nbytes = 0
         self._out = out
         self._values: dict[Hashable, KeptValue] = {}  # those used last are last
+        self._digests: dict[Hashable, bytes] = {}
         self._nbytes = 0
 
     def __bool__(self) -> bool:
@@ -150,11 +157,21 @@ class Kept:
         """Whether any of some keys is here."""
         return not self._values.keys().isdisjoint(keys)
 
-    def get(self, key: Hashable) -> KeptValue | None:
-        """What is kept under a key, and now the last to be forgotten."""
+    def get(self, key: Hashable, value: Any) -> KeptValue | None:
+        """What is kept under a key, and now the last to be forgotten.
+
+        Args:
+            key: The key.
+            value: What has it now. The code that makes a stream's rows runs between two chunks, and may have
+                written to it: then it is not what is kept.
+        """
         kept = self._values.get(key)
         if kept is not None and self.streamed:
-            self._values[key] = self._values.pop(key)
+            del self._values[key]
+            if _digest(value) != self._digests[key]:
+                self._nbytes -= kept.nbytes
+                return None
+            self._values[key] = kept
         return kept
 
     def add(self, key: Hashable, kept: KeptValue) -> None:
@@ -162,12 +179,30 @@ class Kept:
         if key in self._values:
             return
         self._values[key] = kept
+        if self.streamed:
+            self._digests[key] = _digest(kept.value)
         self._nbytes += kept.nbytes
         while len(self._values) > _MOST_KEPT or (self._is_too_much() and len(self._values) > 8):
-            self._nbytes -= self._values.pop(next(iter(self._values))).nbytes
+            oldest = next(iter(self._values))
+            self._nbytes -= self._values.pop(oldest).nbytes
+            self._digests.pop(oldest, None)
 
     def _is_too_much(self) -> bool:
         return self.streamed and self._nbytes > max(16 << 20, self._out.nbytes // 16)
+
+
+def _digest(value: Any) -> bytes:
+    """What tells whether a value has been written to; equal for the same value only."""
+    if isinstance(value, torch.Tensor) and kind_of_tensor(value) is not None:
+        value = array_of_tensor(value, DTYPES[CODE_OF_TORCH_DTYPE[value.dtype]].carrier)
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        value = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+    if not isinstance(value, memoryview):
+        try:
+            value = pickle.dumps(value, 5)
+        except Exception:  # noqa: BLE001 - then it cannot be told
+            value = secrets.token_bytes(16)
+    return hashlib.blake2b(value, digest_size=16).digest()
 
 
 def encode_repeats(
@@ -255,7 +290,10 @@ def _encode_by_key(
 ) -> Column:
     """Encode values, those with the same key once, if that is worth it."""
     row_of = dict(zip(keys, range(len(keys)), strict=True))
-    known = {key: one for key in row_of if (one := kept.get(key)) is not None} if kept else {}
+    known: dict[Any, KeptValue] = {}
+    if kept:
+        found = ((key, kept.get(key, values[row])) for key, row in row_of.items())
+        known = {key: one for key, one in found if one is not None}
     again = [values[row] for row, key in enumerate(keys) if row_of[key] != row]  # row_of has a key's last row
     mean_nbytes = _mean_nbytes(again)
     spared_nbytes = len(again) * mean_nbytes + sum(one.nbytes for one in known.values())
