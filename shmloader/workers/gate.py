@@ -43,12 +43,12 @@ class SegmentGate:
             self._segment.discard(slot, version, nbytes, kept_nbytes)
 
     def forget_newer(self, slot: int, version: int) -> None:
-        """Workers do not."""
-        raise NotImplementedError
+        """The owner's: it removes what a dead worker made, and threads do not die alone."""
+        raise NotImplementedError("only the iterator forgets versions of a slot")
 
     def close(self, slots: int) -> None:
-        """Only the owner does."""
-        raise NotImplementedError
+        """The owner's: a worker that closed the segment would take the slots from all others."""
+        raise NotImplementedError("only the iterator closes its segment")
 
     def shut(self) -> None:
         """From now on refuse everything, as a broken link does; returns when no call is under way."""
