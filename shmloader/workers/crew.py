@@ -167,14 +167,7 @@ class ProcessWorkers:
         return self._stacks.ask(worker.pid)
 
     def died(self, worker: Worker, indices: tuple[object, ...], memory: str, why: str = "") -> WorkerDied:
-        """The error for a dead worker, with its exit code.
-
-        Args:
-            worker: The worker.
-            indices: The index batches that it held.
-            memory: The loader's memory figures, told if the kernel seems to have killed it for memory.
-            why: A sentence on what had been tried.
-        """
+        """See `Workers`; with its exit code."""
         dead = self.workers[worker.worker_id]
         dead.process.join(_DEATH_S)
         code = dead.process.exitcode
