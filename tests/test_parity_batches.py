@@ -14,7 +14,7 @@ from parity.batches import CASES, Cases
 from parity.collation import SAMPLES, Samples, register_backwards, register_special
 from parity.compare import assert_same, differences
 from parity.datasets import EqualKeys, Fails, Rows, Sized, identity, ragged
-from parity.run import Build, assert_plays, builder
+from parity.run import Build, assert_plays, builder, descriptors_for_torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import default_collate, default_convert
 
@@ -81,7 +81,7 @@ def _all_cases(build: Build, workers: int) -> dict[str, Any]:
 
 def test_every_kind_of_batch_arrives_as_torch_sends_it(start_method: str) -> None:
     """Types, dtypes, shapes, strides, bits, requires_grad, and which objects are the same."""
-    with warnings.catch_warnings():
+    with descriptors_for_torch(), warnings.catch_warnings():  # which holds some all the time
         warnings.simplefilter("ignore")
         expected = _all_cases(builder(TorchLoader), 1)
         assert not [name for name, batch in expected.items() if isinstance(batch, type)]
@@ -113,7 +113,7 @@ def test_default_collation_makes_torchs_batch_or_raises_its_error(collate: Any, 
 def test_default_collation_into_slots_that_are_used_again_makes_torchs_batch(collate: Any) -> None:
     """Every kind of sample behind every other, each batch dropped before the next."""
     how = {"collate_fn": collate, "num_workers": 1}
-    with warnings.catch_warnings():
+    with descriptors_for_torch(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = _collect(builder(TorchLoader), Samples(), list(SAMPLES), **how)
         _assert_each(builder(DataLoader), Samples(), expected, **how)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,16 +16,21 @@ from shmloader.sources.blocks import block_of, joined_dtype
 from shmloader.sources.columns import join_arrow
 from shmloader.store.base import Store, StoreSlice
 from shmloader.store.rows import FieldStore, RowStore
-from shmloader.store.tables import ArrowStore
 from shmloader.store.whole import ArrayStore, TensorStore
 
-_STORES = (RowStore, FieldStore, ArrowStore, StoreSlice)
+_STORES = (RowStore, FieldStore, StoreSlice)
 _SCALARS = {int: torch.int64, float: torch.float64, bool: torch.bool}
 
 
 def is_store(dataset: object) -> bool:
     """Whether `source_of_store` knows a dataset."""
-    return type(dataset) in (ArrayStore, TensorStore, *_STORES)
+    return type(dataset) in (ArrayStore, TensorStore, *_STORES) or _is_of_arrow(dataset)
+
+
+def _is_of_arrow(dataset: object) -> bool:
+    # Its module imports pyarrow, which takes each spawned worker 0.15 s: only who has such a store has it.
+    tables = sys.modules.get("shmloader.store.tables")
+    return tables is not None and type(dataset) is tables.ArrowStore
 
 
 def source_of_store(store: Any) -> Source:
@@ -51,7 +57,7 @@ class _Rows(Source):
             joined = [field.gather(rows, make) for field in fields]
             return _as_record(type(sample), joined)
         # Outputs only for what they can hold: `take` refuses rows of any other type or shape.
-        outs = None if type(store) is ArrowStore else _outputs_like(sample, len(rows), make)
+        outs = None if _is_of_arrow(store) else _outputs_like(sample, len(rows), make)
         if outs is not None:
             try:
                 return _join_taken(store.take(rows, outs), make)

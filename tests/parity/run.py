@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import resource
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
 
@@ -18,6 +21,7 @@ from .compare import differences
 
 Build = Callable[..., Any]
 SEED = 20_240
+_TORCHS_DESCRIPTORS = 1024
 
 
 @dataclass
@@ -44,6 +48,24 @@ def builder(loader: type, context: str = "fork") -> Build:
 def in_process(*args: Any, **kwargs: Any) -> Any:
     """torch's loader without workers: for plays whose side effects in its own transport would stay."""
     return TorchLoader(*args, **kwargs | {"num_workers": 0})
+
+
+@contextlib.contextmanager
+def descriptors_for_torch() -> Iterator[None]:
+    """Allow what torch's loader needs: a descriptor for each tensor. With too few it hangs."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= _TORCHS_DESCRIPTORS:
+        yield
+        return
+    most = hard if hard == resource.RLIM_INFINITY else max(hard, _TORCHS_DESCRIPTORS)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_TORCHS_DESCRIPTORS, most))
+    except (OSError, ValueError):
+        pytest.skip(f"torch's loader, for comparison, needs more than the {soft} descriptors allowed")
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def seed_everything(seed: int = SEED) -> None:
@@ -77,10 +99,12 @@ def outcome(play: Callable[[Build], Any], build: Build) -> Outcome:
 def assert_parity(play: Callable[[Build], Any], context: str = "fork", reference: Build | None = None) -> Any:
     """Play on both loaders; the outcomes are the same. Returns what our loader's play returned.
 
-    torch's loader always forks: what it yields does not depend on its start method.
+    torch's loader always forks: what it yields does not depend on its start method. It comes second, since
+    what it yields may hold more descriptors than ours may open.
     """
-    expected = outcome(play, reference or builder(TorchLoader))
     actual = outcome(play, builder(DataLoader, context))
+    with descriptors_for_torch():
+        expected = outcome(play, reference or builder(TorchLoader))
     found = differences(actual, expected)
     assert not found, "\n".join(found)
     return actual.result

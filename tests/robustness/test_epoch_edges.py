@@ -142,7 +142,7 @@ def test_closing_from_another_thread_ends_a_waiting_next() -> None:
 
 
 def test_statistics_may_be_read_all_the_time_by_another_thread() -> None:
-    loader = DataLoader(Numbered(4000), batch_size=BATCH, num_workers=2, persistent_workers=True)
+    loader = DataLoader(Numbered(1000), batch_size=BATCH, num_workers=2, persistent_workers=True)
     errors, reads, stop = [], [0], threading.Event()
 
     def read() -> None:
