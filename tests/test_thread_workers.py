@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parity.compare import differences
-from parity.run import Build, outcome
+from parity.run import Build, descriptors_for_torch, outcome
 from thread_datasets import (
     AllOwnDraws,
     Compressed,
@@ -45,7 +45,9 @@ def threads(*args: Any, **kwargs: Any) -> DataLoader[Any]:
 
 def assert_same(play: Callable[[Build], Any], reference: Any = TorchLoader) -> Any:
     """A play comes out the same with torch's loader and with worker threads; also the global generators."""
-    expected, actual = outcome(play, reference), outcome(play, threads)
+    actual = outcome(play, threads)
+    with descriptors_for_torch():
+        expected = outcome(play, reference)
     found = differences(actual, expected)
     assert not found, "\n".join(found)
     assert actual.error is None
