@@ -18,6 +18,7 @@ import vectorised_datasets as made
 from hypothesis import HealthCheck, Phase, assume, example, given, settings
 from hypothesis import strategies as st
 from parity.compare import assert_same, differences
+from parity.run import descriptors_for_torch
 from torch.utils.data import BatchSampler, ConcatDataset, StackDataset, Subset, TensorDataset, default_collate
 from torch.utils.data import DataLoader as TorchLoader
 
@@ -206,11 +207,13 @@ def test_batches_in_this_process_are_torchs(dataset: Any, batches: list[list[int
 @given(datasets(), index_batches())
 def test_batches_of_two_workers_are_torchs(dataset: Any, batches: list[list[int]]) -> None:
     batches = [*batches, *batches, *batches]  # the first ones find no room in their slots yet
-    expected = outcomes(TorchLoader(dataset, batch_sampler=batches, num_workers=2))
+    got = outcomes(DataLoader(dataset, batch_sampler=batches, num_workers=2))
+    with descriptors_for_torch():
+        expected = outcomes(TorchLoader(dataset, batch_sampler=batches, num_workers=2))
     here = outcomes(TorchLoader(dataset, batch_sampler=batches))
     # Where samples do not go together torch's own errors are other ones in workers.
     expected = [b if isinstance(a, Exception) else a for a, b in zip(expected, here, strict=True)]
-    assert_same_outcomes(outcomes(DataLoader(dataset, batch_sampler=batches, num_workers=2)), expected)
+    assert_same_outcomes(got, expected)
 
 
 @settings(quick, max_examples=60)
@@ -291,7 +294,10 @@ def test_no_random_number_is_drawn(workers: int) -> None:
         batches = list(build(dataset, 16, shuffle=True, num_workers=workers))
         return batches, torch.get_rng_state(), random.getstate()
 
-    assert_same(play(DataLoader), play(TorchLoader))
+    got = play(DataLoader)
+    with descriptors_for_torch():
+        expected = play(TorchLoader)
+    assert_same(got, expected)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -299,8 +305,10 @@ def test_without_batches_a_dataset_is_asked_as_by_torch(workers: int) -> None:
     dataset = TensorDataset(torch.rand(20, 3))
     sampler = BatchSampler(range(20), 6, drop_last=False)
     for given_ in ({"sampler": sampler}, {}):
-        expected = list(TorchLoader(dataset, batch_size=None, num_workers=workers, **given_))
-        assert_same(list(DataLoader(dataset, batch_size=None, num_workers=workers, **given_)), expected)
+        got = list(DataLoader(dataset, batch_size=None, num_workers=workers, **given_))
+        with descriptors_for_torch():
+            expected = list(TorchLoader(dataset, batch_size=None, num_workers=workers, **given_))
+        assert_same(got, expected)
 
 
 # --- which way is taken
