@@ -39,13 +39,16 @@ LONG_FILES = frozenset(
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the long files, unless they are asked for by name or all are."""
+    """Leave out long files and tests, unless the file is asked for by name or all are."""
     here = Path(__file__).parent
     named = {Path(argument.split("::")[0]).resolve() for argument in config.args}
     if LONG:
         return
     out = [
-        item for item in items if item.path not in named and os.path.relpath(item.path, here) in LONG_FILES
+        item
+        for item in items
+        if item.path not in named
+        and (os.path.relpath(item.path, here) in LONG_FILES or item.get_closest_marker("long"))
     ]
     if out:
         config.hook.pytest_deselected(items=out)

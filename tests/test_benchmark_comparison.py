@@ -128,6 +128,7 @@ def bench(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, check=False, **(settings | options))
 
 
+@pytest.mark.long
 def test_one_command_measures_draws_and_says_who_is_left_out(tmp_path: Path) -> None:
     plugin = tmp_path / "failing_loaders.py"
     plugin.write_text(PLUGIN, encoding="utf-8")

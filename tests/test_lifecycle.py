@@ -170,6 +170,7 @@ def test_no_thread_is_started_in_the_main_process() -> None:
         assert threading.active_count() == before
 
 
+@pytest.mark.long
 def test_a_hundred_first_batches_grow_nothing() -> None:
     loader = DataLoader(Numbered(100), batch_size=4, num_workers=1)
     next(iter(loader))
@@ -229,7 +230,7 @@ def test_what_cannot_be_pickled_is_explained() -> None:
     assert any("multiprocessing_context='fork'" in note for note in caught.value.__notes__)
 
 
-@pytest.mark.parametrize("keep", ["iterator", "loader", "batch"])
+@pytest.mark.parametrize("keep", ["iterator", pytest.param("loader", marks=pytest.mark.long), "batch"])
 def test_interpreter_exit_is_quiet_and_leaves_nothing(keep: str, loader_backend: str) -> None:
     result = _python(
         f"""

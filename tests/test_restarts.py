@@ -144,7 +144,7 @@ def test_a_silent_worker_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "hang_here" in caplog.text
 
 
-@pytest.mark.parametrize("restarts", [0, 5])
+@pytest.mark.parametrize("restarts", [0, pytest.param(5, marks=pytest.mark.long)])
 def test_the_error_for_a_silent_worker_shows_its_stack(tmp_path: Path, restarts: int) -> None:
     with (
         DataLoader(
