@@ -17,7 +17,7 @@ from shmloader import open as open_store
 from shmloader.shared_buffer import BufferBuilder
 from shmloader.store import Store, share
 from shmloader.store.base import finish
-from shmloader.store.repeats import Kept, KeptValue
+from shmloader.store.kept import Kept, KeptValue
 from shmloader.store.rows import RowStore, RowWriter
 from tests.store_samples import Colour, Custom, Person, Point, same
 from tests.test_store_roundtrip import ARRAYS, SCALARS, containers

@@ -18,6 +18,7 @@ from shmloader.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.shared_buffer import BufferBuilder, SharedBuffer
 from shmloader.slot_writer import wrap_tensor
 from shmloader.store.columns import NoArrowTypeError, Scope, items
+from shmloader.store.parts import first_offset
 
 Array = np.ndarray[Any, Any]
 _LARGE_NBYTES = 1 << 12  # arrays from here on are written one by one, without being joined before
@@ -31,19 +32,21 @@ class ArrayKind(NamedTuple):
         ndim: Number of dimensions.
         fortran: Whether they are in Fortran order: they are kept as their transposes.
         torch_dtype: For tensors, else None.
+        character: Of the dtype, for ndarrays: ``longlong`` is equal to ``int64``, but is another type.
     """
 
     dtype: np.dtype[Any]
     ndim: int
     fortran: bool = False
     torch_dtype: torch.dtype | None = None
+    character: str = ""
 
 
 def kind_of_array(array: Array) -> ArrayKind | None:
     """What column an ndarray can be in; None if in no column of arrays."""
     if array.dtype.hasobject or not array.dtype.itemsize:
         return None
-    return ArrayKind(array.dtype, array.ndim, array.flags.fnc)
+    return ArrayKind(array.dtype, array.ndim, array.flags.fnc, None, array.dtype.char)
 
 
 def kind_of_tensor(tensor: torch.Tensor) -> ArrayKind | None:
@@ -163,7 +166,7 @@ def view_items(memory: SharedBuffer, kind: ArrayKind, offset: int, shape: tuple[
     source = memory.view if kind.torch_dtype is None else memory.private
     # Not np.ndarray(shape, dtype, source): that looks behind the read-only view, so that the array could be
     # made writeable again.
-    return np.frombuffer(source, kind.dtype, size, offset).reshape(shape)
+    return np.frombuffer(source, kind.dtype, size, offset - first_offset(memory)).reshape(shape)
 
 
 def as_rows(scope: Scope, kind: ArrayKind, array: str) -> str:

@@ -6,7 +6,7 @@ import operator
 import pickle
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Self, cast, overload
@@ -16,6 +16,9 @@ import torch
 
 from shmloader.shared_buffer import BufferBuilder, SharedBuffer
 from shmloader.store import saving
+from shmloader.store.advice import add_advice
+from shmloader.store.exact_dtypes import dumps
+from shmloader.store.parts import BufferPart
 
 
 @dataclass(frozen=True)
@@ -148,8 +151,19 @@ class Store(SharedObject, Sequence[Any]):
         row = self.row
         return [row(index) for index in row_numbers(indices, len(self))]
 
+    def read_in_order(self, numbers: Iterable[int]) -> Iterator[Any]:
+        """Read rows one by one, as iteration does.
+
+        Where rows are parts of one larger value (nodes of a tree), rows that come one after the other are
+        parts of the same one, as in the list that the store was made from.
+
+        Args:
+            numbers: Row numbers from 0 on; not checked.
+        """
+        return map(self.row, numbers)
+
     def __iter__(self) -> Iterator[Any]:
-        return map(self.row, range(len(self)))
+        return self.read_in_order(range(len(self)))
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -229,6 +243,9 @@ def equal(one: Any, other: Any) -> bool:
         return _equal_arrays(one, other)
     try:
         return bool(one == other)
+    except RecursionError as error:
+        add_advice(error, f"comparing a {type(one).__qualname__} with a {type(other).__qualname__}")
+        raise
     except (ValueError, RuntimeError):  # an array in it, of which neither is true
         if type(one) is type(other) and isinstance(one, dict):
             return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
@@ -242,6 +259,8 @@ _ARRAYS = (np.ndarray, torch.Tensor)
 
 def _equal_arrays(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if one.layout is not torch.strided or other.layout is not torch.strided:  # torch compares no others
+            return one.layout is other.layout and _equal_arrays(one.to_dense(), other.to_dense())
         return one.shape == other.shape and bool((one == other).all())
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         alike = one.shape == other.shape and one.dtype.names == other.dtype.names
@@ -278,6 +297,26 @@ class StoreSlice(Store):
             return StoreSlice(self._store, self._range[index])
         return self._store.row(self._range[row_number(index, len(self._range))])
 
+    def __getitems__(self, indices: Any) -> list[Any]:
+        numbers = row_numbers(indices, len(self._range))
+        return self._store.__getitems__(list(map(self._range.__getitem__, numbers)))
+
+    def read_in_order(self, numbers: Iterable[int]) -> Iterator[Any]:
+        """See `Store.read_in_order`."""
+        return self._store.read_in_order(map(self._range.__getitem__, numbers))
+
+    def column(self, field: str | int) -> StoreSlice:
+        """One field of these rows, over the same memory, where the store has columns; see `RowStore.column`.
+
+        Raises:
+            TypeError: If the store has none.
+            KeyError: If not all rows of the store are records that have the field.
+        """
+        column = getattr(self._store, "column", None)
+        if column is None:
+            raise TypeError(f"a {type(self._store).__name__} has no columns: {field!r} cannot be one of them")
+        return StoreSlice(column(field), self._range)
+
     def take(self, indices: Any, out: Any = None) -> Any:
         """See `Store.take`."""
         rows = self._range
@@ -305,23 +344,27 @@ class StoreSlice(Store):
 
 
 # The end of a buffer says what it holds, so that a buffer alone is enough to make its store:
-# [ what the store's class wrote | class and layout, pickled | length of that pickle | _MAGIC ]
+# [ what the store's class wrote | class, layout and first offset, pickled | length of that pickle | _MAGIC ]
 _MAGIC = b"shmstor1"
 _TAIL = struct.Struct("<q8s")
 
 
 class BufferStore(SharedObject):
-    """A store that has a buffer of its own; its constructor takes the buffer and a layout.
+    """A store that has a buffer, or a part of one; its constructor takes the buffer and a layout.
 
     Attributes:
         buffer: The shared memory.
-        is_complete: Whether what the buffer says that it holds is this store.
     """
-
-    is_complete = True
 
     def __init__(self, buffer: SharedBuffer, layout: Any) -> None:
         self.buffer = buffer
+
+    @property
+    def image(self) -> memoryview | None:
+        """Bytes of which `attach` makes this store anew, in any process; None if it needs others too."""
+        if not isinstance(self.buffer, BufferPart):
+            return self.buffer.view
+        return self.buffer.own if self.buffer.is_alone else None
 
     @property
     def nbytes(self) -> int:
@@ -337,9 +380,9 @@ Written = tuple[type[BufferStore], Any]
 picklable)."""
 
 
-def end_with(out: BufferBuilder, written: Written) -> None:
-    """Append what says which store the memory holds."""
-    pickled = pickle.dumps(written, 5)
+def end_with(out: BufferBuilder, written: Written, begin: int = 0) -> None:
+    """Append what says which store the memory holds from ``begin`` on."""
+    pickled = dumps((*written, begin))
     out.append(pickled + _TAIL.pack(len(pickled), _MAGIC), alignment=1)
 
 
@@ -360,5 +403,7 @@ def attach(buffer: SharedBuffer) -> Any:
     nbytes, magic = _TAIL.unpack(view[-_TAIL.size :]) if len(view) >= _TAIL.size else (0, b"")
     if magic != _MAGIC or not 0 < nbytes <= len(view) - _TAIL.size:
         raise ValueError(f"these {len(view):,} bytes are not a store of this version of shmloader")
-    kind, layout = pickle.loads(view[-_TAIL.size - nbytes : -_TAIL.size])
+    kind, layout, begin = pickle.loads(view[-_TAIL.size - nbytes : -_TAIL.size])
+    if begin and not isinstance(buffer, BufferPart):  # of a part, the only one that was saved
+        buffer = BufferPart(buffer, 0, buffer.nbytes, first=begin)
     return kind(buffer, layout)

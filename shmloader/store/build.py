@@ -12,7 +12,8 @@ import torch
 from shmloader.shared_buffer import BufferBuilder
 from shmloader.store.base import SharedObject, Written, finish
 from shmloader.store.foreign import is_arrow, is_pandas
-from shmloader.store.mapping import KeyHashes, MappingStore, pickled_missing
+from shmloader.store.kept import Kept
+from shmloader.store.mapping import pickled_missing, write_items
 from shmloader.store.one_buffer import new_builder
 from shmloader.store.progress import BuildProgress
 from shmloader.store.room import check_items, check_rows, check_sample
@@ -69,21 +70,24 @@ def build_store(data: Any, *, progress: bool | None = None) -> SharedObject:
         return built
 
 
-def write_store(data: Any, out: BufferBuilder, progress: bool | None = None) -> Written:
+def write_store(
+    data: Any, out: BufferBuilder, progress: bool | None = None, kept: Kept | None = None
+) -> Written:
     """Write what a container's store consists of; see `build_store`, which also says what is raised.
 
     Args:
         data: The container; not one that is shared already.
         out: Where to.
         progress: As for `build_store`.
+        kept: What other stores in the same memory have written, and may be referred to.
 
     Returns:
         What `shmloader.store.base.finish` makes the store of.
     """
     if isinstance(data, torch.Tensor):
-        return write_tensor(data, out)
-    if isinstance(data, np.ndarray) and not data.dtype.hasobject and not isinstance(data, np.ma.MaskedArray):
-        return write_array(np.asarray(data), out)
+        return write_tensor(data, out, kept)
+    if isinstance(data, np.ndarray) and (not data.ndim or _has_plain_items(data)):
+        return write_array(np.asarray(data), out, kept)
     if is_arrow(data):
         from shmloader.store.tables import write_arrow
 
@@ -93,9 +97,13 @@ def write_store(data: Any, out: BufferBuilder, progress: bool | None = None) -> 
         check_sample(list(_pandas_rows(data.iloc[::step])), len(data), "rows", ())
         return _write_rows(_pandas_rows(data), len(data), out, progress)
     if isinstance(data, Mapping):
-        return _write_mapping(data, out, progress)
+        return _write_mapping(data, out, progress, kept)
     rows = len(data) if isinstance(data, Sequence | np.ndarray) else None
-    return _write_rows(data, rows, out, progress)
+    return _write_rows(data, rows, out, progress, kept)
+
+
+def _has_plain_items(data: np.ndarray[Any, Any]) -> bool:
+    return not data.dtype.hasobject and not isinstance(data, np.ma.MaskedArray)
 
 
 def _pandas_rows(data: Any) -> Iterator[Any]:
@@ -105,12 +113,14 @@ def _pandas_rows(data: Any) -> Iterator[Any]:
     return chain.from_iterable(part.to_dict("records") for part in parts)
 
 
-def _write_rows(data: Any, rows: int | None, out: BufferBuilder, progress: bool | None) -> Written:
+def _write_rows(
+    data: Any, rows: int | None, out: BufferBuilder, progress: bool | None, kept: Kept | None = None
+) -> Written:
     bar = BuildProgress(progress, rows)
     try:
         if isinstance(data, list | tuple):
-            check_rows(data)
-            writer = RowWriter(out, estimate_nbytes(data) / max(1, len(data)), len(data))
+            check_rows(data, kept)
+            writer = RowWriter(out, estimate_nbytes(data) / max(1, len(data)), len(data), kept=kept)
             chunks = _slices(data, writer)
         else:
             if isinstance(data, Sequence | np.ndarray):
@@ -126,21 +136,26 @@ def _write_rows(data: Any, rows: int | None, out: BufferBuilder, progress: bool 
         bar.close()
 
 
-def _write_mapping(data: Mapping[Any, Any], out: BufferBuilder, progress: bool | None) -> Written:
+def _write_mapping(
+    data: Mapping[Any, Any], out: BufferBuilder, progress: bool | None, kept: Kept | None
+) -> Written:
     missing = pickled_missing(data)
     bar = BuildProgress(progress, len(data))
     try:
         if isinstance(data, dict):
-            check_items(data)
-        writer, keys = RowWriter(out, streamed=not isinstance(data, dict)), KeyHashes()
-        for chunk in _pieces(data.items(), writer):
-            writer.append(chunk)
-            keys.add([key for key, _ in chunk])
-            del chunk
-            bar.show(writer.rows)
-        return MappingStore, keys.finish(writer, out, missing)
+            check_items(data, kept)
+        writer = RowWriter(out, streamed=not isinstance(data, dict), kept=kept)
+        return write_items(_shown(_pieces(data.items(), writer), writer, bar), writer, out, missing)
     finally:
         bar.close()
+
+
+def _shown(chunks: Iterator[list[Any]], writer: RowWriter, bar: BuildProgress) -> Iterator[list[Any]]:
+    """The chunks, with the rows so far shown after each."""
+    for chunk in chunks:
+        yield chunk
+        del chunk
+        bar.show(writer.rows)
 
 
 def _slices(data: Sequence[Any], writer: RowWriter) -> Iterator[list[Any]]:

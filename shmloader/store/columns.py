@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shmloader.shared_buffer import BufferBuilder, SharedBuffer
+from shmloader.store.parts import bytes_at
 
 Reader = Callable[[int], Any]
 """Reads one row of a column, by its number within the chunk."""
@@ -53,12 +54,16 @@ class Scope:
         memory: The shared memory of the chunk.
         readers: Of columns whose values are to be read once and to be the same objects in all rows; None
             where each row's are its own.
+        most_graphs: How many graphs, of which rows are parts, are read once: the last ones, or None for all.
         values: The objects that have been given names, in order.
     """
 
-    def __init__(self, memory: SharedBuffer, readers: Readers | None = None) -> None:
+    def __init__(
+        self, memory: SharedBuffer, readers: Readers | None = None, most_graphs: int | None = 0
+    ) -> None:
         self.memory = memory
         self.readers = readers
+        self.most_graphs = most_graphs
         self.values: list[object] = []
 
     def bind(self, value: object) -> str:
@@ -72,23 +77,31 @@ class Scope:
 
     def reader(self, column: Column) -> str:
         """A name for a function that reads another column, for rows other than ``i``."""
-        return self.bind(make_reader(column, self.memory, 0, self.readers))
+        return self.bind(self._make_reader(column))
+
+    def reader_of_graphs(self, column: Column) -> str:
+        """The same for a column of graphs, several rows' each."""
+        read = self._make_reader(column)
+        return self.bind(read if self.most_graphs == 0 else functools.lru_cache(self.most_graphs)(read))
 
     def reader_of_shared(self, column: Column) -> Reader:
         """The same for a column whose values several rows refer to."""
         if self.readers is None:
-            return make_reader(column, self.memory)
+            return self._make_reader(column)
         reader = self.readers.get(column)
         if reader is None:
-            read = make_reader(column, self.memory, 0, self.readers)
+            read = self._make_reader(column)
             reader = self.readers[column] = functools.lru_cache(_MOST_READ)(read)
         return reader
+
+    def _make_reader(self, column: Column) -> Reader:
+        return make_reader(column, self.memory, 0, self.readers, self.most_graphs)
 
 
 def items(memory: SharedBuffer, offset: int, count: int, code: str) -> memoryview[Any]:
     """Numbers in shared memory, as a memoryview."""
     nbytes = count * np.dtype(code).itemsize
-    view: memoryview[Any] = memory.view[offset : offset + nbytes].cast(code)  # type: ignore[call-overload]
+    view: memoryview[Any] = bytes_at(memory, offset, nbytes).cast(code)  # type: ignore[call-overload]
     return view
 
 
@@ -96,11 +109,15 @@ def arrow_buffer(memory: SharedBuffer, offset: int, nbytes: int) -> Any:
     """A part of shared memory as a ``pyarrow.Buffer``; None where ``offset`` is negative."""
     import pyarrow as pa
 
-    return None if offset < 0 else pa.py_buffer(memory.view[offset : offset + nbytes])
+    return None if offset < 0 else pa.py_buffer(bytes_at(memory, offset, nbytes))
 
 
 def make_reader(
-    column: Column, memory: SharedBuffer, first: int = 0, readers: Readers | None = None
+    column: Column,
+    memory: SharedBuffer,
+    first: int = 0,
+    readers: Readers | None = None,
+    most_graphs: int | None = 0,
 ) -> Reader:
     """Compile the function that reads a row of a column.
 
@@ -109,8 +126,9 @@ def make_reader(
         memory: Where it lies.
         first: Number of its first row.
         readers: As in `Scope`.
+        most_graphs: As in `Scope`.
     """
-    scope = Scope(memory, readers)
+    scope = Scope(memory, readers, most_graphs)
     body = column.expression(scope)
     reader: Reader = _factory(body, len(scope.values))(first, *scope.values)
     return reader

@@ -58,6 +58,8 @@ def _identical_arrays(one: Any, other: Any) -> bool:
         return False
     if one.dtype.hasobject:
         return identical(one.tolist(), other.tolist())
+    if one.dtype.char in "gG":  # some bytes of a long double mean nothing, and may be anything
+        return np.array_equal(one, other, equal_nan=True)
     return np.ascontiguousarray(one).tobytes() == np.ascontiguousarray(other).tobytes()
 
 
@@ -66,6 +68,8 @@ def _identical_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     if one.layout is not torch.strided:
         return identical(one.to_dense(), other.to_dense())
+    if one.is_quantized or other.is_quantized:  # torch cannot look at their bytes: that ends the process
+        return one.qscheme() == other.qscheme() and identical(one.dequantize(), other.dequantize())
     if not one.numel():  # may have strides that cannot be viewed as bytes
         return one.requires_grad == other.requires_grad
     octets = [

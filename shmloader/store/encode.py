@@ -18,6 +18,7 @@ from shmloader.shared_buffer import BufferBuilder
 from shmloader.store.arrays import ArrayKind, encode_arrays, kind_of_array, kind_of_tensor, memory_of
 from shmloader.store.columns import Column
 from shmloader.store.graphs import encode_graphs, refer_to_themselves
+from shmloader.store.kept import Kept
 from shmloader.store.lists import encode_lists, encode_maps
 from shmloader.store.objects import encode_pickles
 from shmloader.store.records import (
@@ -27,7 +28,7 @@ from shmloader.store.records import (
     is_plain_dataclass,
     is_plain_namedtuple,
 )
-from shmloader.store.repeats import Kept, encode_by_memory, encode_repeats
+from shmloader.store.repeats import encode_by_memory, encode_repeats
 from shmloader.store.scalars import Nones, encode_bools, encode_numbers, encode_numpy_scalars
 from shmloader.store.strings import encode_strings
 from shmloader.store.unions import MOST_KINDS, encode_union
@@ -50,17 +51,21 @@ class ValueEncoder:
         out: Where buffers are appended.
     """
 
-    def __init__(self, out: BufferBuilder, kept: Kept | None = None, depth: int = 0) -> None:
+    def __init__(
+        self, out: BufferBuilder, kept: Kept | None = None, depth: int = 0, are_held: bool = True
+    ) -> None:
         """Prepare to encode.
 
         Args:
             out: Where to.
             kept: What has been encoded before and may be referred to; None for nothing.
             depth: In how many containers the values are.
+            are_held: Whether the values (not what is inside of them) live as long as ``kept``.
         """
         self.out = out
         self._kept = Kept(out) if kept is None else kept
         self._depth = depth
+        self._are_held = are_held
         self._by_type: dict[type, Callable[[list[Any]], Column]] = {
             int: self._ints,
             float: lambda values: encode_numbers(values, True, self.out, False),
@@ -122,15 +127,20 @@ class ValueEncoder:
 
     def _shared(self, kind: type, values: list[Any], encode: Callable[[list[Any]], Column]) -> Column:
         """A column of values some of which may be one and the same object."""
-        if kind is str or kind is bytes:
-            return (
-                encode_repeats(values, encode, self._kept, self.out, False)
-                if _are_long(values)
-                else encode(values)
-            )
-        # All are compared, but for whole rows: there may be millions in a second.
-        look_at_all = self._depth > 0 or kind in (np.ndarray, torch.Tensor)
-        return encode_repeats(values, encode, self._kept, self.out, look_at_all)
+        is_text = kind is str or kind is bytes
+        if is_text and not _are_long(values):
+            return encode(values)
+        # All are compared, but for texts and whole rows: there may be millions in a second.
+        look_at_all = (self._depth > 0 and not is_text) or kind in (np.ndarray, torch.Tensor)
+        return encode_repeats(
+            kind,
+            values,
+            encode,
+            self._kept,
+            self.out,
+            look_at_all=look_at_all,
+            are_held=self._are_held,
+        )
 
     def _encode_each(self, kind: type, values: list[Any]) -> Column:
         """A column with a row for each of the values."""

@@ -91,7 +91,7 @@ def _gather(parts: list[_Part], count: int, memory: SharedBuffer, out: Any) -> A
         return _gather_blocks(parts, blocks, kind, count, out)
     samples: list[Any] = [None] * count
     for part in parts:
-        read = make_reader(part.column, memory)
+        read = make_reader(part.column, memory, most_graphs=None)
         for position, row in zip(part.positions.tolist(), part.rows.tolist(), strict=True):
             samples[position] = read(row)
     return join(samples, out)
@@ -176,4 +176,4 @@ def _stack(samples: list[Any], first: Any) -> tuple[Array | None, ArrayKind]:
         return None, _INTS
     if kind.torch_dtype is not None:
         return array_of_tensor(torch.stack(samples), kind.dtype), kind
-    return np.stack(samples), kind
+    return np.stack(samples, dtype=kind.dtype), kind  # by itself it would choose the machine's byte order

@@ -74,11 +74,18 @@ class Members(NamedTuple):
     def expression(self, scope: Scope) -> str:
         """See `Column.expression`."""
         places = scope.items(self.places, self.rows, "i")
-        return f"{scope.reader(self.of)}({places}[i])[{scope.items(self.positions, self.rows, 'i')}[i]]"
+        positions = scope.items(self.positions, self.rows, "i")
+        return f"{scope.reader_of_graphs(self.of)}({places}[i])[{positions}[i]]"
 
     def to_arrow(self, memory: SharedBuffer) -> Any:
         """See `Column.to_arrow`."""
         raise NoArrowTypeError("some rows refer to themselves; they are kept pickled")
+
+
+def has_members(column: Any) -> bool:
+    """Whether rows of a column, or values inside of them, are parts of larger values."""
+    parts = column if isinstance(column, tuple) else ()
+    return isinstance(column, Members) or any(has_members(part) for part in parts)
 
 
 def encode_graphs(

@@ -10,16 +10,18 @@ import numbers
 import pickle
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import replace
+from itertools import islice
 from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
 
 from shmloader.shared_buffer import BufferBuilder, SharedBuffer
-from shmloader.store.base import BufferStore, Store, StoreDescription, attach, equal
+from shmloader.store.base import BufferStore, Store, StoreDescription, Written, attach, equal, finish
 from shmloader.store.columns import items
+from shmloader.store.one_buffer import new_builder
 from shmloader.store.rows import RowLayout, RowStore, RowWriter
 
 _HASH_BITS = 32
@@ -190,6 +192,14 @@ class MappingStore(BufferStore, Mapping[Any, Any]):
         """The values, in order."""
         return _Values(self)
 
+    def alone(self, rows: Sequence[int]) -> MappingStore:
+        """Copy some items, by their numbers, to a store of their own; see `Store.alone`."""
+        with new_builder() as out:
+            pairs, writer = self._pairs.reading_shared(rows), RowWriter(out)
+            chunks = iter(lambda: list(islice(pairs, writer.chunk_rows())), [])
+            copy: MappingStore = finish(out, write_items(chunks, writer, out, self._layout.missing))
+            return copy
+
     @property
     def pairs(self) -> Store:
         """The items as a sequence of tuples."""
@@ -221,7 +231,10 @@ class MappingStore(BufferStore, Mapping[Any, Any]):
 
 
 class _Pairs(RowStore):
-    is_complete = False
+    @property
+    def image(self) -> None:
+        """None: what lies in memory is the mapping."""
+        return None
 
     def __reduce__(self) -> Any:
         return _pairs_of, (self.buffer,)
@@ -246,7 +259,26 @@ class _Values(ValuesView[Any]):
         return (value for _, value in self._mapping.pairs)
 
 
-class KeyHashes:
+def write_items(
+    chunks: Iterable[list[tuple[Any, Any]]], writer: RowWriter, out: BufferBuilder, missing: bytes
+) -> Written:
+    """Write a mapping's items.
+
+    Args:
+        chunks: The items.
+        writer: Appends them; nothing has been appended yet.
+        out: Where to.
+        missing: As in `MappingLayout`.
+    """
+    keys = _KeyHashes()
+    for chunk in chunks:
+        writer.append(chunk)
+        keys.add([key for key, _ in chunk])
+        del chunk  # before the next one is made
+    return MappingStore, keys.finish(writer, out, missing)
+
+
+class _KeyHashes:
     """The hashes of keys, while items are appended."""
 
     def __init__(self) -> None:

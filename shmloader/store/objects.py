@@ -17,9 +17,12 @@ import torch
 from shmloader.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.shared_buffer import BufferBuilder, SharedBuffer
 from shmloader.slot_writer import wrap_tensor
+from shmloader.store.advice import add_advice
 from shmloader.store.arrays import array_of_tensor, kind_of_tensor
 from shmloader.store.columns import NoArrowTypeError, Scope, items
-from shmloader.store.repeats import LARGE_NBYTES, Kept, KeptValue
+from shmloader.store.exact_dtypes import reduce_dtype
+from shmloader.store.kept import LARGE_NBYTES, Kept, KeptValue
+from shmloader.store.parts import first_offset
 from shmloader.store.strings import append_offsets
 
 _ALIGNMENT = 16  # of the buffers: enough for every dtype
@@ -70,6 +73,7 @@ class _LoadsWithBuffers:
         self._counts = items(memory, column.counts, column.rows + 1, "q")
         self._table = items(memory, column.table, 3 * column.buffers, "q")
         self._memory = memory
+        self._first = first_offset(memory)
 
     def __call__(self, part: memoryview, row: int) -> Any:
         return pickle.loads(part, buffers=self._buffers(row))
@@ -78,7 +82,8 @@ class _LoadsWithBuffers:
         table, memory = self._table, self._memory
         for number in range(3 * self._counts[row], 3 * self._counts[row + 1], 3):
             offset, nbytes, of_tensor = table[number : number + 3]
-            yield (memory.private if of_tensor else memory.view)[offset : offset + nbytes]
+            begin = offset - self._first
+            yield (memory.private if of_tensor else memory.view)[begin : begin + nbytes]
 
 
 class _Aside:
@@ -116,6 +121,7 @@ class _Aside:
         new = np.array([n for n in range(len(self._views)) if n not in known], np.int64)
         places = np.zeros(len(self._views), np.int64)
         for number, kept in known.items():
+            self._kept.refer_to(self._keys[number])
             places[number] = kept.place
         places[new] = self._append_views([self._views[number] for number in new.tolist()], lengths[new])
         counts = np.bincount(numbers, minlength=len(self._views))
@@ -166,7 +172,7 @@ class _ObjectPickler(pickle.Pickler):
             key = value.__array_interface__["data"][0], value.shape, value.strides, value.dtype
             return self._copied(key, value, np.ascontiguousarray).__reduce_ex__(5)
         if type(value) is not torch.Tensor or value.requires_grad:
-            return NotImplemented
+            return reduce_dtype(value)
         if value.layout is torch.sparse_coo and value.is_coalesced():
             # torch's own way keeps every such tensor that pickle.loads makes alive for good: it expects
             # torch.load to check them.
@@ -205,7 +211,18 @@ def encode_pickles(values: list[Any], kept: Kept, out: BufferBuilder) -> Pickles
     copies: dict[Hashable, tuple[Any, Any]] = {}
     for value in values:
         file = io.BytesIO()
-        _ObjectPickler(file, aside, copies).dump(value)
+        try:
+            _ObjectPickler(file, aside, copies).dump(value)
+        except RecursionError as error:
+            add_advice(error, f"pickling a {type(value).__qualname__}")
+            raise
+        except Exception as error:
+            error.add_note(
+                f"shmloader: this was raised while pickling a {type(value).__qualname__}, as values are kept "
+                "of which no column gives back what was given. Its class must be found by name in a module, "
+                "and what it holds be picklable: leave out or convert what is not."
+            )
+            raise
         pickled.append(file.getvalue())
         counts.append(len(aside.entries))
     code, ends = append_offsets(np.fromiter(map(len, pickled), np.int64, len(pickled)), out)

@@ -1,122 +1,70 @@
 """Several stores in one shared buffer: one descriptor and one mapping for all that a dataset holds.
 
-Each store has a part of the memory, which begins with a page and is complete in itself: offsets count from
-the part's begin, and its end says what it holds. The memory is freed when the last of the stores is gone.
+Each store has a part of the memory, which begins with a page, and whose end says what it holds. What several
+of them hold is there once: a later part refers to an earlier one. The memory is freed when the last of the
+stores is gone.
 """
 
 from __future__ import annotations
 
 import errno
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from shmloader.limits import open_files
 from shmloader.segment import PAGE_NBYTES
-from shmloader.shared_buffer import ALIGNMENT, Buffer, BufferBuilder, SharedBuffer
+from shmloader.shared_buffer import BufferBuilder
 from shmloader.store.base import Written, end_with
-
-
-class BufferPart(SharedBuffer):
-    """A part of a shared buffer, as if it were one of its own; the descriptor stays the whole's.
-
-    Attributes:
-        whole: The buffer, which lives as long as any part of it.
-        begin: Where the part begins in ``whole.mapping``.
-    """
-
-    __slots__ = ("begin", "whole")
-
-    def __init__(self, whole: SharedBuffer, begin: int, nbytes: int) -> None:
-        """Look at ``nbytes`` bytes of a buffer from ``begin`` on; nothing is mapped anew."""
-        self.whole, self.begin, self.nbytes = whole, begin, nbytes
-        self.fd = whole.fd
-        self.mapping = whole.mapping
-        self.private = whole.private[begin : begin + nbytes]
-        self.view = whole.view[begin : begin + nbytes]
-        self.address = whole.address + begin
-
-    def __del__(self, close: Any = None) -> None:
-        """Close nothing."""
-
-    def __reduce__(self) -> Any:
-        return BufferPart, (self.whole, self.begin, self.nbytes)
-
-
-class _PartBuilder(BufferBuilder):
-    """A part while it is filled: offsets count from its begin. The whole owns memory and descriptor."""
-
-    def __init__(self, whole: BufferBuilder) -> None:
-        self._whole = whole
-        self.begin = whole.append(b"", alignment=PAGE_NBYTES)
-        self._follow()
-
-    def _follow(self) -> None:
-        self.nbytes = self._whole.nbytes - self.begin
-        self.reserved_nbytes = self._whole.reserved_nbytes - self.begin
-
-    def reserve(self, nbytes: int) -> None:
-        self._whole.reserve(self.begin + nbytes)
-        self._follow()
-
-    def append(self, data: Buffer, alignment: int = ALIGNMENT) -> int:
-        return self.append_all([data], alignment)
-
-    def append_all(self, buffers: Any, alignment: int = ALIGNMENT) -> int:
-        offset = self._whole.append_all(buffers, alignment) - self.begin
-        self._follow()
-        return offset
-
-    def forget(self) -> None:
-        """Leave the memory to the next part."""
-        self._whole.nbytes = self.begin
-
-    def fileno(self) -> int:
-        return self._whole.fileno()
-
-    def seal(self) -> NoReturn:
-        raise TypeError("only the whole buffer is sealed")
-
-    def close(self) -> None:
-        """Free nothing: the whole does."""
+from shmloader.store.kept import Kept
+from shmloader.store.parts import BufferPart
 
 
 class StoreGroup:
     """Builds stores in one buffer; a context manager that frees it unless `finish` was called."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
         """Make an empty buffer.
+
+        Args:
+            most: How many stores there will be at most.
 
         Raises:
             OSError: If the process may open no more descriptors.
         """
         self._out = new_builder()
-        self._written: list[tuple[Written, int, int]] = []
+        self._kept = Kept(self._out)
+        self._to_come = most
+        self._written: list[tuple[Written, int, int, bool]] = []
 
     def add(self, write: Any, data: Any, progress: bool | None = None) -> None:
         """Write one store's data.
 
         Args:
             write: Writes it: `shmloader.store.build.write_store`.
-            data: The container.
+            data: The container. It and what it holds must live, unchanged, until all stores are written.
             progress: As for `shmloader.share`.
 
         Raises:
             Exception: What ``write`` raises; then nothing was added.
         """
-        part = _PartBuilder(self._out)
+        self._to_come -= 1
+        begin = self._out.append(b"", alignment=PAGE_NBYTES)
+        kept = Kept(self._out, earlier=self._kept, remembers_columns=self._to_come > 0)
         try:
-            written = write(data, part, progress)
-            end_with(part, written)
+            written = write(data, self._out, progress, kept)
+            end_with(self._out, written, begin)
         except BaseException:
-            part.forget()
+            self._out.nbytes = begin  # its memory is the next one's
             raise
-        self._written.append((written, part.begin, part.nbytes))
+        self._kept.take_over(kept)
+        self._written.append((written, begin, self._out.nbytes - begin, not kept.refers_back))
 
     def finish(self) -> list[Any]:
         """Seal the buffer; returns the stores, in order."""
         whole = self._out.seal()
         return [
-            kind(BufferPart(whole, begin, nbytes), layout) for (kind, layout), begin, nbytes in self._written
+            kind(BufferPart(whole, begin, nbytes, is_alone=is_alone), layout)
+            for (kind, layout), begin, nbytes, is_alone in self._written
         ]
 
     def __enter__(self) -> Self:

@@ -76,18 +76,22 @@ class Rebuilder:
             return self._copies[key]
         if key not in self._changed:
             return value
-        copy: Any
-        if isinstance(value, types.MethodType):
-            copy = types.MethodType(value.__func__, self._new(value.__self__))
-        elif isinstance(value, functools.partial):
-            parts = self._new(value.func), self._new(value.args), self._new(value.keywords)
-            copy = type(value)(parts[0], *parts[1], **parts[2])
-        elif type(value) is tuple:
-            copy = tuple(map(self._new, value))
-        else:
-            copy = type(value)._make(map(self._new, value))
-        self._copies[key] = copy
+        copy = self._copies[key] = self._with_parts(value)
+        if not isinstance(value, types.MethodType) and getattr(value, "__dict__", None):
+            # After the copy is known: what an attribute holds may lead back to it.
+            copy.__dict__.update((name, self._new(held)) for name, held in value.__dict__.items())
         return copy
+
+    def _with_parts(self, value: Any) -> Any:
+        """A copy of an immutable object whose parts are replaced, without its attributes."""
+        if isinstance(value, types.MethodType):
+            return types.MethodType(value.__func__, self._new(value.__self__))
+        if isinstance(value, functools.partial):
+            parts = self._new(value.func), self._new(value.args), self._new(value.keywords)
+            return type(value)(parts[0], *parts[1], **parts[2])
+        if type(value) is tuple:
+            return tuple(map(self._new, value))
+        return type(value)._make(map(self._new, value))
 
     def _fill(self, original: Any, copy: Any) -> None:
         if type(original) is list:
@@ -108,4 +112,4 @@ def _is_immutable(value: Any) -> bool:
 
 def _empty_like(value: Any) -> Any:
     kind = type(value)
-    return kind() if kind in (list, dict) else object.__new__(kind)
+    return kind() if kind in (list, dict, types.SimpleNamespace) else object.__new__(kind)

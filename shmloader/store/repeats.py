@@ -8,32 +8,34 @@ memory, so a later chunk can refer to an earlier one's.
 
 from __future__ import annotations
 
-import hashlib
-import pickle
-import secrets
+import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
-from shmloader.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.shared_buffer import BufferBuilder, SharedBuffer
-from shmloader.store.arrays import array_of_tensor, kind_of_tensor
 from shmloader.store.columns import Column, Scope, items
+from shmloader.store.kept import (
+    LARGE_NBYTES,
+    LEAST_NBYTES,
+    MOST_COLUMNS,
+    FoundInColumn,
+    Ids,
+    Kept,
+    KeptValue,
+    ids_of,
+    weight_of,
+)
 from shmloader.store.size import mean_stored_nbytes
 from shmloader.store.unions import MOST_KINDS
 
-LARGE_NBYTES = 1 << 12
-"""Values from here on are worth an entry each in `Kept`, also if they have not repeated yet."""
-
 _PLACE_NBYTES = 4
-_LEAST_NBYTES = 16  # of a value that is worth a place, and a call when it is read
+_DESCRIBED_NBYTES = 40  # of a column in the pickle of each chunk that refers to it
 _SAMPLED = 256
 _SAMPLED_KEYS = 64
-_MOST_KEPT = 1 << 17
-_MOST_COLUMNS = 64  # inside one that is kept: chunks that refer to it describe it again
+_ID_OF_NONE = id(None)
 
 
 class Repeated(NamedTuple):
@@ -111,126 +113,47 @@ def common_type(types: Sequence[Any]) -> Any:
     return pa.unify_schemas(schemas, promote_options="permissive")[0].type
 
 
-class KeptValue(NamedTuple):
-    """A value that is in shared memory already.
-
-    Attributes:
-        value: The object, alive: no other object can get its ``id``.
-        column: The column that holds it; None for bare memory.
-        place: Its row there; for bare memory the offset.
-        nbytes: Of shared memory that it took, about.
-    """
-
-    value: Any
-    column: Column | None
-    place: int
-    nbytes: int
-
-
-class Kept:
-    """What has been encoded and may be referred to again, by ``id`` or another key.
-
-    Bounded in number. Where nobody else keeps the rows (``streamed``), also bounded in size, except for the
-    few that were used last: what is kept here would otherwise be gone.
-
-    Attributes:
-        streamed: Whether rows are gone when their chunk has been encoded.
-        once_nbytes: Bytes of values each of which was the only one in its column: more rows do not add to
-            them.
-    """
-
-    def __init__(self, out: BufferBuilder, streamed: bool = False) -> None:
-        self.streamed = streamed
-        self.once_nbytes = 0
-        self._out = out
-        self._values: dict[Hashable, KeptValue] = {}  # those used last are last
-        self._digests: dict[Hashable, bytes] = {}
-        self._nbytes = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._values)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._values
-
-    def has_any(self, keys: set[Any]) -> bool:
-        """Whether any of some keys is here."""
-        return not self._values.keys().isdisjoint(keys)
-
-    def get(self, key: Hashable, value: Any) -> KeptValue | None:
-        """What is kept under a key, and now the last to be forgotten.
-
-        Args:
-            key: The key.
-            value: What has it now. The code that makes a stream's rows runs between two chunks, and may have
-                written to it: then it is not what is kept.
-        """
-        kept = self._values.get(key)
-        if kept is not None and self.streamed:
-            del self._values[key]
-            if _digest(value) != self._digests[key]:
-                self._nbytes -= kept.nbytes
-                return None
-            self._values[key] = kept
-        return kept
-
-    def add(self, key: Hashable, kept: KeptValue) -> None:
-        """Keep a value, and perhaps forget others."""
-        if key in self._values:
-            return
-        self._values[key] = kept
-        if self.streamed:
-            self._digests[key] = _digest(kept.value)
-        self._nbytes += kept.nbytes
-        while len(self._values) > _MOST_KEPT or (self._is_too_much() and len(self._values) > 8):
-            oldest = next(iter(self._values))
-            self._nbytes -= self._values.pop(oldest).nbytes
-            self._digests.pop(oldest, None)
-
-    def _is_too_much(self) -> bool:
-        return self.streamed and self._nbytes > max(16 << 20, self._out.nbytes // 16)
-
-
-def _digest(value: Any) -> bytes:
-    """What tells whether a value has been written to; equal for the same value only."""
-    if isinstance(value, torch.Tensor) and kind_of_tensor(value) is not None:
-        value = array_of_tensor(value, DTYPES[CODE_OF_TORCH_DTYPE[value.dtype]].carrier)
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        value = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
-    if not isinstance(value, memoryview):
-        try:
-            value = pickle.dumps(value, 5)
-        except Exception:  # noqa: BLE001 - then it cannot be told
-            value = secrets.token_bytes(16)
-    return hashlib.blake2b(value, digest_size=16).digest()
-
-
 def encode_repeats(
+    kind: type,
     values: list[Any],
     encode: Callable[[list[Any]], Column],
     kept: Kept,
     out: BufferBuilder,
+    *,
     look_at_all: bool,
+    are_held: bool = True,
 ) -> Column:
     """Encode values, each object once.
 
     Args:
+        kind: Their type; None may be among them.
         values: Objects that are alive until all is encoded, or are not made for this call alone.
         encode: Encodes those that are not in memory yet.
         kept: What is.
         out: Where to.
         look_at_all: Whether to compare all values, or only if a sample of them is worth it.
+        are_held: Whether the values are what the caller has given, so that others may refer to them too.
 
     Returns:
         A `Repeated` column; what ``encode`` returned where that is not larger.
     """
+
+    def encode_remembered(values: list[Any]) -> Column:
+        begin_nbytes = out.nbytes
+        column = encode(values)
+        if are_held:
+            kept.remember(kind, values, column, out.nbytes - begin_nbytes)
+        return column
+
     if not look_at_all:
         samples = _samples(values, _SAMPLED)
-        if not any(_are_likely(list(map(id, sample)), kept) for sample in samples):
-            return encode(values)
-    if not _are_likely(list(map(id, values)), kept):
-        return _encode_new(values, id, encode, kept)
-    return _encode_by_key(list(map(id, values)), values, encode, kept, out)
+        if not any(_are_likely_objects(kind, ids_of(sample), kept) for sample in samples):
+            return encode_remembered(values)
+    elif _most_references(values) <= _HELD_ONCE:  # quicker than to compare, and mostly so
+        return _encode_new(values, id, encode_remembered, kept)
+    if not _are_likely_objects(kind, ids_of(values), kept):
+        return _encode_new(values, id, encode_remembered, kept)
+    return _encode_by_key(list(map(id, values)), values, encode_remembered, kept, out, kind)
 
 
 def encode_by_memory(
@@ -261,6 +184,28 @@ def _samples(values: list[Any], most: int) -> list[list[Any]]:
     return [values[:: rows // count], values[rows // 2 : rows // 2 + count]]
 
 
+def _most_references(values: list[Any]) -> int:
+    return max(map(sys.getrefcount, values))
+
+
+def _references_if_held_once() -> int:
+    """What `_most_references` gives where each value has but one holder beside the list itself.
+
+    Then none is there twice, since each place would hold it too, and none is kept, which holds it as well.
+    """
+    holder: list[list[Any]] = [[]]
+    return _most_references(list(holder))
+
+
+_HELD_ONCE = _references_if_held_once()
+
+
+def _are_likely_objects(kind: type, ids: Ids, kept: Kept) -> bool:
+    """Whether any of some objects, but None, is there twice, or kept."""
+    ids = np.sort(ids[ids != _ID_OF_NONE])
+    return bool((ids[1:] == ids[:-1]).any()) or (len(ids) > 0 and kept.has_any_id(kind, ids))
+
+
 def _are_likely(keys: list[Any], kept: Kept) -> bool:
     distinct = set(keys)
     return len(distinct) < len(keys) or (bool(kept) and kept.has_any(distinct))
@@ -275,7 +220,7 @@ def _encode_new(
     """Encode values that do not repeat; large ones may do so later."""
     column = encode(values)
     nbytes = 0 if kept.streamed else round(mean_stored_nbytes(values))
-    if nbytes >= LARGE_NBYTES and _weight(column) <= _MOST_COLUMNS:
+    if nbytes >= LARGE_NBYTES and weight_of(column) <= MOST_COLUMNS:
         for row, value in enumerate(values):
             kept.add(key_of(value), KeptValue(value, column, row, nbytes))
     return column
@@ -287,19 +232,28 @@ def _encode_by_key(
     encode: Callable[[list[Any]], Column],
     kept: Kept,
     out: BufferBuilder,
+    kind: type | None = None,
 ) -> Column:
-    """Encode values, those with the same key once, if that is worth it."""
+    """Encode values, those with the same key once, if that is worth it; with a kind, keys are ids."""
     row_of = dict(zip(keys, range(len(keys)), strict=True))
     known: dict[Any, KeptValue] = {}
     if kept:
         found = ((key, kept.get(key, values[row])) for key, row in row_of.items())
         known = {key: one for key, one in found if one is not None}
+    written: list[FoundInColumn] = []
+    if kind is not None:
+        written = kept.in_earlier_columns(kind, np.fromiter(row_of, np.int64, len(row_of)))
     again = [values[row] for row, key in enumerate(keys) if row_of[key] != row]  # row_of has a key's last row
     mean_nbytes = _mean_nbytes(again)
     spared_nbytes = len(again) * mean_nbytes + sum(one.nbytes for one in known.values())
-    if (mean_nbytes < _LEAST_NBYTES and not known) or spared_nbytes < 2 * _PLACE_NBYTES * len(keys):
+    spared_nbytes += sum(one.column.nbytes * len(one.which) for one in written)
+    columns = [*{id(one.column): one.column for one in known.values()}.values()]
+    columns += [one.column.column for one in written]
+    if mean_nbytes < LEAST_NBYTES and not columns:
         return encode(values)
-    return _Encoding(keys, values, row_of, known, kept, out).finish(encode)
+    if spared_nbytes < 2 * _PLACE_NBYTES * len(keys) + _DESCRIBED_NBYTES * sum(map(weight_of, columns)):
+        return encode(values)
+    return _Encoding(keys, values, row_of, kept, out).finish(encode, known, written)
 
 
 def _mean_nbytes(again: list[Any]) -> float:
@@ -322,21 +276,19 @@ class _Encoding:
         keys: list[Any],
         values: list[Any],
         row_of: dict[Any, int],
-        known: dict[Any, KeptValue],
         kept: Kept,
         out: BufferBuilder,
     ) -> None:
-        number_of = {key: number for number, key in enumerate(row_of)}
-        self._numbers = np.fromiter(map(number_of.__getitem__, keys), np.int32, len(keys))
+        self._number_of = {key: number for number, key in enumerate(row_of)}
+        self._numbers = np.fromiter(map(self._number_of.__getitem__, keys), np.int32, len(keys))
         self._keys = list(row_of)
         self._values = [values[row] for row in row_of.values()]
         self._tags = np.full(len(row_of), -1, np.int8)
         self._places = np.zeros(len(row_of), np.int32)
         self._columns: list[Column] = []
         self._kept, self._out = kept, out
-        self._refer_to(known, number_of)
 
-    def _refer_to(self, known: dict[Any, KeptValue], number_of: dict[Any, int]) -> None:
+    def _refer_to(self, known: dict[Any, KeptValue]) -> None:
         tag_of: dict[int, int] = {}
         for key, kept in known.items():
             if kept.column is None:  # bare memory, which has keys of its own
@@ -347,10 +299,26 @@ class _Encoding:
                     del tag_of[id(kept.column)]
                     continue
                 self._columns.append(kept.column)
-            self._tags[number_of[key]] = tag
-            self._places[number_of[key]] = kept.place
+            self._kept.refer_to(key)
+            self._tags[self._number_of[key]] = tag
+            self._places[self._number_of[key]] = kept.place
 
-    def finish(self, encode: Callable[[list[Any]], Column]) -> Column:
+    def _refer_to_columns(self, written: list[FoundInColumn]) -> None:
+        for found in written[: MOST_KINDS - 1 - len(self._columns)]:
+            self._kept.refers_back = True
+            mine = self._tags[found.which] < 0
+            self._tags[found.which[mine]] = len(self._columns)
+            self._places[found.which[mine]] = found.places[mine]
+            self._columns.append(found.column.column)
+
+    def finish(
+        self,
+        encode: Callable[[list[Any]], Column],
+        known: dict[Any, KeptValue],
+        written: list[FoundInColumn],
+    ) -> Column:
+        self._refer_to(known)
+        self._refer_to_columns(written)
         new = np.flatnonzero(self._tags < 0)
         if len(new):
             once_nbytes, begin_nbytes = self._kept.once_nbytes, self._out.nbytes
@@ -367,7 +335,7 @@ class _Encoding:
         return Repeated(len(self._numbers), tags, places, tuple(self._columns))
 
     def _keep(self, column: Column, new: np.ndarray[Any, Any], nbytes: int) -> None:
-        if _weight(column) > _MOST_COLUMNS:
+        if weight_of(column) > MOST_COLUMNS:
             return
         if self._kept.streamed or nbytes < LARGE_NBYTES:
             new = new[np.bincount(self._numbers, minlength=len(self._keys))[new] > 1]
@@ -376,9 +344,3 @@ class _Encoding:
                 continue
             kept = KeptValue(self._values[number], column, int(self._places[number]), nbytes)
             self._kept.add(self._keys[number], kept)
-
-
-def _weight(column: Any) -> int:
-    """How many columns are in one, itself included."""
-    parts = column if isinstance(column, tuple) else ()
-    return hasattr(column, "expression") + sum(_weight(part) for part in parts if isinstance(part, tuple))

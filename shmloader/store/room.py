@@ -11,6 +11,7 @@ import numpy as np
 from shmloader.errors import SharedMemoryExhausted
 from shmloader.limits import memory_headroom
 from shmloader.store.encode import ValueEncoder
+from shmloader.store.kept import Kept
 from shmloader.store.one_buffer import new_builder
 from shmloader.store.size import mean_stored_nbytes, nbytes_of_rows
 
@@ -22,14 +23,18 @@ _MOST_SAMPLE_NBYTES = 64 << 20
 _LARGE_ROW_NBYTES = 1 << 20
 
 
-def check_rows(data: Sequence[Any] | np.ndarray[Any, Any]) -> None:
+def check_rows(data: Sequence[Any] | np.ndarray[Any, Any], kept: Kept | None = None) -> None:
     """Raise SharedMemoryExhausted if the store of some rows is certain not to fit.
 
     What is only nearly too large is found while it is built.
+
+    Args:
+        data: The rows.
+        kept: What is in memory already and is referred to.
     """
     if isinstance(data, list | tuple | np.ndarray):
         step = max(1, len(data) // _SAMPLED_ROWS)
-        check_sample(list(data[::step]), len(data), "rows", data)
+        check_sample(list(data[::step]), len(data), "rows", data, kept)
         return
     numbers = range(0, len(data), max(1, len(data) // _SAMPLED_ACCESSES))
     try:
@@ -39,13 +44,15 @@ def check_rows(data: Sequence[Any] | np.ndarray[Any, Any]) -> None:
     check_sample(sample, len(data), "rows", ())
 
 
-def check_items(data: dict[Any, Any]) -> None:
+def check_items(data: dict[Any, Any], kept: Kept | None = None) -> None:
     """As `check_rows`, for the items of a dict."""
     step = max(1, len(data) // _SAMPLED_ROWS)
-    check_sample(list(islice(data.items(), 0, None, step)), len(data), "items", data.values())
+    check_sample(list(islice(data.items(), 0, None, step)), len(data), "items", data.values(), kept)
 
 
-def check_sample(sample: list[Any], rows: int, unit: str, data: Iterable[Any]) -> None:
+def check_sample(
+    sample: list[Any], rows: int, unit: str, data: Iterable[Any], kept: Kept | None = None
+) -> None:
     """As `check_rows`.
 
     Args:
@@ -53,15 +60,16 @@ def check_sample(sample: list[Any], rows: int, unit: str, data: Iterable[Any]) -
         rows: How many there are.
         unit: What they are called.
         data: All of them, if they can be looked at cheaply, else none.
+        kept: As in `check_rows`.
     """
     python_nbytes = nbytes_of_rows(sample, rows)
     if rows < _LEAST_ROWS or python_nbytes < _SURE_NBYTES:
         return
-    once_nbytes, others_nbytes = _needed_nbytes(sample, rows, python_nbytes / rows)
+    once_nbytes, others_nbytes = _needed_nbytes(sample, rows, python_nbytes / rows, kept)
     room = memory_headroom()
     if 0.9 * (once_nbytes + others_nbytes) > room.available_nbytes:
         # Rows that share what the sample holds once only: to be sure, all are looked at.
-        others_nbytes *= _distinct_share(data, sample)
+        others_nbytes *= _distinct_share(data, sample, kept)
     needed_nbytes = round(once_nbytes + others_nbytes)
     if 0.9 * needed_nbytes > room.available_nbytes:
         raise SharedMemoryExhausted(
@@ -74,13 +82,13 @@ def check_sample(sample: list[Any], rows: int, unit: str, data: Iterable[Any]) -
         )
 
 
-def _needed_nbytes(sample: list[Any], rows: int, row_nbytes: float) -> tuple[float, float]:
+def _needed_nbytes(sample: list[Any], rows: int, row_nbytes: float, kept: Kept | None) -> tuple[float, float]:
     """Bytes that are needed once, about, and those that the number of rows decides on."""
     if row_nbytes > _LARGE_ROW_NBYTES:
         return 0, mean_stored_nbytes(sample) * rows
     sample = sample[: max(4, int(_MOST_SAMPLE_NBYTES / max(row_nbytes, 1)))]
     with new_builder() as out:
-        encoder = ValueEncoder(out)
+        encoder = ValueEncoder(out, Kept(out, earlier=kept))
         # The first half pays for what all rows share: the second half only refers to it.
         encoder.encode(sample[::2])
         half_nbytes = out.nbytes
@@ -89,20 +97,22 @@ def _needed_nbytes(sample: list[Any], rows: int, row_nbytes: float) -> tuple[flo
     return half_nbytes, each_nbytes * max(0, rows - (len(sample) + 1) // 2)
 
 
-def _distinct_share(data: Iterable[Any], sample: list[Any]) -> float:
-    """How many objects rows refer to, of all references: 1 if nothing is shared.
+def _distinct_share(data: Iterable[Any], sample: list[Any], kept: Kept | None) -> float:
+    """How many objects rows refer to, of all references: 1 if nothing is shared, 0 if all is there already.
 
     What the sample refers to is left out, since it has paid for that.
     """
+    there = np.fromiter(kept.ids() if kept else (), np.int64)
     parts = chain.from_iterable(map(_parts, data))
     paid = chain.from_iterable(map(_parts, sample))
-    return min(_share(map(id, data), map(id, sample)), _share(map(id, parts), map(id, paid)))
+    return min(_share(map(id, data), map(id, sample), there), _share(map(id, parts), map(id, paid), there))
 
 
-def _share(ids: Iterator[int], paid: Iterator[int]) -> float:
+def _share(ids: Iterator[int], paid: Iterator[int], there: np.ndarray[Any, Any]) -> float:
     numbers = np.fromiter(ids, np.int64)
     numbers = numbers[~np.isin(numbers, np.fromiter(paid, np.int64))]
-    return len(np.unique(numbers)) / len(numbers) if len(numbers) else 1.0
+    new = numbers[~np.isin(numbers, there)]
+    return len(np.unique(new)) / len(numbers) if len(numbers) else 1.0
 
 
 def _parts(row: Any) -> Iterable[Any]:

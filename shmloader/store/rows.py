@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pickle
+from abc import abstractmethod
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -14,18 +15,22 @@ import numpy as np
 
 from shmloader.shared_buffer import BufferBuilder, SharedBuffer
 from shmloader.store import arrow_view, gather
-from shmloader.store.base import BufferStore, StoreDescription, finish, row_array
+from shmloader.store.base import BufferStore, StoreDescription, finish, row_array, row_numbers
 from shmloader.store.chunked import ChunkedStore
 from shmloader.store.columns import Column, Reader, Readers, items, make_reader
 from shmloader.store.encode import ValueEncoder
+from shmloader.store.exact_dtypes import dumps
 from shmloader.store.fields import field_of
+from shmloader.store.graphs import has_members
+from shmloader.store.kept import Kept
 from shmloader.store.one_buffer import new_builder
-from shmloader.store.repeats import Kept
+from shmloader.store.parts import bytes_at
 from shmloader.store.size import SizeEstimate
 
 _FIRST_ROWS = 16  # of a stream's first chunk, when nothing is known of its rows
 _LEAST_ROWS, _MOST_ROWS = 1 << 14, 1 << 20
 _LEAST_STREAMED_ROWS = 1 << 12
+_MOST_GRAPHS = 16  # of which rows are parts, that are remembered while rows are copied
 _LEAST_CHUNK_NBYTES, _MOST_CHUNK_NBYTES = 4 << 20, 64 << 20  # in shared memory, about
 
 
@@ -39,6 +44,7 @@ class RowLayout(NamedTuple):
         columns: Offset of ``chunks + 1`` offsets, 64 bits: where each chunk's pickled column lies.
         kind: As in `StoreDescription`.
         python_nbytes: As in `StoreDescription`.
+        has_graphs: Whether rows, or values inside of them, are parts of larger values.
     """
 
     rows: int
@@ -47,6 +53,7 @@ class RowLayout(NamedTuple):
     columns: int
     kind: str
     python_nbytes: int
+    has_graphs: bool = False
 
 
 class RowWriter:
@@ -56,7 +63,9 @@ class RowWriter:
         out: Where to.
         row_nbytes: About how large a row is; None for a stream, of which nothing is known.
         expected_rows: How many there will be, where that is known.
-        streamed: Whether nobody keeps the rows while they are appended; None: where ``row_nbytes`` is None.
+        streamed: Whether nobody keeps what is in the rows while they are appended; None: where
+            ``row_nbytes`` is None.
+        kept: What was encoded before, for rows that are not streamed; None for nothing.
 
     Attributes:
         rows: Rows so far.
@@ -68,18 +77,21 @@ class RowWriter:
         row_nbytes: float | None = None,
         expected_rows: int = 0,
         streamed: bool | None = None,
+        kept: Kept | None = None,
     ) -> None:
         self._out = out
         self._streamed = row_nbytes is None
         self._row_nbytes = row_nbytes or 0
         self._expected_rows = expected_rows
-        self._kept = Kept(out, self._streamed if streamed is None else streamed)
-        self._encoder = ValueEncoder(out, self._kept)
+        streamed = self._streamed if streamed is None else streamed
+        self._kept = Kept(out, streamed) if kept is None or streamed else kept
+        self._encoder = ValueEncoder(out, self._kept, are_held=not self._streamed)
         self._starts = [0]
         self._columns = [out.nbytes]
         self._kinds: Counter[str] = Counter()
         self._estimate = SizeEstimate()
         self._begin_nbytes = out.nbytes
+        self._has_graphs = False
         self.rows = 0
 
     def chunk_rows(self) -> int:
@@ -111,25 +123,32 @@ class RowWriter:
         # Before they are encoded: what is kept by now has been counted.
         self._estimate.add(values, known=self._kept)
         column = self._encoder.encode(values)
-        self._columns[-1] = self._out.append(pickle.dumps(column, 5), alignment=8)
+        self._columns[-1] = self._out.append(dumps(column), alignment=8)
         self._columns.append(self._out.nbytes)
         self.rows += len(values)
         self._starts.append(self.rows)
         self._kinds[kind_of(column)] += len(values)
+        self._has_graphs = self._has_graphs or has_members(column)
 
     def finish(self) -> RowLayout:
         """Append the tables of the chunks; nothing may be appended after it."""
         starts = self._out.append(np.array(self._starts, np.int64))
         columns = self._out.append(np.array(self._columns, np.int64))
-        kinds = [kind for kind in self._kinds if kind != "nones"] or ["objects"]
         return RowLayout(
             self.rows,
             len(self._starts) - 1,
             starts,
             columns,
-            kinds[0] if len(kinds) == 1 else "mixed",
+            _common_kind(self._kinds),
             self._estimate.nbytes,
+            self._has_graphs,
         )
+
+
+def _common_kind(kinds: Collection[str]) -> str:
+    """The word that describes chunks of these kinds: rows of None fit any; ``objects`` where no rows are."""
+    found = set(kinds) - {"nones"} or ({"numbers"} if kinds else {"objects"})
+    return found.pop() if len(found) == 1 else "mixed"
 
 
 def kind_of(column: Column) -> str:
@@ -161,7 +180,72 @@ _KINDS = {
 }
 
 
-class RowStore(BufferStore, ChunkedStore):
+class _Rows(ChunkedStore):
+    """What the stores of rows and of a field of these have in common."""
+
+    buffer: SharedBuffer
+
+    @property
+    @abstractmethod
+    def has_graphs(self) -> bool:
+        """Whether rows may be parts of larger values, of which each is read as a whole."""
+
+    @abstractmethod
+    def column_of(self, chunk: int) -> Column:
+        """The column that holds a chunk."""
+
+    def chunk_reader(self, chunk: int) -> Reader:
+        """See `ChunkedStore.chunk_reader`."""
+        return make_reader(self.column_of(chunk), self.buffer, self.starts[chunk])
+
+    def __getitems__(self, indices: Any) -> list[Any]:
+        if not self.has_graphs:
+            return super().__getitems__(indices)
+        return list(map(self._reading(None), row_numbers(indices, len(self))))
+
+    def read_in_order(self, numbers: Iterable[int]) -> Iterator[Any]:
+        """See `Store.read_in_order`."""
+        return map(self._reading(1), numbers) if self.has_graphs else super().read_in_order(numbers)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.read_in_order(range(len(self))) if self.has_graphs else super().__iter__()
+
+    def _reading(self, most_graphs: int | None, readers: Readers | None = None) -> Reader:
+        """Make a function that reads rows, and what several of them are parts of (or share) once."""
+        chunk_readers: dict[int, Reader] = {}
+
+        def read(number: int) -> Any:
+            chunk = bisect_right(self.starts, number) - 1
+            if chunk not in chunk_readers:
+                column, first = self.column_of(chunk), self.starts[chunk]
+                chunk_readers[chunk] = make_reader(column, self.buffer, first, readers, most_graphs)
+            return chunk_readers[chunk](number)
+
+        return read
+
+    def reading_shared(self, numbers: Iterable[int]) -> Iterator[Any]:
+        """Read rows; those that share a value have the same object, as long as that is remembered."""
+        return map(self._reading(_MOST_GRAPHS, {}), numbers)
+
+    def alone(self, rows: Sequence[int]) -> RowStore:
+        """See `Store.alone`; what the rows share they share there too."""
+        with new_builder() as out:
+            writer, values = RowWriter(out), self.reading_shared(rows)
+            while values_of_chunk := list(islice(values, writer.chunk_rows())):
+                writer.append(values_of_chunk)
+            copy: RowStore = finish(out, (RowStore, writer.finish()))
+            return copy
+
+    def to_arrow(self) -> Any:
+        """See `SharedObject.to_arrow`: a ``Table`` of dict records, a ``ChunkedArray`` of anything else."""
+        return arrow_view.to_arrow(self)
+
+    def take(self, indices: Any, out: Any = None) -> Any:
+        """See `Store.take`."""
+        return gather.take(self, row_array(indices, len(self)), out)
+
+
+class RowStore(BufferStore, _Rows):
     """Rows of any Python objects.
 
     What is read equals what was given, with the same types. Objects that were one and the same in
@@ -175,12 +259,17 @@ class RowStore(BufferStore, ChunkedStore):
         self._places = items(buffer, layout.columns, layout.chunks + 1, "q")
         self._columns: dict[int, Column] = {}
 
+    @property
+    def has_graphs(self) -> bool:
+        """See `_Rows.has_graphs`."""
+        return self._layout.has_graphs
+
     def column_of(self, chunk: int) -> Column:
         """The column that holds a chunk."""
         column = self._columns.get(chunk)
         if column is None:
-            pickled = self.buffer.view[self._places[chunk] : self._places[chunk + 1]]
-            column = self._columns[chunk] = pickle.loads(pickled)
+            begin, end = self._places[chunk : chunk + 2]
+            column = self._columns[chunk] = pickle.loads(bytes_at(self.buffer, begin, end - begin))
         return column
 
     def column(self, field: str | int) -> FieldStore:
@@ -194,29 +283,13 @@ class RowStore(BufferStore, ChunkedStore):
         """
         return FieldStore(self, field)
 
-    def chunk_reader(self, chunk: int) -> Reader:
-        """See `ChunkedStore.chunk_reader`."""
-        return make_reader(self.column_of(chunk), self.buffer, self.starts[chunk])
-
-    def alone(self, rows: Sequence[int]) -> RowStore:
-        """See `Store.alone`."""
-        return _copy_of(self, rows)
-
     def describe(self) -> StoreDescription:
         """See `SharedObject.describe`."""
         layout = self._layout
         return StoreDescription(layout.kind, layout.rows, self.buffer.nbytes, layout.python_nbytes)
 
-    def to_arrow(self) -> Any:
-        """See `SharedObject.to_arrow`: a ``Table`` of dict records, a ``ChunkedArray`` of anything else."""
-        return arrow_view.to_arrow(self)
 
-    def take(self, indices: Any, out: Any = None) -> Any:
-        """See `Store.take`."""
-        return gather.take(self, row_array(indices, len(self)), out)
-
-
-class FieldStore(ChunkedStore):
+class FieldStore(_Rows):
     """One field of the records of a `RowStore`."""
 
     def __init__(self, store: RowStore, field: str | int) -> None:
@@ -227,9 +300,14 @@ class FieldStore(ChunkedStore):
             self.column_of(chunk)
 
     @property
-    def buffer(self) -> SharedBuffer:
+    def buffer(self) -> SharedBuffer:  # type: ignore[override]
         """The store's memory."""
         return self._store.buffer
+
+    @property
+    def has_graphs(self) -> bool:
+        """See `_Rows.has_graphs`."""
+        return self._store.has_graphs
 
     def column_of(self, chunk: int) -> Column:
         """The column that holds a chunk's field."""
@@ -238,47 +316,11 @@ class FieldStore(ChunkedStore):
             raise KeyError(self._field)
         return column
 
-    def chunk_reader(self, chunk: int) -> Reader:
-        """See `ChunkedStore.chunk_reader`."""
-        return make_reader(self.column_of(chunk), self.buffer, self.starts[chunk])
-
-    def alone(self, rows: Sequence[int]) -> RowStore:
-        """See `Store.alone`."""
-        return _copy_of(self, rows)
-
     def describe(self) -> StoreDescription:
         """See `SharedObject.describe`; the bytes are those of the whole store."""
         whole = self._store.describe()
-        kinds = {kind_of(self.column_of(chunk)) for chunk in range(len(self.starts) - 1)} - {"nones"}
-        return replace(whole, kind=kinds.pop() if len(kinds) == 1 else "mixed")
-
-    def to_arrow(self) -> Any:
-        """See `SharedObject.to_arrow`: a ``ChunkedArray``."""
-        return arrow_view.to_arrow(self)
-
-    def take(self, indices: Any, out: Any = None) -> Any:
-        """See `Store.take`."""
-        return gather.take(self, row_array(indices, len(self)), out)
+        kinds = {kind_of(self.column_of(chunk)) for chunk in range(len(self.starts) - 1)}
+        return replace(whole, kind=_common_kind(kinds))
 
     def __reduce__(self) -> Any:
         return FieldStore, (self._store, self._field)
-
-
-def _copy_of(store: RowStore | FieldStore, rows: Sequence[int]) -> RowStore:
-    """A store of some rows; what they share they share there too."""
-    readers: Readers = {}
-    chunk_readers: dict[int, Reader] = {}
-
-    def read(number: int) -> Any:
-        chunk = bisect_right(store.starts, number) - 1
-        if chunk not in chunk_readers:
-            column, first = store.column_of(chunk), store.starts[chunk]
-            chunk_readers[chunk] = make_reader(column, store.buffer, first, readers)
-        return chunk_readers[chunk](number)
-
-    with new_builder() as out:
-        writer, values = RowWriter(out), map(read, rows)
-        while values_of_chunk := list(islice(values, writer.chunk_rows())):
-            writer.append(values_of_chunk)
-        copy: RowStore = finish(out, (RowStore, writer.finish()))
-        return copy

@@ -52,6 +52,10 @@ def save(store: Any, path: str | os.PathLike[str]) -> None:
     import pyarrow as pa
 
     form = _arrow_form(store)
+    if form is None and getattr(store, "image", None) is None:
+        # A field, a slice, the items of a dict, or what refers to another store's memory.
+        store = store.alone(range(len(store)))
+        form = _arrow_form(store)
     if form is None:
         table = _image_of(store)
     else:
@@ -123,9 +127,6 @@ def _image_of(store: Any) -> Any:
     """A table of one cell: the memory of a store that consists of nothing else."""
     import pyarrow as pa
 
-    if not getattr(store, "is_complete", False):  # a field, a slice, the items of a dict
-        return _image_of(store.alone(range(len(store))))
-    buffer = store.buffer
     # Written with a cell of one byte, the file tells where the cell will lie: lengths have fixed sizes.
     sink = pa.BufferOutputStream()
     small = _one_cell(b"\0", b"")
@@ -133,7 +134,7 @@ def _image_of(store: Any) -> Any:
         writer.write_table(small)
     written = sink.getvalue()
     offset = pa.ipc.open_file(written).read_all().column(0).chunk(0).buffers()[2].address - written.address
-    return _one_cell(buffer.view, b" " * (-offset % mmap.ALLOCATIONGRANULARITY))
+    return _one_cell(store.image, b" " * (-offset % mmap.ALLOCATIONGRANULARITY))
 
 
 def _one_cell(image: Any, padding: bytes) -> Any:
@@ -153,14 +154,27 @@ def _replacing(target: Path) -> Iterator[Any]:
     Processes that have the old file mapped keep it; writing into it would change what they read, and
     shortening it would end them with a bus error.
     """
-    fd, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
+    with _naming(target):
+        fd, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:50]}-")
+        try:
+            with os.fdopen(fd, "wb") as file:
+                yield file
+            mask = os.umask(0)
+            os.umask(mask)
+            Path(name).chmod(0o666 & ~mask)  # as of a file that open() makes
+            Path(name).replace(target)
+        except BaseException:
+            Path(name).unlink()
+            raise
+
+
+@contextmanager
+def _naming(target: Path) -> Iterator[None]:
+    """Errors of the system name the file that was asked for, not the one beside it."""
     try:
-        with os.fdopen(fd, "wb") as file:
-            yield file
-        mask = os.umask(0)
-        os.umask(mask)
-        Path(name).chmod(0o666 & ~mask)  # as of a file that open() makes
-        Path(name).replace(target)
-    except BaseException:
-        Path(name).unlink()
-        raise
+        yield
+    except OSError as error:
+        if error.errno is None:  # not the system's
+            raise
+        named = OSError(error.errno, error.strerror, os.fspath(target))  # of the class that goes with errno
+        raise named.with_traceback(error.__traceback__) from None

@@ -9,6 +9,7 @@ import numpy as np
 
 from shmloader.shared_buffer import BufferBuilder, SharedBuffer
 from shmloader.store.columns import NoArrowTypeError, Scope, arrow_buffer, if_valid
+from shmloader.store.parts import first_offset
 
 
 def append_validity(values: list[Any], out: BufferBuilder) -> int:
@@ -118,7 +119,7 @@ class NumpyScalars(NamedTuple):
 
     def array(self, memory: SharedBuffer) -> np.ndarray[Any, Any]:
         """All of them."""
-        return np.frombuffer(memory.view, self.dtype, self.rows, self.offset)
+        return np.frombuffer(memory.view, self.dtype, self.rows, self.offset - first_offset(memory))
 
     def expression(self, scope: Scope) -> str:
         """See `Column.expression`."""

@@ -14,6 +14,7 @@ _SAMPLED_ROWS = 64
 _SAMPLED_OF_CHUNK = 8
 _MOST_DEPTH = 12
 _LIST_ENTRY_NBYTES = 8
+_MOST_LOOKED = 4096  # of the values in one container
 
 
 class SizeEstimate:
@@ -36,7 +37,7 @@ class SizeEstimate:
             sampled_rows: About how many.
             known: Ids of objects that have been counted before.
         """
-        sample = values[:: max(1, len(values) // sampled_rows)]
+        sample = values[:: max(1, len(values) // max(1, sampled_rows))]
         seen: set[int] = set()
         sampled = [nbytes_of(value, seen, known=known) for value in sample]
         self.nbytes += _of_all(sampled, len(values)) + _LIST_ENTRY_NBYTES * len(values)
@@ -83,6 +84,9 @@ def nbytes_of(value: Any, seen: set[int], depth: int = 0, known: Container[int] 
         inside = list(value)
     else:
         inside = [*getattr(value, "__dict__", {}).values()]
+    if len(inside) > _MOST_LOOKED:
+        sample = inside[:: len(inside) // _MOST_LOOKED + 1]
+        return nbytes + _of_all([nbytes_of(item, seen, depth + 1, known) for item in sample], len(inside))
     return nbytes + sum([nbytes_of(item, seen, depth + 1, known) for item in inside])
 
 
@@ -107,10 +111,8 @@ def estimate_nbytes(value: Any) -> int:
         seen: set[int] = set()
         inside = [nbytes_of(key, seen) + nbytes_of(item, seen) for key, item in sample.items()]
         return sys.getsizeof(value) + _of_all(inside, len(value))
-    nbytes = getattr(value, "nbytes", None)
-    if isinstance(nbytes, int) and not isinstance(value, torch.Tensor):
-        return nbytes  # ndarrays, also views; Arrow
-    return nbytes_of(value, set())
+    nbytes = None if isinstance(value, torch.Tensor) else getattr(value, "nbytes", None)
+    return nbytes if isinstance(nbytes, int) else nbytes_of(value, set())  # ndarrays, also views; Arrow
 
 
 _SAMPLED_STORED = 8

@@ -8,7 +8,7 @@ import numpy as np
 
 from shmloader.shared_buffer import BufferBuilder, SharedBuffer
 from shmloader.store.columns import Scope, arrow_buffer, if_valid
-from shmloader.store.one_buffer import BufferPart
+from shmloader.store.parts import first_offset
 from shmloader.store.scalars import append_validity
 
 _MOST_SMALL_NBYTES = (1 << 31) - 1
@@ -38,9 +38,8 @@ class Strings(NamedTuple):
     def expression(self, scope: Scope) -> str:
         """See `Column.expression`."""
         ends = scope.items(self.offsets, self.rows + 1, self.code)
-        memory = scope.memory
-        begin = scope.bind(self.data + (memory.begin if isinstance(memory, BufferPart) else 0))
-        value = f"{scope.bind(memory.mapping)}[{begin} + {ends}[i] : {begin} + {ends}[i + 1]]"
+        begin = scope.bind(self.data - first_offset(scope.memory))
+        value = f"{scope.bind(scope.memory.mapping)}[{begin} + {ends}[i] : {begin} + {ends}[i + 1]]"
         if self.text:
             value += ".decode()"
         return if_valid(scope, self.validity, self.rows, value)

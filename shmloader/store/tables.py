@@ -16,6 +16,7 @@ from shmloader.store.base import BufferStore, StoreDescription, Written, row_arr
 from shmloader.store.chunked import ChunkedStore
 from shmloader.store.columns import Reader, make_reader
 from shmloader.store.output import output_array, outputs_by_name
+from shmloader.store.parts import bytes_at
 from shmloader.store.size import SizeEstimate
 
 _SAMPLED_ROWS = 64
@@ -64,7 +65,7 @@ class ArrowRows(ChunkedStore):
     def take(self, indices: Any, out: Any = None) -> Any:
         """See `Store.take`: a ``Table`` or ``ChunkedArray``, by Arrow's ``take``."""
         rows = row_array(indices, len(self))
-        taken = self._data.take(pa.array(rows))
+        taken = _taken(self._data, rows)
         if out is None:
             return taken
         if isinstance(taken, pa.Table):
@@ -75,6 +76,16 @@ class ArrowRows(ChunkedStore):
         else:
             _fill(out, taken)
         return out
+
+
+def _taken(data: Any, rows: Any) -> Any:
+    try:
+        return data.take(pa.array(rows))
+    except pa.ArrowNotImplementedError:  # of types that Arrow cannot gather (yet): one piece for each row
+        pieces = [data.slice(row, 1) for row in rows.tolist()]
+    if isinstance(data, pa.Table):
+        return pa.concat_tables(pieces or [data.slice(0, 0)])
+    return pa.chunked_array([chunk for piece in pieces for chunk in piece.chunks], data.type)
 
 
 def _fill(out: Any, column: Any) -> None:
@@ -97,7 +108,7 @@ class ArrowStore(BufferStore, ArrowRows):
 
     def __init__(self, buffer: SharedBuffer, layout: ArrowLayout) -> None:
         BufferStore.__init__(self, buffer, layout)
-        stream = buffer.view[layout.offset : layout.offset + layout.nbytes]
+        stream = bytes_at(buffer, layout.offset, layout.nbytes)
         with pa.ipc.open_stream(pa.py_buffer(stream)) as reader:
             table = reader.read_all()
         ArrowRows.__init__(self, table.column(0) if layout.is_column else table)

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shmloader.store.advice import how_to_share
 from shmloader.store.base import SharedObject
 from shmloader.store.build import build_store, estimate_nbytes, write_store
 from shmloader.store.foreign import is_hugging_face, is_pandas_part
@@ -71,7 +72,8 @@ def share_attributes(root: Any, *, least_nbytes: int = LEAST_NBYTES, progress: b
 
     Looked into are objects of classes written in Python (attributes and slots; so nested datasets,
     ``Subset``, ``ConcatDataset``, ``StackDataset``, dataclasses), lists, tuples and dicts of such objects,
-    bound methods and ``functools.partial``. Replaced are, from ``least_nbytes`` on:
+    ``types.SimpleNamespace``, bound methods and ``functools.partial``. Replaced are, from ``least_nbytes``
+    on:
 
     * lists, tuples and dicts of data, by stores. A container of at most 32 elements some of which are large
       themselves is looked into instead.
@@ -82,8 +84,9 @@ def share_attributes(root: Any, *, least_nbytes: int = LEAST_NBYTES, progress: b
     device, Arrow, pandas and Hugging Face objects, ``torch.nn.Module``. What was done is logged at INFO
     level.
 
-    An object that is referred to twice is shared once, and cycles are fine. Runs in the calling process;
-    the result reaches workers by handle, under every start method.
+    An object that is referred to twice is shared once, and cycles are fine. What several containers refer to
+    (the same arrays, texts, records) is in memory once; nothing of it may change meanwhile. Runs in the
+    calling process; the result reaches workers by handle, under every start method.
 
     Args:
         root: The object; it is not modified.
@@ -177,9 +180,11 @@ class _Graph:
     def add_root(self, root: Any) -> None:
         node = self.nodes[id(root)] = _Node(root, type(root).__qualname__)
         if not _is_open(root):
+            advice = how_to_share(root)
             raise TypeError(
                 "share takes sequences, mappings, arrays, tensors, Arrow and pandas objects, and objects "
                 f"with attributes, such as a dataset; not {type(root).__qualname__}"
+                f"{'. ' * bool(advice)}{advice}"
             )
         todo = deque([node])
         while todo:
@@ -288,7 +293,7 @@ def _elements(container: Any) -> Iterable[tuple[_Label, Any]]:
 
 def _is_open(value: Any) -> bool:
     """Whether to look at an object's attributes."""
-    if isinstance(value, types.MethodType | functools.partial):
+    if isinstance(value, types.MethodType | functools.partial) or type(value) is types.SimpleNamespace:
         return True
     if isinstance(value, tuple):
         return hasattr(value, "_fields")
@@ -312,19 +317,28 @@ def _is_all_python(kind: type) -> bool:
 def _attributes(value: Any) -> Iterable[tuple[_Label, Any]]:
     if isinstance(value, types.MethodType):
         return [(".__self__", value.__self__)]
+    held: Iterable[tuple[str, Any]] = getattr(value, "__dict__", {}).items()
     if isinstance(value, functools.partial):
-        return [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
-    if isinstance(value, tuple):
-        return [(f".{name}", element) for name, element in zip(value._fields, value, strict=True)]  # type: ignore[attr-defined]
-    held = itertools.chain(getattr(value, "__dict__", {}).items(), slots_of(value))
+        own = [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+        held = itertools.chain(own, held)
+    elif isinstance(value, tuple):
+        held = itertools.chain(zip(value._fields, value, strict=True), held)  # type: ignore[attr-defined]
+    else:
+        held = itertools.chain(held, slots_of(value))
     return [(f".{name}", attribute) for name, attribute in held]
+
+
+_ORDER = {np.ndarray: 0, torch.Tensor: 0, list: 1, tuple: 1, dict: 2}
+"""What is written first. Values are found again in what was written earlier, so that those of a dict, which
+mostly are some of a list's, come last, and whole arrays before what refers to them."""
 
 
 def _share_containers(nodes: list[_Node], progress: bool | None) -> dict[int, Any]:
     """Share the values of nodes in one buffer; returns what replaces them, by ``id``."""
     if not nodes:
         return {}
-    with StoreGroup() as group:
+    nodes.sort(key=lambda node: _ORDER[type(node.value)])
+    with StoreGroup(len(nodes)) as group:
         nodes = [node for node in nodes if _add(group, node, progress)]
         stores = group.finish() if nodes else []
     return {id(node.value): _replacement(node, store) for node, store in zip(nodes, stores, strict=True)}
@@ -338,7 +352,8 @@ def _add(group: StoreGroup, node: _Node, progress: bool | None) -> bool:
         raise
     except Exception as error:  # noqa: BLE001 - pickling raises whatever the elements' classes do
         # As text: whoever keeps the log record must not keep the frames, and with them the stores.
-        _log.info("share: left %s: %s", node.path, f"{type(error).__name__}: {error}")
+        notes = " ".join(["", *getattr(error, "__notes__", ())])
+        _log.info("share: left %s: %s", node.path, f"{type(error).__name__}: {error}{notes}")
         return False
     return True
 

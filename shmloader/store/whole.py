@@ -13,12 +13,15 @@ from shmloader.slot_writer import wrap_tensor
 from shmloader.store.arrays import (
     Array,
     ArrayKind,
+    Stacked,
     array_of_tensor,
     kind_of_array,
     kind_of_tensor,
+    memory_of,
     view_items,
 )
 from shmloader.store.base import BufferStore, Store, StoreDescription, Written, finish, row_array
+from shmloader.store.kept import Kept, KeptValue
 from shmloader.store.one_buffer import new_builder
 from shmloader.store.output import output_array
 
@@ -80,7 +83,8 @@ class _BlockStore(BufferStore, Store):
         """See `Store.alone`."""
         with new_builder() as out:
             kind = self._layout.kind._replace(fortran=False)
-            store: Store = finish(out, _write(self._block[np.asarray(rows, np.int64)], kind, type(self), out))
+            chosen = self._block[np.asarray(rows, np.int64)]
+            store: Store = finish(out, (type(self), _append(chosen, kind, out)))
             return store
 
     def to_arrow(self) -> Any:
@@ -246,29 +250,60 @@ def _shared_tensor(store: TensorStore) -> SharedTensor:
     return tensor
 
 
-def write_array(data: Array, out: BufferBuilder) -> Written:
-    """Write an ndarray without Python objects in it, of at least one dimension."""
+def write_array(data: Array, out: BufferBuilder, kept: Kept | None = None) -> Written:
+    """Write an ndarray without Python objects in it, of at least one dimension.
+
+    Args:
+        data: The array.
+        out: Where to.
+        kept: What is there already; what is written is added.
+    """
+    if not data.ndim:
+        raise TypeError(
+            f"an array without dimensions is one value ({data!r:.80}), not rows: there is nothing in it that "
+            "would be worth sharing. Share array.reshape(1), or leave it as it is"
+        )
     kind = kind_of_array(data)
-    if kind is None or not data.ndim:
+    if kind is None:
         raise TypeError(f"an array of {data.dtype} with shape {data.shape} has no rows of plain items")
-    return _write(data.T if kind.fortran else data, kind, ArrayStore, out)
+    return ArrayStore, _once(data, data.T if kind.fortran else data, kind, out, kept)
 
 
-def write_tensor(data: torch.Tensor, out: BufferBuilder) -> Written:
-    """Write a dense CPU tensor of at least one dimension."""
-    data = data.resolve_conj().resolve_neg()
-    kind = kind_of_tensor(data)
-    if kind is None or not data.dim():
+def write_tensor(data: torch.Tensor, out: BufferBuilder, kept: Kept | None = None) -> Written:
+    """Write a dense CPU tensor of at least one dimension; see `write_array`."""
+    resolved = data.resolve_conj().resolve_neg()
+    kind = kind_of_tensor(resolved)
+    if kind is None or not resolved.dim():
         raise TypeError(
             f"only dense CPU tensors without gradients, of at least one dimension, can be shared; this one "
             f"has {data.dim()} dimensions, {data.dtype}, {data.layout}, device {data.device}, "
-            f"requires_grad={data.requires_grad}. See Tensor.detach(), Tensor.cpu() and Tensor.to_dense()."
+            f"requires_grad={data.requires_grad}. See Tensor.detach(), Tensor.cpu(), Tensor.to_dense() and "
+            "Tensor.reshape(1)."
         )
-    return _write(array_of_tensor(data, kind.dtype), kind, TensorStore, out)
+    return TensorStore, _once(resolved, array_of_tensor(resolved, kind.dtype), kind, out, kept)
 
 
-def _write(array: Array, kind: ArrayKind, store: type[_BlockStore], out: BufferBuilder) -> Written:
+def _once(
+    data: Array | torch.Tensor, array: Array, kind: ArrayKind, out: BufferBuilder, kept: Kept | None
+) -> BlockLayout:
+    """Write the items of an array or tensor, unless they are kept already."""
+    if kept is None:
+        return _append(array, kind, out)
+    keys = id(data), memory_of(data, kind)
+    for key in keys:
+        found = kept.get(key, data)
+        if found is not None and isinstance(found.column, Stacked) and found.column.kind == kind:
+            kept.refer_to(key)
+            offset = found.column.offset + found.place * array.nbytes
+            return BlockLayout(kind, found.column.shape, offset, array.nbytes)
+    layout = _append(array, kind, out)
+    column = Stacked(1, kind, layout.shape, layout.offset)
+    for key in keys:
+        kept.add(key, KeptValue(data, column, 0, array.nbytes))
+    return layout
+
+
+def _append(array: Array, kind: ArrayKind, out: BufferBuilder) -> BlockLayout:
     out.reserve(out.nbytes + array.nbytes)  # before any page is touched
     flat = np.ascontiguousarray(array).reshape(-1)
-    offset = out.append(flat.view(np.uint8))
-    return store, BlockLayout(kind, array.shape, offset, array.nbytes)
+    return BlockLayout(kind, array.shape, out.append(flat.view(np.uint8)), array.nbytes)
