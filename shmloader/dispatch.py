@@ -10,22 +10,46 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Container
+from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from shmloader import torch_private
 from shmloader.slots import SlotPool
+from shmloader.trials import AutoCount
 
 STATIC, DYNAMIC = "static", "dynamic"
 MODES = (STATIC, DYNAMIC)
 """What ``dispatch`` may be."""
 
 
-def check_dispatch(dispatch: str, dataset: object) -> None:
-    """Refuse what a loader cannot do.
+def choose_dispatch(dispatch: str | None, dataset: object, num_workers: object) -> str:
+    """The mode that a loader has.
+
+    Args:
+        dispatch: What was asked for; None for what suits the number of workers.
+        dataset: The loader's dataset.
+        num_workers: A number, or an `AutoCount`.
 
     Raises:
-        ValueError: For another mode, or the dynamic one with an iterable-style dataset.
+        ValueError: For another mode, the static one where the loader chooses the number of workers, or the
+            dynamic one with an iterable-style dataset.
     """
+    tunes = isinstance(num_workers, AutoCount)
+    if tunes and isinstance(dataset, (IterableDataset, *torch_private.DATAPIPES)):
+        raise ValueError(
+            "num_workers='auto' needs a map-style dataset: each worker has a stream of its own from an "
+            "iterable-style one, or a share of a DataPipe, so which samples come depends on how many workers "
+            "there are. Pass a number"
+        )
+    if tunes and dispatch == STATIC:
+        raise ValueError(
+            "num_workers='auto' needs dispatch='dynamic', which is its default: where workers take turns, "
+            "what samples draw would depend on how many workers were chosen. Leave dispatch out, or pass a "
+            "number of workers"
+        )
+    if dispatch is None:
+        return DYNAMIC if tunes else STATIC
     if dispatch not in MODES:
         raise ValueError(f"dispatch must be one of {', '.join(map(repr, MODES))}, not {dispatch!r}")
     if dispatch == DYNAMIC and isinstance(dataset, IterableDataset):
@@ -34,6 +58,12 @@ def check_dispatch(dispatch: str, dataset: object) -> None:
             "iterable-style one, so which samples come, and in which order, would depend on which worker "
             "happened to be free. Leave dispatch='static'"
         )
+    return dispatch
+
+
+def is_dynamic(loader: Any) -> bool:
+    """Whether a loader's attributes, which may have been changed, ask for dynamic dispatch."""
+    return loader.dispatch == DYNAMIC or isinstance(loader.num_workers, AutoCount)
 
 
 _IN_HAND = 2  # tasks that keep a worker busy while its answer travels and the next one comes
@@ -57,6 +87,7 @@ class Balance:
 
     Attributes:
         window: As above.
+        serving: How many workers are given tasks: the first ones.
     """
 
     def __init__(
@@ -76,6 +107,7 @@ class Balance:
         self._timeout_s = timeout_s
         # By worker, in the order in which it does them. Those at the front may have been answered.
         self._sent: list[deque[int]] = [deque() for _ in range(num_workers)]
+        self.serving = num_workers
         self._unchanged = 0  # batches returned since the window changed
         self.begin()
 
@@ -86,6 +118,19 @@ class Balance:
         self._set_window(self._pool.most_tasks)
         self._waiting_for = -1
         self._waiting_since_s = 0.0
+
+    def serve(self, num_workers: int, prefetch_factor: int) -> None:
+        """Give tasks to another number of workers, or another number of tasks to each, from now on."""
+        self._sent += [deque() for _ in range(num_workers - len(self._sent))]
+        self.serving = num_workers
+        self._prefetch_factor = prefetch_factor
+        self._enough = min(prefetch_factor, _IN_HAND)
+        self._set_window(self._pool.most_tasks)
+
+    def is_done(self, worker_id: int) -> bool:
+        """Whether a worker has answered all tasks that it was sent in this epoch."""
+        self._forget_answered()
+        return worker_id >= len(self._sent) or not self._sent[worker_id]
 
     def choose(self, seq: int) -> int:
         """The worker to send a task to: one of those that have the fewest that are not done.
@@ -100,13 +145,16 @@ class Balance:
         return worker_id
 
     def _to_do(self) -> list[int]:
-        """How many tasks each worker has that it has not answered."""
+        """How many tasks each worker that is given some has not answered."""
+        self._forget_answered()
+        return [len(sent) for sent in self._sent[: self.serving]]
+
+    def _forget_answered(self) -> None:
         arrived, outstanding = self._arrived, self._outstanding
         for sent in self._sent:
             # A worker answers in the order of its tasks.
             while sent and (sent[0] in arrived or sent[0] not in outstanding):
                 sent.popleft()
-        return [len(sent) for sent in self._sent]
 
     def note_return(self) -> None:
         """A batch has been returned while at least ``most_tasks`` others are on their way."""

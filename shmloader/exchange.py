@@ -6,18 +6,17 @@ samplers and of the order in which batches are returned. Main process only.
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from shmloader.errors import LoaderClosed, LoaderError, SharedMemoryExhausted, WorkerTimeout
+from shmloader.errors import LoaderClosed, LoaderError, SharedMemoryExhausted
 from shmloader.index_batches import PackedInts, pickle_index_batch
 from shmloader.inspection import Inspection, Publication
 from shmloader.inspection import wanted as inspection_wanted
@@ -41,11 +40,10 @@ from shmloader.messages import (
 from shmloader.slots import Slot, SlotPool
 from shmloader.spills import Spills
 from shmloader.statistics import Counters
-from shmloader.workers import Worker, Workers
+from shmloader.workers import Worker, Workers, log_replacement, worker_timeout
 
 _EXPEL_S = 1.0  # how long another thread may take to notice that the loader was closed
 _MOST_DEATHS = 2  # a batch that has ended so many workers is not tried again
-_log = logging.getLogger("shmloader")
 
 
 class Patience(NamedTuple):
@@ -74,6 +72,7 @@ class Exchange:
             which they were sent: the worker, the index batch, the slot.
         arrived: The workers' answers to those whose batch is here, by number, in order of arrival.
         ended: Workers that have said, since this was last emptied, that their dataset is exhausted.
+        joining: Workers that were started later and have not said yet that they are there.
         warning: What the user is to be warned of with the next batch, or "".
         inspection: The checks of ``SHMLOADER_DEBUG=1``, or None.
         before_sleep: Called when the main process is about to sleep for want of a batch, or None.
@@ -88,6 +87,7 @@ class Exchange:
         self.outstanding: dict[int, tuple[int, object, Slot]] = {}
         self.arrived: dict[int, DoneFields] = {}
         self.ended: list[int] = []
+        self.joining: set[int] = set()
         self.settled = True
         self.warning = ""
         self.before_sleep: Callable[[], None] | None = None
@@ -163,19 +163,39 @@ class Exchange:
         self.arrived.clear()
         self._images.clear()
         self._deaths.clear()
-        payload = pickle.dumps(shared_seed, 5)
-        self._resuming = {worker.worker_id for worker in self.crew.workers}
-        for worker in self.crew.workers:
-            record = Task(
-                RESUME, self._generation, epoch, int(put_back), payload_nbytes=len(payload), payload=payload
-            )
-            worker.send(record.pack())
+        workers = self.crew.workers
+        self._resuming = {worker.worker_id for worker in workers} - self.joining
+        self._send_resume(workers, shared_seed, epoch, put_back=put_back)
         while self._resuming:
             self.receive()
         self.ended.clear()
         self.pool.trim()
 
+    def _send_resume(
+        self, workers: Iterable[Worker], shared_seed: int | None, epoch: int, *, put_back: bool = False
+    ) -> None:
+        payload = pickle.dumps(shared_seed, 5)
+        nbytes = len(payload)
+        task = Task(RESUME, self._generation, epoch, int(put_back), payload_nbytes=nbytes, payload=payload)
+        for worker in workers:
+            worker.send(task.pack())
+
+    def welcome(self, worker: Worker, shared_seed: int | None, epoch: int) -> None:
+        """Have a worker that was started in the middle of an epoch say when it is there: see `joining`."""
+        self.joining.add(worker.worker_id)
+        self._send_resume([worker], shared_seed, epoch)
+
     # --- in
+
+    def look_for_joining(self) -> None:
+        """Take in what workers that are `joining` have said."""
+        for worker_id in list(self.joining):
+            worker = self.crew.workers[worker_id]
+            records = worker.receive()
+            if records:
+                self._accept(worker, records)
+            elif records is None or worker.is_dead():
+                self._recover(worker, None)
 
     def receive(self, worker_id: int | None = None) -> None:
         """Take records in: those of one worker if there are some, else wait for any worker's.
@@ -289,6 +309,7 @@ class Exchange:
             self._accept_part(worker, done)
         elif generation == self._generation:  # an interrupted resume's answer is stale
             self._resuming.discard(worker.worker_id)
+            self.joining.discard(worker.worker_id)
 
     def _accept_part(self, worker: Worker, done: DoneFields) -> None:
         """Copy a piece of a batch that is larger than its slot, and ask for the next one."""
@@ -377,17 +398,7 @@ class Exchange:
         except Exception as error:
             error.add_note(f"It was to replace worker {worker.worker_id} (pid {pid}), with {held!s:.200}")
             raise
-        _log.warning(
-            "shmloader worker %d (pid %d) %s at the index batch %.200s and was replaced by pid %d; "
-            "%d more restart(s).%s",
-            worker.worker_id,
-            pid,
-            "died" if silent_s is None else f"was silent for {silent_s} s",
-            held.get(culprit),
-            fresh.pid,
-            self._restarts_left,
-            stack and f"\n{stack}",
-        )
+        log_replacement(fresh, pid, held.get(culprit), silent_s, self._restarts_left, stack)
         self._hand_over(fresh, held)
 
     def _hand_over(self, worker: Worker, held: dict[int, object]) -> None:
@@ -396,6 +407,7 @@ class Exchange:
             del self._voided[number]
             self.pool.revoke(self.pool.slots[number])
         self._resuming.discard(worker.worker_id)  # it was started in this epoch
+        self.joining.discard(worker.worker_id)
         for seq, index_batch in held.items():
             slot = self.outstanding[seq][2]
             self._images.pop(seq, None)
@@ -408,23 +420,11 @@ class Exchange:
         why = f"{deaths} workers have ended at the first of its index batches." if deaths > 1 else ""
         error: LoaderError
         if silent_s is None:
-            error = self.crew.died(worker, indices, self._memory_figures(), why)
+            error = self.crew.died(worker, indices, self._spills.figures(), why)
             self.crew.close(f"worker {worker.worker_id} died", grace_s=0.0)
             self.pool.close()
         else:
             waiting_for = tuple(self._held_by(None).values())
-            error = WorkerTimeout(
-                f"DataLoader timed out after {silent_s} seconds: none of {len(self.crew.workers)} worker(s) "
-                f"has finished a batch; outstanding index batches: {waiting_for!s:.300}. {why} The next is "
-                f"due from worker {worker.worker_id} ({worker.place}), which is at\n"
-                f"{self.crew.stack_of(worker)}"
-            )
+            error = worker_timeout(self.crew, worker, silent_s, waiting_for, why)
         self.settled = True
         raise error
-
-    def _memory_figures(self) -> str:
-        pool = self.pool
-        return (
-            f"The loader's slots have {sum(slot.nbytes for slot in pool.slots):,} bytes of shared memory "
-            f"(their budget is {pool.budget_nbytes:,}), its largest batch {pool.largest_nbytes:,}."
-        )

@@ -13,26 +13,25 @@ import os
 import warnings
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from shmloader import torch_private
 from shmloader.array_samplers import index_arrays
+from shmloader.autotune import Autotune
 from shmloader.bad_samples import LEFT_OUT, count, take_report, warn_of_bad_samples
 from shmloader.callers import level_of_the_program
 from shmloader.codec import Decoder
-from shmloader.dispatch import DYNAMIC, Balance
+from shmloader.dispatch import Balance, is_dynamic
 from shmloader.errors import LoaderClosed, SpillWarning
 from shmloader.exchange import Exchange, Patience
 from shmloader.failures import restore
 from shmloader.fetch import FetchRules
-from shmloader.limits import memory_headroom
 from shmloader.messages import FAILURE, REPORTED
 from shmloader.next_epoch import NOTHING, EpochPrefetch, can_prefetch
 from shmloader.pinning import pin_batch
-from shmloader.segment import new_segment
 from shmloader.slots import SlotPool
 from shmloader.statistics import Counters
+from shmloader.tuning import Beginning, Tuning, make_pool
 from shmloader.worker import WorkerArguments
 from shmloader.workers import THREAD, Workers, start_workers
 
@@ -48,12 +47,13 @@ class SlotIterator(torch_private.BaseIterator):
     Args:
         loader: The loader; its arguments are read now, as frameworks set some late.
         counters: The loader's counters.
+        autotune: What chooses the number of workers or of batches in advance, if that is to be chosen.
 
     Attributes:
         pool: The slots, for statistics.
     """
 
-    def __init__(self, loader: Any, counters: Counters) -> None:
+    def __init__(self, loader: Any, counters: Counters, autotune: Autotune | None = None) -> None:
         super().__init__(loader)
         if loader.prefetch_factor <= 0:
             raise AssertionError(
@@ -61,22 +61,12 @@ class SlotIterator(torch_private.BaseIterator):
             )
         self._in_order: bool = loader.in_order
         self._on_error: str = loader.on_error
-        self._most_tasks: int = loader.prefetch_factor * self._num_workers
+        self._most_tasks = int(loader.prefetch_factor) * int(self._num_workers)
+        self._most_workers = self._num_workers if autotune is None else autotune.most_workers
         self._counters = counters
         self._counts_samples = self._dataset_kind == torch_private.ITERABLE_KIND
         self._decoder = Decoder()
-        available_nbytes = memory_headroom().available_nbytes
-        budget_nbytes = loader.memory_budget_nbytes
-        if budget_nbytes is None:
-            self.pool = SlotPool(
-                new_segment(),
-                self._most_tasks,
-                available_nbytes // 2,
-                elastic=True,
-                workers=self._num_workers,
-            )
-        else:
-            self.pool = SlotPool(new_segment(), self._most_tasks, min(budget_nbytes, available_nbytes))
+        self.pool = make_pool(loader, autotune)
         try:
             self._crew = self._start_workers(loader)
         except BaseException:
@@ -87,11 +77,15 @@ class SlotIterator(torch_private.BaseIterator):
         # Runs when the iterator dies and at interpreter exit; refers to the parts, not to the iterator.
         self._finalizer = weakref.finalize(self, _stop, os.getpid(), self._crew, self.pool)
         try:
-            self._balance = self._make_balance(loader) if loader.dispatch == DYNAMIC else None
+            self._balance = self._make_balance(loader) if is_dynamic(loader) else None
             may_prefetch = loader.prefetch_epochs and self._in_order and self._balance is None
             self._prefetch: EpochPrefetch | None = None
             if may_prefetch and can_prefetch(self._dataset, self._index_sampler):
                 self._prefetch = EpochPrefetch(self._index_sampler, self._num_workers)
+            self._tuning: Tuning | None = None
+            if autotune is not None:
+                exchange, balance = self._exchange, self._balance
+                self._tuning = Tuning(autotune, loader, exchange, balance, counters, self._begins)
             self._reset(loader, first_iter=True)
         except BaseException:
             self.close("its first tasks could not be sent")
@@ -112,17 +106,17 @@ class SlotIterator(torch_private.BaseIterator):
         )
         make_arguments = functools.partial(
             WorkerArguments,
-            num_workers=self._num_workers,
+            num_workers=self._most_workers,
             main_pid=os.getpid(),
             segment=self.pool.segment,
             dataset=self._dataset,
             rules=rules,
             base_seed=int(self._base_seed),
             init_fn=init_fn,
-            seeds_samples=loader.dispatch == DYNAMIC,
+            seeds_samples=is_dynamic(loader),
         )
         # What differs from epoch to epoch; not the iterator, which must die alone.
-        begins = self._begins = _Beginning(self._shared_seed)
+        begins = self._begins = Beginning(self._shared_seed)
 
         def arguments_of(worker_id: int) -> WorkerArguments:
             return make_arguments(worker_id=worker_id, shared_seed=begins.shared_seed, epoch=begins.epoch)
@@ -142,8 +136,8 @@ class SlotIterator(torch_private.BaseIterator):
         exchange.before_sleep = before_sleep
         return Balance(
             self.pool,
-            self._num_workers,
-            loader.prefetch_factor,
+            int(self._num_workers),
+            int(loader.prefetch_factor),
             self._timeout,
             exchange.outstanding,
             exchange.arrived,
@@ -159,17 +153,19 @@ class SlotIterator(torch_private.BaseIterator):
         self._exchange.settled = False
         self._held_back: list[Any] = []  # a batch whose warning was an error
         self._begins.shared_seed = self._shared_seed
-        self._active = [True] * self._num_workers  # False: its iterable dataset is exhausted
+        self._active = [True] * self._most_workers  # False: its iterable dataset is exhausted
         self._strict_turns = self._in_order and self._balance is None  # until a worker drops out
         if first_iter or not self._take_next_epoch():
             self._send_seq = 0  # number of the next task
             self._next_seq = 0  # number of the next batch to return
-            self._num_tasks = [0] * self._num_workers  # tasks whose batch was not returned, by worker
+            self._num_tasks = [0] * self._most_workers  # tasks whose batch was not returned, by worker
             self._turns: Iterator[int] = itertools.cycle(range(self._num_workers))
         if self._balance is not None:
             self._balance.begin()
         if self._prefetch is not None:
             self._prefetch.begin_epoch()
+        if self._tuning is not None:
+            self._tuning.begin_epoch()
         for _ in range(self.pool.most_tasks - self._send_seq + self._next_seq):
             self._issue_task()
         self._exchange.settled = True
@@ -251,6 +247,18 @@ class SlotIterator(torch_private.BaseIterator):
             if not self._issue_task_ahead():
                 return
 
+    def _tune(self, tuning: Tuning) -> None:
+        """Measure, and do what is chosen; if more tasks are, send them."""
+        pool, outstanding = self.pool, self._exchange.outstanding
+        before = pool.most_tasks
+        tuning.note_return()
+        if pool.most_tasks != before:
+            self._most_tasks = tuning.choice.tasks
+            sent = -1
+            while sent != len(outstanding) < pool.most_tasks:
+                sent = len(outstanding)
+                self._issue_task()
+
     def _issue_task_ahead(self) -> bool:
         """Send a task beyond those that the pool was made for, if the sampler has one."""
         seq = self._send_seq
@@ -331,6 +339,8 @@ class SlotIterator(torch_private.BaseIterator):
             self._issue_task()
         elif self._balance is not None:
             self._refill(self._balance)
+        if self._tuning is not None:
+            self._tune(self._tuning)
         exchange.settled = True
         batch = self._decoder.decode(anchor, header)
         del anchor
@@ -403,19 +413,6 @@ class SlotIterator(torch_private.BaseIterator):
         if self._crew.workers:
             self._exchange.expel()
         self._finalizer()
-
-
-@dataclass
-class _Beginning:
-    """With what the workers begin the present epoch.
-
-    Attributes:
-        shared_seed: As in `WorkerArguments`.
-        epoch: Likewise.
-    """
-
-    shared_seed: int | None
-    epoch: int = 0
 
 
 def _stop(owner_pid: int, crew: Workers, pool: SlotPool) -> None:

@@ -4,24 +4,44 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
 import torch
 import torch.utils.data
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
+from shmloader.autotune import Autotune
 from shmloader.bad_samples import MODES, RAISE, warn_of_bad_samples
-from shmloader.dispatch import STATIC, check_dispatch
+from shmloader.dispatch import choose_dispatch
 from shmloader.errors import LoaderClosed
 from shmloader.in_process import InProcessIterator
 from shmloader.iterator import SlotIterator
 from shmloader.slots import SlotState
 from shmloader.statistics import Counters, LoaderStatistics
 from shmloader.store.walk import share_for_loader
+from shmloader.tuning import chooser_of, or_chosen
 from shmloader.workers import PROCESS, check_worker_type
 
 _T_co = TypeVar("_T_co", covariant=True)
+
+
+@dataclass
+class _Own:
+    """What belongs to one loader and not to copies of it.
+
+    Attributes:
+        loader_id: The loader's identity.
+        counters: What it has counted.
+        iterators: Those that live.
+        autotune: What chooses for it, if anything does.
+    """
+
+    loader_id: int
+    counters: Counters = field(default_factory=Counters)
+    iterators: weakref.WeakSet[SlotIterator] = field(default_factory=weakref.WeakSet)
+    autotune: Autotune | None = None
 
 
 class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
@@ -44,7 +64,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
         shuffle: Whether to reshuffle at every epoch.
         sampler: Draws indices; may be infinite.
         batch_sampler: Draws lists of indices.
-        num_workers: Worker processes; 0 loads in the main process.
+        num_workers: Worker processes; 0 loads in the main process. ``"auto"`` chooses by measuring: it begins
+            with one, takes as many as the program can use, at most one for each usable core, and has
+            settled after 200 batches. The attribute is the number now; ``statistics().autotune`` says why. It
+            implies ``dispatch="dynamic"``, so that what comes does not depend on the choice. For map-style
+            datasets. See docs/autotune.md.
         collate_fn: Joins samples to a batch, in the worker. ``shmloader.empty`` allocates its results in
             the slot; other results are copied there once.
         pin_memory: Return tensors in page-locked memory, where there is an accelerator.
@@ -55,13 +79,15 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
         multiprocessing_context: ``"fork"``, ``"spawn"``, ``"forkserver"`` or a context object; None for
             the platform's default.
         generator: Source of shuffling and of the workers' base seed.
-        prefetch_factor: Batches made in advance per worker; 2 if None and there are workers.
+        prefetch_factor: Batches made in advance per worker; 2 if None and there are workers. ``"auto"``
+            begins with 2 and takes more, up to 16, where the program waits although the workers have time.
         persistent_workers: Keep the workers from epoch to epoch.
         pin_memory_device: Deprecated in torch; kept for its signature.
         in_order: Return batches in the sampler's order; else as they arrive.
         memory_budget_nbytes: Most bytes that the slots of one iterator may take together. Batches beyond
             it are copied to private memory, counted in `statistics` and warned of once. None takes half
-            of what the machine and its memory cgroup have available when iteration begins.
+            of what the machine and its memory cgroup have available when iteration begins. With ``"auto"``
+            nothing is chosen of which ``prefetch_factor * num_workers + 2`` batches would not fit.
         worker_restarts: How many dead workers, and with ``timeout`` silent ones, an iterator replaces before
             one of them is an error. The batches that a replaced worker held are made again, in the same
             order: none is lost and none comes twice. One that has ended two workers is an error at once.
@@ -75,13 +101,13 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
             `BadSampleWarning` for the loader, at the end of the epoch, at ``close()`` or when the next one
             begins. Never skipped: ``SystemExit``, ``KeyboardInterrupt``, what ran out of memory, errors of a
             loader inside the dataset, and what samplers and ``collate_fn`` raise. See docs/errors.md.
-        dispatch: Which worker makes which batch. ``"static"``: they take turns, as torch's do. ``"dynamic"``:
-            whoever is free makes the next one, and while ``next()`` waits for a slow batch the others make
-            further ones in advance, in up to 64 more slots within the memory budget. Batches come in the same
-            order either way. What samples draw from the global generators of torch, NumPy and ``random`` then
-            depends on the base seed, the epoch and the sample's place in it, and not on who fetched it or how
-            many workers there are: each sample is seeded for, which takes 11 µs. For map-style datasets;
-            without workers it has no effect. See docs/dispatch.md.
+        dispatch: Which worker makes which batch. ``"static"``, the default: they take turns, as torch's do.
+            ``"dynamic"``: whoever is free makes the next one, and while ``next()`` waits for a slow batch the
+            others make further ones in advance, in up to 64 more slots within the memory budget. Batches come
+            in the same order either way. What samples draw from the global generators of torch, NumPy and
+            ``random`` then depends on the base seed, the epoch and the sample's place in it, and not on who
+            fetched it or how many workers there are: each sample is seeded for, which takes 11 µs. For
+            map-style datasets; without workers it has no effect. See docs/dispatch.md.
         prefetch_epochs: With ``persistent_workers``: send the next epoch's first tasks while the last batches
             of an epoch are consumed. The batches are the same: where the sampler, one of torch's, would draw
             others by then (``set_epoch``, a seed, draws of the program), they are made anew. By it you
@@ -99,8 +125,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
         ValueError: For arguments that torch refuses, with torch's message, for a budget below 1, for
             ``worker_restarts`` below 0 or with an iterable-style dataset, for an ``on_error`` that is none of
             the three, for a ``dispatch`` that is neither of the two or dynamic with an iterable-style
-            dataset, for ``prefetch_epochs`` without ``persistent_workers``, and for a ``worker_type`` that is
-            neither of the two or ``"thread"`` with what it is not for.
+            dataset, for ``num_workers="auto"`` with static dispatch or an iterable-style dataset, for
+            ``prefetch_epochs`` without ``persistent_workers``, and for a ``worker_type`` that is neither of
+            the two or ``"thread"`` with what it is not for.
     """
 
     memory_budget_nbytes: int | None
@@ -118,7 +145,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
-        num_workers: int = 0,
+        num_workers: int | Literal["auto"] = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -127,14 +154,14 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
         multiprocessing_context: Any = None,
         generator: torch.Generator | None = None,
         *,
-        prefetch_factor: int | None = None,
+        prefetch_factor: int | Literal["auto"] | None = None,
         persistent_workers: bool = False,
         pin_memory_device: str = "",
         in_order: bool = True,
         memory_budget_nbytes: int | None = None,
         worker_restarts: int = 0,
         on_error: str = RAISE,
-        dispatch: str = STATIC,
+        dispatch: str | None = None,
         prefetch_epochs: bool = False,
         worker_type: str = PROCESS,
         share_dataset: bool = False,
@@ -142,7 +169,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
         self.memory_budget_nbytes = memory_budget_nbytes
         self.worker_restarts = worker_restarts
         self.on_error = on_error
-        self.dispatch = dispatch
+        workers, in_advance = or_chosen(num_workers, 1), or_chosen(prefetch_factor, 2)
+        self.dispatch = choose_dispatch(dispatch, dataset, workers)
         self.prefetch_epochs = prefetch_epochs
         self.worker_type = worker_type
         self.share_dataset = share_dataset
@@ -156,7 +184,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
             shuffle=shuffle,
             sampler=sampler,
             batch_sampler=batch_sampler,
-            num_workers=num_workers,
+            num_workers=workers,
             collate_fn=collate_fn,
             pin_memory=pin_memory,
             drop_last=drop_last,
@@ -164,7 +192,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
             worker_init_fn=worker_init_fn,
             multiprocessing_context=multiprocessing_context,
             generator=generator,
-            prefetch_factor=prefetch_factor,
+            prefetch_factor=in_advance,
             persistent_workers=persistent_workers,
             pin_memory_device=pin_memory_device,
             in_order=in_order,
@@ -183,7 +211,6 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
             )
         if self.on_error not in MODES:
             raise ValueError(f"on_error must be one of {', '.join(map(repr, MODES))}, not {self.on_error!r}")
-        check_dispatch(self.dispatch, dataset)
         if self.prefetch_epochs and not persistent_workers:
             raise ValueError(
                 "prefetch_epochs=True needs persistent_workers=True: others end with their epoch"
@@ -194,17 +221,18 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
         if isinstance(self._iterator, SlotIterator) and self._iterator.closed:
             self._iterator.close("an exception interrupted it in the middle of its work")
             self._iterator = None
-        warn_of_bad_samples(self._own()[1], self.on_error)  # of an epoch that was not finished
+        warn_of_bad_samples(self._own().counters, self.on_error)  # of an epoch that was not finished
         return super().__iter__()
 
     def _get_iterator(self) -> Any:
         if self.num_workers == 0:
-            return InProcessIterator(self, self._own()[1])
+            return InProcessIterator(self, self._own().counters)
         self.check_worker_number_rationality()
-        _, counters, iterators = self._own()
-        closes = counters.closes
-        iterator = SlotIterator(self, counters)
-        iterators.add(iterator)
+        own = self._own()
+        counters, closes = own.counters, own.counters.closes
+        own.autotune = chooser_of(self, own.autotune)
+        iterator = SlotIterator(self, counters, own.autotune)
+        own.iterators.add(iterator)
         if counters.closes != closes:  # by another thread, or by the sampler
             iterator.close("loader.close() was called")
             raise LoaderClosed("the loader was closed while its workers were being started")
@@ -213,10 +241,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
     # Not made in __init__: subclasses iterate inside their own __init__. By identity: frameworks copy
     # __dict__ from loader to loader, and a copy must not close the original's iterators.
 
-    def _own(self) -> tuple[int, Counters, weakref.WeakSet[SlotIterator]]:
-        own: tuple[int, Counters, weakref.WeakSet[SlotIterator]] | None = self.__dict__.get("_owned")
-        if own is None or own[0] != id(self):
-            own = self.__dict__["_owned"] = (id(self), Counters(), weakref.WeakSet())
+    def _own(self) -> _Own:
+        own: _Own | None = self.__dict__.get("_owned")
+        if own is None or own.loader_id != id(self):
+            own = self.__dict__["_owned"] = _Own(id(self))
         return own
 
     def __getstate__(self) -> dict[str, Any]:
@@ -227,7 +255,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
     def _iterators(self) -> list[SlotIterator]:
         while True:
             try:
-                return list(self._own()[2])
+                return list(self._own().iterators)
             except RuntimeError:  # another thread has begun to iterate in this moment
                 continue
 
@@ -238,10 +266,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
         then on; ``iter(loader)`` starts anew. May be called any number of times.
         """
         self._close()
-        warn_of_bad_samples(self._own()[1], self.on_error)
+        warn_of_bad_samples(self._own().counters, self.on_error)
 
     def _close(self) -> None:
-        self._own()[1].closes += 1
+        self._own().counters.closes += 1
         for iterator in self._iterators():
             iterator.close("loader.close() was called")
         if isinstance(self._iterator, SlotIterator):
@@ -264,7 +292,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
 
     def statistics(self) -> LoaderStatistics:
         """What the loader has done so far and what it holds now."""
-        counters = self._own()[1]
+        counters, autotune = self._own().counters, self._own().autotune
         # A copy, looked at and not touched: another thread may be iterating.
         slots = [slot for iterator in self._iterators() for slot in list(iterator.pool.slots)]
         states = [slot.state_now for slot in slots]
@@ -298,4 +326,5 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
             epochs_in_vain=counters.epochs_in_vain,
             wait_for_workers_s=counters.wait_for_workers_ns / 1e9,
             workers_wait_for_slots_s=counters.workers_wait_for_slots_ns / 1e9,
+            autotune=None if autotune is None else autotune.report(),
         )

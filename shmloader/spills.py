@@ -51,6 +51,14 @@ class Spills:
         """The pool's notice, the first time."""
         return self._once(self._pool.notice)
 
+    def figures(self) -> str:
+        """What the slots take, for the error of a worker that was killed."""
+        pool = self._pool
+        return (
+            f"The loader's slots have {sum(slot.nbytes for slot in pool.slots):,} bytes of shared memory "
+            f"(their budget is {pool.budget_nbytes:,}), its largest batch {pool.largest_nbytes:,}."
+        )
+
     def _count(self, nbytes: int) -> None:
         self._counters.spills += 1
         self._counters.spilled_nbytes += nbytes

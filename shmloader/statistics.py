@@ -31,6 +31,26 @@ class BadSample:
 
 
 @dataclass(frozen=True)
+class AutotuneReport:
+    """What a loader with ``num_workers="auto"`` or ``prefetch_factor="auto"`` has chosen.
+
+    Attributes:
+        num_workers: Workers now: those that are at work or are being started.
+        prefetch_factor: Batches made in advance per worker now.
+        settled: Whether the choice is made: from then on it changes only if batches become so large that the
+            memory budget asks for fewer.
+        batches: Batches that were returned until it was made, or so far; at most 200.
+        why: The reasons, with what was measured, for people.
+    """
+
+    num_workers: int
+    prefetch_factor: int
+    settled: bool
+    batches: int
+    why: str
+
+
+@dataclass(frozen=True)
 class LoaderStatistics:
     """A snapshot of one loader, from ``loader.statistics()``.
 
@@ -68,6 +88,7 @@ class LoaderStatistics:
         wait_for_workers_s: Seconds that ``next()`` waited for a batch.
         workers_wait_for_slots_s: Seconds that workers, summed, waited for a slot to work on: large where
             the program is the slower side.
+        autotune: What was chosen with ``num_workers="auto"`` or ``prefetch_factor="auto"``; else None.
     """
 
     slots_free: int = 0
@@ -94,6 +115,7 @@ class LoaderStatistics:
     epochs_in_vain: int = 0
     wait_for_workers_s: float = 0.0
     workers_wait_for_slots_s: float = 0.0
+    autotune: AutotuneReport | None = None
 
 
 @dataclass

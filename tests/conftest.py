@@ -32,7 +32,7 @@ LONG_FILES = frozenset(
     """
     robustness/test_interrupt.py robustness/test_main_death.py robustness/test_small_machine.py
     robustness/test_soak.py robustness/test_fork_with_threads.py test_benchmark_memory.py test_benchmarks.py
-    test_demo.py test_doctor.py
+    test_demo.py test_doctor.py test_forkserver_preload.py
     test_store_host.py test_store_processes.py test_store_buffer.py
     """.split()
 )

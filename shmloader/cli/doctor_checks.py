@@ -110,8 +110,8 @@ _START_METHODS = {
     "fork": "workers begin as copies of the program; a lock that another of its threads holds at that moment "
     "stays locked in them. shmloader itself starts no thread. If workers hang at their start, use "
     "multiprocessing_context='forkserver'",
-    "forkserver": "workers are forked from a small server without threads; the dataset is pickled for each",
-    "spawn": "workers are new interpreters; the dataset is pickled for each, and each imports the program",
+    "forkserver": "workers are forked from a small server without threads; the dataset is pickled once for all",
+    "spawn": "workers are new interpreters; the dataset is pickled once, and each imports the program",
 }
 
 
@@ -320,7 +320,11 @@ def check_huge_pages() -> Check:
     if setting in ("always", "force"):
         found += ": slots of small batches may take 2 MiB each"
     else:
-        found += "; not needed: slots are used again, so their pages are faulted in once"
+        found += (
+            "; that does not matter: slots of 2 MiB and more ask for them one by one"
+            if setting != "deny"
+            else "; slots are used again, so their pages are faulted in once"
+        )
     return Check("huge_pages", "huge pages", "ok", found, values={"shmem_enabled": setting})
 
 

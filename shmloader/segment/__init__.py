@@ -4,7 +4,8 @@ A `Segment` gives memory to numbered slots. There are two kinds with one interfa
 
 * `MemfdSegment` (Linux): one memfd for all slots, which lie ``SLOT_STRIDE`` bytes apart, so that each can
   grow without moving. No name, no entry in /dev/shm, not bounded by the size of that mount; the kernel
-  frees it when the last process that maps it is gone, however that went.
+  frees it when the last process that maps it is gone, however that went. Slots of 2 MiB and more get huge
+  pages where the kernel has them.
 * `NamedSegment` (elsewhere, and on Linux for tests): one named object per slot and version; growing makes
   the next version.
 
@@ -17,7 +18,14 @@ import os
 import sys
 
 from shmloader.segment.base import Descriptor, Segment, open_anonymous_file
-from shmloader.segment.mapping import MAP_FIXED, PAGE_NBYTES, Extent, map_pages, whole_pages
+from shmloader.segment.mapping import (
+    MAP_FIXED,
+    PAGE_NBYTES,
+    Extent,
+    map_copy_on_write,
+    map_pages,
+    whole_pages,
+)
 from shmloader.segment.memfd import SLOT_STRIDE, MemfdSegment
 from shmloader.segment.named import NamedSegment
 
@@ -30,6 +38,7 @@ __all__ = [
     "MemfdSegment",
     "NamedSegment",
     "Segment",
+    "map_copy_on_write",
     "map_pages",
     "new_segment",
     "open_anonymous_file",

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import sys
 from typing import Any
 
 from shmloader.errors import SharedMemoryExhausted
@@ -23,6 +24,7 @@ if _mremap is not None:
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 MAP_FIXED = 0x10
 """For `map_pages`: Python's ``mmap`` lacks it."""
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
@@ -114,6 +116,49 @@ def map_pages(address: int | None, nbytes: int, flags: int, fd: int, offset: int
             needed_nbytes=nbytes,
         )
     return int(mapped)
+
+
+def map_aligned(nbytes: int, flags: int, fd: int, offset: int, alignment: int) -> int:
+    """`map_pages` at an address that is a multiple of ``alignment``, as huge pages need it.
+
+    Raises:
+        SharedMemoryExhausted: If it cannot be had, with ``alignment`` bytes more for a moment.
+    """
+    anywhere = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    space_nbytes = whole_pages(nbytes) + alignment
+    space = map_pages(None, space_nbytes, anywhere, -1, 0)
+    address = -(-space // alignment) * alignment
+    try:
+        map_pages(address, nbytes, flags | MAP_FIXED, fd, offset)
+    except BaseException:
+        unmap(space, space_nbytes)
+        raise
+    end = address + whole_pages(nbytes)
+    unmap(space, address - space)
+    unmap(end, space + space_nbytes - end)
+    return address
+
+
+def unmap(address: int, nbytes: int) -> None:
+    """Undo a `map_pages`, or a part of it; nothing where ``nbytes`` is 0."""
+    if nbytes:
+        _libc.munmap(address, nbytes)
+
+
+def map_copy_on_write(fd: int, nbytes: int) -> Extent:
+    """Map the beginning of a file so that what this process writes there stays its own.
+
+    Args:
+        fd: The file; may be closed afterwards.
+        nbytes: How much, at least one byte.
+
+    Raises:
+        SharedMemoryExhausted: If there is no address space for it.
+    """
+    nbytes = whole_pages(nbytes)
+    # Pages that nobody writes need no backing, so they are not to be charged for.
+    address = map_pages(None, nbytes, mmap.MAP_PRIVATE | _MAP_NORESERVE, fd, 0)
+    return Extent(address, nbytes, 0, Mapping(address, nbytes))
 
 
 def _move_pages(address: int, nbytes: int, to: int) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 from shmloader.errors import SharedMemoryExhausted
 from shmloader.limits import memory_headroom
 from shmloader.segment.base import Descriptor, check_headroom
-from shmloader.segment.mapping import Extent, Mapping, map_pages, whole_pages
+from shmloader.segment.huge_pages import HUGE_NBYTES, take_huge_pages
+from shmloader.segment.mapping import Extent, Mapping, map_aligned, map_pages, whole_pages
 
 SLOT_STRIDE = 1 << 38
 """Bytes between the starts of two slots in one memfd: address space of a sparse file, not memory."""
@@ -61,8 +62,10 @@ class MemfdSegment:
                 needed_nbytes=nbytes,
             )
         try:
+            take_huge_pages(self._descriptor.fd, slot * SLOT_STRIDE, held_nbytes, nbytes)
             os.posix_fallocate(self._descriptor.fd, slot * SLOT_STRIDE, nbytes)
         except OSError as error:
+            self.discard(slot, version, nbytes, held_nbytes)  # what could be had of it
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
             raise _refused(error, slot, nbytes) from error
@@ -70,7 +73,13 @@ class MemfdSegment:
 
     def map(self, slot: int, version: int, nbytes: int) -> Extent:
         """See `Segment.map`."""
-        address = map_pages(None, nbytes, mmap.MAP_SHARED, self._descriptor.fd, slot * SLOT_STRIDE)
+        fd, offset = self._descriptor.fd, slot * SLOT_STRIDE
+        address = None
+        if nbytes >= HUGE_NBYTES:
+            with contextlib.suppress(SharedMemoryExhausted):  # there may be just enough without
+                address = map_aligned(nbytes, mmap.MAP_SHARED, fd, offset, HUGE_NBYTES)
+        if address is None:
+            address = map_pages(None, nbytes, mmap.MAP_SHARED, fd, offset)
         return Extent(address, nbytes, version, Mapping(address, nbytes))
 
     def discard(self, slot: int, version: int, nbytes: int, kept_nbytes: int = 0) -> None:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from shmloader.errors import SharedMemoryExhausted
 from shmloader.limits import SURE_NBYTES, memory_headroom
 from shmloader.segment import PAGE_NBYTES, SLOT_STRIDE, Extent, Segment, whole_pages
+from shmloader.slots.shortage import fewer_are_made, host_is_too_small
 from shmloader.slots.slot import Lease, Slot, SlotState
 
 RETAINED_SLOTS = 64
@@ -32,6 +33,8 @@ class SlotPool:
         budget_nbytes: Most bytes that all slots may take together.
         workers: How many processes make batches.
         elastic: The base's slots may take what the host can give, and the budget is for slots beyond it.
+        planned_tasks: What `resize` may be asked for later: slots are kept small enough for it. No ``notice``
+            is given then.
 
     Attributes:
         most_tasks: As above, or fewer, if the budget turns out to be too small for the batches.
@@ -56,6 +59,7 @@ class SlotPool:
         *,
         elastic: bool = False,
         workers: int = 1,
+        planned_tasks: int = 0,
     ) -> None:
         self.segment = segment
         self.most_tasks = most_tasks
@@ -63,11 +67,14 @@ class SlotPool:
         self.budget_nbytes = max(budget_nbytes, self.base_slots * PAGE_NBYTES)
         self.elastic = elastic
         self.workers = workers
+        self.planned_tasks = planned_tasks
         self.largest_nbytes = 0
         self.typical_nbytes = 0
         self.quota_nbytes = 0
         self.shortage: SharedMemoryExhausted | None = None
         self.notice = ""
+        self._made_fewer = False
+        self._tells_of_fewer = planned_tasks == 0
         self.slots: list[Slot] = []
         self._extra_nbytes = 0  # sum of the limits of slots beyond the base
         self._free: list[Slot] = []  # last freed, first granted: its pages are the warmest
@@ -102,8 +109,12 @@ class SlotPool:
             self.quota_nbytes = whole_pages(self.largest_nbytes)
             return
         fair_nbytes = (self.budget_nbytes - self._extra_nbytes - self._owed_nbytes()) // self.base_slots
+        base_slots = self.base_slots
+        if self.planned_tasks > self.most_tasks and self.largest_nbytes:
+            base_slots = max(base_slots, min(self.planned_tasks, self.tasks_that_fit()) + 2)
+            fair_nbytes = min(fair_nbytes, self.budget_nbytes // base_slots)
         # A quarter of the budget lets batches grow at once; the rest is for batches that are kept.
-        wanted_nbytes = max(4 * self.largest_nbytes, self.budget_nbytes // (4 * self.base_slots), PAGE_NBYTES)
+        wanted_nbytes = max(4 * self.largest_nbytes, self.budget_nbytes // (4 * base_slots), PAGE_NBYTES)
         if self.largest_nbytes == 0:
             wanted_nbytes = fair_nbytes  # the first batches may be of any size, and none is kept yet
         self.quota_nbytes = min(fair_nbytes, wanted_nbytes) // PAGE_NBYTES * PAGE_NBYTES
@@ -117,15 +128,8 @@ class SlotPool:
         # Each worker holds the samples of a batch besides: as much again, somewhere.
         besides_nbytes = self.workers * self.typical_nbytes
         if needed_nbytes + besides_nbytes - reserved_nbytes > room.available_nbytes:
-            self.shortage = SharedMemoryExhausted(
-                f"the loader's {self.base_slots} slots (prefetch_factor x num_workers + 2) for batches of "
-                f"{self.typical_nbytes:,} bytes need {needed_nbytes:,} bytes of shared memory, and the "
-                f"samples of a batch in each of {self.workers} workers {besides_nbytes:,} more, but of "
-                f"{room.limit_nbytes:,} only {room.available_nbytes + reserved_nbytes:,} bytes are available "
-                f"in {room.source}. Use fewer workers, a smaller prefetch_factor or batch_size, raise the "
-                "limit, or pass memory_budget_nbytes to have fewer batches made in advance.",
-                needed_nbytes=needed_nbytes,
-                available_nbytes=room.available_nbytes + reserved_nbytes,
+            self.shortage = host_is_too_small(
+                room, reserved_nbytes, self.base_slots, self.typical_nbytes, self.workers
             )
         self._surely_nbytes = needed_nbytes + needed_nbytes // 4 + SURE_NBYTES
 
@@ -134,19 +138,52 @@ class SlotPool:
         tasks = max(1, self.budget_nbytes // whole_pages(self.typical_nbytes) - 2)
         if tasks >= self.most_tasks:
             return
-        self.notice = (
-            f"the slots' memory budget of {self.budget_nbytes:,} bytes has no room for the {self.base_slots} "
-            f"batches (prefetch_factor x num_workers + 2) of {self.typical_nbytes:,} bytes that this loader "
-            f"may have at once: {tasks} instead of {self.most_tasks} batches are made in advance. Pass "
-            f"memory_budget_nbytes={self.base_slots * whole_pages(self.typical_nbytes)} or more, or a "
-            "smaller batch_size, prefetch_factor or num_workers."
-        )
-        self.most_tasks = tasks
-        self.base_slots = self.warm_slots = tasks + 2
-        for slot in self.slots[self.base_slots :]:
+        if self._tells_of_fewer:
+            self.notice = fewer_are_made(tasks, self.most_tasks, self.typical_nbytes, self.budget_nbytes)
+        self._made_fewer = True
+        self._set_base(tasks)
+
+    def tasks_that_fit(self) -> int:
+        """Tasks that the budget has slots for if batches become a quarter larger; 1 at least."""
+        return max(1, self.budget_nbytes // whole_pages(self.largest_nbytes * 5 // 4) - 2)
+
+    def resize(self, most_tasks: int) -> bool:
+        """Have another number of tasks outstanding at once. Not for an elastic pool.
+
+        Returns:
+            Whether it is so now. If the budget has no room for more, nothing was changed; it may have some
+            when batches that are kept or on their way are done.
+        """
+        self.collect()
+        if most_tasks > self.most_tasks and not self._has_room_for_base(most_tasks + 2):
+            return False
+        self._set_base(most_tasks)
+        self._discard_extra()
+        self._set_quota()
+        return True
+
+    def _has_room_for_base(self, base_slots: int) -> bool:
+        quota_nbytes = max(self.quota_nbytes, whole_pages(self.largest_nbytes))
+        base, extra = self.slots[:base_slots], self.slots[base_slots:]
+        may_take = [slot.limit_nbytes if slot.state is _GRANTED else slot.nbytes for slot in base]
+        more = sum(max(0, nbytes - quota_nbytes) for nbytes in may_take)
+        # As in `_owed_nbytes`, or a little more.
+        owed_slots = max(0, self._leased - 2) + sum(slot.limit_nbytes == 0 for slot in extra)
+        extra_nbytes = sum(slot.limit_nbytes for slot in extra) + owed_slots * PAGE_NBYTES
+        return base_slots * quota_nbytes + more + extra_nbytes <= self.budget_nbytes
+
+    def _set_base(self, most_tasks: int) -> None:
+        before = self.base_slots
+        self.most_tasks = most_tasks
+        self.base_slots = self.warm_slots = most_tasks + 2
+        for slot in self.slots[self.base_slots : before]:
+            if slot.state is not _GRANTED:
+                slot.limit_nbytes = slot.nbytes  # what it did not take is for others
             self._extra_nbytes += slot.limit_nbytes
-        free = self._empty + self._free
-        self._free, self._empty = [], []
+        for slot in self.slots[before : self.base_slots]:
+            self._extra_nbytes -= slot.limit_nbytes
+        free = self._spare + self._empty + self._free
+        self._free, self._empty, self._spare = [], [], []
         for slot in free:
             self._put_back(slot)
 
@@ -350,7 +387,7 @@ class SlotPool:
             slot.nbytes, slot.extent = 0, None
         self._extra_nbytes -= slot.limit_nbytes
         slot.limit_nbytes = 0
-        if self.notice:
+        if self._made_fewer:
             self._set_quota()  # the base has more, now that this slot is no longer used
 
     def close(self) -> None:
@@ -383,7 +420,7 @@ class SlotPool:
     def _put_back(self, slot: Slot) -> None:
         if self.on_freed is not None:
             self.on_freed(slot)
-        if self.notice and slot.number >= self.base_slots:
+        if self._made_fewer and slot.number >= self.base_slots:
             self._discard(slot)
             self._spare.append(slot)
         else:

@@ -19,6 +19,7 @@ from shmloader.stacks import StackFile
 from shmloader.workers import forks
 from shmloader.workers.interface import MakeArguments, Worker
 from shmloader.workers.launch import start_process
+from shmloader.workers.parcel import Parcel
 from shmloader.workers.process import ProcessWorker, describe_exit
 
 _STOP_S = 5.0  # how long a worker may take to finish its sample after its pipe was closed
@@ -44,6 +45,7 @@ class ProcessWorkers:
 
     def __init__(self, context: Any, make_arguments: MakeArguments, num_workers: int) -> None:
         self.workers: list[ProcessWorker] = []
+        self._dismissed: list[ProcessWorker] = []  # told to end
         self.closed_because = ""
         self._context = context
         self._make_arguments = make_arguments
@@ -59,14 +61,19 @@ class ProcessWorkers:
             raise
         forks.begin(self)
         try:
-            for worker_id in range(num_workers):
-                with HeldInterrupts():
-                    self.workers.append(self._start(worker_id))
+            with Parcel(context, make_arguments) as parcel:
+                for worker_id in range(num_workers):
+                    with HeldInterrupts():
+                        self.workers.append(self._start(worker_id, parcel))
         except BaseException:
             self.close(grace_s=0.0)
             raise
 
-    def _start(self, worker_id: int) -> ProcessWorker:
+    def _start(self, worker_id: int, parcel: Parcel | None = None) -> ProcessWorker:
+        """Start a worker's process, with what others are given too, or with a parcel of its own."""
+        if parcel is None:
+            with Parcel(self._context, self._make_arguments) as its_own:
+                return self._start(worker_id, its_own)
         tasks_read, tasks_write = os.pipe()
         try:
             dones_read, dones_write = os.pipe()
@@ -77,7 +84,7 @@ class ProcessWorkers:
         self._starting = (tasks_write, dones_read)
         pipes = Pipes(Descriptor(tasks_read), Descriptor(dones_write), self._stacks.descriptor)
         try:
-            process = start_process(self._context, self._make_arguments(worker_id), pipes)
+            process = start_process(self._context, worker_id, parcel.for_worker(worker_id), pipes)
         except BaseException:
             os.close(tasks_write)
             os.close(dones_read)
@@ -90,6 +97,26 @@ class ProcessWorkers:
         os.set_blocking(tasks_write, False)
         os.set_blocking(dones_read, False)
         return ProcessWorker(worker_id, process, tasks_write, dones_read)
+
+    def add(self) -> ProcessWorker:
+        """Start one more worker; where that fails, the others are as they were.
+
+        Returns:
+            The new worker, which has been sent nothing yet.
+        """
+        with HeldInterrupts():
+            worker = self._start(len(self.workers))
+            self.workers.append(worker)
+            self._poller = None
+        return worker
+
+    def dismiss(self) -> None:
+        """Let the last worker, which has nothing to do, end. It is not waited for before `close`."""
+        with HeldInterrupts():
+            worker = self.workers.pop()
+            self._dismissed.append(worker)
+            self._poller = None
+            worker.close_descriptors()
 
     def restart(self, worker: Worker) -> ProcessWorker:
         """Replace a worker, dead or not, by a new process with new pipes.
@@ -212,7 +239,8 @@ class ProcessWorkers:
         """
         self.closed_because = self.closed_because or because
         with HeldInterrupts() as interrupts:
-            workers, self.workers = self.workers, []
+            workers, self.workers = self.workers + self._dismissed, []
+            self._dismissed = []
             self._poller = None
             forks.end(self)
             for worker in workers:
@@ -246,7 +274,7 @@ class ProcessWorkers:
             worker.close_descriptors()
         for fd in self._starting:
             os.close(fd)
-        self.workers, self._starting = [], ()
+        self.workers, self._dismissed, self._starting = [], [], ()
         self._wake.close()
         self.closed_because = "its workers belong to the process that this one was forked from"
 

@@ -57,6 +57,12 @@ class Workers(Protocol):
     def processes(self) -> list[Any]:
         """Their ``multiprocessing`` process objects, if they have any."""
 
+    def add(self) -> Worker:
+        """Start one more worker, sent nothing yet; where that fails, the others are as they were."""
+
+    def dismiss(self) -> None:
+        """Let the last worker, which has nothing to do, end. It is not waited for before `close`."""
+
     def restart(self, worker: Worker) -> Worker:
         """Replace a worker, dead or not, by a new one, which has been sent nothing yet."""
 

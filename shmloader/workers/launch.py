@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import os
-import pickle
 import signal
 import sys
 from collections.abc import Iterator
-from multiprocessing.reduction import ForkingPickler
+from types import MethodType
 from typing import Any
 
 from shmloader.errors import WorkerDied, WorkerStartError
 from shmloader.links import Pipes
-from shmloader.segment import Descriptor, open_anonymous_file
 from shmloader.watch import EarlyName
-from shmloader.worker import WorkerArguments, run
+from shmloader.worker import run
 
 _DESCRIPTORS = 4  # pairs that starting a process may take for a moment
+_DEPTH = 4  # how deep to look into what workers are given, ...
+_FEW = 8  # ... and how many items of a list
 
 
-def start_process(context: Any, arguments: WorkerArguments, pipes: Pipes) -> Any:
+def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes) -> Any:
     """Start a worker's process.
 
     Args:
         context: ``multiprocessing`` context or module.
-        arguments: What it is given.
+        worker_id: The worker's number.
+        given: Its `WorkerArguments`, or what is unpickled as such.
         pipes: Its ends of its pipes.
 
     Returns:
@@ -35,25 +38,21 @@ def start_process(context: Any, arguments: WorkerArguments, pipes: Pipes) -> Any
         WorkerDied: If it ended before it was started wholly.
     """
     _check_descriptors()
-    packed = None if context.get_start_method() == "fork" else _Packed(arguments)
-    process = context.Process(target=run, args=(packed or arguments, pipes), daemon=True)
-    process.name = EarlyName(process.name, arguments.main_pid)
+    process = context.Process(target=run, args=(given, pipes), daemon=True)
+    process.name = EarlyName(process.name, os.getpid())
     try:
         with _without_interrupts(context):
             process.start()
     except (BrokenPipeError, ConnectionError, EOFError) as error:
         raise WorkerDied(
-            f"shmloader worker {arguments.worker_id} ended while it was being started (start method "
+            f"shmloader worker {worker_id} ended while it was being started (start method "
             f"{context.get_start_method()!r}), before it had read what it is given: {error!r}. Its own error "
             "output, above, says why if it could; a SIGKILL leaves none (is memory short?).",
-            worker_id=arguments.worker_id,
+            worker_id=worker_id,
         ) from error
     except Exception as error:
-        _explain_start_failure(error, context)
+        explain_start_failure(error, context)
         raise
-    finally:
-        if packed is not None:
-            packed.close()
     return process
 
 
@@ -75,7 +74,7 @@ def _check_descriptors() -> None:
 def _without_interrupts(context: Any) -> Iterator[None]:
     """Hold back Ctrl-C while a process is started, in this one and, until it has a handler, in the new one.
 
-    A fork server would hold it back for ever, in all that it starts: there the process name has to do.
+    A fork server's processes begin with the server's mask: there the process name has to do.
     """
     if not hasattr(signal, "pthread_sigmask") or context.get_start_method() == "forkserver":
         yield
@@ -87,39 +86,8 @@ def _without_interrupts(context: Any) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class _Packed:
-    """A worker's arguments whose pickle lies in a file that has no name, and not in the pipe.
-
-    ``multiprocessing`` writes what it pickles to a pipe whose reading end it holds itself. What does not
-    fit in the pipe's buffer (64 KiB) would be written for ever if the process died before it has read it.
-    """
-
-    def __init__(self, arguments: WorkerArguments) -> None:
-        self._arguments = arguments
-        self._fd = -1
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        # Now, and for each worker again: the descriptors in it are those of the process being started.
-        self._fd = open_anonymous_file("shmloader-arguments")
-        with os.fdopen(self._fd, "wb", closefd=False) as file:
-            ForkingPickler(file, 5).dump(self._arguments)
-        return _unpack, (Descriptor(self._fd),)
-
-    def close(self) -> None:
-        """Close the file, once the process has been given it."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-
-def _unpack(descriptor: Descriptor) -> WorkerArguments:
-    with os.fdopen(descriptor.fd, "rb") as file:
-        file.seek(0)
-        arguments: WorkerArguments = pickle.load(file)
-        return arguments
-
-
-def _explain_start_failure(error: BaseException, context: Any) -> None:
+def explain_start_failure(error: BaseException, context: Any) -> None:
+    """Note with an error how what workers are given reaches them, unless that is by fork."""
     method = context.get_start_method()
     error.add_note(
         f"A shmloader worker could not be started with start method {method!r}, which pickles the dataset, "
@@ -145,7 +113,7 @@ def check_importable(context: Any, objects: dict[str, object]) -> None:
     if getattr(main, "__spec__", None) is not None or hasattr(main, "__file__"):
         return
     for argument, value in objects.items():
-        name = _defined_in_main(value, depth=4)
+        name = _defined_in_main(value)
         if name is not None:
             raise WorkerStartError(
                 f"{argument} uses {name!r}, which is defined in an interactive session (__main__): worker "
@@ -154,18 +122,35 @@ def check_importable(context: Any, objects: dict[str, object]) -> None:
             )
 
 
-def _defined_in_main(value: object, depth: int) -> str | None:
+def _defined_in_main(value: object) -> str | None:
     """Name of the first class or function of ``__main__`` that pickling ``value`` would refer to."""
-    if value is None or depth == 0:
-        return None
-    named = value if isinstance(value, type) or hasattr(value, "__qualname__") else type(value)
-    if getattr(named, "__module__", None) == "__main__":
-        return str(getattr(named, "__qualname__", named))
-    inner = list(getattr(value, "__dict__", {}).values()) if named is not value else []
-    if isinstance(value, list | tuple):
-        inner = list(value[:8])
-    for item in inner:
-        found = _defined_in_main(item, depth - 1)
-        if found is not None:
-            return found
+    for part in named_parts(value):
+        if getattr(part, "__module__", None) == "__main__":
+            return str(getattr(part, "__qualname__", part))
     return None
+
+
+def named_parts(value: object, depth: int = _DEPTH) -> Iterator[object]:
+    """The classes and functions that pickling ``value`` would refer to by name, as far as a look shows.
+
+    Looks into attributes, and into the first items of lists, tuples and dicts.
+
+    Args:
+        value: The object.
+        depth: How deep to look.
+    """
+    if value is None or depth == 0:
+        return
+    named = value if isinstance(value, type) or hasattr(value, "__qualname__") else type(value)
+    yield named
+    inner: list[object] = list(getattr(value, "__dict__", {}).values()) if named is not value else []
+    if isinstance(value, list | tuple):
+        inner = list(value[:_FEW])
+    elif isinstance(value, dict):
+        inner = list(itertools.islice(value.values(), _FEW))
+    elif isinstance(value, functools.partial):
+        inner = [value.func, *value.args[:_FEW], *itertools.islice(value.keywords.values(), _FEW)]
+    elif isinstance(value, MethodType):
+        inner = [value.__self__]
+    for item in inner:
+        yield from named_parts(item, depth - 1)

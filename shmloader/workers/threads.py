@@ -93,6 +93,8 @@ class ThreadWorkers:
 
     def __init__(self, make_arguments: MakeArguments, num_workers: int) -> None:
         self.workers: list[ThreadWorker] = []
+        self._dismissed: list[ThreadWorker] = []  # told to end
+        self._make_arguments = make_arguments
         self.closed_because = ""
         self._bell = Bell()
         self._interrupted = False
@@ -102,20 +104,34 @@ class ThreadWorkers:
         try:
             for worker_id in range(num_workers):
                 with HeldInterrupts():
-                    self._start(worker_id, make_arguments)
+                    self._start(worker_id)
         except BaseException:
             self.close(grace_s=0.0)
             raise
 
-    def _start(self, worker_id: int, make_arguments: MakeArguments) -> None:
-        arguments = make_arguments(worker_id)
+    def _start(self, worker_id: int) -> ThreadWorker:
+        arguments = self._make_arguments(worker_id)
         segment = SegmentGate(arguments.segment)
         link = ThreadLink(self._bell)
         own = dataclasses.replace(arguments, segment=segment, dataset=_copy_dataset(arguments.dataset, {}))
         name = f"shmloader-worker-{worker_id}"
         thread = threading.Thread(target=_run, args=(own, link), name=name, daemon=True)
         thread.start()
-        self.workers.append(ThreadWorker(worker_id, thread, link, segment))
+        worker = ThreadWorker(worker_id, thread, link, segment)
+        self.workers.append(worker)
+        return worker
+
+    def add(self) -> ThreadWorker:
+        """See `Workers`."""
+        with HeldInterrupts():
+            return self._start(len(self.workers))
+
+    def dismiss(self) -> None:
+        """See `Workers`."""
+        with HeldInterrupts():
+            worker = self.workers.pop()
+            self._dismissed.append(worker)
+            worker.close()
 
     def restart(self, worker: Worker) -> Worker:
         """Worker threads are not replaced: `check_worker_type` refuses ``worker_restarts``."""
@@ -176,7 +192,8 @@ class ThreadWorkers:
         """
         self.closed_because = self.closed_because or because
         with HeldInterrupts() as interrupts:
-            workers, self.workers = self.workers, []
+            workers, self.workers = self.workers + self._dismissed, []
+            self._dismissed = []
             forks.end(self)
             _live.discard(self)
             for worker in workers:
@@ -185,7 +202,7 @@ class ThreadWorkers:
 
     def leave_to_parent(self) -> None:
         """See `Workers`."""
-        self.workers = []
+        self.workers, self._dismissed = [], []
         self.closed_because = "its workers are threads of the process that this one was forked from"
 
 

@@ -1,0 +1,148 @@
+"""Datasets whose pickles and imports can be counted, for workers under every start method."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from loading import Numbered
+from torch.utils.data import Dataset, get_worker_info
+
+from shmloader.segment import Descriptor
+
+ARRAY_NBYTES = 1 << 20
+
+
+class CountsPickles(Numbered):
+    """Counts in the main process how often it is pickled; sample ``i`` names its worker and a ballast sum."""
+
+    def __init__(self, length: int, ballast: int = 0) -> None:
+        super().__init__(length)
+        self.pickles = 0
+        self.numbers = list(range(ballast))
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.pickles += 1
+        return self.__dict__
+
+    def __getitem__(self, index: int) -> tuple[int, int, int]:
+        info = get_worker_info()
+        assert info is not None
+        return index, info.id, sum(self.numbers)
+
+
+class HoldsHandles(Dataset):
+    """Holds one of each thing that can only be pickled to a process that is being started.
+
+    Sample ``i`` uses them all; what a worker does to them is seen by the main process.
+    """
+
+    def __init__(self, length: int, context: Any) -> None:
+        self.length = length
+        self.pickles = 0
+        self.lock = context.Lock()
+        self.queue = context.Queue()
+        self.value = context.Value("q", 0)
+        self.event = context.Event()
+        self.reads, self.writes = context.Pipe(duplex=False)
+        self.tensor = torch.zeros(8, dtype=torch.int64).share_memory_()
+        self.file = Descriptor(os.memfd_create("test-handles"))
+        os.write(self.file.fd, b"contents")
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.pickles += 1
+        return self.__dict__
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        assert self.event.is_set()
+        assert os.pread(self.file.fd, 8, 0) == b"contents"
+        with self.lock:
+            self.value.value += 1
+            self.tensor[index] += 1
+            self.writes.send(index)
+        self.queue.put(index)
+        return index
+
+    def close(self) -> None:
+        os.close(self.file.fd)
+        self.reads.close()
+        self.writes.close()
+        self.queue.close()
+        self.queue.join_thread()
+
+
+class HoldsArrays(Dataset):
+    """Large arrays, one of which is read-only. Each worker writes its number to another, and looks again."""
+
+    def __init__(self) -> None:
+        self.array = np.arange(ARRAY_NBYTES // 8, dtype=np.int64)
+        self.columns = np.asfortranarray(self.array.reshape(256, -1))
+        self.frozen = self.array.copy()
+        self.frozen.flags.writeable = False
+        self.small = np.arange(3)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[int, int, bool, bool]:
+        info = get_worker_info()
+        assert info is not None
+        untouched = bool((self.array[1:] == np.arange(1, len(self.array))).all())
+        untouched &= bool((self.columns == np.arange(len(self.array)).reshape(256, -1)).all())
+        untouched &= self.array[0] in (0, 100 + info.id)
+        self.array[0] = 100 + info.id
+        self.small[0] = info.id
+        writable = self.frozen.flags.writeable or not self.columns.flags.f_contiguous
+        return info.id, int(self.array[0]), untouched, writable
+
+
+def memory_files(_: list[Any]) -> list[str]:
+    """A collate function: the memory files that this worker maps, or has open."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    mapped = {line.split(maxsplit=5)[5] for line in maps if "/memfd:" in line}
+    return sorted(f"map {name}" for name in mapped) + sorted(f"fd {name}" for name in open_files())
+
+
+def open_files() -> list[str]:
+    """What the descriptors of this process refer to."""
+    files = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            files.append(os.readlink(f"/proc/self/fd/{name}"))
+        except OSError:  # the descriptor that listed them
+            continue
+    return files
+
+
+class HasTensor(Dataset):
+    """A tensor, which is sent to workers as torch sends it; there it is copied, and what came is dropped."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.arange(1000)
+
+    def __setstate__(self, state: dict[str, torch.Tensor]) -> None:
+        self.tensor = state["tensor"].clone()
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.tensor[index * 10]
+
+
+class EndsOnce(CountsPickles):
+    """The worker that is first asked for sample 5 ends."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(16)
+        self.mark = folder / "ended"
+
+    def __getitem__(self, index: int) -> tuple[int, int, int]:
+        if index == 5 and not self.mark.exists():
+            self.mark.touch()
+            os._exit(3)
+        return super().__getitem__(index)

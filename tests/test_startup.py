@@ -1,0 +1,186 @@
+"""Workers that are started together are given one pickle, and everything in it reaches each of them."""
+
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from loading import Numbered
+from robustness.processes import python
+from startup_datasets import (
+    CountsPickles,
+    EndsOnce,
+    HoldsArrays,
+    HoldsHandles,
+    memory_files,
+    open_files,
+)
+from torch.utils.data import default_collate
+
+from shmloader import DataLoader, share
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning")
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"], indirect=True)
+def test_the_dataset_is_pickled_once_for_all_workers(start_method: str) -> None:
+    """And a ballast of several MB, which all workers read from one file at once, is whole in each."""
+    dataset = CountsPickles(24, ballast=1_000_000)
+    with DataLoader(dataset, 2, num_workers=3, multiprocessing_context=start_method) as loader:
+        rows = [row for batch in loader for row in torch.stack(batch, dim=1).tolist()]
+    expected_sum = 999_999 * 1_000_000 // 2
+    assert rows == [[index, index // 2 % 3, expected_sum] for index in range(24)]
+    assert dataset.pickles == (start_method != "fork")
+
+
+def test_a_worker_in_anothers_place_is_given_the_dataset_as_it_is_then(
+    tmp_path: Path, warm_helpers: None
+) -> None:
+    dataset = EndsOnce(tmp_path)
+    with DataLoader(
+        dataset, 2, num_workers=2, multiprocessing_context="forkserver", worker_restarts=1
+    ) as loader:
+        batches = iter(loader)
+        first = next(batches)
+        dataset.numbers = [7]
+        rows = [row for batch in [first, *batches] for row in torch.stack(batch, dim=1).tolist()]
+    assert [row[:2] for row in rows] == [[index, index // 2 % 2] for index in range(16)]
+    assert {row[2] for row in rows if row[1] == 1} == {0}, "the worker that lived on"
+    assert rows[-4][1:] == [0, 7]
+    assert dataset.pickles == 2
+
+
+def test_handles_inside_a_dataset_reach_every_worker(start_method: str) -> None:
+    context = multiprocessing.get_context(start_method)
+    dataset = HoldsHandles(8, context)
+    dataset.event.set()
+    try:
+        with DataLoader(dataset, 1, num_workers=2, multiprocessing_context=context) as loader:
+            assert [int(batch) for batch in loader] == list(range(8))
+        assert dataset.pickles == (start_method != "fork")
+        assert dataset.value.value == 8
+        assert dataset.tensor.tolist() == [1] * 8
+        assert sorted(dataset.queue.get(timeout=10) for _ in range(8)) == list(range(8))
+        assert sorted(dataset.reads.recv() for _ in range(8)) == list(range(8))
+    finally:
+        dataset.close()
+
+
+@pytest.mark.parametrize("method", ["forkserver"])
+def test_a_store_reaches_every_worker(method: str, warm_helpers: None) -> None:
+    rows = share([{"number": index, "text": str(index)} for index in range(12)])
+    with DataLoader(rows, 2, num_workers=3, multiprocessing_context=method) as loader:
+        assert [batch["text"] for batch in loader] == [[str(i), str(i + 1)] for i in range(0, 12, 2)]
+
+
+def test_tensors_in_named_files_last_for_more_than_one_epoch() -> None:
+    """Torch counts the receivers of such a file: one pickle for two of them would end it."""
+    # A program of its own: torch's helper process for such files lives as long as the program.
+    output = python(
+        """
+        import multiprocessing
+        import torch
+        from shmloader import DataLoader
+        from startup_datasets import HasTensor
+        if __name__ == "__main__":
+            torch.multiprocessing.set_sharing_strategy("file_system")
+            loader = DataLoader(HasTensor(), 4, num_workers=2, multiprocessing_context="forkserver")
+            for _ in range(3):
+                assert torch.cat(list(loader)).tolist() == list(range(0, 160, 10))
+            print("good")
+        """
+    )
+    assert output == "good\n"
+
+
+def test_large_arrays_are_mapped_by_workers_and_theirs_to_change(warm_helpers: None) -> None:
+    dataset = HoldsArrays()
+    with DataLoader(
+        dataset, 1, num_workers=2, multiprocessing_context="forkserver", worker_init_fn=None
+    ) as loader:
+        rows = [[int(column) for column in batch] for batch in loader]
+    assert rows == [[index % 2, 100 + index % 2, True, False] for index in range(8)]
+    assert dataset.array[0] == 0
+
+
+@pytest.mark.parametrize("memfd", [True, False])
+def test_files_of_the_start_are_gone_after_it(
+    memfd: bool, monkeypatch: pytest.MonkeyPatch, warm_helpers: None
+) -> None:
+    """All of them in the main process; in a worker that of large arrays is mapped, and none is open."""
+    if not memfd:
+        monkeypatch.delattr(os, "memfd_create")
+        monkeypatch.setenv("SHMLOADER_SEGMENT", "portable")
+    dataset = HoldsArrays()
+    with DataLoader(
+        dataset, 4, num_workers=2, multiprocessing_context="forkserver", collate_fn=memory_files
+    ) as loader:
+        memory = list(loader)
+        held = open_files()
+    assert not [name for name in held if "shmloader-arguments" in name or "shmloader-arrays" in name]
+    if memfd:
+        for files in memory:
+            assert [name for name in files if "arguments" in name or "arrays" in name] == [
+                "map /memfd:shmloader-arrays (deleted)"
+            ]
+
+
+def test_small_arrays_need_no_file_of_their_own(warm_helpers: None) -> None:
+    dataset = Numbered(8, ballast_nbytes=1000)
+    with DataLoader(
+        dataset, 4, num_workers=2, multiprocessing_context="forkserver", collate_fn=memory_files
+    ) as loader:
+        assert not [name for memory in loader for name in memory if "shmloader-arr" in name]
+
+
+class _Unwilling(Numbered):
+    def __getstate__(self) -> Any:
+        raise ValueError("not to be pickled")
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_an_error_in_the_pickling_is_itself_with_advice_and_leaves_nothing(
+    method: str, warm_helpers: None
+) -> None:
+    before = sorted(open_files())
+    with (
+        DataLoader(_Unwilling(8), num_workers=2, multiprocessing_context=method) as loader,
+        pytest.raises(ValueError, match="not to be pickled") as caught,
+    ):
+        iter(loader)
+    assert any("multiprocessing_context='fork'" in note for note in caught.value.__notes__)
+    del caught
+    assert sorted(open_files()) == before
+
+
+def test_objects_that_are_no_arrays_keep_their_memory_in_the_pickle(warm_helpers: None) -> None:
+    """An own class may count on bytes, which it would not get from a file of arrays."""
+    with DataLoader(HoldsBuffer(), 2, num_workers=1, multiprocessing_context="forkserver") as loader:
+        assert [batch.tolist() for batch in loader] == [[1 << 17, 1 << 17]] * 2
+
+
+class HoldsBuffer(Numbered):
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.text = Text(b"a" * (1 << 17))
+
+    def __getitem__(self, index: int) -> Any:
+        return np.int64(len(self.text.contents.decode()))
+
+
+class Text:
+    def __init__(self, contents: bytes) -> None:
+        self.contents = contents
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        import pickle
+
+        return Text, (pickle.PickleBuffer(self.contents),)
+
+
+def test_fork_pickles_nothing() -> None:
+    with DataLoader(_Unwilling(8), 4, num_workers=2, multiprocessing_context="fork") as loader:
+        assert torch.equal(torch.cat(list(loader)), default_collate([torch.full((8,), i) for i in range(8)]))
