@@ -110,7 +110,7 @@ _START_METHODS = {
     "fork": "workers begin as copies of the program; a lock that another of its threads holds at that moment "
     "stays locked in them. shmloader itself starts no thread. If workers hang at their start, use "
     "multiprocessing_context='forkserver'",
-    "forkserver": "workers are forked from a small server without threads; the dataset is pickled once for all",
+    "forkserver": "workers are forked from a small server without threads; the dataset is pickled once",
     "spawn": "workers are new interpreters; the dataset is pickled once, and each imports the program",
 }
 
