@@ -32,7 +32,7 @@ LONG_FILES = frozenset(
     """
     robustness/test_interrupt.py robustness/test_main_death.py robustness/test_small_machine.py
     robustness/test_soak.py robustness/test_fork_with_threads.py test_benchmark_memory.py test_benchmarks.py
-    test_demo.py test_doctor.py test_forkserver_preload.py
+    test_demo.py test_doctor.py test_forkserver_preload.py test_leak_guard.py
     test_store_host.py test_store_processes.py test_store_buffer.py
     """.split()
 )
@@ -53,6 +53,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if out:
         config.hook.pytest_deselected(items=out)
         items[:] = [item for item in items if item not in set(out)]
+
+
+def pytest_collection_finish() -> None:
+    """Collections of garbage, which many tests and the guard ask for, need not look at modules and tests."""
+    gc.collect()
+    gc.freeze()
 
 
 # How long a process, thread or descriptor may take to go away after its test.
@@ -110,24 +116,26 @@ class Snapshot:
 
 def _processes() -> frozenset[psutil.Process]:
     me = os.getpid()
-    parent_of = _parents()
+    origins = _origins()
     family = {me}
-    while more := {pid for pid, parent in parent_of.items() if parent in family} - family:
+    while more := {pid for pid, (parent, _) in origins.items() if parent in family} - family:
         family |= more
-    orphans = {pid for pid in parent_of.keys() - family if _is_marked(pid)}
+    began = origins[me][1]  # what is older was not started from here
+    orphans = {pid for pid in origins.keys() - family if origins[pid][1] >= began and _is_marked(pid)}
     found = [process for pid in (family | orphans) - {me} if (process := _process(pid))]
     return frozenset(process for process in found if not _is_interpreters_own(process, me))
 
 
-def _parents() -> dict[int, int]:
-    """The parent of each process of the machine; in a third of psutil's time, twice in every test."""
-    parent_of = {}
+def _origins() -> dict[int, tuple[int, int]]:
+    """Each process's parent, and when it began; in a third of psutil's time, twice in every test."""
+    origins = {}
     for name in os.listdir("/proc"):
         if name.isdecimal():
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-                # pid (name) state parent ...: the name may have blanks and brackets
-                parent_of[int(name)] = int(file.read().rpartition(b")")[2].split(maxsplit=2)[1])
-    return parent_of
+                # pid (name) state parent ... start, the 22nd field: the name may have blanks and brackets
+                fields = file.read().rpartition(b")")[2].split(maxsplit=20)
+                origins[int(name)] = int(fields[1]), int(fields[19])
+    return origins
 
 
 def _process(pid: int) -> psutil.Process | None:

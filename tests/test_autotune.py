@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -144,6 +145,7 @@ def test_a_program_that_is_slower_keeps_one_worker(three_cores: None) -> None:
 
 def test_workers_that_have_nothing_to_do_end(three_cores: None) -> None:
     """A loader that is told to begin with three, as one built from another one's attributes."""
+    before = psutil.Process().children()  # the fork server, perhaps, and the resource tracker
     with DataLoader(Draws(220), num_workers=AutoCount(3), persistent_workers=True) as loader:
         most = 0
         for _ in loader:
@@ -152,9 +154,17 @@ def test_workers_that_have_nothing_to_do_end(three_cores: None) -> None:
         chosen = loader.statistics().autotune
         assert most == 3
         assert chosen.num_workers == loader.num_workers == processes(loader) == 1, chosen
-        gone = psutil.Process().children()
-        assert sum(child.status() != psutil.STATUS_ZOMBIE for child in gone) <= 2  # the fork server's tracker
+        deadline = time.monotonic() + 5
+        while sum(_runs(child) for child in psutil.Process().children() if child not in before) > 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         assert len(list(loader)) == 220
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def test_real_work_settles_within_the_cores_of_this_machine() -> None:
@@ -378,11 +388,11 @@ def within_budget(loader: DataLoader, budget_nbytes: int, most: list[int]) -> No
 @pytest.mark.parametrize(
     ("slots", "prefetch", "expected"),
     [
-        (4, 2, (1, 2)),
+        pytest.param(4, 2, (1, 2), marks=pytest.mark.long),
         (5, 2, (1, 2)),
         (6, 2, (2, 2)),
-        (8, 2, (3, 2)),
-        (4, "auto", (2, 1)),
+        pytest.param(8, 2, (3, 2), marks=pytest.mark.long),
+        pytest.param(4, "auto", (2, 1), marks=pytest.mark.long),
         (5, "auto", (3, 1)),
     ],
 )

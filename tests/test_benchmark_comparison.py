@@ -208,6 +208,7 @@ def test_numbers_that_are_none_are_refused(words: list[str], capsys: pytest.Capt
     assert repr(words[1]) in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_without_a_checkout_the_command_says_where_to_get_one(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "shmloader", tmp_path / "shmloader", ignore=shutil.ignore_patterns("__pycache__"))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

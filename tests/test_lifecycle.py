@@ -201,7 +201,7 @@ def test_importing_has_no_side_effect() -> None:
     assert (result.returncode, result.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.long)])
 def test_a_dataset_of_an_interactive_session_gets_advice(method: str) -> None:
     result = _python(
         f"""

@@ -109,7 +109,7 @@ def test_default_collation_makes_torchs_batch_or_raises_its_error(collate: Any, 
     )
 
 
-@pytest.mark.parametrize("collate", [default_collate, default_convert])
+@pytest.mark.parametrize("collate", [default_collate, pytest.param(default_convert, marks=pytest.mark.long)])
 def test_default_collation_into_slots_that_are_used_again_makes_torchs_batch(collate: Any) -> None:
     """Every kind of sample behind every other, each batch dropped before the next."""
     how = {"collate_fn": collate, "num_workers": 1}

@@ -76,6 +76,7 @@ def test_a_store_reaches_every_worker(method: str, warm_helpers: None) -> None:
         assert [batch["text"] for batch in loader] == [[str(i), str(i + 1)] for i in range(0, 12, 2)]
 
 
+@pytest.mark.long
 def test_tensors_in_named_files_last_for_more_than_one_epoch() -> None:
     """Torch counts the receivers of such a file: one pickle for two of them would end it."""
     # A program of its own: torch's helper process for such files lives as long as the program.

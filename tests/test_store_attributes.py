@@ -131,7 +131,7 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("other_first", [False, True])
+@pytest.mark.parametrize("other_first", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", PAIRS)
 def test_what_two_attributes_refer_to_is_there_once(name: str, other_first: bool, tmp_path: Any) -> None:
     make, refer, most_nbytes = PAIRS[name]
@@ -171,7 +171,7 @@ def test_what_nested_datasets_refer_to_is_there_once() -> None:
     assert shared.both.datasets[1].rows == original.both.datasets[1].rows
 
 
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 def test_workers_read_what_is_there_once(start_method: str) -> None:
     original = Clips()
     loader = DataLoader(original, 50, num_workers=1, multiprocessing_context=start_method, share_dataset=True)

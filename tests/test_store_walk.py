@@ -373,7 +373,7 @@ def test_workers_read_the_same_memory_and_batches_are_torchs(start_method: str) 
     loader.close()
 
 
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 def test_a_hundred_attributes_take_one_descriptor(start_method: str) -> None:
     script = str(Path(__file__).with_name("few_descriptors.py"))
     command = ["sh", "-c", 'ulimit -n 64 && exec "$@"', "sh", sys.executable, script, start_method]

@@ -105,7 +105,7 @@ def test_a_samplers_epoch_reaches_persistent_workers(start_method: str) -> None:
     loader.close()
 
 
-@pytest.mark.parametrize("kind", ["value", "tensor"])
+@pytest.mark.parametrize("kind", [pytest.param("value", marks=pytest.mark.long), "tensor"])
 def test_a_shared_epoch_value_reaches_persistent_workers(kind: str, start_method: str) -> None:
     context = multiprocessing.get_context(start_method)
     epoch = context.Value("q", 0) if kind == "value" else torch.zeros((), dtype=torch.int64).share_memory_()
