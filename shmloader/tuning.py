@@ -209,13 +209,13 @@ class Tuning:
         return Bounds(most, self._pool.tasks_that_fit())
 
     def _worker_nbytes(self) -> int:
-        """Memory that a worker process has for itself alone; of the largest."""
+        """Memory that a further worker process would have for itself alone; of the largest."""
         taken = [0]
         for process in self._crew.processes:
             # Not every platform says, and there may be no descriptor to ask with.
             with contextlib.suppress(psutil.Error, OSError, AttributeError):
                 taken.append(psutil.Process(process.pid).memory_full_info().uss)
-        return max(taken)
+        return max(taken) + self._crew.given_nbytes
 
     def _follow_size(self) -> None:
         """Batches are larger than any before: see that the budget still holds what is chosen."""
@@ -250,7 +250,7 @@ class Tuning:
         while len(crew.workers) < autotune.choice.num_workers and time.perf_counter_ns() < until_ns:
             try:
                 worker = crew.add()
-            except OSError as error:
+            except Exception as error:  # whatever it is, the workers that are there go on
                 if crew.interrupted:
                     raise
                 _log.warning("shmloader could not start one more worker: %s", repr(error))

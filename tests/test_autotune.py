@@ -474,6 +474,25 @@ def test_workers_that_the_memory_has_no_room_for_are_not_started(
         assert "no more workers fit in the memory" in loader.statistics().autotune.why
 
 
+class HoldsArray(Draws):
+    def __init__(self, length: int, delay_s: float) -> None:
+        super().__init__(length, delay_s)
+        self.array = np.zeros(25_000_000, np.float32)
+
+
+def test_arrays_that_each_further_worker_is_given_are_reckoned(
+    three_cores: None, warm_helpers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are pickled for it alone, into memory that none of its pages shows before it is read."""
+    room = Headroom(180_000_000, 400_000_000, "a test")
+    monkeypatch.setattr("shmloader.tuning.memory_headroom", lambda: room)
+    given: dict[str, Any] = {"persistent_workers": True, "multiprocessing_context": "forkserver"}
+    with DataLoader(HoldsArray(90, 0.012), num_workers="auto", **given) as loader:
+        assert len(list(loader)) == 90
+        assert loader.num_workers == processes(loader) == 1
+        assert "no more workers fit in the memory" in loader.statistics().autotune.why
+
+
 def test_kept_batches_leave_room_for_what_is_chosen(three_cores: None) -> None:
     """All of them, with room for all: they and the choice are as without keeping."""
     with DataLoader(
@@ -643,6 +662,43 @@ def test_where_no_further_worker_can_be_started_those_that_are_there_go_on(
         assert processes(loader) == loader.num_workers == 1
         assert "no more workers could be started" in loader.statistics().autotune.why
     assert "could not start one more worker" in caplog.text
+
+
+class OpensSomething(Draws):
+    """After a call in the main process it cannot be pickled any more."""
+
+    lock: Any = None
+
+    def open(self) -> None:
+        self.lock = threading.Lock()
+
+
+def test_a_dataset_that_cannot_be_pickled_any_more_ends_no_epoch(
+    three_cores: None, warm_helpers: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = OpensSomething(60, 0.003)
+    with DataLoader(dataset, num_workers="auto", multiprocessing_context="forkserver") as loader:
+        found = []
+        for batch in loader:
+            dataset.open()
+            found.append(int(batch[0]))
+        assert found == list(range(60))
+        assert "no more workers could be started" in loader.statistics().autotune.why
+    assert "cannot pickle" in caplog.text
+
+
+def test_an_epoch_ends_without_waiting_for_a_worker_that_is_still_starting(
+    tmp_path: Path, three_cores: None
+) -> None:
+    """It has nothing to finish; others are given five seconds."""
+    wait = WaitForFile(tmp_path / "never")
+    loader = DataLoader(Draws(40, 0.003), num_workers="auto", worker_init_fn=wait, timeout=30)
+    iterator = iter(loader)
+    assert len([next(iterator) for _ in range(40)]) == 40
+    assert iterator._exchange.joining == {1, 2}
+    began_s = time.monotonic()
+    loader.close()
+    assert time.monotonic() - began_s < 4
 
 
 class SomeBad(Draws):

@@ -49,6 +49,8 @@ NOT_INHERITABLE = {
     "numpy_random_state": "import numpy as np; RNG = np.random.RandomState()",
     "torch_generator": "import torch; RNG = torch.Generator()",
     "python_generator": "import random; RNG = random.Random()",
+    "lock": "import multiprocessing; LOCK = multiprocessing.Lock()",
+    "memory": "import mmap; MEMORY = mmap.mmap(-1, 4096)",
     "in_a_class": "import random\nclass Augment:\n    rng = random.Random()",
     "in_an_object": """
         import random
@@ -259,6 +261,29 @@ def test_a_server_that_dies_of_an_import_is_replaced(tmp_path: Path) -> None:
     deadly = COLLATION.replace('raise RuntimeError("in the server")', "os._exit(3)")
     output = _run(tmp_path, LOADS.format(chosen=["__main__"]), data=DATA, collation=deadly, initial=INITIAL)
     assert [line for line in output.splitlines() if line != "imported"] == ["worker worker worker -1"] * 4
+
+
+COMPUTES = """
+    import torch
+    SUM = torch.rand(8_000_000).sum()  # with all threads, unless told otherwise
+    class Data(torch.utils.data.Dataset):
+        def __len__(self): return 4
+        def __getitem__(self, index): return index
+        def __setstate__(self, state):
+            self.__dict__.update(state)
+            self.sum = torch.rand(8_000_000).sum()
+    """
+LOADS_WHAT_COMPUTES = """
+    if __name__ == "__main__":
+        from data import Data
+        with shmloader.DataLoader(Data(), num_workers=1, multiprocessing_context="forkserver") as loader:
+            print([int(batch) for batch in loader])
+    """
+
+
+def test_modules_may_compute_with_torch_when_they_are_imported(tmp_path: Path) -> None:
+    """OpenMP's threads are not there after a fork: whoever then computes with them waits for ever."""
+    assert _run(tmp_path, LOADS_WHAT_COMPUTES, data=COMPUTES) == "[0, 1, 2, 3]\n"
 
 
 FULFILS = """

@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -212,6 +213,51 @@ def test_a_worker_that_cannot_be_replaced_is_an_error_that_ends_all_workers(tmp_
         with pytest.raises(LoaderClosed, match="worker 1 could not be replaced"):
             next(iterator)
         assert _batches(loader) == EXPECTED
+
+
+class SlowToPickle(Fatal):
+    """The second time, which is for a worker's successor, it takes long and says so."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, {21: 1}, "exit")
+        self.pickles = 0
+        self.begun: Any = threading.Event()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.pickles += 1
+        if self.pickles == 2:
+            self.begun.set()
+            time.sleep(1)
+        return self.__dict__ | {"begun": None}
+
+
+def test_closing_from_another_thread_while_a_worker_is_replaced_leaves_nothing(
+    tmp_path: Path, warm_helpers: None
+) -> None:
+    """Not the new process either, which the thread that closes has not seen."""
+    dataset = SlowToPickle(tmp_path)
+    loader = DataLoader(
+        dataset, batch_size=4, num_workers=2, worker_restarts=3, multiprocessing_context="forkserver"
+    )
+    errors: list[BaseException] = []
+
+    def close() -> None:
+        dataset.begun.wait()
+        try:
+            loader.close()
+        except BaseException as error:
+            errors.append(error)
+
+    closer = threading.Thread(target=close)
+    closer.start()
+    try:
+        with pytest.raises(LoaderClosed):
+            list(loader)
+    finally:
+        dataset.begun.set()
+        closer.join()
+    assert not errors
+    assert dataset.pickles == 2
 
 
 def test_restarts_out_of_order(tmp_path: Path) -> None:

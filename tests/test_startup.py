@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,22 @@ def test_a_store_reaches_every_worker(method: str, warm_helpers: None) -> None:
     rows = share([{"number": index, "text": str(index)} for index in range(12)])
     with DataLoader(rows, 2, num_workers=3, multiprocessing_context=method) as loader:
         assert [batch["text"] for batch in loader] == [[str(i), str(i + 1)] for i in range(0, 12, 2)]
+
+
+def test_too_large_a_file_is_an_error_with_advice(
+    warm_helpers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit on the size of files counts for what workers are given, too."""
+    monkeypatch.setenv("SHMLOADER_SEGMENT", "portable")
+    loader = DataLoader(CountsPickles(8, 1_000_000), num_workers=1, multiprocessing_context="forkserver")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(OSError, match="too large") as caught:
+            iter(loader)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert any("ulimit -f" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ import signal
 import time
 from typing import Any
 
-from shmloader.errors import WorkerDied
+from shmloader.errors import LoaderClosed, WorkerDied
 from shmloader.interrupts import HeldInterrupts
 from shmloader.limits import memory_headroom, oom_kills
 from shmloader.links import Pipes
@@ -39,6 +39,7 @@ class ProcessWorkers:
         workers: By their number; empty after `close`.
         closed_because: Why they were stopped.
         look_again_ns: See `Workers`.
+        given_nbytes: Likewise.
     """
 
     look_again_ns = SPIN_NS
@@ -46,6 +47,7 @@ class ProcessWorkers:
     def __init__(self, context: Any, make_arguments: MakeArguments, num_workers: int) -> None:
         self.workers: list[ProcessWorker] = []
         self._dismissed: list[ProcessWorker] = []  # told to end
+        self.given_nbytes = 0
         self.closed_because = ""
         self._context = context
         self._make_arguments = make_arguments
@@ -74,6 +76,7 @@ class ProcessWorkers:
         if parcel is None:
             with Parcel(self._context, self._make_arguments) as its_own:
                 return self._start(worker_id, its_own)
+        self.given_nbytes = parcel.arrays_nbytes
         tasks_read, tasks_write = os.pipe()
         try:
             dones_read, dones_write = os.pipe()
@@ -106,6 +109,7 @@ class ProcessWorkers:
         """
         with HeldInterrupts():
             worker = self._start(len(self.workers))
+            worker.is_spare = True
             self.workers.append(worker)
             self._poller = None
         return worker
@@ -133,9 +137,12 @@ class ProcessWorkers:
             try:
                 fresh = self._start(worker.worker_id)
             except BaseException:
-                self.workers.remove(old)  # its process object is closed: nothing more to stop there
                 self.close(f"worker {worker.worker_id} could not be replaced", grace_s=0.0)
                 raise
+            if old not in self.workers:  # closed meanwhile, by another thread, which has not seen the new one
+                fresh.close_descriptors()
+                self._end([fresh])
+                raise LoaderClosed("the loader was closed while a worker was being replaced")
             self.workers[worker.worker_id] = fresh
         return fresh
 
@@ -239,12 +246,15 @@ class ProcessWorkers:
         """
         self.closed_because = self.closed_because or because
         with HeldInterrupts() as interrupts:
-            workers, self.workers = self.workers + self._dismissed, []
-            self._dismissed = []
+            # One that is being replaced has been released already.
+            workers = [worker for worker in self.workers + self._dismissed if not worker.released]
+            self.workers, self._dismissed = [], []
             self._poller = None
             forks.end(self)
             for worker in workers:
                 worker.close_descriptors()
+                if worker.is_spare and not worker.heard:
+                    worker.process.terminate()  # it is still starting, which nobody has waited for
             deadline = time.monotonic() + grace_s
             for worker in workers:
                 # A second Ctrl-C means that the user will not wait.

@@ -44,10 +44,12 @@ class Workers(Protocol):
     Attributes:
         closed_because: Why they were stopped.
         look_again_ns: How long to look for a record before `wait`, while records come quickly.
+        given_nbytes: Bytes of large arrays that a worker started last was given for itself.
     """
 
     closed_because: str
     look_again_ns: int
+    given_nbytes: int
 
     @property
     def workers(self) -> Sequence[Worker]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import mmap
 import os
 import pickle
@@ -76,12 +77,25 @@ class Parcel:
         self._pickled.taken = True
         return _ForWorker(self._pickled, worker_id)
 
+    @property
+    def arrays_nbytes(self) -> int:
+        """Bytes of large arrays, which the workers that are started with this share with nobody else."""
+        pickled = self._pickled
+        return os.fstat(pickled.arrays_fd).st_size if pickled is not None and pickled.arrays_fd >= 0 else 0
+
     def _pickle(self, worker_id: int) -> None:
         self._forget()
         try:
             self._pickled = _Pickled(self._make_arguments(worker_id))
         except Exception as error:
-            explain_start_failure(error, self._context)
+            if isinstance(error, OSError) and error.errno in (errno.EFBIG, errno.ENOSPC, errno.ENOMEM):
+                error.add_note(
+                    "What workers are given is written to a file without a name, as large as its pickle: "
+                    "lift the limit on the size of files (ulimit -f), free memory, or use "
+                    "multiprocessing_context='fork'."
+                )
+            else:
+                explain_start_failure(error, self._context)
             raise
 
     def _forget(self) -> None:

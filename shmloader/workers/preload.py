@@ -2,8 +2,8 @@
 
 The modules are the program's. One whose import raises leaves the error to the workers, who import it as they
 would have anyhow. One whose import leaves behind what processes must not share by a fork (a thread, an open
-descriptor, a random generator), or that takes too long, is not imported here: the server begins again
-without it, by a second ``exec`` in the same process.
+descriptor, a lock of processes, a random generator), or that takes too long, is not imported here: the server
+begins again without it, by a second ``exec`` in the same process.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import mmap
 import multiprocessing
 import os
 import random
@@ -19,6 +20,7 @@ import stat
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from multiprocessing.synchronize import SemLock
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -27,12 +29,14 @@ import torch
 
 VARIABLE = "SHMLOADER_PRELOAD"
 _MOST_S = 30.0  # for all modules together: the main process waits meanwhile
-_GENERATORS = (
+_NOT_TO_BE_SHARED = (  # random generators, and what a fork shares without a descriptor
     random.Random,
     np.random.Generator,
     np.random.RandomState,
     np.random.BitGenerator,
     torch.Generator,
+    SemLock,
+    mmap.mmap,
 )
 
 
@@ -98,6 +102,9 @@ def _import_all(wish: Wish) -> None:
     timer.daemon = True
     timer.start()
     shared = SharedByFork()
+    # OpenMP's threads would not be there after a fork, and it would wait for them for ever.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     for name in wish.modules:
         with contextlib.suppress(BaseException):  # SystemExit too: the workers' import says it, to the user
             importlib.import_module(name)
@@ -106,6 +113,7 @@ def _import_all(wish: Wish) -> None:
             later = [] if wish.begun_again else wish.modules[len(done) + 1 :]
             _begin_again(wish, done + [other for other in later if _package(other) != _package(name)])
         done.append(name)
+    torch.set_num_threads(threads)
     timer.cancel()
     timer.join()
 
@@ -132,21 +140,21 @@ class SharedByFork:
         self._looked_into: set[str] = set()
         self._threads = set(threading.enumerate())
         self._descriptors = _descriptors()
-        known = _generators_in(self._modules_not_looked_into(), deep=False)
-        self._known_generators = set(map(id, known))
+        known = _unshareable_in(self._modules_not_looked_into(), deep=False)
+        self._known = set(map(id, known))
 
     def has_more(self) -> bool:
         """Whether there is more of it than at the beginning."""
         return (
             not set(threading.enumerate()) <= self._threads
             or not _descriptors() <= self._descriptors
-            or bool(self._new_generators())
+            or bool(self._new_unshareable())
         )
 
-    def _new_generators(self) -> list[object]:
-        """Generators, not known before, in modules that were not looked into yet."""
-        found = _generators_in(self._modules_not_looked_into(), deep=True)
-        return [generator for generator in found if id(generator) not in self._known_generators]
+    def _new_unshareable(self) -> list[object]:
+        """What is such, not known before, in modules that were not looked into yet."""
+        found = _unshareable_in(self._modules_not_looked_into(), deep=True)
+        return [value for value in found if id(value) not in self._known]
 
     def _modules_not_looked_into(self) -> list[ModuleType | None]:
         names = sys.modules.keys() - self._looked_into
@@ -154,21 +162,21 @@ class SharedByFork:
         return [sys.modules.get(name) for name in names]
 
 
-def _generators_in(modules: Iterable[ModuleType | None], *, deep: bool) -> list[object]:
-    """Random generators that are globals of the modules or, if ``deep``, attributes of such."""
+def _unshareable_in(modules: Iterable[ModuleType | None], *, deep: bool) -> list[object]:
+    """What is `_NOT_TO_BE_SHARED` among globals of the modules or, if ``deep``, attributes of such."""
     found: list[object] = []
     for module in modules:
         for value in _attributes_of(module):
-            if _is_generator(value):
+            if _is_unshareable(value):
                 found.append(value)
             elif deep and not _is_elsewhere(value, module):
-                found += filter(_is_generator, _attributes_of(value))
+                found += filter(_is_unshareable, _attributes_of(value))
     return found
 
 
-def _is_generator(value: object) -> bool:
+def _is_unshareable(value: object) -> bool:
     # The type, since to ask an object for its class may run code of its own. SystemRandom has no state.
-    return issubclass(type(value), _GENERATORS) and not issubclass(type(value), random.SystemRandom)
+    return issubclass(type(value), _NOT_TO_BE_SHARED) and not issubclass(type(value), random.SystemRandom)
 
 
 def _is_elsewhere(value: object, module: ModuleType | None) -> bool:

@@ -25,6 +25,8 @@ class ProcessWorker:
         dones_fd: Read end of the done pipe, non-blocking.
         death_fd: Becomes readable when the process ends.
         heard: Whether a record came from it yet.
+        is_spare: Whether it was added while others worked, so that nobody waits for it to be there.
+        released: Whether the process has ended and was forgotten.
     """
 
     def __init__(self, worker_id: int, process: Any, tasks_fd: int, dones_fd: int) -> None:
@@ -35,6 +37,7 @@ class ProcessWorker:
         self.dones_fd = dones_fd
         self.death_fd = _open_death_fd(process)
         self.heard = False
+        self.is_spare = self.released = False
         self._unsent: deque[bytes] = deque()
 
     @property
@@ -91,6 +94,7 @@ class ProcessWorker:
 
     def release(self) -> None:
         """Close this side's descriptors and forget the process, which has ended."""
+        self.released = True
         self.close_descriptors()
         with contextlib.suppress(ValueError):
             self.process.close()

@@ -87,9 +87,11 @@ class ThreadWorkers:
         closed_because: Why they were stopped.
         look_again_ns: See `Workers`. Looking again would hold the interpreter lock, which the worker that is
             waited for needs.
+        given_nbytes: See `Workers`.
     """
 
     look_again_ns = 0
+    given_nbytes = 0
 
     def __init__(self, make_arguments: MakeArguments, num_workers: int) -> None:
         self.workers: list[ThreadWorker] = []
