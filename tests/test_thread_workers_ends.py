@@ -25,6 +25,7 @@ from shmloader import DataLoader, LoaderClosed, WorkerDied
 from shmloader.collate import install_slot_collate
 from shmloader.segment import new_segment
 from shmloader.slot_writer import current_writer
+from shmloader.workers.gate import SegmentGate
 from shmloader.workers.thread_link import Bell, ThreadLink
 
 pytestmark = [
@@ -465,3 +466,13 @@ class Naps(loading.Numbered):
     def __getitem__(self, index: int) -> torch.Tensor:
         time.sleep(0.006)
         return super().__getitem__(index)
+
+
+def test_what_only_the_iterator_may_do_is_refused_to_a_thread() -> None:
+    """A thread that closed the segment would take the slots from all; and none is replaced."""
+    segment = new_segment()
+    gate = SegmentGate(segment)
+    for refused in (lambda: gate.close(1), lambda: gate.forget_newer(0, 0)):
+        with pytest.raises(NotImplementedError, match="only the iterator"):
+            refused()
+    segment.close(0)

@@ -1,5 +1,6 @@
 """Programs of their own, their workers, and what they leave behind."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -7,8 +8,10 @@ import textwrap
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pytest
 
 TESTS = Path(__file__).absolute().parents[1]
 
@@ -115,3 +118,19 @@ def shared_nbytes() -> int:
     """Shared memory of the whole machine: memfds and /dev/shm."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Shmem:")) * 1024
+
+
+def assert_dies_with_its_last_reference(loader: Any, batches: int) -> None:
+    """An iterator ends its workers when it is dropped after some batches, without the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        iterator = iter(loader)
+        for _ in range(batches):
+            next(iterator)
+        workers = iterator._workers
+        del iterator
+        with pytest.raises(ValueError, match="closed"):
+            workers[0].is_alive()
+    finally:
+        gc.enable()
