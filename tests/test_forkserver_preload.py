@@ -265,9 +265,11 @@ def test_a_server_that_dies_of_an_import_is_replaced(tmp_path: Path) -> None:
 
 COMPUTES = """
     import torch
-    SUM = torch.rand(8_000_000).sum()  # with all threads, unless told otherwise
+    TABLE = torch.rand(4_000_000).sort()  # with all threads, unless told otherwise
+    SUM = torch.rand(8_000_000).sum()
     class Data(torch.utils.data.Dataset):
-        def __len__(self): return 4
+        def __init__(self): self.length = 4  # without a state there is none to set
+        def __len__(self): return self.length
         def __getitem__(self, index): return index
         def __setstate__(self, state):
             self.__dict__.update(state)
