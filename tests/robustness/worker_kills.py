@@ -214,6 +214,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", shmloader.SpillWarning)
+    for how in SIGNALS[1:]:
+        signal.signal(how, signal.SIG_DFL)  # nohup leaves SIGHUP ignored, and workers inherit that
     ready_helpers()
     rng = random.Random(arguments.seed)
     kills = []
