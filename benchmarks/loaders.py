@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.utils.data
-from torch.utils.data import BatchSampler
 
 from benchmarks.numpy_collate import numpy_collate
 from benchmarks.workloads import STARTUP, Workload
@@ -19,8 +18,13 @@ from benchmarks.workloads import STARTUP, Workload
 Build = Callable[..., Iterable[Any]]
 """Makes a loader of a data set, a batch size, a number of workers and a prefetch factor.
 
-What a workload needs beyond that comes by torch's names: `collate_fn`, `sampler`,
+What a workload needs beyond that comes by torch's names: `collate_fn`, `batch_sampler`,
 `multiprocessing_context`; none of them where it needs nothing."""
+
+
+def batching(batch_size: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Makes torch's arguments of a workload's: it has a batch size, or a sampler of whole batches."""
+    return options if "batch_sampler" in options else {"batch_size": batch_size, **options}
 
 
 def pickled_copies(method: str | None, workers: int) -> float:
@@ -99,12 +103,11 @@ def build_torch(strategy: str, **fixed: Any) -> Build:
         UseSharing(strategy)(0)  # in this process too
         return torch.utils.data.DataLoader(
             dataset,
-            batch_size=batch_size,
             num_workers=workers,
             prefetch_factor=prefetch_factor,
             persistent_workers=True,
             worker_init_fn=UseSharing(strategy),
-            **options,
+            **batching(batch_size, options),
             **fixed,
         )
 
@@ -112,13 +115,13 @@ def build_torch(strategy: str, **fixed: Any) -> Build:
 
 
 def build_torch_bulk(
-    dataset: Any, batch_size: int, workers: int, prefetch_factor: int, *, sampler: Any, **options: Any
+    dataset: Any, batch_size: int, workers: int, prefetch_factor: int, *, batch_sampler: Any, **options: Any
 ) -> Iterable[Any]:
     """Makes torch's loader as its documentation advises where a data set takes many indices at once."""
     return torch.utils.data.DataLoader(
         dataset,
         batch_size=None,
-        sampler=BatchSampler(sampler, batch_size, drop_last=False),
+        sampler=batch_sampler,
         num_workers=workers,
         prefetch_factor=prefetch_factor,
         persistent_workers=True,
@@ -134,11 +137,10 @@ def build_shmloader(
 
     loader: Iterable[Any] = DataLoader(
         dataset,
-        batch_size=batch_size,
         num_workers=workers,
         prefetch_factor=prefetch_factor,
         persistent_workers=True,
-        **options,
+        **batching(batch_size, options),
     )
     return loader
 

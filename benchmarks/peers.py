@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, TensorDataset, default_collate
+from torch.utils.data import TensorDataset, default_collate
 
-from benchmarks.loaders import Build, Loader, is_of_arrays, register_loader
-from benchmarks.made_data import ENDLESS, Cyclic
+from benchmarks.loaders import Build, Loader, batching, is_of_arrays, register_loader
+from benchmarks.made_data import ENDLESS, CyclicBatches
 from benchmarks.numpy_collate import InOneThread, as_arrays, numpy_collate
 from benchmarks.reading import LEAF_ALIGNMENT_NBYTES, batch_nbytes, leaves
 from benchmarks.workloads import Workload
@@ -61,7 +61,7 @@ def make_batches(dataset: Any, batch_size: int, collate: Collate, options: dict[
         collate: Joins samples, unless the workload has a collate function of its own.
         options: The workload's.
     """
-    sampler: Cyclic | None = options.get("sampler")
+    sampler: CyclicBatches | None = options.get("batch_sampler")
     cycle = None if sampler is None else sampler.length
     return Batches(dataset, batch_size, options.get("collate_fn") or collate, cycle)
 
@@ -88,11 +88,10 @@ def build_torchdata(
 
     return StatefulDataLoader(
         dataset,
-        batch_size=batch_size,
         num_workers=workers,
         prefetch_factor=prefetch_factor,
         persistent_workers=True,
-        **options,
+        **batching(batch_size, options),
     )
 
 
@@ -124,7 +123,7 @@ def build_grain(
     # In memory, grain advises against reading threads; files are not in memory.
     in_memory = not hasattr(dataset, "paths")
     reading = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0) if in_memory else grain.ReadOptions()
-    if "sampler" in options:  # whole batches are the elements
+    if "batch_sampler" in options:  # whole batches are the elements
         batches = make_batches(dataset, batch_size, numpy_collate, options)
         pipeline = grain.MapDataset.source(batches).to_iter_dataset(reading)
     else:
@@ -152,8 +151,8 @@ def build_spdl(
     from spdl.dataloader import get_pytorch_dataloader
 
     size: int | None = batch_size
-    if "sampler" in options:  # whole batches, as with torch's own
-        size, options["sampler"] = None, BatchSampler(options["sampler"], batch_size, drop_last=False)
+    if "batch_sampler" in options:  # whole batches, as with torch's own
+        size, options["sampler"] = None, options.pop("batch_sampler")
     else:
         options["collate_fn"] = InOneThread(options.get("collate_fn") or default_collate)
     return get_pytorch_dataloader(

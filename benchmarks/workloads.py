@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from benchmarks import made_data, real_files
-from benchmarks.made_data import Cyclic, Repeated, Uneven
+from benchmarks.made_data import CyclicBatches, Repeated, Uneven
 
 __all__ = ["WORKLOADS", "Repeated", "Targets", "Workload", "register_workload"]
 
@@ -59,8 +60,8 @@ class Workload:
         dataset_nbytes: The data set's size where it decides whether there is memory for it; else 0.
         make_into: Makes one batch of an index batch, into outputs where it can: what the limit repeats.
             None for fetching and `limit.collate_into`.
-        ideal_rate: Gives batches/s at best of a data set and a number of workers, where the limit is
-            known and not measured.
+        ideal_rate: Gives samples/s at best of a data set and a number of workers, where that is found
+            without running as many processes.
         missing: Says what this host lacks for it, or None.
         in_transport: Whether `benchmarks/transport.py` runs it unasked.
     """
@@ -107,7 +108,7 @@ class Workload:
         if self.collate is not None:
             options["collate_fn"] = self.collate
         if self.samples == "table":
-            options["sampler"] = Cyclic(self.batch_size * self.period_batches)
+            options["batch_sampler"] = CyclicBatches(self.batch_size * self.period_batches, self.batch_size)
         if self.start_method is not None:
             options["multiprocessing_context"] = self.start_method
         return options
@@ -168,8 +169,15 @@ def index_tensor(first: int, count: int) -> torch.Tensor:
 
 
 def uneven_rate(dataset: Uneven, workers: int) -> float:
-    """Says how many samples a second workers make that never wait for anything."""
-    return workers / dataset.mean_s()
+    """Says how many samples a second workers make that never wait for anything.
+
+    Fetching and collating is timed, one after the other: a sleep lasts longer than was asked for.
+    """
+    samples = 2 * dataset.every
+    start_s = time.perf_counter()
+    for index in range(samples):
+        default_collate([dataset[index]])
+    return workers * samples / (time.perf_counter() - start_s)
 
 
 def start_up(name: str, nbytes: int, method: str) -> Workload:

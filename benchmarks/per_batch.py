@@ -1,9 +1,9 @@
-"""Counts the system calls that the main process makes for each batch, with strace.
+"""What a batch of two small leaves costs the main process: processor time in ``next()``, and system calls.
 
-``python -m benchmarks.system_calls`` loads batches of two small leaves in a process of its own under
-strace, which sees only that process and not its workers, and counts what it does between two marks in
-the middle of an epoch. Twice: with a consumer that is slower than the workers, so that batches lie
-ready, and with workers that are slower than the consumer, so that the loader waits for each.
+``python -m benchmarks.per_batch`` loads batches in a process of its own, in the middle of an epoch. Twice:
+with a consumer that is slower than the workers, so that batches lie ready, and with workers that are slower
+than the consumer, so that the loader waits for each. Each is done once more under strace, which sees only
+that process and not its workers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import argparse
 import itertools
 import os
 import re
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -47,30 +49,44 @@ class TwoLeaves(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
         return self.rows[index % 64], index
 
 
-def load(batches: int, delay_s: float) -> None:
-    """The traced part: an epoch, with marks around the batches that count."""
+def load(batches: int, delay_s: float, timed: bool) -> list[float]:
+    """An epoch, with marks around the batches that count.
+
+    Args:
+        batches: How many those are.
+        delay_s: What a sample takes; with 0 the consumer is slower.
+        timed: Whether to time them: reading the thread's clock is a system call.
+
+    Returns:
+        Seconds of processor time that each call of ``next()`` took; zeros if not timed.
+    """
     dataset = TwoLeaves((WARM_BATCHES + batches + 100) * BATCH_SIZE, delay_s)
     compute_s = 0.0 if delay_s else 0.002
     loader = shmloader.DataLoader(dataset, BATCH_SIZE, num_workers=2, prefetch_factor=8)
     iterator = iter(loader)
+    clock = time.thread_time if timed else float
+    costs_s = []
     for number in itertools.count():
         if number == WARM_BATCHES:
             os.access(BEGIN, os.F_OK)
         if number == WARM_BATCHES + batches:
             os.access(END, os.F_OK)
             break
+        began_s = clock()
         next(iterator)
+        costs_s.append(clock() - began_s)
         until = time.perf_counter() + compute_s
         while time.perf_counter() < until:  # in the vDSO, without a system call
             pass
     loader.close()
+    return costs_s[WARM_BATCHES:]
 
 
 def count(batches: int, delay_s: float) -> Counter[str]:
-    """The system calls of the traced part, by name; one that had nothing to read, or no room, apart."""
+    """The system calls for batches, by name; one that had nothing to read, or no room, apart."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace"
-        command = [sys.executable, "-m", "benchmarks.system_calls", "--traced", str(delay_s)]
+        command = [sys.executable, "-m", "benchmarks.per_batch", "--traced", str(delay_s)]
         subprocess.run(
             ["strace", "-o", str(trace), *command, "--batches", str(batches)], check=True, cwd=ROOT
         )
@@ -92,12 +108,18 @@ def main() -> None:
     parser.add_argument("--traced", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.traced is not None:
-        load(arguments.batches, arguments.traced)
+        load(arguments.batches, arguments.traced, timed=False)
         return
     for title, delay_s in (("batches lie ready", 0.0), ("the loader waits for each", 0.001)):
-        print(f"{title}: system calls of the main process for each batch")
+        costs_us = [cost_s * 1e6 for cost_s in load(arguments.batches, delay_s, timed=True)]
+        low, middle, high = (statistics.quantiles(costs_us, n=20)[place] for place in (0, 9, 18))
+        print(f"{title}: processor time of next() {middle:.1f} us (5 to 95 %: {low:.1f} to {high:.1f} us)")
+        if shutil.which("strace") is None:
+            print("  system calls: not counted, strace is not installed")
+            continue
+        print("  system calls of the main process for each batch")
         for name, calls in count(arguments.batches, delay_s).most_common():
-            print(f"  {name:24} {calls / arguments.batches:8.3f}")
+            print(f"    {name:24} {calls / arguments.batches:8.3f}")
 
 
 if __name__ == "__main__":
