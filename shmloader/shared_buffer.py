@@ -30,7 +30,16 @@ import numpy as np
 
 from shmloader.errors import SharedMemoryExhausted
 from shmloader.limits import SURE_NBYTES, memory_headroom, shm_free_nbytes
-from shmloader.segment import MAP_FIXED, PAGE_NBYTES, Descriptor, map_pages, wanted_backend, whole_pages
+from shmloader.segment import (
+    HUGE_NBYTES,
+    MAP_FIXED,
+    PAGE_NBYTES,
+    Descriptor,
+    map_pages,
+    take_huge_pages,
+    wanted_backend,
+    whole_pages,
+)
 
 ALIGNMENT = 64
 """Default alignment of what is appended, in bytes: a cache line, and what Arrow recommends."""
@@ -88,7 +97,7 @@ class SharedBuffer:
         self.nbytes = nbytes
         os.set_inheritable(fd, False)
         try:
-            self.mapping = mmap.mmap(-1, max(nbytes, 1), _ANONYMOUS, _READ_WRITE)
+            self.mapping = mmap.mmap(-1, _space_nbytes(nbytes), _ANONYMOUS, _READ_WRITE)
             self.private = memoryview(self.mapping)[:nbytes]
             self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.mapping))
             # Given the descriptor, Python's mmap would keep a duplicate of it. So it maps anonymous memory,
@@ -194,6 +203,8 @@ class BufferBuilder:
             self._check_headroom(grow_nbytes)
             self._unchecked_nbytes = 0
         try:
+            if self._sealable:
+                take_huge_pages(self._fd, 0, self.reserved_nbytes, nbytes)
             _allocate(self._fd, self.reserved_nbytes, grow_nbytes)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
@@ -300,6 +311,15 @@ class BufferBuilder:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _space_nbytes(nbytes: int) -> int:
+    """How much address space to take for a store.
+
+    Linux (6.7) begins a mapping of whole huge pages at a multiple of their size; elsewhere a huge page cannot
+    be mapped as one.
+    """
+    return max(nbytes, 1) if nbytes < HUGE_NBYTES else -(-nbytes // HUGE_NBYTES) * HUGE_NBYTES
 
 
 def _unnamed_file() -> int:

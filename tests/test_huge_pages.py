@@ -1,5 +1,6 @@
-"""Slots get huge pages where the host has them, and never more memory than was asked for."""
+"""Slots and stores get huge pages where the host has them, and never more memory than was asked for."""
 
+import mmap
 import os
 import re
 import resource
@@ -11,9 +12,10 @@ import pytest
 import torch
 from loading import Numbered
 
-from shmloader import DataLoader, SharedMemoryExhausted
+from shmloader import DataLoader, SharedMemoryExhausted, share
 from shmloader.segment import PAGE_NBYTES, MemfdSegment, huge_pages
 from shmloader.segment.huge_pages import HUGE_NBYTES
+from shmloader.shared_buffer import BufferBuilder
 
 SMALL_END = 3 * PAGE_NBYTES
 
@@ -30,11 +32,12 @@ def _reserved_nbytes(segment: MemfdSegment) -> int:
     return os.fstat(segment._descriptor.fd).st_blocks * 512
 
 
-def _huge_nbytes() -> int:
-    """How much of slots this process has mapped by huge pages."""
+def _huge_nbytes(name: str = "slots") -> int:
+    """How much of slots, or of stores, this process has mapped by huge pages."""
     mappings = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
-    slots = [mapping for mapping in mappings if "memfd:shmloader-slots" in mapping]
-    return sum(int(match[1]) << 10 for each in slots if (match := re.search(r"ShmemPmdMapped: +(\d+)", each)))
+    found = [mapping for mapping in mappings if f"memfd:shmloader-{name}" in mapping]
+    kinds = r"(?:Shmem|File)PmdMapped: +(\d+)"
+    return sum(int(nbytes) << 10 for mapping in found for nbytes in re.findall(kinds, mapping))
 
 
 @pytest.fixture
@@ -44,6 +47,15 @@ def has_huge_pages(segment: MemfdSegment) -> None:
     if huge_pages._refused:
         pytest.skip("the host gives no huge pages")
     segment.discard(1, 0, HUGE_NBYTES)
+
+
+@pytest.fixture
+def aligns_mappings(has_huge_pages: None) -> None:
+    """Skip where a mapping of whole huge pages begins anywhere (Linux before 6.7)."""
+    with mmap.mmap(-1, 4 * HUGE_NBYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapping:
+        address = np.frombuffer(mapping, np.uint8).ctypes.data
+        if address % HUGE_NBYTES:
+            pytest.skip("the kernel does not align mappings, so stores' huge pages are mapped as small ones")
 
 
 def test_whole_parts_are_huge_and_the_rest_is_not(segment: MemfdSegment, has_huge_pages: None) -> None:
@@ -139,3 +151,49 @@ def test_batches_lie_in_huge_pages_in_the_main_process(has_huge_pages: None) -> 
         assert _huge_nbytes() >= HUGE_NBYTES
         now = loader.statistics()
         assert now.reserved_nbytes <= 4 * (2 * HUGE_NBYTES + (1 << 16))
+
+
+def test_stores_lie_in_huge_pages_and_take_no_more_than_their_size(aligns_mappings: None) -> None:
+    before = _huge_nbytes("store")
+    rows = torch.arange(3 * HUGE_NBYTES // 4 + 100, dtype=torch.int32).reshape(-1, 4)
+    store = share(rows)
+    assert torch.equal(store.take(torch.arange(len(rows))), rows)
+    assert _huge_nbytes("store") == before + 3 * HUGE_NBYTES
+
+
+def test_a_store_that_grows_bit_by_bit_has_huge_pages_too(aligns_mappings: None) -> None:
+    before = _huge_nbytes("store")
+    piece = np.arange(1 << 18, dtype=np.uint32)
+    with BufferBuilder() as out:
+        for number in range(12):  # of 1 MiB each
+            out.append(piece + number)
+        assert os.fstat(out.fileno()).st_blocks * 512 == out.reserved_nbytes
+        buffer = out.seal()
+    contents = np.frombuffer(buffer.view, np.uint32).reshape(12, -1)
+    assert (contents == piece + np.arange(12, dtype=np.uint32)[:, None]).all()
+    # The huge page in which it ends was cut.
+    assert os.fstat(buffer.fd).st_blocks * 512 == buffer.nbytes
+    assert _huge_nbytes("store") >= before + 4 * HUGE_NBYTES
+
+
+def test_what_is_written_to_a_store_in_huge_pages_stays_in_this_process(aligns_mappings: None) -> None:
+    store = share(torch.zeros(2 * HUGE_NBYTES, dtype=torch.uint8))
+    if not (pid := os.fork()):
+        store[5].add_(1)  # torch knows no read-only tensors
+        os._exit(0 if int(store[5]) == 1 else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert int(store[5]) == 0
+
+
+def test_a_host_that_takes_long_is_not_asked_for_the_rest(
+    segment: MemfdSegment, has_huge_pages: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huge_pages, "_MOST_PIECE_S", -1.0)
+    monkeypatch.setattr(huge_pages, "_PIECE_NBYTES", 2 * HUGE_NBYTES)
+    nbytes = 5 * HUGE_NBYTES
+    segment.reserve(0, 0, 0, nbytes)
+    extent = segment.map(0, 0, nbytes)
+    np.frombuffer(extent.buffer, np.uint8)[:] = 1
+    assert _huge_nbytes() == 2 * HUGE_NBYTES
+    assert _reserved_nbytes(segment) == nbytes
+    assert not huge_pages._refused

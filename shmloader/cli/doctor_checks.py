@@ -321,7 +321,7 @@ def check_huge_pages() -> Check:
         found += ": slots of small batches may take 2 MiB each"
     else:
         found += (
-            "; that does not matter: slots of 2 MiB and more ask for them one by one"
+            "; that does not matter: slots and stores of 2 MiB and more ask for them one by one"
             if setting != "deny"
             else "; slots are used again, so their pages are faulted in once"
         )

@@ -18,6 +18,7 @@ import os
 import sys
 
 from shmloader.segment.base import Descriptor, Segment, open_anonymous_file
+from shmloader.segment.huge_pages import HUGE_NBYTES, take_huge_pages
 from shmloader.segment.mapping import (
     MAP_FIXED,
     PAGE_NBYTES,
@@ -30,6 +31,7 @@ from shmloader.segment.memfd import SLOT_STRIDE, MemfdSegment
 from shmloader.segment.named import NamedSegment
 
 __all__ = [
+    "HUGE_NBYTES",
     "MAP_FIXED",
     "PAGE_NBYTES",
     "SLOT_STRIDE",
@@ -42,6 +44,7 @@ __all__ = [
     "map_pages",
     "new_segment",
     "open_anonymous_file",
+    "take_huge_pages",
     "wanted_backend",
     "whole_pages",
 ]

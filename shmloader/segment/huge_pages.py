@@ -1,9 +1,9 @@
-"""Huge pages for slots, where the kernel has them: fewer page faults at first, and fewer TLB misses after.
+"""Huge pages for slots and stores, where the kernel has them: fewer page faults, and fewer TLB misses.
 
-Slots lie in a memfd, whose memory is reserved by ``fallocate`` before anybody touches it, and that takes
+Both lie in a memfd, whose memory is reserved by ``fallocate`` before anybody touches it, and that takes
 small pages. ``madvise(MADV_COLLAPSE)`` (Linux 6.1) makes a huge page of a part of a file where some page is
 there. So one page of each part is reserved, the rest is made with it, and what is left by ``fallocate``.
-docs/decisions/0024 has the figures.
+docs/decisions/0024 and 0026 have the figures.
 """
 
 from __future__ import annotations
@@ -13,11 +13,17 @@ import errno
 import mmap
 import os
 import sys
+import time
 
 from shmloader.errors import SharedMemoryExhausted
 from shmloader.segment.mapping import PAGE_NBYTES, map_aligned, unmap
 
 HUGE_NBYTES = 2 << 20
+"""Size of a huge page."""
+
+_PIECE_NBYTES = 8 * HUGE_NBYTES  # asked for at once
+_MOST_PIECE_S = 0.025
+"""Longest time for a piece after which the next one is asked for; 5 ms are usual."""
 _MADV_COLLAPSE = 25
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -28,8 +34,9 @@ _refused = sys.platform != "linux" or os.environ.get("SHMLOADER_HUGE_PAGES") == 
 def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> None:
     """Reserve as much of a part of a file as can be had in huge pages; no more than asked for.
 
-    What cannot be had so is left as it is. After the first refusal this process asks no more: a kernel that
-    lacks the call always will, and where memory is in pieces, to look for a whole one takes long.
+    What cannot be had so is left as it is; so is the rest where it takes long: the kernel looks for whole
+    pieces of memory, and moves other pages out of the way. After the first refusal this process asks no
+    more: a kernel that lacks the call always will refuse it.
 
     Args:
         fd: A memfd.
@@ -44,13 +51,21 @@ def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> None
     begin, end = held_nbytes // HUGE_NBYTES * HUGE_NBYTES, nbytes // HUGE_NBYTES * HUGE_NBYTES
     if _refused or begin >= end:
         return
-    for start in range(begin, end, HUGE_NBYTES):
-        os.posix_fallocate(fd, offset + start, PAGE_NBYTES)
     try:
         address = map_aligned(end - begin, mmap.MAP_SHARED, fd, offset + begin, HUGE_NBYTES)
     except SharedMemoryExhausted:  # of address space
         return
-    if _libc.madvise(address, end - begin, _MADV_COLLAPSE) != 0:
-        # A part that another process is just using is no answer of the host's.
-        _refused = ctypes.get_errno() not in (errno.EAGAIN, errno.EBUSY)
-    unmap(address, end - begin)
+    try:
+        for start in range(begin, end, _PIECE_NBYTES):
+            began_s = time.monotonic()
+            stop = min(start + _PIECE_NBYTES, end)
+            for page in range(start, stop, HUGE_NBYTES):
+                os.posix_fallocate(fd, offset + page, PAGE_NBYTES)
+            if _libc.madvise(address + start - begin, stop - start, _MADV_COLLAPSE) != 0:
+                # A part that another process is just using is no answer of the host's.
+                _refused = ctypes.get_errno() not in (errno.EAGAIN, errno.EBUSY)
+                return
+            if time.monotonic() - began_s > _MOST_PIECE_S:
+                return
+    finally:
+        unmap(address, end - begin)
