@@ -179,6 +179,7 @@ class BufferBuilder:
         self.reserved_nbytes = 0
         self._unchecked_nbytes = 0
         self._sealable = wanted_backend() == "memfd"
+        self._asks_for_huge_pages = self._sealable  # until they cannot be had quickly
         if self._sealable:
             self._fd = os.memfd_create("shmloader-store", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         else:
@@ -203,8 +204,8 @@ class BufferBuilder:
             self._check_headroom(grow_nbytes)
             self._unchecked_nbytes = 0
         try:
-            if self._sealable:
-                take_huge_pages(self._fd, 0, self.reserved_nbytes, nbytes)
+            if self._asks_for_huge_pages:
+                self._asks_for_huge_pages = take_huge_pages(self._fd, 0, self.reserved_nbytes, nbytes)
             _allocate(self._fd, self.reserved_nbytes, grow_nbytes)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):

@@ -197,3 +197,18 @@ def test_a_host_that_takes_long_is_not_asked_for_the_rest(
     assert _huge_nbytes() == 2 * HUGE_NBYTES
     assert _reserved_nbytes(segment) == nbytes
     assert not huge_pages._refused
+
+
+def test_a_store_asks_no_more_once_that_has_taken_long(
+    aligns_mappings: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = _huge_nbytes("store")
+    monkeypatch.setattr(huge_pages, "_MOST_PIECE_S", -1.0)
+    monkeypatch.setattr(huge_pages, "_PIECE_NBYTES", 2 * HUGE_NBYTES)
+    with BufferBuilder() as out:
+        for huge in (4, 12):
+            out.reserve(huge * HUGE_NBYTES)
+        out.append(np.ones(12 * HUGE_NBYTES, np.uint8))
+        buffer = out.seal()
+    assert np.frombuffer(buffer.view, np.uint8).all()
+    assert _huge_nbytes("store") == before + 2 * HUGE_NBYTES

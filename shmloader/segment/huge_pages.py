@@ -31,7 +31,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _refused = sys.platform != "linux" or os.environ.get("SHMLOADER_HUGE_PAGES") == "0"
 
 
-def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> None:
+def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> bool:
     """Reserve as much of a part of a file as can be had in huge pages; no more than asked for.
 
     What cannot be had so is left as it is; so is the rest where it takes long: the kernel looks for whole
@@ -44,17 +44,20 @@ def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> None
         held_nbytes: How much of it is reserved already, and may be in use.
         nbytes: How much there is to be.
 
+    Returns:
+        Whether it is worth while to ask for more at the moment.
+
     Raises:
         OSError: If the system gives no memory at all.
     """
     global _refused  # noqa: PLW0603 - an answer of this host
     begin, end = held_nbytes // HUGE_NBYTES * HUGE_NBYTES, nbytes // HUGE_NBYTES * HUGE_NBYTES
     if _refused or begin >= end:
-        return
+        return not _refused
     try:
         address = map_aligned(end - begin, mmap.MAP_SHARED, fd, offset + begin, HUGE_NBYTES)
     except SharedMemoryExhausted:  # of address space
-        return
+        return False
     try:
         for start in range(begin, end, _PIECE_NBYTES):
             began_s = time.monotonic()
@@ -64,8 +67,9 @@ def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> None
             if _libc.madvise(address + start - begin, stop - start, _MADV_COLLAPSE) != 0:
                 # A part that another process is just using is no answer of the host's.
                 _refused = ctypes.get_errno() not in (errno.EAGAIN, errno.EBUSY)
-                return
-            if time.monotonic() - began_s > _MOST_PIECE_S:
-                return
+                return False
+            if time.monotonic() - began_s > _MOST_PIECE_S * (stop - start) / _PIECE_NBYTES:
+                return False
     finally:
         unmap(address, end - begin)
+    return True
