@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from benchmarks.loaders import LOADERS
+from benchmarks.loaders import LOADERS, Loader
 from benchmarks.records import Measurement
-from benchmarks.workloads import Workload
+from benchmarks.workloads import Targets, Workload
 
 
 class WrongDataError(Exception):
@@ -138,8 +138,12 @@ def _ratio(measurements: list[Measurement], others: list[Measurement]) -> float:
     )
 
 
+def _is_meant(targets: Targets, loader: Loader) -> bool:
+    return loader.is_subject if targets.loader is None else loader.name == targets.loader
+
+
 def judge(workload: Workload, rows: list[Row], runs: Runs) -> list[Verdict]:
-    """Compares the subject's row with the workload's targets."""
+    """Compares the row of the loader that the workload's targets are for with these."""
     verdicts: list[Verdict] = []
 
     def add(target: str, figure: str, ok: bool) -> None:
@@ -147,7 +151,7 @@ def judge(workload: Workload, rows: list[Row], runs: Runs) -> list[Verdict]:
 
     targets = workload.targets
     for row in rows:
-        if row.contestant not in LOADERS or not LOADERS[row.contestant].is_subject:
+        if row.contestant not in LOADERS or not _is_meant(targets, LOADERS[row.contestant]):
             continue
         if targets.vs_torch is not None and row.vs_torch is not None:
             figure = f"{row.vs_torch:.1f} times"
