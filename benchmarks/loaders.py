@@ -42,7 +42,7 @@ class Loader:
         statistics: Gives what the loader says about itself, by name; `reserved_nbytes` among it is its
             slot memory.
         is_baseline: Whether ratios are taken against it (the better one where there are several).
-        is_subject: Whether the targets are for it.
+        is_subject: Whether the targets are for it, where a workload names no other.
         is_own: Whether it is this project's, in whatever mode.
         packages: What is imported for it. It is made in a process whose default start method is the
             workload's, and which has not imported them before.

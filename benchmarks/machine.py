@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-VERSIONS = "torch numpy psutil shmloader torchdata grain spdl_core SeqTools datasets pillow".split()
+VERSIONS = "torch numpy pyarrow psutil shmloader torchdata grain spdl_core SeqTools datasets pillow".split()
 """The distributions whose versions are told: what is measured, and what measures."""
 
 

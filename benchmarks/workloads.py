@@ -209,7 +209,7 @@ def _in_memory() -> list[Workload]:
     image, row = "uint8 3x224x224", "64 float32"
     return [
         transport("images", 256, 4, made_data.make_images, Targets(8, 0.9, vs_best_peer=6), about=image),
-        transport("rows", 1024, 16, made_data.make_rows, Targets(of_limit=0.9, vs_best_peer=1), about=row),
+        transport("rows", 1024, 16, made_data.make_rows, Targets(of_limit=0.95, vs_best_peer=1), about=row),
         transport(
             "tiny",
             1,
@@ -223,7 +223,7 @@ def _in_memory() -> list[Workload]:
             32,
             4,
             made_data.make_records,
-            Targets(of_limit=0.8, constant_descriptors=True, vs_best_peer=1),
+            Targets(of_limit=0.95, constant_descriptors=True, vs_best_peer=1),
             about="a dict of 100 x 8 float32 and a string, made beforehand",
         ),
         transport(
@@ -231,7 +231,7 @@ def _in_memory() -> list[Workload]:
             32,
             4,
             made_data.make_columns,
-            Targets(of_limit=0.8, constant_descriptors=True, vs_best_peer=1),
+            Targets(of_limit=0.95, constant_descriptors=True, vs_best_peer=1),
             about="the same, cut out of columns",
         ),
         Workload(
@@ -248,7 +248,7 @@ def _in_memory() -> list[Workload]:
             1024,
             16,
             made_data.make_row_arrays,
-            Targets(of_limit=0.9, vs_best_peer=1),
+            Targets(of_limit=0.95, vs_best_peer=1),
             about=f"{row}, ndarrays",
             samples="arrays",
         ),
@@ -257,6 +257,7 @@ def _in_memory() -> list[Workload]:
             32,
             4,
             made_data.make_record_arrays,
+            Targets(of_limit=0.95, vs_best_peer=1),
             about="a dict of 100 ndarrays of 8 float32, and a string",
             samples="arrays",
         ),
@@ -309,7 +310,7 @@ def _in_time() -> list[Workload]:
             1,
             20,
             made_data.make_uneven,
-            Targets(of_limit=0.9, loader="shmloader-dynamic"),
+            Targets(of_limit=1 / 1.1, loader="shmloader-dynamic"),
             about="5 ms, one in twenty 100 ms, slept",
             # With two ahead per worker any loader that keeps the order would run dry behind a slow one.
             prefetch_factor=16,

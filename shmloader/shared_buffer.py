@@ -63,8 +63,9 @@ Buffer = Any
 class SharedBuffer:
     """Sealed shared memory, as this process maps it.
 
-    Costs one descriptor and one mapping. The mapping lives as long as any view of it, also after the
-    buffer object is gone; the memory itself as long as any process has either.
+    Costs one descriptor and one mapping, from 2 MiB on a second one behind its end. The mapping lives as
+    long as any view of it, also after the buffer object is gone; the memory itself as long as any process
+    has either.
 
     It reaches another process by handle: inherited by fork, or pickled while ``multiprocessing`` starts
     a process or sends through its own queues and pipes. Any other pickling is an error. A copy
@@ -75,6 +76,7 @@ class SharedBuffer:
             ``multiprocessing`` did not start, send it over a UNIX socket and call `SharedBuffer` there.
         nbytes: Length.
         mapping: The memory as a Python ``mmap``, whose slices are bytes: the quickest way to read some.
+            It may be longer than ``nbytes``.
         view: Read-only memoryview of bytes.
         private: Writable memoryview of the same memory: what is written stays in this process.
         address: Where it is mapped here.
@@ -97,7 +99,7 @@ class SharedBuffer:
         self.nbytes = nbytes
         os.set_inheritable(fd, False)
         try:
-            self.mapping = mmap.mmap(-1, _space_nbytes(nbytes), _ANONYMOUS, _READ_WRITE)
+            self.mapping = _take_space(max(nbytes, 1))
             self.private = memoryview(self.mapping)[:nbytes]
             self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.mapping))
             # Given the descriptor, Python's mmap would keep a duplicate of it. So it maps anonymous memory,
@@ -208,6 +210,8 @@ class BufferBuilder:
                 self._asks_for_huge_pages = take_huge_pages(self._fd, 0, self.reserved_nbytes, nbytes)
             _allocate(self._fd, self.reserved_nbytes, grow_nbytes)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self.reserved_nbytes)  # gives back what came before the error
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
             raise self._exhausted(grow_nbytes, error.strerror or "") from error
@@ -314,13 +318,17 @@ class BufferBuilder:
         self.close()
 
 
-def _space_nbytes(nbytes: int) -> int:
-    """How much address space to take for a store.
+def _take_space(nbytes: int) -> mmap.mmap:
+    """Take address space for a store, of which nothing is touched.
 
-    Linux (6.7) begins a mapping of whole huge pages at a multiple of their size; elsewhere a huge page cannot
-    be mapped as one.
+    Linux (6.7) begins a mapping of whole huge pages at a multiple of their size, so there is a little more
+    of it; anywhere else a huge page could not be mapped as one.
     """
-    return max(nbytes, 1) if nbytes < HUGE_NBYTES else -(-nbytes // HUGE_NBYTES) * HUGE_NBYTES
+    if nbytes >= HUGE_NBYTES:
+        with contextlib.suppress(OSError):  # there is not that much
+            whole = -(-nbytes // HUGE_NBYTES) * HUGE_NBYTES
+            return mmap.mmap(-1, whole, _ANONYMOUS, _READ_WRITE)
+    return mmap.mmap(-1, nbytes, _ANONYMOUS, _READ_WRITE)
 
 
 def _unnamed_file() -> int:

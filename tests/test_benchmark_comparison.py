@@ -116,7 +116,7 @@ def test_a_peer_delivers_what_is_due_or_says_what_it_lacks(name: str) -> None:
     missing = LOADERS[name].missing()
     if missing:
         assert "not installed: pip install" in missing
-        return
+        pytest.skip(missing)
     made = run_measurement(tiny("dicts-arrays", name))
     assert made.checksum == measure(tiny("dicts-arrays", "limit")).checksum
     assert made.wrong_batches == 0
@@ -288,8 +288,8 @@ def test_one_in_twenty_is_slow() -> None:
         uneven[index]
         took_s.append(time.perf_counter() - start_s)
     assert took_s[10] >= 0.02
-    # Two workers are asked for 2 x 20 ms each of forty samples; a sleep is never shorter.
-    assert 200 <= uneven_rate(uneven, 2) <= 2000
+    # One worker makes at most a sample each ms, since a sleep is never shorter than asked for.
+    assert 2_000 < uneven_rate(uneven, 100) <= 100_000
 
 
 def test_written_files_are_written_once_and_whole(folder: Path) -> None:

@@ -1,11 +1,15 @@
 """Slots and stores get huge pages where the host has them, and never more memory than was asked for."""
 
+import ctypes
+import errno
 import mmap
 import os
 import re
 import resource
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -153,7 +157,62 @@ def test_batches_lie_in_huge_pages_in_the_main_process(has_huge_pages: None) -> 
         assert now.reserved_nbytes <= 4 * (2 * HUGE_NBYTES + (1 << 16))
 
 
-def test_stores_lie_in_huge_pages_and_take_no_more_than_their_size(aligns_mappings: None) -> None:
+@pytest.mark.parametrize(("answer", "asked_again"), [(errno.ENOMEM, True), (errno.EINVAL, False)])
+def test_a_passing_shortage_is_not_remembered(
+    segment: MemfdSegment, monkeypatch: pytest.MonkeyPatch, answer: int, asked_again: bool
+) -> None:
+    def refuse(*_: int) -> int:
+        ctypes.set_errno(answer)
+        return -1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(huge_pages, "_libc", SimpleNamespace(madvise=refuse))
+        segment.reserve(0, 0, 0, 2 * HUGE_NBYTES)
+    assert huge_pages._refused is not asked_again
+    assert _reserved_nbytes(segment) == 2 * HUGE_NBYTES
+
+
+def test_a_child_that_is_forked_meanwhile_does_not_stop_the_sealing(
+    has_huge_pages: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children: list[int] = []
+    unmap = huge_pages.unmap
+
+    def fork_first(address: int, nbytes: int) -> None:  # as another thread may
+        if not (pid := os.fork()):
+            signal.pause()
+        children.append(pid)
+        unmap(address, nbytes)
+
+    monkeypatch.setattr(huge_pages, "unmap", fork_first)
+    try:
+        assert share(torch.ones(HUGE_NBYTES, dtype=torch.uint8)).take([5]).tolist() == [1]
+        assert children
+    finally:
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def test_what_an_error_leaves_reserved_is_given_back() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with BufferBuilder() as out:
+        out.append(np.ones(HUGE_NBYTES, np.uint8))
+        reserved_nbytes = out.reserved_nbytes
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5 * HUGE_NBYTES, limits[1]))
+        try:
+            with pytest.raises(SharedMemoryExhausted):
+                out.reserve(8 * HUGE_NBYTES)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert os.fstat(out.fileno()).st_blocks * 512 == reserved_nbytes
+        assert np.frombuffer(out.seal().view, np.uint8).all()
+
+
+def test_stores_lie_in_huge_pages_and_take_no_more_than_their_size(
+    aligns_mappings: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huge_pages, "_MOST_PIECE_S", 1000.0)
     before = _huge_nbytes("store")
     rows = torch.arange(3 * HUGE_NBYTES // 4 + 100, dtype=torch.int32).reshape(-1, 4)
     store = share(rows)
@@ -161,7 +220,10 @@ def test_stores_lie_in_huge_pages_and_take_no_more_than_their_size(aligns_mappin
     assert _huge_nbytes("store") == before + 3 * HUGE_NBYTES
 
 
-def test_a_store_that_grows_bit_by_bit_has_huge_pages_too(aligns_mappings: None) -> None:
+def test_a_store_that_grows_bit_by_bit_has_huge_pages_too(
+    aligns_mappings: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huge_pages, "_MOST_PIECE_S", 1000.0)
     before = _huge_nbytes("store")
     piece = np.arange(1 << 18, dtype=np.uint32)
     with BufferBuilder() as out:
@@ -177,7 +239,9 @@ def test_a_store_that_grows_bit_by_bit_has_huge_pages_too(aligns_mappings: None)
 
 
 def test_what_is_written_to_a_store_in_huge_pages_stays_in_this_process(aligns_mappings: None) -> None:
+    before = _huge_nbytes("store")
     store = share(torch.zeros(2 * HUGE_NBYTES, dtype=torch.uint8))
+    assert _huge_nbytes("store") > before
     if not (pid := os.fork()):
         store[5].add_(1)  # torch knows no read-only tensors
         os._exit(0 if int(store[5]) == 1 else 1)
@@ -189,6 +253,7 @@ def test_a_host_that_takes_long_is_not_asked_for_the_rest(
     segment: MemfdSegment, has_huge_pages: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huge_pages, "_MOST_PIECE_S", -1.0)
+    monkeypatch.setattr(huge_pages, "_LEAST_LIMIT_S", -1.0)
     monkeypatch.setattr(huge_pages, "_PIECE_NBYTES", 2 * HUGE_NBYTES)
     nbytes = 5 * HUGE_NBYTES
     segment.reserve(0, 0, 0, nbytes)
@@ -204,6 +269,7 @@ def test_a_store_asks_no_more_once_that_has_taken_long(
 ) -> None:
     before = _huge_nbytes("store")
     monkeypatch.setattr(huge_pages, "_MOST_PIECE_S", -1.0)
+    monkeypatch.setattr(huge_pages, "_LEAST_LIMIT_S", -1.0)
     monkeypatch.setattr(huge_pages, "_PIECE_NBYTES", 2 * HUGE_NBYTES)
     with BufferBuilder() as out:
         for huge in (4, 12):

@@ -23,7 +23,10 @@ HUGE_NBYTES = 2 << 20
 
 _PIECE_NBYTES = 8 * HUGE_NBYTES  # asked for at once
 _MOST_PIECE_S = 0.025
-"""Longest time for a piece after which the next one is asked for; 5 ms are usual."""
+"""Most processor time for a piece after which the next one is asked for; 5 ms are usual."""
+_LEAST_LIMIT_S = 0.005
+"""The limit for less than a piece is its share, but no less than this."""
+
 _MADV_COLLAPSE = 25
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -35,8 +38,8 @@ def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> bool
     """Reserve as much of a part of a file as can be had in huge pages; no more than asked for.
 
     What cannot be had so is left as it is; so is the rest where it takes long: the kernel looks for whole
-    pieces of memory, and moves other pages out of the way. After the first refusal this process asks no
-    more: a kernel that lacks the call always will refuse it.
+    pieces of memory, and moves other pages out of the way. If the kernel lacks the call, or may not give any,
+    this process asks no more.
 
     Args:
         fd: A memfd.
@@ -55,20 +58,23 @@ def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> bool
     if _refused or begin >= end:
         return not _refused
     try:
-        address = map_aligned(end - begin, mmap.MAP_SHARED, fd, offset + begin, HUGE_NBYTES)
+        # Privately: a child forked by another thread meanwhile would keep a shared mapping, and no memfd of
+        # which there is one can be sealed.
+        address = map_aligned(end - begin, mmap.MAP_PRIVATE, fd, offset + begin, HUGE_NBYTES)
     except SharedMemoryExhausted:  # of address space
         return False
     try:
         for start in range(begin, end, _PIECE_NBYTES):
-            began_s = time.monotonic()
+            began_s = time.thread_time()  # not the time that others have had the processor
             stop = min(start + _PIECE_NBYTES, end)
             for page in range(start, stop, HUGE_NBYTES):
                 os.posix_fallocate(fd, offset + page, PAGE_NBYTES)
             if _libc.madvise(address + start - begin, stop - start, _MADV_COLLAPSE) != 0:
-                # A part that another process is just using is no answer of the host's.
-                _refused = ctypes.get_errno() not in (errno.EAGAIN, errno.EBUSY)
+                # Anything else is an answer of this moment: no memory in one piece, a page in use.
+                _refused = ctypes.get_errno() == errno.EINVAL
                 return False
-            if time.monotonic() - began_s > _MOST_PIECE_S * (stop - start) / _PIECE_NBYTES:
+            most_s = max(_MOST_PIECE_S * (stop - start) / _PIECE_NBYTES, _LEAST_LIMIT_S)
+            if time.thread_time() - began_s > most_s:
                 return False
     finally:
         unmap(address, end - begin)
