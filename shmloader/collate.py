@@ -8,6 +8,8 @@ user put there stay. What worker threads put there stays too: in other threads i
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -118,7 +120,7 @@ def _collate_plain(samples: Sequence[Any], writer: SlotWriter) -> Any:
     if kind is int or kind is float:
         return _join_numbers(samples, kind, writer)
     if kind is np.ndarray:
-        return collate_arrays(samples, collate_fn_map=torch_private.collate_fn_map)
+        return _stack_arrays(samples, writer)
     if kind is tuple or kind is list:
         size = len(first)
         if all(type(sample) is kind and len(sample) == size for sample in samples):
@@ -141,10 +143,13 @@ def _collate_dicts(samples: list[Any], writer: SlotWriter) -> tuple[Any, Recipe 
         joined = batch[name]
         if type(name) is not str or (id(joined) not in writer.leaf_of and type(value) is not str):
             return batch, None
-        if type(value) is str:
-            columns.append((name, None, None, None))
-        elif type(value) is torch.Tensor:
-            columns.append((name, value.shape, value.dtype, joined))
+        kind = type(value)
+        if kind is str:
+            columns.append(Column(name, kind))
+        elif kind is torch.Tensor:
+            columns.append(Column(name, kind, value.shape, value.dtype, joined))
+        elif kind is np.ndarray and value.ndim:
+            columns.append(Column(name, kind, value.shape, value.dtype, joined, _rows_of(joined.numpy())))
         else:
             return batch, None
     writer.remember(begin, items, columns)
@@ -154,21 +159,25 @@ def _collate_dicts(samples: list[Any], writer: SlotWriter) -> tuple[Any, Recipe 
 def _follow(recipe: Recipe, samples: list[Any]) -> dict[str, Any] | None:
     """Collate by a recipe; None, with nothing lost, where it does not fit."""
     batch: dict[str, Any] = {}
-    stack, tensor = torch.stack, torch.Tensor
+    stack = torch.stack
     try:
-        for name, shape, dtype, out in recipe.columns:
+        for name, kind, shape, dtype, out, rows in recipe.columns:
             column = [sample[name] for sample in samples]
             value = column[0]
-            if out is None:
-                if type(value) is not str:
-                    return None
-                batch[name] = column
-            elif type(value) is tensor and value.shape == shape and value.dtype is dtype:
-                if stack(column, 0, out=out) is not out:
-                    return None
-                batch[name] = out
-            else:
+            found = type(value)
+            if found is not kind:
                 return None
+            if out is None:
+                batch[name] = column
+                continue
+            if value.shape != shape or value.dtype != dtype:
+                return None
+            if rows is not None:
+                if not _join_rows(column, rows):
+                    return None
+            elif stack(column, 0, out=out) is not out:
+                return None
+            batch[name] = out
     except (RuntimeError, TypeError, KeyError, NotImplementedError):
         return None  # the general way raises what torch raises, or joins what can be joined
     return batch
@@ -185,6 +194,50 @@ def _stack_tensors(samples: Sequence[torch.Tensor], writer: SlotWriter) -> torch
         except (RuntimeError, TypeError, NotImplementedError):
             pass  # shapes that differ, sparse, on another device: torch's own function knows what to do
     return collate_tensors(samples, collate_fn_map=torch_private.collate_fn_map)
+
+
+def _rows_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The same memory with the first two dimensions as one: what `numpy.concatenate` of the samples gives."""
+    return array.reshape(-1, *array.shape[2:])
+
+
+_shape = operator.attrgetter("shape")
+
+
+def _join_rows(arrays: Sequence[Any], rows: np.ndarray[Any, Any]) -> bool:
+    """Copy arrays of one dimension or more below each other, in half of the time that `numpy.stack` takes.
+
+    Args:
+        arrays: Samples, the first of which fits.
+        rows: See `_rows_of`.
+
+    Returns:
+        Whether all of them are ndarrays of one shape, so that it was done.
+
+    Raises:
+        TypeError: If the dtypes are not all that of ``rows``.
+    """
+    first = arrays[0]
+    if set(map(type, arrays)) != {np.ndarray} or list(map(_shape, arrays)).count(first.shape) != len(arrays):
+        return False
+    if min(first.strides) < 0:  # torch has an error of its own for it
+        return False
+    np.concatenate(arrays, out=rows, casting="no")
+    return True
+
+
+def _stack_arrays(samples: Sequence[np.ndarray[Any, Any]], writer: SlotWriter) -> torch.Tensor:
+    first = samples[0]
+    code = CODE_OF_NUMPY_DTYPE.get(first.dtype)
+    if code is not None and first.ndim:
+        begin = writer.cursor
+        output = writer.output(len(samples), first.shape, DTYPES[code].torch_dtype)
+        if output is not None:
+            with contextlib.suppress(TypeError):
+                if _join_rows(samples, _rows_of(output.array)):
+                    return output.tensor
+            writer.cursor = begin  # nobody has seen the output
+    return collate_arrays(samples, collate_fn_map=torch_private.collate_fn_map)
 
 
 def _join_numbers(samples: Sequence[Any], kind: type, writer: SlotWriter) -> torch.Tensor:

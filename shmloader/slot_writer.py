@@ -52,14 +52,13 @@ class Output(NamedTuple):
 
 
 class Recipe:
-    """How a batch was collated from samples that are dicts of tensors and strings.
+    """How a batch was collated from samples that are dicts of tensors, ndarrays and strings.
 
     The next batch that begins at the same place in the slot, of as many samples with the same keys, is
-    collated by it, if its tensors have the same shapes and dtypes.
+    collated by it, if its values have the same shapes and dtypes.
 
     Attributes:
-        columns: For each key, in order: the shape and dtype of a sample's tensor and the output for the
-            batch, or three times None where the samples have strings.
+        columns: For each key, in order.
         end: Where the next leaf begins.
         strings: The keys of strings.
         header: The batch's header without the strings, once it was made.
@@ -71,10 +70,28 @@ class Recipe:
         self.columns = columns
         self.end = end
         self.header: bytes | None = None
-        self.strings = [name for name, _, _, tensor in columns if tensor is None]
+        self.strings = [column.name for column in columns if column.out is None]
 
 
-Column = tuple[str, torch.Size | None, torch.dtype | None, torch.Tensor | None]
+class Column(NamedTuple):
+    """What a `Recipe` says of one key.
+
+    Attributes:
+        name: The key.
+        kind: The class of the samples' values: a tensor, an ndarray or a string.
+        shape: The shape of a value; None of a string.
+        dtype: Its dtype; None of a string.
+        out: The output for the batch; None of strings.
+        rows: For ndarrays, the output's memory with the first two dimensions as one.
+    """
+
+    name: str
+    kind: type
+    shape: tuple[int, ...] | None = None
+    dtype: Any = None
+    out: torch.Tensor | None = None
+    rows: np.ndarray[Any, Any] | None = None
+
 
 _SMALL_NBYTES = 4 << 20  # of a batch this small, two copies are to be had
 _MOST_OUTPUTS = 1024
@@ -244,7 +261,7 @@ class SlotWriter:
             return
         if len(self._here.recipes) >= _MOST_RECIPES:
             self._here.recipes.clear()
-        names = tuple(name for name, _, _, _ in columns)
+        names = tuple(column.name for column in columns)
         self._here.recipes[begin, items, names] = Recipe(columns, self.cursor)
 
     def place(self, nbytes: int) -> int:

@@ -34,6 +34,19 @@ VALUES: list[dict[Any, Any]] = [
     {"x": torch.ones(3, dtype=torch.bfloat16), "s": "text"},
     {"x": 2**70, "s": "text"},
     {"x": torch.ones(3).to_sparse(), "s": "text"},
+    {"x": np.ones(3, np.float32), "s": "text"},
+    {"x": np.full(3, 2, np.float32), "s": "text"},
+    {"x": torch.ones(3), "s": "text"},
+    {"x": np.ones(3, np.float32), "s": np.ones((2, 3), np.uint8)},
+    {"x": np.ones(3, np.float32), "s": np.zeros((2, 3), np.uint8).T},
+    {"x": np.ones(3, np.float64), "s": "text"},
+    {"x": np.ones(3, ">f4"), "s": "text"},
+    {"x": np.ones(4, np.bool_), "s": "text"},
+    {"x": np.ones(6, np.float32)[::2], "s": "text"},
+    {"x": np.ones(6, np.float32)[::-1], "s": "text"},
+    {"x": np.array(1.0), "s": "text"},
+    {"x": np.ones((0, 3), np.float32), "s": "text"},
+    {"x": np.array(["a"]), "s": "text"},
 ]
 
 
@@ -45,6 +58,33 @@ class Values(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return VALUES[index // 3 % len(VALUES)]
+
+
+class MixedArrays(Dataset[Any]):
+    """Every second batch of three has arrays that do not go together; some have the right size in all."""
+
+    ODD = (
+        (np.ones(4, np.float32), np.ones(3, np.float32), np.ones(2, np.float32)),
+        (np.ones(3, np.float32), np.ones(3, np.float64), np.ones(3, np.float32)),
+        (np.ones(3, np.float32), np.ones(3, ">f4"), np.ones(3, np.float32)),
+        (np.ones(3, np.float32), torch.ones(3), np.ones(3, np.float32)),
+        (np.ones(3, np.float32), np.ones((1, 3), np.float32), np.ones(3, np.float32)),
+        (np.ones(3, np.float32), np.float32(1), np.ones(3, np.float32)),
+        (np.ones(3, np.float32), np.ma.ones(3, np.float32), np.ones(3, np.float32)),
+        (np.ones(3, np.float32), np.ones(3, np.float32), [1.0, 1.0, 1.0]),
+    )
+
+    def __init__(self, *, in_dicts: bool) -> None:
+        self.in_dicts = in_dicts
+
+    def __len__(self) -> int:
+        return 6 * len(self.ODD) * 2
+
+    def __getitem__(self, index: int) -> Any:
+        batch, place = divmod(index, 3)
+        odd = self.ODD[batch // 2 % len(self.ODD)]
+        array = odd[place] if batch % 2 else np.full(3, index, np.float32)
+        return {"x": array, "s": "text"} if self.in_dicts else array
 
 
 class Mixed(Dataset[Any]):
@@ -81,7 +121,11 @@ def _copied(item: Any) -> Any:
     return type(item)(map(_copied, item)) if isinstance(item, list | tuple) else item
 
 
-@pytest.mark.parametrize("dataset", [Values(), Mixed()], ids=["values", "mixed"])
+@pytest.mark.parametrize(
+    "dataset",
+    [Values(), Mixed(), MixedArrays(in_dicts=True), MixedArrays(in_dicts=False)],
+    ids=["values", "mixed", "arrays in dicts", "arrays"],
+)
 def test_batches_that_differ_in_one_thing_from_the_last_are_as_torch_makes_them(dataset: Any) -> None:
     expected = _all(TorchLoader(dataset, batch_size=3, num_workers=1))
     got = _all(DataLoader(dataset, batch_size=3, num_workers=1))
