@@ -198,6 +198,8 @@ for _loader in (
         is_subject=True,
         is_own=True,
         packages=("shmloader",),
+        # What is pickled has large arrays once, in a file that all workers map.
+        copies_dataset=lambda method, workers: 1.0 if method == "fork" else 2.2,
         in_transport=True,
     ),
     Loader(
