@@ -142,6 +142,11 @@ def _is_meant(targets: Targets, loader: Loader) -> bool:
     return loader.is_subject if targets.loader is None else loader.name == targets.loader
 
 
+def _has_peers(runs: Runs) -> bool:
+    """Whether there is another loader than torch's: to be quicker than that is a target of its own."""
+    return any(name in LOADERS and not (LOADERS[name].is_own or LOADERS[name].is_baseline) for name in runs)
+
+
 def judge(workload: Workload, rows: list[Row], runs: Runs) -> list[Verdict]:
     """Compares the row of the loader that the workload's targets are for with these."""
     verdicts: list[Verdict] = []
@@ -171,7 +176,7 @@ def judge(workload: Workload, rows: list[Row], runs: Runs) -> list[Verdict]:
             figure = f"{row.batches_per_s:,.0f}"
             ok = row.batches_per_s >= targets.batches_per_s
             add(f"at least {targets.batches_per_s:,.0f} batches/s", figure, ok)
-        if targets.vs_best_peer is not None and row.vs_peer is not None:
+        if targets.vs_best_peer is not None and row.vs_peer is not None and _has_peers(runs):
             figure = f"{row.vs_peer:.2f} times"
             ok = row.vs_peer >= targets.vs_best_peer
             add(f"at least {targets.vs_best_peer:g} times the best peer", figure, ok)

@@ -25,7 +25,7 @@ from shmloader.cli import main as command_line
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are a package of the checkout, not of the library
 
-from benchmarks import comparison, peers, real_files, training  # noqa: E402
+from benchmarks import comparison, peers, real_files, summary, training  # noqa: E402
 from benchmarks.loaders import LOADERS, Loader  # noqa: E402
 from benchmarks.made_data import CyclicBatches, Records, Uneven, make_record_arrays  # noqa: E402
 from benchmarks.measure import measure  # noqa: E402
@@ -313,3 +313,17 @@ def test_the_documentation_has_every_loader_and_workload() -> None:
 def test_a_measurement_survives_its_way_between_processes() -> None:
     made = measure(tiny("tiny", "limit"))
     assert Measurement.from_json(made.to_json()) == made
+
+
+def test_torch_alone_is_no_peer_to_be_compared_with() -> None:
+    measured = measure(tiny("images", "limit"))
+
+    def judged(*others: str) -> list[str]:
+        names = ["limit", "torch-file_system", *others, "shmloader"]
+        runs = {name: [measured] for name in names}
+        rows = summary.make_rows("images", runs)
+        return [verdict.target for verdict in summary.judge(WORKLOADS["images"], rows, runs)]
+
+    target = "at least 6 times the best peer"
+    assert target not in judged()
+    assert target in judged("seqtools")
