@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmloader.errors import LoaderClosed, LoaderError, SharedMemoryExhausted
-from shmloader.index_batches import PackedInts, pickle_index_batch
+from shmloader.index_batches import PackedInts, pack_index_batch
 from shmloader.inspection import Inspection, Publication
 from shmloader.inspection import wanted as inspection_wanted
 from shmloader.messages import (
@@ -113,7 +113,7 @@ class Exchange:
         self._send_task(self.crew.workers[worker_id], seq, index_batch, slot)
 
     def _send_task(self, worker: Worker, seq: int, index_batch: object, slot: Slot) -> None:
-        payload = pickle_index_batch(index_batch)
+        payload = pack_index_batch(index_batch)
         nbytes = len(payload)
         pool = self.pool
         if nbytes > INLINE_NBYTES:

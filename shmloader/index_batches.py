@@ -1,4 +1,8 @@
-"""How an index batch travels: packed or pickled, and no larger than what it shows."""
+"""How an index batch travels: as plain numbers or pickled, and no larger than what it shows.
+
+Three forms, told apart by the first byte: an int64 array behind eight bytes that say so, a list of ints in
+marshal's format, and a pickle. After other work a pickler takes longer to get going than the numbers do.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ import numpy as np
 import torch
 
 _LONG_NBYTES = 1024
+_ARRAY = b"int64:  "
+_PICKLE = pickle.PROTO[0]
 LEAST_PACKED = 32
 """Indices; a shorter list is pickled sooner than it is looked through, or made an array of."""
 
@@ -63,14 +69,11 @@ class PackedInts:
     def __repr__(self) -> str:
         return repr(self.tolist())
 
-    def __reduce__(self) -> Any:
+    def to_bytes(self) -> bytes:
+        """What `unpack_index_batch` reads."""
         if isinstance(self._packed, np.ndarray):
-            return _of_bytes, (self._packed.tobytes(),)  # sooner than the pickle of an array
-        return PackedInts, (self._packed,)
-
-
-def _of_bytes(numbers: bytes) -> PackedInts:
-    return PackedInts(np.frombuffer(numbers, np.int64))
+            return b"".join((_ARRAY, self._packed.data))
+        return self._packed
 
 
 def pack_ints(numbers: list[Any]) -> PackedInts | None:
@@ -100,23 +103,39 @@ def int_array(numbers: list[Any]) -> IntArray | None:
     return None
 
 
-def pickle_index_batch(index_batch: object) -> bytes:
-    """Pickle an index batch: the indices of one batch, or one index, of whatever kind the sampler yields.
+def pack_index_batch(index_batch: object) -> bytes:
+    """Pack an index batch: the indices of one batch, or one index, of whatever kind the sampler yields.
 
-    What `pickle.loads` gives is equal to it, or where it is a list of many ints a `PackedInts` of them.
+    What `unpack_index_batch` makes of it is equal, or where it is a list of many ints a `PackedInts` of them.
     """
     if type(index_batch) is PackedInts:
-        return pickle.dumps(index_batch, 5)
+        return index_batch.to_bytes()
     if type(index_batch) is list and len(index_batch) >= LEAST_PACKED:
         packed = pack_ints(index_batch)
         if packed is not None:
-            return pickle.dumps(packed, 5)
+            return packed.to_bytes()
     payload = pickle.dumps(index_batch, 5)
     if len(payload) > _LONG_NBYTES and not _is_ints(index_batch):
         file = io.BytesIO()
         _CompactPickler(file, 5).dump(index_batch)
         return file.getvalue()
     return payload
+
+
+def unpack_index_batch(payload: bytes, nbytes: int) -> Any:
+    """Read an index batch.
+
+    Args:
+        payload: What `pack_index_batch` gave, perhaps with something behind it.
+        nbytes: How long that was.
+    """
+    form = payload[0]
+    if form == _PICKLE:
+        return pickle.loads(payload)
+    if form == _ARRAY[0]:
+        begin = len(_ARRAY)
+        return PackedInts(np.frombuffer(payload, np.int64, (nbytes - begin) // 8, begin))
+    return PackedInts(payload[:nbytes])
 
 
 def _is_ints(index_batch: object) -> bool:

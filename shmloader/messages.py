@@ -56,8 +56,8 @@ class Task(NamedTuple):
         slot_nbytes: Bytes reserved for the slot.
         hint_nbytes: Bytes of the largest batch so far: what to reserve before collating.
         limit_nbytes: Bytes up to which the worker may grow the slot.
-        payload_nbytes: Length of the pickled index batch; beyond ``INLINE_NBYTES`` it lies in the slot.
-        payload: The pickled index batch, or empty. As received it is padded: read ``payload_nbytes`` of it.
+        payload_nbytes: Length of the packed index batch; beyond ``INLINE_NBYTES`` it lies in the slot.
+        payload: The packed index batch, or empty. As received it is padded: read ``payload_nbytes`` of it.
     """
 
     kind: int

@@ -28,6 +28,7 @@ from shmloader.failures import capture, forget_frames
 from shmloader.fetch import Fetcher, FetchRules, make_fetcher
 from shmloader.generator_states import GeneratorStates, states_of_a_worker
 from shmloader.generators import worker_generators
+from shmloader.index_batches import unpack_index_batch
 from shmloader.links import Link, PipeLink, Pipes
 from shmloader.messages import (
     BATCH,
@@ -208,7 +209,7 @@ class _Worker:
             if payload_nbytes > INLINE_NBYTES:
                 payload = writer.read(payload_nbytes)
             writer.prepare(hint_nbytes)
-            index_batch = pickle.loads(payload)  # padding behind a pickle's end is not read
+            index_batch = unpack_index_batch(payload, payload_nbytes)
             if self._seeds is not None:
                 self._seeds.begin(task.seq)
             batch = self._make(index_batch)
