@@ -45,6 +45,10 @@ def _batches(sampler: BatchSampler) -> Iterator[PackedInts]:
     while True:
         if not drop_last:
             batch_size = sampler.batch_size  # which torch's reads for each batch here, and once above
+        if 0 < batch_size <= len(chunk) - begin:
+            yield PackedInts(chunk[begin : begin + batch_size])
+            begin += batch_size
+            continue
         parts, missing = [], batch_size
         while missing:
             if begin == len(chunk):

@@ -72,7 +72,7 @@ class PackedInts:
     def to_bytes(self) -> bytes:
         """What `unpack_index_batch` reads."""
         if isinstance(self._packed, np.ndarray):
-            return b"".join((_ARRAY, self._packed.data))
+            return _ARRAY + self._packed.tobytes()
         return self._packed
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.utils.data._utils.pin_memory as torch_pin_memory
 import torch.utils.data._utils.worker as torch_worker
+from torch.autograd import profiler
 from torch.multiprocessing import reductions
 from torch.storage import TypedStorage
 from torch.utils.data import IterDataPipe, MapDataPipe
@@ -181,8 +182,12 @@ def collate_map_is_pristine(ours: tuple[Any, ...] = ()) -> bool:
     )
 
 
-profiler_enabled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-"""Whether torch's autograd profiler is recording: only then ``next()`` opens a profiler range."""
+def profiler_enabled() -> bool:
+    """Whether torch's profiler is recording: only then ``next()`` opens a profiler range.
+
+    This is the flag that torch keeps in Python for quick checks, and at which its compiled code looks.
+    """
+    return profiler._is_profiler_enabled
 
 
 def reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:

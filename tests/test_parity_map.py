@@ -267,3 +267,16 @@ def test_the_caller_may_write_into_a_batch() -> None:
 
     seen = assert_plays(play)
     assert torch.equal(seen[-1][1], row(59, 3000))
+
+
+def test_a_profiler_sees_each_call_of_next_as_with_torch() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(8)), num_workers=1)
+    batches = iter(loader)
+    next(batches)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        next(batches)
+        next(batches)
+    assert len(list(batches)) == 5
+    ranges = {event.key: event.count for event in profile.key_averages()}
+    name = f"enumerate(DataLoader)#{type(batches).__name__}.__next__"
+    assert ranges.get(name) == 2, sorted(ranges)
