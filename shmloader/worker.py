@@ -7,6 +7,7 @@ ends when its link is closed; a process also when the main process dies, however
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import random
@@ -91,6 +92,7 @@ class WorkerArguments:
 
 def run(arguments: WorkerArguments, pipes: Pipes) -> None:
     """Entry point of a worker process."""
+    gc.freeze()  # a collection would visit, and so copy, every object that a fork shares with its parent
     # SIGTERM ends a worker whatever a fork has inherited.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)

@@ -1,5 +1,6 @@
 """Datasets whose pickles and imports can be counted, for workers under every start method."""
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -146,3 +147,24 @@ class EndsOnce(CountsPickles):
             self.mark.touch()
             os._exit(3)
         return super().__getitem__(index)
+
+
+class Collects(Numbered):
+    """Sample ``i`` is what a collection in its worker visits: objects, and bytes that it makes private."""
+
+    def __init__(self, length: int, rows: int) -> None:
+        super().__init__(length)
+        self.rows = [[index] for index in range(rows)]
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        before_nbytes = _private_nbytes()
+        gc.collect()
+        return len(gc.get_objects()), _private_nbytes() - before_nbytes
+
+
+def _private_nbytes() -> int:
+    return 1024 * sum(
+        int(line.split()[1])
+        for line in Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
+        if line.startswith("Private")
+    )

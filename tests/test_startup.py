@@ -1,5 +1,6 @@
 """Workers that are started together are given one pickle, and everything in it reaches each of them."""
 
+import gc
 import multiprocessing
 import os
 import resource
@@ -12,6 +13,7 @@ import torch
 from loading import Numbered
 from robustness.processes import python
 from startup_datasets import (
+    Collects,
     CountsPickles,
     EndsOnce,
     HoldsArrays,
@@ -202,3 +204,18 @@ class Text:
 def test_fork_pickles_nothing() -> None:
     with DataLoader(_Unwilling(8), 4, num_workers=2, multiprocessing_context="fork") as loader:
         assert torch.equal(torch.cat(list(loader)), default_collate([torch.full((8,), i) for i in range(8)]))
+
+
+def test_a_collection_in_a_worker_leaves_alone_what_it_was_started_with(start_method: str) -> None:
+    rows = 200_000  # of some 20 MB
+    with DataLoader(Collects(4, rows), num_workers=2, multiprocessing_context=start_method) as loader:
+        visited, copied_nbytes = (torch.cat(column).tolist() for column in zip(*loader, strict=True))
+    assert max(visited) < rows // 2
+    assert max(copied_nbytes) < 4 << 20
+
+
+def test_worker_threads_leave_the_programs_objects_to_its_collector() -> None:
+    frozen = gc.get_freeze_count()
+    with DataLoader(Numbered(8), num_workers=2, worker_type="thread") as loader:
+        assert len(list(loader)) == 8
+        assert gc.get_freeze_count() <= frozen
