@@ -27,7 +27,7 @@ from shmloader.exchange import Exchange, Patience
 from shmloader.failures import restore
 from shmloader.fetch import FetchRules
 from shmloader.messages import FAILURE, REPORTED
-from shmloader.next_epoch import NOTHING, EpochPrefetch, can_prefetch
+from shmloader.next_epoch import NOTHING, EpochPrefetch, prefetch_for
 from shmloader.pinning import pin_batch
 from shmloader.slots import SlotPool
 from shmloader.statistics import Counters
@@ -78,10 +78,8 @@ class SlotIterator(torch_private.BaseIterator):
         self._finalizer = weakref.finalize(self, _stop, os.getpid(), self._crew, self.pool)
         try:
             self._balance = self._make_balance(loader) if is_dynamic(loader) else None
-            may_prefetch = loader.prefetch_epochs and self._in_order and self._balance is None
-            self._prefetch: EpochPrefetch | None = None
-            if may_prefetch and can_prefetch(self._dataset, self._index_sampler):
-                self._prefetch = EpochPrefetch(self._index_sampler, self._num_workers)
+            in_turns = self._in_order and self._balance is None
+            self._prefetch = prefetch_for(loader, self._index_sampler, in_turns=in_turns)
             self._tuning: Tuning | None = None
             if autotune is not None:
                 exchange, balance = self._exchange, self._balance

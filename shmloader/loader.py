@@ -111,7 +111,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
         prefetch_epochs: With ``persistent_workers``: send the next epoch's first tasks while the last batches
             of an epoch are consumed. The batches are the same: where the sampler, one of torch's, would draw
             others by then (``set_epoch``, a seed, draws of the program), they are made anew. By it you
-            promise that the dataset does not change between epochs. See docs/dispatch.md.
+            promise that the dataset does not change between epochs. Where it can have no effect (other
+            samplers, dynamic dispatch, ``in_order=False``), ``iter()`` warns. See docs/dispatch.md.
         worker_type: ``"process"``, or ``"thread"`` for datasets that release the interpreter lock and for
             free-threaded Python: ``num_workers`` threads of this process, with no start-up cost and nothing
             pickled or copied for them, that share a map-style dataset with each other. They leave the global

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,30 +27,43 @@ from torch.utils.data import (
 
 from shmloader import torch_private
 from shmloader.array_samplers import index_arrays
+from shmloader.callers import level_of_the_program
 from shmloader.generator_states import GeneratorStates
 
-_log = logging.getLogger("shmloader")
 NOTHING = object()
 """There is no index batch to be had early."""
 
 _MOST_IN_VAIN = 2  # epochs in a row whose early index batches were not taken; then no more are drawn
 
 
-def can_prefetch(dataset: Any, index_sampler: Any) -> bool:
-    """Whether it can be told that index batches drawn early are the right ones.
+def prefetch_for(loader: Any, index_sampler: Any, *, in_turns: bool) -> EpochPrefetch | None:
+    """What draws early for an iterator; None where ``prefetch_epochs`` is not asked for, or cannot be had.
+
+    Warns where it is asked for and cannot be had: where it cannot be told that index batches drawn early are
+    the right ones, or by which worker each is to be made.
 
     Args:
-        dataset: The loader's dataset.
+        loader: The loader.
         index_sampler: What it draws index batches from.
+        in_turns: Whether its workers take turns, and batches come in order.
     """
-    if isinstance(dataset, (IterableDataset, *torch_private.DATAPIPES)):
-        return False
-    try:
-        describe(index_sampler)
-    except UnknownSampler as reason:
-        _log.debug("epochs are not prefetched: %s", reason)
-        return False
-    return True
+    if not loader.prefetch_epochs:
+        return None
+    if not in_turns:
+        reason = "it needs in_order=True and dispatch='static', so not num_workers='auto' either"
+    elif isinstance(loader.dataset, (IterableDataset, *torch_private.DATAPIPES)):
+        reason = "an iterable-style dataset has no index batches that could be drawn early"
+    else:
+        try:
+            describe(index_sampler)
+        except UnknownSampler as unknown:
+            reason = f"what its next epoch depends on is known of torch's own samplers only, and {unknown}"
+        else:
+            return EpochPrefetch(index_sampler, loader.num_workers)
+    warnings.warn(
+        f"prefetch_epochs=True has no effect for this loader: {reason}", stacklevel=level_of_the_program()
+    )
+    return None
 
 
 class UnknownSampler(Exception):

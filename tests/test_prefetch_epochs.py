@@ -431,12 +431,18 @@ class Stream(IterableDataset):
         yield from range(9)
 
 
-NOT_EARLY: dict[str, Callable[[], dict[str, Any]]] = {
-    "a sampler of one's own": lambda: {"sampler": OwnSampler()},
-    "a subclass": lambda: {"sampler": OwnRandomSampler(range(22))},
-    "what cannot be compared": lambda: {"sampler": SubsetRandomSampler([Unpicklable(), 2, 3])},
-    "out of order": lambda: {"in_order": False, "num_workers": 1},
-    "dynamic": lambda: {"dispatch": "dynamic"},
+NOT_EARLY: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "a sampler of one's own": (lambda: {"sampler": OwnSampler()}, "OwnSampler is not one of torch's"),
+    "a subclass": (
+        lambda: {"sampler": OwnRandomSampler(range(22))},
+        "OwnRandomSampler is not one of torch's",
+    ),
+    "what cannot be compared": (
+        lambda: {"sampler": SubsetRandomSampler([Unpicklable(), 2, 3])},
+        "cannot be compared: not I",
+    ),
+    "out of order": (lambda: {"in_order": False, "num_workers": 1}, "it needs in_order=True"),
+    "dynamic": (lambda: {"dispatch": "dynamic"}, "and dispatch='static'"),
 }
 
 
@@ -448,15 +454,32 @@ class Unpicklable(int):
         return int.__new__(cls, 1)
 
 
-@pytest.mark.parametrize("which", [name for name in NOT_EARLY if "compared" not in name])
-def test_where_it_could_not_be_told_nothing_is_made_early(which: str) -> None:
-    statistics = assert_same(whole, NOT_EARLY[which])
+@pytest.mark.parametrize("which", NOT_EARLY)
+def test_where_it_could_not_be_told_nothing_is_made_early_and_that_is_said(which: str) -> None:
+    make, reason = NOT_EARLY[which]
+    with pytest.warns(UserWarning, match=f"prefetch_epochs=True has no effect.*{reason}") as said:
+        statistics = assert_same(whole, make)
     assert statistics.epochs_prefetched == statistics.epochs_in_vain == 0
+    assert {warning.filename for warning in said} == {__file__}, "it points at the program"
 
 
-def test_of_a_stream_nothing_is_made_early() -> None:
+def test_what_cannot_be_compared_is_not_drawn_early_and_that_is_said() -> None:
+    sampler = SubsetRandomSampler([Unpicklable(), 2, 3])
+    loader = DataLoader(
+        Numbered(22), sampler=sampler, num_workers=2, persistent_workers=True, prefetch_epochs=True
+    )
+    with (
+        pytest.warns(UserWarning, match="has no effect.*cannot be compared: not I"),
+        pytest.raises(TypeError, match="not I"),  # no worker can be told of it either
+    ):
+        iter(loader)
+
+
+def test_of_a_stream_nothing_is_made_early_and_that_is_said() -> None:
     with DataLoader(Stream(), num_workers=2, persistent_workers=True, prefetch_epochs=True) as loader:
-        first, second = ([int(batch) for batch in loader] for _ in range(2))
+        with pytest.warns(UserWarning, match="prefetch_epochs=True has no effect.*an iterable-style dataset"):
+            first = [int(batch) for batch in loader]
+        second = [int(batch) for batch in loader]
         assert first == second
         assert loader.statistics().epochs_prefetched == 0
 
