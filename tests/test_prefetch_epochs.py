@@ -437,10 +437,6 @@ NOT_EARLY: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"sampler": OwnRandomSampler(range(22))},
         "OwnRandomSampler is not one of torch's",
     ),
-    "what cannot be compared": (
-        lambda: {"sampler": SubsetRandomSampler([Unpicklable(), 2, 3])},
-        "cannot be compared: not I",
-    ),
     "out of order": (lambda: {"in_order": False, "num_workers": 1}, "it needs in_order=True"),
     "dynamic": (lambda: {"dispatch": "dynamic"}, "and dispatch='static'"),
 }
