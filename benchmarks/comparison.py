@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from statistics import median
 from typing import Any
@@ -28,6 +28,7 @@ from benchmarks.real_files import FOLDER
 from benchmarks.records import Measurement
 from benchmarks.report import LeftOut, Outcome
 from benchmarks.transport import MeasurementFailedError, make_spec, run_undisturbed
+from benchmarks.verdicts import compare_startups, judge
 from benchmarks.workloads import WORKLOADS, Workload
 
 LIMIT = "limit"
@@ -117,10 +118,14 @@ def contestants_for(run: Run, workload: Workload, names: list[str]) -> list[str]
 
 
 def measure_in_turns(run: Run, workload: Workload, names: list[str], progress: Any) -> summary.Runs:
-    """Runs all contestants on one workload in turns; one that fails is out of it from then on."""
+    """Runs all contestants on one workload in turns; one that fails is out of it from then on.
+
+    Each turn begins with another one: who runs when the machine has just been idle, or just been busy, is
+    not always the same.
+    """
     runs: summary.Runs = {name: [] for name in [*names, LIMIT]}
-    for _ in range(run.arguments.repeats):
-        for name in list(runs):
+    for turn in range(run.arguments.repeats):
+        for name in rotated(list(runs), turn * len(runs) // run.arguments.repeats):
             progress.set_description(f"{workload.name}, {name}")
             spec = make_spec(run.arguments, workload.name, name)
             allowance_s = LARGE_ALLOWANCE_S * workload.dataset_nbytes / 1e9
@@ -134,6 +139,11 @@ def measure_in_turns(run: Run, workload: Workload, names: list[str], progress: A
                 del runs[name]
             progress.update()
     return runs
+
+
+def rotated(names: list[str], places: int) -> list[str]:
+    """Gives the names from a place on, then those before it."""
+    return names[places:] + names[:places]
 
 
 def last_words(failure: Exception) -> str:
@@ -170,7 +180,7 @@ def run_workload(run: Run, name: str, loaders: list[str], progress: Any) -> None
         run.wrong = True
         return
     rows = summary.make_rows(name, runs)
-    run.outcomes.append(Outcome(workload, rows, runs, summary.judge(workload, rows, runs)))
+    run.outcomes.append(Outcome(workload, rows, runs, judge(workload, rows, runs)))
 
 
 def measure_memcpy(run: Run) -> None:
@@ -190,7 +200,8 @@ def to_json(run: Run) -> dict[str, Any]:
             one.workload.name: {
                 "about": one.workload.about,
                 "kind": one.workload.kind,
-                **summary.to_json(one.workload, one.rows, one.runs, one.verdicts),
+                **summary.to_json(one.workload, one.rows, one.runs),
+                "targets": [asdict(verdict) for verdict in one.verdicts],
             }
             for one in run.outcomes
         },
@@ -250,6 +261,9 @@ def run_all(run: Run, workloads: list[str], loaders: list[str]) -> None:
         measure_memcpy(run)
         for name in workloads:
             run_workload(run, name, loaders, progress)
+    rows = {one.workload.name: one.rows for one in run.outcomes}
+    for one in run.outcomes:
+        one.verdicts.extend(compare_startups(one.workload, rows))
 
 
 def publish(run: Run) -> None:

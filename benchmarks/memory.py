@@ -25,7 +25,8 @@ if str(ROOT) not in sys.path:  # as a script, only the script's own folder is th
 from benchmarks import machine, memory_cgroup  # noqa: E402
 from benchmarks.memory_datasets import CONTESTANTS, available  # noqa: E402
 from benchmarks.memory_process import Spec  # noqa: E402
-from benchmarks.summary import Verdict, render_table, render_verdicts  # noqa: E402
+from benchmarks.summary import render_table  # noqa: E402
+from benchmarks.verdicts import Verdict, render_verdicts  # noqa: E402
 from shmloader.cli.process_memory import MemorySample, sample_until_exit  # noqa: E402
 
 LIST = "torch, list"

@@ -10,7 +10,8 @@ from typing import Any
 from benchmarks import machine
 from benchmarks.loaders import LOADERS
 from benchmarks.records import Measurement
-from benchmarks.summary import Row, Runs, Verdict, render_table, render_verdicts
+from benchmarks.summary import Row, Runs, render_table
+from benchmarks.verdicts import Verdict, render_verdicts
 from benchmarks.workloads import STARTUP, THROUGHPUT, TRAINING, Workload
 
 

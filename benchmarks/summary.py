@@ -1,4 +1,4 @@
-"""From measurements to figures: agreement of checksums, medians, ratios, targets."""
+"""From measurements to figures: agreement of checksums, medians, ratios."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from benchmarks.loaders import LOADERS, Loader
+from benchmarks.loaders import LOADERS
 from benchmarks.records import Measurement
-from benchmarks.workloads import Targets, Workload
+from benchmarks.workloads import Workload
 
 
 class WrongDataError(Exception):
@@ -44,16 +44,6 @@ class Row:
     first_batch_s: float | None = None
     made_s: float | None = None
     wait_share: float | None = None
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """One target, and whether it was met."""
-
-    workload: str
-    target: str
-    figure: str
-    ok: bool
 
 
 Runs = dict[str, list[Measurement]]
@@ -138,69 +128,6 @@ def _ratio(measurements: list[Measurement], others: list[Measurement]) -> float:
     )
 
 
-def _is_meant(targets: Targets, loader: Loader) -> bool:
-    return loader.is_subject if targets.loader is None else loader.name == targets.loader
-
-
-def _has_peers(runs: Runs) -> bool:
-    """Whether there is another loader than torch's: to be quicker than that is a target of its own."""
-    return any(name in LOADERS and not (LOADERS[name].is_own or LOADERS[name].is_baseline) for name in runs)
-
-
-def judge(workload: Workload, rows: list[Row], runs: Runs) -> list[Verdict]:
-    """Compares the row of the loader that the workload's targets are for with these."""
-    verdicts: list[Verdict] = []
-
-    def add(target: str, figure: str, ok: bool) -> None:
-        verdicts.append(Verdict(workload.name, target, figure, ok))
-
-    targets = workload.targets
-    for row in rows:
-        if row.contestant not in LOADERS or not _is_meant(targets, LOADERS[row.contestant]):
-            continue
-        if targets.vs_torch is not None and row.vs_torch is not None:
-            figure = f"{row.vs_torch:.1f} times"
-            add(
-                f"at least {targets.vs_torch:g} times torch",
-                figure,
-                row.vs_torch >= targets.vs_torch,
-            )
-        if targets.of_limit is not None and row.of_limit is not None:
-            figure = f"{row.of_limit:.1%}"
-            add(
-                f"at least {targets.of_limit:.0%} of the limit",
-                figure,
-                row.of_limit >= targets.of_limit,
-            )
-        if targets.batches_per_s is not None:
-            figure = f"{row.batches_per_s:,.0f}"
-            ok = row.batches_per_s >= targets.batches_per_s
-            add(f"at least {targets.batches_per_s:,.0f} batches/s", figure, ok)
-        if targets.vs_best_peer is not None and row.vs_peer is not None and _has_peers(runs):
-            figure = f"{row.vs_peer:.2f} times"
-            ok = row.vs_peer >= targets.vs_best_peer
-            add(f"at least {targets.vs_best_peer:g} times the best peer", figure, ok)
-        if targets.most_wait_share is not None and row.wait_share is not None:
-            figure = f"{row.wait_share:.2%}"
-            ok = row.wait_share < targets.most_wait_share
-            add(f"waits under {targets.most_wait_share:.0%} of the time", figure, ok)
-        if targets.constant_descriptors:
-            # Within each epoch: how many there are may differ from one process to the next.
-            changes = max(_change(m) for m in runs[row.contestant])
-            add("a constant number of descriptors", f"changes by {changes}", changes == 0)
-        # With dynamic dispatch there may be more slots, within the loader's budget.
-        bounded = targets.loader is None
-        if bounded and row.reserved_nbytes is not None and row.slot_bound_nbytes is not None:
-            figure = f"{row.reserved_nbytes:,} of {row.slot_bound_nbytes:,} bytes"
-            ok = row.reserved_nbytes <= row.slot_bound_nbytes
-            add("slots at most (prefetch_factor x workers + 2) x largest batch", figure, ok)
-    return verdicts
-
-
-def _change(measurement: Measurement) -> int:
-    return (measurement.descriptors_max or 0) - (measurement.descriptors_min or 0)
-
-
 COLUMNS = (
     "workload",
     "loader",
@@ -242,15 +169,8 @@ def render_rows(rows: list[Row]) -> str:
     return _align(table, texts=2)
 
 
-def render_verdicts(verdicts: list[Verdict]) -> str:
-    """Renders what was asked and what was reached."""
-    table = [["workload", "target", "figure", "verdict"]]
-    table += [[v.workload, v.target, v.figure, "ok" if v.ok else "missed"] for v in verdicts]
-    return _align(table, texts=4)
-
-
-def to_json(workload: Workload, rows: list[Row], runs: Runs, verdicts: list[Verdict]) -> Any:
-    """Gives everything about one workload as plain data."""
+def to_json(workload: Workload, rows: list[Row], runs: Runs) -> Any:
+    """Gives everything about one workload but its verdicts as plain data."""
     return {
         "batch_size": workload.batch_size,
         "batch_nbytes": runs["limit"][0].batch_nbytes,
@@ -258,7 +178,6 @@ def to_json(workload: Workload, rows: list[Row], runs: Runs, verdicts: list[Verd
         "contestants": {
             row.contestant: {**asdict(row), "runs": [asdict(m) for m in runs[row.contestant]]} for row in rows
         },
-        "targets": [asdict(verdict) for verdict in verdicts],
     }
 
 

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from benchmarks import machine, summary  # noqa: E402
 from benchmarks.loaders import LOADERS  # noqa: E402
 from benchmarks.measure import LONGEST_WINDOW, load_plugins  # noqa: E402
 from benchmarks.records import Measurement, Spec  # noqa: E402
+from benchmarks.verdicts import Verdict, judge, render_verdicts  # noqa: E402
 from benchmarks.workloads import WORKLOADS  # noqa: E402
 
 START_ALLOWANCE_S = 120.0
@@ -155,7 +157,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def run_all(
     arguments: argparse.Namespace, report: dict[str, Any]
-) -> Iterator[tuple[list[summary.Row], list[summary.Verdict]]]:
+) -> Iterator[tuple[list[summary.Row], list[Verdict]]]:
     """Runs the workloads one after the other, adds each to the report, and yields its figures."""
     contestants = [*arguments.loader, "limit"]
     total = len(arguments.workload) * len(contestants) * arguments.repeats
@@ -165,8 +167,11 @@ def run_all(
             workload = WORKLOADS[name].quick() if arguments.quick else WORKLOADS[name]
             summary.check_agreement(name, runs)
             rows = summary.make_rows(name, runs)
-            verdicts = summary.judge(workload, rows, runs)
-            report["workloads"][name] = summary.to_json(workload, rows, runs, verdicts)
+            verdicts = judge(workload, rows, runs)
+            report["workloads"][name] = {
+                **summary.to_json(workload, rows, runs),
+                "targets": [asdict(verdict) for verdict in verdicts],
+            }
             yield rows, verdicts
 
 
@@ -176,7 +181,7 @@ def main(command_line: list[str] | None = None) -> int:
     report: dict[str, Any] = {"machine": machine.describe(), "workloads": {}}
     report["options"] = {**vars(arguments), "json": None}
     rows: list[summary.Row] = []
-    verdicts: list[summary.Verdict] = []
+    verdicts: list[Verdict] = []
     try:
         for new_rows, new_verdicts in run_all(arguments, report):
             rows += new_rows
@@ -185,7 +190,7 @@ def main(command_line: list[str] | None = None) -> int:
         if rows:
             print(summary.render_rows(rows))
             print("\nChecksums: all contestants consumed the same.\n")
-            print(summary.render_verdicts(verdicts))
+            print(render_verdicts(verdicts))
         if rows and arguments.json:
             arguments.json.write_text(json.dumps(report, indent=1, default=str), encoding="utf-8")
     return int(arguments.check and not all(verdict.ok for verdict in verdicts))

@@ -33,6 +33,7 @@ class Targets:
 
     Attributes:
         loader: Which loader should; None for the one that is measured as its users would have it.
+        startup_within: Another workload, and how many times the time to its first batch this one may take.
     """
 
     vs_torch: float | None = None
@@ -42,6 +43,7 @@ class Targets:
     vs_best_peer: float | None = None
     most_wait_share: float | None = None
     loader: str | None = None
+    startup_within: tuple[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -188,11 +190,13 @@ def uneven_rate(dataset: Uneven, workers: int) -> float:
 def start_up(name: str, nbytes: int, method: str) -> Workload:
     """Makes a workload of the time to the first batch of a data set of a size."""
     row_nbytes, batch_size = 1000, 256
+    smallest = f"startup-1mb-{method}"
     return Workload(
         f"startup-{name}-{method}",
         batch_size,
         max(1, nbytes // row_nbytes // batch_size),
         made_data.make_large,
+        Targets(startup_within=(smallest, 1.2) if method == "spawn" and name == "1gb" else None),
         kind=STARTUP,
         about=f"a data set that holds an array of {name.upper()}; workers start by {method}",
         samples="arrays",

@@ -33,6 +33,7 @@ from benchmarks.numpy_collate import numpy_collate  # noqa: E402
 from benchmarks.reading import leaves, touch  # noqa: E402
 from benchmarks.records import Measurement, Spec  # noqa: E402
 from benchmarks.transport import run_measurement  # noqa: E402
+from benchmarks.verdicts import compare_startups, judge  # noqa: E402
 from benchmarks.workloads import STARTUP, TRAINING, WORKLOADS, Workload, uneven_rate  # noqa: E402
 
 PEERS = [name for name, loader in LOADERS.items() if loader.build.__module__ == "benchmarks.peers"]
@@ -111,15 +112,46 @@ def test_every_kind_of_start_is_a_workload() -> None:
     assert sizes == {10**6, 10**9, 10**10}
 
 
+def assert_delivers(name: str, workload: str) -> None:
+    # Others change what holds for a whole process.
+    run = measure if LOADERS[name].is_own else run_measurement
+    made, plain = run(tiny(workload, name)), measure(tiny(workload, "limit"))
+    assert made.checksum == plain.checksum
+    assert made.wrong_batches == 0
+
+
+@pytest.mark.parametrize("workload", ["dicts-arrays", "rows-table"])
 @pytest.mark.parametrize("name", PEERS)
-def test_a_peer_delivers_what_is_due_or_says_what_it_lacks(name: str) -> None:
+def test_a_peer_delivers_what_is_due_or_says_what_it_lacks(name: str, workload: str) -> None:
     missing = LOADERS[name].missing()
     if missing:
         assert "not installed: pip install" in missing
         pytest.skip(missing)
-    made = run_measurement(tiny("dicts-arrays", name))
-    assert made.checksum == measure(tiny("dicts-arrays", "limit")).checksum
-    assert made.wrong_batches == 0
+    if not LOADERS[name].meant_for(WORKLOADS[workload]):
+        pytest.skip(f"{name} is not for {workload}")
+    assert_delivers(name, workload)
+
+
+MODES = {
+    "torch-file_descriptor": "dicts",
+    "torch-file_system": "rows-table",
+    "torch-bulk": "rows-table",
+    "torch-numpy": "rows-arrays",
+    "shmloader-threads": "rows-table",
+    "shmloader-dynamic": "slow-batch",
+    "shmloader-shared": "startup-1mb-fork",
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+@pytest.mark.usefixtures("start_method", "folder")
+def test_torch_and_this_loader_deliver_the_same_in_every_mode(name: str) -> None:
+    assert LOADERS[name].meant_for(WORKLOADS[MODES[name]])
+    assert_delivers(name, MODES[name])
+
+
+def test_every_loader_is_tried() -> None:
+    assert {*PEERS, *MODES, "shmloader"} == set(LOADERS)
 
 
 def bench(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -315,15 +347,64 @@ def test_a_measurement_survives_its_way_between_processes() -> None:
     assert Measurement.from_json(made.to_json()) == made
 
 
+def judged(name: str, **figures: dict[str, float]) -> dict[str, tuple[str, bool]]:
+    """The verdicts on a workload by their targets, with these figures of a loader; others have plain ones."""
+    measured = replace(measure(tiny("tiny", "limit")), cpu_s=1.0, batches=1000, first_batch_s=1.0)
+    runs = {"limit": [measured]}
+    runs |= {
+        contestant.replace("_", "-", 1): [replace(measured, **known)] for contestant, known in figures.items()
+    }
+    verdicts = judge(WORKLOADS[name], summary.make_rows(name, runs), runs)
+    return {verdict.target: (verdict.figure, verdict.ok) for verdict in verdicts}
+
+
 def test_torch_alone_is_no_peer_to_be_compared_with() -> None:
-    measured = measure(tiny("images", "limit"))
+    quicker, cheaper = "at least 6 times the best peer", "processor time below every peer's"
+    alone = judged("images", torch_file_system={}, shmloader={})
+    assert not {quicker, cheaper} & set(alone)
+    assert {quicker, cheaper} <= set(judged("images", torch_file_system={}, seqtools={}, shmloader={}))
 
-    def judged(*others: str) -> list[str]:
-        names = ["limit", "torch-file_system", *others, "shmloader"]
-        runs = {name: [measured] for name in names}
-        rows = summary.make_rows("images", runs)
-        return [verdict.target for verdict in summary.judge(WORKLOADS["images"], rows, runs)]
 
-    target = "at least 6 times the best peer"
-    assert target not in judged()
-    assert target in judged("seqtools")
+@pytest.mark.parametrize("cpu_s", [1.0, 0.999])
+def test_processor_time_is_compared_with_the_most_frugal_peer(cpu_s: float) -> None:
+    verdicts = judged(
+        "rows", torch_file_system={"cpu_s": 2.0}, spdl={"cpu_s": 3.0}, seqtools={}, shmloader={"cpu_s": cpu_s}
+    )
+    figure, ok = verdicts["processor time below every peer's"]
+    assert figure == f"{cpu_s * 1000:,.0f} us a batch, seqtools 1,000"
+    assert ok == (cpu_s < 1)
+
+
+@pytest.mark.parametrize(("first_s", "ok"), [(4.0, True), (6.0, False)])
+def test_a_start_is_compared_with_the_quicker_of_torchs(first_s: float, ok: bool) -> None:
+    verdicts = judged(
+        "startup-1gb-fork",
+        torch_file_system={"first_batch_s": 9.0},
+        torch_file_descriptor={"first_batch_s": 5.0},
+        seqtools={"first_batch_s": 1.0},
+        shmloader={"first_batch_s": first_s},
+    )
+    assert verdicts == {"the first batch before torch's": (f"{first_s:.2f} s, torch 5.00 s", ok)}
+
+
+@pytest.mark.parametrize(("first_s", "ok"), [(2.4, True), (2.5, False)])
+def test_a_large_start_is_compared_with_the_small_one_of_the_same_run(first_s: float, ok: bool) -> None:
+    measured = measure(tiny("tiny", "limit"))
+    rows = {
+        name: summary.make_rows(
+            name, {"limit": [measured], "shmloader": [replace(measured, first_batch_s=seconds)]}
+        )
+        for name, seconds in {"startup-1mb-spawn": 2.0, "startup-1gb-spawn": first_s}.items()
+    }
+    assert compare_startups(WORKLOADS["startup-1mb-spawn"], rows) == []
+    (verdict,) = compare_startups(WORKLOADS["startup-1gb-spawn"], rows)
+    assert verdict.ok == ok
+    assert verdict.figure == f"{first_s:.2f} s, startup-1mb-spawn 2.00 s ({first_s / 2 - 1:+.0%})"
+    del rows["startup-1mb-spawn"]
+    assert compare_startups(WORKLOADS["startup-1gb-spawn"], rows) == []
+
+
+def test_turns_begin_with_another_contestant_each_time() -> None:
+    begun = [comparison.rotated(list("abcd"), places)[0] for places in range(4)]
+    assert begun == list("abcd")
+    assert comparison.rotated(list("abcd"), 3) == list("dabc")

@@ -1,0 +1,222 @@
+"""Where the processor time of a batch goes: the profile behind "what bounds it" in docs/performance.md.
+
+``python -m benchmarks.processor_time --workload rows`` loads with this project's loader, in a process of its
+own, and tells for the main process and its workers what each batch takes of a core, in user code and in the
+kernel, how often it sleeps, is preempted and takes a page fault. Beside that stands what fetching and
+collating alone takes, in one process while nothing else runs: what workers take beyond it is what they pay
+for sharing the cores, and what the loader's own code takes. Afterwards py-spy, where it is installed (the
+extra ``bench`` brings it), samples the main process, which it slows down, and the functions that it was in
+are listed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+import shmloader
+from benchmarks.limit import make_into, outputs_like
+from benchmarks.reading import touch
+from benchmarks.real_files import FOLDER
+from benchmarks.summary import render_table
+from benchmarks.workloads import STARTUP, WORKLOADS, Workload
+
+ROOT = Path(__file__).resolve().parent.parent
+SAMPLES_PER_S = 500
+LEAST_SHARE = 0.02
+"""Of the samples: a function that was seen less often is not listed."""
+
+
+@dataclass
+class Cost:
+    """What some processes took for each batch: µs of a core, and how often something happened."""
+
+    user_us: float
+    system_us: float
+    sleeps: float
+    preempted: float
+    page_faults: float
+
+
+def costs(processes: list[psutil.Process], work: Callable[[], int]) -> list[Cost]:
+    """Does some work, and says what each process took for each of the batches that it tells of."""
+    before = [_read(process) for process in processes]
+    batches = work()
+    after = [_read(process) for process in processes]
+    return [
+        Cost(*((new - old) / batches for old, new in zip(*pair, strict=True)))
+        for pair in zip(before, after, strict=True)
+    ]
+
+
+def _read(process: psutil.Process) -> tuple[float, ...]:
+    times, switches = process.cpu_times(), process.num_ctx_switches()
+    # The command may have spaces in it; the tenth field is the number of minor faults.
+    fields = Path(f"/proc/{process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    faults = float(fields[7])
+    return 1e6 * times.user, 1e6 * times.system, switches.voluntary, switches.involuntary, faults
+
+
+def measure(workload: Workload, seconds: float, workers: int, *, sampled: bool) -> None:
+    """Measures in this process, prints the figures, and goes on loading as long again if that is sampled."""
+    torch.set_num_threads(1)
+    dataset = workload.dataset(workload.batch_size * workload.period_batches)
+    (alone,) = costs([psutil.Process()], lambda: _make_alone(workload, dataset, seconds / 2))
+    with shmloader.DataLoader(
+        dataset,
+        workload.batch_size,
+        num_workers=workers,
+        prefetch_factor=workload.prefetch_factor,
+        persistent_workers=True,
+        **workload.options(),
+    ) as loader:
+        batches = itertools.chain.from_iterable(itertools.repeat(loader))
+        _consume(batches, 0.5, workload.compute_s)
+        main = psutil.Process()
+        began_s = time.perf_counter()
+        counted = 0
+
+        def load() -> int:
+            nonlocal counted
+            counted = _consume(batches, seconds, workload.compute_s)
+            return counted
+
+        cost, *of_workers = costs([main, *main.children()], load)
+        rate = counted / (time.perf_counter() - began_s)
+        together = Cost(*map(sum, zip(*map(astuple, of_workers), strict=True)))
+        rows = {"alone": asdict(alone), "main process": asdict(cost), "workers": asdict(together)}
+        print(json.dumps({"batches_per_s": rate, "rows": rows}), flush=True)
+        if sampled:
+            _consume(batches, seconds, workload.compute_s)
+
+
+def _make_alone(workload: Workload, dataset: Any, seconds: float) -> int:
+    make = workload.make_into or make_into
+    out = outputs_like(workload.reference_batch(dataset, 0))
+    until_s = time.perf_counter() + seconds
+    for number in itertools.count():
+        make(dataset, workload.index_batch(number % workload.period_batches), out)
+        if time.perf_counter() > until_s:
+            break
+    return number + 1
+
+
+def _consume(batches: Any, seconds: float, compute_s: float) -> int:
+    until_s = time.perf_counter() + seconds
+    for number, batch in enumerate(batches):
+        touch(batch)
+        now_s = time.perf_counter()
+        if now_s > until_s:
+            return number + 1
+        while time.perf_counter() < now_s + compute_s:
+            sum(range(100))
+    raise AssertionError("the batches never end")
+
+
+def run(name: str, arguments: argparse.Namespace) -> None:
+    """Measures one workload in a process of its own, samples that, and prints both."""
+    command = [sys.executable, "-m", "benchmarks.processor_time", "--measure", "--workload", name]
+    command += ["--seconds", str(arguments.seconds), "--workers", str(arguments.workers)]
+    can_sample = shutil.which(_PY_SPY) is not None
+    with tempfile.TemporaryDirectory(prefix="shmloader-bench-") as folder:
+        samples = Path(folder) / "samples"
+        with subprocess.Popen(
+            command + ["--sampled"] * can_sample,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {FOLDER: folder},
+        ) as measured:
+            assert measured.stdout is not None
+            answer = measured.stdout.readline()
+            if answer and can_sample:
+                _sample(measured.pid, arguments.seconds, samples)
+        if measured.returncode or not answer:
+            sys.exit(f"error: measuring {name} ended with {measured.returncode}")
+        _print(name, json.loads(answer), samples.read_text(encoding="utf-8") if samples.exists() else "")
+
+
+_PY_SPY = str(Path(sys.executable).with_name("py-spy"))
+
+
+def _sample(pid: int, seconds: float, into: Path) -> None:
+    duration_s = str(max(1, int(seconds) - 1))
+    command = [_PY_SPY, "record", "--pid", str(pid), "--rate", str(SAMPLES_PER_S), "--duration", duration_s]
+    done = subprocess.run(
+        [*command, "--function", "--format", "raw", "--output", str(into)],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        print(f"not sampled: {done.stderr.strip()[-300:]}", file=sys.stderr)
+
+
+def _print(name: str, measured: dict[str, Any], samples: str) -> None:
+    head = ["", "user us", "system us", "sleeps", "preempted", "page faults"]
+    table = [[who, *(f"{figure:,.2f}" for figure in row.values())] for who, row in measured["rows"].items()]
+    rate = measured["batches_per_s"]
+    print(f"{name}, {rate:,.1f} batches/s; for each batch\n\n{render_table([head, *table], texts=1)}\n")
+    shares = functions_of(samples)
+    table = [
+        [function, f"{share:.0%}"]
+        for function, share in shares.items()
+        if share >= LEAST_SHARE and ("shmloader/" in function or "benchmarks/reading" in function)
+    ]
+    if table:
+        head = ["function of the main process, with what it calls", "of its samples"]
+        print(f"{render_table([head, *table], texts=1)}\n")
+
+
+def functions_of(samples: str) -> dict[str, float]:
+    """Reads py-spy's raw format, a stack and a number of samples on each line.
+
+    Returns:
+        For each function the share of the samples that it was in, the most frequent first.
+    """
+    seen: Counter[str] = Counter()
+    total = 0
+    for line in samples.splitlines():
+        stack, _, count = line.rpartition(" ")
+        total += int(count)
+        for function in set(stack.split(";")):
+            seen[function] += int(count)
+    return {function: count / total for function, count in seen.most_common()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [name for name, workload in WORKLOADS.items() if workload.kind != STARTUP]
+    add = parser.add_argument
+    add("--workload", action="append", choices=names, help="what to load; may be repeated (default: rows)")
+    add("--seconds", type=float, default=6.0, help="how long each is loaded (%(default)s)")
+    add("--workers", type=int, default=2, help="worker processes (%(default)s)")
+    add("--measure", action="store_true", help=argparse.SUPPRESS)
+    add("--sampled", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    for name in arguments.workload or ["rows"]:
+        if arguments.measure:
+            measure(WORKLOADS[name], arguments.seconds, arguments.workers, sampled=arguments.sampled)
+        else:
+            run(name, arguments)
+
+
+if __name__ == "__main__":
+    main()
