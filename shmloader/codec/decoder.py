@@ -72,7 +72,10 @@ class Decoder:
         known = self._known.get(header)
         rest: Iterator[Any] = _NOTHING
         if known is None:
-            known, rest = self._read(header)
+            table, structure, rest = _split(header)
+            known = self._look_up(header, table, structure)
+            if known is None:
+                return pickle.loads(structure, buffers=_wrap_once(anchor, table, rest))
         lone, arrays, dtypes, tensors, rest_positions, assemble = known
         if lone is not None:
             shape, carrier, offset = lone
@@ -85,23 +88,38 @@ class Decoder:
             leaves.insert(position, next(rest))
         return assemble(leaves)
 
-    def _read(self, header: bytes) -> tuple[_Known, Iterator[Any]]:
-        """Read a header that is new, or that has a rest, which is read anew every time."""
-        table_nbytes, structure_nbytes = SIZES.unpack_from(header)
-        split = SIZES.size + table_nbytes
-        end = split + structure_nbytes
-        fixed = header[:end]
+    def _look_up(self, header: bytes, table: bytes, structure: bytes) -> _Known | None:
+        """What is known of a header that has a rest, or has come once before; None of a new one."""
+        fixed = header[: SIZES.size + len(table) + len(structure)]
         known = self._known.get(fixed)
         if known is None:
-            table, structure = header[SIZES.size : split], header[split:end]
             if fixed in self._seen:
                 del self._seen[fixed]
-                known = _look_up(unpack_leaves(table), structure, again=True)
+                known = _learn(unpack_leaves(table), structure)
                 _remember(self._known, fixed, known)
             else:
-                known = _look_up(unpack_leaves(table), structure, again=False)
                 _remember(self._seen, fixed, None)
-        return known, iter(pickle.loads(memoryview(header)[end:]) if end < len(header) else ())
+        return known
+
+
+def _split(header: bytes) -> tuple[bytes, bytes, Iterator[Any]]:
+    """A header's leaf table, its structure, and the objects that have no leaf."""
+    table_nbytes, structure_nbytes = SIZES.unpack_from(header)
+    split = SIZES.size + table_nbytes
+    end = split + structure_nbytes
+    rest = iter(pickle.loads(memoryview(header)[end:])) if end < len(header) else _NOTHING
+    return header[SIZES.size : split], header[split:end], rest
+
+
+def _wrap_once(anchor: _Anchor, table: bytes, rest: Iterator[Any]) -> Iterator[Any]:
+    """Wrap the leaves of a header that may never come again."""
+    for kind, code, offset, shape in unpack_leaves(table):
+        if kind == REST:
+            yield next(rest)
+        else:
+            dtype = DTYPES[code]
+            array = _ndarray(shape, dtype.carrier, anchor, offset)
+            yield _wrap(array, kind == TENSOR, None if dtype.native else dtype.torch_dtype)
 
 
 def read_leaves(header: bytes) -> list[Leaf]:
@@ -117,7 +135,8 @@ def _remember(known: dict[bytes, Any], header: bytes, what: _Known | None) -> No
         known[header] = what
 
 
-def _look_up(table: list[Leaf], structure: bytes, *, again: bool) -> _Known:
+def _learn(table: list[Leaf], structure: bytes) -> _Known:
+    """How to read a header in the fewest calls."""
     leaves = [leaf for leaf in table if leaf.kind != REST]
     codes = [DTYPES[leaf.code] for leaf in leaves]
     tensors = [leaf.kind == TENSOR for leaf in leaves]
@@ -125,20 +144,20 @@ def _look_up(table: list[Leaf], structure: bytes, *, again: bool) -> _Known:
     lone = plain and len(leaves) == 1 and structure == LONE_LEAF
     return _Known(
         lone=(leaves[0].shape, codes[0].carrier, leaves[0].offset) if lone else None,
-        arrays=_wrap_all(leaves, in_one_call=again),
+        arrays=_wrap_all(leaves),
         dtypes=[None if code.native else code.torch_dtype for code in codes],
         tensors=None if plain else tensors,
         rest=[position for position, leaf in enumerate(table) if leaf.kind == REST],
-        assemble=_assembler(structure, len(table)) if again else _unpickler(structure),
+        assemble=_assembler(structure, len(table)),
     )
 
 
-def _wrap_all(leaves: list[Leaf], *, in_one_call: bool) -> Callable[[_Anchor], Iterable[Any]]:
+def _wrap_all(leaves: list[Leaf]) -> Callable[[_Anchor], Iterable[Any]]:
     """A function that wraps the memory of ``leaves`` as arrays, in their order.
 
-    In one call: they are the fields of one compound dtype, and NumPy makes all views at less than half the
-    time that as many calls take. A field of no dimensions would come as a number, so where a leaf has none,
-    or no bytes, they are wrapped one by one.
+    In one call if that can be: they are the fields of one compound dtype, and NumPy makes all views at less
+    than half the time that as many calls take. A field of no dimensions would come as a number, so where a
+    leaf has none, or no bytes, they are wrapped one by one.
     """
     shapes = [leaf.shape for leaf in leaves]
     carriers = [DTYPES[leaf.code].carrier for leaf in leaves]
@@ -147,7 +166,7 @@ def _wrap_all(leaves: list[Leaf], *, in_one_call: bool) -> Callable[[_Anchor], I
     def wrap_each(anchor: _Anchor) -> Iterable[Any]:
         return map(_ndarray, shapes, carriers, repeat(anchor), offsets)
 
-    if not in_one_call or len(leaves) < 2 or not all(shape and 0 not in shape for shape in shapes):
+    if len(leaves) < 2 or not all(shape and 0 not in shape for shape in shapes):
         return wrap_each
     ends = [
         offset + carrier.itemsize * math.prod(shape)
@@ -171,10 +190,6 @@ def _wrap_all(leaves: list[Leaf], *, in_one_call: bool) -> Callable[[_Anchor], I
     return wrap_fields
 
 
-def _unpickler(structure: bytes) -> Callable[[list[Any]], Any]:
-    return lambda leaves: pickle.loads(structure, buffers=leaves)
-
-
 def _assembler(structure: bytes, size: int) -> Callable[[list[Any]], Any]:
     """A function that puts ``size`` leaves into the pickled structure.
 
@@ -188,7 +203,7 @@ def _assembler(structure: bytes, size: int) -> Callable[[list[Any]], Any]:
         if type(whole) is dict and _are_same(whole.values(), probes):
             keys = tuple(whole)
             return lambda leaves: dict(zip(keys, leaves, strict=True))
-    return _unpickler(structure)
+    return lambda leaves: pickle.loads(structure, buffers=leaves)
 
 
 def _are_same(items: Iterable[Any], probes: list[object]) -> bool:
