@@ -3,13 +3,15 @@
 ``python -m benchmarks.per_batch`` loads batches in a process of its own, in the middle of an epoch. Twice:
 with a consumer that is slower than the workers, so that batches lie ready, and with workers that are slower
 than the consumer, so that the loader waits for each. Each is done once more under strace, which sees only
-that process and not its workers.
+that process and not its workers. Before that it measures what has nothing to do with a loader: how much
+longer the same Python code takes on this machine when the core has done something else meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import re
 import shutil
@@ -28,6 +30,7 @@ import shmloader
 ROOT = Path(__file__).resolve().parent.parent
 BATCH_SIZE = 4
 WARM_BATCHES = 200
+OTHER_WORK_S = 0.002
 BEGIN, END = "/begin-of-counting", "/end-of-counting"
 LINE = re.compile(r"(\w+)\((.*)")
 
@@ -61,7 +64,7 @@ def load(batches: int, delay_s: float, timed: bool) -> list[float]:
         Seconds of processor time that each call of ``next()`` took; zeros if not timed.
     """
     dataset = TwoLeaves((WARM_BATCHES + batches + 100) * BATCH_SIZE, delay_s)
-    compute_s = 0.0 if delay_s else 0.002
+    compute_s = 0.0 if delay_s else OTHER_WORK_S
     loader = shmloader.DataLoader(dataset, BATCH_SIZE, num_workers=2, prefetch_factor=8)
     iterator = iter(loader)
     clock = time.thread_time if timed else float
@@ -80,6 +83,25 @@ def load(batches: int, delay_s: float, timed: bool) -> list[float]:
             pass
     loader.close()
     return costs_s[WARM_BATCHES:]
+
+
+def python_after_other_work(repeats: int, other_work_s: float) -> float:
+    """Processor time of a piece of Python code that runs every so often, in µs: the median.
+
+    Args:
+        repeats: How often it runs.
+        other_work_s: For how long the core does something else before each time.
+    """
+    text = json.dumps([{"name": f"a{number}", "values": [number] * 8} for number in range(30)])
+    costs_s = []
+    for _ in range(repeats):
+        until = time.perf_counter() + other_work_s
+        while time.perf_counter() < until:
+            pass
+        began_s = time.thread_time()
+        json.loads(text)
+        costs_s.append(time.thread_time() - began_s)
+    return statistics.median(costs_s) * 1e6
 
 
 def count(batches: int, delay_s: float) -> Counter[str]:
@@ -110,6 +132,11 @@ def main() -> None:
     if arguments.traced is not None:
         load(arguments.batches, arguments.traced, timed=False)
         return
+    hot_us, cold_us = (python_after_other_work(500, seconds) for seconds in (0.0, OTHER_WORK_S))
+    print(
+        f"json.loads of a short text, no loader there: {hot_us:.1f} us; after {OTHER_WORK_S * 1e3:.0f} ms of "
+        f"other work {cold_us:.1f} us"
+    )
     for title, delay_s in (("batches lie ready", 0.0), ("the loader waits for each", 0.001)):
         costs_us = [cost_s * 1e6 for cost_s in load(arguments.batches, delay_s, timed=True)]
         low, middle, high = (statistics.quantiles(costs_us, n=20)[place] for place in (0, 9, 18))
