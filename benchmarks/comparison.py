@@ -120,12 +120,12 @@ def contestants_for(run: Run, workload: Workload, names: list[str]) -> list[str]
 def measure_in_turns(run: Run, workload: Workload, names: list[str], progress: Any) -> summary.Runs:
     """Runs all contestants on one workload in turns; one that fails is out of it from then on.
 
-    Each turn begins with another one: who runs when the machine has just been idle, or just been busy, is
+    Each turn begins with the next one: who runs when the machine has just been idle, or just been busy, is
     not always the same.
     """
     runs: summary.Runs = {name: [] for name in [*names, LIMIT]}
     for turn in range(run.arguments.repeats):
-        for name in rotated(list(runs), turn * len(runs) // run.arguments.repeats):
+        for name in rotated(list(runs), turn % len(runs)):
             progress.set_description(f"{workload.name}, {name}")
             spec = make_spec(run.arguments, workload.name, name)
             allowance_s = LARGE_ALLOWANCE_S * workload.dataset_nbytes / 1e9

@@ -27,7 +27,7 @@ from benchmarks import machine, summary  # noqa: E402
 from benchmarks.loaders import LOADERS  # noqa: E402
 from benchmarks.measure import LONGEST_WINDOW, load_plugins  # noqa: E402
 from benchmarks.records import Measurement, Spec  # noqa: E402
-from benchmarks.verdicts import Verdict, judge, render_verdicts  # noqa: E402
+from benchmarks.verdicts import Verdict, compare_startups, judge, render_verdicts  # noqa: E402
 from benchmarks.workloads import WORKLOADS  # noqa: E402
 
 START_ALLOWANCE_S = 120.0
@@ -182,10 +182,13 @@ def main(command_line: list[str] | None = None) -> int:
     report["options"] = {**vars(arguments), "json": None}
     rows: list[summary.Row] = []
     verdicts: list[Verdict] = []
+    by_name: dict[str, list[summary.Row]] = {}
     try:
         for new_rows, new_verdicts in run_all(arguments, report):
             rows += new_rows
             verdicts += new_verdicts
+            by_name[new_rows[0].workload] = new_rows
+        verdicts += [one for name in by_name for one in compare_startups(WORKLOADS[name], by_name)]
     finally:  # what was measured before a failure is not lost
         if rows:
             print(summary.render_rows(rows))

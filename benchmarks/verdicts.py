@@ -86,7 +86,7 @@ def _judge_costs(workload: Workload, row: Row, rows: list[Row]) -> Iterable[Verd
         own_us, least_us = row.cpu_s_per_batch * 1e6, least.cpu_s_per_batch * 1e6
         yield Verdict(
             row.workload,
-            "processor time below every peer's",
+            "processor time below all others'",
             f"{own_us:,.0f} us a batch, {least.contestant} {least_us:,.0f}",
             own_us < least_us,
         )

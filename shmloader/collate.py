@@ -307,9 +307,10 @@ def collate_arrays(
     # torch has an error of its own for negative strides.
     if ours and code is not None and writer is not None and min(first.strides, default=0) >= 0:
         dtype, shape = first.dtype, first.shape
-        alike = _are_alike(batch)
-        arrays = alike or all(isinstance(sample, np.ndarray) for sample in batch)
-        if arrays and all(sample.dtype == dtype and sample.shape == shape for sample in batch):
+        samples: Sequence[Any] = batch
+        alike = _are_alike(samples)
+        fit = alike or all(isinstance(sample, np.ndarray) and sample.shape == shape for sample in samples)
+        if fit and all(sample.dtype == dtype for sample in samples):
             out = writer.tensor((len(batch), *shape), DTYPES[code].torch_dtype)
             if out is not None:
                 if alike:

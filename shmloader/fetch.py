@@ -104,7 +104,8 @@ class _MapFetcher(_Fetcher):
     def fetch(self, index_batch: Any) -> Any:
         dataset = self._dataset
         if self._gatherer is None:
-            return self._join(_fetch_one(dataset, index_batch), index_batch)
+            index = _unpacked(index_batch)  # a sampler of index batches gives lists
+            return self._join(_fetch_one(dataset, index), index)
         batch = self._gatherer.gather(index_batch)
         if batch is not NOT_GATHERED:
             return batch

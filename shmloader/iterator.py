@@ -66,6 +66,8 @@ class SlotIterator(torch_private.BaseIterator):
         self._counters = counters
         self._counts_samples = self._dataset_kind == torch_private.ITERABLE_KIND
         self._decoder = Decoder()
+        in_turns = self._in_order and not is_dynamic(loader)
+        self._prefetch = prefetch_for(loader, self._index_sampler, in_turns=in_turns)
         self.pool = make_pool(loader, autotune)
         try:
             self._crew = self._start_workers(loader)
@@ -78,8 +80,6 @@ class SlotIterator(torch_private.BaseIterator):
         self._finalizer = weakref.finalize(self, _stop, os.getpid(), self._crew, self.pool)
         try:
             self._balance = self._make_balance(loader) if is_dynamic(loader) else None
-            in_turns = self._in_order and self._balance is None
-            self._prefetch = prefetch_for(loader, self._index_sampler, in_turns=in_turns)
             self._tuning: Tuning | None = None
             if autotune is not None:
                 exchange, balance = self._exchange, self._balance

@@ -226,6 +226,8 @@ def describe(sampler: Any, epoch: int | None = None) -> tuple[Any, ...]:
             facts = {name: value for name, value in vars(sampler).items() if name != "dataset"}
             facts["epoch"] = facts["epoch"] if epoch is None else epoch
             return kind, id(sampler), len(sampler.dataset), sorted(facts.items())
+    except UnknownSampler:
+        raise
     except Exception as reason:
         raise UnknownSampler(f"a sampler cannot be compared: {reason}") from reason
     raise UnknownSampler(f"{kind.__qualname__} is not one of torch's samplers")

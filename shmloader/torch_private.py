@@ -185,7 +185,8 @@ def collate_map_is_pristine(ours: tuple[Any, ...] = ()) -> bool:
 def profiler_enabled() -> bool:
     """Whether torch's profiler is recording: only then ``next()`` opens a profiler range.
 
-    This is the flag that torch keeps in Python for quick checks, and at which its compiled code looks.
+    This is the flag that torch keeps in Python for quick checks, and at which its compiled code looks. The
+    deprecated ``torch.autograd.profiler_legacy`` does not set it.
     """
     return profiler._is_profiler_enabled
 

@@ -1,5 +1,6 @@
 """Beginning and end: errors, deaths, early leaving. Nothing hangs and nothing stays behind."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -136,6 +137,32 @@ def test_close_ends_everything_but_what_is_held(loader_backend: str) -> None:
         next(iterator)
     assert next(iter(loader))[0, 0] == 0
     loader.close()
+
+
+def test_memory_of_batches_that_nobody_took_is_returned_by_close() -> None:
+    """Also while another process (one that the program forked, say) still has the slots open."""
+    loader = DataLoader(Numbered(64, items=1 << 18), num_workers=2)
+    iterator = iter(loader)
+    (slots,) = [fd for fd in os.listdir("/proc/self/fd") if "shmloader-slots" in _target(fd)]
+    elsewhere = os.dup(int(slots))
+    try:
+        deadline = time.monotonic() + 20
+        while os.fstat(elsewhere).st_blocks * 512 < 4 << 20 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        taken_nbytes = os.fstat(elsewhere).st_blocks * 512
+        assert taken_nbytes >= 4 << 20, "four batches of a MiB or two"
+        assert loader.statistics().reserved_nbytes < taken_nbytes, "the program has not heard of them"
+        loader.close()
+        assert os.fstat(elsewhere).st_blocks == 0
+    finally:
+        os.close(elsewhere)
+        del iterator
+
+
+def _target(fd: str) -> str:
+    with contextlib.suppress(OSError):  # that of the listing itself
+        return os.readlink(f"/proc/self/fd/{fd}")
+    return ""
 
 
 def test_a_with_block_closes_also_when_it_raises() -> None:

@@ -19,7 +19,16 @@ from hypothesis import HealthCheck, Phase, assume, example, given, settings
 from hypothesis import strategies as st
 from parity.compare import assert_same, differences
 from parity.run import descriptors_for_torch
-from torch.utils.data import BatchSampler, ConcatDataset, StackDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    Dataset,
+    SequentialSampler,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 from torch.utils.data import DataLoader as TorchLoader
 
 import shmloader
@@ -300,15 +309,46 @@ def test_no_random_number_is_drawn(workers: int) -> None:
     assert_same(got, expected)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_without_batches_a_dataset_is_asked_as_by_torch(workers: int) -> None:
-    dataset = TensorDataset(torch.rand(20, 3))
-    sampler = BatchSampler(range(20), 6, drop_last=False)
-    for given_ in ({"sampler": sampler}, {}):
-        got = list(DataLoader(dataset, batch_size=None, num_workers=workers, **given_))
-        with descriptors_for_torch():
-            expected = list(TorchLoader(dataset, batch_size=None, num_workers=workers, **given_))
-        assert_same(got, expected)
+SAMPLERS_OF_BATCHES = {
+    "none": {},
+    "small": {"sampler": BatchSampler(range(100), 6, drop_last=False)},
+    "large": {"sampler": BatchSampler(SequentialSampler(range(100)), 40, drop_last=False)},
+    "lists": {"sampler": [list(range(50)), list(range(50, 90))]},
+}
+
+
+@pytest.mark.parametrize("which", SAMPLERS_OF_BATCHES)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"num_workers": 2},
+        {"num_workers": 2, "worker_type": "thread"},
+        {"num_workers": 2, "dispatch": "dynamic"},
+        {"num_workers": 2, "on_error": "skip"},
+    ],
+    ids=lambda how: " ".join(map(str, how.values())) or "no workers",
+)
+def test_without_batches_a_dataset_is_asked_as_by_torch(which: str, how: dict[str, Any]) -> None:
+    """Torch's documentation has samplers of index batches for datasets that load many samples at once."""
+    dataset = Asked(TensorDataset(torch.rand(100, 3)))
+    given_ = SAMPLERS_OF_BATCHES[which]
+    got = list(DataLoader(dataset, batch_size=None, **given_, **how))
+    expected = list(TorchLoader(dataset, batch_size=None, **given_))
+    assert_same(got, expected)
+
+
+class Asked(Dataset[Any]):
+    """A dataset that gives with each item what it was asked for."""
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return index, self.dataset[index]
 
 
 # --- which way is taken

@@ -403,8 +403,11 @@ class SlotPool:
         for slot in self.slots:
             slot.extent = None
             if slot.state is not _LEASED:
-                if slot.nbytes and not (slot.state is _GRANTED and self.keeps_granted):
-                    self.segment.discard(slot.number, slot.version, slot.nbytes)
+                # A worker that has ended may have grown its slot and not have said so.
+                granted_nbytes = slot.limit_nbytes if slot.state is _GRANTED else 0
+                nbytes = max(slot.nbytes, granted_nbytes)
+                if nbytes and not (granted_nbytes and self.keeps_granted):
+                    self.segment.discard(slot.number, slot.version, nbytes)
                 slot.state, slot.nbytes, slot.used_nbytes = _FREE, 0, 0
         self.segment.close(len(self.slots))
 
