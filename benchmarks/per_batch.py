@@ -1,10 +1,11 @@
 """What a batch of two small leaves costs the main process: processor time in ``next()``, and system calls.
 
-``python -m benchmarks.per_batch`` loads batches in a process of its own, in the middle of an epoch. Twice:
-with a consumer that is slower than the workers, so that batches lie ready, and with workers that are slower
-than the consumer, so that the loader waits for each. Each is done once more under strace, which sees only
-that process and not its workers. Before that it measures what has nothing to do with a loader: how much
-longer the same Python code takes on this machine when the core has done something else meanwhile.
+``python -m benchmarks.per_batch`` loads batches in a process of its own, in the middle of an epoch: with a
+consumer that does something else between two batches, so that they lie ready; with one that takes a dozen of
+them in a row; and with workers that are slower than the consumer, so that the loader waits for each. Each is
+done once more under strace, which sees only that process and not its workers. Before that it measures what
+has nothing to do with a loader: how much longer the same Python code takes on this machine when the core has
+done something else meanwhile.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -31,8 +33,36 @@ ROOT = Path(__file__).resolve().parent.parent
 BATCH_SIZE = 4
 WARM_BATCHES = 200
 OTHER_WORK_S = 0.002
+IN_A_ROW = 12
+PREFETCH_FACTOR = 8
 BEGIN, END = "/begin-of-counting", "/end-of-counting"
 LINE = re.compile(r"(\w+)\((.*)")
+
+
+@dataclass(frozen=True)
+class Case:
+    """How batches are made and consumed.
+
+    Attributes:
+        title: What it is.
+        delay_s: What a sample takes.
+        pause_s: How long the consumer does something else.
+        in_a_row: After how many batches it does so.
+    """
+
+    title: str
+    delay_s: float
+    pause_s: float
+    in_a_row: int = 1
+
+
+CASES = {
+    "ready": Case(
+        f"batches lie ready, {OTHER_WORK_S * 1e3:.0f} ms of other work between two", 0.0, OTHER_WORK_S
+    ),
+    "in-a-row": Case(f"batches lie ready, {IN_A_ROW} taken in a row", 0.0, 0.02, IN_A_ROW),
+    "awaited": Case("the loader waits for each", 0.001, 0.0),
+}
 
 
 class TwoLeaves(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
@@ -52,20 +82,19 @@ class TwoLeaves(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
         return self.rows[index % 64], index
 
 
-def load(batches: int, delay_s: float, timed: bool) -> list[float]:
+def load(batches: int, case: Case, timed: bool) -> list[float]:
     """An epoch, with marks around the batches that count.
 
     Args:
         batches: How many those are.
-        delay_s: What a sample takes; with 0 the consumer is slower.
+        case: How they are made and consumed.
         timed: Whether to time them: reading the thread's clock is a system call.
 
     Returns:
         Seconds of processor time that each call of ``next()`` took; zeros if not timed.
     """
-    dataset = TwoLeaves((WARM_BATCHES + batches + 100) * BATCH_SIZE, delay_s)
-    compute_s = 0.0 if delay_s else OTHER_WORK_S
-    loader = shmloader.DataLoader(dataset, BATCH_SIZE, num_workers=2, prefetch_factor=8)
+    dataset = TwoLeaves((WARM_BATCHES + batches + 100) * BATCH_SIZE, case.delay_s)
+    loader = shmloader.DataLoader(dataset, BATCH_SIZE, num_workers=2, prefetch_factor=PREFETCH_FACTOR)
     iterator = iter(loader)
     clock = time.thread_time if timed else float
     costs_s = []
@@ -78,9 +107,10 @@ def load(batches: int, delay_s: float, timed: bool) -> list[float]:
         began_s = clock()
         next(iterator)
         costs_s.append(clock() - began_s)
-        until = time.perf_counter() + compute_s
-        while time.perf_counter() < until:  # in the vDSO, without a system call
-            pass
+        if number % case.in_a_row == 0:
+            until = time.perf_counter() + case.pause_s
+            while time.perf_counter() < until:  # in the vDSO, without a system call
+                pass
     loader.close()
     return costs_s[WARM_BATCHES:]
 
@@ -104,11 +134,11 @@ def python_after_other_work(repeats: int, other_work_s: float) -> float:
     return statistics.median(costs_s) * 1e6
 
 
-def count(batches: int, delay_s: float) -> Counter[str]:
-    """The system calls for batches, by name; one that had nothing to read, or no room, apart."""
+def count(batches: int, case: str) -> Counter[str]:
+    """The system calls for batches of one of the `CASES`, by name; one that had nothing to read apart."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace"
-        command = [sys.executable, "-m", "benchmarks.per_batch", "--traced", str(delay_s)]
+        command = [sys.executable, "-m", "benchmarks.per_batch", "--traced", case]
         subprocess.run(
             ["strace", "-o", str(trace), *command, "--batches", str(batches)], check=True, cwd=ROOT
         )
@@ -127,26 +157,28 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--batches", type=int, default=2000, help="batches that are counted (%(default)s)")
-    parser.add_argument("--traced", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--traced", choices=list(CASES), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.traced is not None:
-        load(arguments.batches, arguments.traced, timed=False)
+        load(arguments.batches, CASES[arguments.traced], timed=False)
         return
     hot_us, cold_us = (python_after_other_work(500, seconds) for seconds in (0.0, OTHER_WORK_S))
     print(
         f"json.loads of a short text, no loader there: {hot_us:.1f} us; after {OTHER_WORK_S * 1e3:.0f} ms of "
         f"other work {cold_us:.1f} us"
     )
-    for title, delay_s in (("batches lie ready", 0.0), ("the loader waits for each", 0.001)):
-        costs_us = [cost_s * 1e6 for cost_s in load(arguments.batches, delay_s, timed=True)]
+    for name, case in CASES.items():
+        costs_us = [cost_s * 1e6 for cost_s in load(arguments.batches, case, timed=True)]
         low, middle, high = (statistics.quantiles(costs_us, n=20)[place] for place in (0, 9, 18))
-        print(f"{title}: processor time of next() {middle:.1f} us (5 to 95 %: {low:.1f} to {high:.1f} us)")
+        print(
+            f"{case.title}: processor time of next() {middle:.1f} us (5 to 95 %: {low:.1f} to {high:.1f} us)"
+        )
         if shutil.which("strace") is None:
             print("  system calls: not counted, strace is not installed")
             continue
         print("  system calls of the main process for each batch")
-        for name, calls in count(arguments.batches, delay_s).most_common():
-            print(f"    {name:24} {calls / arguments.batches:8.3f}")
+        for call, calls in count(arguments.batches, name).most_common():
+            print(f"    {call:24} {calls / arguments.batches:8.3f}")
 
 
 if __name__ == "__main__":

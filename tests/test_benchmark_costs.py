@@ -60,8 +60,9 @@ def test_the_costs_of_main_process_and_workers_are_told_apart() -> None:
     assert rows["main process"]["user_us"] < 16_000
 
 
-def test_the_time_of_next_is_measured_in_the_middle_of_an_epoch() -> None:
-    costs_s = per_batch.load(20, 0.0, timed=True)
+@pytest.mark.parametrize("case", per_batch.CASES)
+def test_the_time_of_next_is_measured_in_the_middle_of_an_epoch(case: str) -> None:
+    costs_s = per_batch.load(20, per_batch.CASES[case], timed=True)
     assert len(costs_s) == 20
     assert 0 < min(costs_s) < max(costs_s) < 1
     assert per_batch.python_after_other_work(5, 0.0) > 0
@@ -70,6 +71,6 @@ def test_the_time_of_next_is_measured_in_the_middle_of_an_epoch() -> None:
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 @pytest.mark.long
 def test_system_calls_are_those_of_the_main_process() -> None:
-    calls = per_batch.count(50, 0.0)
+    calls = per_batch.count(50, "ready")
     assert calls["write"] == 50
     assert 0 < calls["read"] <= 51
