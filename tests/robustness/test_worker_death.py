@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Iterator
 
 import pytest
 from loading import Ends, Numbered, Sleeps
@@ -28,7 +29,19 @@ quietly = pytest.mark.filterwarnings(
 )
 
 
+@pytest.fixture
+def signals_that_end() -> Iterator[None]:
+    """Workers inherit what is ignored: a run that nohup has started ignores SIGHUP."""
+    ignored = [how for how in SIGNALS if signal.getsignal(how) is signal.SIG_IGN]
+    for how in ignored:
+        signal.signal(how, signal.SIG_DFL)
+    yield
+    for how in ignored:
+        signal.signal(how, signal.SIG_IGN)
+
+
 @quietly
+@pytest.mark.usefixtures("signals_that_end")
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_killed_worker_is_named_in_time_and_all_are_gone(moment: str) -> None:
     rng = random.Random(moment)
