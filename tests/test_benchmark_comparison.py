@@ -145,7 +145,10 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("name", MODES)
+# Those of torch have a process of their own each, as peers have.
+@pytest.mark.parametrize(
+    "name", [name if LOADERS[name].is_own else pytest.param(name, marks=pytest.mark.long) for name in MODES]
+)
 @pytest.mark.usefixtures("start_method", "folder")
 def test_torch_and_this_loader_deliver_the_same_in_every_mode(name: str) -> None:
     assert LOADERS[name].meant_for(WORKLOADS[MODES[name]])
