@@ -212,10 +212,11 @@ def test_a_thread_that_ends_is_an_error_with_its_reason() -> None:
     """Not a hang. Only an exception from outside can do that."""
     with threads(loading.Numbered(10_000), batch_size=1, num_workers=2) as loader:
         iterator = iter(loader)
-        next(iterator)
+        for _ in range(300):  # all slots are mapped: one that is being mapped then would have no owner
+            next(iterator)
         victim = next(thread for thread in workers_alive() if thread.name.endswith("1"))
         with pytest.raises(WorkerDied, match=r"thread 'shmloader-worker-1'.*_Stop") as caught:
-            for _ in range(10_000):
+            for _ in range(9_000):
                 if victim.is_alive():
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(
                         ctypes.c_ulong(victim.ident or 0), ctypes.py_object(_Stop)
