@@ -13,11 +13,9 @@ instead of ending the process with a segmentation fault; docs/decisions/0010 has
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import mmap
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
@@ -32,11 +30,12 @@ from shmloader.errors import SharedMemoryExhausted
 from shmloader.limits import SURE_NBYTES, memory_headroom, shm_free_nbytes
 from shmloader.segment import (
     HUGE_NBYTES,
-    MAP_FIXED,
+    MAP_NORESERVE,
     PAGE_NBYTES,
     Descriptor,
-    map_pages,
+    map_over,
     take_huge_pages,
+    take_space,
     wanted_backend,
     whole_pages,
 )
@@ -51,9 +50,6 @@ _MOST_WRITE_NBYTES = 1 << 30  # Linux writes at most 2 GiB at a time
 _LARGE_BUFFER_NBYTES = 1 << 12  # worth its own element of a pwritev
 
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
-# Pages that nobody writes need no backing, so they are not to be charged for.
-_PRIVATE = mmap.MAP_PRIVATE | (0x4000 if sys.platform == "linux" else 0)  # MAP_NORESERVE
-_ANONYMOUS = _PRIVATE | mmap.MAP_ANONYMOUS
 
 
 Buffer = Any
@@ -98,23 +94,17 @@ class SharedBuffer:
         self.fd = fd
         self.nbytes = nbytes
         os.set_inheritable(fd, False)
-        try:
-            self.mapping = _take_space(max(nbytes, 1))
-            self.private = memoryview(self.mapping)[:nbytes]
-            self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.mapping))
-            # Given the descriptor, Python's mmap would keep a duplicate of it. So it maps anonymous memory,
-            # of which nothing is touched, and the store takes that memory's place.
-            map_pages(self.address, max(nbytes, 1), _PRIVATE | MAP_FIXED, fd, offset)
-        except OSError as error:
-            raise SharedMemoryExhausted(
-                f"mapping a store of {nbytes:,} bytes failed: {error.strerror}. The address space may be "
-                "limited (ulimit -v) or the number of mappings (vm.max_map_count).",
-                needed_nbytes=nbytes,
-            ) from error
+        # Given the descriptor, Python's mmap would keep a duplicate of it. So it maps anonymous memory, of
+        # which nothing is touched, and the store takes that memory's place.
+        length = max(nbytes, 1)
+        self.mapping = _space_for(length)
+        self.private = memoryview(self.mapping)[:nbytes]
+        self.address = map_over(self.mapping, length, mmap.MAP_PRIVATE | MAP_NORESERVE, fd, offset)
         self.view = self.private.toreadonly()
 
     def __del__(self, close: Any = os.close) -> None:
-        with contextlib.suppress(OSError):
+        # A Ctrl-C may have come before there was one.
+        with contextlib.suppress(AttributeError, OSError):
             close(self.fd)
 
     def touch(self) -> None:
@@ -318,17 +308,16 @@ class BufferBuilder:
         self.close()
 
 
-def _take_space(nbytes: int) -> mmap.mmap:
+def _space_for(nbytes: int) -> mmap.mmap:
     """Take address space for a store, of which nothing is touched.
 
     Linux (6.7) begins a mapping of whole huge pages at a multiple of their size, so there is a little more
     of it; anywhere else a huge page could not be mapped as one.
     """
     if nbytes >= HUGE_NBYTES:
-        with contextlib.suppress(OSError):  # there is not that much
-            whole = -(-nbytes // HUGE_NBYTES) * HUGE_NBYTES
-            return mmap.mmap(-1, whole, _ANONYMOUS, _READ_WRITE)
-    return mmap.mmap(-1, nbytes, _ANONYMOUS, _READ_WRITE)
+        with contextlib.suppress(SharedMemoryExhausted):  # there is not that much
+            return take_space(-(-nbytes // HUGE_NBYTES) * HUGE_NBYTES, _READ_WRITE)
+    return take_space(nbytes, _READ_WRITE)
 
 
 def _unnamed_file() -> int:

@@ -19,6 +19,7 @@ from loading import Numbered
 from shmloader import DataLoader, SharedMemoryExhausted, share
 from shmloader.segment import PAGE_NBYTES, MemfdSegment, huge_pages
 from shmloader.segment.huge_pages import HUGE_NBYTES
+from shmloader.segment.mapping import Mapping
 from shmloader.shared_buffer import BufferBuilder
 
 SMALL_END = 3 * PAGE_NBYTES
@@ -176,15 +177,15 @@ def test_a_child_that_is_forked_meanwhile_does_not_stop_the_sealing(
     has_huge_pages: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     children: list[int] = []
-    unmap = huge_pages.unmap
 
-    def fork_first(address: int, nbytes: int) -> None:  # as another thread may
-        if not (pid := os.fork()):
-            signal.pause()
-        children.append(pid)
-        unmap(address, nbytes)
+    class ForkFirst(Mapping):
+        def close(self) -> None:  # as another thread may
+            if not (pid := os.fork()):
+                signal.pause()
+            children.append(pid)
+            super().close()
 
-    monkeypatch.setattr(huge_pages, "unmap", fork_first)
+    monkeypatch.setattr(huge_pages, "Mapping", ForkFirst)
     try:
         assert share(torch.ones(HUGE_NBYTES, dtype=torch.uint8)).take([5]).tolist() == [1]
         assert children

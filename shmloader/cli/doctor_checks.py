@@ -285,15 +285,15 @@ def check_address_space(advice: Advice) -> Check:
 
 
 def check_mappings(advice: Advice) -> Check:
-    """``vm.max_map_count``, against one mapping per slot."""
-    bound, most_slots = mappings(), advice.slots + RETAINED_SLOTS
+    """``vm.max_map_count``, against the mappings of the slots: memory, and space before and behind it."""
+    bound, most_mappings = mappings(), 3 * (advice.slots + RETAINED_SLOTS)
     if bound is None or bound.most is None:
         return Check("mappings", "mappings", "ok", "no limit known", values=_values(bound))
     found = (
-        f"{bound.most:,} (vm.max_map_count), {bound.used:,} in use; the loader adds one per slot, at most "
-        f"{most_slots}"
+        f"{bound.most:,} (vm.max_map_count), {bound.used:,} in use; the loader adds one to three per "
+        f"slot, at most {most_mappings}"
     )
-    if bound.left is not None and bound.left < most_slots:
+    if bound.left is not None and bound.left < most_mappings:
         change = "sysctl vm.max_map_count=65530 or more"
         return Check("mappings", "mappings", "fail", found, change, _values(bound))
     return Check("mappings", "mappings", "ok", found, values=_values(bound))

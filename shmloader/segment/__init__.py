@@ -20,11 +20,12 @@ import sys
 from shmloader.segment.base import Descriptor, Segment, open_anonymous_file
 from shmloader.segment.huge_pages import HUGE_NBYTES, take_huge_pages
 from shmloader.segment.mapping import (
-    MAP_FIXED,
+    MAP_NORESERVE,
     PAGE_NBYTES,
     Extent,
     map_copy_on_write,
-    map_pages,
+    map_over,
+    take_space,
     whole_pages,
 )
 from shmloader.segment.memfd import SLOT_STRIDE, MemfdSegment
@@ -32,7 +33,7 @@ from shmloader.segment.named import NamedSegment
 
 __all__ = [
     "HUGE_NBYTES",
-    "MAP_FIXED",
+    "MAP_NORESERVE",
     "PAGE_NBYTES",
     "SLOT_STRIDE",
     "Descriptor",
@@ -41,10 +42,11 @@ __all__ = [
     "NamedSegment",
     "Segment",
     "map_copy_on_write",
-    "map_pages",
+    "map_over",
     "new_segment",
     "open_anonymous_file",
     "take_huge_pages",
+    "take_space",
     "wanted_backend",
     "whole_pages",
 ]

@@ -16,7 +16,7 @@ import sys
 import time
 
 from shmloader.errors import SharedMemoryExhausted
-from shmloader.segment.mapping import PAGE_NBYTES, map_aligned, unmap
+from shmloader.segment.mapping import PAGE_NBYTES, Mapping
 
 HUGE_NBYTES = 2 << 20
 """Size of a huge page."""
@@ -60,7 +60,7 @@ def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> bool
     try:
         # Privately: a child forked by another thread meanwhile would keep a shared mapping, and no memfd of
         # which there is one can be sealed.
-        address = map_aligned(end - begin, mmap.MAP_PRIVATE, fd, offset + begin, HUGE_NBYTES)
+        mapping = Mapping(end - begin, mmap.MAP_PRIVATE, fd, offset + begin, HUGE_NBYTES)
     except SharedMemoryExhausted:  # of address space
         return False
     try:
@@ -69,7 +69,7 @@ def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> bool
             stop = min(start + _PIECE_NBYTES, end)
             for page in range(start, stop, HUGE_NBYTES):
                 os.posix_fallocate(fd, offset + page, PAGE_NBYTES)
-            if _libc.madvise(address + start - begin, stop - start, _MADV_COLLAPSE) != 0:
+            if _libc.madvise(mapping.address + start - begin, stop - start, _MADV_COLLAPSE) != 0:
                 # Anything else is an answer of this moment: no memory in one piece, a page in use.
                 _refused = ctypes.get_errno() == errno.EINVAL
                 return False
@@ -77,5 +77,5 @@ def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> bool
             if time.thread_time() - began_s > most_s:
                 return False
     finally:
-        unmap(address, end - begin)
+        mapping.close()
     return True

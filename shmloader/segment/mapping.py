@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import sys
 from typing import Any
+
+import numpy as np
 
 from shmloader.errors import SharedMemoryExhausted
 
@@ -15,17 +17,17 @@ PAGE_NBYTES = mmap.PAGESIZE
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _mremap: Any = getattr(_libc, "mremap", None)  # Linux
 if _mremap is not None:
     _mremap.restype = ctypes.c_void_p
     _mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
-_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
-MAP_FIXED = 0x10
-"""For `map_pages`: Python's ``mmap`` lacks it."""
-_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
+_MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
+_MAP_FIXED = 0x10  # Python's `mmap` lacks it
+_PROT_NONE = 0
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
+"""Pages that nobody writes need no backing, so they are not to be charged for."""
 
 
 def whole_pages(nbytes: int) -> int:
@@ -65,84 +67,120 @@ class Extent:
         Views in this process keep their address and their values; writes to the slot through other mappings
         no longer reach them. Other threads may be reading: the copy takes the mapping's place in one step.
         """
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         if _mremap is None:
             contents = ctypes.string_at(self.address, self.nbytes)
-            map_pages(self.address, self.nbytes, flags | MAP_FIXED, -1, 0)
+            _map_over(self.address, self.nbytes, _PRIVATE_MEMORY, -1, 0)
             ctypes.memmove(self.address, contents, self.nbytes)
             return
-        copied = map_pages(None, self.nbytes, flags, -1, 0)
-        ctypes.memmove(copied, self.address, self.nbytes)
-        _move_pages(copied, self.nbytes, self.address)
+        copied = take_space(self.nbytes, _READ_WRITE)
+        source = address_of(copied)
+        ctypes.memmove(source, self.address, self.nbytes)
+        _move_pages(copied, source, self.nbytes, self.address)
+
+
+_PRIVATE_MEMORY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class Mapping:
-    """Unmaps when it dies. A Python ``mmap`` would hold one more descriptor per slot."""
+    """A part of a file, for reading and writing, in this process's address space.
 
-    __slots__ = ("address", "nbytes")
+    It is unmapped when this object dies. At no moment is it mapped without an owner, since an exception may
+    come between any two of Python's instructions (a Ctrl-C; in a worker thread one from outside): the
+    address space belongs to a Python ``mmap``, which C makes and frees in one step each, before anything is
+    mapped there. That ``mmap`` is anonymous because one of a file would hold a descriptor.
 
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.address = address
-        self.nbytes = nbytes
+    Attributes:
+        address: Where it starts, a multiple of the page size.
+    """
 
-    def __del__(self, munmap: Any = _libc.munmap) -> None:
-        # A Ctrl-C may have cut __init__ short: then there is nothing that this object could unmap.
-        with contextlib.suppress(AttributeError):
-            munmap(self.address, self.nbytes)
+    __slots__ = ("_space", "address")
+
+    def __init__(self, nbytes: int, flags: int, fd: int, offset: int, alignment: int = PAGE_NBYTES) -> None:
+        """Map it.
+
+        Args:
+            nbytes: How much.
+            flags: ``MAP_SHARED``, or ``MAP_PRIVATE`` with or without `MAP_NORESERVE`.
+            fd: Of which file; may be closed afterwards.
+            offset: From where in it, a multiple of the page size.
+            alignment: Of what the address is to be a multiple: huge pages need theirs.
+
+        Raises:
+            SharedMemoryExhausted: If there is no address space for it.
+        """
+        whole_nbytes = -(-nbytes // alignment) * alignment
+        # Linux (6.7) begins a mapping of whole huge pages at a multiple of their size.
+        self._space = take_space(whole_nbytes, _PROT_NONE)
+        if address_of(self._space) % alignment:
+            del self._space
+            self._space = take_space(whole_nbytes + alignment, _PROT_NONE)
+        self.address = -(-address_of(self._space) // alignment) * alignment
+        _map_over(self.address, nbytes, flags, fd, offset)
+
+    def close(self) -> None:
+        """Unmap it now."""
+        self._space.close()
 
 
-def map_pages(address: int | None, nbytes: int, flags: int, fd: int, offset: int) -> int:
-    """``mmap``, for reading and writing, without the duplicate of the descriptor that Python's keeps.
+def take_space(nbytes: int, protection: int) -> mmap.mmap:
+    """Take address space, anonymous and private, for something to be mapped there.
 
     Args:
-        address: Where to map, with ``MAP_FIXED``; None for anywhere.
-        nbytes: How much.
-        flags: ``MAP_*``.
-        fd: Of what; -1 with ``MAP_ANONYMOUS``.
-        offset: From where in it, a multiple of the page size.
+        nbytes: How much, at least 1.
+        protection: ``PROT_*``; without any (0) the system does not charge for it.
 
     Returns:
-        The address. Nothing unmaps it.
+        Its owner, whose death unmaps all of it.
 
     Raises:
         SharedMemoryExhausted: If it cannot be had.
     """
-    mapped = _libc.mmap(address, nbytes, _READ_WRITE, flags, fd, offset)
-    if mapped == _MAP_FAILED:
-        code = ctypes.get_errno()
-        raise SharedMemoryExhausted(
-            f"mapping {nbytes:,} bytes of shared memory failed: {os.strerror(code)}. The address space may "
-            "be limited (ulimit -v) or the number of mappings (vm.max_map_count).",
-            needed_nbytes=nbytes,
-        )
-    return int(mapped)
+    try:
+        return mmap.mmap(-1, nbytes, _PRIVATE_MEMORY | MAP_NORESERVE, protection)
+    except OSError as error:
+        raise _refused(nbytes, error.errno or 0) from error
 
 
-def map_aligned(nbytes: int, flags: int, fd: int, offset: int, alignment: int) -> int:
-    """`map_pages` at an address that is a multiple of ``alignment``, as huge pages need it.
+def address_of(space: mmap.mmap) -> int:
+    """Where address space begins, also where it may not be read."""
+    return int(np.frombuffer(space, np.uint8, 1).ctypes.data)
+
+
+def map_over(space: mmap.mmap, nbytes: int, flags: int, fd: int, offset: int) -> int:
+    """Map a part of a file at the beginning of address space, whose owner it then belongs to.
+
+    Args:
+        space: From `take_space`.
+        nbytes: How much.
+        flags: ``MAP_SHARED``, or ``MAP_PRIVATE`` with or without `MAP_NORESERVE`.
+        fd: Of which file; may be closed afterwards.
+        offset: From where in it, a multiple of the page size.
+
+    Returns:
+        The address.
 
     Raises:
-        SharedMemoryExhausted: If it cannot be had, with ``alignment`` bytes more for a moment.
+        SharedMemoryExhausted: If the system refuses.
     """
-    anywhere = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    space_nbytes = whole_pages(nbytes) + alignment
-    space = map_pages(None, space_nbytes, anywhere, -1, 0)
-    address = -(-space // alignment) * alignment
-    try:
-        map_pages(address, nbytes, flags | MAP_FIXED, fd, offset)
-    except BaseException:
-        unmap(space, space_nbytes)
-        raise
-    end = address + whole_pages(nbytes)
-    unmap(space, address - space)
-    unmap(end, space + space_nbytes - end)
+    if nbytes > len(space):
+        raise ValueError(f"{nbytes:,} bytes do not fit into address space of {len(space):,}")
+    address = address_of(space)
+    _map_over(address, nbytes, flags, fd, offset)
     return address
 
 
-def unmap(address: int, nbytes: int) -> None:
-    """Undo a `map_pages`, or a part of it; nothing where ``nbytes`` is 0."""
-    if nbytes:
-        _libc.munmap(address, nbytes)
+def _map_over(address: int, nbytes: int, flags: int, fd: int, offset: int) -> None:
+    """Map at an address of which the caller holds the owner."""
+    if _libc.mmap(address, nbytes, _READ_WRITE, flags | _MAP_FIXED, fd, offset) == _MAP_FAILED:
+        raise _refused(nbytes, ctypes.get_errno())
+
+
+def _refused(nbytes: int, code: int) -> SharedMemoryExhausted:
+    return SharedMemoryExhausted(
+        f"mapping {nbytes:,} bytes of shared memory failed: {os.strerror(code)}. The address space may "
+        "be limited (ulimit -v) or the number of mappings (vm.max_map_count).",
+        needed_nbytes=nbytes,
+    )
 
 
 def map_copy_on_write(fd: int, nbytes: int) -> Extent:
@@ -156,14 +194,26 @@ def map_copy_on_write(fd: int, nbytes: int) -> Extent:
         SharedMemoryExhausted: If there is no address space for it.
     """
     nbytes = whole_pages(nbytes)
-    # Pages that nobody writes need no backing, so they are not to be charged for.
-    address = map_pages(None, nbytes, mmap.MAP_PRIVATE | _MAP_NORESERVE, fd, 0)
-    return Extent(address, nbytes, 0, Mapping(address, nbytes))
+    mapping = Mapping(nbytes, mmap.MAP_PRIVATE | MAP_NORESERVE, fd, 0)
+    return Extent(mapping.address, nbytes, 0, mapping)
 
 
-def _move_pages(address: int, nbytes: int, to: int) -> None:
-    """Move a mapping to where another one is, which it replaces."""
-    if _mremap(address, nbytes, nbytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, ctypes.c_void_p(to)) == _MAP_FAILED:
+def _move_pages(space: mmap.mmap, address: int, nbytes: int, to: int) -> None:
+    """Move private memory to where another mapping is, which it replaces.
+
+    Args:
+        space: Owner of the memory.
+        address: Where it begins.
+        nbytes: Its length, whole pages.
+        to: Where it goes.
+    """
+    how, target = _MREMAP_MAYMOVE | _MREMAP_FIXED, ctypes.c_void_p(to)
+    moved = _mremap(address, nbytes, nbytes, how | _MREMAP_DONTUNMAP, target)
+    if moved == _MAP_FAILED and ctypes.get_errno() == errno.EINVAL:
+        # Linux before 5.7 leaves nothing at the old place, where other threads may then map. So its owner
+        # may never unmap it: that object stays.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(space))
+        moved = _mremap(address, nbytes, nbytes, how, target)
+    if moved == _MAP_FAILED:
         code = ctypes.get_errno()
-        _libc.munmap(address, nbytes)
         raise SharedMemoryExhausted(f"moving a mapping of {nbytes:,} bytes failed: {os.strerror(code)}")

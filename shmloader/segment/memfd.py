@@ -13,7 +13,7 @@ from shmloader.errors import SharedMemoryExhausted
 from shmloader.limits import memory_headroom
 from shmloader.segment.base import Descriptor, check_headroom
 from shmloader.segment.huge_pages import HUGE_NBYTES, take_huge_pages
-from shmloader.segment.mapping import Extent, Mapping, map_aligned, map_pages, whole_pages
+from shmloader.segment.mapping import Extent, Mapping, whole_pages
 
 SLOT_STRIDE = 1 << 38
 """Bytes between the starts of two slots in one memfd: address space of a sparse file, not memory."""
@@ -74,13 +74,13 @@ class MemfdSegment:
     def map(self, slot: int, version: int, nbytes: int) -> Extent:
         """See `Segment.map`."""
         fd, offset = self._descriptor.fd, slot * SLOT_STRIDE
-        address = None
+        mapping = None
         if nbytes >= HUGE_NBYTES:
             with contextlib.suppress(SharedMemoryExhausted):  # there may be just enough without
-                address = map_aligned(nbytes, mmap.MAP_SHARED, fd, offset, HUGE_NBYTES)
-        if address is None:
-            address = map_pages(None, nbytes, mmap.MAP_SHARED, fd, offset)
-        return Extent(address, nbytes, version, Mapping(address, nbytes))
+                mapping = Mapping(nbytes, mmap.MAP_SHARED, fd, offset, HUGE_NBYTES)
+        if mapping is None:
+            mapping = Mapping(nbytes, mmap.MAP_SHARED, fd, offset)
+        return Extent(mapping.address, nbytes, version, mapping)
 
     def discard(self, slot: int, version: int, nbytes: int, kept_nbytes: int = 0) -> None:
         """See `Segment.discard`."""

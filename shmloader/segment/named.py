@@ -15,7 +15,7 @@ from typing import Any, cast
 from shmloader.errors import SharedMemoryExhausted
 from shmloader.limits import shm_free_nbytes
 from shmloader.segment.base import check_headroom
-from shmloader.segment.mapping import Extent, Mapping, map_pages, whole_pages
+from shmloader.segment.mapping import Extent, Mapping, whole_pages
 
 
 class NamedSegment:
@@ -130,14 +130,12 @@ def _map_named(name: str, nbytes: int) -> tuple[int, object]:
         return ctypes.addressof(ctypes.c_ubyte.from_buffer(cast(memoryview, memory.buf))), memory
     # Not SharedMemory, which holds two descriptors for as long as it is mapped: programs keep batches.
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        file = path.open("r+b", buffering=0)
     except OSError as error:
         raise _refused(error, nbytes) from error
-    try:
-        address = map_pages(None, nbytes, mmap.MAP_SHARED, fd, 0)
-    finally:
-        os.close(fd)
-    return address, Mapping(address, nbytes)
+    with file:
+        mapping = Mapping(nbytes, mmap.MAP_SHARED, file.fileno(), 0)
+    return mapping.address, mapping
 
 
 def _allocate_named(memory: SharedMemory, nbytes: int) -> None:
@@ -145,17 +143,15 @@ def _allocate_named(memory: SharedMemory, nbytes: int) -> None:
     path = Path("/dev/shm") / memory.name.lstrip("/")
     if not path.exists():
         return
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-    except OSError as error:
-        free = shm_free_nbytes()
-        raise SharedMemoryExhausted(
-            f"reserving {nbytes:,} bytes in /dev/shm failed: {error.strerror}; {free or 0:,} bytes are free "
-            "there. Use the memfd segment (the default on Linux), or make the mount larger "
-            "(docker run --shm-size).",
-            needed_nbytes=nbytes,
-            available_nbytes=free,
-        ) from error
-    finally:
-        os.close(fd)
+    with path.open("r+b", buffering=0) as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+        except OSError as error:
+            free = shm_free_nbytes()
+            raise SharedMemoryExhausted(
+                f"reserving {nbytes:,} bytes in /dev/shm failed: {error.strerror}; {free or 0:,} bytes are "
+                "free there. Use the memfd segment (the default on Linux), or make the mount larger "
+                "(docker run --shm-size).",
+                needed_nbytes=nbytes,
+                available_nbytes=free,
+            ) from error
