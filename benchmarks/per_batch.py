@@ -3,7 +3,8 @@
 ``python -m benchmarks.per_batch`` loads batches in a process of its own, in the middle of an epoch: with a
 consumer that does something else between two batches, so that they lie ready; with one that takes a dozen of
 them in a row; and with workers that are slower than the consumer, so that the loader waits for each. Each is
-done once more under strace, which sees only that process and not its workers. Before that it measures what
+done once more under cProfile, which says what the time in ``next()`` is spent on and makes it longer, and
+under strace, which sees only that process and not its workers. Before that it measures what
 has nothing to do with a loader: how much longer the same Python code takes on this machine when the core has
 done something else meanwhile.
 """
@@ -11,9 +12,11 @@ done something else meanwhile.
 from __future__ import annotations
 
 import argparse
+import cProfile
 import itertools
 import json
 import os
+import pstats
 import re
 import shutil
 import statistics
@@ -22,8 +25,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,6 +43,7 @@ IN_A_ROW = 12
 PREFETCH_FACTOR = 8
 BEGIN, END = "/begin-of-counting", "/end-of-counting"
 LINE = re.compile(r"(\w+)\((.*)")
+MOST_PARTS = 12
 
 
 @dataclass(frozen=True)
@@ -82,13 +89,14 @@ class TwoLeaves(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
         return self.rows[index % 64], index
 
 
-def load(batches: int, case: Case, timed: bool) -> list[float]:
+def load(batches: int, case: Case, timed: bool, profile: cProfile.Profile | None = None) -> list[float]:
     """An epoch, with marks around the batches that count.
 
     Args:
         batches: How many those are.
         case: How they are made and consumed.
         timed: Whether to time them: reading the thread's clock is a system call.
+        profile: What to profile each call of ``next()`` with, if it counts.
 
     Returns:
         Seconds of processor time that each call of ``next()`` took; zeros if not timed.
@@ -97,15 +105,17 @@ def load(batches: int, case: Case, timed: bool) -> list[float]:
     loader = shmloader.DataLoader(dataset, BATCH_SIZE, num_workers=2, prefetch_factor=PREFETCH_FACTOR)
     iterator = iter(loader)
     clock = time.thread_time if timed else float
+    take: Callable[[], Any] = partial(next, iterator)
     costs_s = []
     for number in itertools.count():
         if number == WARM_BATCHES:
             os.access(BEGIN, os.F_OK)
+            take = take if profile is None else partial(profile.runcall, take)
         if number == WARM_BATCHES + batches:
             os.access(END, os.F_OK)
             break
         began_s = clock()
-        next(iterator)
+        take()
         costs_s.append(clock() - began_s)
         if number % case.in_a_row == 0:
             until = time.perf_counter() + case.pause_s
@@ -113,6 +123,21 @@ def load(batches: int, case: Case, timed: bool) -> list[float]:
                 pass
     loader.close()
     return costs_s[WARM_BATCHES:]
+
+
+def parts(batches: int, case: Case) -> dict[str, float]:
+    """What the time in ``next()`` is spent on, by the clock: µs for each batch, the longest first.
+
+    A function's time is without that of the functions it calls. cProfile's own is in it: a call of Python
+    code looks longer than one of C code that takes as long.
+    """
+    profile = cProfile.Profile()
+    load(batches, case, False, profile)
+    times = {
+        name if path == "~" else f"{Path(path).name}: {name}": 1e6 * own_s / batches
+        for (path, _, name), (_, _, own_s, _, _) in pstats.Stats(profile).stats.items()  # type: ignore[attr-defined]
+    }
+    return dict(sorted(times.items(), key=lambda item: -item[1]))
 
 
 def python_after_other_work(repeats: int, other_work_s: float) -> float:
@@ -173,6 +198,10 @@ def main() -> None:
         print(
             f"{case.title}: processor time of next() {middle:.1f} us (5 to 95 %: {low:.1f} to {high:.1f} us)"
         )
+        spent_us = parts(arguments.batches, case)
+        print(f"  time in it under cProfile: {sum(spent_us.values()):.0f} us, of which most in")
+        for function, took_us in itertools.islice(spent_us.items(), MOST_PARTS):
+            print(f"    {took_us:6.1f} us  {function}")
         if shutil.which("strace") is None:
             print("  system calls: not counted, strace is not installed")
             continue

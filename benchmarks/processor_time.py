@@ -31,6 +31,7 @@ import torch
 
 import shmloader
 from benchmarks.limit import make_into, outputs_like
+from benchmarks.loaders import batching
 from benchmarks.reading import touch
 from benchmarks.real_files import FOLDER
 from benchmarks.summary import render_table
@@ -79,11 +80,10 @@ def measure(workload: Workload, seconds: float, workers: int, *, sampled: bool) 
     (alone,) = costs([psutil.Process()], lambda: _make_alone(workload, dataset, seconds / 2))
     with shmloader.DataLoader(
         dataset,
-        workload.batch_size,
         num_workers=workers,
         prefetch_factor=workload.prefetch_factor,
         persistent_workers=True,
-        **workload.options(),
+        **batching(workload.batch_size, workload.options()),
     ) as loader:
         batches = itertools.chain.from_iterable(itertools.repeat(loader))
         _consume(batches, 0.5, workload.compute_s)

@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are a package of the checkout, not of the library
 
-from benchmarks import per_batch  # noqa: E402
+from benchmarks import checkouts, collector, per_batch  # noqa: E402
+from benchmarks.checkout_process import Turn  # noqa: E402
 from benchmarks.processor_time import costs, functions_of  # noqa: E402
 
 
@@ -74,3 +75,75 @@ def test_system_calls_are_those_of_the_main_process() -> None:
     calls = per_batch.count(50, "ready")
     assert calls["write"] == 50
     assert 0 < calls["read"] <= 51
+
+
+def test_the_time_of_next_is_told_apart() -> None:
+    spent_us = per_batch.parts(20, per_batch.CASES["ready"])
+    assert {"<built-in method posix.write>", "decoder.py: decode"} <= set(spent_us)
+    assert list(spent_us.values()) == sorted(spent_us.values(), reverse=True)
+    assert 0 < sum(spent_us.values()) < 100_000
+
+
+def test_a_collection_in_a_worker_is_measured_where_it_happens() -> None:
+    """And it is dear with torch's loader only: this one's workers freeze what they were started with."""
+    seen = collector.measure(1, 200_000)
+    ((torch_s, torch_nbytes),), ((own_s, own_nbytes),) = seen["torch"], seen["shmloader"]
+    assert torch_nbytes > 10e6, "a header of 16 bytes and more before each list, and its item's page"
+    assert own_nbytes < torch_nbytes / 5
+    assert own_s < torch_s
+
+
+def compare(other: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.checkouts", str(other), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_two_checkouts_are_compared_each_with_its_own_loader(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "shmloader", tmp_path / "shmloader", ignore=shutil.ignore_patterns("__pycache__"))
+    slow = tmp_path / "shmloader" / "__init__.py"
+    slow.write_text(
+        slow.read_text(encoding="utf-8")
+        + """
+import time
+
+class DataLoader(DataLoader):
+    def __iter__(self):
+        for batch in super().__iter__():
+            time.sleep(0.02)
+            yield batch
+""",
+        encoding="utf-8",
+    )
+    done = compare(tmp_path, "--workload", "tiny", "--rounds", "2", "--turns", "1", "--seconds", "0.3")
+    assert not done.stderr
+    rows = {line[:24].strip(): line[24:].split() for line in done.stdout.splitlines()}
+    here, there, ratio = (float(figure.replace(",", "")) for figure in rows["us in next()"])
+    assert there > 20_000 > 10 * here
+    assert ratio < 0.1
+    assert float(rows["batches/s"][-1]) > 10
+
+
+def test_what_cannot_be_compared_is_an_error(tmp_path: Path) -> None:
+    assert "is no checkout" in compare(tmp_path).stderr
+    assert "that is this checkout" in compare(ROOT).stderr
+    package = tmp_path / "shmloader"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit('not today')", encoding="utf-8")
+    done = compare(tmp_path, "--turns", "1")
+    assert done.returncode == 1
+    assert "not today" in done.stderr
+    assert f"the process of {tmp_path} ended with 1" in done.stderr
+
+
+def test_ratios_are_taken_within_a_turn() -> None:
+    """The machine of the second turn is half as quick: that is no change."""
+    turns = [
+        (Turn(100.0, 10.0, 20.0, 30.0), Turn(50.0, 10.0, 20.0, 15.0)),
+        (Turn(50.0, 20.0, 40.0, 60.0), Turn(25.0, 20.0, 40.0, 30.0)),
+    ]
+    assert checkouts.ratios(turns) == {
+        "batches_per_s": (75.0, 37.5, 2.0),
+        "next_us": (15.0, 15.0, 1.0),
+        "main_us": (30.0, 30.0, 1.0),
+        "workers_us": (45.0, 22.5, 2.0),
+    }
