@@ -103,9 +103,11 @@ class SharedBuffer:
         self.view = self.private.toreadonly()
 
     def __del__(self, close: Any = os.close) -> None:
-        # A Ctrl-C may have come before there was one.
-        with contextlib.suppress(AttributeError, OSError):
+        # A Ctrl-C may have come before there was one; at the interpreter's end this module's names may be gone.
+        try:  # noqa: SIM105
             close(self.fd)
+        except (AttributeError, OSError):
+            pass
 
     def touch(self) -> None:
         """Map every page in this process, by reading one byte of each.

@@ -31,7 +31,7 @@ from shmloader.limits import (
     oom_kills,
     open_files,
 )
-from shmloader.segment import MemfdSegment, Segment, new_segment
+from shmloader.segment import HUGE_NBYTES, MemfdSegment, Segment, new_segment
 from shmloader.slots import RETAINED_SLOTS
 
 Status = Literal["ok", "warning", "fail"]
@@ -272,8 +272,10 @@ def check_open_files(room: Room, num_workers: int) -> Check:
 
 
 def check_address_space(advice: Advice) -> Check:
-    """``ulimit -v``, against the mappings of the slots."""
+    """``ulimit -v``, against the mappings of the slots, which may begin and end at whole huge pages."""
     bound, needed = address_space(), advice.slots_nbytes or 0
+    if needed >= advice.slots * HUGE_NBYTES:
+        needed += advice.slots * 2 * HUGE_NBYTES
     if bound is None or bound.most is None:
         return Check("address_space", "address space", "ok", "no limit (ulimit -v)", values=_values(bound))
     found = f"{format_nbytes(bound.most)} (ulimit -v), {format_nbytes(bound.left)} left"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -69,10 +70,10 @@ class Extent:
         """
         if _mremap is None:
             contents = ctypes.string_at(self.address, self.nbytes)
-            _map_over(self.address, self.nbytes, _PRIVATE_MEMORY, -1, 0)
+            _map(self.address, self.nbytes, _PRIVATE_MEMORY, -1, 0)
             ctypes.memmove(self.address, contents, self.nbytes)
             return
-        copied = take_space(self.nbytes, _READ_WRITE)
+        copied = take_space(self.nbytes, _READ_WRITE, 0)  # all of it is written
         source = address_of(copied)
         ctypes.memmove(source, self.address, self.nbytes)
         _move_pages(copied, source, self.nbytes, self.address)
@@ -114,20 +115,21 @@ class Mapping:
         if address_of(self._space) % alignment:
             del self._space
             self._space = take_space(whole_nbytes + alignment, _PROT_NONE)
-        self.address = -(-address_of(self._space) // alignment) * alignment
-        _map_over(self.address, nbytes, flags, fd, offset)
+        begin = -address_of(self._space) % alignment
+        self.address = map_over(self._space, nbytes, flags, fd, offset, begin)
 
     def close(self) -> None:
         """Unmap it now."""
         self._space.close()
 
 
-def take_space(nbytes: int, protection: int) -> mmap.mmap:
+def take_space(nbytes: int, protection: int, flags: int = MAP_NORESERVE) -> mmap.mmap:
     """Take address space, anonymous and private, for something to be mapped there.
 
     Args:
         nbytes: How much, at least 1.
         protection: ``PROT_*``; without any (0) the system does not charge for it.
+        flags: 0 if all of it will be written.
 
     Returns:
         Its owner, whose death unmaps all of it.
@@ -136,7 +138,7 @@ def take_space(nbytes: int, protection: int) -> mmap.mmap:
         SharedMemoryExhausted: If it cannot be had.
     """
     try:
-        return mmap.mmap(-1, nbytes, _PRIVATE_MEMORY | MAP_NORESERVE, protection)
+        return mmap.mmap(-1, nbytes, _PRIVATE_MEMORY | flags, protection)
     except OSError as error:
         raise _refused(nbytes, error.errno or 0) from error
 
@@ -146,8 +148,8 @@ def address_of(space: mmap.mmap) -> int:
     return int(np.frombuffer(space, np.uint8, 1).ctypes.data)
 
 
-def map_over(space: mmap.mmap, nbytes: int, flags: int, fd: int, offset: int) -> int:
-    """Map a part of a file at the beginning of address space, whose owner it then belongs to.
+def map_over(space: mmap.mmap, nbytes: int, flags: int, fd: int, offset: int, begin: int = 0) -> int:
+    """Map a part of a file in address space, whose owner it then belongs to.
 
     Args:
         space: From `take_space`.
@@ -155,6 +157,7 @@ def map_over(space: mmap.mmap, nbytes: int, flags: int, fd: int, offset: int) ->
         flags: ``MAP_SHARED``, or ``MAP_PRIVATE`` with or without `MAP_NORESERVE`.
         fd: Of which file; may be closed afterwards.
         offset: From where in it, a multiple of the page size.
+        begin: Where in the space, a multiple of the page size.
 
     Returns:
         The address.
@@ -162,23 +165,29 @@ def map_over(space: mmap.mmap, nbytes: int, flags: int, fd: int, offset: int) ->
     Raises:
         SharedMemoryExhausted: If the system refuses.
     """
-    if nbytes > len(space):
-        raise ValueError(f"{nbytes:,} bytes do not fit into address space of {len(space):,}")
-    address = address_of(space)
-    _map_over(address, nbytes, flags, fd, offset)
+    if begin + nbytes > len(space):
+        raise ValueError(
+            f"{nbytes:,} bytes from {begin:,} on do not fit into address space of {len(space):,}"
+        )
+    address = address_of(space) + begin
+    _map(address, nbytes, flags, fd, offset)
     return address
 
 
-def _map_over(address: int, nbytes: int, flags: int, fd: int, offset: int) -> None:
+def _map(address: int, nbytes: int, flags: int, fd: int, offset: int) -> None:
     """Map at an address of which the caller holds the owner."""
     if _libc.mmap(address, nbytes, _READ_WRITE, flags | _MAP_FIXED, fd, offset) == _MAP_FAILED:
         raise _refused(nbytes, ctypes.get_errno())
 
 
 def _refused(nbytes: int, code: int) -> SharedMemoryExhausted:
+    advice = (
+        ". The address space may be limited (ulimit -v, ulimit -d) or the number of mappings "
+        "(vm.max_map_count)."
+    )
     return SharedMemoryExhausted(
-        f"mapping {nbytes:,} bytes of shared memory failed: {os.strerror(code)}. The address space may "
-        "be limited (ulimit -v) or the number of mappings (vm.max_map_count).",
+        f"mapping {nbytes:,} bytes of shared memory failed: {os.strerror(code)}"
+        f"{advice if code == errno.ENOMEM else ''}",
         needed_nbytes=nbytes,
     )
 
@@ -208,12 +217,16 @@ def _move_pages(space: mmap.mmap, address: int, nbytes: int, to: int) -> None:
         to: Where it goes.
     """
     how, target = _MREMAP_MAYMOVE | _MREMAP_FIXED, ctypes.c_void_p(to)
-    moved = _mremap(address, nbytes, nbytes, how | _MREMAP_DONTUNMAP, target)
-    if moved == _MAP_FAILED and ctypes.get_errno() == errno.EINVAL:
-        # Linux before 5.7 leaves nothing at the old place, where other threads may then map. So its owner
-        # may never unmap it: that object stays.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(space))
-        moved = _mremap(address, nbytes, nbytes, how, target)
-    if moved == _MAP_FAILED:
+    with contextlib.suppress(SharedMemoryExhausted):
+        # It is charged for both places, and only after it has unmapped the target: so ask first.
+        take_space(nbytes, _READ_WRITE, 0).close()
+        if _mremap(address, nbytes, nbytes, how | _MREMAP_DONTUNMAP, target) != _MAP_FAILED:
+            return
+    # There is no room for that (ulimit -d, strict overcommit), or Linux is older than 5.7. This leaves nothing
+    # at the old place, where other threads may then map: its owner may never unmap it, and so is kept.
+    owner = ctypes.py_object(space)
+    ctypes.pythonapi.Py_IncRef(owner)
+    if _mremap(address, nbytes, nbytes, how, target) == _MAP_FAILED:
         code = ctypes.get_errno()
+        ctypes.pythonapi.Py_DecRef(owner)
         raise SharedMemoryExhausted(f"moving a mapping of {nbytes:,} bytes failed: {os.strerror(code)}")

@@ -9,7 +9,6 @@ second file. Workers map it copy-on-write, so an array is theirs to change and e
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import mmap
@@ -130,8 +129,11 @@ class _Pickled:
             raise
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError, OSError):  # cut short by a Ctrl-C
+        # A Ctrl-C may have cut its making short; at the interpreter's end this module's names may be gone.
+        try:  # noqa: SIM105
             self.close()
+        except (AttributeError, OSError):
+            pass
 
     def _write(self, arguments: WorkerArguments) -> None:
         large: list[memoryview] = []
