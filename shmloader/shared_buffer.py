@@ -103,7 +103,7 @@ class SharedBuffer:
         self.view = self.private.toreadonly()
 
     def __del__(self, close: Any = os.close) -> None:
-        # A Ctrl-C may have come before there was one; at the interpreter's end this module's names may be gone.
+        # A Ctrl-C may have come before there was one; at the end, this module's names may be gone.
         try:  # noqa: SIM105
             close(self.fd)
         except (AttributeError, OSError):

@@ -276,5 +276,5 @@ def test_a_refusal_says_what_was_refused() -> None:
         take_space(1 << 60, 0)
     closed = os.open(os.devnull, os.O_RDONLY)
     os.close(closed)
-    with pytest.raises(SharedMemoryExhausted, match="Bad file descriptor$"):
+    with pytest.raises(SharedMemoryExhausted, match=r"Bad file descriptor$"):
         map_copy_on_write(closed, 1)

@@ -222,8 +222,8 @@ def _move_pages(space: mmap.mmap, address: int, nbytes: int, to: int) -> None:
         take_space(nbytes, _READ_WRITE, 0).close()
         if _mremap(address, nbytes, nbytes, how | _MREMAP_DONTUNMAP, target) != _MAP_FAILED:
             return
-    # There is no room for that (ulimit -d, strict overcommit), or Linux is older than 5.7. This leaves nothing
-    # at the old place, where other threads may then map: its owner may never unmap it, and so is kept.
+    # There is no room for that (ulimit -d, strict overcommit), or Linux is older than 5.7. The plain way
+    # leaves nothing at the old place, where others may then map: its owner may never unmap it, so it is kept.
     owner = ctypes.py_object(space)
     ctypes.pythonapi.Py_IncRef(owner)
     if _mremap(address, nbytes, nbytes, how, target) == _MAP_FAILED:

@@ -47,8 +47,8 @@ class MemfdSegment:
         self._descriptor = descriptor or Descriptor(os.memfd_create("shmloader-slots", os.MFD_CLOEXEC))
 
     def __del__(self, close: Any = os.close) -> None:
-        # After a Ctrl-C before anybody could own it, or at the interpreter's end, when this module's names may
-        # be gone; `close` is the usual way.
+        # After a Ctrl-C before anybody could own it, or at the interpreter's end, when this module's names
+        # may be gone; `close` is the usual way.
         try:
             if self._descriptor.fd >= 0:
                 close(self._descriptor.fd)
