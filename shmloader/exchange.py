@@ -79,6 +79,7 @@ class Exchange:
         settled: False while something is half done. It stays so if an exception that can come between any
             two lines (``KeyboardInterrupt``) cuts that short: then what is recorded here is not to be
             trusted any more. While the main process sleeps, all is settled.
+        thread: The thread that began last what is, or was, half done.
     """
 
     def __init__(self, pool: SlotPool, crew: Workers, counters: Counters, patience: Patience) -> None:
@@ -89,6 +90,7 @@ class Exchange:
         self.ended: list[int] = []
         self.joining: set[int] = set()
         self.settled = True
+        self.thread = 0
         self.warning = ""
         self.before_sleep: Callable[[], None] | None = None
         self._counters = counters
@@ -353,9 +355,11 @@ class Exchange:
     def expel(self) -> None:
         """Make another thread leave `receive` with `LoaderClosed`, now and from now on."""
         self.crew.interrupt()
+        this_thread = threading.get_ident()
         deadline = time.monotonic() + _EXPEL_S
         while time.monotonic() < deadline:
-            if self.settled and self._waiter in (None, threading.get_ident()):
+            # What this very thread has left half done, an exception has cut short.
+            if (self.settled or self.thread == this_thread) and self._waiter in (None, this_thread):
                 return
             time.sleep(0.001)
 

@@ -13,6 +13,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Iterator
+from threading import get_ident
 from typing import Any, NoReturn
 
 from shmloader import torch_private
@@ -26,6 +27,7 @@ from shmloader.errors import LoaderClosed, SpillWarning
 from shmloader.exchange import Exchange, Patience
 from shmloader.failures import restore
 from shmloader.fetch import FetchRules
+from shmloader.interrupts import HeldInterrupts
 from shmloader.messages import FAILURE, REPORTED
 from shmloader.next_epoch import NOTHING, EpochPrefetch, prefetch_for
 from shmloader.pinning import pin_batch
@@ -69,15 +71,19 @@ class SlotIterator(torch_private.BaseIterator):
         in_turns = self._in_order and not is_dynamic(loader)
         self._prefetch = prefetch_for(loader, self._index_sampler, in_turns=in_turns)
         self.pool = make_pool(loader, autotune)
+        crew: Workers | None = None
         try:
-            self._crew = self._start_workers(loader)
+            crew = self._crew = self._start_workers(loader)
+            # Runs when the iterator dies and at interpreter exit; refers to the parts, not to the iterator.
+            self._finalizer = weakref.finalize(self, _stop, os.getpid(), crew, self.pool)
+            patience = Patience(self._timeout, loader.worker_restarts)
+            self._exchange = Exchange(self.pool, crew, counters, patience)
         except BaseException:
-            self.pool.close()
+            with HeldInterrupts():
+                if crew is not None:
+                    crew.close()
+                self.pool.close()
             raise
-        patience = Patience(self._timeout, loader.worker_restarts)
-        self._exchange = Exchange(self.pool, self._crew, counters, patience)
-        # Runs when the iterator dies and at interpreter exit; refers to the parts, not to the iterator.
-        self._finalizer = weakref.finalize(self, _stop, os.getpid(), self._crew, self.pool)
         try:
             self._balance = self._make_balance(loader) if is_dynamic(loader) else None
             self._tuning: Tuning | None = None
@@ -148,6 +154,7 @@ class SlotIterator(torch_private.BaseIterator):
         super()._reset(loader, first_iter)
         self._sampler_iter = index_arrays(self._index_sampler) or self._sampler_iter
         self._check_open()
+        self._exchange.thread = get_ident()
         self._exchange.settled = False
         self._held_back: list[Any] = []  # a batch whose warning was an error
         self._begins.shared_seed = self._shared_seed
@@ -288,6 +295,7 @@ class SlotIterator(torch_private.BaseIterator):
             self._abandon()
         if self._held_back:
             return self._held_back.pop()
+        exchange.thread = get_ident()
         exchange.settled = False
         arrived, outstanding = exchange.arrived, exchange.outstanding
         while True:
@@ -398,7 +406,8 @@ class SlotIterator(torch_private.BaseIterator):
 
     def _shutdown_workers(self) -> None:
         """Stop the workers; named as in torch's iterator, where frameworks call it."""
-        self._finalizer()
+        with HeldInterrupts():  # the finalizer runs once, and to its end
+            self._finalizer()
 
     def close(self, because: str = "close() was called") -> None:
         """Stop the workers and free the slots; batches that the program holds stay valid.
@@ -410,12 +419,13 @@ class SlotIterator(torch_private.BaseIterator):
         self._held_back = []
         if self._crew.workers:
             self._exchange.expel()
-        self._finalizer()
+        self._shutdown_workers()
 
 
 def _stop(owner_pid: int, crew: Workers, pool: SlotPool) -> None:
     if os.getpid() == owner_pid:
-        crew.close()
-        pool.close()
+        with HeldInterrupts():
+            crew.close()
+            pool.close()
     else:  # a copy in a forked child: the workers and the memory are the parent's
         crew.leave_to_parent()
