@@ -71,6 +71,15 @@ class ProcessWorkers:
             self.close(grace_s=0.0)
             raise
 
+    def __del__(self) -> None:
+        # Usually there is nothing left to do. But a Ctrl-C may have cut the iterator's finalizer short before
+        # it came to `close`, and that runs only once.
+        try:
+            if self.workers:
+                self.close()
+        except AttributeError:
+            pass
+
     def _start(self, worker_id: int, parcel: Parcel | None = None) -> ProcessWorker:
         """Start a worker's process, with what others are given too, or with a parcel of its own."""
         if parcel is None:

@@ -111,6 +111,15 @@ class ThreadWorkers:
             self.close(grace_s=0.0)
             raise
 
+    def __del__(self) -> None:
+        # Usually there is nothing left to do. But a Ctrl-C may have cut the iterator's finalizer short before
+        # it came to `close`, and that runs only once.
+        try:
+            if self.workers:
+                self.close()
+        except AttributeError:
+            pass
+
     def _start(self, worker_id: int) -> ThreadWorker:
         arguments = self._make_arguments(worker_id)
         segment = SegmentGate(arguments.segment)
