@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 from shmloader.errors import SharedMemoryExhausted
+from shmloader.interrupts import HeldInterrupts
 from shmloader.limits import memory_headroom
 from shmloader.segment.base import Descriptor, check_headroom
 from shmloader.segment.huge_pages import HUGE_NBYTES, take_huge_pages
@@ -44,7 +45,8 @@ class MemfdSegment:
     """All slots in one anonymous, sparse memory file (``memfd_create``)."""
 
     def __init__(self, descriptor: Descriptor | None = None) -> None:
-        self._descriptor = descriptor or Descriptor(os.memfd_create("shmloader-slots", os.MFD_CLOEXEC))
+        with HeldInterrupts():  # until somebody owns the descriptor
+            self._descriptor = descriptor or Descriptor(os.memfd_create("shmloader-slots", os.MFD_CLOEXEC))
 
     def __del__(self, close: Any = os.close) -> None:
         # After a Ctrl-C before anybody could own it, or at the interpreter's end, when this module's names

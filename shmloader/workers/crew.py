@@ -55,13 +55,14 @@ class ProcessWorkers:
         self._by_fd: dict[int, ProcessWorker] = {}
         self._starting: tuple[int, ...] = ()  # main-side ends of the worker that is being started
         self._oom_kills = oom_kills()
-        self._stacks = StackFile()
-        try:
-            self._wake = _Wake()
-        except OSError:
-            self._stacks.close()
-            raise
-        forks.begin(self)
+        with HeldInterrupts():
+            self._stacks = StackFile()
+            try:
+                self._wake = _Wake()
+            except OSError:
+                self._stacks.close()
+                raise
+            forks.begin(self)
         try:
             with Parcel(context, make_arguments) as parcel:
                 for worker_id in range(num_workers):
@@ -72,13 +73,10 @@ class ProcessWorkers:
             raise
 
     def __del__(self) -> None:
-        # Usually there is nothing left to do. But a Ctrl-C may have cut the iterator's finalizer short before
-        # it came to `close`, and that runs only once.
-        try:
-            if self.workers:
-                self.close()
-        except AttributeError:
-            pass
+        # Usually there is nothing left to do. But a Ctrl-C may have cut `__init__` short, or the iterator's
+        # finalizer, which runs only once, before it came to `close`.
+        with contextlib.suppress(AttributeError):
+            self.close()
 
     def _start(self, worker_id: int, parcel: Parcel | None = None) -> ProcessWorker:
         """Start a worker's process, with what others are given too, or with a parcel of its own."""
