@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -35,14 +36,14 @@ class Turn:
     Attributes:
         batches_per_s: Batches, by the clock.
         next_us: Time in ``next()``, by the clock.
-        main_us: Processor time of the main process.
-        workers_us: That of all workers.
+        main_cpu_us: Processor time of the main process.
+        workers_cpu_us: That of all workers.
     """
 
     batches_per_s: float
     next_us: float
-    main_us: float
-    workers_us: float
+    main_cpu_us: float
+    workers_cpu_us: float
 
 
 def serve(checkout: Path, name: str, workers: int) -> None:
@@ -51,19 +52,29 @@ def serve(checkout: Path, name: str, workers: int) -> None:
         sys.exit(f"error: shmloader is imported from {shmloader.__file__}, not from {checkout}")
     torch.set_num_threads(1)
     workload = WORKLOADS[name]
+    prefetch_factor = workload.prefetch_factor or 2
+    # What anybody else prints is no answer.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     with shmloader.DataLoader(
         workload.dataset(workload.batch_size * workload.period_batches),
         num_workers=workers,
-        prefetch_factor=workload.prefetch_factor,
+        prefetch_factor=prefetch_factor,
         persistent_workers=True,
+        multiprocessing_context="fork",  # any other way, workers would import this checkout's package
         **batching(workload.batch_size, workload.options()),
     ) as loader:
         batches: Iterator[Any] = itertools.chain.from_iterable(itertools.repeat(loader))
+        ready = workers * prefetch_factor  # batches that are made while nobody asks
         _load(batches, 0.5, workload.compute_s)
         for line in sys.stdin:
             asked = line.strip()
-            turn = _load(batches, float(asked), workload.compute_s) if asked else None
-            print(json.dumps(asdict(turn) if turn else None), flush=True)
+            turn = None
+            if asked:
+                for _ in range(ready):
+                    next(batches)
+                turn = _load(batches, float(asked), workload.compute_s)
+            print(json.dumps(asdict(turn) if turn else None), file=answers, flush=True)
 
 
 def _load(batches: Iterator[Any], seconds: float, compute_s: float) -> Turn:

@@ -12,6 +12,7 @@ Workloads and consumer are those of this checkout.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -33,8 +34,8 @@ CHILD = Path(__file__).with_name("checkout_process.py")
 TITLES = {
     "batches_per_s": "batches/s",
     "next_us": "us in next()",
-    "main_us": "CPU us, main process",
-    "workers_us": "CPU us, workers",
+    "main_cpu_us": "CPU us, main process",
+    "workers_cpu_us": "CPU us, workers",
 }
 
 
@@ -46,15 +47,17 @@ def ratios(turns: list[tuple[Turn, Turn]]) -> dict[str, tuple[float, float, floa
 
     Returns:
         For each figure its median here, its median there, and the median of what one is to the other within
-        a turn.
+        a turn; of processor time what one is to the other over all turns.
     """
     answer = {}
     for field in TITLES:
         pairs = [(getattr(here, field), getattr(there, field)) for here, there in turns]
         heres, theres = zip(*pairs, strict=True)
-        # Processor time comes in ticks: of a short turn there may be none.
-        quotients = [here / there for here, there in pairs if there]
-        answer[field] = median(heres), median(theres), median(quotients) if quotients else math.nan
+        if field.endswith("cpu_us"):  # comes in ticks, of which a turn may have few or none
+            ratio = sum(heres) / sum(theres) if sum(theres) else math.nan
+        else:
+            ratio = median(here / there for here, there in pairs)
+        answer[field] = median(heres), median(theres), ratio
     return answer
 
 
@@ -62,15 +65,6 @@ class Side:
     """One checkout's process."""
 
     def __init__(self, checkout: Path, name: str, arguments: argparse.Namespace, folder: str) -> None:
-        command = [
-            sys.executable,
-            str(Path(__file__).resolve()),
-            str(checkout),
-            "--child",
-            "--workload",
-            name,
-        ]
-        command += ["--workers", str(arguments.workers)]
         self.checkout = checkout
         self.process = subprocess.Popen(
             [sys.executable, str(CHILD), str(checkout), name, str(arguments.workers)],
@@ -89,8 +83,9 @@ class Side:
         asked, answers = self.process.stdin, self.process.stdout
         assert asked is not None
         assert answers is not None
-        asked.write(f"{question}\n")
-        asked.flush()
+        with contextlib.suppress(BrokenPipeError):  # it says nothing then
+            asked.write(f"{question}\n")
+            asked.flush()
         if not (answer := answers.readline()):
             sys.exit(f"error: the process of {self.checkout} ended with {self.process.wait()}")
         return answer
@@ -104,7 +99,7 @@ def compare(name: str, arguments: argparse.Namespace) -> None:
     """Runs one workload with both checkouts in turn and prints what it was."""
     turns = []
     for number in range(arguments.rounds):
-        turns += _round(name, arguments, reverse=bool(number % 2))
+        turns += _round(name, arguments, number)
     table = [
         [TITLES[field], f"{here:,.1f}", f"{there:,.1f}", f"{ratio:.3f}"]
         for field, (here, there, ratio) in ratios(turns).items()
@@ -113,16 +108,16 @@ def compare(name: str, arguments: argparse.Namespace) -> None:
     print(f"{render_table([['', 'this checkout', 'the other', 'ratio'], *table], texts=1)}\n", flush=True)
 
 
-def _round(name: str, arguments: argparse.Namespace, *, reverse: bool) -> list[tuple[Turn, Turn]]:
-    """Some turns of two fresh processes; this checkout's loads first in every other one."""
+def _round(name: str, arguments: argparse.Namespace, number: int) -> list[tuple[Turn, Turn]]:
+    """Some turns of two fresh processes; over all rounds each is started, and loads, first in every other."""
     with tempfile.TemporaryDirectory(prefix="shmloader-bench-") as folder, ExitStack() as ends:
         sides = {}
-        for checkout in (arguments.other, ROOT) if reverse else (ROOT, arguments.other):
+        for checkout in (arguments.other, ROOT) if number % 2 else (ROOT, arguments.other):
             sides[checkout] = Side(checkout, name, arguments, folder)
             ends.callback(sides[checkout].close)
         turns = []
         for turn in range(arguments.turns):
-            order = sorted(sides, key=lambda checkout: (checkout == ROOT) == bool(turn % 2))
+            order = sorted(sides, key=lambda checkout: (checkout == ROOT) == bool((number + turn) % 2))
             loaded = {checkout: sides[checkout].load(arguments.seconds) for checkout in order}
             turns.append((loaded[ROOT], loaded[arguments.other]))
     return turns

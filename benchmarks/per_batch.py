@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -133,10 +133,9 @@ def parts(batches: int, case: Case) -> dict[str, float]:
     """
     profile = cProfile.Profile()
     load(batches, case, False, profile)
-    times = {
-        name if path == "~" else f"{Path(path).name}: {name}": 1e6 * own_s / batches
-        for (path, _, name), (_, _, own_s, _, _) in pstats.Stats(profile).stats.items()  # type: ignore[attr-defined]
-    }
+    times: dict[str, float] = defaultdict(float)
+    for (path, _, name), (_, _, own_s, _, _) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+        times[name if path == "~" else f"{Path(path).name}: {name}"] += 1e6 * own_s / batches
     return dict(sorted(times.items(), key=lambda item: -item[1]))
 
 

@@ -145,6 +145,6 @@ def test_ratios_are_taken_within_a_turn() -> None:
     assert checkouts.ratios(turns) == {
         "batches_per_s": (75.0, 37.5, 2.0),
         "next_us": (15.0, 15.0, 1.0),
-        "main_us": (30.0, 30.0, 1.0),
-        "workers_us": (45.0, 22.5, 2.0),
+        "main_cpu_us": (30.0, 30.0, 1.0),
+        "workers_cpu_us": (45.0, 22.5, 2.0),
     }
