@@ -263,6 +263,26 @@ def test_address_space_is_of_huge_pages_where_a_slot_is_as_large() -> None:
     segment.close(1)
 
 
+@pytest.mark.parametrize("what", ["MemfdSegment()", "share(list(range(9000)))"])
+def test_what_is_alive_at_the_interpreters_end_ends_without_a_word(what: str) -> None:
+    """Names of its module are gone by then if another module, which goes later, holds it."""
+    code = f"""
+        import torch
+        from shmloader import share
+        from shmloader.segment import MemfdSegment
+
+        torch.kept = {what}
+        """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_nothing_is_mapped_beyond_the_space() -> None:
     with (
         tempfile.TemporaryFile() as file,
