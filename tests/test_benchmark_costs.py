@@ -98,6 +98,7 @@ def compare(other: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
 
 
+@pytest.mark.long
 def test_two_checkouts_are_compared_each_with_its_own_loader(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "shmloader", tmp_path / "shmloader", ignore=shutil.ignore_patterns("__pycache__"))
     slow = tmp_path / "shmloader" / "__init__.py"
@@ -124,9 +125,19 @@ class DataLoader(DataLoader):
     assert figures["batches/s"][-1] > 10
 
 
-def test_what_cannot_be_compared_is_an_error(tmp_path: Path) -> None:
-    assert "is no checkout" in compare(tmp_path).stderr
-    assert "that is this checkout" in compare(ROOT).stderr
+@pytest.mark.parametrize(
+    ("other", "why"), [(ROOT, "that is this checkout"), (ROOT / "docs", "is no checkout")]
+)
+def test_only_another_checkout_can_be_compared(
+    other: Path, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["checkouts", str(other)])
+    with pytest.raises(SystemExit):
+        checkouts.main()
+    assert why in capsys.readouterr().err
+
+
+def test_a_checkout_that_fails_is_an_error(tmp_path: Path) -> None:
     package = tmp_path / "shmloader"
     package.mkdir()
     (package / "__init__.py").write_text("raise SystemExit('not today')", encoding="utf-8")
