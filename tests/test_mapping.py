@@ -256,13 +256,18 @@ def test_address_space_is_of_huge_pages_where_a_slot_is_as_large() -> None:
     segment.close(1)
 
 
-@pytest.mark.parametrize("what", ["MemfdSegment()", "share(list(range(9000)))"])
+@pytest.mark.parametrize("what", ["MemfdSegment()", "share(list(range(9000)))", "begun()"])
 def test_what_is_alive_at_the_interpreters_end_ends_without_a_word(what: str) -> None:
     """Names of its module are gone by then if another module, which goes later, holds it."""
     code = f"""
         import torch
-        from shmloader import share
+        from shmloader import DataLoader, share
         from shmloader.segment import MemfdSegment
+
+        def begun():
+            iterator = iter(DataLoader(list(range(99)), num_workers=2))
+            next(iterator)
+            return iterator
 
         torch.kept = {what}
         """

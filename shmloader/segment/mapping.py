@@ -27,6 +27,7 @@ _MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
 _MAP_FIXED = 0x10  # Python's `mmap` lacks it
 _PROT_NONE = 0
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_PRIVATE_MEMORY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 """Pages that nobody writes need no backing, so they are not to be charged for."""
 
@@ -77,9 +78,6 @@ class Extent:
         source = address_of(copied)
         ctypes.memmove(source, self.address, self.nbytes)
         _move_pages(copied, source, self.nbytes, self.address)
-
-
-_PRIVATE_MEMORY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class Mapping:

@@ -73,10 +73,13 @@ class ProcessWorkers:
             raise
 
     def __del__(self) -> None:
-        # Usually there is nothing left to do. But a Ctrl-C may have cut `__init__` short, or the iterator's
-        # finalizer, which runs only once, before it came to `close`.
-        with contextlib.suppress(AttributeError):
-            self.close()
+        # Usually there is nothing left to do, and at the interpreter's end no name of this module either. But
+        # a Ctrl-C may have cut `__init__` short, or the iterator's finalizer, which runs only once.
+        try:
+            if self.workers or self._wake.fd >= 0:
+                self.close()
+        except AttributeError:
+            pass
 
     def _start(self, worker_id: int, parcel: Parcel | None = None) -> ProcessWorker:
         """Start a worker's process, with what others are given too, or with a parcel of its own."""
