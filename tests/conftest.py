@@ -1,4 +1,4 @@
-"""Fixtures for every test: the leak guard, and the start methods and backends that tests run under.
+"""Fixtures for every test: the leak guard, and the start methods, backends and cores that tests run under.
 
 The leak guard holds the whole suite to one promise: what a test starts, opens or allocates is gone
 when the test ends. It compares the process before and after and names what stayed.
@@ -33,7 +33,7 @@ LONG_FILES = frozenset(
     robustness/test_interrupt.py robustness/test_main_death.py robustness/test_small_machine.py
     robustness/test_soak.py robustness/test_fork_with_threads.py test_benchmark_memory.py test_benchmarks.py
     test_demo.py test_doctor.py test_forkserver_preload.py test_leak_guard.py
-    test_store_host.py test_store_processes.py test_store_buffer.py
+    test_store_host.py test_store_host_refusals.py test_store_processes.py test_store_buffer.py
     """.split()
 )
 
@@ -336,3 +336,11 @@ def loader_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """Each kind of segment: anonymous memory, and the named shared memory of other platforms."""
     monkeypatch.setenv("SHMLOADER_SEGMENT", request.param)
     return request.param
+
+
+@pytest.fixture
+def three_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that says so: sleeping workers need none."""
+    from shmloader.limits import Cores
+
+    monkeypatch.setattr("shmloader.tuning.cores", lambda: Cores(3, 3, None))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,13 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drawing_datasets import Draws, DrawsFromItsOwn
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from loading import Numbered
 from torch.utils.data import (
-    Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
@@ -28,22 +26,6 @@ from torch.utils.data import (
 from shmloader import DataLoader
 
 Use = Callable[[DataLoader], None]
-
-
-class Draws(Dataset):
-    """Sample ``i`` is itself and what it draws from each of its worker's generators."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> list[float]:
-        rng = torch.utils.data.get_worker_info().rng
-        own = float(torch.rand(1, generator=rng.torch_generator)), rng.random_generator.random()
-        drawn = float(torch.randn(1)), float(np.random.standard_normal()), random.gauss(0, 1)
-        return [index, *drawn, *own, rng.numpy_generator.random()]
 
 
 def states() -> list[Any]:
@@ -98,7 +80,6 @@ def whole_with_epochs(loader: Any) -> None:
         list(loader)
 
 
-GENERATOR = {"generator": torch.Generator}
 SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "in order": dict,
     "shuffled": lambda: {"shuffle": True},
@@ -116,14 +97,6 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "single samples": lambda: {"batch_size": None, "shuffle": True},
     "threads": lambda: {"worker_type": "thread", "shuffle": True, "dataset": DrawsFromItsOwn(22)},
 }
-
-
-class DrawsFromItsOwn(Draws):
-    """For threads: leaves the program's generators alone."""
-
-    def __getitem__(self, index: int) -> list[float]:
-        rng = torch.utils.data.get_worker_info().rng
-        return [index, float(torch.rand(1, generator=rng.torch_generator)), rng.random_generator.random()]
 
 
 @pytest.mark.parametrize("which", SAMPLERS)
@@ -376,39 +349,7 @@ def test_any_use_sees_the_same(
     assert_same(use, make, length)
 
 
-# --- what is made early, and where nothing is
-
-
-def test_the_next_epoch_is_at_work_before_it_begins() -> None:
-    """Its first samples are made though nobody asks for them, in the usual number of slots."""
-    dataset = Noted(24)
-    with DataLoader(
-        dataset, batch_size=3, num_workers=2, persistent_workers=True, prefetch_epochs=True
-    ) as loader:
-        iterator = iter(loader)
-        for _ in range(8):
-            next(iterator)
-        assert next(iterator, None) is None
-        for _ in range(200):
-            if int(dataset.made[0]) == 2 and int(dataset.made[11]) == 2:
-                break
-            signal.sigtimedwait([], 0.05)
-        assert dataset.made[:12].tolist() == [2] * 12
-        assert dataset.made[12:].tolist() == [1] * 12
-        assert len(loader._iterator.pool.slots) <= 2 * 2 + 2
-        assert [batch[:, 0].tolist() for batch in loader] == [list(range(k, k + 3)) for k in range(0, 24, 3)]
-
-
-class Noted(Numbered):
-    """Notes how often each sample was made."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__(length)
-        self.made = torch.zeros(length, dtype=torch.int64).share_memory_()
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        self.made[index] += 1
-        return super().__getitem__(index)
+# --- where nothing is made early
 
 
 class OwnSampler(Sampler[int]):
@@ -426,11 +367,6 @@ class OwnRandomSampler(RandomSampler):
     """A subclass may depend on anything."""
 
 
-class Stream(IterableDataset):
-    def __iter__(self) -> Iterator[int]:
-        yield from range(9)
-
-
 KNOWN = "what its next epoch depends on is known of torch's own samplers only, and "
 NOT_EARLY: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "a sampler of one's own": (lambda: {"sampler": OwnSampler()}, f"{KNOWN}OwnSampler is not one of torch's"),
@@ -443,14 +379,6 @@ NOT_EARLY: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 }
 
 
-class Unpicklable(int):
-    def __reduce__(self) -> Any:
-        raise TypeError("not I")
-
-    def __new__(cls) -> Any:
-        return int.__new__(cls, 1)
-
-
 @pytest.mark.parametrize("which", NOT_EARLY)
 def test_where_it_could_not_be_told_nothing_is_made_early_and_that_is_said(which: str) -> None:
     make, reason = NOT_EARLY[which]
@@ -460,54 +388,3 @@ def test_where_it_could_not_be_told_nothing_is_made_early_and_that_is_said(which
         statistics = assert_same(whole, make)
     assert statistics.epochs_prefetched == statistics.epochs_in_vain == 0
     assert {warning.filename for warning in said} == {__file__}, "it points at the program"
-
-
-def test_what_cannot_be_compared_is_not_drawn_early_and_that_is_said() -> None:
-    sampler = SubsetRandomSampler([Unpicklable(), 2, 3])
-    loader = DataLoader(
-        Numbered(22), sampler=sampler, num_workers=2, persistent_workers=True, prefetch_epochs=True
-    )
-    with (
-        pytest.warns(UserWarning, match="has no effect.*cannot be compared: not I"),
-        pytest.raises(TypeError, match="not I"),  # no worker can be told of it either
-    ):
-        iter(loader)
-
-
-def test_of_a_stream_nothing_is_made_early_and_that_is_said() -> None:
-    with DataLoader(Stream(), num_workers=2, persistent_workers=True, prefetch_epochs=True) as loader:
-        with pytest.warns(UserWarning, match="prefetch_epochs=True has no effect.*an iterable-style dataset"):
-            first = [int(batch) for batch in loader]
-        second = [int(batch) for batch in loader]
-        assert first == second
-        assert loader.statistics().epochs_prefetched == 0
-
-
-def test_it_needs_workers_that_persist() -> None:
-    assert DataLoader(Numbered(3)).prefetch_epochs is False
-    with pytest.raises(ValueError, match="prefetch_epochs=True needs persistent_workers=True"):
-        DataLoader(Numbered(3), num_workers=1, prefetch_epochs=True)
-
-
-def test_workers_that_die_are_replaced_in_either_epoch() -> None:
-    """Whichever epoch's tasks the dead one held: none is lost, and none comes twice."""
-    expected = [list(range(k, min(k + 3, 22))) for k in range(0, 22, 3)]
-    with DataLoader(
-        Numbered(22),
-        batch_size=3,
-        num_workers=2,
-        persistent_workers=True,
-        prefetch_epochs=True,
-        worker_restarts=20,
-    ) as loader:
-        for kill_at in (5, 6, 7):
-            found = []
-            for number, batch in enumerate(loader):
-                found.append(batch[:, 0].tolist())
-                if number == kill_at:
-                    os.kill(loader._iterator._workers[kill_at % 2].pid, signal.SIGKILL)
-            assert found == expected
-        assert [batch[:, 0].tolist() for batch in loader] == expected
-        now = loader.statistics()
-        assert now.worker_restarts == 3
-        assert now.epochs_prefetched == 3

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import multiprocessing
 import os
 import resource
 import signal
@@ -19,72 +17,18 @@ from typing import Any
 
 import psutil
 import pytest
+from host_ranks import FORK, ROWS, Box, Rank, build, build_never, build_slowly, servers, wait_for
 
-from shmloader import LoaderError, ShareTimeout
-from shmloader.store import host, host_server, share
+from shmloader import ShareTimeout
+from shmloader.store import host_server, share
 from shmloader.store.host import share_on_host
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs abstract sockets")
-
-FORK = multiprocessing.get_context("fork")
-ROWS = [{"path": f"image {number}", "label": number} for number in range(5000)]
-NOBODY = 65534
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
 @pytest.fixture
 def name() -> str:
     return uuid.uuid4().hex
-
-
-class Rank:
-    """A process that calls share_on_host, says what it got, and stays until it is told to end."""
-
-    def __init__(self, name: str, build: Callable[[], Any], **arguments: Any) -> None:
-        self._ours, theirs = FORK.Pipe()
-        self.process = FORK.Process(target=self._run, args=(theirs, name, build, arguments))
-        self.process.start()
-        theirs.close()
-
-    def _run(self, pipe: Any, name: str, build: Callable[[], Any], arguments: dict[str, Any]) -> None:
-        self._ours.close()
-        built = []
-
-        def counted() -> Any:
-            built.append(True)
-            pipe.send("building")
-            return build()
-
-        try:
-            shared = share_on_host(counted, name=name, **arguments)
-        except Exception as error:
-            pipe.send((error, getattr(error, "__notes__", [])))
-        else:
-            inode = os.fstat(shared.buffer.fd).st_ino
-            pipe.send({"built": bool(built), "inode": inode, "equal": shared == ROWS})
-        pipe.recv()
-
-    def hear(self, timeout_s: float = 20) -> Any:
-        """What the rank says next; "building" is what it says first when it builds."""
-        assert self._ours.poll(timeout_s), "the rank says nothing"
-        return self._ours.recv()
-
-    def result(self) -> Any:
-        """What the rank got."""
-        while (heard := self.hear()) == "building":
-            pass
-        return heard
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-
-    def end(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self._ours.send("end")
-        self._ours.close()
-        self.process.join()
-        self.process.close()
 
 
 @pytest.fixture
@@ -98,39 +42,6 @@ def start(name: str) -> Iterator[Callable[..., Rank]]:
     yield start_one
     for rank in ranks:
         rank.end()
-
-
-def build() -> Any:
-    return ROWS
-
-
-def build_slowly() -> Any:
-    time.sleep(0.3)
-    return ROWS
-
-
-def build_never() -> Any:
-    time.sleep(60)
-
-
-def servers() -> list[psutil.Process]:
-    """The serving processes that belong to this test run."""
-    script = str(host_server.__file__)
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if script in process.cmdline() and process.environ().get(f"SHMLOADER_TEST_RUN_{os.getpid()}"):
-                found.append(process)
-    return found
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 10) -> bool:
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def test_one_rank_builds_and_all_map_the_same_memory(start: Any, loader_backend: str) -> None:
@@ -272,19 +183,6 @@ def test_a_failed_build_may_be_tried_again(name: str) -> None:
     assert share_on_host(build, name=name) == ROWS
 
 
-class Unpicklable:
-    def __init__(self) -> None:
-        self.rows = ROWS
-        self.function = lambda: None
-
-
-def test_what_cannot_be_pickled_is_an_error_that_says_why_it_was_tried(name: str) -> None:
-    with pytest.raises((AttributeError, TypeError)) as caught:
-        share_on_host(Unpicklable, name=name)
-    assert "must be picklable" in "".join(caught.value.__notes__)
-    assert not servers()
-
-
 def test_an_interrupted_build_is_taken_over(start: Any) -> None:
     """Ctrl-C in one rank is no result for the others."""
 
@@ -310,40 +208,6 @@ def test_a_wait_ends_after_its_timeout_and_names_the_builder(start: Any, name: s
     builder.kill()
 
 
-def test_a_name_that_is_bound_and_never_served_is_a_timeout(name: str) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
-        silent.bind(host._address(name))
-        with pytest.raises(ShareTimeout, match="the process that holds its name"):
-            share_on_host(build, name=name, timeout_s=0.1)
-
-
-def test_a_build_that_waits_for_itself_is_refused(name: str) -> None:
-    with pytest.raises(LoaderError, match="with the same name"):
-        share_on_host(lambda: share_on_host(build, name=name), name=name)
-
-
-def test_an_empty_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs a name"):
-        share_on_host(build, name="")
-
-
-def test_a_frozen_program_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be started a second time, in the place of an interpreter."""
-    monkeypatch.setattr(sys, "frozen", True, raising=False)
-    with pytest.raises(LoaderError, match="frozen program"):
-        share_on_host(build, name=name)
-
-
-def test_a_server_that_does_not_start_is_an_error_with_its_last_words(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/ls")
-    with pytest.raises(LoaderError, match=r"could not be started: .*\n.*ls: "):
-        share_on_host(build, name=name)
-    monkeypatch.undo()
-    assert share_on_host(build, name=name) == ROWS
-
-
 def test_jobs_are_kept_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inodes, kept = set(), []
     for port in ("29500", "29501"):
@@ -351,69 +215,6 @@ def test_jobs_are_kept_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         kept.append(share_on_host(build, name=name))
         inodes.add(os.fstat(kept[-1].buffer.fd).st_ino)
     assert len(inodes) == 2
-
-
-def as_nobody(pipe: Any, action: Callable[[], Any]) -> None:
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
-    try:
-        pipe.send(action())
-        pipe.recv()
-    except Exception as error:
-        pipe.send(repr(error))
-
-
-@contextlib.contextmanager
-def another_user(action: Callable[[], Any]) -> Iterator[Any]:
-    """Runs `action` as another user, yields what it returned, and lets the process end."""
-    ours, theirs = FORK.Pipe()
-    process = FORK.Process(target=as_nobody, args=(theirs, action))
-    process.start()
-    try:
-        assert ours.poll(20)
-        yield ours.recv()
-    finally:
-        with contextlib.suppress(BrokenPipeError):
-            ours.send("end")
-        process.join()
-        process.close()
-        ours.close()
-        theirs.close()
-
-
-@as_root
-def test_another_users_process_cannot_attach(name: str) -> None:
-    shared = share_on_host(build, name=name)
-    address = host._address(name)
-
-    def connect() -> Any:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            connection.settimeout(10)
-            connection.connect(address)
-            data, fds, _, _ = socket.recv_fds(connection, 100, 10)
-            return data, len(fds)
-
-    with another_user(connect) as received:
-        assert received == (b"", 0)
-    assert share_on_host(build_never, name=name) == shared  # it goes on serving
-
-
-@as_root
-def test_another_user_that_takes_the_name_is_an_error(name: str) -> None:
-    """It could send us any pickle."""
-    address = host._address(name)
-    held = []
-
-    def squat() -> str:
-        held.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        held[0].bind(address)
-        held[0].listen()
-        return "bound"
-
-    with another_user(squat) as done:
-        assert done == "bound"
-        with pytest.raises(PermissionError, match=f"of user {NOBODY} holds its name"):
-            share_on_host(build, name=name, timeout_s=5)
 
 
 def test_the_server_is_in_a_session_of_its_own(name: str) -> None:
@@ -436,27 +237,7 @@ def test_more_stores_than_one_message_carries(name: str) -> None:
     assert len(built.content) == count
 
 
-class Box:
-    """An object with one attribute."""
-
-    def __init__(self, content: Any) -> None:
-        self.content = content
-
-
-def test_too_few_descriptors_is_an_error_with_the_number_needed(name: str) -> None:
-    built = share_on_host(lambda: Box([share([n]) for n in range(30)]), name=name)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = len(os.listdir("/proc/self/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 10, hard))
-    try:
-        with pytest.raises(OSError, match="needs 31 descriptors"):
-            share_on_host(build_never, name=name)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert len(built.content) == 30
-
-
-def test_an_object_without_shared_memory_is_passed_on_too(start: Any, name: str) -> None:
+def test_an_object_without_shared_memory_is_passed_on_too(name: str) -> None:
     """Run in a process of its own: the connection is then held as long as the process lives."""
     ours, theirs = FORK.Pipe()
 

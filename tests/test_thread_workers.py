@@ -1,10 +1,9 @@
-"""Worker threads give what torch's workers give: batches, order, draws, errors, statistics."""
+"""Worker threads give what torch's workers give, and at the same time: batches, order, draws, streams."""
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import loading
@@ -14,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parity.compare import differences
-from parity.run import Build, descriptors_for_torch, outcome
+from parity.run import Build
 from thread_datasets import (
     AllOwnDraws,
     Compressed,
@@ -30,29 +29,13 @@ from thread_datasets import (
     Timed,
     set_part,
 )
+from thread_loaders import assert_same, threads
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
-from shmloader import BadSampleWarning, DataLoader, SpillWarning, WorkerTimeout, share
+from shmloader import DataLoader, share
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-
-
-def threads(*args: Any, **kwargs: Any) -> DataLoader[Any]:
-    """Our loader with worker threads."""
-    return DataLoader(*args, **kwargs, worker_type="thread")
-
-
-def assert_same(play: Callable[[Build], Any], reference: Any = TorchLoader) -> Any:
-    """A play comes out the same with torch's loader and with worker threads; also the global generators."""
-    actual = outcome(play, threads)
-    with descriptors_for_torch():
-        expected = outcome(play, reference)
-    found = differences(actual, expected)
-    assert not found, "\n".join(found)
-    assert actual.error is None
-    assert actual.result is not None
-    return actual.result
 
 
 # --- batches and order
@@ -301,174 +284,6 @@ def test_a_stream_with_its_position_in_attributes_is_each_workers_own(persistent
         return [list(loader) for _ in range(3)]
 
     assert_same(play)
-
-
-# --- errors
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "KeyError",
-        "UnicodeDecodeError",
-        "FourArguments",
-        "Unpicklable",
-        "ExceptionGroup",
-        "SystemExit",
-        "OSError",
-    ],
-)
-def test_exceptions_arrive_as_they_are(name: str) -> None:
-    """With arguments, the sample's index, the worker and its traceback; the loader goes on."""
-    expected = loading.make_error(name)
-    with threads(loading.Raises(12, 5, name), batch_size=2, num_workers=2) as loader:
-        iterator = iter(loader)
-        assert next(iterator)[:, 0].tolist() == [0, 1]
-        assert next(iterator)[:, 0].tolist() == [2, 3]
-        with pytest.raises(type(expected)) as caught:
-            next(iterator)
-        assert repr(caught.value) == repr(expected)
-        notes = "\n".join(caught.value.__notes__)
-        for part in ("thread 'shmloader-worker-0'", "dataset[5]", "__getitem__"):
-            assert part in notes
-        assert next(iterator)[:, 0].tolist() == [6, 7]
-        assert loader.statistics().failures == 1
-
-
-def test_an_interrupt_that_a_sample_raises_arrives_as_such() -> None:
-    """And is no interrupt of the program: the next batch follows."""
-    with threads(loading.Raises(3, 1, "KeyboardInterrupt"), batch_size=None, num_workers=2) as loader:
-        iterator = iter(loader)
-        next(iterator)
-        with pytest.raises(KeyboardInterrupt, match="in a worker"):
-            next(iterator)
-        assert next(iterator)[0].item() == 2
-
-
-def test_errors_at_the_start_come_with_the_first_batch() -> None:
-    """From worker_init_fn and from iter(dataset)."""
-
-    class Refuses(IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            raise LookupError("not today")
-
-    def refuse(worker_id: int) -> None:
-        raise ValueError(f"worker {worker_id} will not")
-
-    with pytest.raises(ValueError, match="worker 0 will not"):
-        next(iter(threads(Facts(), num_workers=2, worker_init_fn=refuse)))
-    with pytest.raises(LookupError, match="not today"):
-        next(iter(threads(Refuses(), num_workers=1)))
-
-
-@pytest.mark.parametrize("on_error", ["skip", "replace"])
-def test_bad_samples_are_left_out_or_replaced(on_error: str) -> None:
-    """As by worker processes, counted and warned of once."""
-
-    def play(build: Build) -> Any:
-        loader = build(loading.Raises(11, 4, "KeyError"), batch_size=3, num_workers=2, on_error=on_error)
-        with pytest.warns(BadSampleWarning, match=r"dataset\[4\]"):
-            return list(loader), loader.statistics().bad_sample_list
-
-    assert_same(play, DataLoader)
-
-
-def test_a_timeout_shows_where_the_thread_is() -> None:
-    """Its Python stack, down to the line that takes so long; then the batch still comes."""
-    with threads(loading.Sleeps(4, 1.0, at=2), batch_size=2, num_workers=1, timeout=0.2) as loader:
-        iterator = iter(loader)
-        next(iterator)
-        with pytest.raises(
-            WorkerTimeout, match=r"thread 'shmloader-worker-0'[\s\S]*time\.sleep\(self\.sleep_s\)"
-        ):
-            next(iterator)
-        while True:
-            try:
-                assert next(iterator)[:, 0].tolist() == [2, 3]
-                break
-            except WorkerTimeout:
-                continue
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"worker_type": "fibre"}, "must be one of 'process', 'thread', not 'fibre'"),
-        ({"worker_type": "thread", "multiprocessing_context": "fork"}, "starts no processes"),
-        ({"worker_type": "thread", "worker_restarts": 1}, "cannot be ended"),
-    ],
-)
-def test_what_threads_cannot_do_is_refused(arguments: dict[str, Any], message: str) -> None:
-    """At once, with the reason."""
-    with pytest.raises(ValueError, match=message):
-        DataLoader(loading.Numbered(3), num_workers=1, **arguments)
-
-
-def test_datapipes_are_refused() -> None:
-    """Of both kinds."""
-    from torch.utils.data.datapipes.iter import IterableWrapper
-    from torch.utils.data.datapipes.map import SequenceWrapper
-
-    for pipe in (IterableWrapper([1, 2]), SequenceWrapper([1, 2])):
-        with pytest.raises(ValueError, match=r"DataPipe .*worker_type='process'"):
-            threads(pipe, num_workers=1)
-
-
-# --- slots
-
-
-def test_kept_batches_do_not_change_and_slots_are_used_again(loader_backend: str) -> None:
-    """Every fourth batch is kept, the rest is dropped; they grow, and change hands between threads."""
-    sizes = [1 + (7 * i) % 50 * 100 for i in range(240)]
-    kept = []
-    with threads(
-        loading.Growing(sizes), batch_size=1, num_workers=3, memory_budget_nbytes=64 << 20
-    ) as loader:
-        iterator = iter(loader)
-        for place, batch in enumerate(iterator):
-            if place % 4 == 0:
-                kept.append((place, batch, batch.clone()))
-            del batch
-        assert loader.statistics().spills == 0
-        assert loader.statistics().slots_leased == len(kept) == 60
-    for place, batch, copy in kept:
-        assert torch.equal(batch, copy)
-        assert batch.tolist() == [[place] * sizes[place]]
-
-
-@pytest.mark.parametrize("keeps", [loading.KeepsBatches, loading.SendsAgain])
-def test_what_a_thread_keeps_of_a_batch_does_not_change(loader_backend: str, keeps: Any) -> None:
-    """The collate function looks, at each batch, at all that it has kept."""
-    with threads(loading.Numbered(120), batch_size=3, num_workers=1, collate_fn=keeps()) as loader:
-        batches = [batch if torch.is_tensor(batch) else batch[0] for batch in loader]
-        assert torch.cat(batches)[:, 0].tolist() == list(range(120))
-        assert loader.statistics().detached > 0
-
-
-def test_batches_beyond_the_budget_come_in_parts(loader_backend: str) -> None:
-    """And index batches that do not fit in a record through the slot."""
-    sizes = [40_000 if i == 17 else 8 for i in range(64)]
-    with (
-        threads(loading.Growing(sizes), batch_size=1, num_workers=2, memory_budget_nbytes=100_000) as loader,
-        pytest.warns(SpillWarning),
-    ):
-        shapes = [len(batch[0]) for batch in loader]
-    assert shapes == sizes
-    order = list(torch.randperm(3000, generator=torch.Generator().manual_seed(1)).numpy())
-    with threads(
-        loading.Numbered(3000, items=1), batch_sampler=[order[:1500], order[1500:]], num_workers=2
-    ) as loader:
-        assert torch.cat(list(loader))[:, 0].tolist() == order
-
-
-def test_slots_are_inspected_in_threads_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With SHMLOADER_DEBUG=1: batches that are right pass, and held ones are listed."""
-    monkeypatch.setenv("SHMLOADER_DEBUG", "1")
-    with threads(Mixed(30), batch_size=2, num_workers=2) as loader:
-        iterator = iter(loader)
-        held = list(iterator)
-        assert not differences(held, list(TorchLoader(Mixed(30), batch_size=2)))
-        assert len(loader.statistics().oldest_leases) == 5
 
 
 # --- at the same time

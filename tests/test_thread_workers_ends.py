@@ -15,33 +15,19 @@ from collections.abc import Callable
 from typing import Any
 
 import loading
-import numpy as np
 import pytest
 import torch
-from thread_datasets import Gated, Meeting
-from torch.utils.data import default_collate, get_worker_info
+from thread_datasets import Gated
+from thread_loaders import threads, workers_alive
+from torch.utils.data import default_collate
 
 from shmloader import DataLoader, LoaderClosed, WorkerDied
-from shmloader.collate import install_slot_collate
-from shmloader.segment import new_segment
-from shmloader.slot_writer import current_writer
-from shmloader.workers.gate import SegmentGate
 from shmloader.workers.thread_link import Bell, ThreadLink
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),  # Python 3.12
 ]
-
-
-def threads(*args: Any, **kwargs: Any) -> DataLoader[Any]:
-    """Our loader with worker threads."""
-    return DataLoader(*args, **kwargs, worker_type="thread")
-
-
-def workers_alive() -> list[threading.Thread]:
-    """Worker threads of any loader."""
-    return [thread for thread in threading.enumerate() if thread.name.startswith("shmloader-worker")]
 
 
 def finish(loader: DataLoader[Any]) -> None:
@@ -273,89 +259,6 @@ def test_the_program_ends_though_a_sample_takes_for_ever() -> None:
     assert time.monotonic() - began < 60
 
 
-def run_in_child(function: Callable[[], str]) -> str:
-    """Fork, run a function in the child, and give what it returns."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            text = function()
-        except BaseException as error:
-            text = repr(error)
-        os.write(write, text.encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as file:
-        text = file.read()
-    os.waitpid(pid, 0)
-    return text
-
-
-def test_a_forked_child_has_no_workers_and_the_parent_keeps_its_own() -> None:
-    """next() in the child says so; nothing there waits for threads that it does not have."""
-    with threads(loading.Numbered(12), batch_size=1, num_workers=2) as loader:
-        iterator = iter(loader)
-        seen = [next(iterator)]
-
-        def go_on() -> str:
-            try:
-                next(iterator)
-            except LoaderClosed as error:
-                loader.close()
-                return str(error)
-            return "no error"
-
-        assert "threads of the process that this one was forked from" in run_in_child(go_on)
-        seen += iterator
-        assert torch.cat(seen)[:, 0].tolist() == list(range(12))
-
-
-class Forks(loading.Numbered):
-    """A sample is what a process that it forks says of its worker."""
-
-    def __getitem__(self, index: int) -> Any:
-        def ask() -> str:
-            outer = get_worker_info().id
-            # As torch's worker processes do.
-            torch.utils.data._utils.worker._worker_info = "inner"  # type: ignore[attr-defined]
-            return f"{outer} {get_worker_info()}"
-
-        return index % 2, run_in_child(ask)
-
-
-def test_a_process_that_a_sample_forks_has_its_worker_info() -> None:
-    """As one that is forked in a worker process has, until it is a worker itself."""
-    with threads(Forks(4), batch_size=None, num_workers=2) as loader:
-        assert list(loader) == [[0, "0 inner"], [1, "1 inner"]] * 2
-
-
-def refuse_a_writer(worker_id: int) -> None:
-    """A ``worker_init_fn`` that is to have nobody's slot to write to."""
-    if current_writer() is not None:
-        raise AssertionError("the slot of the thread that started this process")
-
-
-class Loads(loading.Numbered):
-    """A sample is what a loader with a worker process gives."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        inner = DataLoader(
-            loading.Numbered(3),
-            batch_size=3,
-            num_workers=1,
-            multiprocessing_context="fork",
-            worker_init_fn=refuse_a_writer,
-        )
-        return next(iter(inner)) + index
-
-
-def test_a_sample_may_load_with_worker_processes() -> None:
-    """They have no part in the thread's slot."""
-    with threads(Loads(2), batch_size=2, num_workers=1) as loader:
-        (batch,) = loader
-    assert batch[:, :, 0].tolist() == [[0, 1, 2], [1, 2, 3]]
-
-
 class Collects(loading.Numbered):
     """One sample, when it is told to, collects garbage."""
 
@@ -390,58 +293,6 @@ def test_an_iterator_may_die_in_its_own_worker() -> None:
     assert not worker.is_alive()
 
 
-def test_collation_in_other_threads_stays_torchs() -> None:
-    """While worker threads collate into slots, and after: dtypes that differ, and gradients."""
-    meeting = Meeting(4, 2)
-
-    def check() -> None:
-        joined = default_collate([torch.tensor([1]), torch.tensor([2.5])])
-        assert joined.dtype == torch.float32
-        assert default_collate([torch.ones(2, requires_grad=True)] * 2).grad_fn is not None
-        assert not default_collate([torch.ones(2)] * 2).is_shared()
-
-    with threads(meeting, batch_size=1, num_workers=1) as loader:
-        iterator = iter(loader)
-        check()
-        meeting.barrier.wait(30)
-        next(iterator)
-        check()
-        meeting.barrier.abort()
-    check()
-    # And a worker process that is forked now still collates in the quick way.
-    assert install_slot_collate(default_collate, in_thread=True) is not default_collate
-
-
-def test_memory_that_is_detached_never_reads_as_anything_else() -> None:
-    """Other threads may be reading a batch that a collate function keeps, in the very moment."""
-    segment = new_segment()
-    nbytes = 1 << 20
-    version, nbytes = segment.reserve(0, 0, 0, nbytes)
-    wrong: list[int] = []
-    for _ in range(60):
-        extent = segment.map(0, version, nbytes)
-        array = np.frombuffer(extent.buffer, np.uint8)
-        array[:] = 5
-        begun, stop = threading.Event(), threading.Event()
-
-        def read(array: Any = array, begun: Any = begun, stop: Any = stop) -> None:
-            while not stop.is_set():
-                if not (array[::4096] == 5).all() or array[-1] != 5:
-                    wrong.append(1)
-                begun.set()
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        begun.wait(30)
-        extent.detach()
-        stop.set()
-        reader.join(30)
-        np.frombuffer(segment.map(0, version, nbytes).buffer, np.uint8)[:] = 9
-        assert (array == 5).all()
-    segment.close(1)
-    assert not wrong
-
-
 def test_restarting_is_refused_when_it_is_set_late() -> None:
     """As frameworks set things."""
     loader = threads(Gated(4), num_workers=1, timeout=0.2)
@@ -470,13 +321,3 @@ class Naps(loading.Numbered):
     def __getitem__(self, index: int) -> torch.Tensor:
         time.sleep(0.006)
         return super().__getitem__(index)
-
-
-def test_what_only_the_iterator_may_do_is_refused_to_a_thread() -> None:
-    """A thread that closed the segment would take the slots from all; and none is replaced."""
-    segment = new_segment()
-    gate = SegmentGate(segment)
-    for refused in (lambda: gate.close(1), lambda: gate.forget_newer(0, 0)):
-        with pytest.raises(NotImplementedError, match="only the iterator"):
-            refused()
-    segment.close(0)

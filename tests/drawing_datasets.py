@@ -1,0 +1,33 @@
+"""Datasets whose samples are what they draw from the generators, their worker's own and the program's."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+
+class Draws(Dataset):
+    """Sample ``i`` is itself and what it draws from each of its worker's generators."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> list[float]:
+        rng = torch.utils.data.get_worker_info().rng
+        own = float(torch.rand(1, generator=rng.torch_generator)), rng.random_generator.random()
+        drawn = float(torch.randn(1)), float(np.random.standard_normal()), random.gauss(0, 1)
+        return [index, *drawn, *own, rng.numpy_generator.random()]
+
+
+class DrawsFromItsOwn(Draws):
+    """For threads: leaves the program's generators alone."""
+
+    def __getitem__(self, index: int) -> list[float]:
+        rng = torch.utils.data.get_worker_info().rng
+        return [index, float(torch.rand(1, generator=rng.torch_generator)), rng.random_generator.random()]

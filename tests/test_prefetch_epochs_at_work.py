@@ -1,0 +1,113 @@
+"""The next epoch is at work before it begins, by workers that persist; where it is not, that is said."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from loading import Numbered
+from torch.utils.data import IterableDataset, SubsetRandomSampler
+
+from shmloader import DataLoader
+
+# --- what is made early, and where nothing is
+
+
+def test_the_next_epoch_is_at_work_before_it_begins() -> None:
+    """Its first samples are made though nobody asks for them, in the usual number of slots."""
+    dataset = Noted(24)
+    with DataLoader(
+        dataset, batch_size=3, num_workers=2, persistent_workers=True, prefetch_epochs=True
+    ) as loader:
+        iterator = iter(loader)
+        for _ in range(8):
+            next(iterator)
+        assert next(iterator, None) is None
+        for _ in range(200):
+            if int(dataset.made[0]) == 2 and int(dataset.made[11]) == 2:
+                break
+            signal.sigtimedwait([], 0.05)
+        assert dataset.made[:12].tolist() == [2] * 12
+        assert dataset.made[12:].tolist() == [1] * 12
+        assert len(loader._iterator.pool.slots) <= 2 * 2 + 2
+        assert [batch[:, 0].tolist() for batch in loader] == [list(range(k, k + 3)) for k in range(0, 24, 3)]
+
+
+class Noted(Numbered):
+    """Notes how often each sample was made."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.made = torch.zeros(length, dtype=torch.int64).share_memory_()
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.made[index] += 1
+        return super().__getitem__(index)
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(9)
+
+
+class Unpicklable(int):
+    def __reduce__(self) -> Any:
+        raise TypeError("not I")
+
+    def __new__(cls) -> Any:
+        return int.__new__(cls, 1)
+
+
+def test_what_cannot_be_compared_is_not_drawn_early_and_that_is_said() -> None:
+    sampler = SubsetRandomSampler([Unpicklable(), 2, 3])
+    loader = DataLoader(
+        Numbered(22), sampler=sampler, num_workers=2, persistent_workers=True, prefetch_epochs=True
+    )
+    with (
+        pytest.warns(UserWarning, match="has no effect.*cannot be compared: not I"),
+        pytest.raises(TypeError, match="not I"),  # no worker can be told of it either
+    ):
+        iter(loader)
+
+
+def test_of_a_stream_nothing_is_made_early_and_that_is_said() -> None:
+    with DataLoader(Stream(), num_workers=2, persistent_workers=True, prefetch_epochs=True) as loader:
+        with pytest.warns(UserWarning, match="prefetch_epochs=True has no effect.*an iterable-style dataset"):
+            first = [int(batch) for batch in loader]
+        second = [int(batch) for batch in loader]
+        assert first == second
+        assert loader.statistics().epochs_prefetched == 0
+
+
+def test_it_needs_workers_that_persist() -> None:
+    assert DataLoader(Numbered(3)).prefetch_epochs is False
+    with pytest.raises(ValueError, match="prefetch_epochs=True needs persistent_workers=True"):
+        DataLoader(Numbered(3), num_workers=1, prefetch_epochs=True)
+
+
+def test_workers_that_die_are_replaced_in_either_epoch() -> None:
+    """Whichever epoch's tasks the dead one held: none is lost, and none comes twice."""
+    expected = [list(range(k, min(k + 3, 22))) for k in range(0, 22, 3)]
+    with DataLoader(
+        Numbered(22),
+        batch_size=3,
+        num_workers=2,
+        persistent_workers=True,
+        prefetch_epochs=True,
+        worker_restarts=20,
+    ) as loader:
+        for kill_at in (5, 6, 7):
+            found = []
+            for number, batch in enumerate(loader):
+                found.append(batch[:, 0].tolist())
+                if number == kill_at:
+                    os.kill(loader._iterator._workers[kill_at % 2].pid, signal.SIGKILL)
+            assert found == expected
+        assert [batch[:, 0].tolist() for batch in loader] == expected
+        now = loader.statistics()
+        assert now.worker_restarts == 3
+        assert now.epochs_prefetched == 3

@@ -1,0 +1,128 @@
+"""Errors in worker threads arrive as they are and say where, and what threads cannot do is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import loading
+import pytest
+from parity.run import Build
+from thread_datasets import Facts
+from thread_loaders import assert_same, threads
+from torch.utils.data import IterableDataset
+
+from shmloader import BadSampleWarning, DataLoader, WorkerTimeout
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+# --- errors
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "KeyError",
+        "UnicodeDecodeError",
+        "FourArguments",
+        "Unpicklable",
+        "ExceptionGroup",
+        "SystemExit",
+        "OSError",
+    ],
+)
+def test_exceptions_arrive_as_they_are(name: str) -> None:
+    """With arguments, the sample's index, the worker and its traceback; the loader goes on."""
+    expected = loading.make_error(name)
+    with threads(loading.Raises(12, 5, name), batch_size=2, num_workers=2) as loader:
+        iterator = iter(loader)
+        assert next(iterator)[:, 0].tolist() == [0, 1]
+        assert next(iterator)[:, 0].tolist() == [2, 3]
+        with pytest.raises(type(expected)) as caught:
+            next(iterator)
+        assert repr(caught.value) == repr(expected)
+        notes = "\n".join(caught.value.__notes__)
+        for part in ("thread 'shmloader-worker-0'", "dataset[5]", "__getitem__"):
+            assert part in notes
+        assert next(iterator)[:, 0].tolist() == [6, 7]
+        assert loader.statistics().failures == 1
+
+
+def test_an_interrupt_that_a_sample_raises_arrives_as_such() -> None:
+    """And is no interrupt of the program: the next batch follows."""
+    with threads(loading.Raises(3, 1, "KeyboardInterrupt"), batch_size=None, num_workers=2) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        with pytest.raises(KeyboardInterrupt, match="in a worker"):
+            next(iterator)
+        assert next(iterator)[0].item() == 2
+
+
+def test_errors_at_the_start_come_with_the_first_batch() -> None:
+    """From worker_init_fn and from iter(dataset)."""
+
+    class Refuses(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            raise LookupError("not today")
+
+    def refuse(worker_id: int) -> None:
+        raise ValueError(f"worker {worker_id} will not")
+
+    with pytest.raises(ValueError, match="worker 0 will not"):
+        next(iter(threads(Facts(), num_workers=2, worker_init_fn=refuse)))
+    with pytest.raises(LookupError, match="not today"):
+        next(iter(threads(Refuses(), num_workers=1)))
+
+
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+def test_bad_samples_are_left_out_or_replaced(on_error: str) -> None:
+    """As by worker processes, counted and warned of once."""
+
+    def play(build: Build) -> Any:
+        loader = build(loading.Raises(11, 4, "KeyError"), batch_size=3, num_workers=2, on_error=on_error)
+        with pytest.warns(BadSampleWarning, match=r"dataset\[4\]"):
+            return list(loader), loader.statistics().bad_sample_list
+
+    assert_same(play, DataLoader)
+
+
+def test_a_timeout_shows_where_the_thread_is() -> None:
+    """Its Python stack, down to the line that takes so long; then the batch still comes."""
+    with threads(loading.Sleeps(4, 1.0, at=2), batch_size=2, num_workers=1, timeout=0.2) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        with pytest.raises(
+            WorkerTimeout, match=r"thread 'shmloader-worker-0'[\s\S]*time\.sleep\(self\.sleep_s\)"
+        ):
+            next(iterator)
+        while True:
+            try:
+                assert next(iterator)[:, 0].tolist() == [2, 3]
+                break
+            except WorkerTimeout:
+                continue
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"worker_type": "fibre"}, "must be one of 'process', 'thread', not 'fibre'"),
+        ({"worker_type": "thread", "multiprocessing_context": "fork"}, "starts no processes"),
+        ({"worker_type": "thread", "worker_restarts": 1}, "cannot be ended"),
+    ],
+)
+def test_what_threads_cannot_do_is_refused(arguments: dict[str, Any], message: str) -> None:
+    """At once, with the reason."""
+    with pytest.raises(ValueError, match=message):
+        DataLoader(loading.Numbered(3), num_workers=1, **arguments)
+
+
+def test_datapipes_are_refused() -> None:
+    """Of both kinds."""
+    from torch.utils.data.datapipes.iter import IterableWrapper
+    from torch.utils.data.datapipes.map import SequenceWrapper
+
+    for pipe in (IterableWrapper([1, 2]), SequenceWrapper([1, 2])):
+        with pytest.raises(ValueError, match=r"DataPipe .*worker_type='process'"):
+            threads(pipe, num_workers=1)
