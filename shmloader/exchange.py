@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmloader.errors import LoaderClosed, LoaderError, SharedMemoryExhausted
-from shmloader.index_batches import PackedInts, pack_index_batch
+from shmloader.index_batches import PackedInts, pack_index_batch, unpack_index_batch
 from shmloader.inspection import Inspection, Publication
 from shmloader.inspection import wanted as inspection_wanted
 from shmloader.messages import (
@@ -69,7 +69,8 @@ class Exchange:
 
     Attributes:
         outstanding: Tasks that were sent and whose batches were not returned yet, by number, in the order in
-            which they were sent: the worker, the index batch, the slot.
+            which they were sent: the worker, the index batch, the slot. The index batch is packed: a sampler
+            may fill the same list again for the next one.
         arrived: The workers' answers to those whose batch is here, by number, in order of arrival.
         ended: Workers that have said, since this was last emptied, that their dataset is exhausted.
         joining: Workers that were started later and have not said yet that they are there.
@@ -85,7 +86,7 @@ class Exchange:
     def __init__(self, pool: SlotPool, crew: Workers, counters: Counters, patience: Patience) -> None:
         self.pool = pool
         self.crew = crew
-        self.outstanding: dict[int, tuple[int, object, Slot]] = {}
+        self.outstanding: dict[int, tuple[int, bytes, Slot]] = {}
         self.arrived: dict[int, DoneFields] = {}
         self.ended: list[int] = []
         self.joining: set[int] = set()
@@ -111,11 +112,11 @@ class Exchange:
     def send(self, worker_id: int, seq: int, index_batch: object) -> None:
         """Send a task, with a slot to make its batch in."""
         slot = self.pool.grant()
-        self.outstanding[seq] = worker_id, index_batch, slot
-        self._send_task(self.crew.workers[worker_id], seq, index_batch, slot)
-
-    def _send_task(self, worker: Worker, seq: int, index_batch: object, slot: Slot) -> None:
         payload = pack_index_batch(index_batch)
+        self.outstanding[seq] = worker_id, payload, slot
+        self._send_task(self.crew.workers[worker_id], seq, payload, slot)
+
+    def _send_task(self, worker: Worker, seq: int, payload: bytes, slot: Slot) -> None:
         nbytes = len(payload)
         pool = self.pool
         if nbytes > INLINE_NBYTES:
@@ -365,11 +366,11 @@ class Exchange:
 
     # --- workers that die or do not answer
 
-    def _held_by(self, worker_id: int | None) -> dict[int, object]:
-        """Index batches sent to a worker (or to any, for None) and not answered, by number."""
+    def _held_by(self, worker_id: int | None) -> dict[int, bytes]:
+        """Packed index batches sent to a worker (or to any, for None) and not answered, by number."""
         return {
-            seq: index_batch.tolist() if isinstance(index_batch, PackedInts) else index_batch
-            for seq, (holder_id, index_batch, _) in self.outstanding.items()
+            seq: payload
+            for seq, (holder_id, payload, _) in self.outstanding.items()
             if seq not in self.arrived and worker_id in (None, holder_id)
         }
 
@@ -388,7 +389,8 @@ class Exchange:
             self._accept(worker, records)
             if silent_s is not None:
                 return  # it has answered in this very moment
-        held = self._held_by(worker.worker_id)
+        payloads = self._held_by(worker.worker_id)
+        held = {seq: _read(payload) for seq, payload in payloads.items()}
         culprit = next(iter(held), -1)
         deaths = self._deaths[culprit] = self._deaths.get(culprit, 0) + 1
         if self._restarts_left <= 0 or (culprit >= 0 and deaths >= _MOST_DEATHS):
@@ -403,20 +405,20 @@ class Exchange:
             error.add_note(f"It was to replace worker {worker.worker_id} (pid {pid}), with {held!s:.200}")
             raise
         log_replacement(fresh, pid, held.get(culprit), silent_s, self._restarts_left, stack)
-        self._hand_over(fresh, held)
+        self._hand_over(fresh, payloads)
 
-    def _hand_over(self, worker: Worker, held: dict[int, object]) -> None:
+    def _hand_over(self, worker: Worker, payloads: dict[int, bytes]) -> None:
         """Give a new worker the tasks of the one that it replaces, in the same order and the same slots."""
         for number in [n for n, holder_id in self._voided.items() if holder_id == worker.worker_id]:
             del self._voided[number]
             self.pool.revoke(self.pool.slots[number])
         self._resuming.discard(worker.worker_id)  # it was started in this epoch
         self.joining.discard(worker.worker_id)
-        for seq, index_batch in held.items():
+        for seq, payload in payloads.items():
             slot = self.outstanding[seq][2]
             self._images.pop(seq, None)
             self.pool.reclaim(slot)
-            self._send_task(worker, seq, index_batch, slot)
+            self._send_task(worker, seq, payload, slot)
 
     def _fail(self, worker: Worker, silent_s: float | None, held: dict[int, object], deaths: int) -> NoReturn:
         """Raise the death or the silence of a worker."""
@@ -428,7 +430,16 @@ class Exchange:
             self.crew.close(f"worker {worker.worker_id} died", grace_s=0.0)
             self.pool.close()
         else:
-            waiting_for = tuple(self._held_by(None).values())
+            waiting_for = tuple(map(_read, self._held_by(None).values()))
             error = worker_timeout(self.crew, worker, silent_s, waiting_for, why)
         self.settled = True
         raise error
+
+
+def _read(payload: bytes) -> object:
+    """A packed index batch, to be told of."""
+    try:
+        index_batch = unpack_index_batch(payload, len(payload))
+    except Exception as error:  # noqa: BLE001 - unpickling runs the user's code
+        return f"<an index batch whose unpickling raises {type(error).__name__}>"
+    return index_batch.tolist() if isinstance(index_batch, PackedInts) else index_batch

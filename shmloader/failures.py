@@ -18,7 +18,9 @@ import traceback
 from typing import Any, NamedTuple
 
 _MOST_NESTED = 32  # causes of causes, groups in groups
-_ARGS: Any = BaseException.__dict__["args"]  # a class may have something else under that name
+_OWN: Any = BaseException.__dict__  # a class may have something else under these names, or refuse to set them
+_ARGS, _TRACEBACK = _OWN["args"], _OWN["__traceback__"]
+_CAUSE, _CONTEXT, _SUPPRESS = (_OWN[f"__{name}__"] for name in ("cause", "context", "suppress_context"))
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was not compiled in
 
 
@@ -80,11 +82,11 @@ def capture(error: BaseException, where: str, bad_samples: bytes = b"") -> Failu
         formatted = traceback.TracebackException.from_exception(error, compact=True)
         formatted.__notes__ = None  # they arrive as notes
         text = "".join(formatted.format()).rstrip()
-    except Exception as reason:  # noqa: BLE001 - formatting runs the user's code
+    except BaseException as reason:  # noqa: BLE001 - formatting runs the user's code
         text = f"{type(error).__name__}: its traceback could not be formatted ({type(reason).__name__})"
     try:
         pieces = _Taking().take(error)
-    except Exception:  # noqa: BLE001 - a class that overrides what all exceptions have
+    except BaseException:  # noqa: BLE001 - a class that overrides what all exceptions have
         pieces = _Taking().take(RuntimeError(f"{type(error).__qualname__}: {text_of(error)}"))
     return Failure(pickle.dumps(pieces, 5), f"{where}\nTraceback in the worker:\n{text}", bad_samples)
 
@@ -99,14 +101,17 @@ def restore(failure: Failure) -> BaseException:
 def add_note(error: BaseException, note: str) -> None:
     """Add a note to an exception, unless its ``__notes__`` is something that takes none."""
     with contextlib.suppress(Exception):
-        BaseException.add_note(error, note)
+        try:
+            BaseException.add_note(error, note)
+        except AttributeError:  # a frozen dataclass, say
+            error.__dict__.setdefault("__notes__", []).append(note)
 
 
 def text_of(error: BaseException) -> str:
     """``str(error)``, also where that raises."""
     try:
         return str(error)
-    except Exception as reason:  # noqa: BLE001 - the user's code
+    except BaseException as reason:  # noqa: BLE001 - the user's code
         return f"<str() of this {type(error).__name__} raises {type(reason).__name__}>"
 
 
@@ -117,8 +122,9 @@ def forget_frames(error: BaseException) -> None:
         one = todo.pop()
         if id(one) not in seen:
             seen.add(id(one))
-            one.__traceback__ = None
-            todo += [other for other in (one.__cause__, one.__context__) if other is not None]
+            _TRACEBACK.__set__(one, None)
+            others = _CAUSE.__get__(one), _CONTEXT.__get__(one)
+            todo += [other for other in others if other is not None]
             todo += one.exceptions if isinstance(one, BaseExceptionGroup) else ()
 
 
@@ -157,9 +163,9 @@ class _Taking:
             state={str(name): self._dump(value) for name, value in state.items()},
             text=text_of(error),
             notes=tuple(map(str, notes)) if isinstance(notes, list | tuple) else (),
-            cause=self.take(error.__cause__),
-            context=self.take(error.__context__),
-            suppress_context=error.__suppress_context__,
+            cause=self.take(_CAUSE.__get__(error)),
+            context=self.take(_CONTEXT.__get__(error)),
+            suppress_context=_SUPPRESS.__get__(error),
         )
 
     def _dump(self, value: object) -> bytes:
@@ -167,7 +173,7 @@ class _Taking:
         try:
             pickled = self._pickle(value, whole=False)
             pickle.loads(pickled)
-        except Exception:  # noqa: BLE001 - pickling runs the user's code, which may raise anything
+        except BaseException:  # noqa: BLE001 - pickling runs the user's code, which may raise anything
             return pickle.dumps(_repr(value), 5)
         return pickled
 
@@ -176,7 +182,7 @@ class _Taking:
         try:
             pickled = self._pickle(error, whole=True)
             copy = pickle.loads(pickled)
-        except Exception:  # noqa: BLE001 - as above
+        except BaseException:  # noqa: BLE001 - as above
             return b""
         return pickled if type(copy) is type(error) and text_of(copy) == text_of(error) else b""
 
@@ -249,14 +255,14 @@ def _dump_class(kind: type) -> bytes:
     try:
         pickled = pickle.dumps(kind, 5)
         return pickled if pickle.loads(pickled) is kind else b""
-    except Exception:  # noqa: BLE001 - defined in a function, say; metaclasses are the user's code too
+    except BaseException:  # noqa: BLE001 - defined in a function, say; metaclasses are the user's code too
         return b""
 
 
 def _repr(value: object) -> str:
     try:
         return repr(value)
-    except Exception as reason:  # noqa: BLE001 - the user's code
+    except BaseException as reason:  # noqa: BLE001 - the user's code
         return f"<{type(value).__name__} whose repr() raises {type(reason).__name__}>"
 
 
@@ -269,9 +275,9 @@ def _put_together(pieces: _Pieces) -> BaseException:
         error.__dict__["__notes__"] = [*pieces.notes, *_notes_of_stand_in(error)]
         if not error.__dict__["__notes__"]:
             del error.__dict__["__notes__"]
-        error.__cause__ = pieces.cause and _put_together(pieces.cause)
-        error.__context__ = pieces.context and _put_together(pieces.context)
-        error.__suppress_context__ = pieces.suppress_context
+        _CAUSE.__set__(error, pieces.cause and _put_together(pieces.cause))
+        _CONTEXT.__set__(error, pieces.context and _put_together(pieces.context))
+        _SUPPRESS.__set__(error, pieces.suppress_context)
     return error
 
 

@@ -13,8 +13,11 @@ import os
 import warnings
 import weakref
 from collections.abc import Iterator
-from threading import get_ident
+from threading import get_ident, main_thread
 from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
 
 from shmloader import torch_private
 from shmloader.array_samplers import index_arrays
@@ -23,12 +26,12 @@ from shmloader.bad_samples import LEFT_OUT, count, take_report, warn_of_bad_samp
 from shmloader.callers import level_of_the_program
 from shmloader.codec import Decoder
 from shmloader.dispatch import Balance, is_dynamic
-from shmloader.errors import LoaderClosed, SpillWarning
+from shmloader.errors import LoaderClosed, LoaderError, SpillWarning
 from shmloader.exchange import Exchange, Patience
 from shmloader.failures import restore
 from shmloader.fetch import FetchRules
 from shmloader.interrupts import HeldInterrupts
-from shmloader.messages import FAILURE, REPORTED
+from shmloader.messages import FAILURE, REPORTED, DoneFields
 from shmloader.next_epoch import NOTHING, EpochPrefetch, prefetch_for
 from shmloader.pinning import pin_batch
 from shmloader.slots import SlotPool
@@ -280,10 +283,13 @@ class SlotIterator(torch_private.BaseIterator):
             if self._counts_samples or torch_private.profiler_enabled():
                 return super().__next__()
             batch = self._next_data()
-        except (OSError, ValueError, LookupError, AssertionError) as error:
-            if self._crew.interrupted:
-                # close() was called in the middle of this, by a signal handler of this very thread.
-                raise LoaderClosed(f"this iterator was closed: {self._crew.closed_because}") from error
+        except (LoaderError, OSError, ValueError, LookupError, AssertionError) as error:
+            if self._crew.interrupted or isinstance(error, LoaderClosed):
+                if not main_thread().is_alive():
+                    raise SystemExit from error  # in a daemon thread, while the interpreter ends
+                if not isinstance(error, LoaderError):
+                    # close() was called in the middle of this, by a signal handler of this very thread.
+                    raise LoaderClosed(f"this iterator was closed: {self._crew.closed_because}") from error
             raise
         self._num_yielded += 1
         return batch
@@ -347,13 +353,26 @@ class SlotIterator(torch_private.BaseIterator):
             self._refill(self._balance)
         if self._tuning is not None:
             self._tune(self._tuning)
-        exchange.settled = True
-        batch = self._decoder.decode(anchor, header)
+        try:
+            batch = self._unpack(done, anchor, header)
+        except Exception:
+            exchange.settled = True
+            raise
         del anchor
+        if exchange.warning and batch is not LEFT_OUT:
+            self._warn(batch)
+        exchange.settled = True
+        return batch
+
+    def _unpack(self, done: DoneFields, anchor: npt.NDArray[np.uint8], header: bytes) -> Any:
+        """What a worker's answer holds for the program: a batch, or the exception in its place, raised."""
+        batch = self._decoder.decode(anchor, header)
         if done[0] == FAILURE:
             self._counters.failures += 1
             count(batch.bad_samples, self._counters)
-            raise restore(batch)
+            error = restore(batch)
+            self._exchange.settled = True  # whatever it is, it is the worker's
+            raise error
         if done[1] & REPORTED:
             batch = take_report(batch, self._counters)
             if batch is LEFT_OUT:
@@ -362,14 +381,13 @@ class SlotIterator(torch_private.BaseIterator):
         if self._pin_memory:
             self._counters.pin_copies += 1
             batch = pin_batch(batch, self._pin_memory_device)
-        if exchange.warning:
-            self._warn(batch)
         return batch
 
     def _warn(self, batch: Any) -> None:
         """Say what is to be said; where the program's filters make that an error, the batch comes next."""
         warning, self._exchange.warning = self._exchange.warning, ""
         self._held_back.append(batch)
+        self._exchange.settled = True
         warnings.warn(warning, SpillWarning, stacklevel=level_of_the_program())
         self._held_back.clear()
 
@@ -425,6 +443,7 @@ class SlotIterator(torch_private.BaseIterator):
 def _stop(owner_pid: int, crew: Workers, pool: SlotPool) -> None:
     if os.getpid() == owner_pid:
         with HeldInterrupts():
+            crew.interrupt()  # at the interpreter's end a daemon thread may be waiting for a batch
             crew.close()
             pool.close()
     else:  # a copy in a forked child: the workers and the memory are the parent's

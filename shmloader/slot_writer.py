@@ -96,6 +96,7 @@ class Column(NamedTuple):
 _SMALL_NBYTES = 4 << 20  # of a batch this small, two copies are to be had
 _MOST_OUTPUTS = 1024
 _MOST_RECIPES = 64
+_STR = frozenset({str})
 
 
 class _Mapped:
@@ -253,7 +254,9 @@ class SlotWriter:
 
     def recipe_for(self, items: int, names: tuple[object, ...]) -> Recipe | None:
         """The recipe for ``items`` samples that are dicts with the keys ``names``, to be collated here."""
-        return None if self._here is None else self._here.recipes.get((self.cursor, items, names))
+        recipe = None if self._here is None else self._here.recipes.get((self.cursor, items, names))
+        # Keys of a subclass of str are equal to those that the recipe was made for.
+        return recipe if recipe is not None and _STR.issuperset(map(type, names)) else None
 
     def remember(self, begin: int, items: int, columns: list[Column]) -> None:
         """Make a recipe of a batch that was collated from offset ``begin`` on."""

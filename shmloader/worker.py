@@ -12,7 +12,9 @@ import os
 import pickle
 import random
 import signal
+import sys
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -110,7 +112,13 @@ def run(arguments: WorkerArguments, pipes: Pipes) -> None:
 def run_in_thread(arguments: WorkerArguments, link: Link) -> None:
     """Entry point of a worker thread. The program's global generators are left alone."""
     torch_private.use_one_core_in_this_thread()
-    _Worker(arguments, link, in_thread=True).run()
+    pid = os.getpid()
+    try:
+        _Worker(arguments, link, in_thread=True).run()
+    except BaseException:
+        if os.getpid() != pid:
+            _end_fork()
+        raise
 
 
 class _Worker:
@@ -134,6 +142,7 @@ class _Worker:
             self._seeds = SampleSeeds(arguments.base_seed, arguments.epoch, in_thread=in_thread)
             self._rng = self._seeds.generators
         self._ended = False  # the iterable dataset is exhausted in this epoch
+        self._pid = os.getpid()
         self._wait_ns = 0
         self._later: deque[bytes] = deque()
 
@@ -215,6 +224,11 @@ class _Worker:
             if self._seeds is not None:
                 self._seeds.begin(task.seq)
             batch = self._make(index_batch)
+            if os.getpid() != self._pid:
+                raise RuntimeError(
+                    "a process that the dataset forked has come back from it, and ends here: its parent "
+                    "makes the batch. End it with os._exit()"
+                )
             if self._ended:
                 writer.release()
                 self._send(task, END)
@@ -223,7 +237,9 @@ class _Worker:
                 flags = REPORTED
             kind, encoded = BATCH, self._encoder.encode(batch)
             del batch
-        except BaseException as error:  # noqa: BLE001 - raised in the main process
+        except BaseException as error:
+            if os.getpid() != self._pid:
+                raise  # a process that the user's code forked is no worker, and ends by it as any other does
             if self._link.closed:
                 raise BrokenPipeError("the main process wants nothing more") from None
             kind, (encoded, flags) = FAILURE, self._encode_failure(error, index_batch)
@@ -306,6 +322,20 @@ class _Worker:
             self._wait_ns,
         )
         self._link.send(record)
+
+
+def _end_fork() -> None:
+    """End a process that a dataset forked in a worker thread, by the exception that is being handled.
+
+    Not by leaving the thread: no thread of the interpreter would be left, and C code that then makes itself
+    known to the interpreter, as torch's does when a thread ends, aborts (CPython 3.11).
+    """
+    error = sys.exception()
+    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+        os._exit(error.code or 0)
+    traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _is_fetched_one_by_one(dataset: Any, rules: FetchRules) -> bool:

@@ -277,3 +277,30 @@ def test_arguments_are_checked() -> None:
         DataLoader(Numbered(4), worker_restarts=-1)
     with pytest.raises(ValueError, match="map-style"):
         DataLoader(Counting(), worker_restarts=1)
+
+
+class Refills:
+    """A batch sampler that yields the same list again and again, with other indices in it."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = [0] * 4
+        for first in range(0, 64, 4):
+            indices[:] = range(first, first + 4)
+            yield indices
+
+
+def test_a_sampler_that_refills_one_list_loses_no_batch_with_a_worker(tmp_path: Path) -> None:
+    dataset = Fatal(tmp_path, {9: 1})
+    assert (
+        _batches(DataLoader(dataset, batch_sampler=Refills(), num_workers=1, worker_restarts=1)) == EXPECTED
+    )
+
+
+def test_a_dead_workers_indices_are_those_that_it_was_sent(tmp_path: Path) -> None:
+    loader = DataLoader(Fatal(tmp_path, {9: 1}), batch_sampler=Refills(), num_workers=1)
+    with pytest.raises(WorkerDied) as caught:
+        list(loader)
+    assert caught.value.indices == ([8, 9, 10, 11], [12, 13, 14, 15])

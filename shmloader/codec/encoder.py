@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import math
 import pickle
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -54,6 +55,7 @@ class Encoder:
         self._file = io.BytesIO()
         self._leaves: list[Leaf] = []
         self._copies: list[_Copy] = []
+        self._whole: _Copy | None = None  # the last tensor that lies in no other one
         self._pickler = BatchPickler(self._file, self._add_tensor, self._add_array, self._add_bytes)
 
     def encode(self, batch: object) -> Encoded:
@@ -70,6 +72,7 @@ class Encoder:
             if header is None:
                 self._leaves.clear()
                 self._copies.clear()
+                self._whole = None
                 self._pickler.dump(batch)
                 header = _join(self._leaves, self._file.getvalue())
             return self._commit(header, self._writer.cursor)
@@ -78,6 +81,7 @@ class Encoder:
             self._pickler.clear_memo()
             self._leaves.clear()
             self._copies.clear()
+            self._whole = None
             self._file.seek(0)
             self._file.truncate()
 
@@ -169,12 +173,24 @@ class Encoder:
         self._leaves.append(Leaf(kind, code, offset, shape))
 
     def _add_tensor(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-        """Add ``tensor``'s memory, from its first item on, as a leaf of ``shape``."""
+        """Add ``tensor``'s memory, from its first item on, as a leaf of ``shape``.
+
+        What lies within the tensor before it, in the same storage, arrives as a view of the same memory.
+        """
         dtype = tensor.dtype
         item = dtype.itemsize
-        nbytes = tensor.numel() * item
+        nbytes = math.prod(shape) * item
         code = CODE_OF_TORCH_DTYPE[dtype]
-        self._add_leaf(TENSOR, code, shape, tensor.data_ptr(), nbytes, item, tensor)
+        address, whole = tensor.data_ptr(), self._whole
+        if whole is not None and nbytes:
+            into = address - whole.address
+            if 0 <= into <= whole.nbytes - nbytes and (whole.offset + into) % item == 0:
+                self._leaves.append(Leaf(TENSOR, code, whole.offset + into, shape))
+                return
+        copies = len(self._copies)
+        self._add_leaf(TENSOR, code, shape, address, nbytes, item, tensor)
+        if len(self._copies) > copies:
+            self._whole = self._copies[-1]
 
     def _add_array(self, array: np.ndarray[Any, Any], code: int) -> None:
         address = array.__array_interface__["data"][0]

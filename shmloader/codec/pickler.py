@@ -10,6 +10,7 @@ import io
 import operator
 import pickle
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,11 @@ def _as_leaf() -> tuple[Any, ...]:
     return operator.getitem, ([MARKER], 0)
 
 
-class BatchPickler(pickle.Pickler):
-    """Pickles the structure of a batch; hands the memory of its leaves to an `Encoder`."""
+class BatchPickler(ForkingPickler):
+    """Pickles the structure of a batch; hands the memory of its leaves to an `Encoder`.
+
+    As torch's transport does, it knows the reducers that programs register with ``multiprocessing``.
+    """
 
     def __init__(
         self,
@@ -37,7 +41,7 @@ class BatchPickler(pickle.Pickler):
         add_array: Callable[[np.ndarray[Any, Any], int], None],
         add_bytes: Callable[[Any], None],
     ) -> None:
-        super().__init__(file, protocol=5, buffer_callback=self._add_buffer)
+        super().__init__(file, 5, True, self._add_buffer)
         self._add_tensor = add_tensor
         self._add_array = add_array
         self._add_bytes = add_bytes
@@ -90,9 +94,14 @@ class BatchPickler(pickle.Pickler):
         if contiguous and (1 not in shape or tensor.stride() == _row_major(shape)):
             self._add_tensor(tensor, shape)
             return _as_leaf()
+        strides = tensor.stride()
         if contiguous or _is_permuted(tensor):
             self._add_tensor(tensor, (tensor.numel(),))
-            return _with_strides, ([MARKER], shape, tensor.stride())
+            return _with_strides, ([MARKER], shape, strides)
+        span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        if 0 < span < tensor.numel():  # items overlap: expanded, unfolded
+            self._add_tensor(tensor, (span,))
+            return _with_strides, ([MARKER], shape, strides)
         self._add_tensor(tensor.contiguous(), shape)
         return _as_leaf()
 

@@ -130,7 +130,7 @@ class ProcessWorkers:
             worker = self.workers.pop()
             self._dismissed.append(worker)
             self._poller = None
-            worker.close_descriptors()
+            worker.hang_up()
 
     def restart(self, worker: Worker) -> ProcessWorker:
         """Replace a worker, dead or not, by a new process with new pipes.
@@ -150,7 +150,7 @@ class ProcessWorkers:
                 self.close(f"worker {worker.worker_id} could not be replaced", grace_s=0.0)
                 raise
             if old not in self.workers:  # closed meanwhile, by another thread, which has not seen the new one
-                fresh.close_descriptors()
+                fresh.hang_up()
                 self._end([fresh])
                 raise LoaderClosed("the loader was closed while a worker was being replaced")
             self.workers[worker.worker_id] = fresh
@@ -262,13 +262,13 @@ class ProcessWorkers:
             self._poller = None
             forks.end(self)
             for worker in workers:
-                worker.close_descriptors()
+                worker.hang_up()
                 if worker.is_spare and not worker.heard:
                     worker.process.terminate()  # it is still starting, which nobody has waited for
             deadline = time.monotonic() + grace_s
             for worker in workers:
                 # A second Ctrl-C means that the user will not wait.
-                while worker.process.exitcode is None and not interrupts.came:
+                while not worker.is_dead() and not interrupts.came:
                     if time.monotonic() >= deadline:
                         break
                     worker.process.join(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
@@ -279,7 +279,7 @@ class ProcessWorkers:
     def _end(self, workers: list[ProcessWorker]) -> None:
         """End what has not ended by itself, and close what is left of it."""
         for order in ("terminate", "kill"):
-            stuck = [worker for worker in workers if worker.process.exitcode is None]
+            stuck = [worker for worker in workers if not worker.is_dead()]
             for worker in stuck:
                 getattr(worker.process, order)()
             deadline = time.monotonic() + 1.0

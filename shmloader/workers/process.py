@@ -87,7 +87,9 @@ class ProcessWorker:
         return records
 
     def is_dead(self) -> bool:
-        """Whether the process has ended."""
+        """Whether the process has ended; known also where somebody else has taken its exit code."""
+        if self.death_fd < 0 or self.process.exitcode is not None:
+            return self.released or self.process.exitcode is not None
         poller = select.poll()
         poller.register(self.death_fd, select.POLLIN)
         return bool(poller.poll(0))
@@ -99,14 +101,19 @@ class ProcessWorker:
         with contextlib.suppress(ValueError):
             self.process.close()
 
-    def close_descriptors(self) -> None:
-        """Close this side's descriptors; the worker takes it as the order to end."""
+    def hang_up(self) -> None:
+        """Close the pipes, which the worker takes as the order to end."""
         for fd in (self.tasks_fd, self.dones_fd):
             if fd >= 0:
                 os.close(fd)
+        self.tasks_fd = self.dones_fd = -1
+
+    def close_descriptors(self) -> None:
+        """Close this side's descriptors: then only its exit code tells whether the process has ended."""
+        self.hang_up()
         if self.death_fd >= 0 and self.death_fd != getattr(self.process, "sentinel", -1):
             os.close(self.death_fd)
-        self.tasks_fd = self.dones_fd = self.death_fd = -1
+        self.death_fd = -1
 
 
 def _open_death_fd(process: Any) -> int:

@@ -17,11 +17,12 @@ import threading
 import time
 import traceback
 import weakref
-from typing import Any
+from typing import Any, Final
 
 from torch.utils.data import Dataset
 
 from shmloader import torch_private
+from shmloader.arguments import WorkerType
 from shmloader.errors import WorkerDied
 from shmloader.failures import add_note, forget_frames
 from shmloader.interrupts import HeldInterrupts
@@ -31,7 +32,8 @@ from shmloader.workers.gate import SegmentGate
 from shmloader.workers.interface import MakeArguments, Worker
 from shmloader.workers.thread_link import Bell, ThreadLink
 
-PROCESS, THREAD = "process", "thread"
+PROCESS: Final = "process"
+THREAD: Final = "thread"
 WORKER_TYPES = (PROCESS, THREAD)
 """What ``worker_type`` may be."""
 
@@ -45,7 +47,7 @@ _live: weakref.WeakSet[ThreadWorkers] = weakref.WeakSet()
 
 
 def check_worker_type(
-    worker_type: str, dataset: object, multiprocessing_context: object, worker_restarts: int
+    worker_type: WorkerType, dataset: object, multiprocessing_context: object, worker_restarts: int
 ) -> None:
     """Refuse what is no type of worker, and what worker threads cannot do.
 
@@ -338,5 +340,6 @@ def _end_with_program() -> None:
 
 def _end_all() -> None:
     for workers in list(_live):
+        workers.interrupt()
         workers.close("the program ends", grace_s=0.0)
     _join(list(_unended), _EXIT_S)

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import gc
+import linecache
 import os
 import random
 import select
@@ -20,6 +21,7 @@ import pytest
 from loading import Numbered
 
 import shmloader
+import shmloader.iterator
 from robustness.datasets import first_indices
 from robustness.processes import ENVIRONMENT, LONG, wait_gone, workers_of
 from shmloader import DataLoader
@@ -238,6 +240,14 @@ def _lines_to_try(total: int, short: int, seed: int) -> list[int]:
     return lines if LONG else sorted(random.Random(seed).sample(lines, min(short, total)))
 
 
+def _only_returns(place: tuple[str, int] | None) -> bool:
+    """Whether nothing but handing out the batch is left to do from a line of the iterator on."""
+    assert place is not None
+    name, number = place
+    code = linecache.getline(shmloader.iterator.__file__, number).strip()
+    return name == "iterator.py" and code in ("return batch", "self._num_yielded += 1")
+
+
 def test_an_interrupt_at_any_line_of_next_loses_nothing() -> None:
     """The same epoch goes on exactly or says that it cannot; the next epoch is exact; no slot is lost."""
     for line in _lines_to_try(_lines_of(lambda _, iterator: next(iterator)), 15, seed=7):
@@ -246,8 +256,8 @@ def test_an_interrupt_at_any_line_of_next_loses_nothing() -> None:
         if interrupted.hit:
             with contextlib.suppress(shmloader.LoaderClosed):
                 rest = first_indices(iterator)
-                # In its last lines the batch was taken: as if it came when next() returned.
-                assert rest in (EXPECTED[2:], EXPECTED[3:]), (
+                # When it returns the batch was taken: as if it came after next().
+                assert rest == EXPECTED[2:] or (rest == EXPECTED[3:] and _only_returns(interrupted.place)), (
                     f"after an interrupt at {interrupted.place}: {rest}"
                 )
         del iterator

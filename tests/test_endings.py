@@ -1,0 +1,77 @@
+"""How loaders end in programs that reap their children, and in those that end while a thread loads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+LOADER = """
+    import os, signal, sys, threading, time
+    import torch
+    from torch.utils.data import Dataset
+    from shmloader import DataLoader
+
+    class Numbers(Dataset):
+        def __len__(self):
+            return 10_000
+
+        def __getitem__(self, index):
+            time.sleep(0.001)
+            return torch.tensor(index)
+"""
+
+
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    source = textwrap.dedent(LOADER) + textwrap.dedent(program)
+    command = [sys.executable, "-c", source, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+REAPS = """
+    def reap(*_):
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            pass
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN if sys.argv[1] == "ignores" else reap)
+    for _ in range(3):
+        loader = DataLoader(Numbers(), batch_size=2, num_workers=2)
+        iterator = iter(loader)
+        next(iterator)
+        began_s = time.monotonic()
+        loader.close()
+        print(time.monotonic() - began_s)
+"""
+
+
+@pytest.mark.parametrize("how", ["ignores", "reaps"])
+def test_closing_waits_for_no_exit_code_that_somebody_else_has_taken(how: str) -> None:
+    """It would wait for its grace, five seconds, for processes that have ended long before."""
+    done = run(REAPS, how)
+    assert done.stderr == ""
+    assert max(map(float, done.stdout.split())) < 4.0
+
+
+ENDS = """
+    loader = DataLoader(Numbers(), batch_size=2, num_workers=2, worker_type=sys.argv[1])
+    begun = threading.Event()
+
+    def load():
+        for batch in loader:
+            begun.set()
+
+    threading.Thread(target=load, daemon=True).start()
+    begun.wait()
+"""
+
+
+@pytest.mark.parametrize("worker_type", ["process", "thread"])
+def test_a_program_that_ends_while_a_daemon_thread_loads_says_nothing(worker_type: str) -> None:
+    done = run(ENDS, worker_type)
+    assert done.stderr == ""
+    assert done.returncode == 0
