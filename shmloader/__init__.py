@@ -1,4 +1,4 @@
-"""shmloader: a drop-in for ``torch.utils.data.DataLoader`` that copies no batch between processes.
+"""shmloader: a drop-in for ``torch.utils.data.DataLoader`` whose workers collate into shared memory.
 
 >>> from shmloader import DataLoader
 
@@ -13,6 +13,7 @@ from shmloader.errors import (
     NoGoodSample,
     SharedMemoryExhausted,
     ShareTimeout,
+    SlotCorrupted,
     SpillWarning,
     WorkerDied,
     WorkerStartError,
@@ -20,7 +21,7 @@ from shmloader.errors import (
 )
 from shmloader.loader import DataLoader
 from shmloader.sources import why_per_sample
-from shmloader.statistics import BadSample, LoaderStatistics
+from shmloader.statistics import AutotuneReport, BadSample, LoaderStatistics
 from shmloader.store.files import open_store as open  # noqa: A004 - used as shmloader.open
 from shmloader.store.host import share_on_host
 from shmloader.store.sharing import share
@@ -28,6 +29,7 @@ from shmloader.store.sharing import share
 __version__ = "0.1.0"
 
 __all__ = [
+    "AutotuneReport",
     "BadSample",
     "BadSampleWarning",
     "DataLoader",
@@ -37,6 +39,7 @@ __all__ = [
     "NoGoodSample",
     "ShareTimeout",
     "SharedMemoryExhausted",
+    "SlotCorrupted",
     "SpillWarning",
     "WorkerDied",
     "WorkerStartError",
