@@ -10,20 +10,22 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Container
-from typing import Any
+from typing import Any, Final
 
 from torch.utils.data import IterableDataset
 
 from shmloader import torch_private
+from shmloader.arguments import Dispatch
 from shmloader.slots import SlotPool
 from shmloader.trials import AutoCount
 
-STATIC, DYNAMIC = "static", "dynamic"
+STATIC: Final = "static"
+DYNAMIC: Final = "dynamic"
 MODES = (STATIC, DYNAMIC)
 """What ``dispatch`` may be."""
 
 
-def choose_dispatch(dispatch: str | None, dataset: object, num_workers: object) -> str:
+def choose_dispatch(dispatch: Dispatch | None, dataset: object, num_workers: object) -> Dispatch:
     """The mode that a loader has.
 
     Args:

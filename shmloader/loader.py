@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -10,10 +11,11 @@ from typing import Any, Generic, Literal, Self, TypeVar
 
 import torch
 import torch.utils.data
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
+from shmloader.arguments import Dispatch, OnError, WorkerType, check_own_arguments
 from shmloader.autotune import Autotune
-from shmloader.bad_samples import MODES, RAISE, warn_of_bad_samples
+from shmloader.bad_samples import warn_of_bad_samples
 from shmloader.dispatch import choose_dispatch
 from shmloader.errors import LoaderClosed
 from shmloader.in_process import InProcessIterator
@@ -45,11 +47,11 @@ class _Own:
 
 
 class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
-    """A drop-in for ``torch.utils.data.DataLoader`` that copies no batch between processes.
+    """A drop-in for ``torch.utils.data.DataLoader`` whose workers write batches where the program reads them.
 
     All arguments of torch's loader have torch's meaning, and batches, their order, what datasets draw in
     workers and the state of the global generators afterwards are identical to torch's. With
-    ``num_workers=0`` loading is torch's own, in this process.
+    ``num_workers=0`` samples are fetched and joined in this process, with torch's results.
 
     With workers, each collates its batch straight into a **slot** of shared memory, and the tensors that
     ``next()`` returns are views of it. A slot is written again only after the last view of its batch is
@@ -84,10 +86,12 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
         persistent_workers: Keep the workers from epoch to epoch.
         pin_memory_device: Deprecated in torch; kept for its signature.
         in_order: Return batches in the sampler's order; else as they arrive.
-        memory_budget_nbytes: Most bytes that the slots of one iterator may take together. Batches beyond
-            it are copied to private memory, counted in `statistics` and warned of once. None takes half
-            of what the machine and its memory cgroup have available when iteration begins. With ``"auto"``
-            nothing is chosen of which ``prefetch_factor * num_workers + 2`` batches would not fit.
+        memory_budget_nbytes: Most bytes that the slots of one iterator may take together: at least a page,
+            4,096 bytes on most machines, for each of ``prefetch_factor * num_workers + 2`` slots (less counts
+            as that). Batches beyond it are copied to private memory, counted in `statistics` and warned of
+            once. None takes half of what the machine and its memory cgroup have available when iteration
+            begins. With ``"auto"`` nothing is chosen of which ``prefetch_factor * num_workers + 2`` batches
+            would not fit.
         worker_restarts: How many dead workers, and with ``timeout`` silent ones, an iterator replaces before
             one of them is an error. The batches that a replaced worker held are made again, in the same
             order: none is lost and none comes twice. One that has ended two workers is an error at once.
@@ -123,20 +127,23 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
             For the memory to be saved, nothing else (a sampler, a variable) may go on holding the original.
 
     Raises:
+        TypeError: For a ``memory_budget_nbytes`` or ``worker_restarts`` that is no whole number (``1e9`` is a
+            float), and for arguments that torch refuses so.
         ValueError: For arguments that torch refuses, with torch's message, for a budget below 1, for
             ``worker_restarts`` below 0 or with an iterable-style dataset, for an ``on_error`` that is none of
             the three, for a ``dispatch`` that is neither of the two or dynamic with an iterable-style
-            dataset, for ``num_workers="auto"`` with static dispatch or an iterable-style dataset, for
+            dataset, for another word than ``"auto"`` as ``num_workers`` or ``prefetch_factor``, for
+            ``num_workers="auto"`` with static dispatch or an iterable-style dataset, for
             ``prefetch_epochs`` without ``persistent_workers``, and for a ``worker_type`` that is neither of
             the two or ``"thread"`` with what it is not for.
     """
 
     memory_budget_nbytes: int | None
     worker_restarts: int
-    on_error: str
-    dispatch: str
+    on_error: OnError
+    dispatch: Dispatch
     prefetch_epochs: bool
-    worker_type: str
+    worker_type: WorkerType
     share_dataset: bool
 
     def __init__(
@@ -161,21 +168,29 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
         in_order: bool = True,
         memory_budget_nbytes: int | None = None,
         worker_restarts: int = 0,
-        on_error: str = RAISE,
-        dispatch: str | None = None,
+        on_error: OnError = "raise",
+        dispatch: Dispatch | None = None,
         prefetch_epochs: bool = False,
-        worker_type: str = PROCESS,
+        worker_type: WorkerType = PROCESS,
         share_dataset: bool = False,
     ) -> None:
         self.memory_budget_nbytes = memory_budget_nbytes
         self.worker_restarts = worker_restarts
         self.on_error = on_error
-        workers, in_advance = or_chosen(num_workers, 1), or_chosen(prefetch_factor, 2)
+        workers = or_chosen("num_workers", num_workers, 1)
+        in_advance = or_chosen("prefetch_factor", prefetch_factor, 2)
         self.dispatch = choose_dispatch(dispatch, dataset, workers)
         self.prefetch_epochs = prefetch_epochs
         self.worker_type = worker_type
         self.share_dataset = share_dataset
-        self._check_own_arguments(dataset, persistent_workers)
+        check_own_arguments(
+            dataset=dataset,
+            persistent_workers=persistent_workers,
+            memory_budget_nbytes=memory_budget_nbytes,
+            worker_restarts=worker_restarts,
+            on_error=on_error,
+            prefetch_epochs=prefetch_epochs,
+        )
         check_worker_type(worker_type, dataset, multiprocessing_context, worker_restarts)
         if share_dataset:
             dataset = share_for_loader(dataset)
@@ -199,24 +214,6 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
             in_order=in_order,
         )
 
-    def _check_own_arguments(self, dataset: object, persistent_workers: bool) -> None:
-        """Refuse what is wrong in the arguments that torch does not have."""
-        if self.memory_budget_nbytes is not None and self.memory_budget_nbytes < 1:
-            raise ValueError(f"memory_budget_nbytes must be at least 1, not {self.memory_budget_nbytes}")
-        if self.worker_restarts < 0:
-            raise ValueError(f"worker_restarts must be at least 0, not {self.worker_restarts}")
-        if self.worker_restarts and isinstance(dataset, IterableDataset):
-            raise ValueError(
-                "worker_restarts needs a map-style dataset: how far an iterable-style one had come only the "
-                "dead worker knew, so its batches cannot be made again"
-            )
-        if self.on_error not in MODES:
-            raise ValueError(f"on_error must be one of {', '.join(map(repr, MODES))}, not {self.on_error!r}")
-        if self.prefetch_epochs and not persistent_workers:
-            raise ValueError(
-                "prefetch_epochs=True needs persistent_workers=True: others end with their epoch"
-            )
-
     def __iter__(self) -> Any:
         # A persistent iterator whose workers are gone (closed, or a worker died) cannot be resumed.
         if isinstance(self._iterator, SlotIterator) and self._iterator.closed:
@@ -231,7 +228,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
         self.check_worker_number_rationality()
         own = self._own()
         counters, closes = own.counters, own.counters.closes
-        own.autotune = chooser_of(self, own.autotune)
+        prefetch_factor: Any = self.prefetch_factor
+        if prefetch_factor > 0:  # others the iterator refuses, in torch's words
+            operator.index(prefetch_factor)  # raises for a fraction, as torch's iterator does
+            own.autotune = chooser_of(self, own.autotune)
         iterator = SlotIterator(self, counters, own.autotune)
         own.iterators.add(iterator)
         if counters.closes != closes:  # by another thread, or by the sampler

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from shmloader.limits import memory_headroom, shm_free_nbytes
+from shmloader.segment import PAGE_NBYTES, whole_pages
 from shmloader.slots import SlotPool, SlotState
 from shmloader.statistics import Counters
+
+_CAUTION = 4  # a slot may grow at once to a quarter of its share, if to hold a batch much larger than others
 
 
 class Spills:
@@ -17,6 +20,7 @@ class Spills:
 
     def __init__(self, pool: SlotPool, counters: Counters) -> None:
         self._pool = pool
+        self._slots_wanted = pool.base_slots  # the pool may come to have fewer, for want of memory
         self._counters = counters
 
     def too_large(self, nbytes: int, limit_nbytes: int) -> str:
@@ -32,7 +36,11 @@ class Spills:
         self._count(nbytes)
         if nbytes <= limit_nbytes:
             return self._once(self._refusal(nbytes))
-        return self._once(self._budget(f"a batch of {nbytes:,} bytes is larger than a slot may be", nbytes))
+        needed_nbytes = self._needed_nbytes(nbytes)
+        if needed_nbytes <= self._pool.budget_nbytes:
+            needed_nbytes *= _CAUTION
+        why = f"a batch of {nbytes:,} bytes is larger than a slot may be"
+        return self._once(self._budget(why, needed_nbytes))
 
     def kept(self, nbytes: int) -> str:
         """Count a batch of ``nbytes`` that cannot have a slot for as long as the program may keep it.
@@ -43,9 +51,8 @@ class Spills:
         self._count(nbytes)
         if not self._pool.out_of_budget:
             return ""
-        return self._once(
-            self._budget(f"the program keeps {self._pool.count(SlotState.LEASED)} batches", nbytes)
-        )
+        why = f"the program keeps {self._pool.count(SlotState.LEASED)} batches"
+        return self._once(self._budget(why, self._needed_nbytes(nbytes)))
 
     def notice(self) -> str:
         """The pool's notice, the first time."""
@@ -67,13 +74,22 @@ class Spills:
         warned, self._counters.warned_of_spills = self._counters.warned_of_spills, True
         return "" if warned else warning
 
-    def _budget(self, why: str, nbytes: int) -> str:
+    def _needed_nbytes(self, nbytes: int) -> int:
+        """What the base's slots take if each holds the largest batch."""
         pool = self._pool
-        needed_nbytes = pool.base_slots * max(nbytes, pool.largest_nbytes)
+        return max(self._slots_wanted, pool.base_slots) * whole_pages(max(nbytes, pool.largest_nbytes))
+
+    def _budget(self, why: str, needed_nbytes: int) -> str:
+        pool = self._pool
+        # A smaller one the pool has raised to this.
+        is_least = pool.budget_nbytes <= self._slots_wanted * PAGE_NBYTES
+        least = (
+            f" (a page for each of {self._slots_wanted} slots, the least there can be)" if is_least else ""
+        )
         return (
-            f"{why}, and the slots' memory budget is {pool.budget_nbytes:,} bytes: batches beyond it are "
-            "copied to private memory, which is correct but slower. A budget for this loader's slots is at "
-            f"least {needed_nbytes:,} bytes (memory_budget_nbytes=...), plus what the program keeps; or "
+            f"{why}, and the slots' memory budget is {pool.budget_nbytes:,} bytes{least}: batches beyond it "
+            "are copied to private memory, which is correct but slower. A budget for this loader's slots is "
+            f"at least {needed_nbytes:,} bytes (memory_budget_nbytes=...), plus what the program keeps; or "
             "use a smaller batch_size, prefetch_factor or num_workers."
         )
 

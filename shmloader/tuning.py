@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import os
 import time
 import weakref
@@ -32,9 +33,22 @@ _NO_ROOM = "no more batches fit in the memory budget"
 _PATIENCE = 8  # batches that are returned until it is clear that no room is made for a larger choice
 
 
-def or_chosen(argument: Any, start: int) -> Any:
-    """An argument; in the place of ``"auto"`` a number that says that it is chosen."""
-    return AutoCount(start) if isinstance(argument, str) and argument == AUTO else argument
+def or_chosen(name: str, argument: Any, start: int) -> Any:
+    """An argument; in the place of ``"auto"`` a number that says that it is chosen.
+
+    Args:
+        name: The argument's name.
+        argument: Its value. Torch checks all but words.
+        start: What choosing begins with.
+
+    Raises:
+        ValueError: For another word.
+    """
+    if not isinstance(argument, str):
+        return argument
+    if argument != AUTO:
+        raise ValueError(f"{name} must be a number or {AUTO!r}, not {argument!r}")
+    return AutoCount(start)
 
 
 def chooser_of(loader: Any, before: Autotune | None) -> Autotune | None:
@@ -84,7 +98,10 @@ def make_pool(loader: Any, autotune: Autotune | None) -> SlotPool:
     most_tasks = num_workers * int(loader.prefetch_factor)
     if budget_nbytes is None and autotune is None:
         return SlotPool(new_segment(), most_tasks, available_nbytes // 2, elastic=True, workers=num_workers)
-    budget_nbytes = available_nbytes // 2 if budget_nbytes is None else min(budget_nbytes, available_nbytes)
+    if budget_nbytes is None:
+        budget_nbytes = available_nbytes // 2
+    else:  # a plain number, since sums of NumPy's narrow ones overflow
+        budget_nbytes = min(operator.index(budget_nbytes), available_nbytes)
     if autotune is None:
         return SlotPool(new_segment(), most_tasks, budget_nbytes)
     planned = most_tasks if autotune.settled else max(most_tasks, autotune.most_tasks)

@@ -111,7 +111,7 @@ BAD: dict[str, dict[str, Any]] = {
     "drop_last without batches": {"batch_size": None, "drop_last": True},
     "zero batch": {"batch_size": 0},
     "fractional batch": {"batch_size": 1.5},
-    "text for workers": {"num_workers": "2"},
+    "a list for workers": {"num_workers": [2]},
     "text for a truth": {"drop_last": "no"},
     "start method unknown": {"num_workers": 1, "multiprocessing_context": "thread"},
     "context of a wrong type": {"num_workers": 1, "multiprocessing_context": 3},

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import logging
+import re
 
 from shmloader.errors import WorkerTimeout
 from shmloader.workers.interface import Worker, Workers
 
 _log = logging.getLogger("shmloader")
+
+# The thread of `watch.end_with` as faulthandler shows it. In a spawned worker its code has no file.
+_WATCH_THREAD = re.compile(
+    r'Thread .*\n  File "(?:<string>|.*shmloader.watch\.py)", line \d+ in wait\n.*threading\.py'
+)
 
 
 def log_replacement(
@@ -32,7 +38,7 @@ def log_replacement(
         index_batch,
         fresh.pid,
         restarts_left,
-        stack and f"\n{stack}",
+        stack and f"\n{_without_watch_thread(stack)}",
     )
 
 
@@ -50,7 +56,14 @@ def worker_timeout(
     """
     return WorkerTimeout(
         f"DataLoader timed out after {silent_s} seconds: none of {len(crew.workers)} worker(s) "
-        f"has finished a batch; outstanding index batches: {waiting_for!s:.300}. {why} The next is "
-        f"due from worker {worker.worker_id} ({worker.place}), which is at\n"
-        f"{crew.stack_of(worker)}"
+        f"has finished a batch; outstanding index batches: {waiting_for!s:.300}. {why and why + ' '}"
+        "Where a batch may take so long, raise timeout=; else something hangs, and the stack below says "
+        f"where. The next is due from worker {worker.worker_id} ({worker.place}), which is at\n"
+        f"{_without_watch_thread(crew.stack_of(worker))}"
     )
+
+
+def _without_watch_thread(stack: str) -> str:
+    """A worker's stacks without that of the thread that only waits for the end of the main process."""
+    threads = stack.split("\n\n")
+    return "\n\n".join(thread for thread in threads if not _WATCH_THREAD.match(thread)) or stack

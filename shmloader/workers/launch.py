@@ -50,9 +50,6 @@ def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes) -> Any
             "output, above, says why if it could; a SIGKILL leaves none (is memory short?).",
             worker_id=worker_id,
         ) from error
-    except Exception as error:
-        explain_start_failure(error, context)
-        raise
     return process
 
 
@@ -87,7 +84,7 @@ def _without_interrupts(context: Any) -> Iterator[None]:
 
 
 def explain_start_failure(error: BaseException, context: Any) -> None:
-    """Note with an error how what workers are given reaches them, unless that is by fork."""
+    """Note with an error of pickling how what workers are given reaches them, which is not by fork."""
     method = context.get_start_method()
     error.add_note(
         f"A shmloader worker could not be started with start method {method!r}, which pickles the dataset, "
