@@ -15,19 +15,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
 from benchmarks.machine import describe
+from benchmarks.result_files import result_file, write_json
 from shmloader import DataLoader
+from shmloader.cli.bench import NOT_WRITTEN, whole_number
 from shmloader.limits import cores
 
 _PREFETCH = (2, 4, 8)
@@ -159,14 +160,14 @@ def measure(workload: Workload, turns: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Print a table for each workload, and write all of it as JSON if asked."""
+def main() -> int:
+    """Print a table for each workload, and write all of it as JSON if asked; 3 where that could not be."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--workload", action="append", choices=WORKLOADS, help="one of them; may be repeated")
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--turns", type=whole_number(1), default=7)
+    parser.add_argument("--json", type=result_file)
     given = parser.parse_args()
     results: dict[str, Any] = {}
     for name in given.workload or WORKLOADS:
@@ -180,9 +181,10 @@ def main() -> None:
         if found["ratio_to_same_fixed"] is not None:
             print(f"  auto / the same choice, fixed: {found['ratio_to_same_fixed']:.3f} (1 but for noise)")
         print(f"  while choosing / afterwards: {found['while_choosing']:.3f}", flush=True)
-    if given.json:
-        given.json.write_text(json.dumps({"machine": describe(), "results": results}, indent=1))
+    if given.json and not write_json(given.json, {"machine": describe(), "results": results}):
+        return NOT_WRITTEN
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -27,6 +27,7 @@ from benchmarks.checkout_process import Turn
 from benchmarks.real_files import FOLDER
 from benchmarks.summary import render_table
 from benchmarks.workloads import STARTUP, WORKLOADS
+from shmloader.cli.bench import SHORTEST_WINDOW_S, finite_number, whole_number
 
 ROOT = Path(__file__).resolve().parent.parent
 CHILD = Path(__file__).with_name("checkout_process.py")
@@ -131,15 +132,14 @@ def main() -> None:
     add = parser.add_argument
     add("other", type=lambda text: Path(text).resolve(), help="folder of the other checkout")
     add("--workload", action="append", choices=names, help="what to load; may be repeated (default: tiny)")
-    add("--rounds", type=int, default=4, help="how often fresh processes are started (%(default)s)")
-    add("--turns", type=int, default=5, help="how often each of them loads (%(default)s)")
-    add("--seconds", type=float, default=1.0, help="how long in each turn (%(default)s)")
-    add("--workers", type=int, default=2, help="worker processes (%(default)s)")
+    count, seconds = whole_number(1), finite_number(SHORTEST_WINDOW_S)
+    add("--rounds", type=count, default=4, help="how often fresh processes are started (%(default)s)")
+    add("--turns", type=count, default=5, help="how often each of them loads (%(default)s)")
+    add("--seconds", type=seconds, default=1.0, help="how long in each turn (%(default)s)")
+    add("--workers", type=count, default=2, help="worker processes (%(default)s)")
     arguments = parser.parse_args()
     if not (arguments.other / "shmloader" / "__init__.py").is_file():
         parser.error(f"{arguments.other} is no checkout: it has no shmloader/__init__.py")
-    if arguments.turns < 1 or arguments.rounds < 1:
-        parser.error("--rounds and --turns must be at least 1")
     if arguments.other == ROOT:
         parser.error("that is this checkout: copy it, to see by how much one differs from itself")
     for name in arguments.workload or ["tiny"]:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import shmloader
 from benchmarks.summary import render_table
+from shmloader.cli.bench import whole_number
 
 LISTS = 1_000_000
 LOADERS = {"torch": DataLoader, "shmloader": shmloader.DataLoader}
@@ -59,8 +60,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--turns", type=int, default=5, help="how often each collects (%(default)s)")
-    parser.add_argument("--lists", type=int, default=LISTS, help="how many lists there are (%(default)s)")
+    add = parser.add_argument
+    add("--turns", type=whole_number(1), default=5, help="how often each collects (%(default)s)")
+    add("--lists", type=whole_number(0), default=LISTS, help="how many lists there are (%(default)s)")
     arguments = parser.parse_args()
     table = [["loader", "ms", "fewest", "most", "MB made private"]]
     for name, collections in measure(arguments.turns, arguments.lists).items():

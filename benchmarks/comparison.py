@@ -20,18 +20,22 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks import machine, peers, report, summary  # noqa: F401 - peers registers its loaders
+from benchmarks import machine, peers, report, result_files, summary  # noqa: F401 - peers registers loaders
 from benchmarks.copying import MEMCPY
 from benchmarks.loaders import LOADERS, Loader
-from benchmarks.measure import load_plugins
+from benchmarks.measure import PluginError, load_plugins
 from benchmarks.real_files import FOLDER
 from benchmarks.records import Measurement
 from benchmarks.report import LeftOut, Outcome
 from benchmarks.transport import MeasurementFailedError, make_spec, run_undisturbed
 from benchmarks.verdicts import compare_startups, judge
 from benchmarks.workloads import WORKLOADS, Workload
+from shmloader.cli.bench import NOT_MEASURED, NOT_WRITTEN
 
 LIMIT = "limit"
+
+LEAST_BATCHES = 10
+"""How many batches a window has at the least."""
 
 LARGE_ALLOWANCE_S = 30.0
 """What a measurement may need in addition for each GB of its data set."""
@@ -129,7 +133,7 @@ def measure_in_turns(run: Run, workload: Workload, names: list[str], progress: A
             progress.set_description(f"{workload.name}, {name}")
             spec = make_spec(run.arguments, workload.name, name)
             allowance_s = LARGE_ALLOWANCE_S * workload.dataset_nbytes / 1e9
-            spec = replace(spec, timeout_s=spec.timeout_s + allowance_s, min_batches=10)
+            spec = replace(spec, timeout_s=spec.timeout_s + allowance_s, min_batches=LEAST_BATCHES)
             try:
                 runs[name].append(run_undisturbed(spec, run.arguments.max_foreign))
             except MeasurementFailedError as failure:
@@ -222,19 +226,19 @@ def main(arguments: argparse.Namespace) -> int:
     """Runs the comparison that the options of `python -m shmloader bench` describe.
 
     Returns:
-        0, or 1 where this project's loader failed or was wrong or, with `check`, missed a target; 2 for
-        a name that is not known.
+        The exit status, see `shmloader.cli.bench.DESCRIPTION`.
     """
-    load_plugins(tuple(arguments.plugin))
-    if arguments.list:
-        print(list_all())
-        return 0
     try:
+        load_plugins(tuple(arguments.plugin))
+        if arguments.list:
+            print(list_all())
+            return 0
         workloads = choose(arguments.workload, list(WORKLOADS), "workload")
         loaders = choose(arguments.loader, list(LOADERS), "loader")
-    except UnknownNameError as error:
+        check_outputs(arguments)
+    except (PluginError, UnknownNameError, result_files.UnusablePathError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return NOT_MEASURED
     run = Run(arguments, machine.describe())
     try:
         with tempfile.TemporaryDirectory(prefix="shmloader-bench-") as folder:
@@ -245,9 +249,29 @@ def main(arguments: argparse.Namespace) -> int:
         run.wrong = True
     finally:  # what was measured before a failure is not lost
         os.environ.pop(FOLDER, None)
-        publish(run)
+        unwritten = publish(run)
     missed = any(not verdict.ok for one in run.outcomes for verdict in one.verdicts)
-    return int(run.wrong or (arguments.check and missed))
+    if run.wrong or (arguments.check and missed):
+        return 1
+    return NOT_WRITTEN if unwritten else 0
+
+
+def check_outputs(arguments: argparse.Namespace) -> None:
+    """Tries, before anything is measured, whether what is asked for could be written.
+
+    Raises:
+        UnusablePathError: It could not.
+    """
+    try:
+        option = "--json"
+        if arguments.json is not None:
+            result_files.check_file(arguments.json)
+        option = "--plot"
+        if arguments.plot is not None:
+            result_files.check_folder(arguments.plot)
+            result_files.check_drawing("benchmarks.plots")
+    except result_files.UnusablePathError as error:
+        raise result_files.UnusablePathError(f"{option}: {error}") from error
 
 
 def run_all(run: Run, workloads: list[str], loaders: list[str]) -> None:
@@ -266,14 +290,28 @@ def run_all(run: Run, workloads: list[str], loaders: list[str]) -> None:
         one.verdicts.extend(compare_startups(one.workload, rows))
 
 
-def publish(run: Run) -> None:
-    """Prints the tables, and writes what else was asked for."""
-    print(report.render(run.machine, run.copying, run.outcomes, run.left_out))
-    if run.arguments.json:
-        run.arguments.json.write_text(json.dumps(to_json(run), indent=1, default=str), encoding="utf-8")
-        print(f"every measurement: {run.arguments.json}")
-    if run.arguments.plot:
+def publish(run: Run) -> list[str]:
+    """Prints the tables and writes what else was asked for, each of them whatever became of the others.
+
+    Returns:
+        What could not be written.
+    """
+    unwritten: list[str] = []
+    written = []
+    path, folder = run.arguments.json, run.arguments.plot
+    with result_files.noted("the report", unwritten):
+        print(report.render(run.machine, run.copying, run.outcomes, run.left_out), flush=True)
+    if path is not None:
+        with result_files.noted(f"--json {path}", unwritten):
+            path.write_text(json.dumps(to_json(run), indent=1, default=str), encoding="utf-8")
+            written.append(f"every measurement: {path}")
+    if folder is not None:
         from benchmarks.plots import draw_all
 
-        for path in draw_all(run.arguments.plot, run.machine, run.outcomes):
-            print(f"plot: {path}")
+        with result_files.noted(f"--plot {folder}", unwritten):
+            for picture in draw_all(folder, run.machine, run.outcomes):
+                written.append(f"plot: {picture}")  # noqa: PERF401 - what was drawn before a failure counts
+    if written:
+        with result_files.noted("the list of files", unwritten):
+            print("\n".join(written), flush=True)
+    return unwritten

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,15 +31,45 @@ LONGEST_WINDOW = 4
 """How many times `seconds` a window may last where batches come slowly."""
 
 
+class PluginError(Exception):
+    """A plugin cannot be imported; where its own code failed, the text ends with the traceback."""
+
+
 def load_plugins(paths: tuple[str, ...]) -> None:
     """Imports files that register workloads or loaders.
 
     They are imported under their own names, so that spawned workers can import them too.
+
+    Raises:
+        PluginError: One could not be.
     """
     for path in map(Path, paths):
-        if str(path.parent.resolve()) not in sys.path:
-            sys.path.append(str(path.parent.resolve()))
-        importlib.import_module(path.stem)
+        _load_plugin(path)
+
+
+def _load_plugin(path: Path) -> None:
+    if not path.is_file():
+        raise PluginError(f"--plugin: no file {path}")
+    if path.suffix != ".py" or "." in path.stem:
+        raise PluginError(
+            f"--plugin: {path} cannot be imported by its name: call it NAME.py, with no other dot"
+        )
+    if str(path.parent.resolve()) not in sys.path:
+        sys.path.append(str(path.parent.resolve()))
+    try:
+        module = importlib.import_module(path.stem)
+    except (Exception, SystemExit) as error:
+        # What imports it is of no interest; a file that cannot be parsed has no frame of its own.
+        place = error.__traceback__
+        while place is not None and Path(place.tb_frame.f_code.co_filename).name != path.name:
+            place = place.tb_next
+        text = "".join(traceback.format_exception(type(error), error, place)).rstrip()
+        raise PluginError(f"--plugin: {path} failed while it was loaded:\n{text}") from error
+    found = getattr(module, "__file__", None)
+    if found is None or not path.samefile(found):
+        raise PluginError(
+            f"--plugin: another module is called {path.stem!r} ({found or 'built in'}): rename {path}"
+        )
 
 
 def measure(spec: Spec) -> Measurement:

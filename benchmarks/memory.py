@@ -25,12 +25,17 @@ if str(ROOT) not in sys.path:  # as a script, only the script's own folder is th
 from benchmarks import machine, memory_cgroup  # noqa: E402
 from benchmarks.memory_datasets import CONTESTANTS, available  # noqa: E402
 from benchmarks.memory_process import Spec  # noqa: E402
+from benchmarks.result_files import UnusablePathError, check_drawing, result_file, write_json  # noqa: E402
 from benchmarks.summary import render_table  # noqa: E402
 from benchmarks.verdicts import Verdict, render_verdicts  # noqa: E402
+from shmloader.cli.bench import NOT_WRITTEN, whole_number  # noqa: E402
 from shmloader.cli.process_memory import MemorySample, sample_until_exit  # noqa: E402
 
 LIST = "torch, list"
 TIMEOUT_S = 600.0
+LEAST_ROWS = 10_000
+"""Fewer take no more memory than what a process gets and gives back by itself."""
+
 MOST_GROWTH, MOST_PSS, MOST_MESSAGE_NBYTES, MOST_SLOWDOWN = 0.05, 1.15, 64_000, 1.20
 MB = 1e6
 
@@ -139,7 +144,7 @@ def draw(arguments: argparse.Namespace, lines: dict[str, list[MemorySample]]) ->
     try:
         draw_lines(arguments.picture, lines, title)
         print(f"\npicture: {arguments.picture}")
-    except ImportError as error:
+    except OSError as error:
         print(f"\nno picture: {error}")
 
 
@@ -268,13 +273,19 @@ def parse(command_line: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--part", action="append", choices=list(PARTS), help="only this one; may be repeated")
     add("--contestant", action="append", choices=available(), help="only this one; may be repeated")
-    add("--rows", type=int, action="append", help="records; may be repeated (default 500,000 and 2,000,000)")
-    add("--workers", type=int, default=4, help="forked workers of the growth and limit parts (default 4)")
-    add("--blocks", type=int, default=1_000_000, help="KB of data for spawned workers (default 1,000,000)")
-    add("--repeats", type=int, default=3, help="runs with spawned workers, whose quickest counts (default 3)")
+    rows, count = whole_number(LEAST_ROWS), whole_number(1)
+    add("--rows", type=rows, action="append", help="records; may be repeated (default 500,000 and 2,000,000)")
+    add("--workers", type=count, default=4, help="forked workers of the growth and limit parts (default 4)")
+    add("--blocks", type=count, default=1_000_000, help="KB of data for spawned workers (default 1,000,000)")
+    add(
+        "--repeats",
+        type=count,
+        default=3,
+        help="runs with spawned workers, whose quickest counts (default 3)",
+    )
     add(
         "--cgroup-limit",
-        type=int,
+        type=count,
         nargs="?",
         const=0,
         metavar="BYTES",
@@ -282,10 +293,20 @@ def parse(command_line: list[str] | None) -> argparse.Namespace:
         "and one and a half times the list",
     )
     add("--quick", action="store_true", help="few records: a smoke test, its figures mean nothing")
-    add("--json", type=Path, metavar="PATH", help="write everything here")
-    add("--picture", type=Path, metavar="PATH", help="draw memory over time, as a PNG (needs matplotlib)")
+    add("--json", type=result_file, metavar="PATH", help="write everything here")
+    add(
+        "--picture",
+        type=result_file,
+        metavar="PATH",
+        help="draw memory over time, as a PNG (needs matplotlib)",
+    )
     add("--check", action="store_true", help="exit with 1 where a target is missed")
     arguments = parser.parse_args(command_line)
+    if arguments.picture is not None:
+        try:
+            check_drawing("matplotlib.figure")
+        except UnusablePathError as error:
+            parser.error(f"argument --picture: {error}")
     if arguments.quick:
         arguments.rows, arguments.blocks, arguments.repeats = arguments.rows or [20_000], 10_000, 1
     arguments.rows = sorted(arguments.rows or [500_000, 2_000_000])
@@ -297,17 +318,24 @@ def parse(command_line: list[str] | None) -> argparse.Namespace:
 
 
 def main(command_line: list[str] | None = None) -> int:
-    """Runs the benchmark and returns the exit code."""
+    """Runs the benchmark.
+
+    Returns:
+        The exit status: 1 where a target is missed, if that is checked; 3 where the JSON was not written.
+    """
     arguments = parse(command_line)
     report: dict[str, Any] = {"machine": machine.describe(), **{part: [] for part in PARTS}}
     verdicts: list[Verdict] = []
+    written = True
     for part in arguments.part:
         verdicts += PARTS[part](arguments, report)
     print(f"\n{render_verdicts(verdicts)}" if verdicts else "")
     if arguments.json:
         report["targets"] = [asdict(verdict) for verdict in verdicts]
-        arguments.json.write_text(json.dumps(report, indent=1, default=str), encoding="utf-8")
-    return int(arguments.check and not all(verdict.ok for verdict in verdicts))
+        written = write_json(arguments.json, report)
+    if arguments.check and not all(verdict.ok for verdict in verdicts):
+        return 1
+    return 0 if written else NOT_WRITTEN
 
 
 if __name__ == "__main__":

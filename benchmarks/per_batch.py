@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 import shmloader
+from shmloader.cli.bench import whole_number
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCH_SIZE = 4
@@ -44,6 +45,8 @@ PREFETCH_FACTOR = 8
 BEGIN, END = "/begin-of-counting", "/end-of-counting"
 LINE = re.compile(r"(\w+)\((.*)")
 MOST_PARTS = 12
+LEAST_BATCHES = 20
+"""Of fewer, what 5 and 95 % of them stay below would be made up."""
 
 
 @dataclass(frozen=True)
@@ -180,8 +183,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--batches", type=int, default=2000, help="batches that are counted (%(default)s)")
-    parser.add_argument("--traced", choices=list(CASES), help=argparse.SUPPRESS)
+    add = parser.add_argument
+    batches = whole_number(LEAST_BATCHES)
+    add("--batches", type=batches, default=2000, help="batches that are counted (%(default)s)")
+    add("--traced", choices=list(CASES), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.traced is not None:
         load(arguments.batches, CASES[arguments.traced], timed=False)

@@ -18,12 +18,23 @@ OWN, OTHER, LIMIT = "#1f6f8b", "#b0a8a0", "#404040"
 
 
 def draw_all(folder: Path, described: dict[str, Any], outcomes: Sequence[Outcome]) -> Iterator[Path]:
-    """Draws each workload as a PNG named after it, and yields the files."""
+    """Draws each workload as a PNG named after it, and yields the files.
+
+    Raises:
+        OSError: Some could not be written; all others have been by then.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    failures = []
     for outcome in outcomes:
         path = folder / f"{outcome.workload.name}.png"
-        draw(path, described, outcome)
-        yield path
+        try:
+            draw(path, described, outcome)
+        except OSError as error:
+            failures.append(f"{path.name} ({error.strerror or error})")
+        else:
+            yield path
+    if failures:
+        raise OSError(f"{len(failures)} of {len(outcomes)} pictures failed: {', '.join(failures)}")
 
 
 def draw(path: Path, described: dict[str, Any], outcome: Outcome) -> None:

@@ -36,6 +36,7 @@ from benchmarks.reading import touch
 from benchmarks.real_files import FOLDER
 from benchmarks.summary import render_table
 from benchmarks.workloads import STARTUP, WORKLOADS, Workload
+from shmloader.cli.bench import SHORTEST_WINDOW_S, finite_number, whole_number
 
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLES_PER_S = 500
@@ -206,8 +207,9 @@ def main() -> None:
     names = [name for name, workload in WORKLOADS.items() if workload.kind != STARTUP]
     add = parser.add_argument
     add("--workload", action="append", choices=names, help="what to load; may be repeated (default: rows)")
-    add("--seconds", type=float, default=6.0, help="how long each is loaded (%(default)s)")
-    add("--workers", type=int, default=2, help="worker processes (%(default)s)")
+    seconds = finite_number(SHORTEST_WINDOW_S)
+    add("--seconds", type=seconds, default=6.0, help="how long each is loaded (%(default)s)")
+    add("--workers", type=whole_number(1), default=2, help="worker processes (%(default)s)")
     add("--measure", action="store_true", help=argparse.SUPPRESS)
     add("--sampled", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

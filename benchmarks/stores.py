@@ -21,9 +21,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-ROWS = 2_000_000
-GATHERED_ROWS = 4096
 REPOSITORY = Path(__file__).resolve().parent.parent
+if str(REPOSITORY) not in sys.path:  # as a script, only the script's own folder is there
+    sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks.result_files import result_file, write_json  # noqa: E402
+from shmloader.cli.bench import NOT_WRITTEN, whole_number  # noqa: E402
+
+ROWS = 2_000_000
+LEAST_ROWS = 10_000
+"""Fewer take no more memory than what a process gets and gives back by itself."""
+
+GATHERED_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -248,7 +257,9 @@ MEASURES: dict[str, Callable[[int], list[Figure]]] = {
 def in_a_fresh_process(name: str, rows: int) -> Iterator[Figure]:
     command = [sys.executable, __file__, "--measure", name, "--rows", str(rows)]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, env=environment)
+    if done.returncode:
+        sys.exit(f"error: measuring {name} with {rows:,} rows ended with {done.returncode}")
     for figure in json.loads(done.stdout.splitlines()[-1]):
         yield Figure(**figure)
 
@@ -273,25 +284,27 @@ def print_table(figures: list[Figure]) -> None:
         print(f"{figure.what:<52}{value:>15}  {figure.unit:<12}{figure.goal:<8}{verdict}")
 
 
-def main() -> None:
+def main() -> int:
+    """Measures everything; 3 where the JSON could not be written."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the rows")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--rows", type=int, default=ROWS)
+    parser.add_argument("--quick", action="store_true", help=f"a tenth of the rows, or {LEAST_ROWS:,}")
+    parser.add_argument("--json", type=result_file, help="write the figures to this file")
+    parser.add_argument("--rows", type=whole_number(LEAST_ROWS), default=ROWS)
     parser.add_argument("--measure", choices=MEASURES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
         print(json.dumps([asdict(figure) for figure in MEASURES[options.measure](options.rows)]))
-        return
-    rows = options.rows // 10 if options.quick else options.rows
+        return 0
+    rows = max(options.rows // 10, LEAST_ROWS) if options.quick else options.rows
     figures: list[Figure] = []
     for name in MEASURES:
         figures += in_a_fresh_process(name, rows)
     figures.insert(2, ratio(figures))
     print_table(figures)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(figure) for figure in figures], indent=1))
+    if options.json and not write_json(options.json, [asdict(figure) for figure in figures]):
+        return NOT_WRITTEN
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,7 +7,6 @@ changes its speed changes it for all. `docs/benchmarks.md` says what is measured
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -25,10 +24,15 @@ from tqdm import tqdm  # noqa: E402
 
 from benchmarks import machine, summary  # noqa: E402
 from benchmarks.loaders import LOADERS  # noqa: E402
-from benchmarks.measure import LONGEST_WINDOW, load_plugins  # noqa: E402
+from benchmarks.measure import LONGEST_WINDOW, PluginError, load_plugins  # noqa: E402
 from benchmarks.records import Measurement, Spec  # noqa: E402
+from benchmarks.result_files import result_file, write_json  # noqa: E402
 from benchmarks.verdicts import Verdict, compare_startups, judge, render_verdicts  # noqa: E402
 from benchmarks.workloads import WORKLOADS  # noqa: E402
+from shmloader.cli.bench import NOT_WRITTEN, SHORTEST_WINDOW_S, finite_number, whole_number  # noqa: E402
+
+WINDOW_S, QUICK_WINDOW_S = 3.0, 0.2
+LEAST_BATCHES, QUICK_LEAST_BATCHES = 200, 10
 
 START_ALLOWANCE_S = 120.0
 """What a measurement may need beside its windows before it counts as hung."""
@@ -98,7 +102,7 @@ def make_spec(arguments: argparse.Namespace, workload: str, contestant: str) -> 
         prefetch_factor=arguments.prefetch_factor,
         seconds=seconds,
         warmup_s=min(1.0, seconds / 3),
-        min_batches=10 if arguments.quick else 200,
+        min_batches=QUICK_LEAST_BATCHES if arguments.quick else LEAST_BATCHES,
         timeout_s=START_ALLOWANCE_S + 2 * LONGEST_WINDOW * seconds,
         descriptor_batches=20 if arguments.quick else 200,
         quick=arguments.quick,
@@ -126,27 +130,34 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--workload", action="append", metavar="NAME", help="only this one; may be repeated")
     add("--loader", action="append", metavar="NAME", help="only this one; may be repeated")
-    add("--repeats", type=int, default=3, help="turns of which the median is taken (default 3)")
-    add("--workers", type=int, default=2, help="worker processes (default 2)")
-    add("--prefetch-factor", type=int, default=2, help="batches ahead per worker (default 2)")
-    add("--seconds", type=float, help="length of one window in s (default 3, with --quick 0.2)")
+    add("--repeats", type=whole_number(1), default=3, help="turns of which the median is taken (default 3)")
+    add("--workers", type=whole_number(1), default=2, help="worker processes (default 2)")
+    add("--prefetch-factor", type=whole_number(1), default=2, help="batches ahead per worker (default 2)")
+    add(
+        "--seconds",
+        type=finite_number(SHORTEST_WINDOW_S),
+        help=f"length of one window in s (default {WINDOW_S:g}, with --quick {QUICK_WINDOW_S:g})",
+    )
     add("--quick", action="store_true", help="small batches, short windows, one turn: a smoke test")
     add(
         "--max-foreign",
-        type=float,
+        type=finite_number(0.0),
         default=1.0,
         metavar="SHARE",
         help="measure again where other processes used more than this share of the cores (1: never)",
     )
-    add("--json", type=Path, metavar="PATH", help="write everything here, with every single run")
+    add("--json", type=result_file, metavar="PATH", help="write everything here, with every single run")
     add("--check", action="store_true", help="exit with 1 where a target is missed")
     add("--plugin", action="append", default=[], metavar="PATH", help="a file that registers more")
     parsed = parser.parse_args(arguments)
     if parsed.quick:
         parsed.repeats = 1
     if parsed.seconds is None:
-        parsed.seconds = 0.2 if parsed.quick else 3.0
-    load_plugins(tuple(parsed.plugin))
+        parsed.seconds = QUICK_WINDOW_S if parsed.quick else WINDOW_S
+    try:
+        load_plugins(tuple(parsed.plugin))
+    except PluginError as error:
+        parser.error(str(error))
     parsed.workload = parsed.workload or [name for name, one in WORKLOADS.items() if one.in_transport]
     parsed.loader = parsed.loader or [name for name, one in LOADERS.items() if one.in_transport]
     for name, registry in [(n, WORKLOADS) for n in parsed.workload] + [(n, LOADERS) for n in parsed.loader]:
@@ -176,9 +187,14 @@ def run_all(
 
 
 def main(command_line: list[str] | None = None) -> int:
-    """Runs the benchmark and returns the exit code."""
+    """Runs the benchmark.
+
+    Returns:
+        The exit status: 1 where a target is missed, if that is checked; 3 where the JSON was not written.
+    """
     arguments = parse(command_line)
     report: dict[str, Any] = {"machine": machine.describe(), "workloads": {}}
+    written = True
     report["options"] = {**vars(arguments), "json": None}
     rows: list[summary.Row] = []
     verdicts: list[Verdict] = []
@@ -195,8 +211,10 @@ def main(command_line: list[str] | None = None) -> int:
             print("\nChecksums: all contestants consumed the same.\n")
             print(render_verdicts(verdicts))
         if rows and arguments.json:
-            arguments.json.write_text(json.dumps(report, indent=1, default=str), encoding="utf-8")
-    return int(arguments.check and not all(verdict.ok for verdict in verdicts))
+            written = write_json(arguments.json, report)
+    if arguments.check and not all(verdict.ok for verdict in verdicts):
+        return 1
+    return 0 if written else NOT_WRITTEN
 
 
 if __name__ == "__main__":

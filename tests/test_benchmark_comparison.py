@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
-import shutil
 import subprocess
 import sys
 import time
@@ -22,7 +20,6 @@ from torch.utils.data import TensorDataset, default_collate
 from tqdm import tqdm
 
 from shmloader.cli import bench as bench_command
-from shmloader.cli import main as command_line
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are a package of the checkout, not of the library
@@ -219,40 +216,6 @@ def test_the_run_fails_only_where_this_loader_does() -> None:
     run.fail("tiny", "shmloader", "hung")
     assert run.wrong
     assert [one.contestant for one in run.left_out] == ["torch-file_system", "shmloader"]
-
-
-def test_an_unknown_name_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command_line(["bench", "--workload", "imagse"]) == 2
-    error = capsys.readouterr().err
-    assert "'imagse'" in error
-    assert "images" in error
-
-
-def test_the_list_has_all(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command_line(["bench", "--list"]) == 0
-    listed = capsys.readouterr().out
-    for name in (*WORKLOADS, *LOADERS):
-        assert f"| {name} " in listed
-
-
-@pytest.mark.parametrize(
-    "words", [["--repeats", "0"], ["--workers", "x"], ["--seconds", "nan"], ["--prefetch-factor", "1.5"]]
-)
-def test_numbers_that_are_none_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        command_line(["bench", *words])
-    assert ended.value.code == 2
-    assert repr(words[1]) in capsys.readouterr().err
-
-
-@pytest.mark.long
-def test_without_a_checkout_the_command_says_where_to_get_one(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "shmloader", tmp_path / "shmloader", ignore=shutil.ignore_patterns("__pycache__"))
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = bench(cwd=tmp_path, env=environment)
-    assert done.returncode == 2
-    assert str(tmp_path / "benchmarks" / "comparison.py") in done.stderr
-    assert "clone the repository" in done.stderr
 
 
 def test_a_data_set_that_memory_has_no_room_for_is_left_out() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +21,17 @@ which this machine copies memory.
 Names may be patterns such as 'startup-*'; --list says which there are. Everything takes an hour or
 two, one workload a minute or two. docs/performance.md explains the tables.
 
-The exit status is 0, or 1 where this project's loader failed, delivered wrong data or (with --check)
-missed a target, 2 where the benchmarks or a name cannot be found, 130 after Ctrl-C.
+The exit status is 0, or
+  1    where this project's loader failed, delivered wrong data or (with --check) missed a target
+  2    where nothing was measured: the benchmarks, a name or a plugin cannot be found or loaded, a
+       number makes no sense, or nothing could be written to the path of --json or --plot
+  3    where all is well but the tables, the JSON or a picture could not be written at the end
+  130  after Ctrl-C
 """
-NOT_FOUND, INTERRUPTED = 2, 130
+NOT_MEASURED, NOT_WRITTEN, INTERRUPTED = 2, 3, 130
+
+WINDOW_S, QUICK_WINDOW_S = 2.0, 0.2
+SHORTEST_WINDOW_S = 0.05
 
 _ENTRY = Path("benchmarks", "comparison.py")
 
@@ -38,27 +45,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--list", action="store_true", help="say which workloads and loaders there are, and end")
     add(
         "--repeats",
-        type=_at_least(1, int, "whole number"),
+        type=whole_number(1),
         default=3,
         metavar="N",
         help="turns of which the median is taken (default: %(default)s; 1 with --quick)",
     )
     add(
         "--seconds",
-        type=_at_least(0.05, float, "number"),
+        type=finite_number(SHORTEST_WINDOW_S),
         metavar="S",
-        help="length of one timed window (default: 2; 0.2 with --quick)",
+        help=f"length of one timed window (default: {WINDOW_S:g}; {QUICK_WINDOW_S:g} with --quick)",
     )
     add(
         "--workers",
-        type=_at_least(1, int, "whole number"),
+        type=whole_number(1),
         default=2,
         metavar="N",
         help="worker processes of each loader (default: %(default)s)",
     )
     add(
         "--prefetch-factor",
-        type=_at_least(1, int, "whole number"),
+        type=whole_number(1),
         default=2,
         metavar="N",
         help="batches ahead per worker (default: %(default)s)",
@@ -70,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--max-foreign",
-        type=_at_least(0.0, float, "number"),
+        type=finite_number(0.0),
         default=1.0,
         metavar="SHARE",
         help="measure again, up to six times, where others used more than this share of the cores",
@@ -100,17 +107,14 @@ def run(arguments: argparse.Namespace) -> int:
         print(
             f"error: the benchmarks are not here: {root / _ENTRY} does not exist. They come with the source "
             "tree and not with an installed package: clone the repository and run `make bench` there, or "
-            "install it editable (pip install -e '.[bench,peers]') and repeat this command.",
+            "install it editable (pip install -c constraints.txt -e '.[bench]') and repeat this command.",
             file=sys.stderr,
         )
-        return NOT_FOUND
-    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        print("error: --plot needs matplotlib: pip install 'shmloader[plots]'", file=sys.stderr)
-        return NOT_FOUND
+        return NOT_MEASURED
     if arguments.quick:
         arguments.repeats = 1
     if arguments.seconds is None:
-        arguments.seconds = 0.2 if arguments.quick else 2.0
+        arguments.seconds = QUICK_WINDOW_S if arguments.quick else WINDOW_S
     sys.path.insert(0, str(root))
     try:
         comparison = importlib.import_module("benchmarks.comparison")
@@ -119,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"error: the benchmarks need {error.name}: pip install -c constraints.txt -e '.[bench]'",
             file=sys.stderr,
         )
-        return NOT_FOUND
+        return NOT_MEASURED
     try:
         return cast(int, comparison.main(arguments))
     except KeyboardInterrupt:
@@ -127,17 +131,31 @@ def run(arguments: argparse.Namespace) -> int:
         return INTERRUPTED
 
 
-def _at_least(smallest: float, kind: Callable[[str], float], what: str) -> Callable[[str], float]:
-    """Make an argparse type for numbers from a smallest one up."""
+def whole_number(smallest: int) -> Callable[[str], int]:
+    """Make an argparse type for whole numbers from a smallest one up; all benchmarks read theirs with it."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = smallest - 1
+        if value < smallest:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= {smallest:,}")
+        return value
+
+    return parse
+
+
+def finite_number(smallest: float) -> Callable[[str], float]:
+    """Make an argparse type for finite numbers from a smallest one up; all benchmarks read theirs with it."""
 
     def parse(text: str) -> float:
-        problem = f"{text!r} is not a {what} >= {smallest:g}"
         try:
-            number = kind(text)
+            value = float(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(problem) from None
-        if not number >= smallest:  # so that nan is refused too
-            raise argparse.ArgumentTypeError(problem)
-        return number
+            value = math.nan
+        if not smallest <= value < math.inf:  # so that nan is refused too
+            raise argparse.ArgumentTypeError(f"{text!r} is not a finite number >= {smallest:g}")
+        return value
 
     return parse
