@@ -8,13 +8,13 @@ import platform
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 
 import torch
 
-from shmloader.cli.doctor_advice import DESCRIPTORS_PER_WORKER, Advice, Room, advise, describe_advice
+from shmloader.cli.doctor_advice import Advice, Room, advise, describe_advice
 from shmloader.cli.doctor_checks import (
     Check,
     check_address_space,
@@ -33,9 +33,10 @@ from shmloader.cli.doctor_checks import (
     check_versions,
     default_start_method,
 )
+from shmloader.cli.doctor_descriptors import Descriptors, count_descriptors
 from shmloader.cli.doctor_sizes import parse_nbytes
 from shmloader.cli.doctor_trial import Trial, try_out
-from shmloader.limits import Cores, cores, memory_headroom, open_files
+from shmloader.limits import cores, memory_headroom, open_files
 
 DESCRIPTION = """\
 Look at everything on this host that loading depends on, load a few batches for real with the
@@ -47,6 +48,7 @@ the checks and lists the keys of --json.
 INTERRUPTED = 130
 
 _MARGIN = 9 + 20  # columns of status and title
+_MOST = 1_000_000  # workers, and seconds
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--workers",
-        type=_positive(int),
+        type=_num_workers,
         metavar="N",
         help="workers that you want (default: as many as the host has cores for)",
     )
     parser.add_argument(
         "--timeout",
-        type=_positive(float),
+        type=_seconds,
         default=60.0,
         metavar="S",
         help="most seconds for each attempt to load (default: %(default)g)",
@@ -127,20 +129,27 @@ def examine(batch_nbytes: int | None, workers: int | None, limit_s: float) -> Re
     if torch.version.cuda or torch.version.hip:
         print("registering memory with CUDA ...", file=sys.stderr, flush=True)
         cuda = try_out("cuda", "-", limit_s)
+    working = [method for method, trial in trials.items() if trial.works]
+    method = default if default in working or not working else working[0]
     memory, usable = memory_headroom(), cores()
-    room = _room(usable, memory.available_nbytes, trials)
+    room = Room(
+        cores=usable.usable,
+        available_nbytes=memory.available_nbytes,
+        descriptors=_descriptors(method, trials[method], limit_s),
+        other_start_method=method if method != default else "",
+    )
     advice = advise(room, batch_nbytes, workers)
     segment_check, segment = check_segment()
     checks = [
         check_versions(),
         check_start_method(),
-        check_cores(usable, advice.num_workers),
+        check_cores(usable, workers or advice.num_workers),
         check_memory(memory, advice),
         segment_check,
         check_shm_mount(segment, advice),
         check_huge_pages(),
         check_pidfd(),
-        check_open_files(room, workers or advice.num_workers),
+        check_open_files(room.descriptors, workers or advice.num_workers),
         check_address_space(advice),
         check_mappings(advice),
         check_locked_memory(),
@@ -150,19 +159,20 @@ def examine(batch_nbytes: int | None, workers: int | None, limit_s: float) -> Re
     return Report(checks, advice)
 
 
-def _room(usable: Cores, available_nbytes: int, trials: dict[str, Trial]) -> Room:
-    """What the host has for a loader, with a worker's descriptors as the trials counted them."""
-    counted = [trial.answer["descriptors"] for trial in trials.values() if trial.works]
-    default, working = default_start_method(), [method for method, trial in trials.items() if trial.works]
+def _descriptors(start_method: str, one: Trial, limit_s: float) -> Descriptors:
+    """What a loader takes with the start method that it would use, by a second trial with two workers.
+
+    Args:
+        start_method: How workers start.
+        one: The trial with one worker.
+        limit_s: Most seconds for the second trial.
+    """
+    two = None
+    if one.works and one.answer["descriptors"] is not None:
+        print(f"counting open files with {start_method} ...", file=sys.stderr, flush=True)
+        two = try_out("load-with-two", start_method, limit_s)
     files = open_files()
-    return Room(
-        cores=usable.usable,
-        available_nbytes=available_nbytes,
-        descriptors=files and files.left,
-        descriptors_per_worker=max([n for n in counted if n], default=DESCRIPTORS_PER_WORKER),
-        start_method=default,
-        other_start_method=working[0] if working and default not in working else "",
-    )
+    return count_descriptors(files and files.left, start_method, one, two)
 
 
 def as_json(report: Report) -> str:
@@ -217,16 +227,23 @@ def _paragraph(head: str, text: str, width: int) -> list[str]:
     )
 
 
-def _positive(kind: type[int | float]) -> Callable[[str], int | float]:
-    """Make an argparse type for numbers above zero."""
+def _num_workers(text: str) -> int:
+    """Read a number of workers for argparse."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if not 1 <= number <= _MOST:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {_MOST:,}")
+    return number
 
-    def parse(text: str) -> int | float:
-        try:
-            number = kind(text)
-        except ValueError:
-            number = 0
-        if not 0 < number < 1e6:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-        return number
 
-    return parse
+def _seconds(text: str) -> float:
+    """Read a time for argparse."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number <= _MOST:  # nan neither
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0 and up to {_MOST:,}")
+    return number

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from shmloader.cli.doctor_descriptors import Descriptors
 from shmloader.cli.doctor_sizes import format_nbytes
-from shmloader.segment import whole_pages
-
-DESCRIPTORS_PER_WORKER = 8
-"""What a worker costs the main process at most; used where it could not be measured."""
-_DESCRIPTORS_TO_START = 8  # open for a moment while a worker is started
+from shmloader.segment import PAGE_NBYTES, whole_pages
 
 _SLOTS_BESIDES_TASKS = 2  # for the batch being returned and the one before it, see `SlotPool`
 
@@ -21,25 +18,14 @@ class Room:
     Attributes:
         cores: Cores that can be kept busy.
         available_nbytes: Memory that can still be taken.
-        descriptors: Descriptors that can still be opened; None for no limit.
-        descriptors_per_worker: What a worker costs the main process.
-        start_method: The platform's default.
-        other_start_method: One that works, where the default does not; else empty.
+        descriptors: Descriptors that can still be opened, and what a loader takes of them.
+        other_start_method: One that works, where the platform's default does not; else empty.
     """
 
     cores: int
     available_nbytes: int
-    descriptors: int | None = None
-    descriptors_per_worker: int = DESCRIPTORS_PER_WORKER
-    start_method: str = "fork"
+    descriptors: Descriptors = field(default_factory=Descriptors)
     other_start_method: str = ""
-
-    @property
-    def most_workers(self) -> int | None:
-        """Workers that the descriptors are enough for; None for no limit."""
-        if self.descriptors is None:
-            return None
-        return max(0, self.descriptors - _DESCRIPTORS_TO_START) // self.descriptors_per_worker
 
 
 @dataclass(frozen=True)
@@ -54,7 +40,9 @@ class Advice:
         slots: Slots in use while the program keeps no batches.
         slots_nbytes: Shared memory that they take; None without ``batch_nbytes``.
         memory_budget_nbytes: A bound for the slots' memory; None for the loader's own default.
-        fits: Whether that memory can be had.
+        fits: Whether the memory for slots and samples can be had. Where not, the arguments are the smallest
+            that there are, and nothing is advised.
+        largest_batch_nbytes: Up to this size half of the available memory holds the slots of those.
         reasons: Why it is less than asked or usual, for people.
     """
 
@@ -66,6 +54,7 @@ class Advice:
     slots_nbytes: int | None
     memory_budget_nbytes: int | None
     fits: bool
+    largest_batch_nbytes: int
     reasons: tuple[str, ...]
 
 
@@ -88,13 +77,14 @@ def advise(room: Room, batch_nbytes: int | None, asked_workers: int | None) -> A
     """
     reasons: list[str] = []
     workers = asked_workers or (room.cores - 1 if room.cores > 2 else room.cores)
-    if room.most_workers is not None and room.most_workers < workers:
-        reasons.append(f"{room.descriptors} free descriptors are enough for {room.most_workers} workers")
-        workers = max(1, room.most_workers)
+    enough_for = room.descriptors.most_workers
+    if enough_for is not None and enough_for < workers:
+        reasons.append(f"{room.descriptors.left} free descriptors are enough for {enough_for} workers")
+        workers = max(1, enough_for)
     prefetch, fits, slots_nbytes, budget_nbytes = 2, True, None, None
+    half_nbytes = room.available_nbytes // 2
     if batch_nbytes is not None:
         slot_nbytes = whole_pages(batch_nbytes)
-        half_nbytes = room.available_nbytes // 2
         asked = workers
         workers, prefetch = _reduce(workers, slot_nbytes, half_nbytes)
         if (workers, prefetch) != (asked, 2):
@@ -104,9 +94,10 @@ def advise(room: Room, batch_nbytes: int | None, asked_workers: int | None) -> A
                 f"half of the {format_nbytes(room.available_nbytes)} available"
             )
         slots_nbytes = slots_of(workers, prefetch) * slot_nbytes
-        fits = slots_nbytes <= room.available_nbytes
+        # The loader refuses to begin without room for the samples of a batch in each worker too.
+        fits = slots_nbytes + workers * slot_nbytes <= room.available_nbytes
         # Room for batches that turn out larger than was said. It bounds, and reserves nothing.
-        budget_nbytes = max(slots_nbytes, min(4 * slots_nbytes, half_nbytes))
+        budget_nbytes = max(slots_nbytes, min(4 * slots_nbytes, half_nbytes)) if fits else None
     if workers > room.cores:
         reasons.append(
             f"{workers} workers on {room.cores} cores pay only where samples wait for a disk or a network"
@@ -120,6 +111,7 @@ def advise(room: Room, batch_nbytes: int | None, asked_workers: int | None) -> A
         slots_nbytes=slots_nbytes,
         memory_budget_nbytes=budget_nbytes,
         fits=fits,
+        largest_batch_nbytes=half_nbytes // slots_of(1, 1) // PAGE_NBYTES * PAGE_NBYTES,
         reasons=tuple(reasons),
     )
 
@@ -135,6 +127,8 @@ def _reduce(workers: int, slot_nbytes: int, most_nbytes: int) -> tuple[int, int]
 
 def describe_advice(advice: Advice) -> list[str]:
     """The advice as lines of text: a call to copy, what it costs, and why it is not more."""
+    if not advice.fits:
+        return [f"none: {describe_lack(advice)}", *(f"note: {reason}" for reason in advice.reasons)]
     arguments = [f"num_workers={advice.num_workers}", f"prefetch_factor={advice.prefetch_factor}"]
     if advice.memory_budget_nbytes is not None:
         arguments.append(f"memory_budget_nbytes={advice.memory_budget_nbytes:_}")
@@ -151,3 +145,23 @@ def describe_advice(advice: Advice) -> list[str]:
             f"shared memory: {count} = {advice.slots} slots x {each} = {format_nbytes(advice.slots_nbytes)}"
         )
     return [*lines, *(f"note: {reason}" for reason in advice.reasons)]
+
+
+def describe_lack(advice: Advice) -> str:
+    """What the smallest loader needs where that does not fit, and what to change."""
+    batches = advice.slots + advice.num_workers  # the slots, and what each worker collates
+    needed_nbytes = batches * whole_pages(advice.batch_nbytes or 0)
+    return (
+        f"such batches do not fit. Even num_workers=1 with prefetch_factor=1 has {advice.slots} slots, and "
+        f"the samples of a batch in its worker: {batches} x {format_nbytes(advice.batch_nbytes)} = "
+        f"{format_nbytes(needed_nbytes)}. {describe_remedy(advice)}"
+    )
+
+
+def describe_remedy(advice: Advice) -> str:
+    """What to change where slots take too much memory."""
+    most_nbytes = advice.largest_batch_nbytes
+    return (
+        f"Use a smaller batch_size: batches of at most {most_nbytes:,} bytes ({format_nbytes(most_nbytes)}) "
+        "fit in half of what is available. Or raise the memory limit"
+    )

@@ -18,7 +18,8 @@ from typing import Literal
 import psutil
 import torch
 
-from shmloader.cli.doctor_advice import Advice, Room
+from shmloader.cli.doctor_advice import Advice, describe_lack, describe_remedy
+from shmloader.cli.doctor_descriptors import Descriptors
 from shmloader.cli.doctor_sizes import format_nbytes
 from shmloader.cli.doctor_trial import Trial
 from shmloader.limits import (
@@ -87,7 +88,7 @@ def check_versions() -> Check:
     found = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
     if not trouble:
         return Check("versions", "versions", "ok", found, values=versions)
-    change = f"{'; '.join(trouble)}: reinstall with pip install --upgrade shmloader"
+    change = f"{'; '.join(trouble)}: reinstall shmloader and what it depends on"
     return Check("versions", "versions", "warning", found, change, versions)
 
 
@@ -163,16 +164,10 @@ def check_memory(room: Headroom, advice: Advice) -> Check:
     change = ""
     if not advice.fits:
         status = "fail"
-        change = (
-            f"even one worker with prefetch_factor 1 needs {advice.slots} slots of "
-            f"{format_nbytes(advice.batch_nbytes)}: use a smaller batch_size or raise the memory limit"
-        )
+        change = describe_lack(advice)
     elif advice.slots_nbytes is not None and advice.slots_nbytes > room.available_nbytes // 2:
         status = "warning"
-        change = (
-            f"the slots take {format_nbytes(advice.slots_nbytes)} of it: "
-            "use a smaller batch_size or raise the memory limit"
-        )
+        change = f"the slots take {format_nbytes(advice.slots_nbytes)} of it. {describe_remedy(advice)}"
     elif kills:
         status = "warning"
         change = "see what was killed (dmesg, memory.events); use fewer workers or raise the memory limit"
@@ -247,28 +242,37 @@ def check_pidfd() -> Check:
     return Check("pidfd", "pidfd", "ok", "works: a worker's death is seen at once", values={"works": True})
 
 
-def check_open_files(room: Room, num_workers: int) -> Check:
+def check_open_files(descriptors: Descriptors, num_workers: int) -> Check:
     """Descriptors, against what the workers take of the main process's."""
     bound = open_files()
     if bound is None or bound.most is None:
         return Check("open_files", "open files", "ok", "no limit", values=_values(bound))
-    need = num_workers * room.descriptors_per_worker
+    held, needed = descriptors.held(num_workers), descriptors.needed(num_workers)
     hard = "no limit" if bound.reachable is None else f"{bound.reachable:,}"
     found = (
-        f"{bound.most:,} (ulimit -n; hard limit {hard}), {bound.used} open; {num_workers} worker(s) take up "
-        f"to {need} in the main process, and batches take none"
+        f"{bound.most:,} (ulimit -n; hard limit {hard}), {bound.used} open; {num_workers} worker(s) take "
+        f"{held} in the main process, and {needed} while the last one starts; batches take none"
     )
-    values = {**_values(bound), "needed": need}
-    raise_it = f"ulimit -n {min(_GOOD_FILES, bound.reachable or _GOOD_FILES)}"
-    if bound.reachable is not None and bound.reachable <= bound.most:
-        raise_it = "raise the hard limit (docker run --ulimit nofile=4096, LimitNOFILE=, limits.conf)"
-    if room.most_workers is not None and room.most_workers < max(1, num_workers):
-        change = f"{raise_it}: what is left is enough for {room.most_workers} workers"
+    values = {**_values(bound), "held": held, "needed": needed}
+    most_workers, left = descriptors.most_workers, descriptors.left
+    if most_workers is not None and most_workers < num_workers:
+        change = (
+            f"{_raise_files(bound, needed)}: the {left} that are left are enough for {most_workers} workers"
+        )
         return Check("open_files", "open files", "fail", found, change, values)
-    if bound.left is not None and bound.left - need < _MANY_FILES:
-        change = f"{raise_it}: little is left for files that the program opens"
+    if left is not None and left - held < _MANY_FILES:
+        change = f"{_raise_files(bound, held + _MANY_FILES)}: little is left for files that the program opens"
         return Check("open_files", "open files", "warning", found, change, values)
     return Check("open_files", "open files", "ok", found, values=values)
+
+
+def _raise_files(bound: Bound, needed: int) -> str:
+    """How to have so many descriptors free: the soft limit can be raised by anyone, up to the hard one."""
+    total = (bound.used or 0) + needed
+    wanted = max(_GOOD_FILES, total)
+    if bound.reachable is None or bound.reachable >= total:
+        return f"ulimit -n {min(wanted, bound.reachable or wanted)}"
+    return f"raise the hard limit (docker run --ulimit nofile={wanted}, LimitNOFILE=, limits.conf)"
 
 
 def check_address_space(advice: Advice) -> Check:

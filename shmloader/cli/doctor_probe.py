@@ -1,8 +1,8 @@
 """What the doctor tries out in a process of its own: really loading, and really registering with CUDA.
 
-``python -m shmloader.cli.doctor_probe load fork 60`` loads, ``... cuda - 60`` registers; each prints one
-JSON object. A process of its own may hang, crash, run out of memory or leave CUDA's sticky errors behind
-without harm to the doctor.
+``python -m shmloader.cli.doctor_probe load fork 60`` loads with one worker, ``... load-with-two fork 60``
+with two, ``... cuda - 60`` registers; each prints one JSON object. A process of its own may hang, crash, run
+out of memory or leave CUDA's sticky errors behind without harm to the doctor.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from shmloader.limits import open_files
 from shmloader.segment import PAGE_NBYTES, new_segment
 
 BATCHES = 8
+WORKERS = {"load": 1, "load-with-two": 2}
 _BATCH_SIZE = 8
 _SAMPLE_ITEMS = 16384  # of int64: a batch is 1 MiB
 
@@ -35,12 +36,13 @@ class Numbered(Dataset[torch.Tensor]):
         return torch.full((_SAMPLE_ITEMS,), index)
 
 
-def load(start_method: str, limit_s: float) -> dict[str, Any]:
-    """Load one epoch with one worker and look at every value.
+def load(start_method: str, limit_s: float, num_workers: int) -> dict[str, Any]:
+    """Load one epoch and look at every value.
 
     Args:
-        start_method: How the worker is started.
+        start_method: How the workers are started.
         limit_s: Most seconds to wait for a batch.
+        num_workers: How many there are.
 
     Returns:
         ``batches``, ``first_batch_s`` (from ``iter()`` on), ``seconds_s`` and ``descriptors``: how many more
@@ -53,7 +55,7 @@ def load(start_method: str, limit_s: float) -> dict[str, Any]:
     loader = DataLoader(
         Numbered(),
         batch_size=_BATCH_SIZE,
-        num_workers=1,
+        num_workers=num_workers,
         multiprocessing_context=start_method,
         timeout=limit_s,
     )
@@ -104,7 +106,8 @@ def register() -> dict[str, Any]:
 def main(what: str, start_method: str, limit_s: float) -> int:
     """Try it, print the outcome, and end by force, saying where it hangs, after ``limit_s`` seconds."""
     faulthandler.dump_traceback_later(limit_s, exit=True)
-    answer = load(start_method, limit_s) if what == "load" else register()
+    num_workers = WORKERS.get(what)
+    answer = load(start_method, limit_s, num_workers) if num_workers else register()
     print(json.dumps(answer), flush=True)
     return 0
 

@@ -38,8 +38,8 @@ def try_out(what: str, start_method: str, limit_s: float, grace_s: float = 5.0) 
     """Run one probe.
 
     Args:
-        what: ``load`` or ``cuda``.
-        start_method: For ``load``; any text otherwise.
+        what: ``load``, ``load-with-two`` or ``cuda``, see `doctor_probe`.
+        start_method: How workers are started; any text for ``cuda``.
         limit_s: Most seconds it may take once it has begun.
         grace_s: Seconds more for its interpreter to start, and for it to end itself and say where it hung;
             after them it is killed.
