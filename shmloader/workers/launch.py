@@ -61,8 +61,8 @@ def _check_descriptors() -> None:
             spare.extend(os.pipe())
     except OSError as error:
         error.add_note(
-            "A worker takes 5 descriptors of the main process, and up to 13 while it is being started: raise the "
-            "limit (ulimit -n)."
+            "A worker takes 5 descriptors of the main process, and up to 13 while it is being started: raise "
+            "the limit (ulimit -n)."
         )
         raise
     finally:
