@@ -27,13 +27,24 @@ def index_arrays(index_sampler: Any) -> Iterator[PackedInts] | None:
 
     Returns:
         None if this is not exactly torch's `BatchSampler`, with large batches, over a `SequentialSampler` or
-        a `RandomSampler` without replacement.
+        a `RandomSampler` without replacement; also where the program has changed torch's classes.
     """
     if type(index_sampler) is not BatchSampler or type(index_sampler.batch_size) is not int:
         return None
     inner = index_sampler.sampler
     known = type(inner) is SequentialSampler or (type(inner) is RandomSampler and not inner.replacement)
-    return _batches(index_sampler) if known and index_sampler.batch_size >= LEAST_PACKED else None
+    if not known or index_sampler.batch_size < LEAST_PACKED:
+        return None
+    iterate_as_torch = all(is_by_torch(kind.__iter__, kind) for kind in (BatchSampler, type(inner)))
+    return _batches(index_sampler) if iterate_as_torch else None
+
+
+def is_by_torch(method: Any, kind: type) -> bool:
+    """Whether a method of a class of torch's is what torch's module made it.
+
+    What a program puts in its place has other globals, also under ``functools.wraps``.
+    """
+    return getattr(method, "__globals__", {}).get("__name__") == kind.__module__
 
 
 def _batches(sampler: BatchSampler) -> Iterator[PackedInts]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Sequence
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -214,6 +215,16 @@ def _are_alike(arrays: Sequence[Any]) -> bool:
     )
 
 
+def _has_torchs_strides(array: np.ndarray[Any, Any]) -> bool:
+    """Whether torch takes an ndarray of such strides; it has errors of its own for others.
+
+    Of the samples of a batch the first one is asked: to look at each would add a tenth to the time in which
+    all are joined. The others are joined right, whatever their strides.
+    """
+    strides = array.strides
+    return not strides or (min(strides) >= 0 and not gcd(*strides) % array.itemsize)
+
+
 def _join_rows(arrays: Sequence[Any], rows: np.ndarray[Any, Any]) -> bool:
     """Copy arrays of one dimension or more below each other, in half of the time that `numpy.stack` takes.
 
@@ -227,7 +238,7 @@ def _join_rows(arrays: Sequence[Any], rows: np.ndarray[Any, Any]) -> bool:
     Raises:
         TypeError: If the dtypes are not all that of ``rows``.
     """
-    if not _are_alike(arrays) or min(arrays[0].strides) < 0:  # torch has an error of its own for it
+    if not _are_alike(arrays) or not _has_torchs_strides(arrays[0]):
         return False
     np.concatenate(arrays, out=rows, casting="no")
     return True
@@ -304,8 +315,7 @@ def collate_arrays(
     code = CODE_OF_NUMPY_DTYPE.get(first.dtype)
     writer = current_writer()
     ours = collate_fn_map is not None and collate_fn_map.get(torch.Tensor) in _JOIN_TENSORS
-    # torch has an error of its own for negative strides.
-    if ours and code is not None and writer is not None and min(first.strides, default=0) >= 0:
+    if ours and code is not None and writer is not None and _has_torchs_strides(first):
         dtype, shape = first.dtype, first.shape
         samples: Sequence[Any] = batch
         alike = _are_alike(samples)

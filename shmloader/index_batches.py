@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import marshal
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,13 @@ _INT = ord("i")
 _ITEM = np.dtype([("letter", "u1"), ("value", "<i4")])
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
+
+
+BY_VALUE: dict[type, Callable[[Any], Any]] = {}
+"""Makes of what lies in shared memory its values, by base class; the modules of those classes put it here.
+
+Index batches are kept as bytes, are read any number of times, or never: no descriptor can go with them.
+"""
 
 
 class PackedInts:
@@ -108,6 +115,7 @@ def pack_index_batch(index_batch: object) -> bytes:
     """Pack an index batch: the indices of one batch, or one index, of whatever kind the sampler yields.
 
     What `unpack_index_batch` makes of it is equal, or where it is a list of many ints a `PackedInts` of them.
+    Stores of ``shmloader.share`` arrive as lists, shared arrays and tensors as private ones.
     """
     if type(index_batch) is PackedInts:
         return index_batch.to_bytes()
@@ -115,12 +123,22 @@ def pack_index_batch(index_batch: object) -> bytes:
         packed = pack_ints(index_batch)
         if packed is not None:
             return packed.to_bytes()
-    payload = pickle.dumps(index_batch, 5)
+    try:
+        payload = pickle.dumps(index_batch, 5)
+    except pickle.PicklingError as error:
+        try:
+            return _dumps(_ByValuePickler, index_batch)
+        except pickle.PicklingError:
+            raise error from None
     if len(payload) > _LONG_NBYTES and not _is_ints(index_batch):
-        file = io.BytesIO()
-        _CompactPickler(file, 5).dump(index_batch)
-        return file.getvalue()
+        return _dumps(_CompactPickler, index_batch)
     return payload
+
+
+def _dumps(pickler: type[pickle.Pickler], index_batch: object) -> bytes:
+    file = io.BytesIO()
+    pickler(file, 5).dump(index_batch)
+    return file.getvalue()
 
 
 def unpack_index_batch(payload: bytes, nbytes: int) -> Any:
@@ -152,3 +170,15 @@ class _CompactPickler(pickle.Pickler):
         if plain and obj.untyped_storage().nbytes() > obj.numel() * obj.element_size():
             return obj.clone().__reduce_ex__(5)
         return NotImplemented
+
+
+class _ByValuePickler(_CompactPickler):
+    """Pickles what lies in shared memory by its value; see `BY_VALUE`."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """See ``pickle.Pickler``."""
+        for base, value_of in BY_VALUE.items():
+            if isinstance(obj, base):
+                values = value_of(obj)
+                return (list, (values,)) if type(values) is list else values.__reduce_ex__(5)
+        return super().reducer_override(obj)

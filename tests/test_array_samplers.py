@@ -1,5 +1,6 @@
 """Index batches that are drawn as arrays: the same as torch's, from the same draws, at the same calls."""
 
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -72,6 +73,19 @@ class _Reversed(SequentialSampler):
 )
 def test_other_samplers_are_left_to_themselves(sampler: Any) -> None:
     assert index_arrays(sampler) is None
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("kind", [SequentialSampler, RandomSampler, BatchSampler])
+def test_what_is_put_into_torchs_samplers_is_asked(
+    kind: Any, wrapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = DataLoader(torch.arange(100), 50, shuffle=kind is RandomSampler, num_workers=1)
+    assert index_arrays(loader.batch_sampler) is not None
+    mine = (lambda self: iter([[7] * 50])) if kind is BatchSampler else (lambda self: iter([7] * 50))
+    monkeypatch.setattr(kind, "__iter__", functools.wraps(kind.__iter__)(mine) if wrapped else mine)
+    assert index_arrays(loader.batch_sampler) is None
+    assert [batch.tolist() for batch in loader] == [[7] * 50]
 
 
 class _SaysTypes(Numbered):

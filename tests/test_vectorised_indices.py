@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from enum import IntEnum
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
+import shmloader
 from shmloader import DataLoader
 from shmloader.index_batches import PackedInts, int_array, pack_index_batch, pack_ints, unpack_index_batch
 
@@ -122,3 +125,54 @@ class Asked(Dataset[Any]):
 def test_a_dataset_gets_a_list_of_plain_ints(on_error: str) -> None:
     batches = list(DataLoader(Asked(), 300, num_workers=2, on_error=on_error))
     assert torch.cat(batches).tolist() == list(range(1000))
+
+
+class FirstOf(Dataset[Any]):
+    """Takes indices that are sequences."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: Any) -> int:
+        return 10 * int(index[0])
+
+
+STORE = shmloader.share(list(range(40)))
+SHARED: dict[str, tuple[Any, Any]] = {
+    "store": (STORE, torch.arange(40)),
+    "slice": (STORE[5:9], torch.arange(40)),
+    "of an array": (shmloader.share(np.arange(8)), torch.arange(40)),
+    "of a tensor": (shmloader.share(torch.arange(8)), torch.arange(40)),
+    "array": (shmloader.share(np.arange(8)).array, torch.arange(40)),
+    "tensor": (shmloader.share(torch.arange(8)).tensor, torch.arange(40)),
+    "inside": ([STORE[5:7], STORE[9:]], FirstOf()),
+    "inside a tuple, long": ((STORE[5:7], *[STORE] * 50), FirstOf()),
+}
+
+
+@pytest.mark.parametrize("how", [{}, {"worker_type": "thread"}], ids=["process", "thread"])
+@pytest.mark.parametrize("name", SHARED)
+def test_what_lies_in_shared_memory_may_be_an_index_batch(name: str, how: dict[str, Any]) -> None:
+    index_batch, dataset = SHARED[name]
+    (expected,) = TorchLoader(dataset, batch_sampler=[index_batch])
+    (got,) = DataLoader(dataset, batch_sampler=[index_batch], num_workers=1, **how)
+    assert torch.equal(got, expected)
+    payload = pack_index_batch(index_batch)
+    for _ in range(2):  # each reader has its own: no descriptor that could be taken but once
+        assert len(unpack_index_batch(payload, len(payload))) == len(index_batch)
+
+
+class Unpicklable:
+    """Says why it has no pickle."""
+
+    def __reduce__(self) -> Any:
+        raise pickle.PicklingError(f"it is {id(self)}")
+
+
+@pytest.mark.parametrize("beside", [[], [STORE]])
+def test_an_index_batch_that_has_no_pickle_says_why(beside: list[Any]) -> None:
+    one = Unpicklable()
+    with pytest.raises(pickle.PicklingError, match=f"it is {id(one)}") as raised:
+        pack_index_batch([one, *beside])
+    assert raised.value.__cause__ is None
+    assert raised.value.__suppress_context__

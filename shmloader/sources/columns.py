@@ -50,12 +50,27 @@ def _join(column: Any, count: int, make: Make) -> Any:
 
 
 class HuggingFace(Source):
-    """A ``datasets.Dataset``, whose own batched access gives columns."""
+    """A ``datasets.Dataset``, whose own batched access gives columns.
 
-    def __init__(self, dataset: Any) -> None:
+    Its formats make other dtypes of a batch than of single rows, by what else is in the column: 0.1 is a
+    float64 alone and a float32 among others, an int beside a None becomes a float.
+
+    Args:
+        dataset: The dataset.
+        by_row: Whether torch reads it row by row.
+    """
+
+    def __init__(self, dataset: Any, *, by_row: bool) -> None:
         kind = dataset.format["type"]
         if kind not in _HF_FORMATS:
             raise NotGathered(f"the format {kind!r} of a Hugging Face dataset may be anything")
+        if by_row and kind is not None:
+            raise NotGathered(
+                f"in a ConcatDataset torch reads rows of a Hugging Face dataset by themselves, for which the "
+                f"format {kind!r} has other dtypes than for batches"
+            )
+        if by_row and not _is_read_as_stored(dict(dataset.features)):
+            raise NotGathered("in a ConcatDataset a Hugging Face dataset decodes its rows by themselves")
         self._dataset = dataset
 
     def gather(self, rows: Rows, make: Make) -> Any:
@@ -72,6 +87,19 @@ def is_hugging_face(dataset: Any) -> bool:
     package = sys.modules.get("datasets")
     kind = None if package is None else getattr(package, "Dataset", None)
     return kind is not None and type(dataset) is kind and "__getitems__" not in vars(dataset)
+
+
+def _is_read_as_stored(feature: Any) -> bool:
+    """Whether values of a Hugging Face feature are what Arrow makes of them, in a row as in a batch."""
+    if type(feature) in (dict, list):
+        return all(map(_is_read_as_stored, feature.values() if type(feature) is dict else feature))
+    package = sys.modules["datasets"]
+    name = type(feature).__name__
+    if type(feature) is not getattr(package, name, None):
+        return False
+    if name in ("List", "LargeList", "Sequence"):
+        return _is_read_as_stored(feature.feature)
+    return name in ("Value", "ClassLabel")
 
 
 def join_arrow(taken: Any, make: Make) -> Any:

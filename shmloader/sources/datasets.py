@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
+from shmloader.array_samplers import is_by_torch
 from shmloader.index_batches import int_array
 from shmloader.sources.base import Make, NotGathered, Rows, Source, as_sample_field, make_private, within
 from shmloader.sources.blocks import block_of
@@ -128,21 +129,40 @@ def kind_of_dataset(dataset: Any) -> type | None:
     """
     for kind in (TensorDataset, Subset, ConcatDataset, StackDataset):
         if isinstance(dataset, kind):
-            name = type(dataset).__qualname__
-            getitems = getattr(kind, "__getitems__", None)
-            found = type(dataset)
-            same = (
-                # Also not where the program has put a function of its own into torch's class.
-                all(one is None or one.__module__ == kind.__module__ for one in (kind.__getitem__, getitems))
-                and found.__getitem__ is kind.__getitem__
-                and getattr(found, "__getitems__", None) is getitems
-                and found.__getattribute__ is object.__getattribute__
-            )
-            # What getattr finds beyond the class: an instance's attribute, or what __getattr__ makes up.
-            if not same or _shadows_getitems(dataset) or (not getitems and hasattr(dataset, "__getitems__")):
+            if not _gets_samples_as(dataset, kind):
+                name = type(dataset).__qualname__
                 raise NotGathered(f"{name} overrides what {kind.__name__} does for a sample")
             return kind
     return None
+
+
+_METHODS = ("__getitem__", "__getitems__")
+_READS: dict[type, tuple[str, ...]] = {
+    TensorDataset: ("tensors",),
+    Subset: ("dataset", "indices"),
+    ConcatDataset: ("datasets", "cumulative_sizes"),
+    StackDataset: ("datasets",),
+}
+"""What the methods of torch's classes read of an instance, for each sample anew."""
+
+
+def _gets_samples_as(dataset: Any, kind: type) -> bool:
+    """Whether nothing that one of torch's classes does for a sample is done otherwise."""
+    found = type(dataset)
+    # With an index below 0, a ConcatDataset begins with its length.
+    for name in (*_METHODS, "__len__") if kind is ConcatDataset else _METHODS:
+        method = getattr(kind, name, None)
+        if getattr(found, name, None) is not method or not (method is None or is_by_torch(method, kind)):
+            return False
+    # What getattr finds beyond the class: an instance's attribute, or what __getattr__ makes up.
+    if _shadows_getitems(dataset) or (not hasattr(kind, "__getitems__") and hasattr(dataset, "__getitems__")):
+        return False
+    # A property, of which the program may make anything, would be read once for many samples.
+    own = getattr(dataset, "__dict__", ())
+    if not all(name in own and not hasattr(found, name) for name in _READS[kind]):
+        return False
+    getattribute: Any = found.__getattribute__
+    return getattribute is object.__getattribute__
 
 
 def source_of(dataset: Any, kind: type, recognise: Recognise, *, keep: bool) -> Source:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from shmloader.index_batches import PackedInts
 from shmloader.slot_writer import current_writer
@@ -30,13 +30,14 @@ _MOST_NESTED = 100
 _CUSTOM = "collate_fn is not torch's default_collate, unchanged"
 
 
-def recognise(dataset: Any, *, keep: bool = False, depth: int = 0) -> Source:
+def recognise(dataset: Any, *, keep: bool = False, depth: int = 0, by_row: bool = False) -> Source:
     """The source for a dataset.
 
     Args:
         dataset: A map-style dataset.
         keep: Whether nobody changes the dataset while the source is used.
         depth: How deep it lies in others.
+        by_row: Whether torch asks it for one sample at a time, also where it has a ``__getitems__``.
 
     Raises:
         NotGathered: If its batches are made sample by sample; says why.
@@ -53,10 +54,12 @@ def recognise(dataset: Any, *, keep: bool = False, depth: int = 0) -> Source:
         return block_of(dataset)
     kind = kind_of_dataset(dataset)
     if kind is not None:
-        inner = functools.partial(recognise, keep=keep, depth=depth + 1)
+        # A ConcatDataset has no __getitems__, and so asks for none of what lies in it.
+        by_row = by_row or kind is ConcatDataset
+        inner = functools.partial(recognise, keep=keep, depth=depth + 1, by_row=by_row)
         return source_of(dataset, kind, inner, keep=keep)
     if is_hugging_face(dataset):
-        return HuggingFace(dataset)
+        return HuggingFace(dataset, by_row=by_row)
     raise NotGathered(
         f"{type(dataset).__qualname__} is not known, and has no __getbatch__ beside its samples"
     )

@@ -66,14 +66,12 @@ class _Rows(Source):
         return _join_taken(store.take(rows), make)
 
     def _fields_of(self, sample: Any) -> list[_Rows] | None:
-        """A source for each field of rows that are tuples, of one length as far as their chunks tell."""
+        """A source for each field of rows that are all tuples of one class and length."""
         if not isinstance(sample, tuple) or type(self._store) is not RowStore:
             return None
-        if self._fields is None or len(self._fields) != len(sample):
-            try:
-                self._fields = [_Rows(self._store.column(n)) for n in range(len(sample))]
-            except KeyError:
-                self._fields = []
+        if self._fields is None:
+            agree = self._store.tuple_shape() == (type(sample), len(sample))
+            self._fields = [_Rows(self._store.column(n)) for n in range(len(sample))] if agree else []
         return self._fields
 
 
@@ -111,7 +109,11 @@ def _join_taken(taken: Any, make: Make) -> Any:
 def _as_record(kind: type, joined: Sequence[Any]) -> Any:
     """What ``default_collate`` makes of tuples, or of namedtuples of one class."""
     fields = [as_sample_field(field) for field in joined]
-    return fields if kind is tuple else kind(*fields)
+    if kind is tuple:
+        return fields
+    if getattr(kind, "__iter__", None) is not tuple.__iter__:
+        raise NotGathered(f"{kind.__qualname__} iterates in a way of its own")
+    return kind(*fields)
 
 
 def _join_array(array: np.ndarray[Any, Any]) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, Self, cast, overload
 import numpy as np
 import torch
 
+from shmloader.index_batches import BY_VALUE
 from shmloader.shared_buffer import BufferBuilder, SharedBuffer
 from shmloader.store import saving
 from shmloader.store.advice import add_advice
@@ -191,6 +192,9 @@ class Store(SharedObject, Sequence[Any]):
     def __repr__(self) -> str:
         what = self.describe()
         return f"<{type(self).__name__}: {what.rows:,} rows of kind {what.kind!r}, {what.nbytes:,} bytes>"
+
+
+BY_VALUE[Store] = list
 
 
 def row_number(index: Any, rows: int) -> int:

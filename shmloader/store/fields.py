@@ -31,6 +31,14 @@ def _all_fields(columns: tuple[Column, ...], field: str | int) -> tuple[Column, 
     return tuple(fields) if len(fields) == len(columns) else None
 
 
+def tuple_shapes(column: Column) -> set[tuple[type, int] | None]:
+    """The classes and lengths of rows that are tuples; None stands for any other rows."""
+    if isinstance(column, Tuples):
+        return {column.shape}
+    inner = column.of if isinstance(column, Repeated) else column.kinds if isinstance(column, Union) else ()
+    return set().union(*map(tuple_shapes, inner)) if inner else {None}
+
+
 def as_dicts(column: Column) -> Column:
     """Shared dicts as dicts of shared fields, where all have the same keys."""
     if not isinstance(column, Repeated):

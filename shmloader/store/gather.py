@@ -141,7 +141,8 @@ def join(samples: list[Any], out: Any) -> Any:
     """Turn rows that were read one by one into columns."""
     if len(set(map(type, samples))) == 1:
         first = samples[0]
-        if isinstance(first, dict) and len({tuple(sample) for sample in samples}) == 1:
+        # Of a subclass (an OrderedDict, a defaultdict) columns would not say that the rows are of it.
+        if type(first) is dict and len({tuple(sample) for sample in samples}) == 1:
             outs = outputs_by_name(out, first)
             return {name: join([sample[name] for sample in samples], outs[name]) for name in first}
         plain = out is None and (type(first) is tuple or is_plain_namedtuple(type(first)))

@@ -91,17 +91,20 @@ class _Aside:
 
     Attributes:
         entries: For each buffer, in order: the number of its memory, and 1 for a tensor's.
+        of_tensor: The buffer that comes next, if a tensor's.
     """
 
     def __init__(self, kept: Kept, out: BufferBuilder) -> None:
         self.entries: list[tuple[int, int]] = []
+        self.of_tensor: pickle.PickleBuffer | None = None
         self._kept, self._out = kept, out
         self._views: list[memoryview] = []  # also keeps the memory alive, and so apart
         self._keys: list[Hashable] = []
         self._numbers: dict[Hashable, int] = {}
 
-    def add(self, view: memoryview, of_tensor: int) -> None:
+    def add(self, buffer: pickle.PickleBuffer) -> None:
         """Put a buffer aside."""
+        view, of_tensor = buffer.raw(), int(buffer is self.of_tensor)
         if view.nbytes < _LEAST_COMPARED_NBYTES:
             key: Hashable = len(self._views)
         else:
@@ -151,13 +154,11 @@ class _ObjectPickler(pickle.Pickler):
     """Puts the items of ndarrays and tensors aside."""
 
     def __init__(self, file: io.BytesIO, aside: _Aside, copies: dict[Hashable, tuple[Any, Any]]) -> None:
-        super().__init__(file, 5, buffer_callback=self._put_aside)
+        # No method of the pickler's own: that would be a cycle of references. All that was pickled would wait
+        # for Python's collector, and that crashes where it clears a memoryview that others view.
+        super().__init__(file, 5, buffer_callback=aside.add)
         self._aside = aside
         self._copies = copies
-        self._of_tensor: pickle.PickleBuffer | None = None  # the buffer that comes next, if a tensor's
-
-    def _put_aside(self, buffer: pickle.PickleBuffer) -> None:
-        self._aside.add(buffer.raw(), int(buffer is self._of_tensor))
 
     def _copied(self, key: Hashable, value: Any, copy: Callable[[Any], Any]) -> Any:
         """A contiguous copy, the same one for the same memory, which the first value keeps alive."""
@@ -184,8 +185,8 @@ class _ObjectPickler(pickle.Pickler):
             memory = value.data_ptr(), value.shape, value.stride(), value.dtype
             value = self._copied(memory, value, torch.Tensor.contiguous)
         flat = array_of_tensor(value, kind.dtype).reshape(-1)
-        self._of_tensor = pickle.PickleBuffer(memoryview(flat.view(np.uint8).data))
-        return _make_tensor, (self._of_tensor, CODE_OF_TORCH_DTYPE[value.dtype], tuple(value.shape))
+        buffer = self._aside.of_tensor = pickle.PickleBuffer(memoryview(flat.view(np.uint8).data))
+        return _make_tensor, (buffer, CODE_OF_TORCH_DTYPE[value.dtype], tuple(value.shape))
 
 
 def _make_tensor(buffer: memoryview, code: int, shape: tuple[int, ...]) -> torch.Tensor:

@@ -20,7 +20,7 @@ from shmloader.store.chunked import ChunkedStore
 from shmloader.store.columns import Column, Reader, Readers, items, make_reader
 from shmloader.store.encode import ValueEncoder
 from shmloader.store.exact_dtypes import dumps
-from shmloader.store.fields import field_of
+from shmloader.store.fields import field_of, tuple_shapes
 from shmloader.store.graphs import has_members
 from shmloader.store.kept import Kept
 from shmloader.store.one_buffer import new_builder
@@ -282,6 +282,12 @@ class RowStore(BufferStore, _Rows):
             KeyError: If not all rows are records that have it.
         """
         return FieldStore(self, field)
+
+    def tuple_shape(self) -> tuple[type, int] | None:
+        """The class and length of the rows where all are tuples that agree in these, else None."""
+        columns = map(self.column_of, range(self._layout.chunks))
+        shapes = set().union(*map(tuple_shapes, columns))
+        return shapes.pop() if len(shapes) == 1 else None
 
     def describe(self) -> StoreDescription:
         """See `SharedObject.describe`."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from shmloader.index_batches import BY_VALUE
 from shmloader.shared_buffer import BufferBuilder, SharedBuffer
 from shmloader.slot_writer import wrap_tensor
 from shmloader.store.arrays import (
@@ -248,6 +249,10 @@ def _shared_tensor(store: TensorStore) -> SharedTensor:
     tensor = plain.as_subclass(SharedTensor)
     tensor._plain, tensor._store = plain, store  # noqa: SLF001
     return tensor
+
+
+BY_VALUE[SharedArray] = np.asarray
+BY_VALUE[SharedTensor] = _without_class
 
 
 def write_array(data: Array, out: BufferBuilder, kept: Kept | None = None) -> Written:

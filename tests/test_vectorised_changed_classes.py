@@ -1,0 +1,129 @@
+"""Classes derived from torch's datasets that do something of their own for a sample are asked for each."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from parity.compare import assert_same
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader as TorchLoader
+
+from shmloader import DataLoader, why_per_sample
+
+ROWS = 8
+X = torch.arange(ROWS)
+
+
+class Counting(Dataset[Any]):
+    """Counts how often its property was read."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def read(self) -> int:
+        self.reads += 100
+        return self.reads
+
+    def __len__(self) -> int:
+        return ROWS
+
+
+class Tensors(Counting, TensorDataset):
+    tensors = property(lambda self: (X + self.read(),))
+
+
+class Indices(Counting, Subset[Any]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dataset = X
+
+    indices = property(lambda self: [self.read() // 100 % ROWS] * ROWS)
+
+
+class Inner(Counting, Subset[Any]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.indices = range(ROWS)
+
+    dataset = property(lambda self: X + self.read())
+
+
+class Parts(Counting, ConcatDataset[Any]):
+    cumulative_sizes = (ROWS,)
+
+    datasets = property(lambda self: [X + self.read()])
+
+
+class Sizes(Counting, ConcatDataset[Any]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.datasets = [X, X + 10]
+
+    cumulative_sizes = property(lambda self: [self.read() // 100 % 4 + 3, 2 * ROWS])
+
+
+class Stacked(Counting, StackDataset[Any]):
+    datasets = property(lambda self: {"a": X + self.read()})
+
+
+class MadeUp(TensorDataset):
+    """Has its tensors by ``__getattr__``."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "tensors":
+            raise AttributeError(name)
+        self.reads += 100
+        return (X + self.reads,)
+
+    def __len__(self) -> int:
+        return ROWS
+
+
+class Short(ConcatDataset[Any]):
+    """Counts negative indices from another end."""
+
+    def __len__(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize("kind", [Tensors, Indices, Inner, Parts, Sizes, Stacked, MadeUp])
+def test_a_property_is_read_for_each_sample(kind: Any) -> None:
+    assert "overrides" in str(why_per_sample(kind()))
+    assert "overrides" in str(why_per_sample(Subset(kind(), [1])))
+    expected = list(TorchLoader(kind(), 4))
+    assert_same(list(DataLoader(kind(), 4, num_workers=1)), expected)
+    assert_same(list(DataLoader(kind(), 4, num_workers=1, worker_type="thread")), expected)
+
+
+def test_a_negative_index_counts_from_the_end_that_len_says() -> None:
+    dataset, batches = Short([X, X + 10]), [[-1, -4], [1]]
+    assert "overrides" in str(why_per_sample(dataset))
+    expected = list(TorchLoader(dataset, batch_sampler=batches))
+    assert_same(list(DataLoader(dataset, batch_sampler=batches, num_workers=1)), expected)
+
+
+CHANGED = {
+    "__getitem__": (TensorDataset, lambda: TensorDataset(X), lambda self, index: (X[index] * 100,)),
+    "__getitems__": (Subset, lambda: Subset(X, [3, 2]), lambda self, indices: [X[i] * 100 for i in indices]),
+    "__len__": (ConcatDataset, lambda: ConcatDataset([X]), lambda self: 4),
+}
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_is_put_into_torchs_class_is_asked(
+    name: str, wrapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, make, change = CHANGED[name]
+    assert why_per_sample(make()) is None
+    method = functools.wraps(getattr(kind, name))(change) if wrapped else change
+    monkeypatch.setattr(kind, name, method)
+    assert "overrides" in str(why_per_sample(make()))
+    loader = DataLoader(make(), batch_sampler=[[0, -1]], num_workers=1, worker_type="thread")
+    assert_same(list(loader), list(TorchLoader(make(), batch_sampler=[[0, -1]])))
