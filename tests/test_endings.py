@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -75,3 +76,36 @@ def test_a_program_that_ends_while_a_daemon_thread_loads_says_nothing(worker_typ
     done = run(ENDS, worker_type)
     assert done.stderr == ""
     assert done.returncode == 0
+
+
+SERVER = """
+import os, signal, threading
+import psutil
+from shmloader import DataLoader
+
+if __name__ == "__main__":
+    def load():
+        loader = DataLoader(list(range(8)), num_workers=2, multiprocessing_context="forkserver")
+        iterator = iter(loader)
+        next(iterator)
+        return loader, iterator
+
+    load()[0].close()
+    before = set(os.listdir("/proc/self/fd"))
+    loader, iterator = load()
+    server, = (child for child in psutil.Process().children() if "forkserver" in " ".join(child.cmdline()))
+    server.send_signal(signal.SIGSTOP)
+    threading.Timer(0.3, server.send_signal, [signal.SIGCONT]).start()
+    loader.close()
+    print(*(os.readlink(f"/proc/self/fd/{fd}") for fd in set(os.listdir("/proc/self/fd")) - before))
+"""
+
+
+def test_no_descriptor_is_left_where_a_fork_server_tells_late_that_its_workers_have_ended(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(SERVER)
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("", "")

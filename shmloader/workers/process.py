@@ -12,6 +12,7 @@ from typing import Any
 from shmloader.messages import DONE_NBYTES
 
 _READ_NBYTES = DONE_NBYTES * 8
+_EXIT_CODE_S = 1.0
 
 
 class ProcessWorker:
@@ -98,6 +99,8 @@ class ProcessWorker:
         """Close this side's descriptors and forget the process, which has ended."""
         self.released = True
         self.close_descriptors()
+        if self.process.exitcode is None:
+            self.process.join(_EXIT_CODE_S)  # a fork server tells it a moment after the process has ended
         with contextlib.suppress(ValueError):
             self.process.close()
 
