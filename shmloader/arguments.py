@@ -14,39 +14,36 @@ Dispatch = Literal["static", "dynamic"]
 WorkerType = Literal["process", "thread"]
 
 
-def check_own_arguments(
-    *,
-    dataset: object,
-    persistent_workers: bool,
-    memory_budget_nbytes: object,
-    worker_restarts: object,
-    on_error: object,
-    prefetch_epochs: bool,
-) -> None:
+def check_own_arguments(loader: Any, dataset: object, persistent_workers: bool) -> None:
     """Refuse wrong ones; ``dispatch`` and ``worker_type`` are checked where they have an effect.
+
+    Args:
+        loader: The loader, which has its own arguments as attributes, and torch's not yet.
+        dataset: Its dataset.
+        persistent_workers: As the loader was given it.
 
     Raises:
         TypeError: For what should be a whole number and is none. As everywhere in Python, what has an
             ``__index__`` is one, NumPy's integers too.
         ValueError: For other wrong values.
     """
-    if memory_budget_nbytes is not None:
+    if loader.memory_budget_nbytes is not None:
         _check_whole(
             "memory_budget_nbytes",
-            memory_budget_nbytes,
+            loader.memory_budget_nbytes,
             least=1,
             wanted="a whole number of bytes or None",
             such_as="int(1e9)",
         )
-    _check_whole("worker_restarts", worker_restarts, least=0, wanted="a whole number", such_as="3")
-    if worker_restarts and isinstance(dataset, IterableDataset):
+    _check_whole("worker_restarts", loader.worker_restarts, least=0, wanted="a whole number", such_as="3")
+    if loader.worker_restarts and isinstance(dataset, IterableDataset):
         raise ValueError(
             "worker_restarts needs a map-style dataset: how far an iterable-style one had come only the "
             "dead worker knew, so its batches cannot be made again"
         )
-    if on_error not in MODES:
-        raise ValueError(f"on_error must be one of {', '.join(map(repr, MODES))}, not {on_error!r}")
-    if prefetch_epochs and not persistent_workers:
+    if loader.on_error not in MODES:
+        raise ValueError(f"on_error must be one of {', '.join(map(repr, MODES))}, not {loader.on_error!r}")
+    if loader.prefetch_epochs and not persistent_workers:
         raise ValueError("prefetch_epochs=True needs persistent_workers=True: others end with their epoch")
 
 

@@ -183,14 +183,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
         self.prefetch_epochs = prefetch_epochs
         self.worker_type = worker_type
         self.share_dataset = share_dataset
-        check_own_arguments(
-            dataset=dataset,
-            persistent_workers=persistent_workers,
-            memory_budget_nbytes=memory_budget_nbytes,
-            worker_restarts=worker_restarts,
-            on_error=on_error,
-            prefetch_epochs=prefetch_epochs,
-        )
+        check_own_arguments(self, dataset, persistent_workers)
         check_worker_type(worker_type, dataset, multiprocessing_context, worker_restarts)
         if share_dataset:
             dataset = share_for_loader(dataset)

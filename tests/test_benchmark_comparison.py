@@ -24,6 +24,8 @@ from shmloader.cli import bench as bench_command
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are a package of the checkout, not of the library
 
+from quick_specs import tiny  # noqa: E402
+
 from benchmarks import comparison, peers, real_files, summary, training  # noqa: E402
 from benchmarks.loaders import LOADERS, Loader  # noqa: E402
 from benchmarks.made_data import CyclicBatches, Records, Uneven, make_record_arrays  # noqa: E402
@@ -51,21 +53,6 @@ register_loader(Loader("other-absent", build_broken, packages=("no_such_package"
 register_loader(Loader("other-unfit", build_broken, cannot=lambda workload: "knows no " + workload.name))
 register_loader(Loader("other-beside", build_broken, meant_for=lambda workload: False))
 '''
-
-
-def tiny(workload: str, contestant: str) -> Spec:
-    return Spec(
-        workload=workload,
-        contestant=contestant,
-        workers=2,
-        prefetch_factor=2,
-        seconds=0.05,
-        warmup_s=0.02,
-        min_batches=3,
-        descriptor_batches=2,
-        timeout_s=100,
-        quick=True,
-    )
 
 
 @pytest.fixture

@@ -20,6 +20,8 @@ from shmloader.cli import main as command_line
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are a package of the checkout, not of the library
 
+from quick_specs import tiny  # noqa: E402
+
 from benchmarks import autotune, comparison, machine, memory, result_files, stores, summary, transport  # noqa: E402
 from benchmarks.measure import measure  # noqa: E402
 from benchmarks.records import Measurement, Spec  # noqa: E402
@@ -32,20 +34,7 @@ needs_a_full_disk = pytest.mark.skipif(not FULL.exists(), reason="there is no /d
 
 @pytest.fixture(scope="module")
 def measured() -> Measurement:
-    return measure(
-        Spec(
-            workload="tiny",
-            contestant="limit",
-            workers=2,
-            prefetch_factor=2,
-            seconds=0.05,
-            warmup_s=0.02,
-            min_batches=3,
-            descriptor_batches=2,
-            timeout_s=100,
-            quick=True,
-        )
-    )
+    return measure(tiny("tiny", "limit"))
 
 
 @pytest.fixture
