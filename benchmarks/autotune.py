@@ -29,7 +29,7 @@ from benchmarks.machine import describe
 from benchmarks.result_files import result_file, write_json
 from shmloader import DataLoader
 from shmloader.cli.bench import NOT_WRITTEN, whole_number
-from shmloader.limits import cores
+from shmloader.host.limits import cores
 
 _PREFETCH = (2, 4, 8)
 

@@ -92,7 +92,7 @@ def present(run: Run, names: list[str]) -> list[str]:
 
 def too_large(workload: Workload, loader: Loader | None, workers: int) -> str | None:
     """Says what memory a workload lacks, where its data set is large."""
-    from shmloader.limits import memory_headroom
+    from shmloader.host.limits import memory_headroom
 
     if not workload.dataset_nbytes:
         return None

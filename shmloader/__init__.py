@@ -5,7 +5,6 @@
 Importing it starts no thread and no process and takes no shared memory.
 """
 
-from shmloader.collate import empty
 from shmloader.errors import (
     BadSampleWarning,
     LoaderClosed,
@@ -25,6 +24,7 @@ from shmloader.statistics import AutotuneReport, BadSample, LoaderStatistics
 from shmloader.store.files import open_store as open  # noqa: A004 - used as shmloader.open
 from shmloader.store.host import share_on_host
 from shmloader.store.sharing import share
+from shmloader.worker.collate import empty
 
 __version__ = "0.1.0"
 

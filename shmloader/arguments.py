@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch.utils.data import IterableDataset
 
-from shmloader.bad_samples import MODES
+from shmloader.diagnostics.bad_samples import MODES
 
 OnError = Literal["raise", "skip", "replace"]
 Dispatch = Literal["static", "dynamic"]

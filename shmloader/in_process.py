@@ -10,9 +10,9 @@ from typing import Any
 from torch.utils.data.graph_settings import apply_sharding
 
 from shmloader import torch_private
-from shmloader.bad_samples import LEFT_OUT, Reported, count, take_report, warn_of_bad_samples
-from shmloader.fetch import FetchRules, make_fetcher
+from shmloader.diagnostics.bad_samples import LEFT_OUT, Reported, count, take_report, warn_of_bad_samples
 from shmloader.statistics import Counters
+from shmloader.worker.fetch import FetchRules, make_fetcher
 
 
 class InProcessIterator(torch_private.SingleProcessIterator):

@@ -20,25 +20,25 @@ import numpy as np
 import numpy.typing as npt
 
 from shmloader import torch_private
-from shmloader.array_samplers import index_arrays
-from shmloader.autotune import Autotune
-from shmloader.bad_samples import LEFT_OUT, count, take_report, warn_of_bad_samples
-from shmloader.callers import level_of_the_program
 from shmloader.codec import Decoder
-from shmloader.dispatch import Balance, is_dynamic
+from shmloader.device.pinning import pin_batch
+from shmloader.diagnostics.bad_samples import LEFT_OUT, count, take_report, warn_of_bad_samples
+from shmloader.diagnostics.callers import level_of_the_program
+from shmloader.diagnostics.exceptions import restore
 from shmloader.errors import LoaderClosed, LoaderError, SpillWarning
-from shmloader.exchange import Exchange, Patience
-from shmloader.failures import restore
-from shmloader.fetch import FetchRules
-from shmloader.interrupts import HeldInterrupts
-from shmloader.messages import FAILURE, REPORTED, DoneFields
-from shmloader.next_epoch import NOTHING, EpochPrefetch, prefetch_for
-from shmloader.pinning import pin_batch
+from shmloader.host.interrupts import HeldInterrupts
+from shmloader.sampling.array_samplers import index_arrays
+from shmloader.sampling.next_epoch import NOTHING, EpochPrefetch, prefetch_for
+from shmloader.scheduling.autotune import Autotune
+from shmloader.scheduling.dispatch import Balance, is_dynamic
+from shmloader.scheduling.exchange import Exchange, Patience
+from shmloader.scheduling.tuning import Beginning, Tuning, make_pool
 from shmloader.slots import SlotPool
 from shmloader.statistics import Counters
-from shmloader.tuning import Beginning, Tuning, make_pool
-from shmloader.worker import WorkerArguments
-from shmloader.workers import THREAD, Workers, start_workers
+from shmloader.supervisor import THREAD, Workers, start_workers
+from shmloader.wire.messages import FAILURE, REPORTED, DoneFields
+from shmloader.worker.fetch import FetchRules
+from shmloader.worker.loop import WorkerArguments
 
 _NOBODY = -1, None, None
 

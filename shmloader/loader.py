@@ -14,17 +14,17 @@ import torch.utils.data
 from torch.utils.data import Dataset, Sampler
 
 from shmloader.arguments import Dispatch, OnError, WorkerType, check_own_arguments
-from shmloader.autotune import Autotune
-from shmloader.bad_samples import warn_of_bad_samples
-from shmloader.dispatch import choose_dispatch
+from shmloader.diagnostics.bad_samples import warn_of_bad_samples
 from shmloader.errors import LoaderClosed
 from shmloader.in_process import InProcessIterator
 from shmloader.iterator import SlotIterator
+from shmloader.scheduling.autotune import Autotune
+from shmloader.scheduling.dispatch import choose_dispatch
+from shmloader.scheduling.tuning import chooser_of, or_chosen
 from shmloader.slots import SlotState
 from shmloader.statistics import Counters, LoaderStatistics
 from shmloader.store.walk import share_for_loader
-from shmloader.tuning import chooser_of, or_chosen
-from shmloader.workers import PROCESS, check_worker_type
+from shmloader.supervisor import PROCESS, check_worker_type
 
 _T_co = TypeVar("_T_co", covariant=True)
 

@@ -2,7 +2,7 @@
 
 The leak guard holds the whole suite to one promise: what a test starts, opens or allocates is gone
 when the test ends. It compares the process before and after and names what stayed.
-`test_leak_guard.py` runs this file against tests that do leak.
+`project/test_leak_guard.py` runs this file against tests that do leak.
 """
 
 import contextlib
@@ -31,9 +31,11 @@ LONG = os.environ.get("SHMLOADER_LONG") == "1"
 LONG_FILES = frozenset(
     """
     robustness/test_interrupt.py robustness/test_main_death.py robustness/test_small_machine.py
-    robustness/test_soak.py robustness/test_fork_with_threads.py test_benchmark_memory.py test_benchmarks.py
-    test_demo.py test_doctor.py test_forkserver_preload.py test_leak_guard.py
-    test_store_host.py test_store_host_refusals.py test_store_processes.py test_store_buffer.py
+    robustness/test_soak.py robustness/test_fork_with_threads.py
+    bench/test_benchmark_memory.py bench/test_benchmarks.py
+    cli/test_demo.py cli/test_doctor.py supervisor/test_forkserver_preload.py project/test_leak_guard.py
+    store/test_store_host.py store/test_store_host_refusals.py
+    store/test_store_processes.py store/test_store_buffer.py
     """.split()
 )
 
@@ -341,6 +343,6 @@ def loader_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 @pytest.fixture
 def three_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that says so: sleeping workers need none."""
-    from shmloader.limits import Cores
+    from shmloader.host.limits import Cores
 
-    monkeypatch.setattr("shmloader.tuning.cores", lambda: Cores(3, 3, None))
+    monkeypatch.setattr("shmloader.scheduling.tuning.cores", lambda: Cores(3, 3, None))

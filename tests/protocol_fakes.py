@@ -9,8 +9,8 @@ from collections import deque
 from typing import Any, Protocol
 
 from shmloader.errors import LoaderError
-from shmloader.messages import INLINE_NBYTES, SPIN_NS, unpack_task
-from shmloader.segment import whole_pages
+from shmloader.shared_memory import whole_pages
+from shmloader.wire.messages import INLINE_NBYTES, SPIN_NS, unpack_task
 
 WORKERS = 2
 LONG = "x" * INLINE_NBYTES  # an index batch that does not fit in a record

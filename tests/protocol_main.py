@@ -13,8 +13,8 @@ import numpy as np
 from protocol_fakes import LONG, WORKERS, Crew, Event, Segment
 
 from shmloader.errors import LoaderError
-from shmloader.exchange import Exchange, Patience
-from shmloader.segment import PAGE_NBYTES
+from shmloader.scheduling.exchange import Exchange, Patience
+from shmloader.shared_memory import PAGE_NBYTES
 from shmloader.slots import SlotPool, SlotState
 from shmloader.statistics import Counters
 

@@ -25,7 +25,9 @@ from protocol_main import (
     stamp,
 )
 
-from shmloader.messages import (
+from shmloader.shared_memory import PAGE_NBYTES
+from shmloader.slots import SlotState
+from shmloader.wire.messages import (
     BATCH,
     CONTINUE,
     INLINE_NBYTES,
@@ -37,8 +39,6 @@ from shmloader.messages import (
     pack_done,
     unpack_task,
 )
-from shmloader.segment import PAGE_NBYTES
-from shmloader.slots import SlotState
 
 
 class Process(NamedTuple):

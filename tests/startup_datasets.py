@@ -10,7 +10,7 @@ import torch
 from loading import Numbered
 from torch.utils.data import Dataset, get_worker_info
 
-from shmloader.segment import Descriptor
+from shmloader.shared_memory import Descriptor
 
 ARRAY_NBYTES = 1 << 20
 

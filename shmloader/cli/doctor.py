@@ -36,7 +36,7 @@ from shmloader.cli.doctor_checks import (
 from shmloader.cli.doctor_descriptors import Descriptors, count_descriptors
 from shmloader.cli.doctor_sizes import parse_nbytes
 from shmloader.cli.doctor_trial import Trial, try_out
-from shmloader.limits import cores, memory_headroom, open_files
+from shmloader.host.limits import cores, memory_headroom, open_files
 
 DESCRIPTION = """\
 Look at everything on this host that loading depends on, load a few batches for real with the

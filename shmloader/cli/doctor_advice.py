@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from shmloader.cli.doctor_descriptors import Descriptors
 from shmloader.cli.doctor_sizes import format_nbytes
-from shmloader.segment import PAGE_NBYTES, whole_pages
+from shmloader.shared_memory import PAGE_NBYTES, whole_pages
 
 _SLOTS_BESIDES_TASKS = 2  # for the batch being returned and the one before it, see `SlotPool`
 

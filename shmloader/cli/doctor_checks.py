@@ -22,7 +22,7 @@ from shmloader.cli.doctor_advice import Advice, describe_lack, describe_remedy
 from shmloader.cli.doctor_descriptors import Descriptors
 from shmloader.cli.doctor_sizes import format_nbytes
 from shmloader.cli.doctor_trial import Trial
-from shmloader.limits import (
+from shmloader.host.limits import (
     Bound,
     Cores,
     Headroom,
@@ -32,7 +32,7 @@ from shmloader.limits import (
     oom_kills,
     open_files,
 )
-from shmloader.segment import HUGE_NBYTES, MemfdSegment, Segment, new_segment
+from shmloader.shared_memory import HUGE_NBYTES, MemfdSegment, Segment, new_segment
 from shmloader.slots import RETAINED_SLOTS
 
 Status = Literal["ok", "warning", "fail"]

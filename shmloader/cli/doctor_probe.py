@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import Dataset
 
 from shmloader import DataLoader
-from shmloader.limits import open_files
-from shmloader.segment import PAGE_NBYTES, new_segment
+from shmloader.host.limits import open_files
+from shmloader.shared_memory import PAGE_NBYTES, new_segment
 
 BATCHES = 8
 WORKERS = {"load": 1, "load-with-two": 2}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shmloader.limits import oom_kills
+from shmloader.host.limits import oom_kills
 
 
 @dataclass(frozen=True)

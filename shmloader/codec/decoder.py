@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from shmloader.codec.header import LONE_LEAF, SIZES
-from shmloader.layout import DTYPES, REST, TENSOR, Leaf, unpack_leaves
-from shmloader.slot_writer import wrap_tensor
+from shmloader.codec.layout import DTYPES, REST, TENSOR, Leaf, unpack_leaves
+from shmloader.codec.slot_writer import wrap_tensor
 
 _MOST_HEADERS = 256
 _LONGEST_HEADER_NBYTES = 1 << 14  # longer ones hold data, and do not repeat

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from shmloader.codec.header import MARKER, SIZES, pickle_marked
+from shmloader.codec.layout import ARRAY, BYTES, CODE_OF_TORCH_DTYPE, REST, TENSOR, Leaf, pack_leaves
 from shmloader.codec.pickler import BatchPickler
-from shmloader.layout import ARRAY, BYTES, CODE_OF_TORCH_DTYPE, REST, TENSOR, Leaf, pack_leaves
-from shmloader.slot_writer import SlotWriter
+from shmloader.codec.slot_writer import SlotWriter
 
 _UINT8 = CODE_OF_TORCH_DTYPE[torch.uint8]
 _REST = Leaf(REST, 0, 0, ())

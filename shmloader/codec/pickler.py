@@ -19,7 +19,7 @@ from torch.storage import TypedStorage
 
 from shmloader import torch_private
 from shmloader.codec.header import MARKER
-from shmloader.layout import CODE_OF_NUMPY_DTYPE, CODE_OF_TORCH_DTYPE
+from shmloader.codec.layout import CODE_OF_NUMPY_DTYPE, CODE_OF_TORCH_DTYPE
 
 
 def _as_leaf() -> tuple[Any, ...]:

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shmloader.errors import SharedMemoryExhausted
-from shmloader.limits import SURE_NBYTES, memory_headroom
-from shmloader.segment import PAGE_NBYTES, SLOT_STRIDE, Extent, Segment, whole_pages
+from shmloader.host.limits import SURE_NBYTES, memory_headroom
+from shmloader.shared_memory import PAGE_NBYTES, SLOT_STRIDE, Extent, Segment, whole_pages
 from shmloader.slots.shortage import fewer_are_made, host_is_too_small
 from shmloader.slots.slot import Lease, Slot, SlotState
 

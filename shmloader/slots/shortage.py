@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from shmloader.errors import SharedMemoryExhausted
-from shmloader.limits import Headroom
-from shmloader.segment import whole_pages
+from shmloader.host.limits import Headroom
+from shmloader.shared_memory import whole_pages
 
 
 def host_is_too_small(

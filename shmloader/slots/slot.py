@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 import numpy.typing as npt
 
-from shmloader.segment import Extent
+from shmloader.shared_memory import Extent
 
 
 class SlotState(enum.Enum):

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import default_collate
 
 from shmloader import torch_private
-from shmloader.slot_writer import current_writer
+from shmloader.codec.slot_writer import current_writer
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 """Row numbers, one dimension; negative ones count from the end."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from shmloader.layout import CODE_OF_NUMPY_DTYPE, DTYPES
+from shmloader.codec.layout import CODE_OF_NUMPY_DTYPE, DTYPES
 from shmloader.sources.base import Make, NotGathered, Rows, Source, within
 from shmloader.store.arrays import Array, array_of_tensor, kind_of_tensor
 from shmloader.store.whole import SharedArray, SharedTensor

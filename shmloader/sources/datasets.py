@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
-from shmloader.array_samplers import is_by_torch
-from shmloader.index_batches import int_array
+from shmloader.sampling.array_samplers import is_by_torch
+from shmloader.sampling.index_batches import int_array
 from shmloader.sources.base import Make, NotGathered, Rows, Source, as_sample_field, make_private, within
 from shmloader.sources.blocks import block_of
 from shmloader.sources.merge import merge

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
-from shmloader.index_batches import PackedInts
-from shmloader.slot_writer import current_writer
+from shmloader.codec.slot_writer import current_writer
+from shmloader.sampling.index_batches import PackedInts
 from shmloader.sources.base import (
     NOT_GATHERED,
     NotGathered,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from shmloader.layout import CODE_OF_NUMPY_DTYPE, CODE_OF_TORCH_DTYPE, DTYPES
+from shmloader.codec.layout import CODE_OF_NUMPY_DTYPE, CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.sources.base import Make, NotGathered, Rows, Source, as_sample_field, within
 from shmloader.sources.blocks import block_of, joined_dtype
 from shmloader.sources.columns import join_arrow

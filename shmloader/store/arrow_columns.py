@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 from pyarrow import types
 
-from shmloader.shared_buffer import SharedBuffer
+from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.columns import Scope
 
 _CODES = {

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shmloader.shared_buffer import SharedBuffer
+from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.columns import Column, NoArrowTypeError
 from shmloader.store.fields import as_dicts
 from shmloader.store.gather import ChunkedRows

@@ -14,8 +14,8 @@ from typing import Any, Self, cast, overload
 import numpy as np
 import torch
 
-from shmloader.index_batches import BY_VALUE
-from shmloader.shared_buffer import BufferBuilder, SharedBuffer
+from shmloader.sampling.index_batches import BY_VALUE
+from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
 from shmloader.store import saving
 from shmloader.store.advice import add_advice
 from shmloader.store.exact_dtypes import dumps

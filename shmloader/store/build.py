@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shmloader.shared_buffer import BufferBuilder
+from shmloader.shared_memory.sealed_buffer import BufferBuilder
 from shmloader.store.base import SharedObject, Written, finish
 from shmloader.store.foreign import is_arrow, is_pandas
 from shmloader.store.kept import Kept

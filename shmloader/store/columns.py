@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shmloader.shared_buffer import BufferBuilder, SharedBuffer
+from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
 from shmloader.store.parts import bytes_at
 
 Reader = Callable[[int], Any]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shmloader.shared_buffer import BufferBuilder
+from shmloader.shared_memory.sealed_buffer import BufferBuilder
 from shmloader.store.arrays import ArrayKind, encode_arrays, kind_of_array, kind_of_tensor, memory_of
 from shmloader.store.columns import Column
 from shmloader.store.graphs import encode_graphs, refer_to_themselves

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmloader.shared_buffer import SharedBuffer
+from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.columns import Column
 from shmloader.store.records import Dicts, Tuples
 from shmloader.store.repeats import Repeated

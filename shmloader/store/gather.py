@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from shmloader.shared_buffer import SharedBuffer
-from shmloader.slot_writer import wrap_tensor
+from shmloader.codec.slot_writer import wrap_tensor
+from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.arrays import (
     Array,
     ArrayKind,

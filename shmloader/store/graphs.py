@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shmloader.shared_buffer import BufferBuilder, SharedBuffer
+from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
 from shmloader.store.columns import Column, NoArrowTypeError, Scope
 from shmloader.store.records import is_plain_dataclass, is_plain_namedtuple
 

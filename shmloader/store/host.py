@@ -27,9 +27,9 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from shmloader.diagnostics.exceptions import capture, restore
 from shmloader.errors import LoaderError, ShareTimeout
-from shmloader.failures import capture, restore
-from shmloader.shared_buffer import SharedBuffer
+from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store import host_server
 from shmloader.store.host_server import FAILED, HEADER, READY
 from shmloader.store.packing import pack, unpack

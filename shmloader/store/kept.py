@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shmloader.layout import CODE_OF_TORCH_DTYPE, DTYPES
-from shmloader.shared_buffer import BufferBuilder
+from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
+from shmloader.shared_memory.sealed_buffer import BufferBuilder
 from shmloader.store.arrays import array_of_tensor, kind_of_tensor
 from shmloader.store.columns import Column
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shmloader.shared_buffer import SharedBuffer
+from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.columns import Column, Encoder, NoArrowTypeError, Scope, arrow_buffer
 from shmloader.store.scalars import Numbers
 from shmloader.store.strings import append_offsets

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shmloader.errors import LoaderError
-from shmloader.shared_buffer import BufferBuilder, SharedBuffer
+from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
 from shmloader.store import saving
 from shmloader.store.base import StoreDescription, attach, finish
 from shmloader.store.one_buffer import new_builder

@@ -18,7 +18,7 @@ from zlib import crc32
 
 import numpy as np
 
-from shmloader.shared_buffer import BufferBuilder, SharedBuffer
+from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
 from shmloader.store.base import BufferStore, Store, StoreDescription, Written, attach, equal, finish
 from shmloader.store.columns import items
 from shmloader.store.one_buffer import new_builder

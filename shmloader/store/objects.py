@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shmloader.layout import CODE_OF_TORCH_DTYPE, DTYPES
-from shmloader.shared_buffer import BufferBuilder, SharedBuffer
-from shmloader.slot_writer import wrap_tensor
+from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
+from shmloader.codec.slot_writer import wrap_tensor
+from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
 from shmloader.store.advice import add_advice
 from shmloader.store.arrays import array_of_tensor, kind_of_tensor
 from shmloader.store.columns import NoArrowTypeError, Scope, items

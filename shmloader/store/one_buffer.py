@@ -11,9 +11,9 @@ import errno
 from types import TracebackType
 from typing import Any, Self
 
-from shmloader.limits import open_files
-from shmloader.segment import PAGE_NBYTES
-from shmloader.shared_buffer import BufferBuilder
+from shmloader.host.limits import open_files
+from shmloader.shared_memory import PAGE_NBYTES
+from shmloader.shared_memory.sealed_buffer import BufferBuilder
 from shmloader.store.base import Written, end_with
 from shmloader.store.kept import Kept
 from shmloader.store.parts import BufferPart

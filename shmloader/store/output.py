@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shmloader.layout import CODE_OF_TORCH_DTYPE, DTYPES
+from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.store.arrays import Array, ArrayKind, array_of_tensor, kind_of_tensor
 
 

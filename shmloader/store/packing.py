@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
-from shmloader.shared_buffer import SharedBuffer
+from shmloader.shared_memory.sealed_buffer import SharedBuffer
 
 
 class _Packer(pickle.Pickler):

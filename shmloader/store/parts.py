@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmloader.shared_buffer import SharedBuffer
+from shmloader.shared_memory.sealed_buffer import SharedBuffer
 
 
 class BufferPart(SharedBuffer):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from shmloader.shared_buffer import SharedBuffer
+from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.columns import Column, Encoder, NoArrowTypeError, Scope
 
 

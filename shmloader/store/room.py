@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from shmloader.errors import SharedMemoryExhausted
-from shmloader.limits import memory_headroom
+from shmloader.host.limits import memory_headroom
 from shmloader.store.encode import ValueEncoder
 from shmloader.store.kept import Kept
 from shmloader.store.one_buffer import new_builder

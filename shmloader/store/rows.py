@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shmloader.shared_buffer import BufferBuilder, SharedBuffer
+from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
 from shmloader.store import arrow_view, gather
 from shmloader.store.base import BufferStore, StoreDescription, finish, row_array, row_numbers
 from shmloader.store.chunked import ChunkedStore

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shmloader.shared_buffer import BufferBuilder, SharedBuffer
+from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
 from shmloader.store.columns import NoArrowTypeError, Scope, arrow_buffer, if_valid
 from shmloader.store.parts import first_offset
 

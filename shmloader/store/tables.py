@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from shmloader.shared_buffer import BufferBuilder, SharedBuffer
+from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
 from shmloader.store.arrays import ArrayKind
 from shmloader.store.arrow_columns import ArrowColumn
 from shmloader.store.base import BufferStore, StoreDescription, Written, row_array

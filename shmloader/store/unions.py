@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shmloader.shared_buffer import BufferBuilder, SharedBuffer
+from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
 from shmloader.store.columns import Column, Scope, arrow_buffer
 
 MOST_KINDS = 127

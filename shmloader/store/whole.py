@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shmloader.index_batches import BY_VALUE
-from shmloader.shared_buffer import BufferBuilder, SharedBuffer
-from shmloader.slot_writer import wrap_tensor
+from shmloader.codec.slot_writer import wrap_tensor
+from shmloader.sampling.index_batches import BY_VALUE
+from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
 from shmloader.store.arrays import (
     Array,
     ArrayKind,

@@ -14,8 +14,8 @@ from robustness.confined import FEW_DESCRIPTORS, SMALL_SHM, memory_cgroup, works
 from robustness.datasets import Dicts, first_indices
 from robustness.processes import ENVIRONMENT, TESTS, descriptors, mappings, python
 from shmloader import DataLoader
-from shmloader.segment import MemfdSegment
-from shmloader.slot_writer import SlotWriter
+from shmloader.codec.slot_writer import SlotWriter
+from shmloader.shared_memory import MemfdSegment
 
 MIB = 1 << 20
 
@@ -112,7 +112,7 @@ SCARCE = """
     from loading import Numbered
     from robustness.datasets import first_indices
     from robustness.datasets import GrowsAt
-    from shmloader.limits import memory_headroom
+    from shmloader.host.limits import memory_headroom
 
     limit_file, room_nbytes = Path(sys.argv[1]), int(sys.argv[2])
     loader = shmloader.DataLoader(
@@ -162,8 +162,8 @@ def test_many_small_growths_are_measured_against_the_cgroup_too() -> None:
     code = """
         import sys
         import shmloader
-        from shmloader.limits import memory_headroom
-        from shmloader.segment import MemfdSegment
+        from shmloader.host.limits import memory_headroom
+        from shmloader.shared_memory import MemfdSegment
         segment, number = MemfdSegment(), 0
         try:
             while True:

@@ -1,0 +1,406 @@
+"""A worker's side of a slot: leaves are allocated in it one after the other while a batch is collated.
+
+Allocation is a bump pointer that is never moved back within a task, so no two leaves overlap. A leaf that
+does not fit in what is reserved is allocated in private memory by the caller and copied in at the end,
+when the size of the whole batch is known and the slot is grown once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import weakref
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES, TENSOR, Leaf, align
+from shmloader.errors import SharedMemoryExhausted
+from shmloader.host.limits import memory_headroom
+from shmloader.shared_memory import PAGE_NBYTES, Extent, Segment, whole_pages
+
+
+def wrap_tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor over an array of its carrier dtype, with a storage of exactly its own bytes.
+
+    The array's memory is kept alive by the tensor's storage, however the tensor is passed on.
+    """
+    tensor = torch.from_numpy(array)
+    if tensor.dtype == dtype:
+        return tensor
+    # Not tensor.view(dtype): that would be an autograd view of a hidden base.
+    whole: torch.Tensor = torch.empty(0, dtype=dtype, device="cpu")
+    return whole.set_(tensor.untyped_storage(), 0, tensor.size(), tensor.stride())
+
+
+class Output(NamedTuple):
+    """A leaf that is written in place.
+
+    Attributes:
+        tensor: Over the leaf's memory.
+        array: Over the same memory, of the carrier dtype.
+        leaf: Its row in the leaf table.
+        end: Where the next leaf begins.
+    """
+
+    tensor: torch.Tensor
+    array: np.ndarray[Any, Any]
+    leaf: Leaf
+    end: int
+
+
+class Recipe:
+    """How a batch was collated from samples that are dicts of tensors, ndarrays and strings.
+
+    The next batch that begins at the same place in the slot, of as many samples with the same keys, is
+    collated by it, if its values have the same shapes and dtypes.
+
+    Attributes:
+        columns: For each key, in order.
+        end: Where the next leaf begins.
+        strings: The keys of strings.
+        header: The batch's header without the strings, once it was made.
+    """
+
+    __slots__ = ("columns", "end", "header", "strings")
+
+    def __init__(self, columns: list[Column], end: int) -> None:
+        self.columns = columns
+        self.end = end
+        self.header: bytes | None = None
+        self.strings = [column.name for column in columns if column.out is None]
+
+
+class Column(NamedTuple):
+    """What a `Recipe` says of one key.
+
+    Attributes:
+        name: The key.
+        kind: The class of the samples' values: a tensor, an ndarray or a string.
+        shape: The shape of a value; None of a string.
+        dtype: Its dtype; None of a string.
+        out: The output for the batch; None of strings.
+        rows: For ndarrays, the output's memory with the first two dimensions as one.
+    """
+
+    name: str
+    kind: type
+    shape: tuple[int, ...] | None = None
+    dtype: Any = None
+    out: torch.Tensor | None = None
+    rows: np.ndarray[Any, Any] | None = None
+
+
+_SMALL_NBYTES = 4 << 20  # of a batch this small, two copies are to be had
+_MOST_OUTPUTS = 1024
+_MOST_RECIPES = 64
+_STR = frozenset({str})
+
+
+class _Mapped:
+    """A slot as mapped in this process, with the outputs that were made over it."""
+
+    __slots__ = ("extent", "headers", "leaf_of", "outputs", "recipes")
+
+    def __init__(self, extent: Extent) -> None:
+        self.extent = extent
+        self.outputs: dict[tuple[int, int, tuple[int, ...], torch.dtype], Output] = {}
+        self.leaf_of: dict[int, Leaf] = {}  # by the identity of a tensor in `outputs`
+        self.headers: dict[object, bytes] = {}  # see `SlotWriter.headers`
+        self.recipes: dict[object, Recipe] = {}  # by place, number of samples, keys
+
+
+class SlotWriter:
+    """Allocates in the slot that the current task grants. One per worker; lives in the worker's process.
+
+    There are two ways to allocate a leaf. `tensor` makes a new one, which the user's code may see and keep.
+    `output` is for collation that runs none of the user's code between here and publishing: it gives the
+    same object again whenever the same slot is asked for the same place, shape and dtype.
+
+    Args:
+        segment: The iterator's segment, attached.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self._mapped: dict[int, _Mapped] = {}
+        self._anchor: np.ndarray[Any, np.dtype[np.uint8]] | None = None
+        self._anchored: Extent | None = None  # what the anchor lies over: the slot may grow after it
+        self._here: _Mapped | None = None
+        self.slot = 0
+        self.version = 0
+        self.nbytes = 0
+        self.limit_nbytes = 0
+        self._may_refuse = True  # False once this task's batch was refused or spilled
+        self.cursor = 0
+        self.collated: object = None  # the batch, if it was made of outputs in new built-in containers
+        self.recipe: Recipe | None = None  # what it was made by
+
+    def begin(self, slot: int, version: int, nbytes: int, limit_nbytes: int) -> None:
+        """Take the slot that a task grants; see `Task` for the arguments."""
+        self.slot, self.version, self.nbytes = slot, version, nbytes
+        self.limit_nbytes = max(nbytes, limit_nbytes)
+        self.cursor = 0
+        self._may_refuse = True
+        here = self._mapped.get(slot)
+        if here is None or here.extent.nbytes != nbytes or here.extent.version != version:
+            here = self._mapped[slot] = _Mapped(self._map_some(nbytes))
+            self.nbytes = here.extent.nbytes
+        self._here = here
+
+    def _map_some(self, nbytes: int) -> Extent:
+        """Map the slot, or where this process has not enough address space as much of its start as can be."""
+        while True:
+            try:
+                return self._segment.map(self.slot, self.version, nbytes)
+            except SharedMemoryExhausted:
+                if nbytes > PAGE_NBYTES:
+                    nbytes = whole_pages(nbytes // 2)
+                elif self._mapped:
+                    self._mapped.clear()  # other slots', which can be mapped again
+                else:
+                    raise
+
+    def prepare(self, hint_nbytes: int) -> None:
+        """Grow the slot to the size of the largest batch so far: leaves are then written in place.
+
+        What was in the slot is gone afterwards. If the host cannot give that much, nothing happens.
+        """
+        if hint_nbytes > self.nbytes < self.limit_nbytes:
+            with contextlib.suppress(SharedMemoryExhausted):
+                self._grow(min(hint_nbytes, self.limit_nbytes))
+
+    @property
+    def extent(self) -> Extent | None:
+        """The slot as it is mapped here; None while nothing is reserved for it."""
+        return None if self._here is None else self._here.extent
+
+    def read(self, nbytes: int) -> bytes:
+        """The first bytes of the slot, before anything is allocated (a long index batch).
+
+        Raises:
+            SharedMemoryExhausted: If this process could not map that much.
+        """
+        if nbytes > self.nbytes:
+            raise SharedMemoryExhausted(
+                f"an index batch of {nbytes:,} bytes could not be read: this worker could map only "
+                f"{self.nbytes:,} bytes of it. Its address space is limited (ulimit -v).",
+                needed_nbytes=nbytes,
+                available_nbytes=self.nbytes,
+            )
+        return bytes(self.view()[:nbytes])
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        """Allocate a new, uninitialised tensor in the slot, or None where it does not fit there."""
+        here = self._here
+        code = CODE_OF_TORCH_DTYPE.get(dtype)
+        if code is None or here is None:
+            return None
+        nbytes = math.prod(shape) * dtype.itemsize
+        offset = self.cursor
+        if nbytes == 0 or offset + nbytes > self.nbytes:
+            return None
+        self.cursor = align(offset + nbytes)
+        if self._anchor is None:
+            self._anchor = np.ndarray(here.extent.nbytes, np.uint8, here.extent.buffer)
+            self._anchored = here.extent
+        array = np.ndarray(shape, DTYPES[code].carrier, self._anchor, offset)
+        return torch.from_numpy(array) if DTYPES[code].native else wrap_tensor(array, dtype)
+
+    def output(self, items: int, shape: tuple[int, ...], dtype: torch.dtype) -> Output | None:
+        """Allocate a leaf of shape ``(items, *shape)`` in the slot, or None where it does not fit there.
+
+        See the class for when this may be used.
+        """
+        here = self._here
+        if here is None:
+            return None
+        key = (self.cursor, items, shape, dtype)
+        output = here.outputs.get(key)
+        if output is None:
+            output = self._new_output(here, (items, *shape), dtype)
+            if output is None:
+                return None
+            here.outputs[key] = output
+            here.leaf_of[id(output.tensor)] = output.leaf
+        self.cursor = output.end
+        return output
+
+    def _new_output(self, here: _Mapped, shape: tuple[int, ...], dtype: torch.dtype) -> Output | None:
+        if len(here.outputs) >= _MOST_OUTPUTS:  # shapes that never repeat: remembering them is no use
+            here.outputs.clear()
+            here.leaf_of.clear()
+            here.headers.clear()
+            here.recipes.clear()
+        code = CODE_OF_TORCH_DTYPE.get(dtype)
+        offset, nbytes = self.cursor, math.prod(shape) * dtype.itemsize
+        if code is None or nbytes == 0 or offset + nbytes > self.nbytes:
+            return None
+        array = np.ndarray(shape, DTYPES[code].carrier, here.extent.buffer, offset)
+        leaf = Leaf(TENSOR, code, offset, shape)
+        return Output(wrap_tensor(array, dtype), array, leaf, align(offset + nbytes))
+
+    @property
+    def leaf_of(self) -> dict[int, Leaf]:
+        """Leaves of `output`, by the identity of their tensors."""
+        return {} if self._here is None else self._here.leaf_of
+
+    @property
+    def headers(self) -> dict[object, bytes]:
+        """Scratch for the codec, which lives as long as the leaves of this slot's outputs do."""
+        return {} if self._here is None else self._here.headers
+
+    def recipe_for(self, items: int, names: tuple[object, ...]) -> Recipe | None:
+        """The recipe for ``items`` samples that are dicts with the keys ``names``, to be collated here."""
+        recipe = None if self._here is None else self._here.recipes.get((self.cursor, items, names))
+        # Keys of a subclass of str are equal to those that the recipe was made for.
+        return recipe if recipe is not None and _STR.issuperset(map(type, names)) else None
+
+    def remember(self, begin: int, items: int, columns: list[Column]) -> None:
+        """Make a recipe of a batch that was collated from offset ``begin`` on."""
+        if self._here is None:
+            return
+        if len(self._here.recipes) >= _MOST_RECIPES:
+            self._here.recipes.clear()
+        names = tuple(column.name for column in columns)
+        self._here.recipes[begin, items, names] = Recipe(columns, self.cursor)
+
+    def place(self, nbytes: int) -> int:
+        """Allocate an offset, perhaps beyond what is reserved: `ensure` makes room."""
+        offset = self.cursor
+        self.cursor = align(offset + nbytes)
+        return offset
+
+    def offset_of(self, address: int, nbytes: int) -> int | None:
+        """Where memory of this process lies in the slot's allocated part, or None if it does not."""
+        if self.extent is None:
+            return None
+        offset = address - self.extent.address
+        return offset if offset >= 0 and offset + nbytes <= min(self.cursor, self.nbytes) else None
+
+    def ensure(self, nbytes: int, written_nbytes: int) -> bool:
+        """Grow the slot to hold ``nbytes``, keeping its first ``written_nbytes``.
+
+        Returns:
+            False if that is more than the task's limit or than this process can map: the batch is spilled.
+
+        Raises:
+            SharedMemoryExhausted: If the host's memory is so short that spilling, which takes more of it,
+                would have the kernel kill a process. At most once in a task.
+        """
+        if nbytes <= self.nbytes:
+            return True
+        may_refuse, self._may_refuse = self._may_refuse, False
+        before = self._here
+        try:
+            if nbytes > self.limit_nbytes:
+                raise SharedMemoryExhausted(f"it may have {self.limit_nbytes:,} bytes", needed_nbytes=nbytes)
+            self._grow(nbytes)
+        except SharedMemoryExhausted as error:
+            if may_refuse:
+                _check_spill(nbytes, error)
+            return False
+        if before is not None and before.extent.version != self.version:
+            kept = min(written_nbytes, before.extent.nbytes)
+            self.view()[:kept] = before.extent.view[:kept]
+        return True
+
+    def release(self) -> bool:
+        """End the task: the slot is about to be published.
+
+        If something in this process still views the slot (a collate function that keeps its batches, say),
+        those views are moved to private memory, because the slot will be written again.
+
+        Returns:
+            Whether that was so.
+        """
+        self.collated = self.recipe = None
+        anchor, self._anchor = self._anchor, None
+        anchored, self._anchored = self._anchored, None
+        here, self._here = self._here, None
+        if anchor is None or anchored is None:
+            return False
+        watch = weakref.ref(anchor)
+        del anchor
+        if watch() is None:
+            return False
+        anchored.detach()
+        if here is not None and here.extent is anchored:
+            del self._mapped[self.slot]
+        return True
+
+    def restart(self) -> bool:
+        """Give up what was allocated in this task: allocation begins again at the slot's start.
+
+        For an exception that takes a batch's place, and for a batch in private memory that is sent in
+        parts: either may write over the whole slot, which what the user's code keeps must survive.
+
+        Returns:
+            Whether something in this process still viewed the slot, as `release` does.
+        """
+        may_refuse = self._may_refuse
+        detached = self.release()
+        self.begin(self.slot, self.version, self.nbytes, self.limit_nbytes)
+        self._may_refuse = may_refuse
+        return detached
+
+    @property
+    def address(self) -> int:
+        """Where the slot lies in this process."""
+        assert self._here is not None
+        return self._here.extent.address
+
+    def view(self) -> memoryview:
+        """The slot's bytes, writable; empty while nothing is reserved for it."""
+        return memoryview(bytearray()) if self._here is None else self._here.extent.view
+
+    def _grow(self, nbytes: int) -> None:
+        """Reserve and map more; where either fails, the slot is as it was."""
+        version, reserved = self._segment.reserve(self.slot, self.version, self.nbytes, nbytes)
+        try:
+            extent = self._segment.map(self.slot, version, reserved)
+        except SharedMemoryExhausted:
+            kept_nbytes = self.nbytes if version == self.version else 0
+            self._segment.discard(self.slot, version, reserved, kept_nbytes)
+            raise
+        self.version, self.nbytes = version, reserved
+        self._here = self._mapped[self.slot] = _Mapped(extent)
+
+
+def _check_spill(nbytes: int, why: SharedMemoryExhausted) -> None:
+    """Refuse to spill a batch where the kernel would have to kill a process for it.
+
+    A spilled batch lies twice in private memory, beside the leaves that it was collated from: in this
+    process and in the main process.
+    """
+    if nbytes <= _SMALL_NBYTES:
+        return
+    room = memory_headroom()
+    if room.available_nbytes < 2 * nbytes:
+        raise SharedMemoryExhausted(
+            f"a batch of {nbytes:,} bytes does not fit in its slot ({why}), and copying it to private memory "
+            f"would take {2 * nbytes:,} bytes, but only {room.available_nbytes:,} of {room.limit_nbytes:,} "
+            f"bytes are available in {room.source}. Use a smaller batch_size, fewer workers or a smaller "
+            "prefetch_factor, or raise the limit.",
+            needed_nbytes=2 * nbytes,
+            available_nbytes=room.available_nbytes,
+        ) from why
+
+
+class _Current(threading.local):
+    writer: SlotWriter | None = None
+
+
+_current = _Current()
+
+
+def current_writer() -> SlotWriter | None:
+    """The writer of the task that this thread is working on, or None outside one."""
+    return _current.writer
+
+
+def set_current_writer(writer: SlotWriter | None) -> None:
+    """Say which slot this thread allocates in."""
+    _current.writer = writer

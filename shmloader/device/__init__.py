@@ -1,0 +1,1 @@
+"""Batches for an accelerator. Main process."""

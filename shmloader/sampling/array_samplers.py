@@ -1,0 +1,96 @@
+"""torch's commonest samplers, drawn from as arrays: the same numbers, without a Python int for each.
+
+A permutation as a list takes 36 bytes per sample of the dataset in the main process, and each index some ten
+nanoseconds on its way through two generators. As an array it takes 8 bytes, and a batch is a slice of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+
+from shmloader.sampling.index_batches import LEAST_PACKED, IntArray, PackedInts
+
+
+def index_arrays(index_sampler: Any) -> Iterator[PackedInts] | None:
+    """Iterate over a sampler's index batches, as ``iter(index_sampler)`` does, with arrays in them.
+
+    The same numbers come, from the same draws of the same generators at the same calls. It is called in the
+    place of ``iter``, whose side effects, for these samplers, come with the first index batch.
+
+    Args:
+        index_sampler: What a loader draws index batches from.
+
+    Returns:
+        None if this is not exactly torch's `BatchSampler`, with large batches, over a `SequentialSampler` or
+        a `RandomSampler` without replacement; also where the program has changed torch's classes.
+    """
+    if type(index_sampler) is not BatchSampler or type(index_sampler.batch_size) is not int:
+        return None
+    inner = index_sampler.sampler
+    known = type(inner) is SequentialSampler or (type(inner) is RandomSampler and not inner.replacement)
+    if not known or index_sampler.batch_size < LEAST_PACKED:
+        return None
+    iterate_as_torch = all(is_by_torch(kind.__iter__, kind) for kind in (BatchSampler, type(inner)))
+    return _batches(index_sampler) if iterate_as_torch else None
+
+
+def is_by_torch(method: Any, kind: type) -> bool:
+    """Whether a method of a class of torch's is what torch's module made it.
+
+    What a program puts in its place has other globals, also under ``functools.wraps``.
+    """
+    return getattr(method, "__globals__", {}).get("__name__") == kind.__module__
+
+
+def _batches(sampler: BatchSampler) -> Iterator[PackedInts]:
+    """As ``BatchSampler.__iter__``: nothing is asked of the inner sampler before it is needed."""
+    inner: Any = sampler.sampler
+    chunks = _permutations(inner) if type(inner) is RandomSampler else _ranges(inner, sampler.batch_size)
+    chunk, begin = np.empty(0, np.int64), 0
+    drop_last, batch_size = sampler.drop_last, sampler.batch_size
+    while True:
+        if not drop_last:
+            batch_size = sampler.batch_size  # which torch's reads for each batch here, and once above
+        if 0 < batch_size <= len(chunk) - begin:
+            yield PackedInts(chunk[begin : begin + batch_size])
+            begin += batch_size
+            continue
+        parts, missing = [], batch_size
+        while missing:
+            if begin == len(chunk):
+                found = next(chunks, None)
+                if found is None:
+                    break
+                chunk, begin = found, 0
+            part = chunk[begin : begin + missing]
+            begin += len(part)
+            missing -= len(part)
+            parts.append(part)
+        if missing == batch_size or (missing and drop_last):
+            return
+        yield PackedInts(parts[0] if len(parts) == 1 else np.concatenate(parts))
+
+
+def _ranges(sampler: SequentialSampler, nbatch: int) -> Iterator[IntArray]:
+    length = len(sampler.data_source)
+    step = nbatch * max(1, 4096 // nbatch)
+    for begin in range(0, length, step):
+        yield np.arange(begin, min(begin + step, length), dtype=np.int64)
+
+
+def _permutations(sampler: RandomSampler) -> Iterator[IntArray]:
+    """As ``RandomSampler.__iter__``, which draws one more permutation at the end than it may need."""
+    length = len(sampler.data_source)
+    generator: torch.Generator | None = sampler.generator
+    if generator is None:
+        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        generator = torch.Generator()
+        generator.manual_seed(seed)
+    for _ in range(sampler.num_samples // length):
+        yield torch.randperm(length, generator=generator).numpy()
+    yield torch.randperm(length, generator=generator)[: sampler.num_samples % length].numpy()

@@ -1,0 +1,1 @@
+"""Which worker makes which batch, and when. Main process."""

@@ -1,0 +1,81 @@
+"""Huge pages for slots and stores, where the kernel has them: fewer page faults, and fewer TLB misses.
+
+Both lie in a memfd, whose memory is reserved by ``fallocate`` before anybody touches it, and that takes
+small pages. ``madvise(MADV_COLLAPSE)`` (Linux 6.1) makes a huge page of a part of a file where some page is
+there. So one page of each part is reserved, the rest is made with it, and what is left by ``fallocate``.
+docs/decisions/0024 and 0026 have the figures.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import sys
+import time
+
+from shmloader.errors import SharedMemoryExhausted
+from shmloader.shared_memory.mapping import PAGE_NBYTES, Mapping
+
+HUGE_NBYTES = 2 << 20
+"""Size of a huge page."""
+
+_PIECE_NBYTES = 8 * HUGE_NBYTES  # asked for at once
+_MOST_PIECE_S = 0.025
+"""Most processor time for a piece after which the next one is asked for; 5 ms are usual."""
+_LEAST_LIMIT_S = 0.005
+"""The limit for less than a piece is its share, but no less than this."""
+
+_MADV_COLLAPSE = 25
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+_refused = sys.platform != "linux" or os.environ.get("SHMLOADER_HUGE_PAGES") == "0"
+
+
+def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> bool:
+    """Reserve as much of a part of a file as can be had in huge pages; no more than asked for.
+
+    What cannot be had so is left as it is; so is the rest where it takes long: the kernel looks for whole
+    pieces of memory, and moves other pages out of the way. If the kernel lacks the call, or may not give any,
+    this process asks no more.
+
+    Args:
+        fd: A memfd.
+        offset: Where the part begins, a multiple of ``HUGE_NBYTES``.
+        held_nbytes: How much of it is reserved already, and may be in use.
+        nbytes: How much there is to be.
+
+    Returns:
+        Whether it is worth while to ask for more at the moment.
+
+    Raises:
+        OSError: If the system gives no memory at all.
+    """
+    global _refused  # noqa: PLW0603 - an answer of this host
+    begin, end = held_nbytes // HUGE_NBYTES * HUGE_NBYTES, nbytes // HUGE_NBYTES * HUGE_NBYTES
+    if _refused or begin >= end:
+        return not _refused
+    try:
+        # Privately: a child forked by another thread meanwhile would keep a shared mapping, and no memfd of
+        # which there is one can be sealed.
+        mapping = Mapping(end - begin, mmap.MAP_PRIVATE, fd, offset + begin, HUGE_NBYTES)
+    except SharedMemoryExhausted:  # of address space
+        return False
+    try:
+        for start in range(begin, end, _PIECE_NBYTES):
+            began_s = time.thread_time()  # not the time that others have had the processor
+            stop = min(start + _PIECE_NBYTES, end)
+            for page in range(start, stop, HUGE_NBYTES):
+                os.posix_fallocate(fd, offset + page, PAGE_NBYTES)
+            if _libc.madvise(mapping.address + start - begin, stop - start, _MADV_COLLAPSE) != 0:
+                # Anything else is an answer of this moment: no memory in one piece, a page in use.
+                _refused = ctypes.get_errno() == errno.EINVAL
+                return False
+            most_s = max(_MOST_PIECE_S * (stop - start) / _PIECE_NBYTES, _LEAST_LIMIT_S)
+            if time.thread_time() - began_s > most_s:
+                return False
+    finally:
+        mapping.close()
+    return True

@@ -1,0 +1,356 @@
+"""One object of shared memory that is filled once, sealed, and read by any number of processes.
+
+A `BufferBuilder` appends to it and grows it in place, so that a stream of unknown length is written
+without a second copy; `BufferBuilder.seal` turns it into a `SharedBuffer`. It has no name from the start:
+a memfd (Linux, sealed against writing), or an unlinked temporary file (``SHMLOADER_SEGMENT=portable``,
+and elsewhere). The kernel frees it when the last process that maps it is gone, however that went.
+
+Every process maps it privately and writably, and hands out read-only views. Reading shares the pages.
+A write that goes round the views (torch knows no read-only tensors) changes a page of that process alone,
+instead of ending the process with a segmentation fault; docs/decisions/0010 has the reasons.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from pickle import PicklingError
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from shmloader.errors import SharedMemoryExhausted
+from shmloader.host.limits import SURE_NBYTES, memory_headroom, shm_free_nbytes
+from shmloader.shared_memory import (
+    HUGE_NBYTES,
+    MAP_NORESERVE,
+    PAGE_NBYTES,
+    Descriptor,
+    map_over,
+    take_huge_pages,
+    take_space,
+    wanted_backend,
+    whole_pages,
+)
+
+ALIGNMENT = 64
+"""Default alignment of what is appended, in bytes: a cache line, and what Arrow recommends."""
+
+_MOST_GROWTH_NBYTES = 256 << 20
+_LEAST_WORKING_NBYTES = 16 << 20
+_MOST_BUFFERS = 1024  # IOV_MAX: buffers in one pwritev
+_MOST_WRITE_NBYTES = 1 << 30  # Linux writes at most 2 GiB at a time
+_LARGE_BUFFER_NBYTES = 1 << 12  # worth its own element of a pwritev
+
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+
+
+Buffer = Any
+"""What has the buffer protocol and is contiguous: bytes, a memoryview, an ndarray of a plain dtype."""
+
+
+class SharedBuffer:
+    """Sealed shared memory, as this process maps it.
+
+    Costs one descriptor and one mapping, from 2 MiB on a second one behind its end. The mapping lives as
+    long as any view of it, also after the buffer object is gone; the memory itself as long as any process
+    has either.
+
+    It reaches another process by handle: inherited by fork, or pickled while ``multiprocessing`` starts
+    a process or sends through its own queues and pipes. Any other pickling is an error. A copy
+    (``copy.copy``, ``copy.deepcopy``) is the buffer itself.
+
+    Attributes:
+        fd: The descriptor; valid while this object lives. To pass it to a process that
+            ``multiprocessing`` did not start, send it over a UNIX socket and call `SharedBuffer` there.
+        nbytes: Length.
+        mapping: The memory as a Python ``mmap``, whose slices are bytes: the quickest way to read some.
+            It may be longer than ``nbytes``.
+        view: Read-only memoryview of bytes.
+        private: Writable memoryview of the same memory: what is written stays in this process.
+        address: Where it is mapped here.
+    """
+
+    __slots__ = ("__weakref__", "address", "fd", "mapping", "nbytes", "private", "view")
+
+    def __init__(self, fd: int, nbytes: int, offset: int = 0) -> None:
+        """Map a sealed object.
+
+        Args:
+            fd: Its descriptor, which this buffer owns from now on and closes when it dies.
+            nbytes: Its length.
+            offset: Where it begins in a file, a multiple of the page size.
+
+        Raises:
+            SharedMemoryExhausted: If there is no address space for it.
+        """
+        self.fd = fd
+        self.nbytes = nbytes
+        os.set_inheritable(fd, False)
+        # Given the descriptor, Python's mmap would keep a duplicate of it. So it maps anonymous memory, of
+        # which nothing is touched, and the store takes that memory's place.
+        length = max(nbytes, 1)
+        self.mapping = _space_for(length)
+        self.private = memoryview(self.mapping)[:nbytes]
+        self.address = map_over(self.mapping, length, mmap.MAP_PRIVATE | MAP_NORESERVE, fd, offset)
+        self.view = self.private.toreadonly()
+
+    def __del__(self, close: Any = os.close) -> None:
+        # A Ctrl-C may have come before there was one; at the end, this module's names may be gone.
+        try:  # noqa: SIM105
+            close(self.fd)
+        except (AttributeError, OSError):
+            pass
+
+    def touch(self) -> None:
+        """Map every page in this process, by reading one byte of each.
+
+        A page that only one process has mapped is counted as that process's private memory. Touched by
+        the builder, no page is ever counted as private to a worker.
+        """
+        if self.nbytes:
+            np.frombuffer(self.view, np.uint8)[::PAGE_NBYTES].max()
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise PicklingError(
+            f"a store ({self.nbytes:,} bytes) lies in the shared memory of this host's running processes: it "
+            "can be pickled to a process that multiprocessing starts or is connected to, but not to disk or "
+            "to another machine. Write it to a file instead, with store.save(path), and open it there with "
+            "shmloader.open(path)."
+        )
+
+    def __repr__(self) -> str:
+        return f"<SharedBuffer of {self.nbytes:,} bytes>"
+
+
+def _reduce_by_handle(buffer: SharedBuffer) -> tuple[Any, tuple[Any, ...]]:
+    return _attach, (Descriptor(buffer.fd), buffer.nbytes)
+
+
+def _attach(descriptor: Descriptor, nbytes: int) -> SharedBuffer:
+    return SharedBuffer(descriptor.fd, nbytes)
+
+
+# Only multiprocessing's own pickler can pass descriptors, so only it knows how to pickle a buffer.
+ForkingPickler.register(SharedBuffer, _reduce_by_handle)
+
+
+class BufferBuilder:
+    """Shared memory while it is being filled; a context manager that frees it unless it was sealed.
+
+    Invariant: ``nbytes <= reserved_nbytes``, and pages below ``reserved_nbytes`` can be had. Pages are
+    reserved before they are written, after a comparison with what the host has.
+
+    Attributes:
+        nbytes: Bytes appended so far, padding included.
+        reserved_nbytes: Bytes reserved so far.
+    """
+
+    def __init__(self, reserve_nbytes: int = 0) -> None:
+        """Make empty shared memory.
+
+        Args:
+            reserve_nbytes: Bytes to reserve now, where the total is known beforehand.
+
+        Raises:
+            SharedMemoryExhausted: If the host has not that much; nothing was touched.
+            ValueError: If ``SHMLOADER_SEGMENT`` is neither ``memfd`` nor ``portable``.
+        """
+        self.nbytes = 0
+        self.reserved_nbytes = 0
+        self._unchecked_nbytes = 0
+        self._sealable = wanted_backend() == "memfd"
+        self._asks_for_huge_pages = self._sealable  # until they cannot be had quickly
+        if self._sealable:
+            self._fd = os.memfd_create("shmloader-store", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        else:
+            self._fd = _unnamed_file()
+        try:
+            self.reserve(reserve_nbytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def reserve(self, nbytes: int) -> None:
+        """Make sure that the memory can be ``nbytes`` long in all.
+
+        Raises:
+            SharedMemoryExhausted: With what is missing and what the host has; no page was touched.
+        """
+        grow_nbytes = nbytes - self.reserved_nbytes
+        if grow_nbytes <= 0:
+            return
+        self._unchecked_nbytes += grow_nbytes
+        if self._unchecked_nbytes >= SURE_NBYTES:
+            self._check_headroom(grow_nbytes)
+            self._unchecked_nbytes = 0
+        try:
+            if self._asks_for_huge_pages:
+                self._asks_for_huge_pages = take_huge_pages(self._fd, 0, self.reserved_nbytes, nbytes)
+            _allocate(self._fd, self.reserved_nbytes, grow_nbytes)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self.reserved_nbytes)  # gives back what came before the error
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                raise
+            raise self._exhausted(grow_nbytes, error.strerror or "") from error
+        self.reserved_nbytes = nbytes
+
+    def _check_headroom(self, grow_nbytes: int) -> None:
+        room = memory_headroom()
+        working_nbytes = self._working_nbytes()
+        if grow_nbytes + working_nbytes > room.available_nbytes:
+            already = f", which holds {self.nbytes:,} bytes already," if self.nbytes else ""
+            raise SharedMemoryExhausted(
+                f"a store{already} needs {grow_nbytes:,} more bytes of shared memory, and {working_nbytes:,} "
+                f"to work with, but only {room.available_nbytes:,} of {room.limit_nbytes:,} bytes are "
+                f"available in {room.source}. "
+                "Share less of it, raise the limit, or keep the data in a file: shmloader.open(path) maps "
+                "Arrow IPC files that may be larger than memory.",
+                needed_nbytes=grow_nbytes,
+                available_nbytes=room.available_nbytes,
+            )
+
+    def _working_nbytes(self) -> int:
+        """Bytes left to whoever fills this: the kernel kills for whatever allocation is one too many."""
+        return min(max(self.reserved_nbytes // 8, _LEAST_WORKING_NBYTES), _MOST_GROWTH_NBYTES)
+
+    def _exhausted(self, grow_nbytes: int, reason: str) -> SharedMemoryExhausted:
+        if self._sealable:
+            room = memory_headroom()
+            available, where = room.available_nbytes, room.source
+        else:
+            available, where = shm_free_nbytes() or 0, "/dev/shm (docker run --shm-size makes it larger)"
+        return SharedMemoryExhausted(
+            f"reserving {grow_nbytes:,} bytes of shared memory for a store failed: {reason}; {available:,} "
+            f"bytes are available in {where}. Share less of it, or raise the limit.",
+            needed_nbytes=grow_nbytes,
+            available_nbytes=available,
+        )
+
+    def _make_room(self, nbytes: int, alignment: int) -> int:
+        """The offset of the next ``nbytes`` aligned bytes, reserved."""
+        offset = -(-self.nbytes // alignment) * alignment
+        end = offset + nbytes
+        if end > self.reserved_nbytes:
+            # A sixteenth ahead: few system calls, and little more than what is needed at the peak.
+            ahead = min(max(self.reserved_nbytes // 16, PAGE_NBYTES), _MOST_GROWTH_NBYTES)
+            try:
+                self.reserve(whole_pages(end + ahead))
+            except SharedMemoryExhausted:
+                self.reserve(whole_pages(end))
+        return offset
+
+    def append(self, data: Buffer, alignment: int = ALIGNMENT) -> int:
+        """Append the bytes of one contiguous buffer.
+
+        Returns:
+            The offset at which they begin, a multiple of ``alignment``.
+
+        Raises:
+            SharedMemoryExhausted: If the host has not that much left.
+        """
+        return self.append_all([data], alignment)
+
+    def append_all(self, buffers: Sequence[Buffer], alignment: int = ALIGNMENT) -> int:
+        """Append many contiguous buffers without gaps between them; see `append`."""
+        views = [_bytes_of(buffer) for buffer in buffers]
+        nbytes = sum(map(len, views))
+        offset = self._make_room(nbytes, alignment)
+        self.nbytes = offset + nbytes
+        if len(views) > 1 and nbytes < _LARGE_BUFFER_NBYTES * len(views):
+            views = [memoryview(b"".join(views))]
+        at = offset
+        for begin in range(0, len(views), _MOST_BUFFERS):
+            at += _write(self._fd, views[begin : begin + _MOST_BUFFERS], at)
+        return offset
+
+    def fileno(self) -> int:
+        """The descriptor; -1 once sealed or closed."""
+        return self._fd
+
+    def seal(self) -> SharedBuffer:
+        """Make the memory exactly as long as what was appended, and read-only for everybody, for good."""
+        os.ftruncate(self._fd, self.nbytes)
+        if self._sealable:
+            import fcntl
+
+            seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
+        fd, self._fd = self._fd, -1
+        buffer = SharedBuffer(fd, self.nbytes)
+        buffer.touch()
+        return buffer
+
+    def close(self) -> None:
+        """Free the memory, unless it was sealed."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _space_for(nbytes: int) -> mmap.mmap:
+    """Take address space for a store, of which nothing is touched.
+
+    Linux (6.7) begins a mapping of whole huge pages at a multiple of their size, so there is a little more
+    of it; anywhere else a huge page could not be mapped as one.
+    """
+    if nbytes >= HUGE_NBYTES:
+        with contextlib.suppress(SharedMemoryExhausted):  # there is not that much
+            return take_space(-(-nbytes // HUGE_NBYTES) * HUGE_NBYTES, _READ_WRITE)
+    return take_space(nbytes, _READ_WRITE)
+
+
+def _unnamed_file() -> int:
+    """A file without a name, in memory where there is a folder for that."""
+    folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryFile(dir=folder, prefix="shmloader-store-", buffering=0) as file:
+        return os.dup(file.fileno())
+
+
+def _allocate(fd: int, offset: int, nbytes: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, offset, nbytes)
+    else:  # macOS: a sparse file whose pages come as they are written
+        os.ftruncate(fd, offset + nbytes)
+
+
+def _bytes_of(buffer: Buffer) -> memoryview:
+    view = memoryview(buffer)
+    if view.nbytes == 0:  # cannot be cast: a zero in its shape
+        return memoryview(b"")
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+def _write(fd: int, views: list[memoryview], offset: int) -> int:
+    nbytes = sum(map(len, views))
+    if len(views) > 1 and os.pwritev(fd, views, offset) == nbytes:
+        return nbytes
+    at = offset
+    for view in views:  # one, or more than one call writes
+        done = 0
+        while done < len(view):
+            done += os.pwrite(fd, view[done : done + _MOST_WRITE_NBYTES], at + done)
+        at += done
+    return nbytes

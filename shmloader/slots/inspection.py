@@ -1,0 +1,154 @@
+"""What ``SHMLOADER_DEBUG=1`` adds: poisoned slots, checked records, and who holds the slots.
+
+Slow, and meant to be: every byte of a slot is written when it becomes free and read when it is granted again.
+Main process only.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from shmloader.codec import read_leaves
+from shmloader.codec.layout import ALIGNMENT, ARRAY, DTYPES, REST, TENSOR, Leaf
+from shmloader.errors import SlotCorrupted
+from shmloader.slots import Slot, SlotPool
+
+POISON = 0xDB
+"""What every byte of a free slot is: -0.0016 as bfloat16, -1.2e17 as float32, -36 as int8."""
+
+_MOST_LEAVES = 4  # named of one batch
+
+
+def wanted() -> bool:
+    """Whether ``SHMLOADER_DEBUG`` asks for inspection (set, and neither empty nor ``0``)."""
+    return os.environ.get("SHMLOADER_DEBUG", "0") not in ("", "0")
+
+
+class Publication(NamedTuple):
+    """What a worker says of a slot that it has published.
+
+    Attributes:
+        worker_id: The worker.
+        seq: Number of the batch.
+        slot_nbytes: Bytes reserved for the slot.
+        header_offset: Where the header begins.
+        header_nbytes: Its length.
+    """
+
+    worker_id: int
+    seq: int
+    slot_nbytes: int
+    header_offset: int
+    header_nbytes: int
+
+
+class _Held(NamedTuple):
+    since_s: float
+    seq: int
+    leaves: str
+
+
+class Inspection:
+    """Looks at every slot that is granted, published, leased and freed.
+
+    Args:
+        pool: The iterator's slots; from now on it tells when slots are freed and granted.
+    """
+
+    def __init__(self, pool: SlotPool) -> None:
+        self._pool = pool
+        self._poisoned: dict[int, tuple[int, int]] = {}  # version and bytes of the slots that are
+        self._held: dict[int, _Held] = {}
+        pool.on_freed = self._freed
+        pool.on_granted = self._granted
+
+    def _freed(self, slot: Slot) -> None:
+        """Overwrite a slot's last batch: whoever still reads it, against the rules, sees it at once."""
+        self._held.pop(slot.number, None)
+        self._poisoned.pop(slot.number, None)
+        if slot.nbytes:
+            extent = self._pool.map(slot)
+            np.frombuffer(extent.buffer, np.uint8)[:] = POISON
+            self._poisoned[slot.number] = (slot.version, slot.nbytes)
+
+    def _granted(self, slot: Slot) -> None:
+        """Refuse a slot that something has written to while it was free."""
+        if self._poisoned.pop(slot.number, None) != (slot.version, slot.nbytes) or not slot.nbytes:
+            return
+        written = np.flatnonzero(np.frombuffer(self._pool.map(slot).buffer, np.uint8) != POISON)
+        if len(written):
+            raise SlotCorrupted(
+                f"slot {slot.number} was written to while it was free: {len(written):,} of {slot.nbytes:,} "
+                f"bytes changed, the first at offset {written[0]:,}. A pointer to an old batch is still used "
+                "by something that holds no reference to it (data_ptr(), DLPack, ctypes, a C extension)."
+            )
+
+    def published(self, slot: Slot, publication: Publication, held_by: tuple[int, Slot] | None) -> None:
+        """Check a worker's answer against the task.
+
+        Args:
+            slot: The slot that it names.
+            publication: What it says.
+            held_by: The worker and the slot of the task, or None if there is no such task.
+        """
+        worker_id, seq, nbytes, offset, header_nbytes = publication
+        what = f"worker {worker_id} published batch {seq} in slot {slot.number}"
+        if held_by is None:
+            raise SlotCorrupted(f"{what}, but no such task is outstanding")
+        if held_by[0] != worker_id or held_by[1] is not slot:
+            raise SlotCorrupted(
+                f"{what}, but that task was granted to worker {held_by[0]} with slot {held_by[1].number}"
+            )
+        if offset + header_nbytes > nbytes:
+            raise SlotCorrupted(
+                f"{what} with a header of {header_nbytes:,} bytes at {offset:,}, beyond its {nbytes:,} bytes"
+            )
+
+    def leased(self, slot: Slot, seq: int, header: bytes, header_offset: int) -> None:
+        """Check the leaves of a batch that is about to be returned, and remember who has its slot."""
+        leaves = [leaf for leaf in read_leaves(header) if leaf.kind != REST]
+        for leaf in leaves:
+            nbytes = math.prod(leaf.shape) * DTYPES[leaf.code].carrier.itemsize
+            if (
+                leaf.offset < 0
+                or leaf.offset + nbytes > header_offset
+                or (nbytes and leaf.offset % _item(leaf))
+            ):
+                raise SlotCorrupted(
+                    f"a leaf of batch {seq}, {_describe(leaf)}, lies at bytes {leaf.offset:,} to "
+                    f"{leaf.offset + nbytes:,} of slot {slot.number}, whose leaves end at {header_offset:,} "
+                    f"and begin at multiples of their item size (new ones of {ALIGNMENT})"
+                )
+        text = ", ".join(map(_describe, leaves[:_MOST_LEAVES]))
+        more = f" and {len(leaves) - _MOST_LEAVES} more" if len(leaves) > _MOST_LEAVES else ""
+        self._held[slot.number] = _Held(time.monotonic(), seq, text + more)
+
+    def oldest_leases(self, most: int = 5) -> tuple[str, ...]:
+        """The batches that the program has held for longest: number, seconds, and what they consist of."""
+        now_s = time.monotonic()
+        alive = [
+            (held, slot)
+            for slot in list(self._pool.slots)
+            if (held := self._held.get(slot.number)) is not None
+            and slot.lease is not None
+            and slot.lease() is not None
+        ]
+        return tuple(
+            f"batch {held.seq} in slot {slot.number}, held for {now_s - held.since_s:.1f} s: {held.leaves}"
+            for held, slot in sorted(alive, key=lambda pair: pair[0].since_s)[:most]
+        )
+
+
+def _item(leaf: Leaf) -> int:
+    return DTYPES[leaf.code].carrier.itemsize
+
+
+def _describe(leaf: Leaf) -> str:
+    kind = {TENSOR: "Tensor", ARRAY: "ndarray"}.get(leaf.kind, "bytes")
+    dtype = str(DTYPES[leaf.code].torch_dtype).removeprefix("torch.")
+    return f"{kind} {tuple(leaf.shape)} {dtype}"

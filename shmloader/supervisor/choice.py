@@ -1,0 +1,33 @@
+"""Which kind of workers a loader has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shmloader.supervisor.interface import MakeArguments, Workers
+from shmloader.supervisor.launch import check_importable
+from shmloader.supervisor.processes import ProcessWorkers
+from shmloader.supervisor.threads import THREAD, ThreadWorkers, check_worker_type
+
+
+def start_workers(loader: Any, make_arguments: MakeArguments) -> Workers:
+    """Start the workers that a loader's arguments ask for.
+
+    Args:
+        loader: The loader. Its arguments are looked at again: some frameworks set them late.
+        make_arguments: See `MakeArguments`.
+
+    Raises:
+        ValueError: If worker threads cannot do what the arguments ask for.
+        WorkerStartError: If spawned workers could not import what they are given.
+        WorkerDied: If one ended at once.
+    """
+    if loader.worker_type == THREAD:
+        check_worker_type(THREAD, loader.dataset, loader.multiprocessing_context, loader.worker_restarts)
+        return ThreadWorkers(make_arguments, loader.num_workers)
+    context = loader.multiprocessing_context or torch.multiprocessing
+    names = ("dataset", "collate_fn", "worker_init_fn")
+    check_importable(context, {name: getattr(loader, name) for name in names})
+    return ProcessWorkers(context, make_arguments, loader.num_workers)

@@ -1,0 +1,139 @@
+"""One worker process and its two pipes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+from collections import deque
+from typing import Any
+
+from shmloader.wire.messages import DONE_NBYTES
+
+_READ_NBYTES = DONE_NBYTES * 8
+_EXIT_CODE_S = 1.0
+
+
+class ProcessWorker:
+    """One worker process and its two pipes; a `Worker`.
+
+    Attributes:
+        worker_id: 0 to ``num_workers - 1``.
+        process: The ``multiprocessing`` process object.
+        pid: Its process id.
+        tasks_fd: Write end of the task pipe, non-blocking.
+        dones_fd: Read end of the done pipe, non-blocking.
+        death_fd: Becomes readable when the process ends.
+        heard: Whether a record came from it yet.
+        is_spare: Whether it was added while others worked, so that nobody waits for it to be there.
+        released: Whether the process has ended and was forgotten.
+    """
+
+    def __init__(self, worker_id: int, process: Any, tasks_fd: int, dones_fd: int) -> None:
+        self.worker_id = worker_id
+        self.process = process
+        self.pid: int = process.pid
+        self.tasks_fd = tasks_fd
+        self.dones_fd = dones_fd
+        self.death_fd = _open_death_fd(process)
+        self.heard = False
+        self.is_spare = self.released = False
+        self._unsent: deque[bytes] = deque()
+
+    @property
+    def place(self) -> str:
+        """See `Worker`."""
+        return f"pid {self.pid}"
+
+    def send(self, record: bytes) -> None:
+        """Send a packed `Task`; one that the pipe has no room for now is sent with the next call.
+
+        A dead worker's broken pipe is not an error here: its death is found where batches are waited for.
+        """
+        if self._unsent:
+            self._unsent.append(record)
+            self.flush()
+            return
+        try:
+            os.write(self.tasks_fd, record)
+        except BlockingIOError:
+            self._unsent.append(record)
+        except BrokenPipeError:
+            pass
+
+    def flush(self) -> bool:
+        """Send what an earlier `send` could not; False if the pipe is still full."""
+        try:
+            while self._unsent:
+                os.write(self.tasks_fd, self._unsent[0])
+                self._unsent.popleft()
+        except BlockingIOError:
+            return False
+        except BrokenPipeError:
+            self._unsent.clear()
+        return True
+
+    def receive(self) -> bytes | None:
+        """Records that have arrived: none of them as b"", or None if the worker closed its end."""
+        try:
+            records = os.read(self.dones_fd, _READ_NBYTES)
+        except BlockingIOError:
+            return b""
+        if self._unsent:
+            self.flush()
+        if not records:
+            return None
+        self.heard = True
+        return records
+
+    def is_dead(self) -> bool:
+        """Whether the process has ended; known also where somebody else has taken its exit code."""
+        if self.death_fd < 0 or self.process.exitcode is not None:
+            return self.released or self.process.exitcode is not None
+        poller = select.poll()
+        poller.register(self.death_fd, select.POLLIN)
+        return bool(poller.poll(0))
+
+    def release(self) -> None:
+        """Close this side's descriptors and forget the process, which has ended."""
+        self.released = True
+        self.close_descriptors()
+        if self.process.exitcode is None:
+            self.process.join(_EXIT_CODE_S)  # a fork server tells it a moment after the process has ended
+        with contextlib.suppress(ValueError):
+            self.process.close()
+
+    def hang_up(self) -> None:
+        """Close the pipes, which the worker takes as the order to end."""
+        for fd in (self.tasks_fd, self.dones_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.tasks_fd = self.dones_fd = -1
+
+    def close_descriptors(self) -> None:
+        """Close this side's descriptors: then only its exit code tells whether the process has ended."""
+        self.hang_up()
+        if self.death_fd >= 0 and self.death_fd != getattr(self.process, "sentinel", -1):
+            os.close(self.death_fd)
+        self.death_fd = -1
+
+
+def _open_death_fd(process: Any) -> int:
+    # Not the sentinel where it can be helped: it is a pipe, and a process that the worker forked holds
+    # it open after the worker's death.
+    try:
+        return os.pidfd_open(process.pid)
+    except (AttributeError, OSError):
+        return int(process.sentinel)
+
+
+def describe_exit(code: int | None) -> str:
+    """An exit code of ``multiprocessing`` as what happened: "was killed by signal 9 (SIGKILL)"."""
+    if code is None:
+        return "ended"
+    if code >= 0:
+        return f"exited with code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by signal {-code} ({signal.Signals(-code).name})"
+    return f"was killed by signal {-code}"

@@ -1,0 +1,345 @@
+"""Worker threads: the same loop, slots and records as worker processes, without a process and its pipes.
+
+A thread cannot be ended from outside. It is told that nobody waits for it any more, and ends when the sample,
+and with it the batch, that it is at is done. Until then it writes to memory that it maps itself, and can
+neither take nor give back any of the loader's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import dataclasses
+import functools
+import os
+import sys
+import threading
+import time
+import traceback
+import weakref
+from typing import Any, Final
+
+from torch.utils.data import Dataset
+
+from shmloader import torch_private
+from shmloader.arguments import WorkerType
+from shmloader.diagnostics.exceptions import add_note, forget_frames
+from shmloader.errors import WorkerDied
+from shmloader.host.interrupts import HeldInterrupts
+from shmloader.supervisor import forks
+from shmloader.supervisor.interface import MakeArguments, Worker
+from shmloader.supervisor.revocable import SegmentGate
+from shmloader.supervisor.thread_channel import Bell, ThreadLink
+from shmloader.worker.loop import run_in_thread
+
+PROCESS: Final = "process"
+THREAD: Final = "thread"
+WORKER_TYPES = (PROCESS, THREAD)
+"""What ``worker_type`` may be."""
+
+_CLOSE_S = 0.5  # how long `close` waits for threads to end
+_LEAST_CLOSE_S = 0.1  # also where nothing is to be waited for: threads without a task end at once
+_EXIT_S = 2.0  # how long the end of the program does
+_MOST_CHARACTERS = 8000
+
+_unended: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # told to end, and not ended in time
+_live: weakref.WeakSet[ThreadWorkers] = weakref.WeakSet()
+
+
+def check_worker_type(
+    worker_type: WorkerType, dataset: object, multiprocessing_context: object, worker_restarts: int
+) -> None:
+    """Refuse what is no type of worker, and what worker threads cannot do.
+
+    Raises:
+        ValueError: As it says.
+    """
+    if worker_type not in WORKER_TYPES:
+        raise ValueError(
+            f"worker_type must be one of {', '.join(map(repr, WORKER_TYPES))}, not {worker_type!r}"
+        )
+    if worker_type != THREAD:
+        return
+    if multiprocessing_context is not None:
+        raise ValueError(
+            f"worker_type='thread' starts no processes: multiprocessing_context={multiprocessing_context!r} "
+            "means nothing with it, leave one of them out"
+        )
+    if worker_restarts:
+        raise ValueError(
+            f"worker_restarts={worker_restarts} needs worker_type='process': a thread that hangs cannot be "
+            "ended, and one that crashes ends the program"
+        )
+    if isinstance(dataset, torch_private.DATAPIPES):
+        raise ValueError(  # noqa: TRY004 - as all that is refused for a worker_type
+            f"worker_type='thread' cannot load from a DataPipe ({type(dataset).__name__}): workers shard and "
+            "seed the pipe itself, and each needs one of its own. Use worker_type='process'."
+        )
+
+
+class ThreadWorkers:
+    """All worker threads of one iterator; a `Workers`.
+
+    Args:
+        make_arguments: See `MakeArguments`.
+        num_workers: How many.
+
+    Attributes:
+        workers: By their number; empty after `close`.
+        closed_because: Why they were stopped.
+        look_again_ns: See `Workers`. Looking again would hold the interpreter lock, which the worker that is
+            waited for needs.
+        given_nbytes: See `Workers`.
+    """
+
+    look_again_ns = 0
+    given_nbytes = 0
+
+    def __init__(self, make_arguments: MakeArguments, num_workers: int) -> None:
+        self.workers: list[ThreadWorker] = []
+        self._dismissed: list[ThreadWorker] = []  # told to end
+        self._make_arguments = make_arguments
+        self.closed_because = ""
+        self._bell = Bell()
+        self._interrupted = False
+        forks.begin(self)
+        _end_with_program()
+        _live.add(self)
+        try:
+            for worker_id in range(num_workers):
+                with HeldInterrupts():
+                    self._start(worker_id)
+        except BaseException:
+            self.close(grace_s=0.0)
+            raise
+
+    def __del__(self) -> None:
+        # Usually there is nothing left to do. But a Ctrl-C may have cut the iterator's finalizer short before
+        # it came to `close`, and that runs only once.
+        try:
+            if self.workers:
+                self.close()
+        except AttributeError:
+            pass
+
+    def _start(self, worker_id: int) -> ThreadWorker:
+        arguments = self._make_arguments(worker_id)
+        segment = SegmentGate(arguments.segment)
+        link = ThreadLink(self._bell)
+        own = dataclasses.replace(arguments, segment=segment, dataset=_copy_dataset(arguments.dataset, {}))
+        name = f"shmloader-worker-{worker_id}"
+        thread = threading.Thread(target=_run, args=(own, link), name=name, daemon=True)
+        thread.start()
+        worker = ThreadWorker(worker_id, thread, link, segment)
+        self.workers.append(worker)
+        return worker
+
+    def add(self) -> ThreadWorker:
+        """See `Workers`."""
+        with HeldInterrupts():
+            return self._start(len(self.workers))
+
+    def dismiss(self) -> None:
+        """See `Workers`."""
+        with HeldInterrupts():
+            worker = self.workers.pop()
+            self._dismissed.append(worker)
+            worker.close()
+
+    def restart(self, worker: Worker) -> Worker:
+        """Worker threads are not replaced: `check_worker_type` refuses ``worker_restarts``."""
+        raise NotImplementedError(f"worker thread {worker.worker_id} cannot be replaced")
+
+    def wait(self, timeout_s: float | None) -> list[ThreadWorker]:
+        """See `Workers`."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            spoke = [worker for worker in self.workers if worker.has_news()]
+            if spoke or self._interrupted:
+                return spoke
+            if not self._bell.wait(None if deadline is None else deadline - time.monotonic()):
+                return []
+
+    def interrupt(self) -> None:
+        """See `Workers`."""
+        self._interrupted = True
+        self._bell.ring()
+
+    @property
+    def interrupted(self) -> bool:
+        """See `Workers`."""
+        return self._interrupted
+
+    @property
+    def processes(self) -> list[Any]:
+        """None: what frameworks do with them, ending them, cannot be done with threads."""
+        return []
+
+    def stack_of(self, worker: Worker) -> str:
+        """See `Workers`."""
+        return self.workers[worker.worker_id].stack()
+
+    def died(self, worker: Worker, indices: tuple[object, ...], memory: str, why: str = "") -> WorkerDied:
+        """See `Workers`."""
+        cause = self.workers[worker.worker_id].link.error
+        held = f" It held {len(indices)} index batch(es): {indices!s:.300}." if indices else ""
+        error = WorkerDied(
+            f"shmloader worker {worker.worker_id} ({worker.place}) ended: {cause!r}.{held}",
+            worker_id=worker.worker_id,
+            pid=worker.pid,
+            indices=indices,
+        )
+        error.__cause__ = cause
+        return error
+
+    def close(self, because: str = "its workers were stopped", grace_s: float = _CLOSE_S) -> None:
+        """Tell all threads to end, and wait for them a moment.
+
+        One that is in the middle of a batch ends after it, by itself; nothing that the loader owns depends on
+        when. Only the first call does anything. May run in a worker thread, if that is where the iterator
+        is found to be garbage.
+
+        Args:
+            because: The reason, kept in ``closed_because``.
+            grace_s: Most seconds to wait.
+        """
+        self.closed_because = self.closed_because or because
+        with HeldInterrupts() as interrupts:
+            workers, self.workers = self.workers + self._dismissed, []
+            self._dismissed = []
+            forks.end(self)
+            _live.discard(self)
+            for worker in workers:
+                worker.close()
+            _join([worker.thread for worker in workers], max(grace_s, _LEAST_CLOSE_S), interrupts)
+
+    def leave_to_parent(self) -> None:
+        """See `Workers`."""
+        self.workers, self._dismissed = [], []
+        self.closed_because = "its workers are threads of the process that this one was forked from"
+
+
+class ThreadWorker:
+    """One worker thread as the main process sees it; a `Worker`.
+
+    Attributes:
+        worker_id: 0 to ``num_workers - 1``.
+        thread: The thread.
+        link: What connects it with the main process.
+        pid: The id of this process.
+    """
+
+    def __init__(
+        self, worker_id: int, thread: threading.Thread, link: ThreadLink, segment: SegmentGate
+    ) -> None:
+        self.worker_id = worker_id
+        self.thread = thread
+        self.link = link
+        self.pid = os.getpid()
+        self._segment = segment
+
+    @property
+    def place(self) -> str:
+        """See `Worker`."""
+        return f"thread {self.thread.name!r}"
+
+    def send(self, record: bytes) -> None:
+        """See `Worker`."""
+        self.link.tasks.put(record)
+
+    def receive(self) -> bytes:
+        """See `Worker`."""
+        dones = self.link.dones
+        return b"".join([dones.popleft() for _ in range(len(dones))])
+
+    def has_news(self) -> bool:
+        """Whether there is something to receive, or never will be."""
+        return bool(self.link.dones) or self.link.ended
+
+    def is_dead(self) -> bool:
+        """See `Worker`."""
+        return self.link.ended and not self.link.dones
+
+    def stack(self) -> str:
+        """The thread's Python stack."""
+        frames = sys._current_frames()  # noqa: SLF001 - documented
+        frame = frames.get(self.thread.ident or -1)
+        if frame is None:
+            return "(it has ended)"
+        return "".join(traceback.format_stack(frame)).rstrip()[-_MOST_CHARACTERS:]
+
+    def close(self) -> None:
+        """Tell the thread to end. When this returns it has no access to the loader's segment any more."""
+        self.link.close()
+        self._segment.shut()
+
+
+def _copy_dataset(dataset: Any, copies: dict[int, Any]) -> Any:
+    """A dataset for one worker: what its code assigns to ``self`` is the worker's own, as in a process.
+
+    All that the attributes refer to is shared, except for datasets that are wrapped in it.
+
+    Args:
+        dataset: The dataset; one that is none of torch's is shared as it is.
+        copies: Those made so far, by the identity of the original.
+    """
+    if not isinstance(dataset, Dataset):
+        return dataset
+    if id(dataset) not in copies:
+        try:
+            twin = copies[id(dataset)] = copy.copy(dataset)
+        except Exception as error:
+            add_note(
+                error,
+                f"raised by copy.copy() of a {type(dataset).__name__}: each worker thread has a shallow copy "
+                "of it. A __copy__ that returns self would have the threads share it.",
+            )
+            raise
+        for name, value in getattr(twin, "__dict__", {}).items():
+            if isinstance(value, Dataset):
+                twin.__dict__[name] = _copy_dataset(value, copies)
+            elif type(value) in (list, tuple) and value and all(isinstance(one, Dataset) for one in value):
+                twin.__dict__[name] = type(value)(_copy_dataset(one, copies) for one in value)
+    return copies[id(dataset)]
+
+
+def _run(arguments: Any, link: ThreadLink) -> None:
+    """All that a worker thread does."""
+    ended_by: BaseException | None = None
+    try:
+        run_in_thread(arguments, link)
+    except BaseException as error:  # noqa: BLE001 - the main process raises it
+        forget_frames(error)
+        ended_by = error
+    finally:
+        del arguments
+        link.end(ended_by)
+
+
+def _join(threads: list[threading.Thread], grace_s: float, interrupts: HeldInterrupts | None = None) -> None:
+    """Wait for threads to end, and remember those that did not."""
+    deadline = time.monotonic() + grace_s
+    for thread in threads:
+        while thread is not threading.current_thread() and thread.is_alive():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or (interrupts is not None and interrupts.came):
+                _unended.add(thread)
+                break
+            thread.join(min(left_s, _LEAST_CLOSE_S))
+
+
+@functools.cache
+def _end_with_program() -> None:
+    """Once: when the program ends, give worker threads time to end.
+
+    The interpreter stops a daemon thread wherever it is, and in some versions by unwinding its stack, which
+    not all of torch's C++ functions survive.
+    """
+    atexit.register(_end_all)
+
+
+def _end_all() -> None:
+    for workers in list(_live):
+        workers.interrupt()
+        workers.close("the program ends", grace_s=0.0)
+    _join(list(_unended), _EXIT_S)

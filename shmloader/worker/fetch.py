@@ -1,0 +1,361 @@
+"""Batches for index batches: map-style datasets, ``__getitems__`` and iterable-style datasets.
+
+The rules are those of torch's fetchers (``torch/utils/data/_utils/fetch.py``), so that batches are
+identical. Where a dataset's rows can be gathered, no samples are made (see `sources`). With ``on_error``
+other than ``"raise"`` a fetcher goes on where a sample raises. Runs in the worker, or without workers in
+the main process.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import copy
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch.utils.data import Dataset
+
+from shmloader.diagnostics.bad_samples import (
+    MOST_IN_A_ROW,
+    RAISE,
+    REPLACE,
+    Reported,
+    describe,
+    is_a_samples_fault,
+    pack,
+)
+from shmloader.diagnostics.exceptions import add_note, forget_frames
+from shmloader.diagnostics.mismatches import explain_collation
+from shmloader.errors import NoGoodSample
+from shmloader.sampling.index_batches import PackedInts
+from shmloader.sources import NOT_GATHERED, Gatherer
+from shmloader.statistics import BadSample
+
+
+class FetchRules(NamedTuple):
+    """What of a loader's arguments bears on fetching.
+
+    Attributes:
+        iterable: Whether the dataset is iterable-style.
+        auto_collation: Whether an index batch is a list of indices; else it is one index.
+        drop_last: Whether an iterable dataset's last, shorter batch is left out.
+        collate_fn: Joins samples (or converts the one sample, without auto collation).
+        on_error: What becomes of a sample that raises: see ``DataLoader``.
+    """
+
+    iterable: bool
+    auto_collation: bool
+    drop_last: bool
+    collate_fn: Callable[[Any], Any]
+    on_error: str = RAISE
+
+
+class Fetcher(Protocol):
+    """Makes one batch for one index batch."""
+
+    def fetch(self, index_batch: Any) -> Any:
+        """Fetch and collate; StopIteration when an iterable dataset is exhausted.
+
+        Returns:
+            The batch, or `Reported` where there is something to report.
+        """
+
+    def take_bad_samples(self) -> bytes:
+        """The bad samples, packed, that no report has told of yet: of a batch for which `fetch` raised."""
+
+
+def make_fetcher(dataset: Any, rules: FetchRules) -> Fetcher:
+    """The fetcher for a dataset; for an iterable one this calls ``iter(dataset)``."""
+    tolerant = rules.on_error != RAISE
+    if rules.iterable:
+        return _TolerantIterableFetcher(dataset, rules) if tolerant else _IterableFetcher(dataset, rules)
+    return _TolerantMapFetcher(dataset, rules) if tolerant else _MapFetcher(dataset, rules)
+
+
+class _Fetcher:
+    """What both kinds have.
+
+    A list of bad samples is begun anew for each batch, so that none is reported twice.
+    """
+
+    def __init__(self) -> None:
+        self._bad: list[BadSample] = []
+
+    def take_bad_samples(self) -> bytes:
+        """See `Fetcher`."""
+        bad, self._bad = self._bad, []
+        return pack(bad)
+
+
+# --- map-style datasets
+
+
+class _MapFetcher(_Fetcher):
+    def __init__(self, dataset: Any, rules: FetchRules) -> None:
+        super().__init__()
+        self._dataset = dataset
+        self._auto_collation = rules.auto_collation
+        self._collate_fn = rules.collate_fn
+        self._gatherer = Gatherer(dataset, rules.collate_fn) if rules.auto_collation else None
+
+    def fetch(self, index_batch: Any) -> Any:
+        dataset = self._dataset
+        if self._gatherer is None:
+            index = _unpacked(index_batch)  # a sampler of index batches gives lists
+            return self._join(_fetch_one(dataset, index), index)
+        batch = self._gatherer.gather(index_batch)
+        if batch is not NOT_GATHERED:
+            return batch
+        index_batch = _unpacked(index_batch)
+        if getattr(dataset, "__getitems__", None):
+            samples = dataset.__getitems__(index_batch)
+        else:
+            samples = _fetch_each(dataset, index_batch)
+        return self._join(samples, index_batch)
+
+    def _join(self, samples: Any, index_batch: Any) -> Any:
+        try:
+            if type(samples) is dict and self._gatherer is not None:
+                batch = self._gatherer.take_columns(samples, len(index_batch))
+                if batch is not NOT_GATHERED:
+                    return batch
+            return self._collate_fn(samples)
+        except Exception as error:
+            if self._auto_collation:
+                explain_collation(error, samples, index_batch)
+            else:
+                explain_collation(error, [samples], [index_batch])
+            raise
+
+
+def _unpacked(index_batch: Any) -> Any:
+    """The index batch as the sampler gave it."""
+    return index_batch.tolist() if type(index_batch) is PackedInts else index_batch
+
+
+def _fetch_one(dataset: Any, index: Any) -> Any:
+    try:
+        return dataset[index]
+    except BaseException as error:
+        _say_where(error, index)
+        raise
+
+
+def _fetch_each(dataset: Any, index_batch: Any) -> list[Any]:
+    remaining = iter(index_batch)
+    try:
+        return [dataset[index] for index in remaining]
+    except BaseException as error:
+        # How far the iterator got tells which sample failed, without a cost per sample.
+        if type(index_batch) in (list, tuple, range):
+            position = len(index_batch) - operator.length_hint(remaining) - 1
+            _say_where(error, index_batch[position])
+        raise
+
+
+def _say_where(error: BaseException, index: Any) -> None:
+    with contextlib.suppress(Exception):  # an index that cannot be shown
+        add_note(error, f"raised by dataset[{index!r}]")
+
+
+_BAD = object()  # in the place of a sample that raised
+
+
+class _TolerantMapFetcher(_MapFetcher):
+    """Goes on where a sample raises: leaves it out, or puts the next good one of the batch in its place."""
+
+    def __init__(self, dataset: Any, rules: FetchRules) -> None:
+        super().__init__(dataset, rules)
+        self._replaces = rules.on_error == REPLACE
+        # Dataset has a __getitem__ of its own, which only says that there is none.
+        own = getattr(type(dataset), "__getitem__", Dataset.__getitem__)
+        self._one_by_one = _OneByOne(dataset) if own is Dataset.__getitem__ else dataset
+
+    def fetch(self, index_batch: Any) -> Any:
+        self._bad = []
+        get_all = getattr(self._dataset, "__getitems__", None) if self._auto_collation else None
+        try:
+            batch = NOT_GATHERED if self._gatherer is None else self._gatherer.gather(index_batch)
+            if batch is not NOT_GATHERED:
+                return batch
+            index_batch = _unpacked(index_batch)
+            samples = get_all(index_batch) if get_all else None
+        except Exception as error:
+            if not is_a_samples_fault(error):
+                raise
+            index_batch, get_all = _unpacked(index_batch), True
+            forget_frames(error)
+        else:
+            if get_all:
+                return self._join(samples, index_batch)
+        indices = list(index_batch) if self._auto_collation else [index_batch]
+        samples = self._fetch_good(indices)
+        if self._bad:
+            places = _places_to_take(samples, replace=self._replaces and self._auto_collation)
+            samples, indices = _take(samples, places), [indices[place] for place in places]
+            if not samples:
+                return Reported(None, True, bool(get_all), self.take_bad_samples())
+        batch = self._join(samples, indices) if self._auto_collation else self._join(samples[0], index_batch)
+        if not self._bad and not get_all:
+            return batch
+        return Reported(batch, False, bool(get_all), self.take_bad_samples())
+
+    def _fetch_good(self, indices: list[Any]) -> list[Any]:
+        """The samples, with ``_BAD`` where one raised."""
+        samples: list[Any] = []
+        append, dataset = samples.append, self._one_by_one
+        remaining = iter(indices)
+        while len(samples) < len(indices):
+            try:
+                for index in remaining:
+                    append(dataset[index])
+            except BaseException as error:
+                index = indices[len(samples)]
+                if not isinstance(error, Exception) or not is_a_samples_fault(error):
+                    _say_where(error, index)
+                    raise
+                self._bad.append(describe(error, index, of_stream=False))
+                forget_frames(error)
+                append(_BAD)
+        return samples
+
+
+class _OneByOne:
+    """Makes a dataset that has only ``__getitems__`` give one sample."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._dataset.__getitems__([index])[0]
+
+
+def _places_to_take(samples: Sequence[Any], *, replace: bool) -> list[int]:
+    """Which sample goes where: the good ones and, to replace a bad one, the next good one, round about."""
+    good = [place for place, sample in enumerate(samples) if sample is not _BAD]
+    if not replace or not good:
+        return good
+    return [good[bisect.bisect_left(good, place) % len(good)] for place in range(len(samples))]
+
+
+def _take(samples: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    """The samples at these places; of one that is taken again, a copy: a collate function may change it."""
+    taken = []
+    seen: set[int] = set()
+    for place in places:
+        sample = samples[place]
+        if place in seen:
+            with contextlib.suppress(Exception):  # what cannot be copied is there twice
+                sample = copy.deepcopy(sample)
+        seen.add(place)
+        taken.append(sample)
+    return taken
+
+
+# --- iterable-style datasets
+
+
+class _IterableFetcher(_Fetcher):
+    def __init__(self, dataset: Any, rules: FetchRules) -> None:
+        super().__init__()
+        self._samples: Iterator[Any] = _Nexts(iter(dataset))
+        self._rules = rules
+        self._ended = False
+        self._position = 0  # of the next sample in the stream
+
+    def fetch(self, index_batch: Any) -> Any:
+        if self._ended:
+            raise StopIteration
+        auto_collation, begin = self._rules.auto_collation, self._position
+        samples: list[Any] = []
+        size = len(index_batch) if auto_collation else 1
+        try:
+            samples.extend(itertools.islice(self._samples, size))
+        except BaseException as error:
+            self._position = begin + len(samples) + 1
+            add_note(error, f"raised by sample {self._position - 1} of the stream, counted from 0")
+            raise
+        self._position = begin + len(samples)
+        if len(samples) < size:
+            self._ended = auto_collation  # without it, torch asks the iterator again
+            if not samples or self._rules.drop_last:
+                raise StopIteration
+        return self._join(samples, range(begin, self._position))
+
+    def _join(self, samples: list[Any], positions: Sequence[int]) -> Any:
+        try:
+            return self._rules.collate_fn(samples if self._rules.auto_collation else samples[0])
+        except Exception as error:
+            explain_collation(error, samples, positions, of_stream=True)
+            raise
+
+
+class _Nexts:
+    """An iterator of which nothing but the next item is ever asked.
+
+    ``islice`` calls ``iter()`` of what it is given. A dataset that is its own iterator begins anew then.
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._iterator)
+
+
+class _TolerantIterableFetcher(_IterableFetcher):
+    """Goes on where the stream's iterator raises: with the stream's next sample, if there is one."""
+
+    def fetch(self, index_batch: Any) -> Any:
+        self._bad = []
+        if self._ended:
+            raise StopIteration
+        samples: list[Any] = []
+        positions: list[int] = []
+        ended = self._fill(len(index_batch) if self._rules.auto_collation else 1, samples, positions)
+        self._ended = ended
+        if not samples or (ended and self._rules.drop_last):
+            if not self._bad:
+                raise StopIteration
+            return Reported(None, True, False, self.take_bad_samples())  # its end is said at the next task
+        batch = self._join(samples, positions)
+        return Reported(batch, False, False, self.take_bad_samples()) if self._bad else batch
+
+    def _fill(self, size: int, samples: list[Any], positions: list[int]) -> bool:
+        """Draw ``size`` samples or, to leave bad ones out, that many times; whether the stream has ended."""
+        replaces = self._rules.on_error == REPLACE
+        in_a_row = 0
+        while size > 0:
+            begin = self._position
+            try:
+                samples.extend(itertools.islice(self._samples, size))
+            except BaseException as error:
+                self._position += len(samples) - len(positions)
+                positions.extend(range(begin, self._position))
+                self._note_bad(error)
+                drawn = self._position - 1 - begin
+                in_a_row = 1 if drawn else in_a_row + 1
+                if in_a_row >= MOST_IN_A_ROW:
+                    raise NoGoodSample(f"{in_a_row:,} samples of a stream in a row raised") from error
+                size -= drawn if replaces else drawn + 1
+            else:
+                self._position += len(samples) - len(positions)
+                positions.extend(range(begin, self._position))
+                return self._position - begin < size
+        return False
+
+    def _note_bad(self, error: BaseException) -> None:
+        """Take what an iterator raised for a bad sample, or raise it."""
+        position = self._position
+        self._position += 1
+        if not isinstance(error, Exception) or not is_a_samples_fault(error):
+            add_note(error, f"raised by sample {position} of the stream, counted from 0")
+            raise error
+        self._bad.append(describe(error, position, of_stream=True))
+        forget_frames(error)

@@ -1,0 +1,366 @@
+"""The worker's loop. Runs in the worker process, or thread, and knows nothing of the main process's objects.
+
+One task at a time: read a record, fetch samples, collate them into the granted slot, publish. The worker
+ends when its link is closed; a process also when the main process dies, however that happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from shmloader import torch_private
+from shmloader.codec import Encoder
+from shmloader.codec.slot_writer import SlotWriter, set_current_writer
+from shmloader.diagnostics.bad_samples import Reported
+from shmloader.diagnostics.exceptions import capture, forget_frames
+from shmloader.diagnostics.stacks import answer_with_stacks
+from shmloader.sampling.generator_states import GeneratorStates, states_of_a_worker
+from shmloader.sampling.index_batches import unpack_index_batch
+from shmloader.shared_memory import Segment
+from shmloader.sources import why_per_sample
+from shmloader.wire.channel import Link, PipeLink, Pipes
+from shmloader.wire.messages import (
+    BATCH,
+    CONTINUE,
+    DETACHED,
+    END,
+    FAILURE,
+    INLINE_NBYTES,
+    PART,
+    REPORTED,
+    RESUME,
+    RESUMED,
+    SPILLED,
+    TASK,
+    Task,
+    pack_done,
+    unpack_fields,
+    unpack_task,
+)
+from shmloader.worker import watch
+from shmloader.worker.collate import install_slot_collate
+from shmloader.worker.fetch import Fetcher, FetchRules, make_fetcher
+from shmloader.worker.generators import worker_generators
+from shmloader.worker.seeded_samples import SampleSeeds
+from shmloader.worker.seeding import numpy_seed, worker_seed
+
+_PART_NBYTES = 16 << 20, 1 << 20, 1 << 16  # what a slot is grown to for parts, or less if that cannot be had
+
+
+@dataclass(frozen=True)
+class WorkerArguments:
+    """All that a worker is started with, besides its link; crosses the process boundary once.
+
+    Attributes:
+        worker_id: 0 to ``num_workers - 1``.
+        num_workers: Workers of this iterator.
+        main_pid: Process id of the main process, which the worker outlives by no more than a moment.
+        segment: The iterator's shared memory, to attach to.
+        dataset: The dataset.
+        rules: How to fetch from it.
+        base_seed: The iterator's base seed.
+        shared_seed: Seed that all workers share (torch's DataPipes), or None.
+        init_fn: The user's ``worker_init_fn``, called after seeding.
+        seeds_samples: Whether the generators are seeded for each sample (``dispatch="dynamic"``).
+        epoch: Epochs of the iterator before the one in which the worker starts.
+    """
+
+    worker_id: int
+    num_workers: int
+    main_pid: int
+    segment: Segment
+    dataset: Any
+    rules: FetchRules
+    base_seed: int
+    shared_seed: int | None
+    init_fn: Callable[[int], None] | None
+    seeds_samples: bool = False
+    epoch: int = 0
+
+
+def run(arguments: WorkerArguments, pipes: Pipes) -> None:
+    """Entry point of a worker process."""
+    gc.freeze()  # a collection would visit, and so copy, every object that a fork shares with its parent
+    # SIGTERM ends a worker whatever a fork has inherited.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    watch.begin(arguments.main_pid)
+    answer_with_stacks(pipes.stacks)
+    set_current_writer(None)  # of a worker thread that forked this process
+    torch.set_num_threads(1)
+    seed = worker_seed(arguments.base_seed, arguments.worker_id)
+    random.seed(seed)
+    torch.manual_seed(seed)
+    np.random.seed(numpy_seed(arguments.base_seed, arguments.worker_id))  # noqa: NPY002 - what torch seeds
+    _Worker(arguments, PipeLink(pipes), in_thread=False).run()
+
+
+def run_in_thread(arguments: WorkerArguments, link: Link) -> None:
+    """Entry point of a worker thread. The program's global generators are left alone."""
+    torch_private.use_one_core_in_this_thread()
+    pid = os.getpid()
+    try:
+        _Worker(arguments, link, in_thread=True).run()
+    except BaseException:
+        if os.getpid() != pid:
+            _end_fork()
+        raise
+
+
+class _Worker:
+    """State of one worker."""
+
+    def __init__(self, arguments: WorkerArguments, link: Link, *, in_thread: bool) -> None:
+        self._arguments = arguments
+        self._link = link
+        self._in_thread = in_thread
+        collate_fn = install_slot_collate(arguments.rules.collate_fn, in_thread=in_thread)
+        self._rules = arguments.rules._replace(collate_fn=collate_fn)
+        self._dataset = arguments.dataset
+        self._writer = SlotWriter(arguments.segment)
+        self._encoder = Encoder(self._writer)
+        self._fetcher: Fetcher | None = None
+        self._start_error: BaseException | None = None
+        self._rng: Any = worker_generators(arguments.base_seed, arguments.worker_id)
+        self._marked: GeneratorStates | None = None
+        self._seeds: SampleSeeds | None = None
+        if arguments.seeds_samples:
+            self._seeds = SampleSeeds(arguments.base_seed, arguments.epoch, in_thread=in_thread)
+            self._rng = self._seeds.generators
+        self._ended = False  # the iterable dataset is exhausted in this epoch
+        self._pid = os.getpid()
+        self._wait_ns = 0
+        self._later: deque[bytes] = deque()
+
+    def run(self) -> None:
+        """Start, and answer tasks until the main process closes the link."""
+        with contextlib.suppress(BrokenPipeError):  # nobody waits for an answer
+            self._start()
+            while True:
+                self._serve()
+
+    def _start(self) -> None:
+        """Everything that torch does between seeding and the first task, in torch's order."""
+        arguments = self._arguments
+        self._dataset = torch_private.seed_datapipe(self._dataset, arguments.shared_seed)
+        torch_private.set_worker_info(
+            worker_id=arguments.worker_id,
+            num_workers=arguments.num_workers,
+            seed=worker_seed(arguments.base_seed, arguments.worker_id),
+            dataset=self._dataset,
+            rng=self._rng,
+            in_thread=self._in_thread,
+        )
+        try:
+            if arguments.init_fn is not None:
+                arguments.init_fn(arguments.worker_id)
+            self._fetcher = self._make_fetcher()
+        except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch
+            self._start_error = error
+
+    def _make_fetcher(self) -> Fetcher:
+        dataset, rules = self._dataset, self._rules
+        if self._seeds is not None:
+            dataset = self._seeds.wrap(dataset, rules.collate_fn, auto_collation=rules.auto_collation)
+        if self._in_thread and _is_fetched_one_by_one(self._dataset, rules):
+            dataset = _UntilClosed(dataset, self._link)
+        return make_fetcher(dataset, rules)
+
+    def _serve(self) -> None:
+        """Answer one record."""
+        if self._later:
+            record, self._wait_ns = self._later.popleft(), 0
+        else:
+            record = self._link.receive()
+            self._wait_ns = self._link.wait_ns
+        task = Task._make(unpack_fields(record))
+        if task.kind == TASK:
+            self._work(task)
+        elif task.kind == RESUME:
+            self._resume(task)
+        else:
+            self._marked = states_of_a_worker(self._rng, in_thread=self._in_thread)
+
+    def _resume(self, task: Task) -> None:
+        """Begin a new epoch with the same dataset object, as torch's persistent workers do."""
+        self._ended = False
+        if task.slot and self._marked is not None:  # what was made since is in vain
+            self._marked.put_back()
+        self._dataset = torch_private.seed_datapipe(self._dataset, pickle.loads(task.payload))
+        if self._seeds is not None:
+            self._seeds.epoch = task.seq
+        try:
+            self._fetcher = self._make_fetcher()
+        except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch
+            self._start_error = error
+        self._send(task, RESUMED)
+
+    def _work(self, task: Task) -> None:
+        """Make one batch, or what takes its place, and publish it."""
+        _, _, _, slot, version, slot_nbytes, hint_nbytes, limit_nbytes, payload_nbytes, payload = task
+        writer = self._writer
+        index_batch: Any = None
+        flags = 0
+        try:
+            writer.begin(slot, version, slot_nbytes, limit_nbytes)
+            if payload_nbytes > INLINE_NBYTES:
+                payload = writer.read(payload_nbytes)
+            writer.prepare(hint_nbytes)
+            index_batch = unpack_index_batch(payload, payload_nbytes)
+            if self._seeds is not None:
+                self._seeds.begin(task.seq)
+            batch = self._make(index_batch)
+            if os.getpid() != self._pid:
+                raise RuntimeError(
+                    "a process that the dataset forked has come back from it, and ends here: its parent "
+                    "makes the batch. End it with os._exit()"
+                )
+            if self._ended:
+                writer.release()
+                self._send(task, END)
+                return
+            if type(batch) is Reported:
+                flags = REPORTED
+            kind, encoded = BATCH, self._encoder.encode(batch)
+            del batch
+        except BaseException as error:
+            if os.getpid() != self._pid:
+                raise  # a process that the user's code forked is no worker, and ends by it as any other does
+            if self._link.closed:
+                raise BrokenPipeError("the main process wants nothing more") from None
+            kind, (encoded, flags) = FAILURE, self._encode_failure(error, index_batch)
+        header_offset, header_nbytes, image = encoded
+        if image is not None:
+            if writer.restart():  # the parts are written over what the user's code may keep
+                flags |= DETACHED
+            self._send_parts(task, image)
+            flags |= SPILLED
+        if writer.release():
+            flags |= DETACHED
+        self._send(task, kind, flags, header_offset, header_nbytes)
+
+    def _make(self, index_batch: Any) -> Any:
+        """Fetch and collate, allocating in the slot; sets ``_ended`` instead of returning a batch."""
+        if self._start_error is not None:
+            error, self._start_error = self._start_error, None
+            raise error
+        if self._ended:
+            return None
+        if self._fetcher is None:
+            raise RuntimeError("this worker's dataset could not be started; its first batch says why")
+        set_current_writer(self._writer)
+        try:
+            return self._fetcher.fetch(index_batch)
+        except StopIteration:
+            if not self._rules.iterable:
+                raise
+            self._ended = True
+            return None
+        finally:
+            set_current_writer(None)
+
+    def _encode_failure(self, error: BaseException, index_batch: Any) -> tuple[Any, int]:
+        """Put an exception into the slot in the batch's place; gives what ``encode`` does, and flags."""
+        where = (
+            f"Raised in shmloader worker {self._arguments.worker_id} ({self._place()}), "
+            f"while it made the batch of indices {_shorten(index_batch)}"
+        )
+        failure = capture(error, where, self._fetcher.take_bad_samples() if self._fetcher else b"")
+        forget_frames(error)  # they hold the samples, and leaves in the slot
+        flags = DETACHED if self._writer.restart() else 0
+        return self._encoder.encode(failure), flags
+
+    def _place(self) -> str:
+        return f"thread {threading.current_thread().name!r}" if self._in_thread else f"pid {os.getpid()}"
+
+    def _send_parts(self, task: Task, image: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        """Send a batch larger than its slot: piece by piece, through the slot."""
+        writer = self._writer
+        for most_nbytes in _PART_NBYTES:
+            if writer.ensure(min(writer.limit_nbytes, most_nbytes, len(image)), 0):
+                break
+        view = writer.view()
+        for begin in range(0, len(image), len(view)):
+            piece = image[begin : begin + len(view)]
+            view[: len(piece)] = piece.data
+            self._send(task, PART, 0, len(image), len(piece))
+            self._await_continue()
+
+    def _await_continue(self) -> None:
+        """Wait until the part was copied out; tasks that were sent meanwhile are kept for later."""
+        while unpack_task(record := self._link.receive()).kind != CONTINUE:
+            self._later.append(record)
+
+    def _send(
+        self, task: Task, kind: int, flags: int = 0, header_offset: int = 0, header_nbytes: int = 0
+    ) -> None:
+        writer = self._writer
+        record = pack_done(
+            kind,
+            flags,
+            task.generation,
+            task.seq,
+            task.slot,
+            writer.version,
+            writer.nbytes,
+            header_offset,
+            header_nbytes,
+            self._wait_ns,
+        )
+        self._link.send(record)
+
+
+def _end_fork() -> None:
+    """End a process that a dataset forked in a worker thread, by the exception that is being handled.
+
+    Not by leaving the thread: no thread of the interpreter would be left, and C code that then makes itself
+    known to the interpreter, as torch's does when a thread ends, aborts (CPython 3.11).
+    """
+    error = sys.exception()
+    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+        os._exit(error.code or 0)
+    traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _is_fetched_one_by_one(dataset: Any, rules: FetchRules) -> bool:
+    if rules.iterable or not rules.auto_collation or getattr(dataset, "__getitems__", None):
+        return False
+    return why_per_sample(dataset, rules.collate_fn) is not None
+
+
+class _UntilClosed:
+    """Fetches like the dataset, until nobody waits for the batch: a thread can only end by itself."""
+
+    def __init__(self, dataset: Any, link: Link) -> None:
+        self._dataset = dataset
+        self._link = link
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._link.closed:
+            raise BrokenPipeError("the main process wants nothing more")
+        return self._dataset[index]
+
+
+def _shorten(index_batch: Any, most: int = 200) -> str:
+    try:
+        text = repr(index_batch)
+    except Exception as reason:  # noqa: BLE001 - the user's indices
+        return f"<repr() raises {type(reason).__name__}>"
+    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -1,0 +1,161 @@
+"""What a batch costs is measured in the processes that pay for it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # the benchmarks are a package of the checkout, not of the library
+
+from benchmarks import checkouts, collector, per_batch  # noqa: E402
+from benchmarks.checkout_process import Turn  # noqa: E402
+from benchmarks.processor_time import costs, functions_of  # noqa: E402
+
+
+def test_the_cost_of_work_is_that_of_the_processes_that_did_it() -> None:
+    code = "import sys, time\nfor _ in sys.stdin:\n    sum(range(10**7)); print(flush=True)"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+
+        def work() -> int:
+            assert other.stdin is not None
+            assert other.stdout is not None
+            other.stdin.write("go\n")
+            other.stdin.flush()
+            assert other.stdout.readline() == "\n"
+            return 10
+
+        own, others = costs([psutil.Process(), psutil.Process(other.pid)], work)
+    assert others.user_us > 10 * own.user_us
+    assert others.user_us > 1000, "a tenth of a sum over ten million numbers"
+    assert own.sleeps >= 0.1, "it waited for the answer"
+
+
+def test_stacks_are_added_up_by_function() -> None:
+    samples = "main (a.py);next (b.py);read (c.py) 6\nmain (a.py);next (b.py);next (b.py) 1\nmain (a.py) 3\n"
+    assert functions_of(samples) == {"main (a.py)": 1.0, "next (b.py)": 0.7, "read (c.py)": 0.6}
+    assert functions_of("") == {}
+
+
+def test_the_costs_of_main_process_and_workers_are_told_apart() -> None:
+    command = [sys.executable, "-m", "benchmarks.processor_time", "--measure", "--workload", "cpu-2ms"]
+    done = subprocess.run(
+        [*command, "--seconds", "0.6"], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
+    )
+    measured = json.loads(done.stdout)
+    rows = measured["rows"]
+    assert list(rows) == ["alone", "main process", "workers"]
+    assert measured["batches_per_s"] > 1
+    for who in ("alone", "workers"):  # 16 samples of 2 ms; the kernel counts in ticks of 10 ms
+        assert 16_000 < rows[who]["user_us"] + rows[who]["system_us"] < 160_000
+    assert rows["main process"]["user_us"] < 16_000
+
+
+@pytest.mark.parametrize("case", per_batch.CASES)
+def test_the_time_of_next_is_measured_in_the_middle_of_an_epoch(case: str) -> None:
+    costs_s = per_batch.load(20, per_batch.CASES[case], timed=True)
+    assert len(costs_s) == 20
+    assert 0 < min(costs_s) < max(costs_s) < 1
+    assert per_batch.python_after_other_work(5, 0.0) > 0
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+@pytest.mark.long
+def test_system_calls_are_those_of_the_main_process() -> None:
+    calls = per_batch.count(50, "ready")
+    assert calls["write"] == 50
+    assert 0 < calls["read"] <= 51
+
+
+def test_the_time_of_next_is_told_apart() -> None:
+    spent_us = per_batch.parts(20, per_batch.CASES["ready"])
+    assert {"<built-in method posix.write>", "decoder.py: decode"} <= set(spent_us)
+    assert list(spent_us.values()) == sorted(spent_us.values(), reverse=True)
+    assert 0 < sum(spent_us.values()) < 100_000
+
+
+def test_a_collection_in_a_worker_is_measured_where_it_happens() -> None:
+    """And it is dear with torch's loader only: this one's workers freeze what they were started with."""
+    seen = collector.measure(1, 200_000)
+    ((torch_s, torch_nbytes),), ((own_s, own_nbytes),) = seen["torch"], seen["shmloader"]
+    assert torch_nbytes > 10e6, "a header of 16 bytes and more before each list, and its item's page"
+    assert own_nbytes < torch_nbytes / 5
+    assert own_s < torch_s
+
+
+def compare(other: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.checkouts", str(other), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.long
+def test_two_checkouts_are_compared_each_with_its_own_loader(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "shmloader", tmp_path / "shmloader", ignore=shutil.ignore_patterns("__pycache__"))
+    slow = tmp_path / "shmloader" / "__init__.py"
+    slow.write_text(
+        slow.read_text(encoding="utf-8")
+        + """
+import time
+
+class DataLoader(DataLoader):
+    def __iter__(self):
+        for batch in super().__iter__():
+            time.sleep(0.02)
+            yield batch
+""",
+        encoding="utf-8",
+    )
+    done = compare(tmp_path, "--workload", "tiny", "--rounds", "2", "--turns", "1", "--seconds", "0.3")
+    assert not done.stderr
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()]
+    figures = {row[0]: [float(cell.replace(",", "")) for cell in row[1:]] for row in rows[4:] if row}
+    here, there, ratio = figures["us in next()"]
+    assert there > 20_000 > 10 * here
+    assert ratio < 0.1
+    assert figures["batches/s"][-1] > 10
+
+
+@pytest.mark.parametrize(
+    ("other", "why"), [(ROOT, "that is this checkout"), (ROOT / "docs", "is no checkout")]
+)
+def test_only_another_checkout_can_be_compared(
+    other: Path, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["checkouts", str(other)])
+    with pytest.raises(SystemExit):
+        checkouts.main()
+    assert why in capsys.readouterr().err
+
+
+def test_a_checkout_that_fails_is_an_error(tmp_path: Path) -> None:
+    package = tmp_path / "shmloader"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit('not today')", encoding="utf-8")
+    done = compare(tmp_path, "--turns", "1")
+    assert done.returncode == 1
+    assert "not today" in done.stderr
+    assert f"the process of {tmp_path} ended with 1" in done.stderr
+
+
+def test_ratios_are_taken_within_a_turn() -> None:
+    """The machine of the second turn is half as quick: that is no change."""
+    turns = [
+        (Turn(100.0, 10.0, 20.0, 30.0), Turn(50.0, 10.0, 20.0, 15.0)),
+        (Turn(50.0, 20.0, 40.0, 60.0), Turn(25.0, 20.0, 40.0, 30.0)),
+    ]
+    assert checkouts.ratios(turns) == {
+        "batches_per_s": (75.0, 37.5, 2.0),
+        "next_us": (15.0, 15.0, 1.0),
+        "main_cpu_us": (30.0, 30.0, 1.0),
+        "workers_cpu_us": (45.0, 22.5, 2.0),
+    }

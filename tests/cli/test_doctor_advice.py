@@ -1,0 +1,165 @@
+"""The doctor's advice: arguments that the host has room for, and none where it has room for nothing."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from shmloader import DataLoader, SharedMemoryExhausted
+from shmloader.cli import doctor, doctor_checks
+from shmloader.cli.doctor_advice import Room, advise, describe_advice, slots_of
+from shmloader.cli.doctor_descriptors import Descriptors
+from shmloader.cli.doctor_trial import Trial
+from shmloader.host.limits import Cores, Headroom
+from shmloader.shared_memory import MemfdSegment, whole_pages
+from shmloader.slots import SlotPool
+
+REPOSITORY = Path(__file__).parents[2]
+MIB = 2**20
+GIB = 2**30
+
+
+@pytest.mark.parametrize(("workers", "prefetch"), [(1, 1), (2, 2), (7, 3)])
+def test_slots_are_counted_as_the_pool_counts_them(workers: int, prefetch: int) -> None:
+    segment = MemfdSegment()
+    assert slots_of(workers, prefetch) == SlotPool(segment, workers * prefetch, MIB).base_slots
+    segment.close(0)
+
+
+ADVICE = {  # cores, MiB available, descriptors, batch in MiB, workers asked -> workers, prefetch, fits
+    "one core is left for the main process": ((8, 10_000, None, 1, None), (7, 2, True)),
+    "two cores are two workers": ((2, 10_000, None, 1, None), (2, 2, True)),
+    "what is asked is given": ((2, 10_000, None, 1, 6), (6, 2, True)),
+    "less is prefetched": ((4, 2 * 9, None, 1, 4), (4, 1, True)),
+    "then there are fewer workers": ((4, 2 * 5, None, 1, 4), (3, 1, True)),
+    "three slots at the least": ((4, 4, None, 1, 4), (1, 1, True)),
+    "which may not fit": ((4, 2, None, 1, 4), (1, 1, False)),
+    "descriptors are enough for three": ((4, 10_000, 3 + 2 * 5 + 12 + 4, 1, 4), (3, 2, True)),
+    "without a size memory is not looked at": ((4, 1, None, None, 4), (4, 2, True)),
+}
+
+
+@pytest.mark.parametrize("case", ADVICE)
+def test_advice(case: str) -> None:
+    (cores, available, descriptors, batch, asked), (workers, prefetch, fits) = ADVICE[case]
+    batch_nbytes = None if batch is None else batch * MIB
+    advice = advise(Room(cores, available * MIB, Descriptors(descriptors)), batch_nbytes, asked)
+    assert (advice.num_workers, advice.prefetch_factor, advice.fits) == (workers, prefetch, fits)
+    assert bool(advice.reasons) == ((workers, prefetch) != (asked or workers, 2) or workers > cores)
+    if batch_nbytes is None:
+        assert (advice.slots_nbytes, advice.memory_budget_nbytes) == (None, None)
+    elif not fits:
+        assert advice.memory_budget_nbytes is None
+    else:
+        assert advice.slots_nbytes == (workers * prefetch + 2) * batch_nbytes
+        expected_nbytes = max(advice.slots_nbytes, min(4 * advice.slots_nbytes, available * MIB // 2))
+        assert advice.memory_budget_nbytes == expected_nbytes
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((1000,), index)
+
+
+def test_a_loader_as_advised_takes_the_slot_memory_that_was_said_and_spills_nothing() -> None:
+    batch_nbytes = 4 * 1000 * 8 + 400  # four rows of int64, and the header
+    advice = advise(Room(cores=2, available_nbytes=2**33), batch_nbytes, asked_workers=2)
+    with DataLoader(
+        Rows(),
+        batch_size=4,
+        num_workers=advice.num_workers,
+        prefetch_factor=advice.prefetch_factor,
+        memory_budget_nbytes=advice.memory_budget_nbytes,
+        persistent_workers=True,
+    ) as loader:
+        batches = [int(batch.sum()) for batch in loader]
+        statistics = loader.statistics()
+    assert len(batches) == 16
+    assert statistics.spills == 0
+    assert statistics.largest_batch_nbytes <= batch_nbytes
+    assert statistics.reserved_nbytes <= advice.slots_nbytes
+    assert statistics.reserved_nbytes >= (advice.slots - 1) * whole_pages(statistics.largest_batch_nbytes)
+
+
+# --- where little fits, or nothing
+
+
+def test_where_nothing_fits_nothing_is_advised() -> None:
+    advice = advise(Room(cores=2, available_nbytes=22 * GIB), 100 * 10**9, asked_workers=800)
+    assert (advice.fits, advice.memory_budget_nbytes) == (False, None)
+    text = " ".join(describe_advice(advice))
+    assert text.startswith("none: such batches do not fit")
+    assert "DataLoader(" not in text
+    assert "memory_budget_nbytes" not in text
+    assert "4 x 93.1 GiB = 373 GiB" in text
+    check = doctor_checks.check_memory(Headroom(22 * GIB, 24 * GIB, "the machine's memory"), advice)
+    assert check.status == "fail"
+    for said in (text, check.change):
+        assert f"at most {advice.largest_batch_nbytes:,} bytes" in said
+
+
+def test_batches_of_the_size_that_is_named_do_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_checks, "oom_kills", lambda: 0)
+    memory = Headroom(22 * GIB + 4097, 24 * GIB, "the machine's memory")
+    room = Room(cores=2, available_nbytes=memory.available_nbytes)
+    named = advise(room, 100 * 10**9, asked_workers=800).largest_batch_nbytes
+    for nbytes, status in [(named, "ok"), (named + 1, "warning")]:
+        advice = advise(room, nbytes, asked_workers=800)
+        assert advice.fits
+        assert doctor_checks.check_memory(memory, advice).status == status
+        assert (advice.memory_budget_nbytes <= memory.available_nbytes // 2) == (status == "ok")
+    assert f"at most {named:,} bytes" in doctor_checks.check_memory(memory, advice).change
+
+
+class Large(torch.utils.data.Dataset[torch.Tensor]):
+    """A sample is 16 MiB."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((16 * MIB,), index, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("room_batches", [3.5, 4.5])
+def test_what_does_not_fit_is_what_a_loader_refuses(
+    room_batches: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room_nbytes = int(room_batches * 16 * MIB)
+    loader = DataLoader(Large(), batch_size=1, num_workers=1, prefetch_factor=1)
+
+    def memory_headroom() -> Headroom:
+        return Headroom(room_nbytes - loader.statistics().reserved_nbytes, GIB, "a place")
+
+    monkeypatch.setattr("shmloader.slots.pool.memory_headroom", memory_headroom)
+    advice = advise(Room(cores=1, available_nbytes=room_nbytes), 16 * MIB + 400, asked_workers=1)
+    with loader:
+        if advice.fits:
+            assert sum(1 for _ in loader) == 6
+        else:
+            with pytest.raises(SharedMemoryExhausted):
+                list(loader)
+    assert advice.fits == (room_batches > 4)
+
+
+def test_cores_are_held_against_the_workers_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not against the one that the memory is enough for."""
+    trial = Trial(True, {"batches": 8, "first_batch_s": 0.1, "descriptors": None})
+    monkeypatch.setattr(doctor, "try_out", lambda *arguments: trial)
+    monkeypatch.setattr(doctor, "cores", lambda: Cores(2, 2, None))
+    report = doctor.examine(10**15, 800, 60.0)
+    (check,) = (check for check in report.checks if check.name == "cores")
+    assert report.advice.num_workers == 1
+    assert check.status == "warning"
+    assert "800 workers share 2" in check.change
+
+
+def test_the_page_says_what_is_advised_where_nothing_fits() -> None:
+    page = re.sub(r"\s+", " ", (REPOSITORY / "docs" / "doctor.md").read_text(encoding="utf-8"))
+    assert "nothing is advised" in page
+    assert "statistics().largest_batch_nbytes` says" in page
+    assert "header included" in page

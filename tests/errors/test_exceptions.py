@@ -1,0 +1,268 @@
+"""Exceptions arrive as what was raised: of the same class, with all that is in them."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from exception_kinds import (
+    Coded,
+    FourNeeded,
+    Many,
+    NoReduce,
+    OtherArgs,
+    four_needed,
+    imports,
+    itself,
+    lambda_argument,
+    many,
+    of_file,
+    own_reduce,
+    read_only,
+    slotted,
+    syntax,
+    tensor,
+)
+from loading import make_error
+from torch.utils.data import Dataset, IterableDataset
+
+from shmloader import DataLoader
+from shmloader.diagnostics.exceptions import capture, restore
+
+# --- what is in them
+
+
+class RaisesGiven(Dataset):
+    def __init__(self, make: Callable[[], BaseException]) -> None:
+        self.make = make
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        raise self.make()
+
+
+def travel(error: BaseException) -> Any:
+    """As an exception that a worker caught arrives in the main process."""
+    try:
+        raise error
+    except BaseException as caught:
+        return restore(pickle.loads(pickle.dumps(capture(caught, "here"))))
+
+
+def test_constructors_are_not_called_again() -> None:
+    error, made = Coded(3), Coded.made
+    arrived = travel(error)
+    assert (arrived.args, arrived.code, Coded.made) == (("code 3",), 3, made)
+
+
+def test_attributes_arrive() -> None:
+    assert travel(four_needed()).sum == 10
+    assert travel(slotted()).where == "here"
+    assert travel(read_only()).twice == 8
+    assert travel(many()).count == 2
+    called = travel(make_error("CalledProcessError"))
+    assert (called.returncode, called.cmd, called.stdout, called.stderr) == (3, ["ls"], b"out", b"err")
+    assert travel(make_error("FourArguments")).four == 4
+
+
+def test_what_built_in_classes_keep_outside_of_args_arrives() -> None:
+    assert travel(of_file()).filename == "a.png"
+    assert travel(make_error("OSError")).filename == "gone.png"
+    assert travel(imports()).name == "module"
+    assert travel(make_error("UnicodeDecodeError")).reason == "invalid start byte"
+    assert travel(syntax()).lineno == 3
+    assert travel(SystemExit(7)).code == 7
+    assert travel(StopIteration(8)).value == 8
+
+
+def test_a_class_that_uses_the_names_of_all_exceptions_for_something_else_arrives() -> None:
+    arrived = travel(OtherArgs("text", 2))
+    assert type(arrived) is OtherArgs
+    assert str(arrived) == "('text', 2)"
+
+
+def test_a_class_that_pickles_itself_does_so() -> None:
+    assert str(travel(own_reduce())) == "hidden"
+
+
+def test_what_cannot_be_pickled_arrives_as_its_repr_and_the_rest_as_it_is() -> None:
+    arrived = travel(lambda_argument())
+    assert arrived.args[0] == "a"
+    assert "<lambda>" in arrived.args[1]
+    assert "<lambda>" in arrived.callback
+    assert arrived.fine == 7
+
+
+def test_tensors_arrive_as_they_were() -> None:
+    arrived = travel(tensor())
+    assert arrived.args[1].tolist() == [0, 1, 2]
+    assert arrived.batch["x"].tolist() == [2, 2]
+
+
+def test_groups_arrive_whole_and_nested() -> None:
+    arrived = travel(many())
+    assert type(arrived) is Many
+    first, inner = arrived.exceptions
+    assert (type(first), first.code) == (Coded, 1)
+    assert [type(error) for error in inner.exceptions] == [FourNeeded, NoReduce]
+    assert inner.exceptions[1].args == (5,)
+    with pytest.raises(ExceptionGroup) as caught:
+        try:
+            raise arrived
+        except* NoReduce:
+            pass
+    assert [type(error) for error in caught.value.exceptions] == [Coded, ExceptionGroup]
+
+
+def test_an_exception_that_contains_itself_arrives() -> None:
+    arrived = travel(itself())
+    assert arrived.args[0] == "round"
+    circle = ValueError("circle")
+    circle.__context__ = KeyError("other")
+    circle.__context__.__context__ = circle
+    assert type(travel(circle).__context__) is KeyError
+
+
+def test_a_long_chain_of_causes_arrives() -> None:
+    error = ValueError(0)
+    for n in range(1, 200):
+        last, error = error, ValueError(n)
+        error.__cause__ = last
+    arrived = travel(error)
+    assert [arrived.args, arrived.__cause__.args, arrived.__cause__.__cause__.args] == [
+        (199,),
+        (198,),
+        (197,),
+    ]
+
+
+def test_notes_arrive_also_where_they_are_no_list() -> None:
+    error = ValueError(1)
+    error.__notes__ = "text"
+    assert [note.split("\n")[0] for note in travel(error).__notes__] == ["here"]
+    error.__notes__ = ["one", 2]
+    assert travel(error).__notes__[:2] == ["one", "2"]
+
+
+def noted() -> BaseException:
+    error = ValueError("noted")
+    error.__notes__ = ("a tuple",)
+    return error
+
+
+class NotedStream(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        raise noted()
+        yield
+
+
+@pytest.mark.parametrize("dataset", [RaisesGiven(noted), NotedStream()], ids=["map", "stream"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_exception_that_takes_no_note_is_raised_all_the_same(workers: int, dataset: Any) -> None:
+    with pytest.raises(ValueError, match="noted") as caught:
+        next(iter(DataLoader(dataset, num_workers=workers)))
+    assert caught.value.__notes__[0] == "a tuple"
+
+
+def test_contexts_arrive_and_are_suppressed_or_not_as_they_were() -> None:
+    error = ValueError(1)
+    error.__context__ = KeyError(2)
+    arrived = travel(error)
+    assert (type(arrived.__context__), arrived.__suppress_context__) == (KeyError, False)
+    error.__suppress_context__ = True  # "from None"
+    arrived = travel(error)
+    assert (type(arrived.__context__), arrived.__cause__, arrived.__suppress_context__) == (
+        KeyError,
+        None,
+        True,
+    )
+
+
+# --- classes that cannot be imported
+
+
+def local_error() -> BaseException:
+    class Local(KeyError):
+        def __init__(self, a: int, b: int) -> None:
+            super().__init__(a)
+            self.b = b
+
+    return Local(1, 2)
+
+
+def test_a_class_that_no_import_leads_to_has_a_stand_in() -> None:
+    pickled = pickle.dumps(capture(local_error(), "here"))
+    gc.collect()  # its class is gone now
+    arrived = restore(pickle.loads(pickled))
+    assert isinstance(arrived, KeyError)
+    assert type(arrived).__name__ == "Local"
+    assert type(arrived).__qualname__ == "local_error.<locals>.Local"
+    assert (arrived.args, arrived.b, str(arrived)) == ((1,), 2, "1")
+    assert "this is a stand-in, derived from KeyError" in arrived.__notes__[0]
+
+
+def test_a_local_class_from_before_the_fork_is_itself() -> None:
+    class Local(KeyError):
+        def __init__(self, a: int, b: int) -> None:
+            super().__init__(a)
+
+    loader = DataLoader(RaisesGiven(lambda: Local(1, 2)), num_workers=1, multiprocessing_context="fork")
+    with pytest.raises(Local) as caught:
+        next(iter(loader))
+    assert type(caught.value) is Local
+    assert caught.value.args == (1,)
+
+
+def only_in_the_worker() -> BaseException:
+    """Of a class whose module the main process has not got."""
+    module = types.ModuleType("only_in_the_worker")
+    module.Strange = type("Strange", (Coded,), {"__module__": "only_in_the_worker"})
+    module.Argument = type("Argument", (), {"__module__": "only_in_the_worker"})
+    sys.modules["only_in_the_worker"] = module
+    error = module.Strange(5)
+    error.extra = module.Argument()
+    return error
+
+
+def test_a_class_that_only_the_worker_can_import_is_derived_from_its_nearest_base() -> None:
+    loader = DataLoader(RaisesGiven(only_in_the_worker), num_workers=1, multiprocessing_context="fork")
+    with pytest.raises(Coded) as caught:
+        next(iter(loader))
+    assert type(caught.value).__name__ == "Strange"
+    assert (caught.value.args, caught.value.code) == (("code 5",), 5)
+    assert "could not be rebuilt in the main process: ModuleNotFoundError" in caught.value.extra
+
+
+def test_a_class_of_a_script_run_as_main_arrives_under_spawn(tmp_path: Any) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+from shmloader import DataLoader
+
+class Mine(Exception):
+    def __init__(self, a, b):
+        super().__init__(a)
+
+class Data:
+    def __len__(self): return 2
+    def __getitem__(self, index): raise Mine(index, 0)
+
+if __name__ == "__main__":
+    try:
+        next(iter(DataLoader(Data(), num_workers=1, multiprocessing_context="spawn")))
+    except Mine as error:
+        print(type(error) is Mine, error.args)
+"""
+    )
+    result = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "True (0,)\n", "")

@@ -1,0 +1,163 @@
+"""Iterable-style datasets: uneven workers, ends, lengths, persistence; torch's data pipes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from parity.datasets import CountedStream, SizedStream, Stream, identity
+from parity.pipes import double, iter_pipe, map_pipe
+from parity.run import Build, assert_plays, states, take
+from shmloader import DataLoader
+
+LENGTHS = [(0,), (5,), (3, 3), (1, 9), (9, 1), (0, 4), (4, 0), (0, 0), (7, 2, 4), (1, 0, 6)]
+SHAPES: list[dict[str, Any]] = [
+    {"batch_size": None},
+    {"batch_size": 2},
+    {"batch_size": 3, "drop_last": True},
+]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_uneven_and_empty_workers_yield_torchs_batches(persistent: bool) -> None:
+    """Every worker to its own end, in torch's order; dropped ends are each worker's own."""
+
+    def play(build: Build) -> Any:
+        seen = []
+        for lengths in LENGTHS:
+            loader = build(
+                Stream(lengths, draws=True),
+                2,
+                drop_last=len(lengths) == 3,
+                num_workers=len(lengths),
+                persistent_workers=persistent,
+            )
+            seen += [list(loader) for _ in range(2 if persistent else 1)]
+        return seen
+
+    assert_plays(play)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_streams_without_workers_and_with_one_agree_with_torch(shape: dict[str, Any]) -> None:
+    """Batched, unbatched and with a dropped end."""
+    for workers in (0, 1):
+        assert_plays(
+            lambda build, n=workers: list(build(Stream((7,)), num_workers=n, collate_fn=identity, **shape))
+        )
+
+
+def test_a_broken_off_stream_starts_again_in_persistent_workers() -> None:
+    """The second epoch is whole, and each worker's copy knows how often it was iterated."""
+
+    def play(build: Build) -> Any:
+        loader = build(CountedStream(), num_workers=2, persistent_workers=True)
+        first = take(iter(loader), 2)
+        return [first, list(loader), list(loader)]
+
+    first, second, third = assert_plays(play)
+    assert {int(batch[0]) for batch in first + second + third} == {1, 2, 3}
+
+
+def test_exhausted_streams_stay_exhausted() -> None:
+    """next() behind the end is StopIteration, with workers that persist and that do not."""
+
+    def play(build: Build, **given: Any) -> Any:
+        iterator = iter(build(Stream((3, 1)), 2, num_workers=2, **given))
+        batches = list(iterator)
+        for _ in range(3):
+            with pytest.raises(StopIteration):
+                next(iterator)
+        return batches
+
+    for persistent in (False, True):
+        assert_plays(lambda build, p=persistent: play(build, persistent_workers=p))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_longer_than_its_length_warns_in_torchs_words(workers: int) -> None:
+    """Only once len() was asked for, at every batch too many, and with the advice for workers."""
+    dataset = SizedStream((6, 6), 5)
+
+    def play(build: Build, ask: bool) -> Any:
+        loader = build(dataset, batch_size=None, num_workers=workers)
+        length = len(loader) if ask else None
+        return length, list(loader)
+
+    assert_plays(lambda build: play(build, True))
+    assert_plays(lambda build: play(build, False))
+    loader = DataLoader(dataset, batch_size=None, num_workers=workers)
+    assert len(loader) == 5
+    with pytest.warns(UserWarning, match="was reported to be 5"):
+        list(loader)
+
+
+def test_a_stream_with_in_order_off_yields_every_batch_once() -> None:
+    """Whatever the order."""
+    loader = DataLoader(Stream((5, 9)), 2, num_workers=2, in_order=False, multiprocessing_context="fork")
+    firsts = sorted(int(x) // 1000 for batch in loader for x in batch["x"][:, 0])
+    assert firsts == [*range(5), *range(100, 109)]
+
+
+@pytest.mark.parametrize("start_method", ["forkserver"], indirect=True)
+def test_streams_do_not_depend_on_the_start_method(start_method: str) -> None:
+    """Uneven, persistent, drawing, with a break long before the first worker's end.
+
+    Later, how much torch's other worker was asked for depends on which of the two was faster.
+    """
+
+    def play(build: Build) -> Any:
+        loader = build(Stream((13, 7), draws=True), 2, num_workers=2, persistent_workers=True, drop_last=True)
+        return [take(iter(loader), 2), list(loader), list(loader), states()]
+
+    assert_plays(play, start_method)
+
+
+@pytest.mark.parametrize("how", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent": True}])
+@pytest.mark.parametrize("shuffle", [None, True, False])
+def test_iter_data_pipes_are_sharded_and_shuffled_as_by_torch(how: Any, shuffle: Any) -> None:
+    """Each worker gets its part of one order, which the shared seed decides; epochs differ."""
+    how = dict(how)
+    persistent = how.pop("persistent", False)
+
+    def play(build: Build) -> Any:
+        loader = build(iter_pipe(20), 3, shuffle, persistent_workers=persistent, **how)
+        return [list(loader), take(iter(loader), 2), list(loader), states()]
+
+    epochs = assert_plays(play)
+    assert sorted(torch.cat(epochs[0]).tolist()) == [2 * k for k in range(20)]
+
+
+def test_a_generator_decides_the_shared_seed_of_data_pipes() -> None:
+    """It is drawn from twice at iter(): shared seed, then base seed."""
+
+    def play(build: Build) -> Any:
+        generator = torch.Generator().manual_seed(4)
+        loader = build(iter_pipe(20), 3, True, generator=generator, num_workers=2)
+        return [list(loader), generator.get_state(), list(loader), generator.get_state(), states()]
+
+    assert_plays(play)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_map_data_pipes_are_map_style_datasets(workers: int) -> None:
+    """With their own shuffling, and sampled by the loader."""
+
+    def play(build: Build) -> Any:
+        plain = build(map_pipe(9), 2, num_workers=workers)
+        shuffled = build(map_pipe(9), 2, True, num_workers=workers, worker_init_fn=double)
+        return [list(plain), list(shuffled), list(shuffled), states()]
+
+    assert_plays(play)
+
+
+@pytest.mark.parametrize("start_method", ["forkserver"], indirect=True)
+def test_data_pipes_travel_to_workers_that_are_not_forked(start_method: str) -> None:
+    """torch wraps them to make them easy to pickle; the wrapper survives."""
+
+    def play(build: Build) -> Any:
+        return list(build(iter_pipe(20), 3, True, num_workers=2))
+
+    assert_plays(play, start_method)

@@ -1,0 +1,226 @@
+"""The slot protocol, in every interleaving: nothing breaks, and each of several planted bugs is found."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from protocol_explorer import explore
+from protocol_fakes import Crew
+from protocol_main import COPIES, ENDS, INDICES, LEASE, LOST, ONE_HAND, ORDER, PROGRESS, SOUND, TWICE, Setting
+
+from shmloader.scheduling.exchange import Exchange
+from shmloader.slots import Slot, SlotPool
+from shmloader.wire.messages import BATCH, pack_done, unpack_done
+
+SETTINGS = {
+    "batches are kept and dropped": Setting(batches=5),
+    "epochs are left": Setting(batches=3, epochs=2, keeps=1),
+    "a worker dies in one of two epochs": Setting(batches=3, epochs=2, kills=1, restarts=1, keeps=1),
+    "and where batches are kept": Setting(batches=2, epochs=2, kills=1, restarts=1),
+    "two die, tasks queue": Setting(batches=4, prefetch=2, kills=2, restarts=2, keeps=1),
+    "parts of a large batch": Setting(batches=2, epochs=2, kills=1, restarts=1, parts=1),
+    "parts, and two die": Setting(batches=3, kills=2, restarts=2, parts=1),
+    "a long index batch": Setting(batches=3, kills=2, restarts=2, long=0),
+    "three epochs": Setting(batches=1, epochs=3, kills=1, restarts=1),
+    "Ctrl-C between epochs": Setting(batches=1, epochs=3, kills=1, restarts=1, interrupts=True),
+    "no restarts": Setting(batches=3, kills=1),
+    "one restart for two deaths": Setting(batches=3, kills=2, restarts=1),
+    "the main process is killed": Setting(batches=2, epochs=2, kills=1, restarts=1, main_dies=True, keeps=1),
+}
+
+KINDS = {  # of steps; without one of them, the exploration would prove less than it says
+    "worker writes batch of epoch to slot",
+    "worker publishes batch of epoch",
+    "worker sends part of batch of epoch",
+    "worker goes on",
+    "worker comes to epoch",
+    "worker ends",
+    "worker is killed",
+    "main hears worker",
+    "main finds worker dead",
+    "main finds worker dead and hears it",
+    "main loses patience with worker",
+    "main loses patience with worker; worker publishes batch of epoch too late",
+    "main loses patience with worker; worker sends part of batch of epoch too late",
+    "next() returns batch",
+    "next() returns a copy of batch",  # it is spilled: too many slots are leased
+    "the user drops slot",
+    "the user leaves the epoch",
+    "the epoch ends",
+    "Ctrl-C",
+    "the epoch is begun again",
+    "the main process is killed",
+}
+_seen: dict[str, set[str]] = {}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_no_interleaving_breaks_an_invariant(case: str) -> None:
+    setting = SETTINGS[case]
+    found = explore(setting)
+    print(f"{found.states:,} states, {found.main_states:,} of the main process, {found.ends:,} ends")
+    assert found.invariant == "", "\n".join(found.trace)
+    assert found.ends > 0
+    assert (found.raised > 0) == (setting.kills > 1 or setting.kills > setting.restarts)
+    _seen[case] = found.kinds
+
+
+def test_every_kind_of_step_was_taken() -> None:
+    if _seen.keys() != SETTINGS.keys():
+        pytest.skip("looks at all the explorations before it")
+    assert set().union(*_seen.values()) == KINDS
+
+
+# --- planted bugs
+
+
+class LeasesTooShort(SlotPool):
+    """The lease watches something that dies before the user's views do."""
+
+    def lease(self, slot: Slot) -> tuple[Any, memoryview]:
+        _, view = super().lease(slot)
+        return np.frombuffer(view, np.uint8), view
+
+
+class TakesStaleBatches(Exchange):
+    """A batch of the epoch before is taken for one of this epoch."""
+
+    def _accept(self, worker: Any, records: bytes) -> None:
+        super()._accept(worker, b"".join(self._renewed(records)))
+
+    def _renewed(self, records: bytes) -> Iterator[bytes]:
+        for kind, flags, generation, *rest in unpack_done(records):
+            yield pack_done(kind, flags, self._generation if kind == BATCH else generation, *rest)
+
+
+class KeepsPipe(Crew):
+    """A worker is replaced, and what the old one said last is still heard."""
+
+    same_pipe = True
+
+
+class NeverContinues(Exchange):
+    """A worker with a part of an abandoned batch is not told to go on."""
+
+    def _accept_part(self, worker: Any, done: Any) -> None:
+        if done[2] == self._generation:
+            super()._accept_part(worker, done)
+
+
+class LosesSlots(SlotPool):
+    """What is given back does not become free."""
+
+    def give_back(self, slot: Slot) -> None:
+        pass
+
+
+class LosesReleases(SlotPool):
+    """The end of a lease is forgotten."""
+
+    def collect(self) -> None:
+        self._released.clear()
+
+
+class CountsLeasesOnly(SlotPool):
+    """The number of leases goes up and never down."""
+
+    def collect(self) -> None:
+        leased = self._leased
+        super().collect()
+        self._leased = leased
+
+
+class KeepsParts(Exchange):
+    """The parts that a dead worker sent are still there when its batch is made again."""
+
+    def _hand_over(self, worker: Any, held: dict[int, object]) -> None:
+        images = dict(self._images)
+        super()._hand_over(worker, held)
+        self._images.update(images)
+
+
+class ForgetsDeaths(Exchange):
+    """Deaths are not counted per batch."""
+
+    def _recover(self, worker: Any, silent_s: float | None) -> None:
+        self._deaths.clear()
+        super()._recover(worker, silent_s)
+
+
+class WritesIndicesOnce(SlotPool):
+    """A long index batch is not written again for the worker that makes the batch again."""
+
+    def reserve(self, slot: Slot, nbytes: int) -> Any:
+        extent = super().reserve(slot, nbytes)
+        if getattr(self, "written", slot) is not slot:
+            return extent
+        first = not hasattr(self, "written")
+        self.written = slot
+        return extent if first else np.zeros(extent.nbytes, np.uint8).view(_WithView)
+
+
+class _WithView(np.ndarray):
+    @property
+    def view(self) -> Any:  # of no slot
+        return memoryview(bytearray(self.nbytes))
+
+
+BUGS: dict[str, tuple[Setting, set[str]]] = {
+    "a slot is freed while a view of its batch lives": (
+        Setting(batches=3, pool=LeasesTooShort),
+        {LEASE},
+    ),
+    "a batch of an abandoned epoch is returned": (
+        Setting(batches=2, epochs=2, exchange=TakesStaleBatches),
+        {ORDER},
+    ),
+    "a replaced worker is still heard": (
+        Setting(batches=2, kills=1, restarts=1, crew=KeepsPipe),
+        {ONE_HAND, LEASE},
+    ),
+    "the worker of an abandoned part waits for ever": (
+        Setting(batches=2, epochs=2, parts=1, exchange=NeverContinues),
+        {PROGRESS},
+    ),
+    "slots of abandoned batches are not free again": (
+        Setting(batches=2, epochs=2, pool=LosesSlots),
+        {LOST},
+    ),
+    "the end of a lease is forgotten": (
+        Setting(batches=2, pool=LosesReleases),
+        {LOST},
+    ),
+    "batches are copied though none are kept": (
+        Setting(batches=5, pool=CountsLeasesOnly),
+        {COPIES},
+    ),
+    "the parts of a dead worker stay": (
+        Setting(batches=2, kills=1, restarts=1, parts=1, exchange=KeepsParts),
+        {SOUND, ORDER},
+    ),
+    "a batch that kills its workers is tried for ever": (
+        Setting(batches=2, kills=2, restarts=2, exchange=ForgetsDeaths),
+        {TWICE},
+    ),
+    "a long index batch is gone when it is read again": (
+        Setting(batches=2, kills=1, restarts=1, long=0, pool=WritesIndicesOnce),
+        {INDICES},
+    ),
+    "workers hold each other's pipes open": (
+        Setting(batches=1, main_dies=True, inherit=True),
+        {ENDS},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BUGS)
+def test_a_planted_bug_is_found(case: str) -> None:
+    setting, invariants = BUGS[case]
+    found = explore(setting)
+    print("\n".join(found.trace))
+    assert found.invariant in invariants
+    assert found.trace[-1].startswith(found.invariant)
+    sane = replace(setting, exchange=Exchange, pool=SlotPool, crew=Crew, inherit=False)
+    assert explore(sane).invariant == ""  # it is the planted bug that was found

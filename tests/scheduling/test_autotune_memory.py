@@ -1,0 +1,258 @@
+"""``num_workers="auto"`` and ``prefetch_factor="auto"``: what is chosen never exceeds the memory there is."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from autotune_datasets import Draws, processes
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+from pool_machine import BUDGET_NBYTES, PoolMachine
+from torch.utils.data import Dataset
+
+from shmloader import DataLoader
+from shmloader.host.limits import Headroom
+from shmloader.scheduling.trials import AutoCount
+from shmloader.shared_memory import PAGE_NBYTES, MemfdSegment
+from shmloader.slots import SlotPool
+
+MIB = 1 << 20
+
+# three workers on two cores
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+
+class Sized(Dataset):
+    """Sample ``i`` has ``nbytes[i]`` bytes."""
+
+    def __init__(self, nbytes: list[int], delay_s: float = 0.0) -> None:
+        self.nbytes, self.delay_s = nbytes, delay_s
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.delay_s:
+            time.sleep(self.delay_s)
+        return torch.full((self.nbytes[index],), index % 256, dtype=torch.uint8)
+
+
+# --- the memory budget
+
+
+def within_budget(loader: DataLoader, budget_nbytes: int, most: list[int]) -> None:
+    """What the slots have, and what they would have if all were as large as the largest batch."""
+    iterator = loader._iterator
+    reserved_nbytes = sum(slot.nbytes for slot in iterator.pool.slots)
+    most[0] = max(most[0], reserved_nbytes)
+    assert reserved_nbytes <= budget_nbytes
+    slots = loader.prefetch_factor * loader.num_workers + 2
+    largest_nbytes = loader.statistics().largest_batch_nbytes
+    if loader.num_workers > 1 or (
+        loader.prefetch_factor > 1 and isinstance(loader.prefetch_factor, AutoCount)
+    ):
+        assert slots * largest_nbytes <= budget_nbytes
+    assert iterator.pool.most_tasks <= loader.prefetch_factor * loader.num_workers
+
+
+@pytest.mark.parametrize(
+    ("slots", "prefetch", "expected"),
+    [
+        pytest.param(4, 2, (1, 2), marks=pytest.mark.long),
+        (5, 2, (1, 2)),
+        (6, 2, (2, 2)),
+        pytest.param(8, 2, (3, 2), marks=pytest.mark.long),
+        pytest.param(4, "auto", (2, 1), marks=pytest.mark.long),
+        (5, "auto", (3, 1)),
+    ],
+)
+def test_a_budget_for_so_many_slots_is_not_exceeded(
+    three_cores: None, slots: int, prefetch: Any, expected: tuple[int, int]
+) -> None:
+    """Three workers would be faster; nothing is copied, nobody is warned."""
+    nbytes = MIB // 4
+    budget_nbytes = slots * (nbytes * 5 // 4 + 8192)
+    dataset = Sized([nbytes] * 200, 0.01)
+    most = [0]
+    with DataLoader(
+        dataset,
+        num_workers="auto",
+        prefetch_factor=prefetch,
+        persistent_workers=True,
+        memory_budget_nbytes=budget_nbytes,
+    ) as loader:
+        for number, batch in enumerate(loader):
+            within_budget(loader, budget_nbytes, most)
+            assert int(batch[0, 0]) == int(batch[0, -1]) == number % 256
+        now = loader.statistics()
+        assert (now.autotune.num_workers, now.autotune.prefetch_factor) == expected, now.autotune
+        assert now.autotune.settled
+        assert now.spills == 0
+        assert expected == (3, 2) or "memory" in now.autotune.why
+    assert most[0] > budget_nbytes // 3
+
+
+@pytest.mark.filterwarnings("ignore::shmloader.SpillWarning")
+@pytest.mark.parametrize("prefetch", [2, "auto"])
+def test_batches_that_grow_make_the_choice_smaller_and_never_exceed_the_budget(
+    three_cores: None, prefetch: Any
+) -> None:
+    """Twenty times as large in the end, when it has long settled; some batches are kept meanwhile."""
+    budget_nbytes = 4 * MIB
+    sizes = [100_000] * 200 + [100_000 + 10_000 * i for i in range(190)]
+    most = [0]
+    kept: list[torch.Tensor] = []
+    with DataLoader(
+        Sized(sizes, 0.004),
+        num_workers="auto",
+        prefetch_factor=prefetch,
+        persistent_workers=True,
+        memory_budget_nbytes=budget_nbytes,
+    ) as loader:
+        choices = []
+        for number, batch in enumerate(loader):
+            within_budget(loader, budget_nbytes, most)
+            assert batch.shape == (1, sizes[number])
+            assert int(batch[0, 0]) == int(batch[0, -1]) == number % 256
+            kept = [*kept[-(number % 3) :], batch] if number % 3 else []
+            if number == 199:
+                assert loader.statistics().autotune.settled
+            if number >= 199:
+                choices.append((int(loader.num_workers), int(loader.prefetch_factor)))
+        tasks = [workers * in_advance for workers, in_advance in choices]
+        assert tasks[0] > 2
+        assert tasks == sorted(tasks, reverse=True)  # only ever less, once it has settled
+        assert choices[-1] == ((1, 2) if prefetch == 2 else (1, 1))
+        assert processes(loader) == 1
+        assert "memory" in loader.statistics().autotune.why
+        assert loader.statistics().batches == len(sizes)
+
+
+def test_workers_that_the_memory_has_no_room_for_are_not_started(
+    three_cores: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would take as much for itself as the first one; half of the memory has room for one more."""
+    with DataLoader(Draws(20, 0.004), num_workers="auto", persistent_workers=True) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        taken_nbytes = psutil.Process(iterator._workers[0].pid).memory_full_info().uss
+    room = Headroom(int(taken_nbytes * 3), taken_nbytes * 9, "a test")
+    monkeypatch.setattr("shmloader.scheduling.tuning.memory_headroom", lambda: room)
+    with DataLoader(Draws(90, 0.012), num_workers="auto", persistent_workers=True) as loader:
+        assert len(list(loader)) == 90
+        assert loader.num_workers == processes(loader) == 2
+        assert "no more workers fit in the memory" in loader.statistics().autotune.why
+
+
+class HoldsArray(Draws):
+    def __init__(self, length: int, delay_s: float) -> None:
+        super().__init__(length, delay_s)
+        self.array = np.zeros(25_000_000, np.float32)
+
+
+def test_arrays_that_each_further_worker_is_given_are_reckoned(
+    three_cores: None, warm_helpers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are pickled for it alone, into memory that none of its pages shows before it is read."""
+    room = Headroom(180_000_000, 400_000_000, "a test")
+    monkeypatch.setattr("shmloader.scheduling.tuning.memory_headroom", lambda: room)
+    given: dict[str, Any] = {"persistent_workers": True, "multiprocessing_context": "forkserver"}
+    with DataLoader(HoldsArray(90, 0.012), num_workers="auto", **given) as loader:
+        assert len(list(loader)) == 90
+        assert loader.num_workers == processes(loader) == 1
+        assert "no more workers fit in the memory" in loader.statistics().autotune.why
+
+
+def test_kept_batches_leave_room_for_what_is_chosen(three_cores: None) -> None:
+    """All of them, with room for all: they and the choice are as without keeping."""
+    with DataLoader(
+        Sized([50_000] * 130, 0.01),
+        num_workers="auto",
+        memory_budget_nbytes=64 * MIB,
+        persistent_workers=True,
+    ) as loader:
+        kept = list(loader)
+        assert loader.num_workers == 3
+        assert all(int(batch[0, 0]) == int(batch[0, -1]) == number for number, batch in enumerate(kept))
+
+
+class ResizedPool(PoolMachine):
+    """The pool's own machine, with another number of tasks now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool.close()
+        self.pool = SlotPool(self.segment_again(), 2, BUDGET_NBYTES, planned_tasks=6)
+
+    def segment_again(self) -> Any:
+        self.segment = type(self.segment)()
+        return self.segment
+
+    @precondition(lambda self: len(self.granted) + len(self.published) < self.pool.most_tasks)
+    @rule()
+    def grant(self) -> None:
+        slot = self.pool.grant()
+        assert slot not in self.granted
+        self.granted.append(slot)
+
+    @rule(tasks=st.integers(1, 6))
+    def resize(self, tasks: int) -> None:
+        before = self.pool.most_tasks
+        done = self.pool.resize(tasks)
+        assert self.pool.most_tasks == (tasks if done else before)
+        assert done or tasks > before
+
+    @rule()
+    def plan_no_more(self) -> None:
+        self.pool.planned_tasks = self.pool.most_tasks
+        self.pool.resize(self.pool.most_tasks)
+
+    @precondition(lambda self: self.pool.largest_nbytes and not (self.granted or self.published or self.held))
+    @rule()
+    def what_fits_can_be_had(self) -> None:
+        tasks = min(6, self.pool.tasks_that_fit())
+        assert tasks <= self.pool.most_tasks or self.pool.planned_tasks < 6 or self.pool.resize(tasks)
+
+
+def test_a_pool_does_not_promise_again_what_slots_have_or_may_take() -> None:
+    """40 pages: four slots with 9 each, and one that was granted while it might have 10."""
+    pool = SlotPool(MemfdSegment(), 2, BUDGET_NBYTES)
+    kept = []
+    for _ in range(4):
+        slot = pool.grant()
+        pool.reserve(slot, 9 * PAGE_NBYTES)
+        pool.publish(slot, slot.version, slot.nbytes, 9 * PAGE_NBYTES)
+        kept.append(pool.lease(slot)[0])
+    assert not pool.resize(4)  # six slots: the two new ones would have 2 pages each
+    kept.clear()
+    assert pool.resize(1)
+    assert sum(slot.nbytes for slot in pool.slots) == 27 * PAGE_NBYTES
+    pool.close()
+
+    pool = SlotPool(MemfdSegment(), 2, BUDGET_NBYTES, planned_tasks=18)
+    first, second = pool.grant(), pool.grant()
+    assert second.limit_nbytes == 10 * PAGE_NBYTES
+    pool.reserve(first, 1)
+    pool.publish(first, first.version, first.nbytes, 1)
+    assert pool.quota_nbytes <= 2 * PAGE_NBYTES
+    assert not pool.resize(38)  # 40 slots of a page, and 9 more pages that were promised
+    pool.revoke(second)
+    assert pool.resize(18)
+    pool.give_back(first)
+    pool.close()
+
+
+TestResizedPool = ResizedPool.TestCase
+TestResizedPool.settings = settings(
+    max_examples=60,
+    stateful_step_count=50,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)

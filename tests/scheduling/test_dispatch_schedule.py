@@ -1,0 +1,172 @@
+"""What the order of tasks costs, in a world without a clock: workers, a program, and the real `Balance`.
+
+Time is counted, not measured: the loader's own work takes none. What it does on real machines is in
+docs/dispatch.md.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shmloader.scheduling.dispatch import Balance
+
+
+class Pool:
+    """Has slots for ``most`` batches at once, the two that the program may hold not counted."""
+
+    def __init__(self, most_tasks: int, most: int) -> None:
+        self.most_tasks, self.most = most_tasks, most
+        self.base_slots = self.warm_slots = most_tasks + 2
+        self.outstanding: dict[int, int] = {}
+
+    def has_room_for_more(self) -> bool:
+        return len(self.outstanding) < self.most
+
+
+class Schedule:
+    """Plays an epoch; times are in milliseconds.
+
+    Args:
+        costs: What each batch takes a worker.
+        workers: How many.
+        prefetch: Tasks per worker in advance.
+        compute: What the program does with each batch.
+        dynamic: Whether `Balance` decides, or turns are taken.
+        most: How many tasks the pool has slots for.
+    """
+
+    def __init__(
+        self,
+        costs: list[float],
+        workers: int = 2,
+        prefetch: int = 2,
+        compute: float = 0.0,
+        dynamic: bool = True,
+        most: int = 68,
+    ) -> None:
+        self.costs, self.compute, self.dynamic = costs, compute, dynamic
+        self.pool = Pool(workers * prefetch, most)
+        self.outstanding = self.pool.outstanding
+        self.arrived: dict[int, int] = {}
+        self.balance = Balance(self.pool, workers, prefetch, 0.0, self.outstanding, self.arrived)  # type: ignore[arg-type]
+        self.turns = itertools.cycle(range(workers))
+        self.free_at = [0.0] * workers
+        self.answers: list[tuple[float, int]] = []  # when, and which batch
+        self.sent = 0
+        self.widest = 0
+        self.now = 0.0
+
+    def play(self) -> float:
+        """When the last batch was returned."""
+        for _ in range(self.pool.most_tasks):
+            self.send()
+        for seq in range(len(self.costs)):
+            self.hear()
+            while seq not in self.arrived:
+                self.widen()
+                self.now = max(self.now, self.answers[0][0])
+                self.hear()
+            self.take(seq)
+            self.now += self.compute
+        return self.now
+
+    def hear(self) -> None:
+        while self.answers and self.answers[0][0] <= self.now:
+            seq = heapq.heappop(self.answers)[1]
+            self.arrived[seq] = seq
+
+    def send(self) -> bool:
+        if self.sent == len(self.costs):
+            return False
+        worker = self.balance.choose(self.sent) if self.dynamic else next(self.turns)
+        self.free_at[worker] = max(self.now, self.free_at[worker]) + self.costs[self.sent]
+        heapq.heappush(self.answers, (self.free_at[worker], self.sent))
+        self.outstanding[self.sent] = worker
+        self.sent += 1
+        self.widest = max(self.widest, len(self.outstanding))
+        return True
+
+    def widen(self) -> None:
+        if self.dynamic and self.balance.is_stalled(min(self.outstanding)):
+            while self.balance.may_widen(len(self.outstanding)) and self.send():
+                pass
+
+    def take(self, seq: int) -> None:
+        del self.outstanding[seq], self.arrived[seq]
+        if len(self.outstanding) < self.pool.most_tasks:
+            self.send()
+        elif self.dynamic:
+            self.balance.note_return()
+            while self.balance.may_refill(len(self.outstanding)) and self.send():
+                pass
+
+
+def slow_ones(batches: int, shift: int = 0) -> list[float]:
+    """One batch in twenty takes 100 ms, the others 5 ms; in each twenty it is another one by ``shift``."""
+    return [100.0 if k % 20 == (k // 20 * shift + 10) % 20 else 5.0 for k in range(batches)]
+
+
+@pytest.mark.parametrize("compute", [0.0, 2.0, 4.0, 4.8, 6.0])
+@pytest.mark.parametrize("shift", [0, 7])
+def test_one_slow_batch_in_twenty_costs_less_than_ten_percent(compute: float, shift: int) -> None:
+    """With the defaults, over what two workers, or the program, must take at least."""
+    costs = slow_ones(1000, shift)
+    ideal = max(sum(costs) / 2, compute * len(costs))
+    dynamic = Schedule(costs, compute=compute)
+    assert dynamic.play() <= 1.06 * ideal
+    assert dynamic.widest <= 30
+    assert Schedule(costs, compute=compute, dynamic=False).play() > 1.4 * ideal
+
+
+def test_slow_batches_at_random_cost_little_where_the_program_is_not_the_bottleneck() -> None:
+    chance = random.Random(3)
+    costs = [100.0 if chance.random() < 0.05 else 5.0 for _ in range(1000)]
+    assert Schedule(costs).play() <= 1.06 * sum(costs) / 2
+
+
+def test_batches_that_take_equally_long_need_no_more_slots_than_static_dispatch() -> None:
+    """Nor where they differ a little, as all do."""
+    chance = random.Random(3)
+    for workers in (1, 2, 5):
+        even = Schedule([5.0] * 300, workers)
+        assert even.play() == pytest.approx(5.0 * -(-300 // workers))
+        assert even.widest == 2 * workers
+        uneven = Schedule([5.0 + chance.random() for _ in range(300)], workers)
+        uneven.play()
+        assert uneven.widest == 2 * workers
+
+
+COSTS = st.lists(st.floats(0.1, 50.0), min_size=1, max_size=60)
+
+
+@settings(
+    max_examples=200,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+@given(
+    costs=COSTS,
+    workers=st.integers(1, 5),
+    prefetch=st.integers(1, 3),
+    more=st.integers(0, 80),
+    compute=st.floats(0, 20),
+)
+def test_any_work_is_conserved(
+    costs: list[float], workers: int, prefetch: int, more: int, compute: float
+) -> None:
+    """No worker is idle before the sampler's end while slots are left, and never are more taken."""
+    most = workers * prefetch + more
+    bounded = Schedule(costs, workers, prefetch, compute, most=most)
+    bounded.play()
+    assert bounded.widest <= most
+    at_once = Schedule(costs, workers, prefetch, most=1000)
+    # From the sampler's end on each worker has at most prefetch batches left to make.
+    assert at_once.play() <= sum(costs) / workers + prefetch * max(costs) + 1e-6

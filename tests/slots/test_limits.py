@@ -1,0 +1,191 @@
+"""What this host allows is read right: against limits that are really set, in places really made small."""
+
+import ctypes
+import json
+import mmap
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from small_places import cgroup, entering, memory_cgroup, run_in
+
+from shmloader.host import limits
+
+MIB = 2**20
+
+
+@contextmanager
+def soft_limit(kind: int, value: int) -> Iterator[None]:
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, before)
+
+
+def test_open_files_counts_descriptors_and_reads_both_limits() -> None:
+    before = limits.open_files()
+    with soft_limit(resource.RLIMIT_NOFILE, 512), open(os.devnull), open(os.devnull):
+        during = limits.open_files()
+    assert before
+    assert during
+    assert before.used == len(os.listdir("/proc/self/fd")) - 1
+    assert during == (before.used + 2, 512, before.reachable)
+    assert during.left == 512 - during.used
+
+
+def test_address_space_follows_ulimit_v() -> None:
+    without, held = limits.address_space(), mmap.mmap(-1, 64 * MIB)
+    with soft_limit(resource.RLIMIT_AS, 1 << 44):
+        bound = limits.address_space()
+    held.close()
+    assert without
+    assert bound
+    assert bound.most == 1 << 44
+    assert without.used + 64 * MIB <= bound.used < 1 << 44
+    assert bound.left == bound.most - bound.used
+
+
+def test_no_limit_is_none() -> None:
+    bound = limits.address_space()
+    assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+    assert (bound.most, bound.left) == (None, None)
+
+
+def test_locked_memory_counts_locked_pages() -> None:
+    before = limits.locked_memory()
+    held = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    address = ctypes.addressof(pages := ctypes.c_char.from_buffer(held))
+    if ctypes.CDLL(None).mlock(ctypes.c_void_p(address), ctypes.c_size_t(2 * mmap.PAGESIZE)):
+        pytest.skip("no pages can be locked here")
+    during = limits.locked_memory()
+    del pages
+    held.close()
+    assert during == (before.used + 2 * mmap.PAGESIZE, *resource.getrlimit(resource.RLIMIT_MEMLOCK))
+
+
+def test_mappings_counts_mappings() -> None:
+    before = limits.mappings()
+    fd = os.memfd_create("counted")
+    os.ftruncate(fd, mmap.PAGESIZE)
+    held = [mmap.mmap(fd, mmap.PAGESIZE) for _ in range(20)]
+    during = limits.mappings()
+    for mapping in held:
+        mapping.close()
+    os.close(fd)
+    assert during.used >= before.used + 20
+    assert during.most == int(Path("/proc/sys/vm/max_map_count").read_text())
+
+
+def test_cores_follow_the_affinity() -> None:
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        cores = limits.cores()
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert (cores.machine, cores.affinity, cores.usable) == (os.cpu_count(), 1, 1)
+
+
+@pytest.mark.parametrize(("quota", "usable"), [(None, 8), (0.5, 1), (2.5, 2), (64.0, 8)])
+def test_usable_cores_are_whole_and_at_least_one(quota: float | None, usable: int) -> None:
+    assert limits.Cores(machine=16, affinity=8, quota=quota).usable == usable
+
+
+def _ask(setup: str, expression: str) -> object:
+    """Evaluate an expression in a new process, after a shell command."""
+    script = f"import json; from shmloader.host import limits; print(json.dumps({expression}))"
+    done = run_in(setup, [sys.executable, "-c", script])
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_tightest_quota_of_nested_cgroups_counts() -> None:
+    files = {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "150000"}
+    with cgroup("cpu", files, {"cpu.max": "150000 100000"}) as outer:
+        inner = outer / "inner"
+        inner.mkdir()
+        try:
+            assert _ask(entering(inner), "limits.cores().quota") == 1.5
+        finally:
+            inner.rmdir()
+
+
+# What the kernel writes, for the version that this machine does not have. "no quota" in both.
+CPU_FILES = {
+    "version 2": ({"cpu.max": "250000 100000\n"}, 2.5),
+    "version 2, no quota": ({"cpu.max": "max 100000\n"}, None),
+    "version 1": ({"cpu.cfs_quota_us": "50000\n", "cpu.cfs_period_us": "100000\n"}, 0.5),
+    "version 1, no quota": ({"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, None),
+    "no such controller": ({}, None),
+}
+
+
+@pytest.mark.parametrize("case", CPU_FILES)
+def test_quotas_of_both_versions(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, quota = CPU_FILES[case]
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(limits, "_cgroups", lambda controller: [tmp_path])
+    assert limits.cores().quota == quota
+
+
+def test_the_smallest_quota_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [tmp_path / "inner", tmp_path / "outer", tmp_path / "outermost"]
+    for folder, quota in zip(folders, ("300000", "150000", "max"), strict=True):
+        folder.mkdir()
+        (folder / "cpu.max").write_text(f"{quota} 100000\n")
+    monkeypatch.setattr(limits, "_cgroups", lambda controller: folders)
+    assert limits.cores().quota == 1.5
+
+
+OOM_FILES = {
+    "memory.events": "low 0\nhigh 0\nmax 12\noom 3\noom_kill 7\noom_group_kill 0\n",
+    "memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 7\n",
+}
+
+
+@pytest.mark.parametrize("name", OOM_FILES)
+def test_oom_kills_of_both_versions(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / name).write_text(OOM_FILES[name])
+    empty = tmp_path / "leaf-without-the-controller"
+    empty.mkdir()
+    monkeypatch.setattr(limits, "_cgroups", lambda controller: [empty, tmp_path])
+    assert limits.oom_kills() == 7
+
+
+def test_oom_kills_of_the_machine_where_there_are_no_cgroups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "_cgroups", lambda controller: [])
+    words = Path("/proc/vmstat").read_text().split()
+    if "oom_kill" not in words:
+        pytest.skip("this kernel does not count them")
+    assert limits.oom_kills() == int(words[words.index("oom_kill") + 1])
+
+
+KILLS = """
+import subprocess, sys
+kills = [limits.oom_kills()]
+victim = "open('/proc/self/oom_score_adj', 'w').write('1000'); bytearray(2**30)"
+died = subprocess.run([sys.executable, "-c", victim]).returncode
+kills += [limits.oom_kills()]
+room = limits.memory_headroom()
+"""
+
+
+def test_a_memory_cgroup_bounds_the_headroom_and_counts_its_victims() -> None:
+    with memory_cgroup(f"{512 * MIB}") as folder:
+        script = (
+            f"import json; from shmloader.host import limits{KILLS}print(json.dumps([kills, died, room]))"
+        )
+        done = run_in(entering(folder), [sys.executable, "-c", script])
+        assert done.returncode == 0, done.stderr
+        kills, died, (available, limit, source) = json.loads(done.stdout)
+        assert (kills, died) == ([0, 1], -9)
+        assert limit == 512 * MIB
+        assert 0 < available < 512 * MIB
+        assert str(folder) in source

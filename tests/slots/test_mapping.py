@@ -1,0 +1,291 @@
+"""Address space: no mapping is without an owner at any moment, and none outlives its last view."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from robustness.processes import python
+
+import shmloader
+from shmloader import SharedMemoryExhausted
+from shmloader.shared_memory import HUGE_NBYTES, PAGE_NBYTES, map_copy_on_write, map_over, mapping, take_space
+from shmloader.shared_memory.mapping import Mapping, address_of
+from shmloader.shared_memory.memfd import MemfdSegment
+from shmloader.shared_memory.named import NamedSegment
+from shmloader.shared_memory.sealed_buffer import SharedBuffer
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts address space in /proc")
+
+PACKAGE = str(Path(shmloader.__file__).parent)
+SMALL = HUGE_NBYTES - PAGE_NBYTES  # no huge pages
+LARGE = 4 * HUGE_NBYTES
+
+
+class _Stop(BaseException):
+    """Comes from outside, as a Ctrl-C does."""
+
+
+def address_space_nbytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * PAGE_NBYTES
+
+
+def is_done_before(instruction: int, action: Callable[[], object]) -> bool:
+    """Raise _Stop before the package's nth instruction of an action, if it has that many."""
+    seen = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal seen
+        if not frame.f_code.co_filename.startswith(PACKAGE) or frame.f_code.co_name == "__del__":
+            return None  # what a __del__ raises, pytest keeps, and the object with it
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        if event == "opcode":
+            seen += 1
+            if seen == instruction:
+                raise _Stop
+        return trace
+
+    before, here = sys.gettrace(), sys._getframe()
+    # From Python 3.12 on, opcodes are looked at only where some frame asks for it before and after.
+    here.f_trace_opcodes = True
+    sys.settrace(trace)
+    here.f_trace_opcodes = True
+    try:
+        action()
+    except _Stop:
+        return False
+    finally:
+        sys.settrace(before)
+    return True
+
+
+def map_slot(segment: Any, nbytes: int) -> Callable[[], object]:
+    version, reserved = segment.reserve(0, 0, 0, nbytes)
+    return lambda: segment.map(0, version, reserved)
+
+
+def detach(segment: Any, nbytes: int) -> Callable[[], object]:
+    version, reserved = segment.reserve(0, 0, 0, nbytes)
+    return lambda: segment.map(0, version, reserved).detach()
+
+
+ACTIONS = [map_slot, detach]
+
+
+# The file of a named slot closes itself, and says that nobody has closed it.
+@pytest.mark.filterwarnings("ignore:Exception ignored in.*FileIO:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("nbytes", [SMALL, LARGE])
+@pytest.mark.parametrize("backend", [MemfdSegment, NamedSegment])
+def test_an_exception_at_any_moment_leaves_no_mapping(backend: Any, nbytes: int, action: Any) -> None:
+    segment = backend()
+    try:
+        leaves_none(action(segment, nbytes), nbytes)
+    finally:
+        segment.close(1)
+
+
+@pytest.mark.parametrize("how", ["array of a worker", "store", "huge pages of a slot"])
+def test_nor_does_one_while_other_memory_is_mapped(how: str) -> None:
+    with tempfile.TemporaryFile() as file:
+        file.truncate(LARGE)
+
+        def map_store() -> None:
+            fd = os.dup(file.fileno())
+            try:
+                SharedBuffer(fd, LARGE)
+            except _Stop:
+                with contextlib.suppress(OSError):  # it may have been the buffer's already
+                    os.close(fd)
+                raise
+
+        segment = MemfdSegment()
+        actions = {
+            "array of a worker": lambda: map_copy_on_write(file.fileno(), LARGE),
+            "store": map_store,
+            "huge pages of a slot": lambda: segment.reserve(0, 0, 0, LARGE),
+        }
+        leaves_none(actions[how], LARGE)
+        segment.close(1)
+
+
+def leaves_none(action: Callable[[], object], nbytes: int) -> None:
+    """Interrupt an action before each of its instructions."""
+    action()
+    gc.collect()
+    before = address_space_nbytes()
+    instruction = 1
+    while not is_done_before(instruction, action):
+        instruction += 1
+    assert instruction > 30, "nothing was interrupted"
+    assert address_space_nbytes() - before < nbytes, "some mapping has no owner"
+
+
+def test_without_an_exception_the_last_view_unmaps() -> None:
+    segment = MemfdSegment()
+    version, reserved = segment.reserve(0, 0, 0, LARGE)
+    before = address_space_nbytes()
+    view = segment.map(0, version, reserved).view[5:9]
+    assert address_space_nbytes() - before >= LARGE
+    del view
+    assert address_space_nbytes() - before < LARGE
+    segment.close(1)
+
+
+def mapped(begin: int, nbytes: int) -> bool:
+    """Whether all of a range is mapped in this process."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(place, 16) for place in line.split()[0].split("-"))
+        if first <= begin < last:
+            nbytes -= last - begin
+            begin = last
+    return nbytes <= 0
+
+
+@pytest.mark.parametrize("kernel", ["this one", "before 5.7", "without mremap"])
+def test_what_is_detached_is_unmapped_once_and_keeps_its_values(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another thread maps meanwhile, where the copy was made, stays."""
+    neighbours: list[Any] = []
+    move = mapping._mremap
+
+    def move_and_map(*arguments: Any) -> Any:
+        moved = move(*arguments)
+        if moved != -1 % (1 << 64):
+            neighbours.extend(take_space(nbytes, 3) for _ in range(4))
+        return moved
+
+    if kernel == "before 5.7":
+        monkeypatch.setattr(mapping, "_MREMAP_DONTUNMAP", 1 << 6)  # a flag that this kernel lacks
+    monkeypatch.setattr(mapping, "_mremap", None if kernel == "without mremap" else move_and_map)
+    segment = MemfdSegment()
+    version, nbytes = segment.reserve(0, 0, 0, LARGE)
+    extent, other = (segment.map(0, version, nbytes) for _ in range(2))
+    extent.view[:3] = b"abc"
+    address, before = extent.address, address_space_nbytes()
+    extent.detach()
+    other.view[:3] = b"xyz"
+    assert (extent.address, bytes(extent.view[:4])) == (address, b"abc\0")
+    assert (len(neighbours) == 4) == (kernel != "without mremap")
+    gc.collect()
+    del extent
+    assert all(mapped(address_of(neighbour), nbytes) for neighbour in neighbours)
+    neighbours.clear()
+    assert address_space_nbytes() - before < -nbytes // 2, "the mapping is gone, and no copy is left"
+    segment.close(1)
+
+
+@pytest.mark.parametrize("spare", [0.5, 1.5, 2.5])
+def test_a_limit_on_memory_takes_no_view_away(spare: float) -> None:
+    """Moving a copy over the slot may take as much again for a moment; there may not be that much."""
+    code = f"""
+        import resource
+        from pathlib import Path
+        from shmloader import SharedMemoryExhausted
+        from shmloader.shared_memory import MemfdSegment
+
+        nbytes = 64 << 20
+        segment = MemfdSegment()
+        extent = segment.map(0, segment.reserve(0, 0, 0, nbytes)[0], nbytes)
+        extent.view[:3] = b"abc"
+        lines = Path("/proc/self/status").read_text().splitlines()
+        status = dict(line.split(":", 1) for line in lines)
+        used = int(status["VmData"].split()[0]) << 10
+        resource.setrlimit(resource.RLIMIT_DATA, (used + int({spare} * nbytes), resource.RLIM_INFINITY))
+        try:
+            extent.detach()
+        except SharedMemoryExhausted:
+            print("refused")
+        print(bytes(extent.view[:3]).decode())
+        """
+    assert python(code).split() == (["refused"] if spare < 1 else []) + ["abc"]
+
+
+def test_a_copy_that_cannot_be_moved_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slot stays mapped as it was."""
+    monkeypatch.setattr(mapping, "_mremap", lambda *_: mapping._MAP_FAILED)
+    segment = MemfdSegment()
+    version, nbytes = segment.reserve(0, 0, 0, LARGE)
+    extent = segment.map(0, version, nbytes)
+    extent.view[:3] = b"abc"
+    before = address_space_nbytes()
+    for _ in range(3):
+        with pytest.raises(SharedMemoryExhausted, match="moving a mapping of 8,388,608 bytes failed"):
+            extent.detach()
+    assert address_space_nbytes() - before < nbytes
+    assert bytes(extent.view[:3]) == b"abc"
+    segment.close(1)
+
+
+@pytest.mark.parametrize("nbytes", [PAGE_NBYTES, HUGE_NBYTES + PAGE_NBYTES, LARGE])
+def test_an_alignment_that_the_system_does_not_give_is_had_from_more_space(nbytes: int) -> None:
+    """So it is with huge pages before Linux 6.7."""
+    alignment = 16 * HUGE_NBYTES
+    with tempfile.TemporaryFile() as file:
+        file.truncate(nbytes)
+        before = address_space_nbytes()
+        kept = [Mapping(nbytes, 1, file.fileno(), 0, alignment) for _ in range(3)]
+        assert {one.address % alignment for one in kept} == {0}
+        assert len({one.address for one in kept}) == 3
+        assert all(mapped(one.address, nbytes) for one in kept)
+        ctypes.memset(kept[0].address + nbytes - 3, 7, 3)
+        file.seek(nbytes - 4)
+        assert file.read() == b"\0\7\7\7"
+        kept.clear()
+        assert address_space_nbytes() - before < alignment
+
+
+def test_address_space_is_of_huge_pages_where_a_slot_is_as_large() -> None:
+    """Whatever lies before it."""
+    segment = MemfdSegment()
+    version, reserved = segment.reserve(0, 0, 0, LARGE)
+    kept = []
+    for _ in range(8):
+        kept.append((take_space(PAGE_NBYTES, 0), segment.map(0, version, reserved)))
+    assert {extent.address % HUGE_NBYTES for _, extent in kept} == {0}
+    segment.close(1)
+
+
+@pytest.mark.parametrize("what", ["MemfdSegment()", "share(list(range(9000)))", "begun()"])
+def test_what_is_alive_at_the_interpreters_end_ends_without_a_word(what: str) -> None:
+    """Names of its module are gone by then if another module, which goes later, holds it."""
+    code = f"""
+        import torch
+        from shmloader import DataLoader, share
+        from shmloader.shared_memory import MemfdSegment
+
+        def begun():
+            iterator = iter(DataLoader(list(range(99)), num_workers=2))
+            next(iterator)
+            return iterator
+
+        torch.kept = {what}
+        """
+    assert python(code) == ""
+
+
+def test_nothing_is_mapped_beyond_the_space() -> None:
+    with (
+        tempfile.TemporaryFile() as file,
+        pytest.raises(ValueError, match=r"8,192 bytes from 0 on do not fit into .* 4,096"),
+    ):
+        map_over(take_space(4096, 0), 8192, 1, file.fileno(), 0)
+
+
+def test_a_refusal_says_what_was_refused() -> None:
+    with pytest.raises(SharedMemoryExhausted, match=r"mapping 1,152,921,504,606,846,976 bytes .*ulimit -v"):
+        take_space(1 << 60, 0)
+    closed = os.open(os.devnull, os.O_RDONLY)
+    os.close(closed)
+    with pytest.raises(SharedMemoryExhausted, match=r"Bad file descriptor$"):
+        map_copy_on_write(closed, 1)

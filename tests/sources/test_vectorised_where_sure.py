@@ -1,0 +1,273 @@
+"""Where that is sure, batches are gathered, straight into the slot; all else is fetched sample by sample."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+import vectorised_datasets as made
+from batch_outcomes import assert_same_outcomes, outcomes
+from parity.compare import assert_same
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader as TorchLoader
+
+import shmloader
+from shmloader import DataLoader, why_per_sample
+from shmloader.codec.slot_writer import SlotWriter, set_current_writer
+from shmloader.shared_memory import new_segment
+from shmloader.sources import NOT_GATHERED, Gatherer
+
+ROWS = 12
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Using a non-tuple sequence for multidimensional:UserWarning"),
+]
+
+
+# --- which way is taken
+
+
+def gathered(dataset: Any, batch: list[int], caplog: pytest.LogCaptureFixture) -> bool:
+    """Whether a worker of this process makes a batch without its samples; looks at what it logs."""
+    caplog.clear()
+    with caplog.at_level(logging.DEBUG, "shmloader"):
+        outcomes(DataLoader(dataset, batch_sampler=[batch], num_workers=1, worker_type="thread"))
+    return not any("one by one" in record.getMessage() for record in caplog.records)
+
+
+def test_without_workers_only_a_datasets_own_batches_are_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    tensor = torch.arange(10.0)
+    with caplog.at_level(logging.DEBUG, "shmloader"):
+        batches = list(DataLoader(TensorDataset(tensor), batch_size=5))
+    assert any("there are no workers" in record.getMessage() for record in caplog.records)
+    tensor.resize_(1000)  # torch's views of a storage as ndarrays would forbid it for good
+    batches[0][0].resize_(100)
+
+
+def test_a_function_put_into_torchs_class_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = TensorDataset(torch.arange(4.0))
+    monkeypatch.setattr(TensorDataset, "__getitem__", lambda self, index: (self.tensors[0][index] * 100,))
+    assert why_per_sample(dataset) is not None
+    loader = DataLoader(dataset, batch_size=4, num_workers=1, worker_type="thread")
+    assert next(iter(loader))[0].tolist() == [0, 100, 200, 300]
+
+
+X, Y = torch.rand(ROWS, 4), torch.arange(ROWS)
+GATHERED = {
+    "tensors": TensorDataset(X, Y),
+    "one tensor": TensorDataset(X),
+    "columns of a matrix": TensorDataset(X[:, 1:3], X[:, 0]),
+    "shared tensors": shmloader.share(TensorDataset(torch.rand(1 << 18, 2))),
+    "a subclass that changes nothing": made.NamedTensors(X, Y),
+    "subset": Subset(TensorDataset(X), [3, 2, 1, 0]),
+    "concat": ConcatDataset([TensorDataset(X), Subset(TensorDataset(X), range(2))]),
+    "stack": StackDataset(x=X, y=TensorDataset(Y)),
+    "store of numbers": shmloader.share([float(i) for i in range(ROWS)]),
+    "store of tuples": shmloader.share([(np.ones(3), i, str(i)) for i in range(ROWS)]),
+    "store of dicts": shmloader.share([{"x": torch.ones(3), "n": i} for i in range(ROWS)]),
+    "store of a table": shmloader.share(pa.table({"x": [0.5] * ROWS, "n": range(ROWS)})),
+    "store of an array": shmloader.share(np.ones((ROWS, 3))),
+    "ndarray": np.ones((ROWS, 3), np.float32),
+    "own": made.Batches(),
+    "subset of own": Subset(made.Batches(), [4, 3, 2, 1]),
+}
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_batches_are_gathered(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert why_per_sample(GATHERED[name]) is None
+    assert gathered(GATHERED[name], [1, 3, -1], caplog)
+
+
+def _shadowed() -> TensorDataset:
+    dataset = TensorDataset(X)
+    dataset.__getitems__ = lambda indices: [(7 * X[index],) for index in indices]  # type: ignore[attr-defined]
+    return dataset
+
+
+PER_SAMPLE = {
+    "a Subset's subclass": (made.DoubledSubset(TensorDataset(X), range(8)), "overrides"),
+    "a TensorDataset's subclass": (made.DoubledTensors(X), "overrides"),
+    "a subclass with __getitems__": (made.TensorsInBulk(X), "overrides"),
+    "a subclass that makes up methods": (made.TensorsThatMakeUpMethods(X), "overrides"),
+    "an instance with __getitems__": (_shadowed(), "overrides"),
+    "inside a Subset": (Subset(made.DoubledTensors(X), range(8)), "overrides"),
+    "inside a ConcatDataset": (ConcatDataset([TensorDataset(X), made.DoubledTensors(X)]), "overrides"),
+    "any dataset": (made.Samples(), "no __getbatch__"),
+    "list": ([1, 2, 3, 4], "list"),
+    "another's __getbatch__": (made.OtherSamples(), "no __getbatch__"),
+    "another's __getbatch__, in bulk": (made.OtherSamplesInBulk(), "no __getbatch__"),
+    "requires grad": (TensorDataset(X.clone().requires_grad_()), "requires grad"),
+    "sparse": (TensorDataset(X.to_sparse()), "not plain"),
+    "conjugate": (TensorDataset(torch.ones(ROWS, 2, dtype=torch.complex64).conj()), "not plain"),
+    "a tensor's subclass": (TensorDataset(torch.nn.Parameter(X, requires_grad=False)), "Parameter"),
+    "permuted rows": (TensorDataset(torch.rand(4, 3, ROWS).permute(2, 1, 0)), "not contiguous"),
+    "objects": (np.array([{}] * ROWS), "not plain"),
+    "indices that are no ints": (Subset(TensorDataset(X), "abc"), "str"),
+}
+
+
+@pytest.mark.parametrize("name", PER_SAMPLE)
+def test_anything_unusual_is_fetched_sample_by_sample(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    dataset, reason = PER_SAMPLE[name]
+    assert reason in str(why_per_sample(dataset))
+    assert not gathered(dataset, [1, 3, 0], caplog)
+    batches = [[1, 3, 0], [2, 2]]
+    expected = outcomes(TorchLoader(dataset, batch_sampler=batches))
+    got = outcomes(DataLoader(dataset, batch_sampler=batches))
+    for mine, theirs in zip(got, expected, strict=True):
+        if isinstance(theirs, torch.Tensor | list) and theirs[0].requires_grad:
+            assert mine[0].requires_grad
+            assert torch.equal(mine[0], theirs[0])
+        else:
+            assert_same_outcomes([mine], [theirs])
+
+
+def test_with_another_collate_fn_samples_are_fetched(caplog: pytest.LogCaptureFixture) -> None:
+    given_: list[Any] = []
+
+    def collate(samples: list[Any]) -> Any:
+        given_.append(samples)
+        return default_collate(samples)
+
+    dataset = TensorDataset(X, Y)
+    assert "collate_fn" in str(why_per_sample(dataset, collate))
+    assert why_per_sample(dataset, default_collate) is None
+    list(DataLoader(dataset, 5, collate_fn=collate))
+    assert [len(samples) for samples in given_] == [5, 5, 2]
+
+
+class Flipped:
+    """A worker_init_fn that changes how tensors are joined."""
+
+    def __call__(self, worker_id: int = 0) -> None:
+        from torch.utils.data._utils.collate import default_collate_fn_map
+
+        self.before = dict(default_collate_fn_map)
+        default_collate_fn_map[torch.Tensor] = lambda batch, **_: -torch.stack(list(batch))
+
+    def undo(self) -> None:
+        from torch.utils.data._utils.collate import default_collate_fn_map
+
+        default_collate_fn_map.clear()
+        default_collate_fn_map.update(self.before)
+
+
+def test_a_changed_map_of_collate_functions_is_heeded() -> None:
+    dataset = TensorDataset(X)
+    for batch in DataLoader(dataset, 4, num_workers=2, worker_init_fn=Flipped()):
+        assert (batch[0] <= 0).all()
+    flipped, iterator = Flipped(), iter(DataLoader(dataset, 4))
+    assert (next(iterator)[0] >= 0).all()
+    flipped()
+    try:
+        assert why_per_sample(dataset) is None
+        assert why_per_sample(dataset, default_collate) is not None
+        assert (next(iterator)[0] <= 0).all()
+    finally:
+        flipped.undo()
+
+
+def test_worker_threads_gather_and_leave_this_thread_gathering(caplog: pytest.LogCaptureFixture) -> None:
+    dataset = Subset(TensorDataset(X, Y), list(range(1, ROWS)))
+    expected = list(TorchLoader(dataset, 4))
+    with caplog.at_level(logging.DEBUG, "shmloader"):
+        assert_same(list(DataLoader(dataset, 4, num_workers=2, worker_type="thread")), expected)
+    assert not any("one by one" in record.getMessage() for record in caplog.records)
+    assert why_per_sample(dataset, default_collate) is None
+    assert gathered(dataset, [0, 1], caplog)
+
+
+def test_a_dataset_that_changes_between_batches_is_read_as_it_is() -> None:
+    indices, dataset = list(range(ROWS)), TensorDataset(torch.zeros(ROWS, 2))
+    iterator = iter(DataLoader(Subset(dataset, indices), 3))
+    assert (next(iterator)[0] == 0).all()
+    indices.reverse()
+    dataset.tensors = (torch.arange(ROWS),)
+    assert next(iterator)[0].tolist() == [8, 7, 6]
+    dataset.tensors = (torch.ones(ROWS, requires_grad=True),)
+    assert next(iterator)[0].requires_grad
+    dataset.__getitems__ = lambda rows: [5] * len(rows)  # type: ignore[attr-defined]
+    assert next(iterator).tolist() == [5, 5, 5]
+
+
+def test_a_batch_is_no_view_of_the_dataset() -> None:
+    columns = made.ViewColumns()
+    columns.x.zero_()
+    x = torch.zeros(ROWS, 2)
+    for dataset in (TensorDataset(x), Subset(TensorDataset(x), range(ROWS)), x, columns):
+        batch = next(iter(DataLoader(dataset, 4)))
+        leaf = batch["x"] if isinstance(batch, dict) else batch[0] if isinstance(batch, list) else batch
+        leaf.fill_(9)
+    assert (x == 0).all()
+    assert (columns.x == 0).all()
+
+
+# --- straight into the slot
+
+
+@contextlib.contextmanager
+def slot() -> Iterator[SlotWriter]:
+    """A slot to make batches in, as in a worker."""
+    segment = new_segment()
+    version, reserved = segment.reserve(0, 0, 0, 1 << 16)
+    writer = SlotWriter(segment)
+    writer.begin(0, version, reserved, reserved)
+    set_current_writer(writer)
+    try:
+        yield writer
+    finally:
+        set_current_writer(None)
+        writer.release()
+        segment.close(1)
+
+
+def leaves_of(batch: Any) -> list[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    parts = batch.values() if isinstance(batch, dict) else batch
+    return [leaf for part in parts if not isinstance(part, str) for leaf in leaves_of(part)]
+
+
+IN_PLACE = [name for name in GATHERED if "own" not in name]
+
+
+@pytest.mark.parametrize("name", [*IN_PLACE, "own"])
+def test_leaves_are_written_where_they_are_read(name: str) -> None:
+    with slot() as writer:
+        batch = Gatherer(GATHERED[name], default_collate).gather([1, 3, 2])
+        for leaf in leaves_of(batch):
+            if name != "own" or leaf.dtype is torch.float32:
+                assert writer.offset_of(leaf.data_ptr(), leaf.nbytes) is not None
+        assert_same(batch, next(iter(TorchLoader(GATHERED[name], batch_sampler=[[1, 3, 2]]))))
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_repeated_batch_is_made_of_the_same_outputs(name: str) -> None:
+    with slot() as writer:
+        gatherer = Gatherer(GATHERED[name], default_collate)
+        batch = gatherer.gather([1, 3, 2])
+        first, end = list(map(id, leaves_of(batch))), writer.cursor
+        assert writer.collated is batch  # so that its header is remembered
+        writer.begin(0, writer.version, writer.nbytes, writer.limit_nbytes)
+        assert list(map(id, leaves_of(gatherer.gather([3, 0, 0])))) == first
+        assert writer.cursor == end
+
+
+def test_a_batch_that_cannot_be_gathered_leaves_the_slot_as_it_was() -> None:
+    with slot() as writer:
+        writer.tensor((3,), torch.int64)  # of a dataset's or the program's own
+        before = writer.cursor
+        mixed = ConcatDataset([X[:6], X[6:].double()])
+        gatherer = Gatherer(StackDataset(X, mixed), default_collate)
+        assert gatherer.gather([1, 7]) is NOT_GATHERED
+        assert writer.cursor == before
+        assert gatherer.gather([1, 2]) is not NOT_GATHERED
+        assert writer.cursor > before

@@ -1,0 +1,467 @@
+"""What stores offer beyond a sequence: gathering, Arrow, fields, mappings, descriptions, streams."""
+
+import copy
+import decimal
+import fractions
+import io
+import itertools
+import pickle
+import sys
+from collections import Counter, OrderedDict, UserDict, defaultdict
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from store_samples import Colour, Point
+
+import shmloader
+from shmloader import share
+from shmloader.store import Store
+from shmloader.store.base import attach
+from shmloader.store.build import can_build
+from shmloader.store.conformance import identical
+from shmloader.store.gather import join
+from shmloader.store.progress import BuildProgress
+
+ROWS = 5000
+
+
+def stream(rows: int = ROWS) -> Any:
+    """Records in several chunks, since they come as a stream."""
+    return (
+        {"n": n, "x": n / 2, "s": str(n), "a": np.full(3, n, np.float32), "t": torch.full((2,), n)}
+        for n in range(rows)
+    )
+
+
+@pytest.fixture(scope="module")
+def records() -> Store:
+    store = share(stream())
+    assert len(store.starts) > 4
+    return store
+
+
+INDICES = np.random.default_rng(0).integers(-ROWS, ROWS, 700)
+
+
+def test_take_gathers_records_by_columns(records: Store) -> None:
+    taken = records.take(INDICES)
+    wanted = INDICES % ROWS
+    assert (taken["n"] == wanted).all()
+    assert taken["n"].dtype == np.int64
+    assert (taken["x"] == wanted / 2).all()
+    assert taken["s"] == [str(n) for n in wanted]
+    assert (taken["a"] == wanted[:, None]).all()
+    assert taken["a"].shape == (700, 3)
+    assert torch.equal(taken["t"], torch.from_numpy(wanted)[:, None].expand(-1, 2))
+
+
+def test_take_fills_the_outputs_that_it_is_given(records: Store) -> None:
+    out = {"n": shmloader.empty(700, dtype=torch.int64), "a": np.zeros((700, 3), np.float32)}
+    taken = records.take(INDICES, out)
+    assert taken["n"] is out["n"]
+    assert torch.equal(out["n"], torch.from_numpy(INDICES % ROWS))
+    assert (out["a"] == (INDICES % ROWS)[:, None]).all()
+    assert taken["s"][0] == str(INDICES[0] % ROWS)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 2000])
+def test_few_and_many_rows_are_taken_alike(records: Store, count: int) -> None:
+    """Few rows are read one by one, many by chunks."""
+    indices = list(itertools.islice(itertools.cycle(range(0, ROWS, 37)), count))
+    taken, joined = records.take(indices), join([records[index] for index in indices], None)
+    assert set(taken) == {"n", "x", "s", "a", "t"}
+    if count:
+        assert identical(taken, joined)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.integers(-9, 9) | st.floats(allow_nan=False) | st.none() | st.booleans(), min_size=1, max_size=60
+    ),
+    st.lists(st.integers(0, 10**6), max_size=80),
+)
+def test_take_agrees_with_reading(values: list[Any], numbers: list[int]) -> None:
+    indices = [number % len(values) for number in numbers]
+    taken = share(iter(values)).take(indices)
+    assert list(taken) == [values[index] for index in indices]
+
+
+WRONG_OUTPUTS = {
+    "shape": torch.empty(4, 3),
+    "dtype": torch.empty(3, 3, dtype=torch.float64),
+    "layout": torch.empty(3, 3).T,
+    "read-only": np.frombuffer(bytes(36), np.float32).reshape(3, 3),
+    "kind": [[0.0] * 3] * 3,
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_OUTPUTS)
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_output_that_does_not_fit_is_a_type_error(wrong: str, whole: bool) -> None:
+    array = np.ones((5, 3), np.float32)
+    for store in (share(array), share(torch.from_numpy(array))) if whole else (share(list(array)),):
+        with pytest.raises(TypeError, match="gathered into"):
+            store.take([0, 1, 2], WRONG_OUTPUTS[wrong])
+
+
+def test_rows_that_are_no_numbers_have_no_output() -> None:
+    with pytest.raises(TypeError, match="gathered into"):
+        share(["a", "b"]).take([0], np.zeros(1))
+    with pytest.raises(TypeError, match="some of the keys"):
+        share([{"a": 1}] * 3).take([0, 1], {"b": np.zeros(2)})
+
+
+def test_indices_that_are_no_integers_are_type_errors() -> None:
+    store = share(np.arange(5))
+    for wrong in ([0.5], [[1, 2]], ["a"], [True, False]):
+        with pytest.raises(TypeError):
+            store.take(wrong)
+
+
+def test_arrow_lies_over_the_same_memory(records: Store) -> None:
+    store = share([{"path": str(n), "label": n, "ok": n % 2 == 0, "w": n / 2} for n in range(1000)])
+    table = store.to_arrow()
+    assert table.to_pylist() == list(store)
+    begin, end = store.buffer.address, store.buffer.address + store.buffer.nbytes
+    buffers = [buffer for column in table.columns for buffer in column.chunk(0).buffers() if buffer]
+    assert len(buffers) == 5
+    assert all(begin <= buffer.address < end for buffer in buffers)
+    assert not any(buffer.is_mutable for buffer in buffers)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [1, None, 300, 2**40],
+        [1.5, None],
+        [True, None, False],
+        ["a", None, "é"],
+        [b"a", b""],
+        [[1, 2], [], [3]],
+        [["a"], [None]],
+        [{"a": {"b": 1}}, {"a": {"b": None}}],
+        [None, None],
+        [1, "a", None],
+        [np.arange(3), np.arange(2)],
+        [np.ones(2, "f4")] * 2,
+    ],
+)
+def test_arrow_has_the_values(rows: list[Any]) -> None:
+    wanted = [row.tolist() if isinstance(row, np.ndarray) else row for row in rows]
+    assert share(rows).to_arrow().to_pylist() == wanted
+
+
+def test_chunks_of_different_widths_become_one_arrow_column() -> None:
+    rows = [*range(100), *range(10**6, 10**6 + 100), None, 10**12]
+    assert share(iter(rows)).to_arrow().to_pylist() == rows
+
+
+@pytest.mark.parametrize("rows", [[2**70], [{1}], [{1: 2}, {3: 4}], [{}], [np.zeros((2, 2))], ["\ud800"]])
+def test_what_arrow_has_not_is_a_type_error(rows: list[Any]) -> None:
+    with pytest.raises(TypeError, match="cannot be given to Arrow"):
+        share(rows).to_arrow()
+
+
+def test_a_field_is_a_store_of_its_own(records: Store) -> None:
+    field = records.column("s")
+    assert field[-1] == str(ROWS - 1)
+    assert field == [str(n) for n in range(ROWS)]
+    assert field.describe().kind == "strings"
+    assert records.column("n").take([5, -1]).tolist() == [5, ROWS - 1]
+    assert share([(1, "a"), (2, "b")]).column(1) == ["a", "b"]
+    for wrong in ("z", 0, None):
+        with pytest.raises(KeyError):
+            records.column(wrong)
+
+
+KINDS = {
+    "numbers": [1, 2.5, None, True],
+    "strings": ["a", None],
+    "bytes": [b"a"],
+    "records": [{"a": 1}, {"b": 1}, {"a": 2}],
+    "arrays": [np.zeros(3), torch.ones(2)],
+    "lists": [[1], []],
+    "objects": [{1, 2}, {3}],
+    "mixed": [1, "a"],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_description_tells_the_kind(kind: str) -> None:
+    what = share(KINDS[kind]).describe()
+    assert (what.kind, what.rows) == (kind, len(KINDS[kind]))
+
+
+def test_the_description_tells_what_is_saved() -> None:
+    what = share({"path": f"{n:030d}", "label": n % 100} for n in range(20_000)).describe()
+    dicts = 20_000 * (sys.getsizeof({"path": 1, "label": 2}) + sys.getsizeof("0" * 30) + 8)
+    assert dicts <= what.python_nbytes <= 1.3 * dicts
+    assert what.nbytes == pytest.approx(20_000 * (30 + 4 + 1), rel=0.1)
+    assert share(np.zeros(1000)).describe().python_nbytes == 8000
+
+
+def test_objects_share_their_arrays_without_a_copy() -> None:
+    """Also inside of what is pickled."""
+    store = share([OrderedDict(array=np.arange(1000), tensor=torch.arange(1000))])
+    begin, end = store.buffer.address, store.buffer.address + store.buffer.nbytes
+    row = store[0]
+    assert begin <= row["array"].__array_interface__["data"][0] < end
+    assert begin <= row["tensor"].data_ptr() < end
+    with pytest.raises(ValueError, match="read-only"):
+        row["array"][0] = 1
+    row["tensor"][0] = 1  # private to this process, and no error
+
+
+def test_a_tensor_has_a_storage_of_its_own_bytes() -> None:
+    """So saving one sample does not write the store."""
+    for store in (share(torch.rand(1000, 3)), share([torch.rand(3) for _ in range(1000)])):
+        file = io.BytesIO()
+        torch.save(store[5], file)
+        assert len(file.getvalue()) < 3000
+
+
+# Shared arrays and tensors as wholes.
+
+
+def test_a_shared_array_is_an_array() -> None:
+    source = np.random.rand(50, 4)
+    array = share(source).array
+    assert isinstance(array, np.ndarray)
+    assert np.array_equal(array, source)
+    for result in (array[3], array[3:5], array[[1, 2], 0], array + 1, array.mean(axis=0), np.exp(array)):
+        assert type(result) is np.ndarray
+    assert array.sum() == source.sum()
+    assert type(array.sum()) is np.float64
+    assert not array.flags.writeable
+    assert copy.deepcopy(array) is array
+    with pytest.raises(pickle.PicklingError):
+        pickle.dumps(array)
+    assert np.array_equal(pickle.loads(pickle.dumps(array.copy())), source)
+    assert share(array).array.__array_interface__ == array.__array_interface__
+
+
+def test_a_shared_tensor_is_a_tensor() -> None:
+    source = torch.rand(50, 4)
+    tensor = share(source).tensor
+    assert isinstance(tensor, torch.Tensor)
+    assert (tensor.shape, tensor.dtype, len(tensor)) == (source.shape, source.dtype, 50)
+    results = [
+        tensor[3],
+        tensor[3:5],
+        tensor + 1,
+        tensor.T,
+        tensor.detach(),
+        tensor.clone(),
+        *tensor.unbind()[:2],
+    ]
+    results += [tensor.max(0).values, torch.stack([tensor, tensor]), next(iter(tensor))]
+    assert {type(result) for result in results} == {torch.Tensor}
+    assert torch.equal(tensor, source)
+    assert copy.deepcopy(tensor) is tensor
+    assert torch.utils.data.TensorDataset(tensor)[7][0].equal(source[7])
+    with pytest.raises(pickle.PicklingError):
+        pickle.dumps(tensor)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(3, requires_grad=True),
+        torch.tensor(3),
+        torch.eye(3).to_sparse(),
+        torch.ones(3, device="meta"),
+    ],
+    ids=["gradients", "no dimension", "sparse", "meta"],
+)
+def test_a_tensor_that_cannot_be_shared_is_a_type_error(tensor: torch.Tensor) -> None:
+    with pytest.raises(TypeError, match="only dense CPU tensors"):
+        share(tensor)
+
+
+# Mappings.
+
+MAPPING: dict[Any, Any] = {
+    "a": 1,
+    1: "one",
+    2.5: None,
+    None: [1],
+    (1, "x"): 2,
+    b"z": 3,
+    "é\ud800": 5,
+    2**80: 7,
+    decimal.Decimal("7.5"): 8,
+    fractions.Fraction(1, 3): 9,
+    -1: 10,
+    -2: 11,
+    Point(3, 4): 12,
+    Colour.BLUE: 13,
+    frozenset({1}): 14,
+    float("inf"): 15,
+    np.int64(77): 16,
+}
+
+
+def test_a_mapping_finds_what_a_dict_finds() -> None:
+    store = share(MAPPING)
+    assert isinstance(store, Mapping)
+    assert not isinstance(store, MutableMapping)
+    for key in [*MAPPING, True, 1.0, 7.5, (True, "x"), (3, 4.0), 2, 77]:
+        assert key in store
+        assert identical(store[key], MAPPING[key])
+    for stranger in ("b", 3, (1, "y"), frozenset(), object(), b"", float("nan")):
+        assert stranger not in store
+        with pytest.raises(KeyError):
+            store[stranger]
+    with pytest.raises(TypeError):
+        store["a"] = 2
+    with pytest.raises(TypeError):
+        del store["a"]
+
+
+def test_a_mapping_has_the_views_of_a_dict() -> None:
+    store = share(MAPPING)
+    assert identical(list(store), list(MAPPING))
+    assert identical(list(store.items()), list(MAPPING.items()))
+    assert identical(list(store.values()), list(MAPPING.values()))
+    assert store.keys() == MAPPING.keys()
+    assert store == MAPPING
+    assert store != {**MAPPING, "a": 2}
+    assert store.get("b", 5) == 5
+    assert copy.deepcopy(store) is store
+    assert share({}) == {}
+    with pytest.raises(pickle.PicklingError, match="save"):
+        pickle.dumps(store)
+    assert share(UserDict(a=1)) == {"a": 1}
+    assert store.describe().kind == "mapping"
+    assert share({"a": 1}).to_arrow().to_pylist() == [{"key": "a", "value": 1}]
+
+
+def counted_missing() -> list[int]:
+    return [7]
+
+
+def test_a_counter_and_a_defaultdict_answer_for_keys_that_they_do_not_have(tmp_path: Any) -> None:
+    counter, lists = Counter("aab"), defaultdict(list, x=[1])
+    made = defaultdict(counted_missing, {5: [1]})
+    for original, value in ((counter, 0), (lists, []), (made, [7])):
+        store = share(original)
+        store.save(tmp_path / "mapping.arrow")
+        again = attach(store.buffer), shmloader.open(tmp_path / "mapping.arrow")
+        for mapping in (store, *again):
+            assert mapping["missing"] == value
+            assert (
+                mapping["missing"] is not mapping["missing"] or value == 0
+            )  # made anew, as by a defaultdict
+            assert "missing" not in mapping
+            assert mapping.get("missing") is None
+            assert mapping.get("missing", 5) == 5
+            assert mapping == dict(original)
+            assert len(mapping) == len(original)
+    assert share(counter).get("a") == 2
+    for plain in (defaultdict(None, a=1), OrderedDict(a=1)):
+        assert share(plain) == {"a": 1}
+        with pytest.raises(KeyError, match="missing"):
+            share(plain)["missing"]
+
+
+def test_mappings_whose_missing_keys_a_store_could_not_make_up_are_refused() -> None:
+    class Squares(dict[int, int]):
+        def __missing__(self, key: int) -> int:
+            return key**2
+
+    with pytest.raises(TypeError, match=r"Squares defines __missing__.*share\(dict\(data\)\)"):
+        share(Squares())
+    with pytest.raises(
+        TypeError, match=r"default_factory <function .*lambda.* cannot be pickled.*share\(dict"
+    ):
+        share(defaultdict(lambda: 5, a=1))
+    assert share(dict(Squares({2: 4}))) == {2: 4}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.dictionaries(
+        st.text()
+        | st.integers()
+        | st.binary()
+        | st.floats(allow_nan=False)
+        | st.tuples(st.integers(), st.text()),
+        st.integers(),
+    )
+)
+def test_any_dict_comes_back(original: dict[Any, int]) -> None:
+    store = share(original)
+    assert all(store[key] == value for key, value in original.items())
+    assert identical(list(store.items()), list(original.items()))
+
+
+def test_keys_whose_hashes_collide_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shmloader.store.mapping.crc32", lambda data, start=0: 7)
+    store = share({str(n): n for n in range(50)})
+    assert [store[str(n)] for n in range(50)] == list(range(50))
+    assert "50" not in store
+
+
+# What is shared, and how it is consumed.
+
+
+def test_a_stream_never_exists_as_a_whole() -> None:
+    class Counted:
+        alive = most = 0
+
+        def __init__(self) -> None:
+            Counted.alive += 1
+            Counted.most = max(Counted.most, Counted.alive)
+
+        def __del__(self) -> None:
+            Counted.alive -= 1
+
+        def __reduce__(self) -> Any:
+            return Counted, ()
+
+    Counted.__qualname__ = "Counted"
+    globals()["Counted"] = Counted
+    try:
+        share(Counted() for _ in range(30_000))
+    finally:
+        del globals()["Counted"]
+    assert Counted.most < 5000
+
+
+def test_a_stream_that_fails_leaves_nothing() -> None:
+    def rows() -> Any:
+        yield from range(1000)
+        raise ZeroDivisionError("in the generator")
+
+    with pytest.raises(ZeroDivisionError, match="in the generator"):
+        share(rows())
+
+
+def test_what_is_no_container_is_walked_or_refused() -> None:
+    assert not any(map(can_build, ["text", b"bytes", 3, range(5), None, object(), Point(1)]))
+    assert all(map(can_build, [[], (), {}, iter([]), np.zeros(1), torch.zeros(1), pa.array([1])]))
+    store = share([1])
+    assert share(store) is store
+
+
+def test_progress_is_shown_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr("shmloader.store.progress._PATIENCE_S", 0.0)
+    share((n for n in range(20_000)), progress=True)
+    assert "20.0k rows" in capsys.readouterr().err
+    share((n for n in range(20_000)), progress=False)
+    share(n for n in range(20_000))  # stderr is no terminal here
+    assert capsys.readouterr().err == ""
+
+
+def test_short_builds_show_nothing(capsys: Any) -> None:
+    progress = BuildProgress(True, 10)
+    progress.show(5)
+    progress.close()
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,309 @@
+"""Types that NumPy hardly tells apart, byte orders, attributes of unusual objects, and what errors say."""
+
+from __future__ import annotations
+
+import collections
+import errno
+import functools
+import os
+import pickle
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from store_samples import Slotted, same
+
+from shmloader import open as open_store
+from shmloader import share
+from shmloader.store import Store
+from shmloader.store.packing import pack, unpack
+from shmloader.store.walk import share_attributes
+from shmloader.store.whole import SharedTensor
+
+# Types of NumPy.
+
+AMBIGUOUS = [np.longlong, np.ulonglong, np.intc, np.int64, np.longdouble, np.clongdouble]
+
+
+def again(store: Any, folder: Path) -> list[Any]:
+    """A store, and what other processes and files make of it."""
+    store.save(folder / "again.arrow")
+    return [store, unpack(*pack(store)), open_store(folder / "again.arrow")]
+
+
+@pytest.mark.parametrize("kind", AMBIGUOUS)
+def test_types_that_are_equal_but_not_the_same_come_back_as_themselves(kind: Any, tmp_path: Path) -> None:
+    """``longlong`` equals ``int64``, and NumPy's own pickles make one of the other."""
+    array = np.arange(6).astype(kind)
+    record = np.zeros(3, [("a", kind), ("b", ">i2")])
+    rows = [kind(1), array, array.reshape(2, 3), [kind(2)], {"a": array}, Slotted("x", array), record]  # type: ignore[arg-type]
+    rows += [kind(3), np.int64(4), np.longlong(5), np.arange(3), np.arange(3).astype(np.longlong)]
+    for store in again(share(rows), tmp_path):
+        for found, row in zip(store, rows, strict=True):
+            assert same(found, row)
+            assert type(found) is type(row)
+        dtypes = [store[1].dtype, store[2].dtype, store[4]["a"].dtype, store[5].label.dtype]
+        assert [dtype.char for dtype in dtypes] == [array.dtype.char] * 4
+        assert store[6].dtype["a"].char == array.dtype.char
+        assert [row.dtype.char for row in store[7:]] == [row.dtype.char for row in rows[7:]]
+    for store in again(share(array), tmp_path):
+        assert store.dtype.char == array.dtype.char
+        assert type(store[0]) is kind
+        assert store.take([1, 2]).dtype.char == array.dtype.char
+    for store in again(share([array, array + kind(1)]), tmp_path):
+        assert store.take([1, 0, 0]).dtype.char == array.dtype.char
+
+
+@pytest.mark.parametrize("code", [">i2", ">i4", ">u8", ">f4", ">f8", ">c16", ">M8[s]", ">U3", "<i8"])
+def test_byte_orders_come_back(code: str, tmp_path: Path) -> None:
+    array = np.arange(12).astype(code).reshape(4, 3)
+    rows = [array, array[1:], array.T, {"x": array[0]}, array[2:3, 1]]
+    if "M" not in code:  # NumPy's pickles of which are of the machine's order
+        rows.append(Slotted("x", array))  # type: ignore[arg-type]
+    for store in again(share(rows), tmp_path):
+        assert all(map(same, store, rows))
+        assert store[0].dtype.byteorder == array.dtype.byteorder
+    for store in again(share(array), tmp_path):
+        assert same(np.asarray(store), array)
+        assert np.asarray(store).dtype.byteorder == array.dtype.byteorder
+        assert same(store.take([2, 0]), array[[2, 0]])
+        out = np.empty((2, 3), code)
+        assert same(store.take([2, 0], out), array[[2, 0]])
+    for store in again(share(list(array)), tmp_path):
+        assert same(store.take([2, 0]), array[[2, 0]])
+    if code == ">f8":
+        with pytest.raises(TypeError, match="Arrow"):
+            share(array).to_arrow()
+        with pytest.raises(TypeError, match="Arrow"):
+            share(list(array)).to_arrow()
+
+
+# What describes a store.
+
+
+def test_nothing_but_none_is_of_the_kind_that_none_is() -> None:
+    store = share([{"a": None, "b": n} for n in range(100)])
+    assert store.column("a").describe().kind == "numbers"
+    assert share([None] * 5).describe().kind == "numbers"
+    assert share([{"a": None if n % 2 else "x"} for n in range(100)]).column("a").describe().kind == "strings"
+    assert share([]).describe().kind == "objects"
+
+
+def test_a_slice_has_columns_where_its_store_has() -> None:
+    rows = [{"a": n, "b": str(n)} for n in range(100)]
+    column = share(rows)[10:90:3].column("b")
+    assert list(column) == [str(n) for n in range(10, 90, 3)]
+    assert column.take([1, -1]) == ["13", "88"]
+    assert column[2:4].to_arrow().to_pylist() == ["16", "19"]
+    assert share([(1, "x")] * 3)[1:].column(1)[0] == "x"
+    assert list(unpack(*pack(column))) == list(column)
+    with pytest.raises(KeyError):
+        share(rows)[1:].column("c")
+    with pytest.raises(TypeError, match="ArrayStore has no columns: 'a'"):
+        share(np.arange(3))[1:].column("a")
+
+
+# Attributes of objects that are more than their parts.
+
+
+def large() -> list[str]:
+    return [f"text {number}" for number in range(30_000)]
+
+
+def read(number: int, texts: Any = None) -> Any:
+    return texts[number]
+
+
+def test_attributes_of_a_partial_are_kept_and_shared() -> None:
+    original = functools.partial(read, texts=large())
+    original.name = "texts"  # type: ignore[attr-defined]
+    original.more = large()  # type: ignore[attr-defined]
+    original.again = (original,)  # type: ignore[attr-defined]
+    shared = share(original)
+    assert type(shared) is functools.partial
+    assert shared(7) == "text 7"
+    assert shared.name == "texts"
+    assert isinstance(shared.keywords["texts"], Store)
+    assert isinstance(shared.more, Store)
+    assert shared.again[0] is shared
+    inner = functools.partial(original, 3)
+    inner.list = large()  # type: ignore[attr-defined]
+    copied = share(inner)
+    assert copied() == "text 3"
+    assert isinstance(copied.list, Store)
+    assert type(original.more) is list  # type: ignore[attr-defined]
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+class Named(Pair):
+    """A namedtuple with attributes of its own."""
+
+
+def test_attributes_of_a_namedtuple_are_kept_and_shared() -> None:
+    original = Named(large(), 1)
+    original.name, original.more = "texts", large()
+    shared = share_attributes(original)
+    assert type(shared) is Named
+    assert isinstance(shared.left, Store)
+    assert shared.name == "texts"
+    assert isinstance(shared.more, Store)
+    only = Named(1, 2)
+    only.more = large()
+    assert isinstance(share_attributes(only).more, Store)
+
+
+def test_namespaces_are_objects_with_attributes() -> None:
+    original = SimpleNamespace(texts=large(), name="texts", inner=SimpleNamespace(more=large()))
+    shared = share(original)
+    assert type(shared) is SimpleNamespace
+    assert shared.name == "texts"
+    assert isinstance(shared.texts, Store)
+    assert isinstance(shared.inner.more, Store)
+    assert type(original.texts) is list
+
+
+# Arrow data.
+
+
+def test_empty_tables_are_described() -> None:
+    for table in (pa.table({"a": pa.array([], pa.int64())}), pa.table({})):
+        store = share(table)
+        assert list(store) == []
+        assert store.describe().rows == 0
+        assert "0 rows" in repr(store)
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array(["x" * 30, "y", None], pa.string_view()),
+        pa.RunEndEncodedArray.from_arrays(pa.array([2, 3], pa.int32()), pa.array(["x", "y"])),
+    ],
+    ids=["string_view", "run_end_encoded"],
+)
+def test_types_that_arrow_cannot_gather_are_taken_row_by_row(column: Any) -> None:
+    values = column.to_pylist()
+    numbers = [2, 0, 0, 1, -1]
+    wanted = [values[number] for number in numbers]
+    assert share(column).take(numbers).to_pylist() == wanted
+    table = share(pa.table({"a": column, "n": [1, 2, 3]}))
+    assert table.take(numbers).to_pylist() == [
+        {"a": v, "n": n} for v, n in zip(wanted, [3, 1, 1, 2, 3], strict=True)
+    ]
+    assert len(table.take([])) == len(share(column).take([])) == 0
+
+
+# Sparse tensors.
+
+
+def test_sparse_tensors_in_rows_are_compared_and_measured() -> None:
+    sparse = [torch.eye(3).to_sparse(), (2 * torch.eye(3)).to_sparse()]
+    store = share(sparse * 20)
+    assert store == sparse * 20
+    assert store != [torch.eye(3)] * 40
+    shared = share_attributes(SimpleNamespace(few=[*sparse, torch.zeros(1 << 19)]))
+    assert shared.few[0] is sparse[0]
+    assert isinstance(shared.few[2], SharedTensor)
+
+
+# What errors say.
+
+
+def test_what_cannot_be_pickled_is_an_error_that_says_what_and_why() -> None:
+    class Local:
+        pass
+
+    for value in (lambda: 1, Local()):
+        with pytest.raises((AttributeError, pickle.PicklingError)) as raised:
+            share([value])
+        (note,) = raised.value.__notes__
+        assert f"pickling a {type(value).__qualname__}, as values are kept" in note
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "a text": ("text", r"not str\. A text is one value: share a list of texts, such as text.splitlines"),
+    "bytes": (b"text", r"not bytes\. bytes are one value: .* numpy.frombuffer\(data, numpy.uint8\)"),
+    "a bytearray": (bytearray(b"text"), "bytearray are one value"),
+    "a range": (range(10), r"not range\. A range takes no memory, .* share list\(range\(...\)\)"),
+    "a set": ({1, 2}, r"not set\. A set has no rows: share list\(data\)"),
+    "a function": (large, "not function. Share what calling it returns"),
+    "a class": (Pair, "not type. Share what calling it returns"),
+    "a view of a dict": ({1: 2}.values(), r"not dict_values\. .* share iter\(data\)"),
+    "a number": (5, "not int$"),
+    "None": (None, "not NoneType$"),
+    "an array without dimensions": (np.array(5), r"one value .*array\(5\).* Share array.reshape\(1\)"),
+    "an object without dimensions": (np.array(None, object), r"one value .* Share array.reshape\(1\)"),
+    "a tensor without dimensions": (torch.tensor(5), r"has 0 dimensions.* Tensor.reshape\(1\)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_container_is_refused_with_what_to_do(name: str) -> None:
+    value, text = REFUSED[name]
+    with pytest.raises(TypeError, match=text):
+        share(value)
+
+
+def test_what_the_errors_advise_works() -> None:
+    assert list(share("a\nb".splitlines())) == ["a", "b"]
+    assert list(share(np.frombuffer(b"ab", np.uint8))) == [97, 98]
+    assert list(share(list(range(3)))) == [0, 1, 2]
+    assert sorted(share([*{1, 2}])) == [1, 2]
+    assert 1 in share(dict.fromkeys({1, 2}))
+    assert list(share(iter({1: 2}.values()))) == [2]
+    assert list(share(collections.deque([1, 2]))) == [1, 2]
+    assert share(np.array(5).reshape(1))[0] == 5
+    assert share(torch.tensor(5).reshape(1))[0] == 5
+
+
+SAVED: dict[str, Callable[[], Any]] = {
+    "as Arrow": lambda: share([1, 2, 3]),
+    "as an image": lambda: share([1, "2"]),
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_errors_of_save_name_the_file_that_was_asked_for(name: str, tmp_path: Path) -> None:
+    store = SAVED[name]()
+    missing = tmp_path / "no folder" / "store.arrow"
+    with pytest.raises(FileNotFoundError) as raised:
+        store.save(missing)
+    assert raised.value.filename == str(missing)
+    assert str(missing) in str(raised.value)
+    folder = tmp_path / "folder.arrow"
+    (folder / "inside").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError, match=r"folder\.arrow'$") as raised_too:
+        store.save(folder)
+    assert raised_too.value.filename == str(folder)
+    assert os.listdir(tmp_path) == ["folder.arrow"]
+    with pytest.raises(NotADirectoryError):
+        (tmp_path / "file").write_text("")
+        store.save(tmp_path / "file" / "store.arrow")
+    long = tmp_path / f"{'é' * 120}.arrow"
+    store.save(long)
+    assert list(open_store(long)) == list(store)
+
+
+def test_errors_while_a_file_is_written_name_it_too(tmp_path: Path) -> None:
+    """As of a full disk; here files may not be larger than a limit."""
+    store = share(np.zeros(1 << 20))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"store\.arrow'$") as raised:
+            store.save(tmp_path / "store.arrow")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert raised.value.errno == errno.EFBIG
+    assert raised.value.filename == str(tmp_path / "store.arrow")
+    assert not os.listdir(tmp_path)

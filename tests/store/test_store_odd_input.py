@@ -1,0 +1,133 @@
+"""Objects that answer oddly, and numbers, keys and graphs at the edges of what stores take."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import resource
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmloader import SharedMemoryExhausted, share
+from shmloader import open as open_store
+from shmloader.host.limits import Headroom
+from shmloader.store import Store, room
+from shmloader.store.walk import share_attributes
+
+
+class Holder:
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
+class NoRepr:
+    def __repr__(self) -> str:
+        raise RuntimeError("no text for this")
+
+
+class Closed(dict[str, int]):
+    """As of a handle to something that has been closed."""
+
+    @property
+    def nbytes(self) -> int:
+        raise RuntimeError("closed")
+
+
+class Unpicklable(str):
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotImplementedError("not this one")
+
+
+def large() -> list[str]:
+    return [f"text {number}" for number in range(30_000)]
+
+
+@pytest.mark.parametrize("other", [{NoRepr(): Holder()}, Closed(a=1)])
+def test_objects_that_raise_when_asked_are_left_alone(other: Any) -> None:
+    shared = share(Holder(texts=large(), other=other))
+    assert isinstance(shared.texts, Store)
+    assert shared.other is other
+
+
+def test_a_list_whose_elements_raise_anything_when_pickled_stays(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    holder = Holder(texts=large(), others=[Unpicklable("x" * 50) for _ in range(30_000)])
+    shared = share(holder)
+    assert isinstance(shared.texts, Store)
+    assert shared.others is holder.others
+    assert "left Holder.others: NotImplementedError: not this one" in caplog.text
+
+
+def test_want_of_descriptors_is_an_error_with_the_limit_and_what_to_do() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = os.dup(0)
+    os.close(highest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest, limits[1]))
+    try:
+        for data in (Holder(array=np.zeros(1 << 17)), [1, 2, 3]):
+            with pytest.raises(OSError, match=rf"as it may: {highest}.*ulimit -n") as raised:
+                share(data)
+            assert raised.value.errno == errno.EMFILE
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_long_chain_of_objects_is_walked_in_little_memory(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    first = link = Holder()
+    for _ in range(20_000):  # the paths of all of them would be 1 GB of text
+        link.then = Holder()
+        link = link.then
+    link.texts = large()
+    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    shared: Any = share_attributes(first)
+    grown_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb
+    assert grown_kb < 200 << 10
+    for _ in range(20_000):
+        shared = shared.then
+    assert isinstance(shared.texts, Store)
+    (record,) = [text for text in caplog.messages if "is now a store" in text]
+    assert len(record) < 1000
+    assert "Holder.then.then" in record
+    assert ".then.texts, a list of" in record
+
+
+@pytest.mark.parametrize("number", [2**63, 2**64 - 1])
+def test_unsigned_row_numbers_do_not_wrap_round(number: int) -> None:
+    store = share([1, 2, 3])
+    with pytest.raises(IndexError, match=rf"row {number} of a store with 3 rows"):
+        store.take(np.array([0, number], np.uint64))
+    assert store.take(np.array([2, 0], np.uint64)).tolist() == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("key", "equal"), [(np.str_("é"), "é"), (np.bytes_(b"a"), b"a"), (np.bool_(True), 1), (np.str_("a"), "a")]
+)
+def test_numpys_keys_are_found_by_pythons_and_the_other_way(key: Any, equal: Any) -> None:
+    assert share({key: 1})[equal] == 1
+    assert share({equal: 1})[key] == 1
+    assert share({(key, 2): 1})[equal, 2] == 1
+
+
+def test_a_dict_that_is_too_large_is_refused_before_a_page_is_touched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small = Headroom(100 << 20, 200 << 20, "a small cgroup")
+    monkeypatch.setattr(room, "memory_headroom", lambda: small)
+    text = "x" * 1000
+    with pytest.raises(SharedMemoryExhausted, match=r"these 200,000 items needs about 2\d\d,\d\d\d,\d\d\d"):
+        share({number: text + str(number % 7) for number in range(200_000)})
+
+
+def test_keys_that_utf8_has_not_are_saved_too(tmp_path: Any) -> None:
+    rows = [{"\ud800": 1}, {"\ud800": 2}]
+    store = share(rows)
+    with pytest.raises(TypeError, match="cannot be given to Arrow"):
+        store.to_arrow()
+    store.save(tmp_path / "odd.arrow")
+    assert list(open_store(tmp_path / "odd.arrow")) == rows

@@ -1,0 +1,470 @@
+"""Sharing what a dataset holds: what is replaced, what stays, and that the original is not touched."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import multiprocessing.context
+import os
+import subprocess
+import sys
+import threading
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, random_split
+from torch.utils.data import DataLoader as TorchLoader
+from walk_datasets import (
+    ROWS,
+    Everything,
+    Frozen,
+    FrozenSlots,
+    Images,
+    Slotted,
+    Stream,
+    WithMethod,
+    make_samples,
+    mapped_stores,
+)
+
+from shmloader import DataLoader, SharedMemoryExhausted
+from shmloader import open as open_store
+from shmloader.store import SharedObject, Store, walk
+from shmloader.store.packing import pack, unpack
+from shmloader.store.walk import LEAST_NBYTES, share_attributes
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+class Holder:
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
+def is_shared_array(value: Any) -> bool:
+    """Whether an array or tensor lies in shared memory."""
+    address = value.data_ptr() if isinstance(value, torch.Tensor) else value.ctypes.data
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        bounds, *_, name = line.split(maxsplit=5)
+        begin, end = (int(bound, 16) for bound in bounds.split("-"))
+        if begin <= address < end:
+            return "shmloader-store" in name
+    return False
+
+
+# What is replaced.
+
+
+def test_a_large_list_becomes_a_store_and_the_original_stays_as_it_was() -> None:
+    original = Images()
+    samples = original.samples
+    shared = share_attributes(original)
+    assert type(shared) is Images
+    assert isinstance(shared.samples, Store)
+    assert shared.samples == samples
+    assert original.samples is samples
+    assert type(samples) is list
+
+
+def test_what_is_small_stays_the_same_object() -> None:
+    original = Images()
+    shared = share_attributes(original)
+    assert shared.classes is original.classes
+    assert shared.size is original.size
+
+
+def test_an_object_with_nothing_large_is_returned_itself(caplog: pytest.LogCaptureFixture) -> None:
+    small = Images(10)
+    with caplog.at_level(logging.INFO, "shmloader"):
+        assert share_attributes(small) is small
+    assert f"nothing that can be shared in Images is as large as {LEAST_NBYTES:,} bytes" in caplog.text
+
+
+def test_the_least_size_can_be_chosen() -> None:
+    assert isinstance(share_attributes(Images(10), least_nbytes=100).samples, Store)
+
+
+def test_tuples_and_dicts_of_data_become_stores() -> None:
+    rows = tuple(make_samples())
+    table = {f"key {number}": number for number in range(ROWS)}
+    shared = share_attributes(Holder(rows=rows, table=table))
+    assert isinstance(shared.rows, Store)
+    assert shared.rows == rows
+    assert isinstance(shared.table, SharedObject)
+    assert shared.table == table
+    assert shared.table["key 77"] == 77
+
+
+def test_arrays_stay_arrays_and_read_only() -> None:
+    array = np.arange(1 << 18, dtype=np.float64).reshape(-1, 4)
+    shared = share_attributes(Holder(array=array)).array
+    assert isinstance(shared, np.ndarray)
+    assert shared.dtype == array.dtype
+    assert np.array_equal(shared, array)
+    assert type(shared[3]) is type(array[3])
+    assert is_shared_array(shared)
+    with pytest.raises(ValueError, match="read-only"):
+        shared[0] = 1
+    with pytest.raises(TypeError, match="item assignment"):
+        share_attributes(Images()).samples[0] = None
+
+
+def test_a_tensor_dataset_holds_tensors_over_shared_memory() -> None:
+    original = TensorDataset(torch.randn(ROWS, 16), torch.arange(ROWS))
+    shared = share_attributes(original)
+    assert type(shared.tensors) is tuple
+    features, numbers = shared.tensors
+    assert isinstance(features, torch.Tensor)
+    assert torch.equal(features, original.tensors[0])
+    assert is_shared_array(features)
+    assert not is_shared_array(original.tensors[0])
+    assert numbers is original.tensors[1]  # 160 kB are not worth it
+    assert len(shared) == ROWS
+    assert all(map(torch.equal, shared[5], original[5]))
+    assert type(shared[5][0]) is torch.Tensor
+
+
+# Where it looks.
+
+
+@pytest.mark.parametrize(
+    ("wrap", "find"),
+    [
+        (lambda d: Subset(d, range(5)), lambda w: w.dataset),
+        (lambda d: ConcatDataset([Images(1), d]), lambda w: w.datasets[1]),
+        (lambda d: StackDataset(d, d), lambda w: w.datasets[0]),
+        (lambda d: StackDataset(one=d), lambda w: w.datasets["one"]),
+        (lambda d: random_split(d, [0.5, 0.5])[0], lambda w: w.dataset),
+        (lambda d: Holder(by_name={"train": [d]}), lambda w: w.by_name["train"][0]),
+        (lambda d: Holder(pair=Pair(1, d)), lambda w: w.pair.right),
+        (lambda d: Holder(call=functools.partial(getattr, d, name=1)), lambda w: w.call.args[0]),
+        (lambda d: Holder(read=d.__getitem__), lambda w: w.read.__self__),
+        (lambda d: Holder(deep=Holder(deep=Holder(deep=d))), lambda w: w.deep.deep.deep),
+    ],
+    ids="subset concat stack stack-dict split dict-of-lists namedtuple partial method deep".split(),
+)
+def test_nested_datasets_are_found(wrap: Any, find: Any) -> None:
+    original = wrap(Images())
+    shared = share_attributes(original)
+    assert type(shared) is type(original)
+    assert isinstance(find(shared).samples, Store)
+    assert type(find(original).samples) is list
+    assert find(shared)[7] == find(original)[7]
+
+
+def test_the_indices_of_a_subset_are_shared_too() -> None:
+    shared = share_attributes(Subset(Images(10), list(range(10)) * ROWS))
+    assert isinstance(shared.indices, Store)
+    assert shared[11] == Images(10)[1]
+
+
+@pytest.mark.parametrize("kind", [Frozen, FrozenSlots])
+def test_frozen_dataclasses_are_copied(kind: Any) -> None:
+    shared = share_attributes(kind(make_samples()))
+    assert type(shared) is kind
+    assert isinstance(shared.samples, Store)
+    assert shared.name == "frozen"
+
+
+def test_slots_are_followed_hidden_and_unset_ones_too() -> None:
+    original = Slotted()
+    shared = share_attributes(original)
+    assert isinstance(shared.samples, Store)
+    assert isinstance(shared.hidden(), Store)
+    assert shared.hidden() == original.hidden()
+    assert not hasattr(shared, "empty")
+
+
+def test_a_bound_method_is_bound_to_the_copy() -> None:
+    """Else it would keep the original's list alive, and take it to every worker."""
+    shared = share_attributes(WithMethod())
+    assert shared.read.__self__ is shared
+    assert shared.read(3) == "folder/image-3.jpeg"
+
+
+def test_a_few_large_containers_are_shared_one_by_one() -> None:
+    """A mapping of two long lists as one store would rebuild a list at each access."""
+    splits = {"train": make_samples(), "valid": make_samples(), "name": "images"}
+    arrays = [np.zeros(1 << 18), np.ones(1 << 18)]
+    shared = share_attributes(Holder(splits=splits, arrays=arrays))
+    assert type(shared.splits) is dict
+    assert isinstance(shared.splits["train"], Store)
+    assert shared.splits["name"] == "images"
+    assert type(shared.arrays) is list
+    assert all(map(is_shared_array, shared.arrays))
+
+
+# References.
+
+
+def test_what_is_referred_to_twice_is_shared_once() -> None:
+    samples = make_samples()
+    dataset = Images()
+    shared = share_attributes(Holder(a=samples, b=samples, c=dataset, d=[dataset]))
+    assert shared.a is shared.b
+    assert shared.c is shared.d[0]
+
+
+def test_cycles_are_followed_once() -> None:
+    one, other = Holder(samples=make_samples()), Holder()
+    one.other, other.one = other, one
+    one.everything = [one, (other, {"one": one})]
+    shared = share_attributes(one)
+    assert isinstance(shared.samples, Store)
+    assert shared.other.one is shared
+    assert shared.everything[0] is shared
+    assert shared.everything[1][0] is shared.other
+    assert shared.everything[1][1]["one"] is shared
+    assert one.other.one is one
+
+
+def test_a_tuple_in_a_cycle_is_copied_once() -> None:
+    one = Holder(samples=make_samples())
+    one.pair = Pair((one,), one)
+    one.again = one.pair
+    shared = share_attributes(one)
+    assert shared.pair is shared.again
+    assert shared.pair.left[0] is shared
+
+
+def test_what_leads_to_nothing_shared_is_not_copied() -> None:
+    beside = Holder(numbers=[1, 2, 3])
+    shared = share_attributes(Holder(images=Images(), beside=beside))
+    assert shared.beside is beside
+
+
+def test_a_deep_copy_of_the_result_is_over_the_same_memory() -> None:
+    shared = share_attributes(Everything())
+    copied = copy.deepcopy(shared)
+    assert copied is not shared
+    assert copied.samples is shared.samples
+    for name in ("features", "weights"):
+        assert is_shared_array(getattr(copied, name))
+
+
+def test_sharing_again_changes_nothing() -> None:
+    shared = share_attributes(Everything())
+    assert share_attributes(shared) is shared
+
+
+# What stays.
+
+
+class Text(list):  # type: ignore[type-arg]
+    pass
+
+
+def test_what_may_be_more_than_data_stays(tmp_path: Any) -> None:
+    memmap = np.memmap(tmp_path / "data", np.uint8, "w+", shape=LEAST_NBYTES * 2)
+    stays = {
+        "subclass": Text(make_samples()),
+        "objects": np.array([str(number) for number in range(ROWS * 10)], object),
+        "memmap": memmap,
+        "module": torch.nn.BatchNorm1d(1 << 20),
+        "parameter": torch.nn.Parameter(torch.zeros(1000, 1000)),
+        "learnt": torch.zeros(1000, 1000, requires_grad=True),
+        "sparse": torch.zeros(1000, 1000).to_sparse(),
+        "threads": [threading.Lock() for _ in range(ROWS)],
+        "thread": threading.Thread(target=print, args=make_samples(2)),
+        "function": make_samples,
+        "kind": Images,
+        "set": set(range(ROWS * 10)),
+    }
+    original = Holder(**stays, samples=make_samples())
+    shared = share_attributes(original)
+    for name, value in stays.items():
+        assert getattr(shared, name) is value, name
+
+
+def test_a_container_that_cannot_be_represented_stays_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """The sampled elements are data, another one is not."""
+    mixed: list[Any] = make_samples()
+    mixed[1] = threading.Lock()
+    original = Holder(mixed=mixed, samples=make_samples())
+    with caplog.at_level(logging.INFO, "shmloader"):
+        shared = share_attributes(original)
+    assert shared.mixed is mixed
+    assert isinstance(shared.samples, Store)
+    assert "left Holder.mixed: " in caplog.text
+
+
+def test_want_of_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not taken for a container that cannot be represented."""
+
+    def exhausted(*_: Any, **__: Any) -> Any:
+        raise SharedMemoryExhausted("too big")
+
+    monkeypatch.setattr(walk, "write_store", exhausted)
+    with pytest.raises(SharedMemoryExhausted):
+        share_attributes(Images())
+
+
+@pytest.mark.parametrize("root", [5, "text", None, print, np.float32(3), Images])
+def test_what_has_no_attributes_to_look_at_is_refused(root: Any) -> None:
+    with pytest.raises(TypeError, match="share takes sequences"):
+        share_attributes(root)
+
+
+def test_what_was_done_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "shmloader"):
+        shared = share_attributes(ConcatDataset([Images()]))
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "ConcatDataset.datasets[0].samples, a list" in line
+    assert f"{ROWS:,} rows" in line
+    assert f"{shared.datasets[0].samples.nbytes:,} bytes" in line
+
+
+# To workers.
+
+
+def test_a_shared_dataset_is_a_small_message_to_a_spawned_worker() -> None:
+    class Popen:
+        """What pickling asks for while a process is being started."""
+
+        DupFd = staticmethod(int)
+
+        def duplicate_for_child(self, fd: int) -> int:
+            return fd
+
+    shared = share_attributes(Everything())
+    multiprocessing.context.set_spawning_popen(Popen())
+    try:
+        assert len(ForkingPickler.dumps(shared)) < 16_000
+    finally:
+        multiprocessing.context.set_spawning_popen(None)
+
+
+# torch says so of any read-only array that becomes a tensor.
+may_warn_of_read_only = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+
+
+@may_warn_of_read_only
+def test_workers_read_the_same_memory_and_batches_are_torchs(start_method: str) -> None:
+    inherited = mapped_stores() if start_method == "fork" else 0
+    original = Everything()
+    loader = DataLoader(
+        original,
+        batch_size=ROWS // 4,
+        num_workers=1,
+        multiprocessing_context=start_method,
+        share_dataset=True,
+    )
+    expected = TorchLoader(
+        [{"path": p, "label": n} for p, n in map(Images().__getitem__, range(ROWS))], ROWS // 4
+    )
+    memory = os.fstat(loader.dataset.samples.buffer.fd).st_ino
+    for number, (batch, wanted) in enumerate(zip(loader, expected, strict=True)):
+        rows = slice(number * (ROWS // 4), (number + 1) * (ROWS // 4))
+        assert torch.equal(batch["path"], wanted["path"])
+        assert torch.equal(batch["label"], wanted["label"])
+        assert torch.equal(batch["feature"], torch.from_numpy(original.features[rows]))
+        assert torch.equal(batch["weight"], original.weights[rows])
+        assert batch["memory"][0] == memory
+        # One mapping, and one descriptor, for all three attributes; others were there before.
+        assert batch["mapped"][0] == 1 + inherited
+    loader.close()
+
+
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
+def test_a_hundred_attributes_take_one_descriptor(start_method: str) -> None:
+    script = str(Path(__file__).parents[1] / "few_descriptors.py")
+    command = ["sh", "-c", 'ulimit -n 64 && exec "$@"', "sh", sys.executable, script, start_method]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["limit", "64", "descriptors", "1", "read", "True"], done.stderr
+
+
+def test_stores_of_one_buffer_are_stores_like_any_other(tmp_path: Any) -> None:
+    """Each describes its own part, is saved by itself, and keeps what it needs of the memory alive."""
+    shared = share_attributes(Everything())
+    whole = shared.samples.buffer.whole
+    assert shared.features.store.buffer.whole is whole
+    parts = [shared.samples, shared.features.store, shared.weights.store]
+    assert sum(part.nbytes for part in parts) <= whole.nbytes < sum(part.nbytes for part in parts) + 3 * 4096
+    assert [part.describe().nbytes for part in parts] == [part.nbytes for part in parts]
+    for number, part in enumerate(parts):
+        part.save(tmp_path / f"{number}.arrow")
+        opened = open_store(tmp_path / f"{number}.arrow")
+        assert len(opened) == ROWS
+        assert str(opened[-1]) == str(part[-1])
+    pickled, buffers = pack(shared)
+    assert buffers == [whole]
+    again = unpack(pickled, buffers)
+    assert again.samples == shared.samples
+    samples = shared.samples
+    del shared, parts, whole, again, buffers
+    assert list(samples) == make_samples()
+
+
+def test_what_cannot_be_shared_leaves_its_memory_to_the_next(caplog: pytest.LogCaptureFixture) -> None:
+    mixed: list[Any] = [f"text {number}" for number in range(100_000)]
+    mixed[-3] = threading.Lock()
+    shared = share_attributes(Holder(mixed=mixed, samples=make_samples()))
+    assert shared.mixed is mixed
+    assert shared.samples == make_samples()
+    assert shared.samples.buffer.begin == 0
+    assert shared.samples.buffer.whole.nbytes == shared.samples.nbytes
+
+
+def test_a_loader_shares_its_dataset_when_it_is_made() -> None:
+    original = Images()
+    loader = DataLoader(original, batch_size=100, share_dataset=True)
+    assert isinstance(loader.dataset.samples, Store)
+    assert type(original.samples) is list
+    assert all(map(torch.equal, next(iter(loader)), next(iter(TorchLoader(original, 100)))))
+    assert DataLoader(original).dataset is original
+
+
+@may_warn_of_read_only
+@pytest.mark.parametrize("dataset", [make_samples(), np.zeros((ROWS, 8)), torch.zeros(ROWS, 8)])
+def test_a_plain_container_as_dataset_becomes_a_store(dataset: Any) -> None:
+    loader = DataLoader(dataset, batch_size=7, share_dataset=True)
+    assert isinstance(loader.dataset, Store)
+    assert len(loader.dataset) == len(dataset)
+    assert str(next(iter(loader))) == str(next(iter(TorchLoader(dataset, 7))))
+
+
+def test_a_dataset_without_anything_to_share_is_taken_as_it_is() -> None:
+    numbers = range(10)
+    assert DataLoader(numbers, share_dataset=True).dataset is numbers
+
+
+def test_an_iterable_dataset_is_shared_too() -> None:
+    loader = DataLoader(
+        Stream(), batch_size=ROWS, num_workers=1, share_dataset=True, multiprocessing_context="fork"
+    )
+    assert isinstance(loader.dataset.samples, Store)
+    (batch,) = loader
+    assert batch.tolist() == [number % 10 for number in range(ROWS)]
+
+
+def test_a_loader_made_from_the_attributes_of_another_shares_nothing_again() -> None:
+    """ignite and Lightning rebuild loaders from their public attributes."""
+    loader = DataLoader(Images(), share_dataset=True)
+    public = {name: value for name, value in vars(loader).items() if not name.startswith("_")}
+    assert public["share_dataset"] is True
+    for name in ("sampler", "batch_size", "drop_last"):
+        del public[name]
+    assert DataLoader(**public).dataset is loader.dataset
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        lambda i: {"image": i, "objects": [{"outline": [[[1.0 * i, 2.0], [1.0, 2.0]]], "box": [1, 2, 3, 4]}]},
+        lambda i: {"a": {"b": {"c": {"d": {"e": [i] * 20}}}}},
+        lambda i: {"tags": {i, i + 1}, "kinds": frozenset({i})},
+    ],
+)
+def test_rows_of_nested_data_are_shared(row: Any) -> None:
+    dataset = Subset([row(i) for i in range(9000)], range(10))
+    shared = walk.share_for_loader(dataset)
+    assert isinstance(shared.dataset, Store)
+    assert shared.dataset[8999] == row(8999)

@@ -1,0 +1,104 @@
+"""Processes that are forked beside worker threads, or in them, have no part in these or their slots."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import loading
+import pytest
+import torch
+from thread_loaders import threads
+from torch.utils.data import get_worker_info
+
+from shmloader import DataLoader, LoaderClosed
+from shmloader.codec.slot_writer import current_writer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),  # Python 3.12
+]
+
+
+def run_in_child(function: Callable[[], str]) -> str:
+    """Fork, run a function in the child, and give what it returns."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            text = function()
+        except BaseException as error:
+            text = repr(error)
+        os.write(write, text.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as file:
+        text = file.read()
+    os.waitpid(pid, 0)
+    return text
+
+
+def test_a_forked_child_has_no_workers_and_the_parent_keeps_its_own() -> None:
+    """next() in the child says so; nothing there waits for threads that it does not have."""
+    with threads(loading.Numbered(12), batch_size=1, num_workers=2) as loader:
+        iterator = iter(loader)
+        seen = [next(iterator)]
+
+        def go_on() -> str:
+            try:
+                next(iterator)
+            except LoaderClosed as error:
+                loader.close()
+                return str(error)
+            return "no error"
+
+        assert "threads of the process that this one was forked from" in run_in_child(go_on)
+        seen += iterator
+        assert torch.cat(seen)[:, 0].tolist() == list(range(12))
+
+
+class Forks(loading.Numbered):
+    """A sample is what a process that it forks says of its worker."""
+
+    def __getitem__(self, index: int) -> Any:
+        def ask() -> str:
+            outer = get_worker_info().id
+            # As torch's worker processes do.
+            torch.utils.data._utils.worker._worker_info = "inner"  # type: ignore[attr-defined]
+            return f"{outer} {get_worker_info()}"
+
+        return index % 2, run_in_child(ask)
+
+
+def test_a_process_that_a_sample_forks_has_its_worker_info() -> None:
+    """As one that is forked in a worker process has, until it is a worker itself."""
+    with threads(Forks(4), batch_size=None, num_workers=2) as loader:
+        assert list(loader) == [[0, "0 inner"], [1, "1 inner"]] * 2
+
+
+def refuse_a_writer(worker_id: int) -> None:
+    """A ``worker_init_fn`` that is to have nobody's slot to write to."""
+    if current_writer() is not None:
+        raise AssertionError("the slot of the thread that started this process")
+
+
+class Loads(loading.Numbered):
+    """A sample is what a loader with a worker process gives."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        inner = DataLoader(
+            loading.Numbered(3),
+            batch_size=3,
+            num_workers=1,
+            multiprocessing_context="fork",
+            worker_init_fn=refuse_a_writer,
+        )
+        return next(iter(inner)) + index
+
+
+def test_a_sample_may_load_with_worker_processes() -> None:
+    """They have no part in the thread's slot."""
+    with threads(Loads(2), batch_size=2, num_workers=1) as loader:
+        (batch,) = loader
+    assert batch[:, :, 0].tolist() == [[0, 1, 2], [1, 2, 3]]

@@ -1,0 +1,142 @@
+"""Worker threads write to slots of their own: what is kept never changes, nor does collation elsewhere."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import loading
+import numpy as np
+import pytest
+import torch
+from parity.compare import differences
+from thread_datasets import Meeting, Mixed
+from thread_loaders import threads
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import default_collate
+
+from shmloader import SpillWarning
+from shmloader.shared_memory import new_segment
+from shmloader.supervisor.revocable import SegmentGate
+from shmloader.worker.collate import install_slot_collate
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+# --- slots
+
+
+def test_kept_batches_do_not_change_and_slots_are_used_again(loader_backend: str) -> None:
+    """Every fourth batch is kept, the rest is dropped; they grow, and change hands between threads."""
+    sizes = [1 + (7 * i) % 50 * 100 for i in range(240)]
+    kept = []
+    with threads(
+        loading.Growing(sizes), batch_size=1, num_workers=3, memory_budget_nbytes=64 << 20
+    ) as loader:
+        iterator = iter(loader)
+        for place, batch in enumerate(iterator):
+            if place % 4 == 0:
+                kept.append((place, batch, batch.clone()))
+            del batch
+        assert loader.statistics().spills == 0
+        assert loader.statistics().slots_leased == len(kept) == 60
+    for place, batch, copy in kept:
+        assert torch.equal(batch, copy)
+        assert batch.tolist() == [[place] * sizes[place]]
+
+
+@pytest.mark.parametrize("keeps", [loading.KeepsBatches, loading.SendsAgain])
+def test_what_a_thread_keeps_of_a_batch_does_not_change(loader_backend: str, keeps: Any) -> None:
+    """The collate function looks, at each batch, at all that it has kept."""
+    with threads(loading.Numbered(120), batch_size=3, num_workers=1, collate_fn=keeps()) as loader:
+        batches = [batch if torch.is_tensor(batch) else batch[0] for batch in loader]
+        assert torch.cat(batches)[:, 0].tolist() == list(range(120))
+        assert loader.statistics().detached > 0
+
+
+def test_batches_beyond_the_budget_come_in_parts(loader_backend: str) -> None:
+    """And index batches that do not fit in a record through the slot."""
+    sizes = [40_000 if i == 17 else 8 for i in range(64)]
+    with (
+        threads(loading.Growing(sizes), batch_size=1, num_workers=2, memory_budget_nbytes=100_000) as loader,
+        pytest.warns(SpillWarning),
+    ):
+        shapes = [len(batch[0]) for batch in loader]
+    assert shapes == sizes
+    order = list(torch.randperm(3000, generator=torch.Generator().manual_seed(1)).numpy())
+    with threads(
+        loading.Numbered(3000, items=1), batch_sampler=[order[:1500], order[1500:]], num_workers=2
+    ) as loader:
+        assert torch.cat(list(loader))[:, 0].tolist() == order
+
+
+def test_slots_are_inspected_in_threads_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With SHMLOADER_DEBUG=1: batches that are right pass, and held ones are listed."""
+    monkeypatch.setenv("SHMLOADER_DEBUG", "1")
+    with threads(Mixed(30), batch_size=2, num_workers=2) as loader:
+        iterator = iter(loader)
+        held = list(iterator)
+        assert not differences(held, list(TorchLoader(Mixed(30), batch_size=2)))
+        assert len(loader.statistics().oldest_leases) == 5
+
+
+def test_collation_in_other_threads_stays_torchs() -> None:
+    """While worker threads collate into slots, and after: dtypes that differ, and gradients."""
+    meeting = Meeting(4, 2)
+
+    def check() -> None:
+        joined = default_collate([torch.tensor([1]), torch.tensor([2.5])])
+        assert joined.dtype == torch.float32
+        assert default_collate([torch.ones(2, requires_grad=True)] * 2).grad_fn is not None
+        assert not default_collate([torch.ones(2)] * 2).is_shared()
+
+    with threads(meeting, batch_size=1, num_workers=1) as loader:
+        iterator = iter(loader)
+        check()
+        meeting.barrier.wait(30)
+        next(iterator)
+        check()
+        meeting.barrier.abort()
+    check()
+    # And a worker process that is forked now still collates in the quick way.
+    assert install_slot_collate(default_collate, in_thread=True) is not default_collate
+
+
+def test_memory_that_is_detached_never_reads_as_anything_else() -> None:
+    """Other threads may be reading a batch that a collate function keeps, in the very moment."""
+    segment = new_segment()
+    nbytes = 1 << 20
+    version, nbytes = segment.reserve(0, 0, 0, nbytes)
+    wrong: list[int] = []
+    for _ in range(60):
+        extent = segment.map(0, version, nbytes)
+        array = np.frombuffer(extent.buffer, np.uint8)
+        array[:] = 5
+        begun, stop = threading.Event(), threading.Event()
+
+        def read(array: Any = array, begun: Any = begun, stop: Any = stop) -> None:
+            while not stop.is_set():
+                if not (array[::4096] == 5).all() or array[-1] != 5:
+                    wrong.append(1)
+                begun.set()
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        begun.wait(30)
+        extent.detach()
+        stop.set()
+        reader.join(30)
+        np.frombuffer(segment.map(0, version, nbytes).buffer, np.uint8)[:] = 9
+        assert (array == 5).all()
+    segment.close(1)
+    assert not wrong
+
+
+def test_what_only_the_iterator_may_do_is_refused_to_a_thread() -> None:
+    """A thread that closed the segment would take the slots from all; and none is replaced."""
+    segment = new_segment()
+    gate = SegmentGate(segment)
+    for refused in (lambda: gate.close(1), lambda: gate.forget_newer(0, 0)):
+        with pytest.raises(NotImplementedError, match="only the iterator"):
+            refused()
+    segment.close(0)
