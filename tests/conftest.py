@@ -1,4 +1,4 @@
-"""Fixtures for every test: the leak guard, and the start methods, backends and cores that tests run under.
+"""Fixtures for every test: the leak guard, and the start methods and cores that tests run under.
 
 The leak guard holds the whole suite to one promise: what a test starts, opens or allocates is gone
 when the test ends. It compares the process before and after and names what stayed.
@@ -330,13 +330,6 @@ def start_method(request: pytest.FixtureRequest, warm_helpers: None) -> str:
     """Each way of starting a worker that this platform has."""
     if request.param not in multiprocessing.get_all_start_methods():
         pytest.skip(f"no {request.param} here")
-    return request.param
-
-
-@pytest.fixture(params=["memfd", "portable"])
-def loader_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each kind of segment: anonymous memory, and the named shared memory of other platforms."""
-    monkeypatch.setenv("SHMLOADER_SEGMENT", request.param)
     return request.param
 
 

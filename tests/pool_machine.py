@@ -40,13 +40,13 @@ class PoolMachine(RuleBasedStateMachine):
     def publish(self, nbytes: int, which: int) -> None:
         slot = self.granted.pop(which % len(self.granted))
         nbytes = min(nbytes, slot.limit_nbytes)
-        version, reserved = slot.version, slot.nbytes
+        reserved = slot.nbytes
         if nbytes > reserved:
-            version, reserved = self.segment.reserve(slot.number, version, reserved, nbytes)
+            reserved = self.segment.reserve(slot.number, reserved, nbytes)
         self.number += 1
-        extent = self.segment.map(slot.number, version, reserved)
+        extent = self.segment.map(slot.number, reserved)
         np.frombuffer(extent.buffer, np.uint8)[:nbytes] = self.number % 256
-        self.pool.publish(slot, version, reserved, nbytes)
+        self.pool.publish(slot, reserved, nbytes)
         self.published.append((slot, nbytes, self.number % 256))
 
     @precondition(lambda self: self.published)
@@ -71,7 +71,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def abandon_epoch(self) -> None:
         for slot in self.granted:
-            self.pool.publish(slot, slot.version, slot.nbytes, 0)
+            self.pool.publish(slot, slot.nbytes, 0)
             self.pool.give_back(slot)
         self.granted.clear()
         self.pool.trim()

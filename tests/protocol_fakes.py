@@ -31,8 +31,8 @@ class Sleeper(Protocol):
 class _Memory:
     """A slot's memory, as much of `segment.Extent` as the pool uses."""
 
-    def __init__(self, nbytes: int, version: int) -> None:
-        self.nbytes, self.version = nbytes, version
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
         self.buffer = bytearray(nbytes)
         self.view = memoryview(self.buffer)
 
@@ -43,22 +43,19 @@ class Segment:
     def __init__(self) -> None:
         self.memory: dict[int, _Memory] = {}
 
-    def reserve(self, slot: int, version: int, held_nbytes: int, nbytes: int) -> tuple[int, int]:
-        return version, whole_pages(nbytes)
+    def reserve(self, slot: int, held_nbytes: int, nbytes: int) -> int:
+        return whole_pages(nbytes)
 
-    def map(self, slot: int, version: int, nbytes: int) -> _Memory:
+    def map(self, slot: int, nbytes: int) -> _Memory:
         memory = self.memory.get(slot)
         if memory is None or memory.nbytes != nbytes:
-            memory = self.memory[slot] = _Memory(nbytes, version)
+            memory = self.memory[slot] = _Memory(nbytes)
         return memory
 
-    def discard(self, slot: int, version: int, nbytes: int) -> None:
+    def discard(self, slot: int, nbytes: int) -> None:
         self.memory.pop(slot, None)
 
-    def forget_newer(self, slot: int, version: int) -> None:
-        pass
-
-    def close(self, slots: int) -> None:
+    def close(self) -> None:
         self.memory.clear()
 
 

@@ -328,5 +328,5 @@ def _fill(world: World, slot: int, full_of: int) -> World:
 
 def _done(kind: int, task: Task, *, flags: int = 0, offset: int = 0, nbytes: int = 0) -> bytes:
     reserved = max(task.slot_nbytes, PAGE_NBYTES)
-    fields = kind, flags, task.generation, task.seq, task.slot, task.version, reserved, offset, nbytes, 0
+    fields = kind, flags, task.generation, task.seq, task.slot, reserved, offset, nbytes, 0
     return pack_done(*fields)

@@ -139,14 +139,14 @@ def examine(batch_nbytes: int | None, workers: int | None, limit_s: float) -> Re
         other_start_method=method if method != default else "",
     )
     advice = advise(room, batch_nbytes, workers)
-    segment_check, segment = check_segment()
+    segment_check = check_segment()
     checks = [
         check_versions(),
         check_start_method(),
         check_cores(usable, workers or advice.num_workers),
         check_memory(memory, advice),
         segment_check,
-        check_shm_mount(segment, advice),
+        check_shm_mount(),
         check_huge_pages(),
         check_pidfd(),
         check_open_files(room.descriptors, workers or advice.num_workers),

@@ -32,7 +32,7 @@ from shmloader.host.limits import (
     oom_kills,
     open_files,
 )
-from shmloader.shared_memory import HUGE_NBYTES, MemfdSegment, Segment, new_segment
+from shmloader.shared_memory import HUGE_NBYTES, MemfdSegment
 from shmloader.slots import RETAINED_SLOTS
 
 Status = Literal["ok", "warning", "fail"]
@@ -174,59 +174,46 @@ def check_memory(room: Headroom, advice: Advice) -> Check:
     return Check("memory", "memory", status, found, change, values)
 
 
-def check_shm_mount(segment: Segment | None, advice: Advice) -> Check:
-    """The tmpfs that named shared memory lives in, which only the portable segment uses."""
-    used_by_us = segment is not None and not isinstance(segment, MemfdSegment)
-    mounted = os.path.ismount(_SHM)
-    usage = shutil.disk_usage(_SHM) if mounted else None
-    free = usage and usage.free
-    found = (
-        f"{format_nbytes(usage.total)}, {format_nbytes(free)} free"
-        if usage
-        else f"nothing is mounted at {_SHM}"
-    )
-    found += "; shmloader's memory does not depend on it" * (not used_by_us)
+def check_shm_mount() -> Check:
+    """The tmpfs that named shared memory lives in; shmloader's memory does not."""
+    usage = shutil.disk_usage(_SHM) if os.path.ismount(_SHM) else None
+    found = f"nothing is mounted at {_SHM}"
+    if usage is not None:
+        found = f"{format_nbytes(usage.total)}, {format_nbytes(usage.free)} free"
     values: dict[str, Value] = {
-        "mounted": mounted,
+        "mounted": usage is not None,
         "total_nbytes": usage and usage.total,
-        "free_nbytes": free,
-        "used_by_shmloader": used_by_us,
+        "free_nbytes": usage and usage.free,
     }
     status: Status = "ok"
     change = ""
-    if used_by_us and (free is None or free < (advice.slots_nbytes or _TRIED_NBYTES)):
-        status = "fail"
-        change = "unset SHMLOADER_SEGMENT, or make the mount larger (docker run --shm-size)"
-    elif usage is None and sys.platform == "linux":
+    if usage is None and sys.platform == "linux":
         status = "warning"
         change = "multiprocessing's locks and torch's share_memory_() need it: mount a tmpfs there"
+    found += "; shmloader's memory does not depend on it"
     return Check("shm_mount", _SHM, status, found, change, values)
 
 
-def check_segment() -> tuple[Check, Segment | None]:
+def check_segment() -> Check:
     """Make a segment, reserve, map and write it, and read it back through a second mapping."""
     try:
-        segment = new_segment()
+        segment = MemfdSegment()
         try:
-            version, nbytes = segment.reserve(0, 0, 0, _TRIED_NBYTES)
-            written = segment.map(0, version, nbytes)
+            nbytes = segment.reserve(0, 0, _TRIED_NBYTES)
+            written = segment.map(0, nbytes)
             written.view[:] = bytes(range(256)) * (nbytes // 256)
-            intact = segment.map(0, version, nbytes).view == written.view
+            intact = segment.map(0, nbytes).view == written.view
         finally:
-            segment.close(1)
+            segment.close()
     except (AttributeError, OSError, RuntimeError, ValueError) as error:
-        change = (
-            "allow memfd_create, fallocate and shared mappings (a seccomp profile may forbid them), or set "
-            "SHMLOADER_SEGMENT=portable"
-        )
-        return Check("segment", "shared memory", "fail", f"{type(error).__name__}: {error}", change), None
-    kind = "memfd" if isinstance(segment, MemfdSegment) else "portable"
-    found = f"{kind}: {format_nbytes(nbytes)} reserved, mapped twice, written and read back"
-    values: dict[str, Value] = {"kind": kind, "tried_nbytes": nbytes}
+        change = "allow memfd_create, fallocate and shared mappings (a seccomp profile may forbid them)"
+        return Check("segment", "shared memory", "fail", f"{type(error).__name__}: {error}", change)
+    found = f"memfd: {format_nbytes(nbytes)} reserved, mapped twice, written and read back"
+    values: dict[str, Value] = {"tried_nbytes": nbytes}
     if not intact:
         change = "report this, with the platform: the two mappings do not show the same memory"
-        return Check("segment", "shared memory", "fail", f"{kind} does not share", change, values), None
-    return Check("segment", "shared memory", "ok", found, values=values), segment
+        return Check("segment", "shared memory", "fail", "a memfd does not share", change, values)
+    return Check("segment", "shared memory", "ok", found, values=values)
 
 
 def check_pidfd() -> Check:

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from shmloader import DataLoader
 from shmloader.host.limits import open_files
-from shmloader.shared_memory import PAGE_NBYTES, new_segment
+from shmloader.shared_memory import PAGE_NBYTES, MemfdSegment
 
 BATCHES = 8
 WORKERS = {"load": 1, "load-with-two": 2}
@@ -87,9 +87,9 @@ def register() -> dict[str, Any]:
     """
     if not torch.cuda.is_available():
         return {"available": False}
-    segment = new_segment()
-    version, nbytes = segment.reserve(0, 0, 0, 4 * PAGE_NBYTES)
-    extent = segment.map(0, version, nbytes)
+    segment = MemfdSegment()
+    nbytes = segment.reserve(0, 0, 4 * PAGE_NBYTES)
+    extent = segment.map(0, nbytes)
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = cudart.cudaHostRegister(extent.address, nbytes, 0)
     answer = {"available": True, "device": torch.cuda.get_device_name(), "registered": int(code) == 0}
@@ -98,8 +98,8 @@ def register() -> dict[str, Any]:
         cudart.cudaHostUnregister(extent.address)
     else:
         answer["error"] = str(cudart.cudaGetErrorString(code))
-    segment.discard(0, version, nbytes)
-    segment.close(1)
+    segment.discard(0, nbytes)
+    segment.close()
     return answer
 
 

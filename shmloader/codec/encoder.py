@@ -66,7 +66,7 @@ class Encoder:
         """
         header = self._known_header(batch)
         if header is not None:
-            return self._commit(header, self._writer.cursor)
+            return self._commit(header)
         try:
             header = self._new_header(batch)
             if header is None:
@@ -75,7 +75,7 @@ class Encoder:
                 self._whole = None
                 self._pickler.dump(batch)
                 header = _join(self._leaves, self._file.getvalue())
-            return self._commit(header, self._writer.cursor)
+            return self._commit(header)
         finally:
             # The memo and the copies refer to the batch, which must be free to die now.
             self._pickler.clear_memo()
@@ -136,13 +136,13 @@ class Encoder:
         header = _join([item for item in key if type(item) is Leaf], pickle_marked(_marked(batch)))
         return header + pickle.dumps(rest, 5) if rest else header
 
-    def _commit(self, header: bytes, written_nbytes: int) -> Encoded:
+    def _commit(self, header: bytes) -> Encoded:
         """Make room, move in what lies elsewhere, write the header."""
         writer = self._writer
         offset = writer.place(len(header))
         total = offset + len(header)
         image = None
-        if writer.ensure(total, written_nbytes):
+        if writer.ensure(total):
             view = writer.view()
         else:
             image = np.empty(total, np.uint8)

@@ -130,7 +130,6 @@ class SlotWriter:
         self._anchored: Extent | None = None  # what the anchor lies over: the slot may grow after it
         self._here: _Mapped | None = None
         self.slot = 0
-        self.version = 0
         self.nbytes = 0
         self.limit_nbytes = 0
         self._may_refuse = True  # False once this task's batch was refused or spilled
@@ -138,14 +137,14 @@ class SlotWriter:
         self.collated: object = None  # the batch, if it was made of outputs in new built-in containers
         self.recipe: Recipe | None = None  # what it was made by
 
-    def begin(self, slot: int, version: int, nbytes: int, limit_nbytes: int) -> None:
+    def begin(self, slot: int, nbytes: int, limit_nbytes: int) -> None:
         """Take the slot that a task grants; see `Task` for the arguments."""
-        self.slot, self.version, self.nbytes = slot, version, nbytes
+        self.slot, self.nbytes = slot, nbytes
         self.limit_nbytes = max(nbytes, limit_nbytes)
         self.cursor = 0
         self._may_refuse = True
         here = self._mapped.get(slot)
-        if here is None or here.extent.nbytes != nbytes or here.extent.version != version:
+        if here is None or here.extent.nbytes != nbytes:
             here = self._mapped[slot] = _Mapped(self._map_some(nbytes))
             self.nbytes = here.extent.nbytes
         self._here = here
@@ -154,7 +153,7 @@ class SlotWriter:
         """Map the slot, or where this process has not enough address space as much of its start as can be."""
         while True:
             try:
-                return self._segment.map(self.slot, self.version, nbytes)
+                return self._segment.map(self.slot, nbytes)
             except SharedMemoryExhausted:
                 if nbytes > PAGE_NBYTES:
                     nbytes = whole_pages(nbytes // 2)
@@ -280,8 +279,8 @@ class SlotWriter:
         offset = address - self.extent.address
         return offset if offset >= 0 and offset + nbytes <= min(self.cursor, self.nbytes) else None
 
-    def ensure(self, nbytes: int, written_nbytes: int) -> bool:
-        """Grow the slot to hold ``nbytes``, keeping its first ``written_nbytes``.
+    def ensure(self, nbytes: int) -> bool:
+        """Grow the slot to hold ``nbytes``, keeping what was written.
 
         Returns:
             False if that is more than the task's limit or than this process can map: the batch is spilled.
@@ -293,7 +292,6 @@ class SlotWriter:
         if nbytes <= self.nbytes:
             return True
         may_refuse, self._may_refuse = self._may_refuse, False
-        before = self._here
         try:
             if nbytes > self.limit_nbytes:
                 raise SharedMemoryExhausted(f"it may have {self.limit_nbytes:,} bytes", needed_nbytes=nbytes)
@@ -302,9 +300,6 @@ class SlotWriter:
             if may_refuse:
                 _check_spill(nbytes, error)
             return False
-        if before is not None and before.extent.version != self.version:
-            kept = min(written_nbytes, before.extent.nbytes)
-            self.view()[:kept] = before.extent.view[:kept]
         return True
 
     def release(self) -> bool:
@@ -342,7 +337,7 @@ class SlotWriter:
         """
         may_refuse = self._may_refuse
         detached = self.release()
-        self.begin(self.slot, self.version, self.nbytes, self.limit_nbytes)
+        self.begin(self.slot, self.nbytes, self.limit_nbytes)
         self._may_refuse = may_refuse
         return detached
 
@@ -358,14 +353,13 @@ class SlotWriter:
 
     def _grow(self, nbytes: int) -> None:
         """Reserve and map more; where either fails, the slot is as it was."""
-        version, reserved = self._segment.reserve(self.slot, self.version, self.nbytes, nbytes)
+        reserved = self._segment.reserve(self.slot, self.nbytes, nbytes)
         try:
-            extent = self._segment.map(self.slot, version, reserved)
+            extent = self._segment.map(self.slot, reserved)
         except SharedMemoryExhausted:
-            kept_nbytes = self.nbytes if version == self.version else 0
-            self._segment.discard(self.slot, version, reserved, kept_nbytes)
+            self._segment.discard(self.slot, reserved, self.nbytes)
             raise
-        self.version, self.nbytes = version, reserved
+        self.nbytes = reserved
         self._here = self._mapped[self.slot] = _Mapped(extent)
 
 

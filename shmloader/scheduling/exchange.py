@@ -130,7 +130,6 @@ class Exchange:
                 self._generation,
                 seq,
                 slot.number,
-                slot.version,
                 slot.nbytes,
                 pool.typical_nbytes or pool.largest_nbytes,
                 slot.limit_nbytes,
@@ -263,7 +262,7 @@ class Exchange:
     def _accept(self, worker: Worker, records: bytes) -> None:
         counters, pool = self._counters, self.pool
         for done in unpack_done(records):
-            kind, flags, generation, seq, number, version, nbytes, offset, header_nbytes, wait_ns = done
+            kind, flags, generation, seq, number, nbytes, offset, header_nbytes, wait_ns = done
             if wait_ns:
                 counters.workers_wait_for_slots_ns += wait_ns
             if kind >= RESUMED:
@@ -273,7 +272,7 @@ class Exchange:
             if self.inspection is not None:
                 self._inspect(self.inspection, worker, done)
             used_nbytes = offset + header_nbytes
-            pool.publish(slot, version, nbytes, 0 if flags & SPILLED else used_nbytes)
+            pool.publish(slot, nbytes, 0 if flags & SPILLED else used_nbytes)
             if flags & SPILLED:
                 pool.note_size(used_nbytes)
             if used_nbytes > counters.largest_batch_nbytes:  # noqa: PLR1730 - for every batch; max() shows
@@ -292,7 +291,7 @@ class Exchange:
             self._run_short(pool.shortage)
 
     def _inspect(self, inspection: Inspection, worker: Worker, done: DoneFields) -> None:
-        _, flags, generation, seq, number, _, nbytes, offset, header_nbytes, _ = done
+        _, flags, generation, seq, number, nbytes, offset, header_nbytes, _ = done
         if generation == self._generation and not flags & SPILLED:
             holder_id, _, granted = self.outstanding.get(seq, (-1, None, None))
             publication = Publication(worker.worker_id, seq, nbytes, offset, header_nbytes)
@@ -316,10 +315,10 @@ class Exchange:
 
     def _accept_part(self, worker: Worker, done: DoneFields) -> None:
         """Copy a piece of a batch that is larger than its slot, and ask for the next one."""
-        _, _, generation, seq, number, version, nbytes, total, piece, _ = done
+        _, _, generation, seq, number, nbytes, total, piece, _ = done
         if generation == self._generation:
             image, filled = self._images.get(seq) or (np.empty(total, np.uint8), 0)
-            self.pool.read_part(self.pool.slots[number], version, nbytes, image[filled : filled + piece])
+            self.pool.read_part(self.pool.slots[number], nbytes, image[filled : filled + piece])
             self._images[seq] = (image, filled + piece)
         worker.send(Task(CONTINUE, generation, seq, number).pack())
 
@@ -333,7 +332,7 @@ class Exchange:
             The anchor of all its leaves, and the header.
         """
         pool = self.pool
-        _, flags, _, seq, number, _, _, begin, header_nbytes, _ = done
+        _, flags, _, seq, number, _, begin, header_nbytes, _ = done
         slot = pool.slots[number]
         end = begin + header_nbytes
         if not flags & SPILLED and pool.can_lease():
@@ -417,7 +416,6 @@ class Exchange:
         for seq, payload in payloads.items():
             slot = self.outstanding[seq][2]
             self._images.pop(seq, None)
-            self.pool.reclaim(slot)
             self._send_task(worker, seq, payload, slot)
 
     def _fail(self, worker: Worker, silent_s: float | None, held: dict[int, object], deaths: int) -> NoReturn:

@@ -23,7 +23,7 @@ from shmloader.scheduling.autotune import Autotune
 from shmloader.scheduling.dispatch import Balance
 from shmloader.scheduling.exchange import Exchange
 from shmloader.scheduling.trials import AUTO, AutoCount, Bounds, Choice, Sample
-from shmloader.shared_memory import new_segment, whole_pages
+from shmloader.shared_memory import MemfdSegment, whole_pages
 from shmloader.slots import SlotPool
 from shmloader.statistics import Counters
 
@@ -97,15 +97,15 @@ def make_pool(loader: Any, autotune: Autotune | None) -> SlotPool:
     num_workers = int(loader.num_workers)
     most_tasks = num_workers * int(loader.prefetch_factor)
     if budget_nbytes is None and autotune is None:
-        return SlotPool(new_segment(), most_tasks, available_nbytes // 2, elastic=True, workers=num_workers)
+        return SlotPool(MemfdSegment(), most_tasks, available_nbytes // 2, elastic=True, workers=num_workers)
     if budget_nbytes is None:
         budget_nbytes = available_nbytes // 2
     else:  # a plain number, since sums of NumPy's narrow ones overflow
         budget_nbytes = min(operator.index(budget_nbytes), available_nbytes)
     if autotune is None:
-        return SlotPool(new_segment(), most_tasks, budget_nbytes)
+        return SlotPool(MemfdSegment(), most_tasks, budget_nbytes)
     planned = most_tasks if autotune.settled else max(most_tasks, autotune.most_tasks)
-    return SlotPool(new_segment(), most_tasks, budget_nbytes, planned_tasks=planned)
+    return SlotPool(MemfdSegment(), most_tasks, budget_nbytes, planned_tasks=planned)
 
 
 @dataclass

@@ -1,9 +1,8 @@
-"""What a segment is, and what its kinds have in common."""
+"""The interface of a segment, and descriptors that reach other processes."""
 
 from __future__ import annotations
 
 import os
-import tempfile
 from multiprocessing import reduction
 from typing import Any, Protocol
 
@@ -18,32 +17,27 @@ _MOST_SPARE_NBYTES = 64 << 20
 class Segment(Protocol):
     """Memory for numbered slots; exactly one process, the main one, owns it and closes it."""
 
-    def reserve(self, slot: int, version: int, held_nbytes: int, nbytes: int) -> tuple[int, int]:
-        """Make a slot of ``held_nbytes`` at least ``nbytes`` large.
+    def reserve(self, slot: int, held_nbytes: int, nbytes: int) -> int:
+        """Make a slot of ``held_nbytes`` at least ``nbytes`` large; its contents stay.
 
         Returns:
-            The version and the bytes (whole pages) that the slot has now. A new version is new memory;
-            with the same version the old contents are still there.
+            Bytes (whole pages) that the slot has now.
 
         Raises:
             SharedMemoryExhausted: If the host cannot give that much; nothing was touched.
         """
 
-    def map(self, slot: int, version: int, nbytes: int) -> Extent:
+    def map(self, slot: int, nbytes: int) -> Extent:
         """Map a slot that was reserved, by this process or another one."""
 
-    def discard(self, slot: int, version: int, nbytes: int, kept_nbytes: int = 0) -> None:
-        """Give a slot's memory back to the host; nothing may be reading it.
+    def discard(self, slot: int, nbytes: int, kept_nbytes: int = 0) -> None:
+        """Give a slot's memory back to the host, but for its first ``kept_nbytes`` (whole pages).
 
-        Its first ``kept_nbytes`` (whole pages) are kept. A segment that can only keep all or nothing keeps
-        all where that is not 0.
+        Nothing may be reading what is given back.
         """
 
-    def forget_newer(self, slot: int, version: int) -> None:
-        """Remove versions of a slot that a dead worker made after ``version`` and never reported."""
-
-    def close(self, slots: int) -> None:
-        """Drop the owner's hold on all ``slots`` slots; mapped extents live on while they are used."""
+    def close(self) -> None:
+        """Drop the owner's hold on all slots; mapped extents live on while they are used."""
 
 
 _unchecked_nbytes = 0  # taken by this process since the cgroup's files were read
@@ -77,12 +71,9 @@ def open_anonymous_file(name: str) -> int:
     """A descriptor of an empty file without a name, whose contents go with its last descriptor.
 
     Args:
-        name: What ``/proc/<pid>/fd`` shows for it, where it is a memfd.
+        name: The name that ``/proc/<pid>/fd`` shows for it.
     """
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create(name, os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
+    return os.memfd_create(name, os.MFD_CLOEXEC)
 
 
 class Descriptor:

@@ -19,10 +19,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
 _MAP_FAILED = ctypes.c_void_p(-1).value
-_mremap: Any = getattr(_libc, "mremap", None)  # Linux
-if _mremap is not None:
-    _mremap.restype = ctypes.c_void_p
-    _mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+_mremap = _libc.mremap
+_mremap.restype = ctypes.c_void_p
+_mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
 _MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
 _MAP_FIXED = 0x10  # Python's `mmap` lacks it
 _PROT_NONE = 0
@@ -46,17 +45,15 @@ class Extent:
     Attributes:
         address: Where it starts in this process.
         nbytes: Its length, whole pages.
-        version: The version of the slot's memory.
         buffer: A ctypes array over it, writable.
         view: The same as a memoryview of bytes.
     """
 
-    __slots__ = ("address", "buffer", "nbytes", "version", "view")
+    __slots__ = ("address", "buffer", "nbytes", "view")
 
-    def __init__(self, address: int, nbytes: int, version: int, owner: object) -> None:
+    def __init__(self, address: int, nbytes: int, owner: object) -> None:
         self.address = address
         self.nbytes = nbytes
-        self.version = version
         buffer: Any = (ctypes.c_ubyte * nbytes).from_address(address)
         # The owner's death unmaps; the array is the last thing that every view leads to.
         buffer.owner = owner
@@ -69,11 +66,6 @@ class Extent:
         Views in this process keep their address and their values; writes to the slot through other mappings
         no longer reach them. Other threads may be reading: the copy takes the mapping's place in one step.
         """
-        if _mremap is None:
-            contents = ctypes.string_at(self.address, self.nbytes)
-            _map(self.address, self.nbytes, _PRIVATE_MEMORY, -1, 0)
-            ctypes.memmove(self.address, contents, self.nbytes)
-            return
         copied = take_space(self.nbytes, _READ_WRITE, 0)  # all of it is written
         source = address_of(copied)
         ctypes.memmove(source, self.address, self.nbytes)
@@ -202,7 +194,7 @@ def map_copy_on_write(fd: int, nbytes: int) -> Extent:
     """
     nbytes = whole_pages(nbytes)
     mapping = Mapping(nbytes, mmap.MAP_PRIVATE | MAP_NORESERVE, fd, 0)
-    return Extent(mapping.address, nbytes, 0, mapping)
+    return Extent(mapping.address, nbytes, mapping)
 
 
 def _move_pages(space: mmap.mmap, address: int, nbytes: int, to: int) -> None:

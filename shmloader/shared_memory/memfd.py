@@ -28,8 +28,7 @@ def _refused(error: OSError, slot: int, nbytes: int) -> SharedMemoryExhausted:
     if error.errno == errno.EFBIG:
         return SharedMemoryExhausted(
             f"{failed}. All slots lie in one sparse file, this one at {slot * SLOT_STRIDE:,} bytes, and the "
-            "size of files is limited (ulimit -f, RLIMIT_FSIZE): lift the limit, or set "
-            "SHMLOADER_SEGMENT=portable, whose files are no larger than a batch.",
+            "size of files is limited (ulimit -f, RLIMIT_FSIZE): lift the limit.",
             needed_nbytes=nbytes,
         )
     room = memory_headroom()
@@ -57,7 +56,7 @@ class MemfdSegment:
         except (AttributeError, OSError):
             pass
 
-    def reserve(self, slot: int, version: int, held_nbytes: int, nbytes: int) -> tuple[int, int]:
+    def reserve(self, slot: int, held_nbytes: int, nbytes: int) -> int:
         """See `Segment.reserve`."""
         nbytes = whole_pages(nbytes)
         check_headroom(nbytes - held_nbytes)
@@ -70,13 +69,13 @@ class MemfdSegment:
             take_huge_pages(self._descriptor.fd, slot * SLOT_STRIDE, held_nbytes, nbytes)
             os.posix_fallocate(self._descriptor.fd, slot * SLOT_STRIDE, nbytes)
         except OSError as error:
-            self.discard(slot, version, nbytes, held_nbytes)  # what could be had of it
+            self.discard(slot, nbytes, held_nbytes)  # what could be had of it
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
             raise _refused(error, slot, nbytes) from error
-        return version, nbytes
+        return nbytes
 
-    def map(self, slot: int, version: int, nbytes: int) -> Extent:
+    def map(self, slot: int, nbytes: int) -> Extent:
         """See `Segment.map`."""
         fd, offset = self._descriptor.fd, slot * SLOT_STRIDE
         mapping = None
@@ -85,9 +84,9 @@ class MemfdSegment:
                 mapping = Mapping(nbytes, mmap.MAP_SHARED, fd, offset, HUGE_NBYTES)
         if mapping is None:
             mapping = Mapping(nbytes, mmap.MAP_SHARED, fd, offset)
-        return Extent(mapping.address, nbytes, version, mapping)
+        return Extent(mapping.address, nbytes, mapping)
 
-    def discard(self, slot: int, version: int, nbytes: int, kept_nbytes: int = 0) -> None:
+    def discard(self, slot: int, nbytes: int, kept_nbytes: int = 0) -> None:
         """See `Segment.discard`."""
         keep_size_punch_hole = 0x1 | 0x2
         _libc.fallocate(
@@ -97,10 +96,7 @@ class MemfdSegment:
             ctypes.c_int64(nbytes - kept_nbytes),
         )
 
-    def forget_newer(self, slot: int, version: int) -> None:
-        """See `Segment.forget_newer`; here a slot grows in place, and what it has grown by is used again."""
-
-    def close(self, slots: int) -> None:
+    def close(self) -> None:
         """See `Segment.close`."""
         if self._descriptor.fd >= 0:
             os.close(self._descriptor.fd)

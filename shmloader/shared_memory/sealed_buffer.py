@@ -1,9 +1,8 @@
 """One object of shared memory that is filled once, sealed, and read by any number of processes.
 
 A `BufferBuilder` appends to it and grows it in place, so that a stream of unknown length is written
-without a second copy; `BufferBuilder.seal` turns it into a `SharedBuffer`. It has no name from the start:
-a memfd (Linux, sealed against writing), or an unlinked temporary file (``SHMLOADER_SEGMENT=portable``,
-and elsewhere). The kernel frees it when the last process that maps it is gone, however that went.
+without a second copy; `BufferBuilder.seal` turns it into a `SharedBuffer`. It is a memfd without a name,
+sealed against writing. The kernel frees it when the last process that maps it is gone, however that went.
 
 Every process maps it privately and writably, and hands out read-only views. Reading shares the pages.
 A write that goes round the views (torch knows no read-only tensors) changes a page of that process alone,
@@ -14,12 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
-import tempfile
 from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from pickle import PicklingError
 from types import TracebackType
 from typing import Any, Self
@@ -27,7 +25,7 @@ from typing import Any, Self
 import numpy as np
 
 from shmloader.errors import SharedMemoryExhausted
-from shmloader.host.limits import SURE_NBYTES, memory_headroom, shm_free_nbytes
+from shmloader.host.limits import SURE_NBYTES, memory_headroom
 from shmloader.shared_memory import (
     HUGE_NBYTES,
     MAP_NORESERVE,
@@ -36,7 +34,6 @@ from shmloader.shared_memory import (
     map_over,
     take_huge_pages,
     take_space,
-    wanted_backend,
     whole_pages,
 )
 
@@ -167,17 +164,12 @@ class BufferBuilder:
 
         Raises:
             SharedMemoryExhausted: If the host has not that much; nothing was touched.
-            ValueError: If ``SHMLOADER_SEGMENT`` is neither ``memfd`` nor ``portable``.
         """
         self.nbytes = 0
         self.reserved_nbytes = 0
         self._unchecked_nbytes = 0
-        self._sealable = wanted_backend() == "memfd"
-        self._asks_for_huge_pages = self._sealable  # until they cannot be had quickly
-        if self._sealable:
-            self._fd = os.memfd_create("shmloader-store", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        else:
-            self._fd = _unnamed_file()
+        self._asks_for_huge_pages = True  # until they cannot be had quickly
+        self._fd = os.memfd_create("shmloader-store", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             self.reserve(reserve_nbytes)
         except BaseException:
@@ -200,7 +192,7 @@ class BufferBuilder:
         try:
             if self._asks_for_huge_pages:
                 self._asks_for_huge_pages = take_huge_pages(self._fd, 0, self.reserved_nbytes, nbytes)
-            _allocate(self._fd, self.reserved_nbytes, grow_nbytes)
+            os.posix_fallocate(self._fd, self.reserved_nbytes, grow_nbytes)
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self.reserved_nbytes)  # gives back what came before the error
@@ -229,16 +221,13 @@ class BufferBuilder:
         return min(max(self.reserved_nbytes // 8, _LEAST_WORKING_NBYTES), _MOST_GROWTH_NBYTES)
 
     def _exhausted(self, grow_nbytes: int, reason: str) -> SharedMemoryExhausted:
-        if self._sealable:
-            room = memory_headroom()
-            available, where = room.available_nbytes, room.source
-        else:
-            available, where = shm_free_nbytes() or 0, "/dev/shm (docker run --shm-size makes it larger)"
+        room = memory_headroom()
         return SharedMemoryExhausted(
-            f"reserving {grow_nbytes:,} bytes of shared memory for a store failed: {reason}; {available:,} "
-            f"bytes are available in {where}. Share less of it, or raise the limit.",
+            f"reserving {grow_nbytes:,} bytes of shared memory for a store failed: {reason}; "
+            f"{room.available_nbytes:,} bytes are available in {room.source}. Share less of it, or raise the "
+            "limit.",
             needed_nbytes=grow_nbytes,
-            available_nbytes=available,
+            available_nbytes=room.available_nbytes,
         )
 
     def _make_room(self, nbytes: int, alignment: int) -> int:
@@ -285,11 +274,8 @@ class BufferBuilder:
     def seal(self) -> SharedBuffer:
         """Make the memory exactly as long as what was appended, and read-only for everybody, for good."""
         os.ftruncate(self._fd, self.nbytes)
-        if self._sealable:
-            import fcntl
-
-            seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
         fd, self._fd = self._fd, -1
         buffer = SharedBuffer(fd, self.nbytes)
         buffer.touch()
@@ -320,20 +306,6 @@ def _space_for(nbytes: int) -> mmap.mmap:
         with contextlib.suppress(SharedMemoryExhausted):  # there is not that much
             return take_space(-(-nbytes // HUGE_NBYTES) * HUGE_NBYTES, _READ_WRITE)
     return take_space(nbytes, _READ_WRITE)
-
-
-def _unnamed_file() -> int:
-    """A file without a name, in memory where there is a folder for that."""
-    folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    with tempfile.TemporaryFile(dir=folder, prefix="shmloader-store-", buffering=0) as file:
-        return os.dup(file.fileno())
-
-
-def _allocate(fd: int, offset: int, nbytes: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, offset, nbytes)
-    else:  # macOS: a sparse file whose pages come as they are written
-        os.ftruncate(fd, offset + nbytes)
 
 
 def _bytes_of(buffer: Buffer) -> memoryview:

@@ -62,7 +62,7 @@ class Inspection:
 
     def __init__(self, pool: SlotPool) -> None:
         self._pool = pool
-        self._poisoned: dict[int, tuple[int, int]] = {}  # version and bytes of the slots that are
+        self._poisoned: dict[int, int] = {}  # bytes of the slots that are
         self._held: dict[int, _Held] = {}
         pool.on_freed = self._freed
         pool.on_granted = self._granted
@@ -74,11 +74,11 @@ class Inspection:
         if slot.nbytes:
             extent = self._pool.map(slot)
             np.frombuffer(extent.buffer, np.uint8)[:] = POISON
-            self._poisoned[slot.number] = (slot.version, slot.nbytes)
+            self._poisoned[slot.number] = slot.nbytes
 
     def _granted(self, slot: Slot) -> None:
         """Refuse a slot that something has written to while it was free."""
-        if self._poisoned.pop(slot.number, None) != (slot.version, slot.nbytes) or not slot.nbytes:
+        if self._poisoned.pop(slot.number, None) != slot.nbytes or not slot.nbytes:
             return
         written = np.flatnonzero(np.frombuffer(self._pool.map(slot).buffer, np.uint8) != POISON)
         if len(written):

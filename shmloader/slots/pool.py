@@ -273,20 +273,19 @@ class SlotPool:
     def reserve(self, slot: Slot, nbytes: int) -> Extent:
         """Make a granted slot at least ``nbytes`` large and map it (for a long index batch)."""
         if nbytes > slot.nbytes:
-            slot.version, slot.nbytes = self.segment.reserve(slot.number, slot.version, slot.nbytes, nbytes)
+            slot.nbytes = self.segment.reserve(slot.number, slot.nbytes, nbytes)
         return self.map(slot)
 
-    def publish(self, slot: Slot, version: int, nbytes: int, used_nbytes: int) -> None:
+    def publish(self, slot: Slot, nbytes: int, used_nbytes: int) -> None:
         """A worker has finished the slot; take over its size.
 
         Args:
             slot: The slot, granted until now.
-            version: Version of its memory.
             nbytes: Bytes reserved for it.
             used_nbytes: Bytes of the batch, header included; 0 for an answer without one.
         """
         assert slot.state is _GRANTED, f"slot {slot.number} published while {slot.state}"
-        slot.version, slot.nbytes, slot.used_nbytes = version, nbytes, used_nbytes
+        slot.nbytes, slot.used_nbytes = nbytes, used_nbytes
         slot.state = _PUBLISHED
         if slot.number >= self.base_slots and nbytes < slot.limit_nbytes:
             self._extra_nbytes -= slot.limit_nbytes - nbytes  # what it did not take is for others
@@ -320,16 +319,15 @@ class SlotPool:
         self._make_free(slot)
         return image
 
-    def read_part(self, slot: Slot, version: int, nbytes: int, into: npt.NDArray[np.uint8]) -> None:
+    def read_part(self, slot: Slot, nbytes: int, into: npt.NDArray[np.uint8]) -> None:
         """Copy a part of a batch larger than its slot out of the slot's start.
 
         Args:
             slot: The slot; its worker waits and goes on writing it afterwards, so it stays granted.
-            version: Version of its memory.
             nbytes: Bytes reserved for it.
             into: Where the part belongs in the batch's private memory.
         """
-        slot.version, slot.nbytes = version, nbytes
+        slot.nbytes = nbytes
         into[:] = np.frombuffer(self.map(slot).buffer, np.uint8)[: len(into)]
 
     def give_back(self, slot: Slot) -> None:
@@ -340,12 +338,7 @@ class SlotPool:
     def revoke(self, slot: Slot) -> None:
         """Free a granted slot whose worker has ended; nobody will publish it."""
         assert slot.state is _GRANTED, f"slot {slot.number} revoked while {slot.state}"
-        self.reclaim(slot)
         self._make_free(slot)
-
-    def reclaim(self, slot: Slot) -> None:
-        """Take a granted slot from a worker that has ended, to grant it to another one for the same task."""
-        self.segment.forget_newer(slot.number, slot.version)
 
     def collect(self) -> None:
         """Free the slots whose leases have ended."""
@@ -383,7 +376,7 @@ class SlotPool:
     def _discard(self, slot: Slot) -> None:
         """Give back the memory of a free slot beyond the base."""
         if slot.nbytes:
-            self.segment.discard(slot.number, slot.version, slot.nbytes)
+            self.segment.discard(slot.number, slot.nbytes)
             slot.nbytes, slot.extent = 0, None
         self._extra_nbytes -= slot.limit_nbytes
         slot.limit_nbytes = 0
@@ -407,9 +400,9 @@ class SlotPool:
                 granted_nbytes = slot.limit_nbytes if slot.state is _GRANTED else 0
                 nbytes = max(slot.nbytes, granted_nbytes)
                 if nbytes and not (granted_nbytes and self.keeps_granted):
-                    self.segment.discard(slot.number, slot.version, nbytes)
+                    self.segment.discard(slot.number, nbytes)
                 slot.state, slot.nbytes, slot.used_nbytes = _FREE, 0, 0
-        self.segment.close(len(self.slots))
+        self.segment.close()
 
     def count(self, state: SlotState) -> int:
         """Number of slots in a state."""
@@ -432,6 +425,6 @@ class SlotPool:
     def map(self, slot: Slot) -> Extent:
         """The slot's memory in this process; mapped anew if it has grown."""
         extent = slot.extent
-        if extent is None or extent.nbytes != slot.nbytes or extent.version != slot.version:
-            extent = slot.extent = self.segment.map(slot.number, slot.version, slot.nbytes)
+        if extent is None or extent.nbytes != slot.nbytes:
+            extent = slot.extent = self.segment.map(slot.number, slot.nbytes)
         return extent

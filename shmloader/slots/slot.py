@@ -39,7 +39,6 @@ class Slot:
     Attributes:
         number: Position in the segment.
         state: Whose hand it is in.
-        version: Version of its memory.
         nbytes: Bytes reserved for it.
         limit_nbytes: Bytes up to which a worker may grow it.
         used_nbytes: Bytes of the batch in it, 0 while free.
@@ -53,13 +52,11 @@ class Slot:
         "number",
         "state",
         "used_nbytes",
-        "version",
     )
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.state = SlotState.FREE
-        self.version = 0
         self.nbytes = 0
         self.limit_nbytes = 0
         self.used_nbytes = 0

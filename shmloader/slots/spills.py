@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shmloader.host.limits import memory_headroom, shm_free_nbytes
+from shmloader.host.limits import memory_headroom
 from shmloader.shared_memory import PAGE_NBYTES, whole_pages
 from shmloader.slots import SlotPool, SlotState
 from shmloader.statistics import Counters
@@ -97,7 +97,6 @@ class Spills:
         return (
             f"the host gave a slot less shared memory than its batch of {nbytes:,} bytes needs: batches are "
             "copied to private memory, which is correct but slower. Available are "
-            f"{memory_headroom().available_nbytes:,} bytes of memory and, for SHMLOADER_SEGMENT=portable, "
-            f"{shm_free_nbytes() or 0:,} bytes in /dev/shm; address space (ulimit -v) and the size of files "
-            "(ulimit -f) may be limited too. `python -m shmloader doctor` shows all of these."
+            f"{memory_headroom().available_nbytes:,} bytes of memory; address space (ulimit -v) and the size "
+            "of files (ulimit -f) may be limited too. `python -m shmloader doctor` shows all of these."
         )

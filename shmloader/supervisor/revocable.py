@@ -20,33 +20,29 @@ class SegmentGate:
         # Reentrant: the iterator may be found to be garbage in the middle of a call, and shuts this.
         self._lock = threading.RLock()
 
-    def reserve(self, slot: int, version: int, held_nbytes: int, nbytes: int) -> tuple[int, int]:
+    def reserve(self, slot: int, held_nbytes: int, nbytes: int) -> int:
         """See `Segment.reserve`."""
         with self._lock:
             self._check()
-            version, reserved_nbytes = self._segment.reserve(slot, version, held_nbytes, nbytes)
+            reserved_nbytes = self._segment.reserve(slot, held_nbytes, nbytes)
             if self._shut:
-                self._segment.discard(slot, version, reserved_nbytes)
+                self._segment.discard(slot, reserved_nbytes)
             self._check()
-            return version, reserved_nbytes
+            return reserved_nbytes
 
-    def map(self, slot: int, version: int, nbytes: int) -> Extent:
+    def map(self, slot: int, nbytes: int) -> Extent:
         """See `Segment.map`."""
         with self._lock:
             self._check()
-            return self._segment.map(slot, version, nbytes)
+            return self._segment.map(slot, nbytes)
 
-    def discard(self, slot: int, version: int, nbytes: int, kept_nbytes: int = 0) -> None:
+    def discard(self, slot: int, nbytes: int, kept_nbytes: int = 0) -> None:
         """See `Segment.discard`."""
         with self._lock:
             self._check()
-            self._segment.discard(slot, version, nbytes, kept_nbytes)
+            self._segment.discard(slot, nbytes, kept_nbytes)
 
-    def forget_newer(self, slot: int, version: int) -> None:
-        """The owner's: it removes what a dead worker made, and threads do not die alone."""
-        raise NotImplementedError("only the iterator forgets versions of a slot")
-
-    def close(self, slots: int) -> None:
+    def close(self) -> None:
         """The owner's: a worker that closed the segment would take the slots from all others."""
         raise NotImplementedError("only the iterator closes its segment")
 

@@ -25,14 +25,14 @@ SPILLED = 2
 REPORTED = 4
 """What was published is a `bad_samples.Reported`: a batch, if there is one, and what to count."""
 
-_HEAD = "<HxxIQIIQQQQ"
+_HEAD = "<HxxIQIQQQQ"
 TASK_NBYTES = 256
 """Size of a record from main to worker, inline payload included."""
 INLINE_NBYTES = TASK_NBYTES - struct.calcsize(_HEAD)
 """Most bytes of payload that travel in the record itself; a longer one lies at the slot's start."""
 _TASK = struct.Struct(f"{_HEAD}{INLINE_NBYTES}s")
 
-_DONE = struct.Struct("<HHIQIIQQQQ")
+_DONE = struct.Struct("<HHIQIQQQQ")
 DONE_NBYTES = _DONE.size
 """Size of a record from worker to main."""
 
@@ -52,7 +52,6 @@ class Task(NamedTuple):
         generation: The iterator's epoch counter; replies carry it back.
         seq: Number of the batch in the epoch. For ``RESUME``: of the epoch.
         slot: The slot granted. For ``RESUME``: whether to put back the states of the last ``MARK``.
-        version: Version of the slot's memory (portable backend; 0 with memfd).
         slot_nbytes: Bytes reserved for the slot.
         hint_nbytes: Bytes of the largest batch so far: what to reserve before collating.
         limit_nbytes: Bytes up to which the worker may grow the slot.
@@ -64,7 +63,6 @@ class Task(NamedTuple):
     generation: int
     seq: int = 0
     slot: int = 0
-    version: int = 0
     slot_nbytes: int = 0
     hint_nbytes: int = 0
     limit_nbytes: int = 0
@@ -99,7 +97,6 @@ class Done(NamedTuple):
         generation: As in the task.
         seq: As in the task.
         slot: As in the task.
-        version: Version of the slot's memory now.
         slot_nbytes: Bytes reserved for the slot now.
         header_offset: Bytes from the slot's start to the header. For ``PART``: the whole batch's bytes.
         header_nbytes: Length of the header. For ``PART``: bytes of this piece, at the slot's start.
@@ -111,7 +108,6 @@ class Done(NamedTuple):
     generation: int
     seq: int
     slot: int
-    version: int
     slot_nbytes: int
     header_offset: int
     header_nbytes: int
@@ -126,7 +122,7 @@ pack_done = _DONE.pack
 """The record from the fields of `Done`, without making one."""
 
 
-DoneFields = tuple[int, int, int, int, int, int, int, int, int, int]
+DoneFields = tuple[int, int, int, int, int, int, int, int, int]
 """The fields of `Done`, in order: what is passed on for every batch, without making a named tuple."""
 
 unpack_done: Callable[[bytes], Iterator[DoneFields]] = _DONE.iter_unpack

@@ -212,12 +212,12 @@ class _Worker:
 
     def _work(self, task: Task) -> None:
         """Make one batch, or what takes its place, and publish it."""
-        _, _, _, slot, version, slot_nbytes, hint_nbytes, limit_nbytes, payload_nbytes, payload = task
+        _, _, _, slot, slot_nbytes, hint_nbytes, limit_nbytes, payload_nbytes, payload = task
         writer = self._writer
         index_batch: Any = None
         flags = 0
         try:
-            writer.begin(slot, version, slot_nbytes, limit_nbytes)
+            writer.begin(slot, slot_nbytes, limit_nbytes)
             if payload_nbytes > INLINE_NBYTES:
                 payload = writer.read(payload_nbytes)
             writer.prepare(hint_nbytes)
@@ -292,7 +292,7 @@ class _Worker:
         """Send a batch larger than its slot: piece by piece, through the slot."""
         writer = self._writer
         for most_nbytes in _PART_NBYTES:
-            if writer.ensure(min(writer.limit_nbytes, most_nbytes, len(image)), 0):
+            if writer.ensure(min(writer.limit_nbytes, most_nbytes, len(image))):
                 break
         view = writer.view()
         for begin in range(0, len(image), len(view)):
@@ -316,7 +316,6 @@ class _Worker:
             task.generation,
             task.seq,
             task.slot,
-            writer.version,
             writer.nbytes,
             header_offset,
             header_nbytes,

@@ -24,7 +24,7 @@ GIB = 2**30
 def test_slots_are_counted_as_the_pool_counts_them(workers: int, prefetch: int) -> None:
     segment = MemfdSegment()
     assert slots_of(workers, prefetch) == SlotPool(segment, workers * prefetch, MIB).base_slots
-    segment.close(0)
+    segment.close()
 
 
 ADVICE = {  # cores, MiB available, descriptors, batch in MiB, workers asked -> workers, prefetch, fits

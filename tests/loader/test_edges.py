@@ -16,7 +16,7 @@ import shmloader
 from shmloader import DataLoader
 
 
-def test_long_index_batches_survive_the_growth_of_their_slot(loader_backend: str) -> None:
+def test_long_index_batches_survive_the_growth_of_their_slot() -> None:
     loader = DataLoader(Numbered(2560, items=100), batch_size=128, num_workers=2)
     assert [int(batch[0, 0]) for batch in loader] == list(range(0, 2560, 128))
 

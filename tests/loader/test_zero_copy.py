@@ -17,7 +17,7 @@ def _first(batch: torch.Tensor) -> int:
     return int(batch[0, 0])
 
 
-def test_slots_are_as_many_as_the_tasks_and_two(loader_backend: str) -> None:
+def test_slots_are_as_many_as_the_tasks_and_two() -> None:
     loader = DataLoader(Numbered(4000), batch_size=BATCH, num_workers=2, prefetch_factor=3)
     most = 0
     for batch in loader:
@@ -67,7 +67,7 @@ def _bytes(kept) -> bytes:
 
 
 @pytest.mark.parametrize("how", [how for how in KEPT if how != "dlpack"])
-def test_what_is_kept_of_a_batch_never_changes(how: str, loader_backend: str) -> None:
+def test_what_is_kept_of_a_batch_never_changes(how: str) -> None:
     loader = DataLoader(Numbered(4000), batch_size=BATCH, num_workers=2)
     iterator = iter(loader)
     kept = [KEPT[how](next(iterator)) for _ in range(3)]
@@ -86,7 +86,7 @@ def test_a_dlpack_capsule_keeps_its_batch() -> None:
     assert (torch.utils.dlpack.from_dlpack(capsule)[:, 0] == torch.arange(4)).all()
 
 
-def test_a_list_of_far_more_batches_than_slots_is_exact(loader_backend: str) -> None:
+def test_a_list_of_far_more_batches_than_slots_is_exact() -> None:
     loader = DataLoader(Numbered(4000), batch_size=BATCH, num_workers=2)
     assert [_first(batch) for batch in list(loader)] == list(range(0, 4000, BATCH))
     assert loader.statistics().spills > 0
@@ -114,7 +114,7 @@ def test_beyond_the_budget_batches_spill_with_one_warning_and_stay_right() -> No
 
 
 @pytest.mark.parametrize("budget_nbytes", [1, 100_000])
-def test_batches_larger_than_a_slot_may_be_come_in_parts(budget_nbytes: int, loader_backend: str) -> None:
+def test_batches_larger_than_a_slot_may_be_come_in_parts(budget_nbytes: int) -> None:
     sizes = [10, 200_000, 20, 30, 150_000, 0, 9]
     loader = DataLoader(Growing(sizes), batch_size=None, num_workers=2, memory_budget_nbytes=budget_nbytes)
     with pytest.warns(SpillWarning, match="larger than a slot"):
@@ -157,7 +157,7 @@ def test_a_batch_in_parts_that_is_abandoned_does_not_disturb_the_next_epoch() ->
 
 
 @pytest.mark.parametrize("collate", [KeepsBatches, SendsAgain])
-def test_what_a_worker_keeps_of_its_batches_never_changes(collate: type, loader_backend: str) -> None:
+def test_what_a_worker_keeps_of_its_batches_never_changes(collate: type) -> None:
     loader = DataLoader(Numbered(400), batch_size=BATCH, num_workers=2, collate_fn=collate())
     for number, result in enumerate(loader):
         batch = result

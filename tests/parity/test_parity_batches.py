@@ -88,8 +88,7 @@ def test_every_kind_of_batch_arrives_as_torch_sends_it(start_method: str) -> Non
         _assert_each(builder(DataLoader, start_method), Cases(), expected, collate_fn=identity, num_workers=2)
 
 
-def test_every_kind_of_batch_may_be_held_over_either_backend(loader_backend: str) -> None:
-    """The portable shared memory carries what the memfd does; all batches are held to the end."""
+def test_every_kind_of_batch_may_be_held() -> None:
     assert_plays(_quiet(lambda build: _all_cases(build, 1)))
 
 

@@ -52,7 +52,7 @@ def _addresses(batch: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize("collated", [True, False])
-def test_leaves_are_aligned_views_of_shared_memory(loader_backend: str, collated: bool) -> None:
+def test_leaves_are_aligned_views_of_shared_memory(collated: bool) -> None:
     """Collated or copied in, every leaf begins at a multiple of 64 bytes of a shared mapping."""
     how = {"batch_size": 3} if collated else {"batch_size": None, "collate_fn": leaves}
     seen = 0
@@ -81,7 +81,7 @@ def _run_on(iterator: Iterator[Any], count: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "array", "F array", "permuted"])
-def test_what_is_derived_from_a_batch_keeps_it_unchanged(loader_backend: str, kind: str) -> None:
+def test_what_is_derived_from_a_batch_keeps_it_unchanged(kind: str) -> None:
     """Of each batch only one derived object is held, of every sort, and far more batches follow."""
     ways = ARRAY_WAYS if "array" in kind else TENSOR_WAYS
     dataset = Leaves(len(ways) + 60, only=kind)
@@ -119,7 +119,7 @@ def test_one_leaf_of_many_keeps_its_batch() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_list_of_all_batches_is_torchs(loader_backend: str, workers: int) -> None:
+def test_a_list_of_all_batches_is_torchs(workers: int) -> None:
     """Three hundred batches held at once, far more than there are slots."""
     assert_plays(lambda build: [list(build(Rows(300, 700), num_workers=workers))])
 

@@ -16,7 +16,7 @@ KEPT = 40
 
 
 @pytest.mark.parametrize("keeper", KEEPERS)
-def test_what_a_collate_function_keeps_never_changes(keeper: type, loader_backend: str) -> None:
+def test_what_a_collate_function_keeps_never_changes(keeper: type) -> None:
     """Over far more batches than slots; the caller drops some batches and holds others."""
 
     def play(build: Build) -> list[Any]:

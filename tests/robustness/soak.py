@@ -69,7 +69,6 @@ class Plan(NamedTuple):
     in_order: bool
     budget_nbytes: int | None
     restarts: int
-    portable: bool
 
 
 def make_plan(rng: random.Random, methods: tuple[str, ...]) -> Plan:
@@ -87,7 +86,6 @@ def make_plan(rng: random.Random, methods: tuple[str, ...]) -> Plan:
         in_order=rng.random() < 0.8,
         budget_nbytes=rng.choice([None, None, 1 << 20, 8 << 20]),
         restarts=rng.choice([0, 0, 2]),
-        portable=rng.random() < 0.25,
     )
 
 
@@ -218,7 +216,6 @@ class _Order:
 
 def run_round(plan: Plan, rng: random.Random, tally: Tally) -> None:
     """Some epochs with one loader, which is closed or just dropped at the end."""
-    os.environ["SHMLOADER_SEGMENT"] = "portable" if plan.portable else "memfd"
     dataset = Mixed(plan.kind, plan.length, plan.seed)
     loader = DataLoader(
         dataset,
@@ -291,21 +288,15 @@ def soak(seconds: float, seed: int, methods: tuple[str, ...], say: Any = None) -
     rng, tally, first = random.Random(seed), Tally(), None
     entries = set(os.listdir("/dev/shm"))
     began = said = time.monotonic()
-    segment = os.environ.get("SHMLOADER_SEGMENT")
-    try:
-        while time.monotonic() < began + seconds or first is None:
-            run_round(make_plan(rng, methods), rng, tally)
-            if tally.rounds == _WARM_ROUNDS:
-                first = Footprint.take()
-            elif tally.rounds % 25 == 0 and first is not None:
-                Footprint.take().check_against(first)
-            if say and time.monotonic() > said + 30:
-                said = time.monotonic()
-                say(f"{said - began:6.0f} s: {tally}; {Footprint.take()}")
-    finally:
-        os.environ.pop("SHMLOADER_SEGMENT", None)
-        if segment is not None:
-            os.environ["SHMLOADER_SEGMENT"] = segment
+    while time.monotonic() < began + seconds or first is None:
+        run_round(make_plan(rng, methods), rng, tally)
+        if tally.rounds == _WARM_ROUNDS:
+            first = Footprint.take()
+        elif tally.rounds % 25 == 0 and first is not None:
+            Footprint.take().check_against(first)
+        if say and time.monotonic() > said + 30:
+            said = time.monotonic()
+            say(f"{said - began:6.0f} s: {tally}; {Footprint.take()}")
     last = Footprint.take()
     last.check_against(first)
     mine = {name for name in set(os.listdir("/dev/shm")) - entries if name.startswith("shml")}

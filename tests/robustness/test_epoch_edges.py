@@ -24,7 +24,7 @@ def _family_pss_nbytes() -> int:
 
 
 @pytest.mark.parametrize("drop_iterator", [False, True])
-def test_no_batch_of_a_broken_epoch_comes_in_the_next(drop_iterator: bool, loader_backend: str) -> None:
+def test_no_batch_of_a_broken_epoch_comes_in_the_next(drop_iterator: bool) -> None:
     rng = random.Random(drop_iterator)
     sampler = list(range(400))
     loader = DataLoader(

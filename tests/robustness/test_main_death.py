@@ -32,12 +32,6 @@ def test_so_it_is_where_workers_are_not_forked(stage: str, method: str) -> None:
     assert kill.gone_s < 2 + LOADED_S
 
 
-@pytest.mark.parametrize("stage", ["mid-epoch", "holding"])
-def test_named_segments_are_removed_too(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHMLOADER_SEGMENT", "portable")
-    assert kill_once(stage, "fork", random.Random(stage)).workers == 2
-
-
 BUSY = """
     import sys
     from robustness.datasets import HoldsTheLock

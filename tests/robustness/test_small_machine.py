@@ -52,14 +52,12 @@ def test_a_part_of_the_suite_passes_with_few_descriptors() -> None:
     _suite(FEW_DESCRIPTORS)
 
 
-@pytest.mark.parametrize("segment", ["memfd", "portable"])
-def test_batches_larger_than_dev_shm_are_exact(segment: str) -> None:
+def test_batches_larger_than_dev_shm_are_exact() -> None:
     if not works(SMALL_SHM):
         pytest.skip("no mount namespaces here")
     printed = python(
         """
-        import os, sys, warnings
-        os.environ["SHMLOADER_SEGMENT"] = sys.argv[1]
+        import os, warnings
         import shmloader
         from loading import Numbered
         from robustness.datasets import first_indices
@@ -69,17 +67,14 @@ def test_batches_larger_than_dev_shm_are_exact(segment: str) -> None:
         assert first_indices(loader) == list(range(0, 40, 4))
         print(loader.statistics().spills, os.listdir("/dev/shm"))
         """,
-        segment,
         wrap=SMALL_SHM,
     )
     spills, entries = printed.split(maxsplit=1)
-    assert (int(spills) > 0) == (segment == "portable")
+    assert spills == "0"
     assert entries.strip() == "[]"
 
 
-def test_thousands_of_retained_batches_of_a_hundred_tensors_keep_descriptors_and_mappings_flat(
-    loader_backend: str,
-) -> None:
+def test_thousands_of_retained_batches_of_a_hundred_tensors_keep_descriptors_and_mappings_flat() -> None:
     loader = DataLoader(Dicts(5000, leaves=100), batch_size=None, num_workers=2)
     kept, seen = [], []
     for batch in loader:
@@ -95,18 +90,8 @@ def test_thousands_of_retained_batches_of_a_hundred_tensors_keep_descriptors_and
     del batch, kept
 
 
-def test_retained_batches_of_named_segments_hold_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHMLOADER_SEGMENT", "portable")
-    iterator = iter(DataLoader(Numbered(400), batch_size=4, num_workers=2))
-    kept = [next(iterator)]
-    before = descriptors()
-    kept += [next(iterator) for _ in range(60)]
-    assert descriptors() == before
-    assert first_indices(kept) == list(range(0, 244, 4))
-
-
 SCARCE = """
-    import os, sys, warnings
+    import os, warnings
     from pathlib import Path
     import shmloader
     from loading import Numbered
@@ -294,28 +279,12 @@ def test_a_limit_on_the_size_of_files_is_an_error_that_names_it() -> None:
         try:
             list(shmloader.DataLoader(Numbered(64), batch_size=4, num_workers=2))
         except shmloader.SharedMemoryExhausted as error:
-            assert "ulimit -f" in str(error) and "SHMLOADER_SEGMENT=portable" in str(error), error
+            assert "ulimit -f" in str(error), error
             assert error.needed_nbytes > 0
         else:
             raise AssertionError
         """
     python(code, wrap=("prlimit", f"--fsize={100 * MIB}", "--"))
-
-
-def test_named_segments_work_where_the_size_of_files_is_limited() -> None:
-    code = """
-        import os, warnings
-        os.environ["SHMLOADER_SEGMENT"] = "portable"
-        import shmloader
-        from loading import Numbered
-        from robustness.datasets import first_indices
-        warnings.simplefilter("ignore", shmloader.SpillWarning)
-        for items, spills in ((1 << 12, False), (1 << 20, True)):
-            loader = shmloader.DataLoader(Numbered(64, items=items), batch_size=4, num_workers=2)
-            assert first_indices(loader) == list(range(0, 64, 4))
-            assert bool(loader.statistics().spills) == spills
-        """
-    python(code, wrap=("prlimit", f"--fsize={10 * MIB}", "--"))
 
 
 def test_too_few_descriptors_for_the_workers_leave_nothing() -> None:
@@ -361,7 +330,7 @@ def test_a_writer_that_cannot_map_its_slot_maps_what_it_can() -> None:
     with pytest.raises(shmloader.SharedMemoryExhausted, match="index batch of 262,144 bytes"):
         writer.read(1 << 18)
     writer.release()
-    segment.close(1)
+    segment.close()
 
 
 def test_a_writer_that_cannot_map_what_it_reserved_gives_it_back() -> None:
@@ -376,7 +345,7 @@ def test_a_writer_that_cannot_map_what_it_reserved_gives_it_back() -> None:
     assert os.fstat(segment._descriptor.fd).st_blocks * 512 == nbytes
     assert bytes(writer.view()) == b"\x07" * nbytes
     writer.release()
-    segment.close(1)
+    segment.close()
 
 
 def test_a_worker_that_the_kernel_kills_for_memory_is_told_so_with_figures() -> None:

@@ -227,7 +227,7 @@ def test_a_pool_does_not_promise_again_what_slots_have_or_may_take() -> None:
     for _ in range(4):
         slot = pool.grant()
         pool.reserve(slot, 9 * PAGE_NBYTES)
-        pool.publish(slot, slot.version, slot.nbytes, 9 * PAGE_NBYTES)
+        pool.publish(slot, slot.nbytes, 9 * PAGE_NBYTES)
         kept.append(pool.lease(slot)[0])
     assert not pool.resize(4)  # six slots: the two new ones would have 2 pages each
     kept.clear()
@@ -239,7 +239,7 @@ def test_a_pool_does_not_promise_again_what_slots_have_or_may_take() -> None:
     first, second = pool.grant(), pool.grant()
     assert second.limit_nbytes == 10 * PAGE_NBYTES
     pool.reserve(first, 1)
-    pool.publish(first, first.version, first.nbytes, 1)
+    pool.publish(first, first.nbytes, 1)
     assert pool.quota_nbytes <= 2 * PAGE_NBYTES
     assert not pool.resize(38)  # 40 slots of a page, and 9 more pages that were promised
     pool.revoke(second)

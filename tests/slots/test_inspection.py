@@ -22,7 +22,7 @@ def _debug(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHMLOADER_DEBUG", "1")
 
 
-def test_an_inspected_epoch_is_the_same(start_method: str, loader_backend: str) -> None:
+def test_an_inspected_epoch_is_the_same(start_method: str) -> None:
     with DataLoader(
         Numbered(40), batch_size=4, num_workers=2, multiprocessing_context=start_method
     ) as loader:

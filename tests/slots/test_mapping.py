@@ -21,7 +21,6 @@ from shmloader import SharedMemoryExhausted
 from shmloader.shared_memory import HUGE_NBYTES, PAGE_NBYTES, map_copy_on_write, map_over, mapping, take_space
 from shmloader.shared_memory.mapping import Mapping, address_of
 from shmloader.shared_memory.memfd import MemfdSegment
-from shmloader.shared_memory.named import NamedSegment
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts address space in /proc")
@@ -69,29 +68,26 @@ def is_done_before(instruction: int, action: Callable[[], object]) -> bool:
 
 
 def map_slot(segment: Any, nbytes: int) -> Callable[[], object]:
-    version, reserved = segment.reserve(0, 0, 0, nbytes)
-    return lambda: segment.map(0, version, reserved)
+    reserved = segment.reserve(0, 0, nbytes)
+    return lambda: segment.map(0, reserved)
 
 
 def detach(segment: Any, nbytes: int) -> Callable[[], object]:
-    version, reserved = segment.reserve(0, 0, 0, nbytes)
-    return lambda: segment.map(0, version, reserved).detach()
+    reserved = segment.reserve(0, 0, nbytes)
+    return lambda: segment.map(0, reserved).detach()
 
 
 ACTIONS = [map_slot, detach]
 
 
-# The file of a named slot closes itself, and says that nobody has closed it.
-@pytest.mark.filterwarnings("ignore:Exception ignored in.*FileIO:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("nbytes", [SMALL, LARGE])
-@pytest.mark.parametrize("backend", [MemfdSegment, NamedSegment])
-def test_an_exception_at_any_moment_leaves_no_mapping(backend: Any, nbytes: int, action: Any) -> None:
-    segment = backend()
+def test_an_exception_at_any_moment_leaves_no_mapping(nbytes: int, action: Any) -> None:
+    segment = MemfdSegment()
     try:
         leaves_none(action(segment, nbytes), nbytes)
     finally:
-        segment.close(1)
+        segment.close()
 
 
 @pytest.mark.parametrize("how", ["array of a worker", "store", "huge pages of a slot"])
@@ -112,10 +108,10 @@ def test_nor_does_one_while_other_memory_is_mapped(how: str) -> None:
         actions = {
             "array of a worker": lambda: map_copy_on_write(file.fileno(), LARGE),
             "store": map_store,
-            "huge pages of a slot": lambda: segment.reserve(0, 0, 0, LARGE),
+            "huge pages of a slot": lambda: segment.reserve(0, 0, LARGE),
         }
         leaves_none(actions[how], LARGE)
-        segment.close(1)
+        segment.close()
 
 
 def leaves_none(action: Callable[[], object], nbytes: int) -> None:
@@ -132,13 +128,13 @@ def leaves_none(action: Callable[[], object], nbytes: int) -> None:
 
 def test_without_an_exception_the_last_view_unmaps() -> None:
     segment = MemfdSegment()
-    version, reserved = segment.reserve(0, 0, 0, LARGE)
+    reserved = segment.reserve(0, 0, LARGE)
     before = address_space_nbytes()
-    view = segment.map(0, version, reserved).view[5:9]
+    view = segment.map(0, reserved).view[5:9]
     assert address_space_nbytes() - before >= LARGE
     del view
     assert address_space_nbytes() - before < LARGE
-    segment.close(1)
+    segment.close()
 
 
 def mapped(begin: int, nbytes: int) -> bool:
@@ -151,7 +147,7 @@ def mapped(begin: int, nbytes: int) -> bool:
     return nbytes <= 0
 
 
-@pytest.mark.parametrize("kernel", ["this one", "before 5.7", "without mremap"])
+@pytest.mark.parametrize("kernel", ["this one", "before 5.7"])
 def test_what_is_detached_is_unmapped_once_and_keeps_its_values(
     kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,22 +163,22 @@ def test_what_is_detached_is_unmapped_once_and_keeps_its_values(
 
     if kernel == "before 5.7":
         monkeypatch.setattr(mapping, "_MREMAP_DONTUNMAP", 1 << 6)  # a flag that this kernel lacks
-    monkeypatch.setattr(mapping, "_mremap", None if kernel == "without mremap" else move_and_map)
+    monkeypatch.setattr(mapping, "_mremap", move_and_map)
     segment = MemfdSegment()
-    version, nbytes = segment.reserve(0, 0, 0, LARGE)
-    extent, other = (segment.map(0, version, nbytes) for _ in range(2))
+    nbytes = segment.reserve(0, 0, LARGE)
+    extent, other = (segment.map(0, nbytes) for _ in range(2))
     extent.view[:3] = b"abc"
     address, before = extent.address, address_space_nbytes()
     extent.detach()
     other.view[:3] = b"xyz"
     assert (extent.address, bytes(extent.view[:4])) == (address, b"abc\0")
-    assert (len(neighbours) == 4) == (kernel != "without mremap")
+    assert len(neighbours) == 4
     gc.collect()
     del extent
     assert all(mapped(address_of(neighbour), nbytes) for neighbour in neighbours)
     neighbours.clear()
     assert address_space_nbytes() - before < -nbytes // 2, "the mapping is gone, and no copy is left"
-    segment.close(1)
+    segment.close()
 
 
 @pytest.mark.parametrize("spare", [0.5, 1.5, 2.5])
@@ -196,7 +192,7 @@ def test_a_limit_on_memory_takes_no_view_away(spare: float) -> None:
 
         nbytes = 64 << 20
         segment = MemfdSegment()
-        extent = segment.map(0, segment.reserve(0, 0, 0, nbytes)[0], nbytes)
+        extent = segment.map(0, segment.reserve(0, 0, nbytes))
         extent.view[:3] = b"abc"
         lines = Path("/proc/self/status").read_text().splitlines()
         status = dict(line.split(":", 1) for line in lines)
@@ -215,8 +211,8 @@ def test_a_copy_that_cannot_be_moved_is_not_kept(monkeypatch: pytest.MonkeyPatch
     """The slot stays mapped as it was."""
     monkeypatch.setattr(mapping, "_mremap", lambda *_: mapping._MAP_FAILED)
     segment = MemfdSegment()
-    version, nbytes = segment.reserve(0, 0, 0, LARGE)
-    extent = segment.map(0, version, nbytes)
+    nbytes = segment.reserve(0, 0, LARGE)
+    extent = segment.map(0, nbytes)
     extent.view[:3] = b"abc"
     before = address_space_nbytes()
     for _ in range(3):
@@ -224,7 +220,7 @@ def test_a_copy_that_cannot_be_moved_is_not_kept(monkeypatch: pytest.MonkeyPatch
             extent.detach()
     assert address_space_nbytes() - before < nbytes
     assert bytes(extent.view[:3]) == b"abc"
-    segment.close(1)
+    segment.close()
 
 
 @pytest.mark.parametrize("nbytes", [PAGE_NBYTES, HUGE_NBYTES + PAGE_NBYTES, LARGE])
@@ -248,12 +244,12 @@ def test_an_alignment_that_the_system_does_not_give_is_had_from_more_space(nbyte
 def test_address_space_is_of_huge_pages_where_a_slot_is_as_large() -> None:
     """Whatever lies before it."""
     segment = MemfdSegment()
-    version, reserved = segment.reserve(0, 0, 0, LARGE)
+    reserved = segment.reserve(0, 0, LARGE)
     kept = []
     for _ in range(8):
-        kept.append((take_space(PAGE_NBYTES, 0), segment.map(0, version, reserved)))
+        kept.append((take_space(PAGE_NBYTES, 0), segment.map(0, reserved)))
     assert {extent.address % HUGE_NBYTES for _, extent in kept} == {0}
-    segment.close(1)
+    segment.close()
 
 
 @pytest.mark.parametrize("what", ["MemfdSegment()", "share(list(range(9000)))", "begun()"])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 from pool_machine import BUDGET_NBYTES, MOST_TASKS, PoolMachine
 
-from shmloader.shared_memory import PAGE_NBYTES, MemfdSegment, new_segment
+from shmloader.shared_memory import PAGE_NBYTES, MemfdSegment
 from shmloader.slots import SlotPool, SlotState
 
 TestPool = PoolMachine.TestCase
@@ -14,8 +14,8 @@ TestPool.settings = settings(max_examples=60, stateful_step_count=60, deadline=N
 
 
 @pytest.fixture
-def pool(loader_backend: str):
-    pool = SlotPool(new_segment(), MOST_TASKS, BUDGET_NBYTES)
+def pool():
+    pool = SlotPool(MemfdSegment(), MOST_TASKS, BUDGET_NBYTES)
     yield pool
     pool.close()
 
@@ -23,7 +23,7 @@ def pool(loader_backend: str):
 def _published(pool: SlotPool, nbytes: int = 100):
     slot = pool.grant()
     pool.reserve(slot, nbytes)
-    pool.publish(slot, slot.version, slot.nbytes, nbytes)
+    pool.publish(slot, slot.nbytes, nbytes)
     return slot
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader as TorchLoader
 import shmloader
 from shmloader import DataLoader, why_per_sample
 from shmloader.codec.slot_writer import SlotWriter, set_current_writer
-from shmloader.shared_memory import new_segment
+from shmloader.shared_memory import MemfdSegment
 from shmloader.sources import NOT_GATHERED, Gatherer
 
 ROWS = 12
@@ -216,17 +216,17 @@ def test_a_batch_is_no_view_of_the_dataset() -> None:
 @contextlib.contextmanager
 def slot() -> Iterator[SlotWriter]:
     """A slot to make batches in, as in a worker."""
-    segment = new_segment()
-    version, reserved = segment.reserve(0, 0, 0, 1 << 16)
+    segment = MemfdSegment()
+    reserved = segment.reserve(0, 0, 1 << 16)
     writer = SlotWriter(segment)
-    writer.begin(0, version, reserved, reserved)
+    writer.begin(0, reserved, reserved)
     set_current_writer(writer)
     try:
         yield writer
     finally:
         set_current_writer(None)
         writer.release()
-        segment.close(1)
+        segment.close()
 
 
 def leaves_of(batch: Any) -> list[torch.Tensor]:
@@ -256,7 +256,7 @@ def test_a_repeated_batch_is_made_of_the_same_outputs(name: str) -> None:
         batch = gatherer.gather([1, 3, 2])
         first, end = list(map(id, leaves_of(batch))), writer.cursor
         assert writer.collated is batch  # so that its header is remembered
-        writer.begin(0, writer.version, writer.nbytes, writer.limit_nbytes)
+        writer.begin(0, writer.nbytes, writer.limit_nbytes)
         assert list(map(id, leaves_of(gatherer.gather([3, 0, 0])))) == first
         assert writer.cursor == end
 

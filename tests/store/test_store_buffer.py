@@ -4,7 +4,6 @@ import copy
 import gc
 import os
 import pickle
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,14 +19,6 @@ from small_places import entering, memory_cgroup, run_in
 
 from shmloader import SharedMemoryExhausted, share
 from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
-
-pytestmark = pytest.mark.usefixtures("backend")
-
-
-@pytest.fixture(params=["memfd", "portable"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("SHMLOADER_SEGMENT", request.param)
-    return request.param
 
 
 def filled(data: bytes) -> SharedBuffer:
@@ -77,9 +68,7 @@ def test_a_write_round_the_views_stays_in_this_process() -> None:
     assert os.pread(buffer.fd, 10_000, 0) == bytes(10_000)
 
 
-def test_nobody_can_write_to_sealed_memory(backend: str) -> None:
-    if backend == "portable":
-        pytest.skip("only memfds can be sealed")
+def test_nobody_can_write_to_sealed_memory() -> None:
     buffer = filled(b"0123456789")
     for write in (lambda: os.pwrite(buffer.fd, b"x", 0), lambda: os.ftruncate(buffer.fd, 5)):
         with pytest.raises(PermissionError):
@@ -174,23 +163,11 @@ except SharedMemoryExhausted as error:
 """
 
 
-def skip_without_room(backend: str) -> None:
-    """Portable memory lies in /dev/shm: a store that grows until it is refused must not fill it first."""
-    needed_nbytes = 512 << 20
-    if backend == "portable" and shutil.disk_usage("/dev/shm").free < needed_nbytes:
-        pytest.skip(f"/dev/shm has less than {needed_nbytes >> 20} MiB")
-
-
-@pytest.mark.parametrize(
-    ("source", "limit", "backend"),
-    [("stream", "330M", "portable"), ("list", "600M", "memfd")],
-    indirect=["backend"],
-)
-def test_inside_a_cgroup_the_limit_is_an_error_and_not_a_kill(source: str, limit: str, backend: str) -> None:
-    skip_without_room(backend)
+@pytest.mark.parametrize(("source", "limit"), [("stream", "330M"), ("list", "600M")])
+def test_inside_a_cgroup_the_limit_is_an_error_and_not_a_kill(source: str, limit: str) -> None:
     with memory_cgroup(limit) as folder:
         command = [sys.executable, "-c", STREAM, source]
-        done = run_in(entering(folder), command, SHMLOADER_SEGMENT=backend)
+        done = run_in(entering(folder), command)
     assert done.returncode == 0, (done.returncode, done.stderr)
     found = "which holds" if source == "stream" else "a store of these 24,000 rows needs about 240,"
     assert found in done.stdout, done.stdout
@@ -227,9 +204,7 @@ def holders(inode: int) -> Iterator[str]:
             yield process.name
 
 
-@pytest.mark.parametrize("backend", ["portable"], indirect=True)
-def test_a_builder_that_is_killed_leaves_nothing(backend: str) -> None:
-    skip_without_room(backend)
+def test_a_builder_that_is_killed_leaves_nothing() -> None:
     builder = subprocess.Popen(
         [sys.executable, "-c", ENDLESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -121,14 +121,6 @@ def test_every_kind_of_store_conforms(kind: str) -> None:
         check(store, rows)
 
 
-@pytest.mark.parametrize(
-    "kind", ["records", "arrays", "custom objects", "an array", "a tensor", "an Arrow table"]
-)
-def test_every_kind_conforms_on_the_portable_memory(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHMLOADER_SEGMENT", "portable")
-    test_every_kind_of_store_conforms(kind)
-
-
 class Wrong(ArrowRows):
     """A store of which one promise at a time is broken, to see the checks fail."""
 

@@ -44,7 +44,7 @@ def start(name: str) -> Iterator[Callable[..., Rank]]:
         rank.end()
 
 
-def test_one_rank_builds_and_all_map_the_same_memory(start: Any, loader_backend: str) -> None:
+def test_one_rank_builds_and_all_map_the_same_memory(start: Any) -> None:
     results = [rank.result() for rank in [start(build_slowly) for _ in range(4)]]
     assert [result["built"] for result in results].count(True) == 1
     assert len({result["inode"] for result in results}) == 1

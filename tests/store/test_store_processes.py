@@ -80,7 +80,7 @@ def read_all(stores: dict[str, Any], pipe: Connection) -> None:
     pipe.recv()
 
 
-def test_stores_reach_a_process_and_survive_its_kill(start_method: str, loader_backend: str) -> None:
+def test_stores_reach_a_process_and_survive_its_kill(start_method: str) -> None:
     stores = make_stores()
     context = multiprocessing.get_context(start_method)
     here, there = context.Pipe()

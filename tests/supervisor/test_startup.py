@@ -2,7 +2,6 @@
 
 import gc
 import multiprocessing
-import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -83,7 +82,6 @@ def test_too_large_a_file_is_an_error_with_advice(
     warm_helpers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The limit on the size of files counts for what workers are given, too."""
-    monkeypatch.setenv("SHMLOADER_SEGMENT", "portable")
     loader = DataLoader(CountsPickles(8, 1_000_000), num_workers=1, multiprocessing_context="forkserver")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
@@ -126,14 +124,8 @@ def test_large_arrays_are_mapped_by_workers_and_theirs_to_change(warm_helpers: N
     assert dataset.array[0] == 0
 
 
-@pytest.mark.parametrize("memfd", [True, False])
-def test_files_of_the_start_are_gone_after_it(
-    memfd: bool, monkeypatch: pytest.MonkeyPatch, warm_helpers: None
-) -> None:
+def test_files_of_the_start_are_gone_after_it(warm_helpers: None) -> None:
     """All of them in the main process; in a worker that of large arrays is mapped, and none is open."""
-    if not memfd:
-        monkeypatch.delattr(os, "memfd_create")
-        monkeypatch.setenv("SHMLOADER_SEGMENT", "portable")
     dataset = HoldsArrays()
     with DataLoader(
         dataset, 4, num_workers=2, multiprocessing_context="forkserver", collate_fn=memory_files
@@ -141,11 +133,10 @@ def test_files_of_the_start_are_gone_after_it(
         memory = list(loader)
         held = open_files()
     assert not [name for name in held if "shmloader-arguments" in name or "shmloader-arrays" in name]
-    if memfd:
-        for files in memory:
-            assert [name for name in files if "arguments" in name or "arrays" in name] == [
-                "map /memfd:shmloader-arrays (deleted)"
-            ]
+    for files in memory:
+        assert [name for name in files if "arguments" in name or "arrays" in name] == [
+            "map /memfd:shmloader-arrays (deleted)"
+        ]
 
 
 def test_small_arrays_need_no_file_of_their_own(warm_helpers: None) -> None:

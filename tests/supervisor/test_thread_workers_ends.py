@@ -103,7 +103,7 @@ def test_persistent_threads_stay_until_the_loader_is_closed() -> None:
 
 
 @pytest.mark.parametrize("items", [8, 1 << 20])
-def test_close_does_not_wait_for_a_slow_sample(loader_backend: str, items: int) -> None:
+def test_close_does_not_wait_for_a_slow_sample(items: int) -> None:
     """Its thread ends when the sample is done; that the batch would need a larger slot changes nothing."""
     dataset = Gated(8, at=1, items=items)
     loader = threads(dataset, batch_size=1, num_workers=2)
@@ -125,7 +125,7 @@ def test_close_does_not_wait_for_a_slow_sample(loader_backend: str, items: int) 
     assert kept.tolist() == [[0] * 8]
 
 
-def test_a_thread_that_ends_late_has_its_memory_to_itself(loader_backend: str) -> None:
+def test_a_thread_that_ends_late_has_its_memory_to_itself() -> None:
     """What it had written before close() is still there, and nobody else's batches are in its way."""
     seen: list[torch.Tensor] = []
     entered, go = threading.Event(), threading.Event()

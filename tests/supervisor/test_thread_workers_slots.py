@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import default_collate
 
 from shmloader import SpillWarning
-from shmloader.shared_memory import new_segment
+from shmloader.shared_memory import MemfdSegment
 from shmloader.supervisor.revocable import SegmentGate
 from shmloader.worker.collate import install_slot_collate
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 # --- slots
 
 
-def test_kept_batches_do_not_change_and_slots_are_used_again(loader_backend: str) -> None:
+def test_kept_batches_do_not_change_and_slots_are_used_again() -> None:
     """Every fourth batch is kept, the rest is dropped; they grow, and change hands between threads."""
     sizes = [1 + (7 * i) % 50 * 100 for i in range(240)]
     kept = []
@@ -46,7 +46,7 @@ def test_kept_batches_do_not_change_and_slots_are_used_again(loader_backend: str
 
 
 @pytest.mark.parametrize("keeps", [loading.KeepsBatches, loading.SendsAgain])
-def test_what_a_thread_keeps_of_a_batch_does_not_change(loader_backend: str, keeps: Any) -> None:
+def test_what_a_thread_keeps_of_a_batch_does_not_change(keeps: Any) -> None:
     """The collate function looks, at each batch, at all that it has kept."""
     with threads(loading.Numbered(120), batch_size=3, num_workers=1, collate_fn=keeps()) as loader:
         batches = [batch if torch.is_tensor(batch) else batch[0] for batch in loader]
@@ -54,7 +54,7 @@ def test_what_a_thread_keeps_of_a_batch_does_not_change(loader_backend: str, kee
         assert loader.statistics().detached > 0
 
 
-def test_batches_beyond_the_budget_come_in_parts(loader_backend: str) -> None:
+def test_batches_beyond_the_budget_come_in_parts() -> None:
     """And index batches that do not fit in a record through the slot."""
     sizes = [40_000 if i == 17 else 8 for i in range(64)]
     with (
@@ -104,12 +104,11 @@ def test_collation_in_other_threads_stays_torchs() -> None:
 
 def test_memory_that_is_detached_never_reads_as_anything_else() -> None:
     """Other threads may be reading a batch that a collate function keeps, in the very moment."""
-    segment = new_segment()
-    nbytes = 1 << 20
-    version, nbytes = segment.reserve(0, 0, 0, nbytes)
+    segment = MemfdSegment()
+    nbytes = segment.reserve(0, 0, 1 << 20)
     wrong: list[int] = []
     for _ in range(60):
-        extent = segment.map(0, version, nbytes)
+        extent = segment.map(0, nbytes)
         array = np.frombuffer(extent.buffer, np.uint8)
         array[:] = 5
         begun, stop = threading.Event(), threading.Event()
@@ -126,17 +125,16 @@ def test_memory_that_is_detached_never_reads_as_anything_else() -> None:
         extent.detach()
         stop.set()
         reader.join(30)
-        np.frombuffer(segment.map(0, version, nbytes).buffer, np.uint8)[:] = 9
+        np.frombuffer(segment.map(0, nbytes).buffer, np.uint8)[:] = 9
         assert (array == 5).all()
-    segment.close(1)
+    segment.close()
     assert not wrong
 
 
 def test_what_only_the_iterator_may_do_is_refused_to_a_thread() -> None:
-    """A thread that closed the segment would take the slots from all; and none is replaced."""
-    segment = new_segment()
+    """A thread that closed the segment would take the slots from all."""
+    segment = MemfdSegment()
     gate = SegmentGate(segment)
-    for refused in (lambda: gate.close(1), lambda: gate.forget_newer(0, 0)):
-        with pytest.raises(NotImplementedError, match="only the iterator"):
-            refused()
-    segment.close(0)
+    with pytest.raises(NotImplementedError, match="only the iterator"):
+        gate.close()
+    segment.close()
