@@ -1,53 +1,150 @@
-"""The arguments that torch's loader does not have: what they may be, and checks of them."""
+"""The loader's own arguments, those that torch's does not have: their values, and all checks of them.
+
+Arguments are checked when the loader is made, and once more when it starts workers: frameworks set some
+attributes late.
+"""
 
 from __future__ import annotations
 
 import operator
-from typing import Any, Literal
+from typing import Any, Final, Literal, get_args
 
 from torch.utils.data import IterableDataset
 
-from shmloader.diagnostics.bad_samples import MODES
+from shmloader import torch_private
+from shmloader.diagnostics.bad_samples import MODES as ON_ERROR
 
 OnError = Literal["raise", "skip", "replace"]
 Dispatch = Literal["static", "dynamic"]
 WorkerType = Literal["process", "thread"]
 
+AUTO: Final = "auto"
+STATIC: Final = "static"
+DYNAMIC: Final = "dynamic"
+PROCESS: Final = "process"
+THREAD: Final = "thread"
 
-def check_own_arguments(loader: Any, dataset: object, persistent_workers: bool) -> None:
-    """Refuse wrong ones; ``dispatch`` and ``worker_type`` are checked where they have an effect.
+
+class AutoCount(int):
+    """A number that the loader has chosen, as its attribute.
+
+    As an argument it means ``"auto"``, beginning with that number: a framework that builds a loader from the
+    attributes of another one gets one that chooses for itself, too. ``int(...)`` of it is a plain number.
+    """
+
+
+def number_or_auto(name: str, argument: Any, start: int) -> Any:
+    """An argument, with an `AutoCount` of ``start`` in the place of ``"auto"``.
 
     Args:
-        loader: The loader, which has its own arguments as attributes, and torch's not yet.
+        name: The argument's name.
+        argument: Its value. Torch checks everything but words.
+        start: The number to begin with.
+
+    Raises:
+        ValueError: For another word.
+    """
+    if not isinstance(argument, str):
+        return argument
+    if argument != AUTO:
+        raise ValueError(f"{name} must be a number or {AUTO!r}, not {argument!r}")
+    return AutoCount(start)
+
+
+def dispatch_of(dispatch: Dispatch | None, num_workers: object) -> Dispatch:
+    """The mode of dispatch that a loader has: where it is left out, the one that suits the workers."""
+    if dispatch is None:
+        return DYNAMIC if isinstance(num_workers, AutoCount) else STATIC
+    return dispatch
+
+
+def is_dynamic(loader: Any) -> bool:
+    """Whether a loader's attributes, which may have been changed since they were checked, ask for it."""
+    return loader.dispatch == DYNAMIC or isinstance(loader.num_workers, AutoCount)
+
+
+def check_arguments(loader: Any, dataset: object, num_workers: object, persistent_workers: bool) -> None:
+    """Check all of the loader's own arguments.
+
+    Args:
+        loader: The loader, with its own arguments as attributes. Torch's are not set yet.
         dataset: Its dataset.
+        num_workers: A number, or an `AutoCount`.
         persistent_workers: As the loader was given it.
 
     Raises:
-        TypeError: For what should be a whole number and is none. As everywhere in Python, what has an
-            ``__index__`` is one, NumPy's integers too.
-        ValueError: For other wrong values.
+        TypeError: For a wrong type. What has an ``__index__`` is a whole number, as everywhere in Python.
+        ValueError: For a wrong value.
     """
     if loader.memory_budget_nbytes is not None:
-        _check_whole(
-            "memory_budget_nbytes",
-            loader.memory_budget_nbytes,
-            least=1,
-            wanted="a whole number of bytes or None",
-            such_as="int(1e9)",
-        )
-    _check_whole("worker_restarts", loader.worker_restarts, least=0, wanted="a whole number", such_as="3")
+        wanted = "a whole number of bytes or None"
+        _check_whole("memory_budget_nbytes", loader.memory_budget_nbytes, 1, wanted, "int(1e9)")
+    _check_whole("worker_restarts", loader.worker_restarts, 0, "a whole number", "3")
+    for name in ("prefetch_epochs", "share_dataset"):
+        _check_bool(name, getattr(loader, name))
+    _check_word("on_error", loader.on_error, ON_ERROR)
+    _check_word("dispatch", loader.dispatch, get_args(Dispatch))
+    _check_word("worker_type", loader.worker_type, get_args(WorkerType))
     if loader.worker_restarts and isinstance(dataset, IterableDataset):
         raise ValueError(
-            "worker_restarts needs a map-style dataset: how far an iterable-style one had come only the "
-            "dead worker knew, so its batches cannot be made again"
+            "worker_restarts needs a map-style dataset: only the dead worker knew how far it had come in an "
+            "iterable-style one, so its batches cannot be made again"
         )
-    if loader.on_error not in MODES:
-        raise ValueError(f"on_error must be one of {', '.join(map(repr, MODES))}, not {loader.on_error!r}")
     if loader.prefetch_epochs and not persistent_workers:
-        raise ValueError("prefetch_epochs=True needs persistent_workers=True: others end with their epoch")
+        raise ValueError(
+            "prefetch_epochs=True needs persistent_workers=True: other workers end with their epoch"
+        )
+    _check_dispatch(loader.dispatch, dataset, num_workers)
 
 
-def _check_whole(name: str, value: Any, *, least: int, wanted: str, such_as: str) -> None:
+def check_worker_type(loader: Any, dataset: object, multiprocessing_context: object) -> None:
+    """Refuse arguments that worker threads cannot follow.
+
+    Raises:
+        ValueError: With the argument and the reason.
+    """
+    if loader.worker_type != THREAD:
+        return
+    if multiprocessing_context is not None:
+        raise ValueError(
+            f"worker_type='thread' starts no processes: multiprocessing_context={multiprocessing_context!r} "
+            "means nothing with it, leave one of them out"
+        )
+    if loader.worker_restarts:
+        raise ValueError(
+            f"worker_restarts={loader.worker_restarts} needs worker_type='process': a thread that hangs "
+            "cannot be ended, and one that crashes ends the program"
+        )
+    if isinstance(dataset, torch_private.DATAPIPES):
+        raise ValueError(  # noqa: TRY004 - as everything that is refused for a worker_type
+            f"worker_type='thread' cannot load from a DataPipe ({type(dataset).__name__}): workers shard and "
+            "seed the pipe itself, and each needs one of its own. Use worker_type='process'."
+        )
+
+
+def _check_dispatch(dispatch: str, dataset: object, num_workers: object) -> None:
+    automatic = isinstance(num_workers, AutoCount)
+    if automatic and isinstance(dataset, (IterableDataset, *torch_private.DATAPIPES)):
+        raise ValueError(
+            "num_workers='auto' needs a map-style dataset: each worker has its own stream of an "
+            "iterable-style one, or its own share of a DataPipe, so samples would depend on the number of "
+            "workers. Pass a number"
+        )
+    if automatic and dispatch == STATIC:
+        raise ValueError(
+            "num_workers='auto' needs dispatch='dynamic', which is its default: where workers take turns, "
+            "random draws of samples would depend on the number of workers. Leave dispatch out, or pass a "
+            "number of workers"
+        )
+    if dispatch == DYNAMIC and isinstance(dataset, IterableDataset):
+        raise ValueError(
+            "dispatch='dynamic' needs a map-style dataset: each worker has its own stream of an "
+            "iterable-style one, so samples and their order would depend on which worker happened to be free. "
+            "Leave dispatch='static'"
+        )
+
+
+def _check_whole(name: str, value: Any, least: int, wanted: str, such_as: str) -> None:
     try:
         number = operator.index(value)
     except TypeError:
@@ -56,3 +153,13 @@ def _check_whole(name: str, value: Any, *, least: int, wanted: str, such_as: str
         ) from None
     if number < least:
         raise ValueError(f"{name} must be at least {least}, not {number}")
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {value!r:.100}")
+
+
+def _check_word(name: str, value: object, words: tuple[str, ...]) -> None:
+    if value not in words:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, words))}, not {value!r}")

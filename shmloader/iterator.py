@@ -1,25 +1,28 @@
-"""One pass over a loader with worker processes: tasks out, batches in, sampler order.
+"""One pass over a loader with workers: batches in the sampler's order. Main process only.
 
-Which worker gets which task, and when the sampler is asked for its next index batch, follow torch's
+When the sampler is asked for its next index batch, and which worker gets it, follow torch's
 ``_MultiProcessingDataLoaderIter`` step by step: datasets that draw random numbers depend on both. With
-``dispatch="dynamic"`` they do not, and `dispatch` decides.
+``dispatch="dynamic"`` they do not, and `FreeWorkers` chooses.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
+import operator
 import os
+import pickle
 import warnings
 import weakref
 from collections.abc import Iterator
-from threading import get_ident, main_thread
+from dataclasses import dataclass
+from threading import main_thread
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from shmloader import torch_private
+from shmloader.arguments import THREAD, AutoCount, is_dynamic
 from shmloader.codec import Decoder
 from shmloader.device.pinning import pin_batch
 from shmloader.diagnostics.bad_samples import LEFT_OUT, count, take_report, warn_of_bad_samples
@@ -27,38 +30,57 @@ from shmloader.diagnostics.callers import level_of_the_program
 from shmloader.diagnostics.exceptions import restore
 from shmloader.errors import LoaderClosed, LoaderError, SpillWarning
 from shmloader.host.interrupts import HeldInterrupts
+from shmloader.host.limits import memory_headroom
 from shmloader.sampling.array_samplers import index_arrays
-from shmloader.sampling.next_epoch import NOTHING, EpochPrefetch, prefetch_for
-from shmloader.scheduling.autotune import Autotune
-from shmloader.scheduling.dispatch import Balance, is_dynamic
-from shmloader.scheduling.exchange import Exchange, Patience
-from shmloader.scheduling.tuning import Beginning, Tuning, make_pool
+from shmloader.sampling.next_epoch import NOTHING, next_epoch_for
+from shmloader.scheduling.auto import Auto
+from shmloader.scheduling.dispatcher import Dispatcher
+from shmloader.scheduling.free_workers import FreeWorkers
+from shmloader.scheduling.growth import Growth
+from shmloader.scheduling.ledger import Task, TaskState
+from shmloader.scheduling.lifecycle import Lifecycle, Phase
+from shmloader.scheduling.restarts import RestartPolicy
+from shmloader.scheduling.turns import Turns
+from shmloader.shared_memory import MemfdSegment
 from shmloader.slots import SlotPool
 from shmloader.statistics import Counters
-from shmloader.supervisor import THREAD, Workers, start_workers
-from shmloader.wire.messages import FAILURE, REPORTED, DoneFields
+from shmloader.supervisor import Workers, start_workers
+from shmloader.wire.messages import Published
+from shmloader.worker.epoch_settings import DatasetState, EpochSettings
 from shmloader.worker.fetch import FetchRules
 from shmloader.worker.loop import WorkerArguments
 
-_NOBODY = -1, None, None
+
+@dataclass
+class _Present:
+    """Settings of the present epoch, for workers that are started in it.
+
+    Attributes:
+        shared_seed: As in `EpochSettings`.
+        epoch: Number of the epoch over the iterator's life.
+    """
+
+    shared_seed: int | None
+    epoch: int = 0
 
 
 class SlotIterator(torch_private.BaseIterator):
     """Iterates over a loader whose workers collate into slots.
 
-    Lives in the main process and starts no thread there. Its workers run until the epoch's end, or with
-    ``persistent_workers`` until the iterator dies or is closed.
+    Starts no thread in the main process. Its workers run until the epoch's end, or with
+    ``persistent_workers`` until the iterator dies or is closed. Several threads may call ``next()``: each
+    batch comes to one of them.
 
     Args:
         loader: The loader; its arguments are read now, as frameworks set some late.
         counters: The loader's counters.
-        autotune: What chooses the number of workers or of batches in advance, if that is to be chosen.
+        auto: Decides about the number of workers or of batches in advance, if that is ``"auto"``.
 
     Attributes:
         pool: The slots, for statistics.
     """
 
-    def __init__(self, loader: Any, counters: Counters, autotune: Autotune | None = None) -> None:
+    def __init__(self, loader: Any, counters: Counters, auto: Auto | None = None) -> None:
         super().__init__(loader)
         if loader.prefetch_factor <= 0:
             raise AssertionError(
@@ -66,39 +88,36 @@ class SlotIterator(torch_private.BaseIterator):
             )
         self._in_order: bool = loader.in_order
         self._on_error: str = loader.on_error
-        self._most_tasks = int(loader.prefetch_factor) * int(self._num_workers)
-        self._most_workers = self._num_workers if autotune is None else autotune.most_workers
         self._counters = counters
         self._counts_samples = self._dataset_kind == torch_private.ITERABLE_KIND
         self._decoder = Decoder()
-        in_turns = self._in_order and not is_dynamic(loader)
-        self._prefetch = prefetch_for(loader, self._index_sampler, in_turns=in_turns)
-        self.pool = make_pool(loader, autotune)
-        crew: Workers | None = None
+        self._lifecycle = Lifecycle()
+        self._next_epoch = next_epoch_for(loader, self._index_sampler)
+        self._dataset_state = DatasetState(self._dataset)
+        self._sent_early = 0  # tasks of the next epoch
+        self._set_epoch: int | None = None
+        self.pool = _make_pool(loader)
+        workers: Workers | None = None
         try:
-            crew = self._crew = self._start_workers(loader)
+            workers = self._crew = self._start_workers(loader, auto)
             # Runs when the iterator dies and at interpreter exit; refers to the parts, not to the iterator.
-            self._finalizer = weakref.finalize(self, _stop, os.getpid(), crew, self.pool)
-            patience = Patience(self._timeout, loader.worker_restarts)
-            self._exchange = Exchange(self.pool, crew, counters, patience)
+            self._finalizer = weakref.finalize(self, _stop, os.getpid(), workers, self.pool)
+            policy = RestartPolicy(loader.worker_restarts, self._timeout)
+            self._dispatcher = Dispatcher(self.pool, workers, counters, policy, self._lifecycle)
         except BaseException:
             with HeldInterrupts():
-                if crew is not None:
-                    crew.close()
+                if workers is not None:
+                    workers.close()
                 self.pool.close()
             raise
         try:
-            self._balance = self._make_balance(loader) if is_dynamic(loader) else None
-            self._tuning: Tuning | None = None
-            if autotune is not None:
-                exchange, balance = self._exchange, self._balance
-                self._tuning = Tuning(autotune, loader, exchange, balance, counters, self._begins)
+            self._make_schedule(loader, auto)
             self._reset(loader, first_iter=True)
         except BaseException:
             self.close("its first tasks could not be sent")
             raise
 
-    def _start_workers(self, loader: Any) -> Workers:
+    def _start_workers(self, loader: Any, auto: Auto | None) -> Workers:
         init_fn = loader.worker_init_fn
         if isinstance(self._dataset, torch_private.DATAPIPES):
             init_fn = functools.partial(
@@ -113,7 +132,7 @@ class SlotIterator(torch_private.BaseIterator):
         )
         make_arguments = functools.partial(
             WorkerArguments,
-            num_workers=self._most_workers,
+            num_workers=self._num_workers if auto is None else auto.most_workers,
             main_pid=os.getpid(),
             segment=self.pool.segment,
             dataset=self._dataset,
@@ -122,258 +141,272 @@ class SlotIterator(torch_private.BaseIterator):
             init_fn=init_fn,
             seeds_samples=is_dynamic(loader),
         )
-        # What differs from epoch to epoch; not the iterator, which must die alone.
-        begins = self._begins = Beginning(self._shared_seed)
+        present = self._present = _Present(self._shared_seed)  # not the iterator, which must die alone
 
         def arguments_of(worker_id: int) -> WorkerArguments:
-            return make_arguments(worker_id=worker_id, shared_seed=begins.shared_seed, epoch=begins.epoch)
+            return make_arguments(worker_id=worker_id, shared_seed=present.shared_seed, epoch=present.epoch)
 
         self.pool.keeps_granted = loader.worker_type == THREAD
         return start_workers(loader, arguments_of)
 
-    def _make_balance(self, loader: Any) -> Balance:
-        exchange = self._exchange
-        weak_widen = weakref.WeakMethod(self._widen)  # the exchange must not keep the iterator alive
-
-        def before_sleep() -> None:
-            widen = weak_widen()
-            if widen is not None:
-                widen()
-
-        exchange.before_sleep = before_sleep
-        return Balance(
-            self.pool,
-            int(self._num_workers),
-            int(loader.prefetch_factor),
-            self._timeout,
-            exchange.outstanding,
-            exchange.arrived,
-        )
+    def _make_schedule(self, loader: Any, auto: Auto | None) -> None:
+        """Choose the policies that decide about tasks."""
+        ledger, num_workers = self._dispatcher.ledger, int(self._num_workers)
+        self._free_workers: FreeWorkers | None = None
+        self._turns: Turns | None = None
+        if is_dynamic(loader):
+            prefetch_factor = int(loader.prefetch_factor)
+            self._free_workers = FreeWorkers(ledger, self.pool, num_workers, prefetch_factor, self._timeout)
+        else:
+            most_tasks = num_workers * int(loader.prefetch_factor)
+            self._turns = Turns(ledger, num_workers, most_tasks, in_order=self._in_order)
+        self._schedule: Turns | FreeWorkers = self._turns or self._free_workers  # type: ignore[assignment]
+        self._growth: Growth | None = None
+        if auto is not None:
+            self._growth = Growth(auto, loader, self._dispatcher, self._free_workers, self._counters)
 
     # --- epochs
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        """Begin an epoch; with persistent workers, after voiding what is left of the last one."""
-        super()._reset(loader, first_iter)
-        self._sampler_iter = index_arrays(self._index_sampler) or self._sampler_iter
-        self._check_open()
-        self._exchange.thread = get_ident()
-        self._exchange.settled = False
+        """Begin an epoch; torch's name for it. With persistent workers, void what is left of the last one."""
+        lifecycle = self._lifecycle
+        lifecycle.refuse_reentry()
+        try:
+            lifecycle.enter()
+            self._check_open()
+            self._begin_epoch(loader, first_iter=first_iter)
+            lifecycle.leave()
+            lifecycle.phase = Phase.IDLE
+        except BaseException as error:
+            lifecycle.fail(error)
+            raise
+
+    def _begin_epoch(self, loader: Any, *, first_iter: bool) -> None:
+        early = None
+        settings = EpochSettings(None, None, {})
+        if not first_iter:
+            settings = EpochSettings(None, self._set_epoch, self._dataset_state.take_changes())
+            early = self._take_early(discard=settings != (None, None, {}))
+        self._reset_sampler(loader, early, first_iter=first_iter)
+        self._set_epoch = None
+        if early is None:
+            self._sent = 0  # tasks of this epoch
+            self._schedule.begin_epoch()
+            self._present.shared_seed = self._shared_seed
+            if not first_iter:
+                self._present.epoch += 1
+                settings = settings._replace(shared_seed=self._shared_seed)
+                self._dispatcher.begin_epoch(pickle.dumps(settings, 5))
         self._held_back: list[Any] = []  # a batch whose warning was an error
-        self._begins.shared_seed = self._shared_seed
-        self._active = [True] * self._most_workers  # False: its iterable dataset is exhausted
-        self._strict_turns = self._in_order and self._balance is None  # until a worker drops out
-        if first_iter or not self._take_next_epoch():
-            self._send_seq = 0  # number of the next task
-            self._next_seq = 0  # number of the next batch to return
-            self._num_tasks = [0] * self._most_workers  # tasks whose batch was not returned, by worker
-            self._turns: Iterator[int] = itertools.cycle(range(self._num_workers))
-        if self._balance is not None:
-            self._balance.begin()
-        if self._prefetch is not None:
-            self._prefetch.begin_epoch()
-        if self._tuning is not None:
-            self._tuning.begin_epoch()
-        for _ in range(self.pool.most_tasks - self._send_seq + self._next_seq):
+        self._sent_early = 0
+        if self._next_epoch is not None:
+            self._next_epoch.begin_epoch()
+        if self._growth is not None:
+            self._growth.begin_epoch()
+        for _ in range(self.pool.most_tasks - self._dispatcher.ledger.outstanding):
             self._issue_task()
-        self._exchange.settled = True
 
-    def _take_next_epoch(self) -> bool:
-        """Begin another epoch; whether its first tasks were sent already, and rightly so."""
-        prefetch = self._prefetch
-        self._begins.epoch += 1
-        sent = 0 if prefetch is None else prefetch.sent
-        if prefetch is not None and sent and self._next_seq >= self._send_seq:
-            sampler_iter = prefetch.take()
-            if sampler_iter is not None:
-                self._sampler_iter = sampler_iter
-                self._next_seq = self._send_seq + 1
-                self._send_seq = self._next_seq + sent
-                self._turns = prefetch.turns
-                self._counters.epochs_prefetched += 1
-                self.pool.trim()
-                return True
-        self._counters.epochs_in_vain += sent > 0
-        self._exchange.resume(self._shared_seed, self._begins.epoch, put_back=sent > 0)
-        return False
+    def _reset_sampler(self, loader: Any, early: Iterator[Any] | None, *, first_iter: bool) -> None:
+        """Have torch draw what it draws when an epoch begins, and begin to iterate over the sampler."""
+        index_sampler = self._index_sampler
+        try:
+            if early is not None:
+                self._index_sampler = early  # then torch's iter() does not ask the sampler again
+            super()._reset(loader, first_iter)
+        except Exception as error:
+            self._lifecycle.expect(error)  # the sampler's own
+            raise
+        finally:
+            self._index_sampler = index_sampler
+        if early is None:
+            self._sampler_iter = index_arrays(index_sampler) or self._sampler_iter
 
-    def _issue_task(self) -> None:
-        """Send the next index batch to the worker that is to have it."""
+    def _take_early(self, *, discard: bool) -> Iterator[Any] | None:
+        """Begin an epoch whose first tasks were sent already; None if there are none, or of no use."""
+        if self._next_epoch is None or not self._sent_early:
+            return None
+        ledger = self._dispatcher.ledger
+        early = self._next_epoch.take(discard=discard or ledger.due() is not None)
+        if early is None:
+            self._counters.epochs_in_vain += 1
+            return None
+        self._counters.epochs_prefetched += 1
+        ledger.epoch += 1
+        self._present.epoch += 1
+        self._sent = self._sent_early
+        self.pool.trim()
+        return early
+
+    def set_epoch(self, epoch: int) -> None:
+        """Have the datasets of persistent workers called with ``set_epoch(epoch)`` at the next epoch."""
+        self._set_epoch = epoch
+
+    def _issue_task(self) -> bool:
+        """Send the next index batch to a worker; whether a task of this epoch was sent."""
         try:
             index_batch = next(self._sampler_iter)
         except StopIteration:
-            if self._prefetch is not None:
-                self._issue_task_of_next_epoch(self._prefetch)
-            return
-        except Exception:
-            self._exchange.settled = True  # the sampler's own error: as in torch, the next call goes on
+            self._issue_early_task()
+            return False
+        except Exception as error:
+            self._lifecycle.expect(error)  # the sampler's own: as in torch, the next call goes on
             raise
-        worker_id = next(self._turns) if self._strict_turns else self._choose_worker()
-        if worker_id is not None:
-            self._num_tasks[worker_id] += 1
-            self._exchange.send(worker_id, self._send_seq, index_batch)
-            self._send_seq += 1
+        worker_id = self._schedule.choose()
+        if worker_id is None:
+            return False
+        self._dispatcher.send(worker_id, self._present.epoch, self._sent, index_batch)
+        self._sent += 1
+        return True
 
-    def _issue_task_of_next_epoch(self, prefetch: EpochPrefetch) -> None:
-        """Send a task of the next epoch. One number is left out before the first: there this epoch ends."""
-        index_batch = prefetch.draw()
+    def _issue_early_task(self) -> None:
+        """Send a task of the next epoch, if that may be begun already."""
+        if self._next_epoch is None:
+            return
+        index_batch = self._next_epoch.draw()
         if index_batch is NOTHING:
             return
-        if not prefetch.sent:
-            self._exchange.mark()
-        prefetch.sent += 1
-        worker_id = next(prefetch.turns)
-        self._num_tasks[worker_id] += 1
-        self._exchange.send(worker_id, self._send_seq + prefetch.sent, index_batch)
+        if not self._sent_early:
+            self._schedule.begin_epoch()
+        worker_id = self._schedule.choose()
+        assert worker_id is not None  # batches come in order
+        self._dispatcher.send(worker_id, self._present.epoch + 1, self._sent_early, index_batch)
+        self._sent_early += 1
 
-    def _choose_worker(self) -> int | None:
-        """The next worker in turn that is active (and, out of order, has room for a task), or a free one."""
-        if self._balance is not None:
-            return self._balance.choose(self._send_seq)
-        for _ in range(self._num_workers):
-            worker_id = next(self._turns)
-            if self._active[worker_id] and (self._in_order or self._has_room(worker_id)):
-                return worker_id
-        return None
+    def _send_more(self) -> None:
+        """After a batch was taken, send what may be sent."""
+        ledger, free_workers = self._dispatcher.ledger, self._free_workers
+        if ledger.outstanding < self.pool.most_tasks:
+            self._issue_task()
+        elif free_workers is not None:
+            free_workers.note_return()
+            while free_workers.may_refill() and self._issue_task_ahead():
+                pass
+        if self._growth is not None:
+            self._growth.note_return()
+            while ledger.outstanding < self.pool.most_tasks and self._issue_task():
+                pass
 
-    def _has_room(self, worker_id: int) -> bool:
-        return self._num_tasks[worker_id] < self._most_tasks // sum(self._active)
-
-    def _widen(self) -> None:
-        """Give workers that run out of tasks further ones, while the program waits for a slow batch."""
-        balance, outstanding = self._balance, self._exchange.outstanding
-        if balance is None or not balance.is_stalled(self._next_seq):
-            return
-        while balance.may_widen(len(outstanding)):
-            if not self._issue_task_ahead():
-                return
-
-    def _refill(self, balance: Balance) -> None:
-        """After a batch was returned, fill the window as far as it was widened before."""
-        balance.note_return()
-        while balance.may_refill(len(self._exchange.outstanding)):
-            if not self._issue_task_ahead():
-                return
-
-    def _tune(self, tuning: Tuning) -> None:
-        """Measure, and do what is chosen; if more tasks are, send them."""
-        pool, outstanding = self.pool, self._exchange.outstanding
-        before = pool.most_tasks
-        tuning.note_return()
-        if pool.most_tasks != before:
-            self._most_tasks = tuning.choice.tasks
-            sent = -1
-            while sent != len(outstanding) < pool.most_tasks:
-                sent = len(outstanding)
-                self._issue_task()
+    def _send_ahead(self, due: Task) -> None:
+        """Give workers that have nothing to do further tasks, while the program waits for a slow batch."""
+        free_workers = self._free_workers
+        if free_workers is not None and free_workers.is_stalled(due):
+            while free_workers.may_widen() and self._issue_task_ahead():
+                pass
 
     def _issue_task_ahead(self) -> bool:
         """Send a task beyond those that the pool was made for, if the sampler has one."""
-        seq = self._send_seq
-        self._issue_task()
-        sent = self._send_seq - seq
+        sent = self._issue_task()
         self._counters.tasks_ahead += sent
-        return sent > 0
+        return sent
 
     # --- batches
 
     def __next__(self) -> Any:
-        # torch's own __next__ opens a profiler range (10 us) and counts an IterableDataset's samples.
+        lifecycle = self._lifecycle
+        lifecycle.refuse_reentry()
         try:
+            lifecycle.enter()
+            # torch's own __next__ opens a profiler range (10 us) and counts an IterableDataset's samples.
             if self._counts_samples or torch_private.profiler_enabled():
-                return super().__next__()
-            batch = self._next_data()
-        except (LoaderError, OSError, ValueError, LookupError, AssertionError) as error:
-            if self._crew.interrupted or isinstance(error, LoaderClosed):
-                if not main_thread().is_alive():
-                    raise SystemExit from error  # in a daemon thread, while the interpreter ends
-                if not isinstance(error, LoaderError):
-                    # close() was called in the middle of this, by a signal handler of this very thread.
-                    raise LoaderClosed(f"this iterator was closed: {self._crew.closed_because}") from error
-            raise
-        self._num_yielded += 1
-        return batch
+                batch = super().__next__()
+            else:
+                batch = self._next_data()
+                self._num_yielded += 1
+            lifecycle.leave()
+            lifecycle.phase = Phase.IDLE  # last, by a plain assignment: see `Lifecycle.leave`
+            return batch  # noqa: TRY300 - an interrupt before the return must be caught
+        except BaseException as error:
+            lifecycle.fail(error)
+            explained = self._explain(error)
+            if explained is error:
+                raise
+            raise explained from error
+
+    def _explain(self, error: BaseException) -> BaseException:
+        """The exception to raise: `LoaderClosed` in the place of what a ``close()`` meanwhile has led to."""
+        if not isinstance(error, (LoaderError, OSError, ValueError, LookupError, AssertionError)):
+            return error
+        if not self._crew.interrupted and not isinstance(error, LoaderClosed):
+            return error
+        if not main_thread().is_alive():
+            return SystemExit()  # in a daemon thread, while the interpreter ends
+        if isinstance(error, LoaderError):
+            return error
+        return LoaderClosed(f"this iterator was closed: {self._crew.closed_because}")
 
     def _next_data(self) -> Any:
         """The next batch; torch's name for it, as its own ``__next__`` calls it."""
-        exchange = self._exchange
-        if not exchange.settled:
+        if self._lifecycle.broken:
             self._abandon()
         if self._held_back:
             return self._held_back.pop()
-        exchange.thread = get_ident()
-        exchange.settled = False
-        arrived, outstanding = exchange.arrived, exchange.outstanding
+        ledger = self._dispatcher.ledger
         while True:
-            seq = self._next_seq
-            if arrived and (seq in arrived or not self._in_order):
-                batch = self._return_batch(seq if seq in arrived else next(iter(arrived)))
-                if batch is not LEFT_OUT:
-                    return batch
-                exchange.settled = False
-                continue
-            if seq >= self._send_seq:
+            task = ledger.due()
+            if task is not None and task.state is TaskState.ARRIVED:
+                batch = self._return(task)
+            elif ledger.arrived and not self._in_order:
+                batch = self._return(next(iter(ledger.arrived.values())))
+            elif task is None:
                 break
-            worker_id, _, _ = outstanding.get(seq, _NOBODY)
-            if worker_id < 0 or not self._active[worker_id]:
-                # Returned out of order, or its worker's iterable dataset ended before it.
-                outstanding.pop(seq, None)
-                self._next_seq += 1
+            else:
+                self._await(task)
                 continue
-            if not self._crew.workers:
-                self._check_open()
-            exchange.receive(worker_id)
-            while exchange.ended:
-                self._end_worker(exchange.ended.pop())
-        exchange.settled = True
+            if batch is not LEFT_OUT:
+                return batch
+        raise self._end_epoch()
+
+    def _end_epoch(self) -> StopIteration:
         if not self._persistent_workers:
             self._shutdown_workers()
-        warn_of_bad_samples(self._counters, self._on_error)
-        raise StopIteration
-
-    def _end_worker(self, worker_id: int) -> None:
-        """Give an exhausted worker no more tasks; it says so once for each that it has."""
-        if self._active[worker_id]:
-            self._active[worker_id] = self._strict_turns = False
-            self._issue_task()
-
-    def _return_batch(self, seq: int) -> Any:
-        exchange = self._exchange
-        if not self._crew.workers:
-            self._check_open()
-        worker_id, _, _ = exchange.outstanding.pop(seq)
-        done = exchange.arrived.pop(seq)
-        if seq == self._next_seq:
-            self._next_seq += 1
-        self._num_tasks[worker_id] -= 1
-        anchor, header = exchange.take(done)
-        if len(exchange.outstanding) < self.pool.most_tasks:
-            self._issue_task()
-        elif self._balance is not None:
-            self._refill(self._balance)
-        if self._tuning is not None:
-            self._tune(self._tuning)
         try:
-            batch = self._unpack(done, anchor, header)
-        except Exception:
-            exchange.settled = True
+            warn_of_bad_samples(self._counters, self._on_error)
+        except Warning as error:  # by the program's filters
+            self._lifecycle.expect(error)
+            raise
+        return self._lifecycle.expect(StopIteration())
+
+    def _await(self, task: Task) -> None:
+        """Take in what workers have said, or wait for it, until the batch of a task may be here."""
+        self._check_open()
+        turns, dispatcher = self._turns, self._dispatcher
+        if turns is not None and not turns.is_active(task.worker_id):
+            dispatcher.ledger.void(task)  # its worker's iterable dataset ended before it
+            return
+        if not dispatcher.receive_from(task.worker_id):
+            self._send_ahead(task)
+            dispatcher.receive(task.worker_id)
+        while dispatcher.ended_streams:
+            worker_id = dispatcher.ended_streams.pop()
+            if turns is not None and turns.drop_out(worker_id):
+                self._issue_task()
+
+    def _return(self, task: Task) -> Any:
+        """The batch of a task that has arrived, or ``LEFT_OUT``; raises the exception in its place."""
+        self._check_open()
+        dispatcher, answer = self._dispatcher, task.answer
+        assert answer is not None
+        anchor, header = dispatcher.take(task)
+        dispatcher.ledger.finish(task)
+        self._send_more()
+        try:
+            batch = self._unpack(answer, anchor, header)
+        except Exception as error:
+            self._lifecycle.expect(error)
             raise
         del anchor
-        if exchange.warning and batch is not LEFT_OUT:
+        if dispatcher.warning and batch is not LEFT_OUT:
             self._warn(batch)
-        exchange.settled = True
         return batch
 
-    def _unpack(self, done: DoneFields, anchor: npt.NDArray[np.uint8], header: bytes) -> Any:
+    def _unpack(self, answer: Published, anchor: npt.NDArray[np.uint8], header: bytes) -> Any:
         """What a worker's answer holds for the program: a batch, or the exception in its place, raised."""
         batch = self._decoder.decode(anchor, header)
-        if done[0] == FAILURE:
+        if answer.failed:
             self._counters.failures += 1
             count(batch.bad_samples, self._counters)
-            error = restore(batch)
-            self._exchange.settled = True  # whatever it is, it is the worker's
-            raise error
-        if done[1] & REPORTED:
+            raise self._lifecycle.expect(restore(batch))
+        if answer.reported:
             batch = take_report(batch, self._counters)
             if batch is LEFT_OUT:
                 return batch
@@ -384,37 +417,42 @@ class SlotIterator(torch_private.BaseIterator):
         return batch
 
     def _warn(self, batch: Any) -> None:
-        """Say what is to be said; where the program's filters make that an error, the batch comes next."""
-        warning, self._exchange.warning = self._exchange.warning, ""
+        """Give the warning; where the program's filters make it an error, the batch comes next."""
+        dispatcher = self._dispatcher
+        warning, dispatcher.warning = dispatcher.warning, ""
         self._held_back.append(batch)
-        self._exchange.settled = True
-        warnings.warn(warning, SpillWarning, stacklevel=level_of_the_program())
+        try:
+            warnings.warn(warning, SpillWarning, stacklevel=level_of_the_program())
+        except SpillWarning as error:
+            self._lifecycle.expect(error)
+            raise
         self._held_back.clear()
 
     # --- the end
 
     def _abandon(self) -> NoReturn:
         """Close after an exception that came between two lines; batches may have been lost by it."""
-        self._exchange.settled = True
         self.close("an exception (Ctrl-C?) interrupted it in the middle of its work")
         self._check_open()
         raise AssertionError
 
     def _check_open(self) -> None:
         if not self._crew.workers:
-            self._exchange.settled = True
-            raise LoaderClosed(
-                f"this iterator cannot go on: {self._crew.closed_because}. Call iter(loader) for a new one."
+            raise self._lifecycle.expect(
+                LoaderClosed(
+                    f"this iterator cannot go on: {self._crew.closed_because}. Call iter(loader) for a new "
+                    "one."
+                )
             )
 
     @property
     def closed(self) -> bool:
         """Whether the iterator cannot be used for another epoch."""
-        return not self._crew.workers or not self._exchange.settled
+        return not self._crew.workers or self._lifecycle.broken
 
     def oldest_leases(self) -> tuple[str, ...]:
         """With ``SHMLOADER_DEBUG=1``, the batches that the program has held for longest; see `Inspection`."""
-        inspection = self._exchange.inspection
+        inspection = self._dispatcher.inspection
         return () if inspection is None else inspection.oldest_leases()
 
     @property
@@ -436,15 +474,32 @@ class SlotIterator(torch_private.BaseIterator):
         self._crew.closed_because = self._crew.closed_because or because
         self._held_back = []
         if self._crew.workers:
-            self._exchange.expel()
+            self._crew.interrupt()
+            self._lifecycle.await_others()
         self._shutdown_workers()
 
 
-def _stop(owner_pid: int, crew: Workers, pool: SlotPool) -> None:
+def _stop(owner_pid: int, workers: Workers, pool: SlotPool) -> None:
     if os.getpid() == owner_pid:
         with HeldInterrupts():
-            crew.interrupt()  # at the interpreter's end a daemon thread may be waiting for a batch
-            crew.close()
+            workers.interrupt()  # at the interpreter's end a daemon thread may be waiting for a batch
+            workers.close()
             pool.close()
     else:  # a copy in a forked child: the workers and the memory are the parent's
-        crew.leave_to_parent()
+        workers.leave_to_parent()
+
+
+def _make_pool(loader: Any) -> SlotPool:
+    """The slots of an iterator, within the memory budget that the loader was given or what the host has."""
+    available_nbytes = memory_headroom().available_nbytes
+    budget_nbytes = loader.memory_budget_nbytes
+    num_workers = int(loader.num_workers)
+    most_tasks = num_workers * int(loader.prefetch_factor)
+    auto = isinstance(loader.num_workers, AutoCount) or isinstance(loader.prefetch_factor, AutoCount)
+    if budget_nbytes is None and not auto:
+        return SlotPool(MemfdSegment(), most_tasks, available_nbytes // 2, elastic=True, workers=num_workers)
+    if budget_nbytes is None:
+        budget_nbytes = available_nbytes // 2
+    else:  # a plain number, since sums of NumPy's narrow ones overflow
+        budget_nbytes = min(operator.index(budget_nbytes), available_nbytes)
+    return SlotPool(MemfdSegment(), most_tasks, budget_nbytes)

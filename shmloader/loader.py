@@ -13,18 +13,26 @@ import torch
 import torch.utils.data
 from torch.utils.data import Dataset, Sampler
 
-from shmloader.arguments import Dispatch, OnError, WorkerType, check_own_arguments
+from shmloader.arguments import (
+    PROCESS,
+    Dispatch,
+    OnError,
+    WorkerType,
+    check_arguments,
+    check_worker_type,
+    dispatch_of,
+    number_or_auto,
+)
 from shmloader.diagnostics.bad_samples import warn_of_bad_samples
 from shmloader.errors import LoaderClosed
 from shmloader.in_process import InProcessIterator
 from shmloader.iterator import SlotIterator
-from shmloader.scheduling.autotune import Autotune
-from shmloader.scheduling.dispatch import choose_dispatch
-from shmloader.scheduling.tuning import chooser_of, or_chosen
+from shmloader.scheduling.auto import Auto
+from shmloader.scheduling.growth import auto_for
 from shmloader.slots import SlotState
 from shmloader.statistics import Counters, LoaderStatistics
 from shmloader.store.walk import share_for_loader
-from shmloader.supervisor import PROCESS, check_worker_type
+from shmloader.worker.epoch_settings import set_epoch_of
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -37,13 +45,15 @@ class _Own:
         loader_id: The loader's identity.
         counters: What it has counted.
         iterators: Those that live.
-        autotune: What chooses for it, if anything does.
+        auto: Decides about what is ``"auto"``, if anything is.
+        closes: How often the loader was closed.
     """
 
     loader_id: int
     counters: Counters = field(default_factory=Counters)
     iterators: weakref.WeakSet[SlotIterator] = field(default_factory=weakref.WeakSet)
-    autotune: Autotune | None = None
+    auto: Auto | None = None
+    closes: int = 0
 
 
 class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
@@ -177,14 +187,14 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
         self.memory_budget_nbytes = memory_budget_nbytes
         self.worker_restarts = worker_restarts
         self.on_error = on_error
-        workers = or_chosen("num_workers", num_workers, 1)
-        in_advance = or_chosen("prefetch_factor", prefetch_factor, 2)
-        self.dispatch = choose_dispatch(dispatch, dataset, workers)
+        workers = number_or_auto("num_workers", num_workers, 1)
+        in_advance = number_or_auto("prefetch_factor", prefetch_factor, 2)
+        self.dispatch = dispatch_of(dispatch, workers)
         self.prefetch_epochs = prefetch_epochs
         self.worker_type = worker_type
         self.share_dataset = share_dataset
-        check_own_arguments(self, dataset, persistent_workers)
-        check_worker_type(worker_type, dataset, multiprocessing_context, worker_restarts)
+        check_arguments(self, dataset, workers, persistent_workers)
+        check_worker_type(self, dataset, multiprocessing_context)
         if share_dataset:
             dataset = share_for_loader(dataset)
         super().__init__(
@@ -220,14 +230,14 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
             return InProcessIterator(self, self._own().counters)
         self.check_worker_number_rationality()
         own = self._own()
-        counters, closes = own.counters, own.counters.closes
+        counters, closes = own.counters, own.closes
         prefetch_factor: Any = self.prefetch_factor
         if prefetch_factor > 0:  # others the iterator refuses, in torch's words
             operator.index(prefetch_factor)  # raises for a fraction, as torch's iterator does
-            own.autotune = chooser_of(self, own.autotune)
-        iterator = SlotIterator(self, counters, own.autotune)
+            own.auto = auto_for(self, own.auto)
+        iterator = SlotIterator(self, counters, own.auto)
         own.iterators.add(iterator)
-        if counters.closes != closes:  # by another thread, or by the sampler
+        if own.closes != closes:  # by another thread, or by the sampler
             iterator.close("loader.close() was called")
             raise LoaderClosed("the loader was closed while its workers were being started")
         return iterator
@@ -263,7 +273,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
         warn_of_bad_samples(self._own().counters, self.on_error)
 
     def _close(self) -> None:
-        self._own().counters.closes += 1
+        self._own().closes += 1
         for iterator in self._iterators():
             iterator.close("loader.close() was called")
         if isinstance(self._iterator, SlotIterator):
@@ -284,9 +294,28 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
         else:
             self._close()  # a warning, where it is an error, would hide this one
 
+    def set_epoch(self, epoch: int) -> None:
+        """Call ``set_epoch(epoch)`` of the sampler, the batch sampler and the dataset, where they have it.
+
+        Call it before ``iter(loader)``. It reaches the dataset in persistent workers too, which begin the
+        next epoch with it. Without it, workers are sent those attributes of the dataset that are numbers,
+        strings, booleans or None and that the program has changed since.
+
+        Args:
+            epoch: The number.
+        """
+        seen: set[int] = set()
+        for sampler in (self.sampler, self.batch_sampler, getattr(self.batch_sampler, "sampler", None)):
+            if callable(getattr(sampler, "set_epoch", None)) and id(sampler) not in seen:
+                seen.add(id(sampler))
+                sampler.set_epoch(epoch)  # type: ignore[union-attr]
+        set_epoch_of(self.dataset, epoch)
+        for iterator in self._iterators():
+            iterator.set_epoch(epoch)
+
     def statistics(self) -> LoaderStatistics:
         """What the loader has done so far and what it holds now."""
-        counters, autotune = self._own().counters, self._own().autotune
+        counters, auto = self._own().counters, self._own().auto
         # A copy, looked at and not touched: another thread may be iterating.
         slots = [slot for iterator in self._iterators() for slot in list(iterator.pool.slots)]
         states = [slot.state_now for slot in slots]
@@ -320,5 +349,5 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
             epochs_in_vain=counters.epochs_in_vain,
             wait_for_workers_s=counters.wait_for_workers_ns / 1e9,
             workers_wait_for_slots_s=counters.workers_wait_for_slots_ns / 1e9,
-            autotune=None if autotune is None else autotune.report(),
+            autotune=None if auto is None else auto.report(),
         )

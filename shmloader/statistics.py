@@ -143,4 +143,3 @@ class Counters:
     warned_of_bad_samples: bool = False
     left_out_in_a_row: int = 0
     left_out_after: int = 0  # `batches` when that row began
-    closes: int = 0  # how often the loader was closed

@@ -24,16 +24,13 @@ from shmloader.supervisor.choice import start_workers
 from shmloader.supervisor.interface import Worker, Workers
 from shmloader.supervisor.processes import ProcessWorkers
 from shmloader.supervisor.reports import log_replacement, worker_timeout
-from shmloader.supervisor.threads import PROCESS, THREAD, ThreadWorkers, check_worker_type
+from shmloader.supervisor.threads import ThreadWorkers
 
 __all__ = [
-    "PROCESS",
-    "THREAD",
     "ProcessWorkers",
     "ThreadWorkers",
     "Worker",
     "Workers",
-    "check_worker_type",
     "log_replacement",
     "start_workers",
     "worker_timeout",

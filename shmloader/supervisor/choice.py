@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from shmloader.arguments import THREAD, check_worker_type
 from shmloader.supervisor.interface import MakeArguments, Workers
 from shmloader.supervisor.launch import check_importable
 from shmloader.supervisor.processes import ProcessWorkers
-from shmloader.supervisor.threads import THREAD, ThreadWorkers, check_worker_type
+from shmloader.supervisor.threads import ThreadWorkers
 
 
 def start_workers(loader: Any, make_arguments: MakeArguments) -> Workers:
@@ -25,7 +26,7 @@ def start_workers(loader: Any, make_arguments: MakeArguments) -> Workers:
         WorkerDied: If one ended at once.
     """
     if loader.worker_type == THREAD:
-        check_worker_type(THREAD, loader.dataset, loader.multiprocessing_context, loader.worker_restarts)
+        check_worker_type(loader, loader.dataset, loader.multiprocessing_context)
         return ThreadWorkers(make_arguments, loader.num_workers)
     context = loader.multiprocessing_context or torch.multiprocessing
     names = ("dataset", "collate_fn", "worker_init_fn")

@@ -29,7 +29,7 @@ class Worker(Protocol):
         """See the class."""
 
     def send(self, record: bytes) -> None:
-        """Send a packed `Task`. Never waits; that the worker is dead is no error here."""
+        """Send a packed request. Never waits; that the worker is dead is no error here."""
 
     def receive(self) -> bytes | None:
         """Records that have arrived: none of them as b"", or None if it is seen that none can come."""

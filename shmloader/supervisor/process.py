@@ -9,9 +9,9 @@ import signal
 from collections import deque
 from typing import Any
 
-from shmloader.wire.messages import DONE_NBYTES
+from shmloader.wire.messages import ANSWER_NBYTES
 
-_READ_NBYTES = DONE_NBYTES * 8
+_READ_NBYTES = ANSWER_NBYTES * 8
 _EXIT_CODE_S = 1.0
 
 
@@ -47,7 +47,7 @@ class ProcessWorker:
         return f"pid {self.pid}"
 
     def send(self, record: bytes) -> None:
-        """Send a packed `Task`; one that the pipe has no room for now is sent with the next call.
+        """Send a packed request; one that the pipe has no room for now is sent with the next call.
 
         A dead worker's broken pipe is not an error here: its death is found where batches are waited for.
         """

@@ -17,12 +17,10 @@ import threading
 import time
 import traceback
 import weakref
-from typing import Any, Final
+from typing import Any
 
 from torch.utils.data import Dataset
 
-from shmloader import torch_private
-from shmloader.arguments import WorkerType
 from shmloader.diagnostics.exceptions import add_note, forget_frames
 from shmloader.errors import WorkerDied
 from shmloader.host.interrupts import HeldInterrupts
@@ -32,11 +30,6 @@ from shmloader.supervisor.revocable import SegmentGate
 from shmloader.supervisor.thread_channel import Bell, ThreadLink
 from shmloader.worker.loop import run_in_thread
 
-PROCESS: Final = "process"
-THREAD: Final = "thread"
-WORKER_TYPES = (PROCESS, THREAD)
-"""What ``worker_type`` may be."""
-
 _CLOSE_S = 0.5  # how long `close` waits for threads to end
 _LEAST_CLOSE_S = 0.1  # also where nothing is to be waited for: threads without a task end at once
 _EXIT_S = 2.0  # how long the end of the program does
@@ -44,37 +37,6 @@ _MOST_CHARACTERS = 8000
 
 _unended: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # told to end, and not ended in time
 _live: weakref.WeakSet[ThreadWorkers] = weakref.WeakSet()
-
-
-def check_worker_type(
-    worker_type: WorkerType, dataset: object, multiprocessing_context: object, worker_restarts: int
-) -> None:
-    """Refuse what is no type of worker, and what worker threads cannot do.
-
-    Raises:
-        ValueError: As it says.
-    """
-    if worker_type not in WORKER_TYPES:
-        raise ValueError(
-            f"worker_type must be one of {', '.join(map(repr, WORKER_TYPES))}, not {worker_type!r}"
-        )
-    if worker_type != THREAD:
-        return
-    if multiprocessing_context is not None:
-        raise ValueError(
-            f"worker_type='thread' starts no processes: multiprocessing_context={multiprocessing_context!r} "
-            "means nothing with it, leave one of them out"
-        )
-    if worker_restarts:
-        raise ValueError(
-            f"worker_restarts={worker_restarts} needs worker_type='process': a thread that hangs cannot be "
-            "ended, and one that crashes ends the program"
-        )
-    if isinstance(dataset, torch_private.DATAPIPES):
-        raise ValueError(  # noqa: TRY004 - as all that is refused for a worker_type
-            f"worker_type='thread' cannot load from a DataPipe ({type(dataset).__name__}): workers shard and "
-            "seed the pipe itself, and each needs one of its own. Use worker_type='process'."
-        )
 
 
 class ThreadWorkers:
@@ -147,7 +109,7 @@ class ThreadWorkers:
             worker.close()
 
     def restart(self, worker: Worker) -> Worker:
-        """Worker threads are not replaced: `check_worker_type` refuses ``worker_restarts``."""
+        """Worker threads are not replaced: `arguments` refuses ``worker_restarts``."""
         raise NotImplementedError(f"worker thread {worker.worker_id} cannot be replaced")
 
     def wait(self, timeout_s: float | None) -> list[ThreadWorker]:

@@ -12,7 +12,7 @@ import time
 from typing import NamedTuple, Protocol
 
 from shmloader.shared_memory import Descriptor
-from shmloader.wire.messages import SPIN_NS, TASK_NBYTES
+from shmloader.wire.messages import REQUEST_NBYTES, SPIN_NS
 
 
 class Link(Protocol):
@@ -45,8 +45,8 @@ class Pipes(NamedTuple):
     """A worker process's ends, and the file for its stacks; crosses the process boundary once.
 
     Attributes:
-        tasks: Read end of the pipe that brings `Task` records.
-        dones: Write end of the pipe that takes `Done` records.
+        tasks: Read end of the pipe that brings requests.
+        dones: Write end of the pipe that takes answers.
         stacks: The file that takes this worker's Python stack when the main process asks for it.
     """
 
@@ -81,7 +81,7 @@ class PipeLink:
         spin_until_ns = began_ns + SPIN_NS if self.wait_ns < SPIN_NS else 0
         while True:
             try:
-                record = os.read(self._tasks_fd, TASK_NBYTES)
+                record = os.read(self._tasks_fd, REQUEST_NBYTES)
             except BlockingIOError:
                 if spin_until_ns and time.perf_counter_ns() < spin_until_ns:
                     os.sched_yield()

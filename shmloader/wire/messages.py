@@ -1,129 +1,232 @@
-"""The records that cross a process boundary, with their units.
+"""Records that the main process and its workers send each other: one frozen class for each kind.
 
-Each worker has one private pipe each way. A record has a fixed size of at most ``PIPE_BUF`` bytes (512 at
-the least, by POSIX), so the kernel writes it whole or not at all: a reader never sees half a record, even
-if the writer is killed. Ownership of a slot passes with the record that names it, and the pipe is the
-memory fence between the two processes.
+Each worker has one private channel each way. Every record of one direction has the same size, at most
+``PIPE_BUF`` bytes (512 at the least, by POSIX), so the kernel writes it whole or not at all: a reader never
+sees half a record, even if the writer is killed. The right to write a slot passes with the record that names
+it, and the channel is the memory fence between the two processes.
+
+Requests go to a worker: `MakeBatch`, `SendNextPart`, `BeginEpoch`. Answers come back: `Published`,
+`PartReady`, `StreamEnded`, `EpochBegun`. Both name a task by ``seq``, its number over the iterator's life.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
-
-# Kinds of record from main to worker.
-TASK, RESUME, CONTINUE, MARK = 1, 2, 3, 4
-# Kinds of record from worker to main.
-BATCH, FAILURE, END, RESUMED, PART = 11, 12, 13, 14, 15  # from RESUMED on: no slot is published
-
-# Flags of a record from worker to main.
-DETACHED = 1
-"""The worker still held views of the slot's memory, and they were moved to private memory."""
-SPILLED = 2
-"""The batch did not fit in the slot: it was sent in parts, and the header lies in what they make up."""
-REPORTED = 4
-"""What was published is a `bad_samples.Reported`: a batch, if there is one, and what to count."""
-
-_HEAD = "<HxxIQIQQQQ"
-TASK_NBYTES = 256
-"""Size of a record from main to worker, inline payload included."""
-INLINE_NBYTES = TASK_NBYTES - struct.calcsize(_HEAD)
-"""Most bytes of payload that travel in the record itself; a longer one lies at the slot's start."""
-_TASK = struct.Struct(f"{_HEAD}{INLINE_NBYTES}s")
-
-_DONE = struct.Struct("<HHIQIQQQQ")
-DONE_NBYTES = _DONE.size
-"""Size of a record from worker to main."""
-
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 SPIN_NS = 50_000
-"""How long either side looks for the next record before it sleeps, while records come quickly: being put to
-sleep and woken costs more than a small batch does (docs/decisions/0008)."""
+"""Nanoseconds for which either side looks again for a record before it sleeps, while records come quickly.
+To sleep and to be woken costs more than a small batch does (docs/decisions/0008)."""
+
+REQUEST_NBYTES = 256
+"""Size of a request."""
+ANSWER_NBYTES = 64
+"""Size of an answer."""
+
+_MAKE_BATCH_FIELDS = "<B3xIQQIxxxxQQQI"
+INLINE_NBYTES = REQUEST_NBYTES - struct.calcsize(_MAKE_BATCH_FIELDS)
+"""Most bytes of a payload that travel in the request itself; a longer payload lies at the slot's start."""
 
 
-class Task(NamedTuple):
-    """What the main process asks of a worker.
+def _request_layout(fields: str) -> struct.Struct:
+    return struct.Struct(f"{fields}{REQUEST_NBYTES - struct.calcsize(fields)}s")
+
+
+def _answer_layout(fields: str) -> struct.Struct:
+    return struct.Struct(f"{fields}{ANSWER_NBYTES - struct.calcsize(fields)}x")
+
+
+# --- requests
+
+
+class MakeBatch(NamedTuple):
+    """A task: make one batch in the slot that comes with it.
 
     Attributes:
-        kind: ``TASK`` (make a batch), ``RESUME`` (a new epoch begins; the payload is its shared seed),
-            ``CONTINUE`` (the last ``PART`` was copied out) or ``MARK`` (what follows may be in vain: keep the
-            generators' states).
-        generation: The iterator's epoch counter; replies carry it back.
-        seq: Number of the batch in the epoch. For ``RESUME``: of the epoch.
-        slot: The slot granted. For ``RESUME``: whether to put back the states of the last ``MARK``.
+        epoch: Number of the epoch, over the iterator's life.
+        seq: The task.
+        position: Number of the batch in its epoch.
+        slot: The slot granted.
         slot_nbytes: Bytes reserved for the slot.
-        hint_nbytes: Bytes of the largest batch so far: what to reserve before collating.
+        hint_nbytes: Bytes to reserve before collating, as large batches so far have needed.
         limit_nbytes: Bytes up to which the worker may grow the slot.
-        payload_nbytes: Length of the packed index batch; beyond ``INLINE_NBYTES`` it lies in the slot.
-        payload: The packed index batch, or empty. As received it is padded: read ``payload_nbytes`` of it.
+        payload_nbytes: Length of the packed index batch.
+        payload: The packed index batch, padded; without meaning if it is longer than ``INLINE_NBYTES``.
     """
 
-    kind: int
-    generation: int
-    seq: int = 0
-    slot: int = 0
-    slot_nbytes: int = 0
-    hint_nbytes: int = 0
-    limit_nbytes: int = 0
-    payload_nbytes: int = 0
-    payload: bytes = b""
+    epoch: int
+    seq: int
+    position: int
+    slot: int
+    slot_nbytes: int
+    hint_nbytes: int
+    limit_nbytes: int
+    payload_nbytes: int
+    payload: bytes
 
     def pack(self) -> bytes:
-        """The record, ``TASK_NBYTES`` long."""
-        return _TASK.pack(*self)
+        """The record."""
+        return _pack_make_batch(_MAKE_BATCH, *self)
 
 
-pack_task = _TASK.pack
-"""The record of a task from the fields of `Task`, without making one."""
-
-unpack_fields = _TASK.unpack
-"""The fields of `Task` from a record, without making one."""
-
-
-def unpack_task(record: bytes) -> Task:
-    """Read a record of `Task.pack`."""
-    return Task._make(_TASK.unpack(record))
-
-
-class Done(NamedTuple):
-    """What a worker answers.
+class SendNextPart(NamedTuple):
+    """Permission to write the next part of a large batch: the last one was copied out of the slot.
 
     Attributes:
-        kind: ``BATCH`` (published), ``FAILURE`` (an exception is published
-            in place of a batch), ``END`` (its iterable dataset is exhausted), ``RESUMED`` (a new epoch
-            begins) or ``PART`` (a piece of a batch that is larger than its slot).
-        flags: ``DETACHED``, ``SPILLED``, ``REPORTED``.
-        generation: As in the task.
-        seq: As in the task.
-        slot: As in the task.
-        slot_nbytes: Bytes reserved for the slot now.
-        header_offset: Bytes from the slot's start to the header. For ``PART``: the whole batch's bytes.
-        header_nbytes: Length of the header. For ``PART``: bytes of this piece, at the slot's start.
-        wait_ns: Nanoseconds that the worker waited for this task, that is, for a slot.
+        seq: The task.
     """
 
-    kind: int
-    flags: int
-    generation: int
     seq: int
+
+    def pack(self) -> bytes:
+        """The record."""
+        return _NEXT_PART_LAYOUT.pack(_NEXT_PART, self.seq, b"")
+
+
+class BeginEpoch(NamedTuple):
+    """A new epoch: what comes next belongs to it. The worker answers with `EpochBegun`.
+
+    Attributes:
+        epoch: Number of the epoch, over the iterator's life.
+        slot: The slot that a long payload lies in.
+        slot_nbytes: Bytes reserved for that slot.
+        payload_nbytes: Length of the pickled `EpochSettings`.
+        payload: The pickled `EpochSettings`, as for `MakeBatch`.
+    """
+
+    epoch: int
     slot: int
+    slot_nbytes: int
+    payload_nbytes: int
+    payload: bytes
+
+    def pack(self) -> bytes:
+        """The record."""
+        return _BEGIN_EPOCH_LAYOUT.pack(_BEGIN_EPOCH, *self)
+
+
+Request = MakeBatch | SendNextPart | BeginEpoch
+
+_MAKE_BATCH, _NEXT_PART, _BEGIN_EPOCH = 1, 2, 3
+_MAKE_BATCH_LAYOUT = _request_layout(_MAKE_BATCH_FIELDS)
+_pack_make_batch = _MAKE_BATCH_LAYOUT.pack  # for every batch
+_NEXT_PART_LAYOUT = _request_layout("<B7xQ")
+# The payload begins where that of `MakeBatch` does, so that both may be as long.
+_BEGIN_EPOCH_LAYOUT = _request_layout("<B3xIQQ20xI")
+
+
+def unpack_request(record: bytes) -> Request:
+    """Read a request."""
+    kind = record[0]
+    if kind == _MAKE_BATCH:
+        return MakeBatch._make(_MAKE_BATCH_LAYOUT.unpack(record)[1:])
+    if kind == _NEXT_PART:
+        return SendNextPart(_NEXT_PART_LAYOUT.unpack(record)[1])
+    return BeginEpoch._make(_BEGIN_EPOCH_LAYOUT.unpack(record)[1:])
+
+
+# --- answers
+
+
+class Published(NamedTuple):
+    """The end of a task: a batch, or an exception in its place, is complete in the slot.
+
+    Attributes:
+        seq: The task.
+        slot_nbytes: Bytes reserved for the slot now.
+        header_offset: Bytes from the slot's start to the header.
+        header_nbytes: Length of the header.
+        wait_ns: Nanoseconds that the worker waited for this task, that is, for a slot.
+        failed: Whether it is an exception.
+        detached: Whether the worker still held views of the slot, which were moved to private memory.
+        spilled: Whether the batch did not fit in the slot: it was sent in parts, and the header is in them.
+        reported: Whether it is a `bad_samples.Reported`: a batch, if there is one, and what to count.
+    """
+
+    seq: int
     slot_nbytes: int
     header_offset: int
     header_nbytes: int
     wait_ns: int
+    failed: bool = False
+    detached: bool = False
+    spilled: bool = False
+    reported: bool = False
 
     def pack(self) -> bytes:
-        """The record, ``DONE_NBYTES`` long."""
-        return _DONE.pack(*self)
+        """The record."""
+        return _PUBLISHED_LAYOUT.pack(_PUBLISHED, *self)
 
 
-pack_done = _DONE.pack
-"""The record from the fields of `Done`, without making one."""
+class PartReady(NamedTuple):
+    """A part of a batch that is larger than its slot, at the slot's start.
+
+    Attributes:
+        seq: The task.
+        slot_nbytes: Bytes reserved for the slot now.
+        total_nbytes: Bytes of the whole batch.
+        part_nbytes: Bytes of this part.
+    """
+
+    seq: int
+    slot_nbytes: int
+    total_nbytes: int
+    part_nbytes: int
+
+    def pack(self) -> bytes:
+        """The record."""
+        return _PART_LAYOUT.pack(_PART, *self)
 
 
-DoneFields = tuple[int, int, int, int, int, int, int, int, int]
-"""The fields of `Done`, in order: what is passed on for every batch, without making a named tuple."""
+class StreamEnded(NamedTuple):
+    """The end of a task without a batch: the worker's iterable-style dataset is exhausted.
 
-unpack_done: Callable[[bytes], Iterator[DoneFields]] = _DONE.iter_unpack
-"""Read one or more whole records of `Done.pack`."""
+    Attributes:
+        seq: The task.
+        slot_nbytes: Bytes reserved for the slot now.
+    """
+
+    seq: int
+    slot_nbytes: int
+
+    def pack(self) -> bytes:
+        """The record."""
+        return _STREAM_ENDED_LAYOUT.pack(_STREAM_ENDED, *self)
+
+
+class EpochBegun(NamedTuple):
+    """The worker has come to an epoch.
+
+    Attributes:
+        epoch: As in `BeginEpoch`.
+    """
+
+    epoch: int
+
+    def pack(self) -> bytes:
+        """The record."""
+        return _EPOCH_BEGUN_LAYOUT.pack(_EPOCH_BEGUN, *self)
+
+
+Answer = Published | PartReady | StreamEnded | EpochBegun
+
+_PUBLISHED, _PART, _STREAM_ENDED, _EPOCH_BEGUN = 1, 2, 3, 4
+_PUBLISHED_LAYOUT = _answer_layout("<B7xQQQQQ????")
+_PART_LAYOUT = _answer_layout("<B7xQQQQ")
+_STREAM_ENDED_LAYOUT = _answer_layout("<B7xQQ")
+_EPOCH_BEGUN_LAYOUT = _answer_layout("<B3xI")
+_ANSWERS: dict[int, tuple[Any, struct.Struct]] = {
+    _PUBLISHED: (Published, _PUBLISHED_LAYOUT),
+    _PART: (PartReady, _PART_LAYOUT),
+    _STREAM_ENDED: (StreamEnded, _STREAM_ENDED_LAYOUT),
+    _EPOCH_BEGUN: (EpochBegun, _EPOCH_BEGUN_LAYOUT),
+}
+
+
+def unpack_answers(records: bytes) -> Iterator[Answer]:
+    """Read one or more whole answers."""
+    for begin in range(0, len(records), ANSWER_NBYTES):
+        kind, layout = _ANSWERS[records[begin]]
+        answer: Answer = kind._make(layout.unpack_from(records, begin)[1:])
+        yield answer

@@ -24,36 +24,30 @@ import numpy as np
 import torch
 
 from shmloader import torch_private
-from shmloader.codec import Encoder
+from shmloader.codec import Encoded, Encoder
 from shmloader.codec.slot_writer import SlotWriter, set_current_writer
 from shmloader.diagnostics.bad_samples import Reported
 from shmloader.diagnostics.exceptions import capture, forget_frames
 from shmloader.diagnostics.stacks import answer_with_stacks
-from shmloader.sampling.generator_states import GeneratorStates, states_of_a_worker
 from shmloader.sampling.index_batches import unpack_index_batch
 from shmloader.shared_memory import Segment
 from shmloader.sources import why_per_sample
 from shmloader.wire.channel import Link, PipeLink, Pipes
 from shmloader.wire.messages import (
-    BATCH,
-    CONTINUE,
-    DETACHED,
-    END,
-    FAILURE,
     INLINE_NBYTES,
-    PART,
-    REPORTED,
-    RESUME,
-    RESUMED,
-    SPILLED,
-    TASK,
-    Task,
-    pack_done,
-    unpack_fields,
-    unpack_task,
+    BeginEpoch,
+    EpochBegun,
+    MakeBatch,
+    PartReady,
+    Published,
+    Request,
+    SendNextPart,
+    StreamEnded,
+    unpack_request,
 )
 from shmloader.worker import watch
 from shmloader.worker.collate import install_slot_collate
+from shmloader.worker.epoch_settings import EpochSettings
 from shmloader.worker.fetch import Fetcher, FetchRules, make_fetcher
 from shmloader.worker.generators import worker_generators
 from shmloader.worker.seeded_samples import SampleSeeds
@@ -137,7 +131,6 @@ class _Worker:
         self._fetcher: Fetcher | None = None
         self._start_error: BaseException | None = None
         self._rng: Any = worker_generators(arguments.base_seed, arguments.worker_id)
-        self._marked: GeneratorStates | None = None
         self._seeds: SampleSeeds | None = None
         if arguments.seeds_samples:
             self._seeds = SampleSeeds(arguments.base_seed, arguments.epoch, in_thread=in_thread)
@@ -145,7 +138,7 @@ class _Worker:
         self._ended = False  # the iterable dataset is exhausted in this epoch
         self._pid = os.getpid()
         self._wait_ns = 0
-        self._later: deque[bytes] = deque()
+        self._later: deque[Request] = deque()
 
     def run(self) -> None:
         """Start, and answer tasks until the main process closes the link."""
@@ -182,48 +175,51 @@ class _Worker:
         return make_fetcher(dataset, rules)
 
     def _serve(self) -> None:
-        """Answer one record."""
+        """Answer one request."""
         if self._later:
-            record, self._wait_ns = self._later.popleft(), 0
+            request, self._wait_ns = self._later.popleft(), 0
         else:
-            record = self._link.receive()
+            request = unpack_request(self._link.receive())
             self._wait_ns = self._link.wait_ns
-        task = Task._make(unpack_fields(record))
-        if task.kind == TASK:
-            self._work(task)
-        elif task.kind == RESUME:
-            self._resume(task)
-        else:
-            self._marked = states_of_a_worker(self._rng, in_thread=self._in_thread)
+        if type(request) is MakeBatch:
+            self._work(request)
+        elif type(request) is BeginEpoch:
+            self._begin_epoch(request)
 
-    def _resume(self, task: Task) -> None:
+    def _begin_epoch(self, request: BeginEpoch) -> None:
         """Begin a new epoch with the same dataset object, as torch's persistent workers do."""
-        self._ended = False
-        if task.slot and self._marked is not None:  # what was made since is in vain
-            self._marked.put_back()
-        self._dataset = torch_private.seed_datapipe(self._dataset, pickle.loads(task.payload))
-        if self._seeds is not None:
-            self._seeds.epoch = task.seq
-        try:
-            self._fetcher = self._make_fetcher()
-        except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch
-            self._start_error = error
-        self._send(task, RESUMED)
+        if request.payload_nbytes:  # else this worker was started with the settings
+            self._ended = False
+            try:
+                settings: EpochSettings = pickle.loads(self._read_settings(request))
+                settings.apply(self._dataset)
+                self._dataset = torch_private.seed_datapipe(self._dataset, settings.shared_seed)
+                self._fetcher = self._make_fetcher()
+            except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch
+                self._start_error = error
+        self._link.send(EpochBegun(request.epoch).pack())
 
-    def _work(self, task: Task) -> None:
-        """Make one batch, or what takes its place, and publish it."""
-        _, _, _, slot, slot_nbytes, hint_nbytes, limit_nbytes, payload_nbytes, payload = task
+    def _read_settings(self, request: BeginEpoch) -> bytes:
+        if request.payload_nbytes <= INLINE_NBYTES:
+            return request.payload
+        extent = self._arguments.segment.map(request.slot, request.slot_nbytes)
+        return bytes(extent.view[: request.payload_nbytes])
+
+    def _work(self, task: MakeBatch) -> None:
+        """Make one batch, or an exception in its place, and publish it."""
         writer = self._writer
         index_batch: Any = None
-        flags = 0
+        failed = detached = spilled = reported = False
         try:
-            writer.begin(slot, slot_nbytes, limit_nbytes)
-            if payload_nbytes > INLINE_NBYTES:
-                payload = writer.read(payload_nbytes)
-            writer.prepare(hint_nbytes)
-            index_batch = unpack_index_batch(payload, payload_nbytes)
+            writer.begin(task.slot, task.slot_nbytes, task.limit_nbytes)
+            payload = task.payload
+            if task.payload_nbytes > INLINE_NBYTES:
+                payload = writer.read(task.payload_nbytes)
+            writer.prepare(task.hint_nbytes)
+            index_batch = unpack_index_batch(payload, task.payload_nbytes)
             if self._seeds is not None:
-                self._seeds.begin(task.seq)
+                self._seeds.epoch = task.epoch
+                self._seeds.begin(task.position)
             batch = self._make(index_batch)
             if os.getpid() != self._pid:
                 raise RuntimeError(
@@ -232,27 +228,36 @@ class _Worker:
                 )
             if self._ended:
                 writer.release()
-                self._send(task, END)
+                self._link.send(StreamEnded(task.seq, writer.nbytes).pack())
                 return
-            if type(batch) is Reported:
-                flags = REPORTED
-            kind, encoded = BATCH, self._encoder.encode(batch)
+            reported = type(batch) is Reported
+            encoded = self._encoder.encode(batch)
             del batch
         except BaseException as error:
             if os.getpid() != self._pid:
                 raise  # a process that the user's code forked is no worker, and ends by it as any other does
             if self._link.closed:
                 raise BrokenPipeError("the main process wants nothing more") from None
-            kind, (encoded, flags) = FAILURE, self._encode_failure(error, index_batch)
+            failed, reported = True, False
+            encoded, detached = self._encode_failure(error, index_batch)
         header_offset, header_nbytes, image = encoded
         if image is not None:
-            if writer.restart():  # the parts are written over what the user's code may keep
-                flags |= DETACHED
+            detached |= writer.restart()  # the parts are written over what the user's code may keep
             self._send_parts(task, image)
-            flags |= SPILLED
-        if writer.release():
-            flags |= DETACHED
-        self._send(task, kind, flags, header_offset, header_nbytes)
+            spilled = True
+        detached |= writer.release()
+        answer = Published(
+            task.seq,
+            writer.nbytes,
+            header_offset,
+            header_nbytes,
+            self._wait_ns,
+            failed=failed,
+            detached=detached,
+            spilled=spilled,
+            reported=reported,
+        )
+        self._link.send(answer.pack())
 
     def _make(self, index_batch: Any) -> Any:
         """Fetch and collate, allocating in the slot; sets ``_ended`` instead of returning a batch."""
@@ -274,54 +279,37 @@ class _Worker:
         finally:
             set_current_writer(None)
 
-    def _encode_failure(self, error: BaseException, index_batch: Any) -> tuple[Any, int]:
-        """Put an exception into the slot in the batch's place; gives what ``encode`` does, and flags."""
+    def _encode_failure(self, error: BaseException, index_batch: Any) -> tuple[Encoded, bool]:
+        """Put an exception into the slot in the batch's place; also tells whether views were detached."""
         where = (
             f"Raised in shmloader worker {self._arguments.worker_id} ({self._place()}), "
             f"while it made the batch of indices {_shorten(index_batch)}"
         )
         failure = capture(error, where, self._fetcher.take_bad_samples() if self._fetcher else b"")
         forget_frames(error)  # they hold the samples, and leaves in the slot
-        flags = DETACHED if self._writer.restart() else 0
-        return self._encoder.encode(failure), flags
+        detached = self._writer.restart()
+        return self._encoder.encode(failure), detached
 
     def _place(self) -> str:
         return f"thread {threading.current_thread().name!r}" if self._in_thread else f"pid {os.getpid()}"
 
-    def _send_parts(self, task: Task, image: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        """Send a batch larger than its slot: piece by piece, through the slot."""
+    def _send_parts(self, task: MakeBatch, image: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        """Send a batch that is larger than its slot: part by part, through the slot."""
         writer = self._writer
         for most_nbytes in _PART_NBYTES:
             if writer.ensure(min(writer.limit_nbytes, most_nbytes, len(image))):
                 break
         view = writer.view()
         for begin in range(0, len(image), len(view)):
-            piece = image[begin : begin + len(view)]
-            view[: len(piece)] = piece.data
-            self._send(task, PART, 0, len(image), len(piece))
-            self._await_continue()
+            part = image[begin : begin + len(view)]
+            view[: len(part)] = part.data
+            self._link.send(PartReady(task.seq, writer.nbytes, len(image), len(part)).pack())
+            self._await_next_part()
 
-    def _await_continue(self) -> None:
-        """Wait until the part was copied out; tasks that were sent meanwhile are kept for later."""
-        while unpack_task(record := self._link.receive()).kind != CONTINUE:
-            self._later.append(record)
-
-    def _send(
-        self, task: Task, kind: int, flags: int = 0, header_offset: int = 0, header_nbytes: int = 0
-    ) -> None:
-        writer = self._writer
-        record = pack_done(
-            kind,
-            flags,
-            task.generation,
-            task.seq,
-            task.slot,
-            writer.nbytes,
-            header_offset,
-            header_nbytes,
-            self._wait_ns,
-        )
-        self._link.send(record)
+    def _await_next_part(self) -> None:
+        """Wait until the part was copied out; requests that come meanwhile are kept for later."""
+        while type(request := unpack_request(self._link.receive())) is not SendNextPart:
+            self._later.append(request)
 
 
 def _end_fork() -> None:

@@ -1,0 +1,392 @@
+"""Tasks out and answers in: the traffic between one iterator and its workers. Main process only.
+
+The dispatcher gives each task a slot, takes in what workers answer, and replaces workers that die. It knows
+nothing of samplers, of the order in which batches are returned, nor of whose turn it is.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from shmloader.errors import LoaderClosed
+from shmloader.sampling.index_batches import PackedInts, pack_index_batch, unpack_index_batch
+from shmloader.scheduling.ledger import Ledger, Task, TaskState
+from shmloader.scheduling.lifecycle import Lifecycle, Phase
+from shmloader.scheduling.restarts import RestartPolicy
+from shmloader.slots import Slot, SlotPool
+from shmloader.slots.inspection import Inspection, Publication
+from shmloader.slots.inspection import wanted as inspection_wanted
+from shmloader.slots.spills import Spills
+from shmloader.statistics import Counters
+from shmloader.supervisor import Worker, Workers, log_replacement, worker_timeout
+from shmloader.wire.messages import (
+    INLINE_NBYTES,
+    SPIN_NS,
+    BeginEpoch,
+    EpochBegun,
+    MakeBatch,
+    PartReady,
+    Published,
+    SendNextPart,
+    StreamEnded,
+    unpack_answers,
+)
+
+Image = npt.NDArray[np.uint8]
+
+
+class Dispatcher:
+    """Sends tasks to the workers of one iterator, and receives their answers.
+
+    Args:
+        pool: The slots.
+        workers: The workers.
+        counters: The loader's counters.
+        policy: Which workers are replaced; also the timeout.
+        lifecycle: The iterator's, told while this sleeps.
+
+    Attributes:
+        ledger: All unfinished tasks.
+        ended_streams: Workers that have said, since this was last emptied, that their dataset is exhausted.
+        joining: Workers that were added later and have not come to the present epoch yet.
+        warning: A warning for the program, to be given with the next batch, or "".
+        inspection: The checks of ``SHMLOADER_DEBUG=1``, or None.
+    """
+
+    def __init__(
+        self,
+        pool: SlotPool,
+        workers: Workers,
+        counters: Counters,
+        policy: RestartPolicy,
+        lifecycle: Lifecycle,
+    ) -> None:
+        self.pool = pool
+        self.workers = workers
+        self.ledger = Ledger(len(workers.workers))
+        self.ended_streams: list[int] = []
+        self.joining: set[int] = set()
+        self.warning = ""
+        self.inspection = Inspection(pool) if inspection_wanted() else None
+        self._counters = counters
+        self._policy = policy
+        self._lifecycle = lifecycle
+        self._spills = Spills(pool, counters)
+        self._awaited: set[int] = set()  # workers that have not come to the present epoch yet
+        self._settings_slots: list[Slot] = []  # slots with settings that are too long for a record
+        self._wait_ns = 0  # how long the last wait took
+
+    # --- out
+
+    def send(self, worker_id: int, epoch: int, position: int, index_batch: object) -> None:
+        """Send a task, with a slot to make its batch in."""
+        slot = self.pool.grant()
+        payload = pack_index_batch(index_batch)
+        task = self.ledger.send(worker_id, epoch, position, payload, slot)
+        self._send_task(self.workers.workers[worker_id], task)
+
+    def _send_task(self, worker: Worker, task: Task) -> None:
+        pool, slot, payload = self.pool, task.slot, task.payload
+        nbytes = len(payload)
+        if nbytes > INLINE_NBYTES:
+            pool.reserve(slot, nbytes).view[:nbytes] = payload
+            payload = b""
+        elif slot.nbytes == 0:
+            pool.reserve(slot, 1)  # so that there is always room for a part, or for an error
+        hint_nbytes = pool.typical_nbytes or pool.largest_nbytes
+        request = MakeBatch(
+            task.epoch,
+            task.seq,
+            task.position,
+            slot.number,
+            slot.nbytes,
+            hint_nbytes,
+            slot.limit_nbytes,
+            nbytes,
+            payload,
+        )
+        worker.send(request.pack())
+
+    def begin_epoch(self, settings: bytes) -> None:
+        """Void all tasks, and have all workers begin a new epoch; returns when they have come to it.
+
+        Workers finish the tasks that they have, as torch's do: what a dataset draws from its generators must
+        not depend on when the last epoch was left. Those batches are dropped.
+
+        Args:
+            settings: The pickled `EpochSettings`.
+        """
+        ledger = self.ledger
+        ledger.epoch += 1
+        for task in list(ledger.arrived.values()):
+            ledger.finish(task)
+            self.pool.give_back(task.slot)
+        for task in ledger.held_by(None):
+            ledger.void(task)
+        workers = self.workers.workers
+        self._awaited = {worker.worker_id for worker in workers} - self.joining
+        self._announce_epoch(settings)
+        while self._awaited or (self._settings_slots and self.joining):
+            self.receive()
+        while self._settings_slots:  # more than one, if Ctrl-C has ended the wait for an earlier epoch
+            self.pool.revoke(self._settings_slots.pop())
+        self.ended_streams.clear()
+        self.pool.trim()
+
+    def _announce_epoch(self, settings: bytes) -> None:
+        slot_number = slot_nbytes = 0
+        if len(settings) > INLINE_NBYTES:
+            slot = self.pool.grant()
+            self._settings_slots.append(slot)
+            self.pool.reserve(slot, len(settings)).view[: len(settings)] = settings
+            slot_number, slot_nbytes = slot.number, slot.nbytes
+        inline = b"" if slot_nbytes else settings
+        request = BeginEpoch(self.ledger.epoch, slot_number, slot_nbytes, len(settings), inline).pack()
+        for worker in self.workers.workers:
+            worker.send(request)
+
+    def welcome(self, worker: Worker) -> None:
+        """Have a worker that was added in the middle of an epoch say when it is there: see `joining`.
+
+        It was started with the settings of this epoch.
+        """
+        self.ledger.add_worker()
+        self.joining.add(worker.worker_id)
+        worker.send(BeginEpoch(self.ledger.epoch, 0, 0, 0, b"").pack())
+
+    # --- in
+
+    def receive_from(self, worker_id: int) -> bool:
+        """Take in what one worker has said; whether there was something. Does not sleep.
+
+        Raises:
+            WorkerDied: If it has ended and is not to be replaced; the others are stopped.
+        """
+        worker = self.workers.workers[worker_id]
+        records = worker.receive()
+        if records == b"" and self._wait_ns < self.workers.look_again_ns:
+            records = self._look_again(worker)
+        if records:
+            self._accept(worker, records)
+        elif records is None:
+            self._recover(worker, None)
+        return records != b""
+
+    def receive(self, due_from: int | None = None) -> None:
+        """Sleep until any worker has said something, and take it in.
+
+        Args:
+            due_from: The worker that the next batch is due from, if there is one.
+
+        Raises:
+            WorkerDied: If a worker has ended and is not to be replaced; the others are stopped.
+            WorkerTimeout: If nothing came within the timeout, and no worker is to be replaced for it.
+            LoaderClosed: If the loader was closed meanwhile, by another thread.
+        """
+        ready = self._sleep()
+        if not ready:
+            self._recover(self._silent_worker(due_from), self._policy.timeout_s)
+        for worker in ready:
+            # What a dead worker had written before it died is read first: it is whole.
+            records = worker.receive()
+            if records:
+                self._accept(worker, records)
+            elif records is None or worker.is_dead():
+                self._recover(worker, None)
+
+    def look_for_joining(self) -> None:
+        """Take in what workers that are `joining` have said."""
+        for worker_id in list(self.joining):
+            worker = self.workers.workers[worker_id]
+            records = worker.receive()
+            if records:
+                self._accept(worker, records)
+            elif records is None or worker.is_dead():
+                self._recover(worker, None)
+
+    def _look_again(self, worker: Worker) -> bytes | None:
+        """Wait a moment for a worker's records without sleeping; see ``SPIN_NS``."""
+        began_ns = now_ns = time.perf_counter_ns()
+        records: bytes | None = b""
+        while records == b"" and now_ns - began_ns < SPIN_NS:
+            os.sched_yield()
+            records = worker.receive()
+            now_ns = time.perf_counter_ns()
+        self._note_wait(now_ns - began_ns)
+        return records
+
+    def _sleep(self) -> list[Worker]:
+        lifecycle = self._lifecycle
+        began_ns = time.perf_counter_ns()
+        before, lifecycle.phase = lifecycle.phase, Phase.WAITING
+        ready = self.workers.wait(self._policy.timeout_s)
+        lifecycle.phase = before
+        self._note_wait(time.perf_counter_ns() - began_ns)
+        if self.workers.interrupted:
+            raise lifecycle.expect(
+                LoaderClosed("the loader was closed by another thread while this one waited for a batch")
+            )
+        return list(ready)
+
+    def _note_wait(self, wait_ns: int) -> None:
+        self._wait_ns = wait_ns
+        self._counters.wait_for_workers_ns += wait_ns
+
+    def _accept(self, worker: Worker, records: bytes) -> None:
+        for answer in unpack_answers(records):
+            if type(answer) is Published:
+                self._accept_batch(worker, answer)
+            elif type(answer) is PartReady:
+                self._accept_part(worker, answer)
+            elif type(answer) is StreamEnded:
+                self._accept_end(worker, answer)
+            elif (
+                type(answer) is EpochBegun and answer.epoch == self.ledger.epoch
+            ):  # else of an interrupted call
+                self._awaited.discard(worker.worker_id)
+                self.joining.discard(worker.worker_id)
+
+    def _accept_batch(self, worker: Worker, answer: Published) -> None:
+        pool, counters = self.pool, self._counters
+        task = self.ledger.tasks[answer.seq]
+        slot = task.slot
+        if self.inspection is not None and not answer.spilled:
+            self._inspect(self.inspection, worker, task, answer)
+        used_nbytes = answer.header_offset + answer.header_nbytes
+        pool.publish(slot, answer.slot_nbytes, 0 if answer.spilled else used_nbytes)
+        if answer.spilled:
+            pool.note_size(used_nbytes)
+        if used_nbytes > counters.largest_batch_nbytes:  # noqa: PLR1730 - for every batch; max() shows
+            counters.largest_batch_nbytes = used_nbytes
+        counters.detached += answer.detached
+        counters.workers_wait_for_slots_ns += answer.wait_ns
+        if task.state is TaskState.VOID:
+            self.ledger.finish(task)
+            pool.give_back(slot)
+        else:
+            self.ledger.arrive(task, answer)
+
+    def _accept_part(self, worker: Worker, answer: PartReady) -> None:
+        """Copy a part of a batch that is larger than its slot, and ask for the next one."""
+        task = self.ledger.tasks[answer.seq]
+        if task.state is not TaskState.VOID:
+            if task.image is None:
+                task.image, task.image_nbytes = np.empty(answer.total_nbytes, np.uint8), 0
+            end = task.image_nbytes + answer.part_nbytes
+            self.pool.read_part(task.slot, answer.slot_nbytes, task.image[task.image_nbytes : end])
+            task.image_nbytes = end
+        worker.send(SendNextPart(answer.seq).pack())
+
+    def _accept_end(self, worker: Worker, answer: StreamEnded) -> None:
+        task = self.ledger.tasks[answer.seq]
+        if task.state is not TaskState.VOID:
+            self.ended_streams.append(worker.worker_id)
+        self.ledger.finish(task)
+        self.pool.publish(task.slot, answer.slot_nbytes, 0)
+        self.pool.give_back(task.slot)
+
+    def _inspect(self, inspection: Inspection, worker: Worker, task: Task, answer: Published) -> None:
+        publication = Publication(
+            worker.worker_id, task.seq, answer.slot_nbytes, answer.header_offset, answer.header_nbytes
+        )
+        inspection.published(task.slot, publication, (task.worker_id, task.slot))
+
+    def take(self, task: Task) -> tuple[Image, bytes]:
+        """The memory of a task's batch, which is here: its slot under a lease or, spilled, a private copy.
+
+        Returns:
+            The anchor of all its leaves, and the header.
+        """
+        pool, answer, slot = self.pool, task.answer, task.slot
+        assert answer is not None
+        begin, end = answer.header_offset, answer.header_offset + answer.header_nbytes
+        if not answer.spilled and pool.can_lease():
+            anchor, view = pool.lease(slot)
+            header = bytes(view[begin:end])
+            if self.inspection is not None:
+                self.inspection.leased(slot, task.seq, header, begin)
+            if pool.notice:
+                self.warning = self.warning or self._spills.notice()
+            return anchor, header
+        if answer.spilled:
+            assert task.image is not None
+            image = task.image
+            pool.give_back(slot)
+            warning = self._spills.too_large(len(image), slot.limit_nbytes)
+        else:
+            image = pool.spill(slot)
+            warning = self._spills.kept(len(image))
+        self.warning = self.warning or warning
+        return image, image[begin:end].tobytes()
+
+    # --- workers that die or do not answer
+
+    def _silent_worker(self, due_from: int | None) -> Worker:
+        """The worker that is waited for, where none has answered in time."""
+        if due_from is None:
+            unanswered = self.ledger.held_by(None)
+            due_from = unanswered[0].worker_id if unanswered else min(self._awaited, default=0)
+        return self.workers.workers[due_from]
+
+    def _recover(self, worker: Worker, silent_s: float | None) -> None:
+        """Replace a worker that is dead, or has been silent for ``silent_s``, or raise the error for it."""
+        # What it has still said counts: those tasks are done.
+        while records := worker.receive():
+            self._accept(worker, records)
+            if silent_s is not None:
+                return  # it has answered in this very moment
+        held = self.ledger.held_by(worker.worker_id)
+        culprit = held[0] if held else None
+        if not self._policy.may_replace(culprit):
+            self._fail(worker, silent_s, held)
+        self._policy.note_replacement(culprit)
+        self._counters.worker_restarts += 1
+        stack = "" if silent_s is None else self.workers.stack_of(worker)
+        pid = worker.pid
+        try:
+            fresh = self.workers.restart(worker)
+        except Exception as error:
+            indices = [_indices(task) for task in held]
+            error.add_note(f"It was to replace worker {worker.worker_id} (pid {pid}), with {indices!s:.200}")
+            self._lifecycle.expect(error)
+            raise
+        index_batch = None if culprit is None else _indices(culprit)
+        log_replacement(fresh, pid, index_batch, silent_s, self._policy.restarts_left, stack)
+        self._hand_over(fresh, held)
+
+    def _hand_over(self, worker: Worker, held: list[Task]) -> None:
+        """Give a new worker the tasks of the one that it replaces, in the same order and the same slots."""
+        for task in self.ledger.void_of(worker.worker_id):
+            self.ledger.finish(task)
+            self.pool.revoke(task.slot)
+        self._awaited.discard(worker.worker_id)  # it was started in this epoch
+        self.joining.discard(worker.worker_id)
+        for task in held:
+            task.image = None
+            self._send_task(worker, task)
+
+    def _fail(self, worker: Worker, silent_s: float | None, held: list[Task]) -> NoReturn:
+        """Raise the death or the silence of a worker."""
+        why = self._policy.why_not(held[0] if held else None, died=silent_s is None)
+        if silent_s is not None:
+            waiting_for = tuple(map(_indices, self.ledger.held_by(None)))
+            raise self._lifecycle.expect(worker_timeout(self.workers, worker, silent_s, waiting_for, why))
+        indices = tuple(map(_indices, held))
+        error = self.workers.died(worker, indices, self._spills.figures(), why)
+        self.workers.close(f"worker {worker.worker_id} died", grace_s=0.0)
+        self.pool.close()
+        raise self._lifecycle.expect(error)
+
+
+def _indices(task: Task) -> object:
+    """A task's index batch, for messages."""
+    try:
+        index_batch = unpack_index_batch(task.payload, len(task.payload))
+    except Exception as error:  # noqa: BLE001 - unpickling runs the program's code
+        return f"<an index batch whose unpickling raises {type(error).__name__}>"
+    return index_batch.tolist() if isinstance(index_batch, PackedInts) else index_batch

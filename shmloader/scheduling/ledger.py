@@ -1,0 +1,161 @@
+"""The ledger of one iterator: every task that was sent to a worker and is not finished. Main process only.
+
+A task goes ``MAKING -> ARRIVED`` and is finished when ``next()`` returns its batch; or ``MAKING -> VOID``
+where nobody wants its batch any more, and is finished when the worker's answer comes. Scheduling policies
+read the ledger; only the dispatcher and the iterator write it, by the methods below.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+import numpy.typing as npt
+
+from shmloader.slots import Slot
+from shmloader.wire.messages import Published
+
+
+class TaskState(enum.Enum):
+    """Progress of a task."""
+
+    MAKING = "making"
+    ARRIVED = "arrived"
+    VOID = "void"
+
+
+_MAKING, _ARRIVED, _VOID = TaskState
+
+
+class Task:
+    """One task.
+
+    Attributes:
+        seq: Its number over the iterator's life, in the order in which tasks are sent.
+        epoch: Number of the epoch that its batch belongs to.
+        position: Number of the batch in that epoch.
+        worker_id: The worker that has it.
+        payload: The packed index batch. Packed, because a sampler may fill the same list again for the next.
+        slot: The slot granted with it.
+        state: See the module.
+        answer: The worker's answer, once it has arrived.
+        deaths: Workers that have ended at it.
+        image: Private memory for a batch that comes in parts.
+        image_nbytes: Bytes of it that have come.
+    """
+
+    __slots__ = (
+        "answer",
+        "deaths",
+        "epoch",
+        "image",
+        "image_nbytes",
+        "payload",
+        "position",
+        "seq",
+        "slot",
+        "state",
+        "worker_id",
+    )
+
+    def __init__(
+        self, seq: int, epoch: int, position: int, worker_id: int, payload: bytes, slot: Slot
+    ) -> None:
+        self.seq = seq
+        self.epoch = epoch
+        self.position = position
+        self.worker_id = worker_id
+        self.payload = payload
+        self.slot = slot
+        self.state = _MAKING
+        self.answer: Published | None = None
+        self.deaths = 0
+        self.image: npt.NDArray[np.uint8] | None = None
+        self.image_nbytes = 0
+
+
+class Ledger:
+    """All tasks of one iterator.
+
+    Attributes:
+        tasks: Unfinished tasks by ``seq``, in the order in which they were sent.
+        arrived: The tasks among them whose batch is here, by ``seq``, in order of arrival.
+        epoch: Number of the present epoch, over the iterator's life.
+        outstanding: Tasks that were sent, and whose batch is wanted and was not returned yet.
+        unanswered: By worker: tasks that it has not answered.
+        unreturned: By worker: tasks of this epoch that were sent to it and whose batch was not returned.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self.tasks: dict[int, Task] = {}
+        self.arrived: dict[int, Task] = {}
+        self.epoch = 0
+        self.outstanding = 0
+        self.unanswered = [0] * num_workers
+        self.unreturned = [0] * num_workers
+        self._sent = 0  # the next task's number
+        self._due = 0  # no wanted task has a smaller one
+
+    def add_worker(self) -> None:
+        """Make room for one more worker."""
+        self.unanswered.append(0)
+        self.unreturned.append(0)
+
+    # --- writing
+
+    def send(self, worker_id: int, epoch: int, position: int, payload: bytes, slot: Slot) -> Task:
+        """Enter a task that is about to be sent."""
+        seq = self._sent
+        task = self.tasks[seq] = Task(seq, epoch, position, worker_id, payload, slot)
+        self._sent = seq + 1
+        self.outstanding += 1
+        self.unanswered[worker_id] += 1
+        self.unreturned[worker_id] += 1
+        return task
+
+    def arrive(self, task: Task, answer: Published) -> None:
+        """Note that a wanted task's batch, or the exception in its place, is here."""
+        task.answer, task.state = answer, _ARRIVED
+        self.arrived[task.seq] = task
+        self.unanswered[task.worker_id] -= 1
+
+    def finish(self, task: Task) -> None:
+        """Forget a task: its batch is being returned, or it has none."""
+        del self.tasks[task.seq]
+        if task.state is _ARRIVED:
+            del self.arrived[task.seq]
+        else:
+            self.unanswered[task.worker_id] -= 1
+        if task.state is not _VOID:
+            self.outstanding -= 1
+            self.unreturned[task.worker_id] -= 1
+
+    def void(self, task: Task) -> None:
+        """Note that nobody wants the batch that a worker is making."""
+        task.state = _VOID
+        task.image = None
+        self.outstanding -= 1
+        self.unreturned[task.worker_id] -= 1
+
+    # --- reading
+
+    def due(self) -> Task | None:
+        """The task whose batch is next in order; None if none of this epoch is outstanding."""
+        while self._due < self._sent:
+            task = self.tasks.get(self._due)
+            if task is not None and task.state is not _VOID:
+                return task if task.epoch == self.epoch else None
+            self._due += 1
+        return None
+
+    def held_by(self, worker_id: int | None) -> list[Task]:
+        """Tasks that a worker (or any, for None) has not answered and whose batch is wanted, oldest first."""
+        return [
+            task
+            for task in self.tasks.values()
+            if task.state is _MAKING and worker_id in (None, task.worker_id)
+        ]
+
+    def void_of(self, worker_id: int) -> list[Task]:
+        """Tasks that a worker has not answered and whose batch nobody wants."""
+        return [task for task in self.tasks.values() if task.state is _VOID and task.worker_id == worker_id]

@@ -1,0 +1,104 @@
+"""The lifecycle of one iterator: which thread is inside ``next()``, and whether its records can be trusted.
+
+An exception may come between any two instructions: Ctrl-C, a signal handler that raises, an exception that
+another thread injects. Where it cuts ``next()`` short, a batch may be lost, so the iterator must not go on as
+if nothing had happened. `Lifecycle` tells such exceptions from those that ``next()`` raises on purpose.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from typing import TypeVar
+
+from shmloader.errors import LoaderError
+
+_Error = TypeVar("_Error", bound=BaseException)
+
+_LEAVE_S = 1.0  # how long another thread may take to leave `next()` after the loader was closed
+
+
+class Phase(enum.Enum):
+    """Where the iterator is."""
+
+    IDLE = "idle"  # outside next(); all records are complete
+    RUNNING = "running"  # inside next()
+    WAITING = "waiting"  # inside next(), asleep; all records are complete
+    LEAVING = "leaving"  # at the end of next(), after the lock was released
+    BROKEN = "broken"  # an exception has cut next() short
+
+
+class Lifecycle:
+    """Guards the calls of one iterator; several threads may call it, one after the other.
+
+    Attributes:
+        phase: Where the iterator is. `Dispatcher` sets it to ``WAITING`` while it sleeps. The caller of
+            `leave` sets it to ``IDLE`` last, by a plain assignment: then no signal handler can run between
+            that and the return of the batch.
+    """
+
+    def __init__(self) -> None:
+        self.phase = Phase.IDLE
+        self._lock = threading.RLock()
+        self._thread = 0  # the thread inside, or 0
+        self._expected: BaseException | None = None
+
+    def refuse_reentry(self) -> None:
+        """Refuse a call that comes from inside another one of this thread: from a signal handler, say.
+
+        Raises:
+            LoaderError: If so; the outer call goes on.
+        """
+        if self._thread == threading.get_ident() and self.phase in (Phase.RUNNING, Phase.WAITING):
+            raise LoaderError("next() was called by this thread while it was inside next()")
+
+    def enter(self) -> None:
+        """Begin a call; waits until other threads have left."""
+        self._lock.acquire()
+        self._thread = threading.get_ident()
+        if self.phase is not Phase.IDLE:
+            self._await_end_of_last_call()
+        if self.phase is Phase.IDLE:
+            self.phase = Phase.RUNNING
+
+    def _await_end_of_last_call(self) -> None:
+        """Wait for another thread's last assignment; see `leave`."""
+        deadline = time.monotonic() + _LEAVE_S
+        while self.phase is Phase.LEAVING and time.monotonic() < deadline:
+            time.sleep(0)
+        if self.phase is not Phase.IDLE:
+            self.phase = Phase.BROKEN
+
+    def leave(self) -> None:
+        """End a call that returns a batch: let other threads in. Then assign ``IDLE`` to ``phase``."""
+        self.phase = Phase.LEAVING
+        self._thread = 0
+        self._lock.release()
+
+    def expect(self, error: _Error) -> _Error:
+        """Mark an exception that is raised on purpose, with all records complete; returns it."""
+        self._expected = error
+        return error
+
+    def fail(self, error: BaseException) -> None:
+        """End a call that raises."""
+        expected, self._expected = self._expected, None
+        on_purpose = error is expected or self.phase is Phase.WAITING
+        if self.phase is not Phase.BROKEN:
+            self.phase = Phase.IDLE if on_purpose else Phase.BROKEN
+        if self._thread == threading.get_ident():
+            self._thread = 0
+            self._lock.release()
+
+    @property
+    def broken(self) -> bool:
+        """Whether an exception has cut a call short, so that a batch may have been lost."""
+        return self.phase is Phase.BROKEN
+
+    def await_others(self) -> None:
+        """Wait a moment until other threads have left, after the workers' wait was interrupted."""
+        this_thread = threading.get_ident()
+        deadline = time.monotonic() + _LEAVE_S
+        while self._thread not in (0, this_thread) and time.monotonic() < deadline:
+            time.sleep(0.001)

@@ -1,0 +1,57 @@
+"""``dispatch="static"``: workers take turns, as torch's do. Main process only.
+
+Follows ``_MultiProcessingDataLoaderIter._try_put_index`` of torch step by step: datasets that draw random
+numbers depend on which worker makes which batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from shmloader.scheduling.ledger import Ledger
+
+
+class Turns:
+    """Chooses workers in turn.
+
+    Args:
+        ledger: The iterator's tasks.
+        num_workers: How many workers there are.
+        most_tasks: Tasks that may be outstanding at once.
+        in_order: Whether batches are returned in order. If not, a worker whose batches are slow gets fewer
+            tasks.
+    """
+
+    def __init__(self, ledger: Ledger, num_workers: int, most_tasks: int, *, in_order: bool) -> None:
+        self._ledger = ledger
+        self._num_workers = num_workers
+        self._most_tasks = most_tasks
+        self._in_order = in_order
+        self.begin_epoch()
+
+    def begin_epoch(self) -> None:
+        """Begin with the first worker; all have something to give again."""
+        self._turn = itertools.cycle(range(self._num_workers))
+        self._active = set(range(self._num_workers))
+
+    def choose(self) -> int | None:
+        """The worker that gets the next task; None if no worker can take one."""
+        for _ in range(self._num_workers):
+            worker_id = next(self._turn)
+            if worker_id in self._active and (self._in_order or self._has_room(worker_id)):
+                return worker_id
+        return None
+
+    def _has_room(self, worker_id: int) -> bool:
+        return self._ledger.unreturned[worker_id] < self._most_tasks // len(self._active)
+
+    def is_active(self, worker_id: int) -> bool:
+        """Whether a worker's iterable-style dataset is not exhausted in this epoch."""
+        return worker_id in self._active
+
+    def drop_out(self, worker_id: int) -> bool:
+        """Give a worker no more tasks in this epoch; False if it had dropped out already."""
+        if worker_id not in self._active:
+            return False
+        self._active.discard(worker_id)
+        return True

@@ -1,0 +1,119 @@
+"""Settings that workers get when an epoch begins, and the dataset's state that goes with them.
+
+A persistent worker has a copy of the dataset from the time when it was started. What the program changes
+afterwards, by ``dataset.set_epoch(3)`` say, would never reach it. So the main process looks at the dataset
+when an epoch begins, and sends workers the plain attributes (numbers, strings, booleans, None) that have
+changed since; ``loader.set_epoch()`` reaches what is not plain.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch.utils.data import Dataset
+
+_PLAIN = (int, float, bool, str, type(None))
+_MOST_NESTED = 20
+
+Path = tuple[str | int, ...]
+"""Names of attributes, and places in lists, that lead from the loader's dataset to one inside it."""
+
+
+class EpochSettings(NamedTuple):
+    """Everything that differs from epoch to epoch; crosses the process boundary.
+
+    Attributes:
+        shared_seed: Seed that all workers share (torch's DataPipes), or None.
+        set_epoch: The argument of ``loader.set_epoch()``, or None if that was not called.
+        changes: Changed attributes of the dataset and of datasets inside it.
+    """
+
+    shared_seed: int | None
+    set_epoch: int | None
+    changes: dict[Path, dict[str, Any]]
+
+    def apply(self, dataset: Any) -> None:
+        """Bring a worker's dataset up to date. Runs in the worker.
+
+        A dataset whose epoch (an attribute with "epoch" in its name) has changed, and that has a
+        ``set_epoch`` method, gets a call of it: it may have derived more from the number.
+        """
+        found = dict(datasets_in(dataset))
+        for path, attributes in self.changes.items():
+            one = found.get(path)
+            if one is None:
+                continue
+            for name, value in attributes.items():
+                setattr(one, name, value)
+            epochs = [value for name, value in attributes.items() if "epoch" in name and type(value) is int]
+            if epochs and self.set_epoch is None and callable(getattr(one, "set_epoch", None)):
+                one.set_epoch(epochs[0])
+        if self.set_epoch is not None:
+            set_epoch_of(dataset, self.set_epoch)
+
+
+def set_epoch_of(dataset: Any, epoch: int) -> None:
+    """Call ``set_epoch`` of a dataset and of those inside it, where they have it."""
+    for _, one in datasets_in(dataset):
+        if callable(getattr(one, "set_epoch", None)):
+            one.set_epoch(epoch)
+
+
+def datasets_in(dataset: Any) -> list[tuple[Path, Any]]:
+    """A dataset and those inside it, in attributes and lists, each once, with their paths."""
+    found: list[tuple[Path, Any]] = []
+    seen: set[int] = set()
+
+    def walk(one: Any, path: Path) -> None:
+        if id(one) in seen or len(path) > _MOST_NESTED:
+            return
+        seen.add(id(one))
+        found.append((path, one))
+        for name, value in getattr(one, "__dict__", {}).items():
+            if isinstance(value, Dataset):
+                walk(value, (*path, name))
+            elif type(value) in (list, tuple) and value and isinstance(value[0], Dataset):
+                for place, item in enumerate(value):
+                    walk(item, (*path, name, place))
+
+    walk(dataset, ())
+    return found
+
+
+class DatasetState:
+    """The plain attributes of a dataset as its workers know them. Lives in the main process.
+
+    Args:
+        dataset: The dataset that the workers are being started with.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._known = _plain_attributes(dataset)
+
+    def take_changes(self) -> dict[Path, dict[str, Any]]:
+        """The attributes that have changed since the last call, or since the workers were started."""
+        before, self._known = self._known, _plain_attributes(self._dataset)
+        changes: dict[Path, dict[str, Any]] = {}
+        for path, attributes in self._known.items():
+            known = before.get(path, {})
+            changed = {
+                name: value
+                for name, value in attributes.items()
+                if name not in known or not _same(known[name], value)
+            }
+            if changed:
+                changes[path] = changed
+        return changes
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and one == other)
+
+
+def _plain_attributes(dataset: Any) -> dict[Path, dict[str, Any]]:
+    return {
+        path: {name: value for name, value in vars(one).items() if type(value) in _PLAIN}
+        for path, one in datasets_in(dataset)
+        if hasattr(one, "__dict__")
+    }
