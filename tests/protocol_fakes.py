@@ -1,7 +1,7 @@
-"""What the exchange talks to in the protocol's model: memory that is a byte array, workers that are scripts.
+"""Counterparts of the dispatcher in the protocol's model: memory as a byte array, workers as scripts.
 
-Nothing here waits or has a process. `Crew` notes what the exchange does to the workers and, where the real
-one would sleep, lets `protocol_main.Main` go on with its script.
+Nothing here waits or has a process. `Workers` notes what the dispatcher does to the workers and, where the
+real one would sleep, lets `protocol_main.Main` go on with its script.
 """
 
 import pickle
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from shmloader.errors import LoaderError
 from shmloader.shared_memory import whole_pages
-from shmloader.wire.messages import INLINE_NBYTES, SPIN_NS, unpack_task
+from shmloader.wire.messages import INLINE_NBYTES, SPIN_NS, MakeBatch, unpack_request
 
 WORKERS = 2
 LONG = "x" * INLINE_NBYTES  # an index batch that does not fit in a record
@@ -19,7 +19,7 @@ Event = tuple[Any, ...]
 
 
 class Sleeper(Protocol):
-    """What the crew needs of the main process."""
+    """The main process, as far as the workers need it."""
 
     segment: "Segment"
 
@@ -60,19 +60,19 @@ class Segment:
 
 
 class _Worker:
-    """A worker as the exchange sees it; what it says and hears goes through `Crew`."""
+    """A worker as the dispatcher sees it; what it says and hears goes through `Workers`."""
 
     pid = 0
     place = "pid 0"
 
-    def __init__(self, crew: "Crew", worker_id: int) -> None:
-        self._crew = crew
+    def __init__(self, workers: "Workers", worker_id: int) -> None:
+        self._workers = workers
         self.worker_id = worker_id
         self.says: deque[bytes | None] = deque()  # what `receive` returns next; then nothing
         self.dead = False
 
     def send(self, record: bytes) -> None:
-        self._crew.send(self.worker_id, record)
+        self._workers.send(self.worker_id, record)
 
     def receive(self) -> bytes | None:
         return self.says.popleft() if self.says else None if self.dead else b""
@@ -81,8 +81,8 @@ class _Worker:
         return self.dead
 
 
-class Crew:
-    """All workers as the exchange sees them. Instead of waiting it does the next operation of the script."""
+class Workers:
+    """All workers as the dispatcher sees them. Instead of waiting, goes on with the script."""
 
     interrupted = False
     closed_because = ""
@@ -99,9 +99,9 @@ class Crew:
         return [] if worker_id is None else [self.workers[worker_id]]
 
     def send(self, worker_id: int, record: bytes) -> None:
-        task = unpack_task(record)
+        task = unpack_request(record)
         there = True
-        if task.payload_nbytes > INLINE_NBYTES:
+        if type(task) is MakeBatch and task.payload_nbytes > INLINE_NBYTES:
             lies = self._main.segment.memory[task.slot].buffer[: task.payload_nbytes]
             there = lies == pickle.dumps(LONG, 5)
         self.events.append(("send", worker_id, record, there))

@@ -1,8 +1,8 @@
-"""The main process in the protocol's model: the real `Exchange` and `SlotPool`, driven by a script.
+"""The main process in the protocol's model: the real `Dispatcher` and `SlotPool`, driven by a script.
 
 The real objects cannot be copied, so a state of the main process is known by the shortest script that leads
 to it, and is made again by running that (`MainStates`). A script may end while the main process sleeps in
-the middle of `Exchange.resume`.
+the middle of `Dispatcher.begin_epoch`.
 """
 
 from collections import deque
@@ -10,13 +10,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from protocol_fakes import LONG, WORKERS, Crew, Event, Segment
+from protocol_fakes import LONG, WORKERS, Event, Segment, Workers
 
 from shmloader.errors import LoaderError
-from shmloader.scheduling.exchange import Exchange, Patience
+from shmloader.scheduling.dispatcher import Dispatcher
+from shmloader.scheduling.ledger import Task, TaskState
+from shmloader.scheduling.lifecycle import Lifecycle
+from shmloader.scheduling.restarts import RestartPolicy
 from shmloader.shared_memory import PAGE_NBYTES
 from shmloader.slots import SlotPool, SlotState
 from shmloader.statistics import Counters
+from shmloader.wire.messages import Published
 
 ONE_HAND = "a slot is in one hand at a time"
 LEASE = "a leased slot is never written"
@@ -65,7 +69,7 @@ class Setting:
         main_dies: Whether the main process may be killed, at any moment.
         keeps: Most batches that the user keeps at a time.
         inherit: A planted bug: workers hold the writing ends of each other's task pipes.
-        exchange, pool, crew: The classes; others than the real ones are planted bugs.
+        dispatcher, pool, workers: The classes; others than the real ones are planted bugs.
     """
 
     batches: int = 3
@@ -79,9 +83,9 @@ class Setting:
     main_dies: bool = False
     keeps: int = 3
     inherit: bool = False
-    exchange: type[Exchange] = Exchange
+    dispatcher: type[Dispatcher] = Dispatcher
     pool: type[SlotPool] = SlotPool
-    crew: type[Crew] = Crew
+    workers: type[Workers] = Workers
 
 
 def stamp(epoch: int, seq: int, part: int = 0) -> int:
@@ -90,10 +94,10 @@ def stamp(epoch: int, seq: int, part: int = 0) -> int:
 
 
 class Main:
-    """The main process: the real exchange and pool, and around them what `SlotIterator` does.
+    """The main process: the real dispatcher and pool, and around them what `SlotIterator` does.
 
     Attributes:
-        phase: ``run``, ``resuming`` (asleep in `Exchange.resume`), ``interrupted`` (out of that, by
+        phase: ``run``, ``resuming`` (asleep in `Dispatcher.begin_epoch`), ``interrupted`` (out of that, by
             Ctrl-C), ``raised`` or ``closed``.
         held: The anchors of the batches that the user keeps, by slot.
     """
@@ -105,17 +109,17 @@ class Main:
         self.segment = Segment()
         most_tasks = WORKERS * setting.prefetch
         self.pool = setting.pool(self.segment, most_tasks, (most_tasks + 2) * PAGE_NBYTES)
-        self.crew = setting.crew(self)
-        self.exchange = setting.exchange(
-            self.pool, self.crew, Counters(), Patience(timeout_s=1.0, restarts=setting.restarts)
-        )
+        self.workers = setting.workers(self)
+        self.policy = RestartPolicy(setting.restarts, timeout_s=1.0)
+        self.dispatcher = setting.dispatcher(self.pool, self.workers, Counters(), self.policy, Lifecycle())
+        self.ledger = self.dispatcher.ledger
         self.phase = "run"
-        self.epoch = self.next_seq = self.send_seq = 0
+        self.epoch = self.returned = self.sent = 0
         self.held: dict[int, np.ndarray] = {}
         self._begin_epoch()
 
     def run(self) -> None:
-        """Do the script; ends when it is through, be it in `Exchange.resume`."""
+        """Do the script; ends when it is through, be it in `Dispatcher.begin_epoch`."""
         try:
             while self._script:
                 self._do(self._next_op())
@@ -125,7 +129,7 @@ class Main:
             self.phase = "raised"
 
     def _next_op(self) -> Op:
-        self.last_events = len(self.crew.events)
+        self.last_events = len(self.workers.events)
         return self._script.popleft()
 
     def _do(self, op: Op) -> None:
@@ -138,21 +142,20 @@ class Main:
             self.phase = "resuming"
             self.epoch += 1
             try:
-                self.exchange.resume(None)
+                self.dispatcher.begin_epoch(b"settings")
             except KeyboardInterrupt:
                 self.phase = "interrupted"
                 return
             self.phase = "run"
             self._begin_epoch()
         elif kind == "close":
-            self.crew.close()
+            self.workers.close()
             self.pool.close()
             self.phase = "closed"
         else:
             self._script.appendleft(op)
             # As the iterator does it: whom the next batch is due from decides who is silent.
-            self.exchange._wait_ns = 10**9  # after a long wait it does not look again before it sleeps
-            self.exchange.receive(self.due_from() if kind == "timeout" else None)
+            self.dispatcher.receive(self.due_from() if kind == "timeout" else None)
 
     def wake(self) -> int | None:
         """The main process waits: do what comes next, and say which worker is the reason to wake up."""
@@ -166,7 +169,7 @@ class Main:
         if kind == "interrupt":
             raise KeyboardInterrupt
         worker_id, *said = about
-        worker = self.crew.workers[worker_id]
+        worker = self.workers.workers[worker_id]
         if kind == "died late":  # what it said last is seen only after its death is
             worker.says.append(b"")
         for record, slot, byte in said:
@@ -177,43 +180,49 @@ class Main:
         return worker_id
 
     def _begin_epoch(self) -> None:
-        self.next_seq = self.send_seq = 0
+        self.returned = self.sent = 0
         for _ in range(self.pool.most_tasks):
             self._issue_task()
 
     def _issue_task(self) -> None:
-        seq = self.send_seq
-        if seq < self.setting.batches:
-            index_batch = LONG if seq == self.setting.long else [seq]
-            self.exchange.send(seq % WORKERS, seq, index_batch)
-            self.send_seq += 1
+        position = self.sent
+        if position < self.setting.batches:
+            index_batch = LONG if position == self.setting.long else [position]
+            self.dispatcher.send(position % WORKERS, self.epoch, position, index_batch)
+            self.sent += 1
 
     def _return_batch(self) -> None:
-        seq = self.next_seq
-        self.exchange.outstanding.pop(seq)
-        done = self.exchange.arrived.pop(seq)
-        self.next_seq += 1
-        anchor = self.exchange.take(done)[0]
+        task = self.ledger.due()
+        assert task is not None
+        assert task.state is TaskState.ARRIVED
+        seq, slot = self.returned, task.slot
+        self.returned += 1
+        anchor = self.dispatcher.take(task)[0]
+        self.ledger.finish(task)
         expected = [stamp(self.epoch, seq)]
         if seq == self.setting.parts:
             expected = [stamp(self.epoch, seq, part) for part in (1, 2)]
         shown = [int(anchor[place]) for place in range(0, len(expected) * PAGE_NBYTES, PAGE_NBYTES)]
         if shown != expected:
             raise Broken(ORDER, f"batch {seq} of epoch {self.epoch} shows {shown} instead of {expected}")
-        slot = self.pool.slots[done[4]]
         if slot.state is SlotState.LEASED or slot.lease is not None:
             self.held[slot.number] = anchor
         elif len(self.held) < self.pool.base_slots - self.pool.most_tasks and seq != self.setting.parts:
             raise Broken(COPIES, f"batch {seq} was copied, but only {sorted(self.held)} are held")
-        if len(self.exchange.outstanding) < self.pool.most_tasks:
+        if self.ledger.outstanding < self.pool.most_tasks:
             self._issue_task()
 
     def due_from(self) -> int | None:
         """The worker whose silence is too long when the main process loses its patience."""
         if self.phase == "resuming":
-            return min(self.exchange._resuming)
-        task = self.exchange.outstanding.get(self.next_seq)
-        return task and task[0]
+            return min(self.dispatcher._awaited)
+        task = self.ledger.due()
+        return None if task is None else task.worker_id
+
+    def due_is_here(self) -> bool:
+        """Whether the next batch has arrived."""
+        task = self.ledger.due()
+        return task is not None and task.state is TaskState.ARRIVED
 
     def overwrite_granted(self) -> None:
         """A worker that died may have written to its slots, whatever lay there."""
@@ -227,9 +236,9 @@ class Main:
         allowed = WORKERS * self.setting.prefetch + 2
         if len(pool.slots) > allowed:
             raise Broken(LOST, f"{len(pool.slots)} slots were made, {allowed} are allowed")
-        if self.phase == "run" and self.next_seq == self.setting.batches:
-            if self.exchange.arrived:
-                raise Broken(ORDER, f"batches {sorted(self.exchange.arrived)} came again")
+        if self.phase == "run" and self.returned == self.setting.batches:
+            if self.ledger.arrived:
+                raise Broken(ORDER, f"tasks {sorted(self.ledger.arrived)} came again")
             in_use = {slot.number for slot in pool.slots if slot.state is not SlotState.FREE}
             ended = {lease.slot.number for lease in pool._released}
             if in_use != set(self.held) | ended:
@@ -246,27 +255,30 @@ class Main:
         return (
             self.phase,
             self.epoch,
-            self.next_seq,
-            self.send_seq,
+            self.returned,
+            self.sent,
+            self.policy.restarts_left,
             tuple(sorted(self.held)),
-            _canonical(_attributes(self.exchange, *_NO_STATE)),
+            _canonical(_attributes(self.dispatcher, *_NO_STATE)),
+            _canonical(_attributes(self.ledger, "arrived", "_due")),
+            tuple(self.ledger.arrived),
             _canonical(_attributes(self.pool, "segment", "slots")),
             tuple(slots),
             tuple(shown),
         )
 
 
-# Of the exchange: what has a place of its own, never changes, or depends on the clock.
+# Of the dispatcher: what has a place of its own, never changes, or depends on the clock.
 _NO_STATE = (
     "pool",
-    "crew",
-    "settled",
-    "_timeout_s",
+    "workers",
+    "ledger",
     "inspection",
     "_counters",
+    "_policy",
+    "_lifecycle",
     "_spills",
     "_wait_ns",
-    "_waiter",
 )
 
 
@@ -275,7 +287,7 @@ def _attributes(thing: object, *without: str) -> dict[str, Any]:
     return {name: getattr(thing, name) for name in names if name not in without}
 
 
-_PLAIN = {int, bool, str, bytes, type(None), SlotState}
+_PLAIN = {int, bool, str, bytes, type(None), SlotState, TaskState, Published}
 
 
 def _canonical(value: Any) -> Any:
@@ -284,9 +296,9 @@ def _canonical(value: Any) -> Any:
         return value
     if isinstance(value, dict):
         return tuple((_canonical(key), _canonical(item)) for key, item in value.items())
-    if isinstance(value, tuple) and value and isinstance(value[0], np.ndarray):
-        image, filled = value  # of a batch that comes in parts
-        return tuple(image[:filled:PAGE_NBYTES].tolist()), filled
+    if isinstance(value, Task):
+        parts = () if value.image is None else tuple(value.image[: value.image_nbytes : PAGE_NBYTES].tolist())
+        return (_canonical(_attributes(value, "image", "payload")), parts)
     if isinstance(value, list | tuple | deque):
         return tuple(map(_canonical, value))
     if isinstance(value, set):
@@ -302,9 +314,9 @@ class MainState(NamedTuple):
 
     phase: str
     epoch: int
-    next_seq: int
+    returned: int  # batches of this epoch
     due_from: int | None  # the worker that the main process waits for
-    arrived: frozenset[int]
+    due_is_here: bool  # whether the next batch has arrived
     states: tuple[SlotState, ...]
     held: tuple[int, ...]
 
@@ -346,11 +358,11 @@ class MainStates:
                 MainState(
                     main.phase,
                     main.epoch,
-                    main.next_seq,
+                    main.returned,
                     main.due_from(),
-                    frozenset(main.exchange.arrived),
+                    main.due_is_here(),
                     tuple(slot.state for slot in main.pool.slots),
                     tuple(sorted(main.held)),
                 )
             )
-        return number, tuple(main.crew.events[main.last_events :])
+        return number, tuple(main.workers.events[main.last_events :])

@@ -1,6 +1,6 @@
 """The slot protocol as a model: every step that main process, workers, kernel and user can take.
 
-What runs in the main process is the real code: `Exchange`, `SlotPool`, the records of `messages`. What it
+What runs in the main process is the real code: `Dispatcher`, `Ledger`, `SlotPool`, the records. What it
 talks to is a model: pipes that are tuples of records, workers that take a task, write and publish, a kernel
 that kills them at any moment, a user who takes batches, keeps them, drops them late and in any order, and
 leaves an epoch. Each step says whether it breaks an invariant of the design.
@@ -28,16 +28,14 @@ from protocol_main import (
 from shmloader.shared_memory import PAGE_NBYTES
 from shmloader.slots import SlotState
 from shmloader.wire.messages import (
-    BATCH,
-    CONTINUE,
     INLINE_NBYTES,
-    PART,
-    RESUME,
-    RESUMED,
-    SPILLED,
-    Task,
-    pack_done,
-    unpack_task,
+    BeginEpoch,
+    EpochBegun,
+    MakeBatch,
+    PartReady,
+    Published,
+    SendNextPart,
+    unpack_request,
 )
 
 
@@ -141,8 +139,8 @@ class Model:
             return
         wanted = 0
         if process.doing == "wait":  # other records wait until the part was copied
-            kinds = [unpack_task(record).kind for record in process.tasks]
-            wanted = kinds.index(CONTINUE) if CONTINUE in kinds else len(kinds)
+            kinds = [type(unpack_request(record)) for record in process.tasks]
+            wanted = kinds.index(SendNextPart) if SendNextPart in kinds else len(kinds)
         if wanted < len(process.tasks):
             rest = process.tasks[:wanted] + process.tasks[wanted + 1 :]
             yield self._take(world, worker_id, process._replace(tasks=rest), process.tasks[wanted])
@@ -154,23 +152,23 @@ class Model:
         return self._setting.inherit and any(process.lives for process in siblings)
 
     def _take(self, world: World, worker_id: int, process: Process, record: bytes) -> Step:
-        task = unpack_task(record)
+        task = unpack_request(record)
         name = f"worker {worker_id}"
-        if task.kind == RESUME:
-            answer = _done(RESUMED, task)
+        if type(task) is BeginEpoch:
+            answer = EpochBegun(task.epoch).pack()
             said = process._replace(dones=(*process.dones, (answer, 0, 0)))
-            return f"{name} comes to epoch {task.generation}", _with(world, worker_id, said), True
-        if task.kind == CONTINUE:
+            return f"{name} comes to epoch {task.epoch}", _with(world, worker_id, said), True
+        if type(task) is SendNextPart:
             return f"{name} goes on", _with(world, worker_id, process._replace(doing="write")), True
         self._check_hands(world, worker_id, task)
-        written = stamp(task.generation, task.seq)
+        written = stamp(task.epoch, task.position)
         if task.payload_nbytes > INLINE_NBYTES and world.contents[task.slot] != -written:
             raise Broken(INDICES, f"{name} finds {world.contents[task.slot]} in slot {task.slot}")
         writing = process._replace(doing="write", task=record, part=0)
         world = _fill(_with(world, worker_id, writing), task.slot, 0)
         return f"{name} writes {_batch(task)} to slot {task.slot}", world, True
 
-    def _check_hands(self, world: World, worker_id: int, task: Task) -> None:
+    def _check_hands(self, world: World, worker_id: int, task: MakeBatch) -> None:
         """A worker writes a slot: is it the only one that may?"""
         who = f"worker {worker_id} writes slot {task.slot}"
         if not self.main_runs(world):
@@ -181,25 +179,25 @@ class Model:
         if main.states[task.slot] is not SlotState.GRANTED:
             raise Broken(ONE_HAND, f"{who}, which is {main.states[task.slot].value}")
         for other, process in enumerate(world.processes):
-            busy = process.doing in ("write", "wait") and unpack_task(process.task).slot == task.slot
+            busy = process.doing in ("write", "wait") and _task(process.task).slot == task.slot
             if busy and other != worker_id:
                 raise Broken(ONE_HAND, f"{who}, and so does worker {other}")
 
     def _publish(self, world: World, worker_id: int, process: Process) -> Iterator[Step]:
-        task = unpack_task(process.task)
+        task = _task(process.task)
         self._check_hands(world, worker_id, task)
-        in_parts = task.seq == self._setting.parts
+        in_parts = task.position == self._setting.parts
+        reserved = max(task.slot_nbytes, PAGE_NBYTES)
         if in_parts and process.part < 2:
             part = process.part + 1
-            full_of = stamp(task.generation, task.seq, part)
-            record = _done(PART, task, offset=2 * PAGE_NBYTES, nbytes=PAGE_NBYTES)
+            full_of = stamp(task.epoch, task.position, part)
+            record = PartReady(task.seq, reserved, 2 * PAGE_NBYTES, PAGE_NBYTES).pack()
             after = process._replace(doing="wait", part=part)
             what = f"sends part {part} of"
         else:
-            full_of = stamp(task.generation, task.seq)
-            record = _done(BATCH, task, nbytes=100)
-            if in_parts:
-                record = _done(BATCH, task, flags=SPILLED, nbytes=2 * PAGE_NBYTES)
+            full_of = stamp(task.epoch, task.position)
+            nbytes = 2 * PAGE_NBYTES if in_parts else 100
+            record = Published(task.seq, reserved, 0, nbytes, 0, spilled=in_parts).pack()
             after = process._replace(doing="idle", task=b"", part=0)
             what = "publishes"
         after = after._replace(dones=(*process.dones, (record, task.slot, full_of)))
@@ -211,7 +209,7 @@ class Model:
     def _main_steps(self, world: World, main: MainState) -> Iterator[Step]:
         for slot in main.held:
             yield f"the user drops slot {slot}", self._do(world, ("drop", slot)), False
-        due = main.next_seq
+        due = main.returned
         if main.phase == "interrupted":
             yield "the epoch is begun again", self._do(world, ("resume",)), True
             return
@@ -224,7 +222,7 @@ class Model:
                 return
             if main.epoch < self._setting.epochs - 1:
                 yield "the user leaves the epoch", self._do(world, ("resume",)), False
-            if due in main.arrived:
+            if main.due_is_here:
                 yield from self._next(world, main)
                 return
         yield from self._wake_steps(world, main)
@@ -233,12 +231,12 @@ class Model:
         after = self._do(world, ("next",))
         kept = self.mains.states[after.main].held
         for slot in set(kept) - set(main.held):
-            if after.contents[slot] != stamp(main.epoch, main.next_seq):
+            if after.contents[slot] != stamp(main.epoch, main.returned):
                 raise Broken(ORDER, f"slot {slot} is full of {after.contents[slot]}")
         if len(kept) > self._setting.keeps:  # drop the oldest that is not this one at once
             after = self._do(after, ("drop", min(set(kept) & set(main.held))))
-        copied = len(kept) == len(main.held) and main.next_seq != self._setting.parts
-        yield f"next() returns {'a copy of ' * copied}batch {main.next_seq}", after, True
+        copied = len(kept) == len(main.held) and main.returned != self._setting.parts
+        yield f"next() returns {'a copy of ' * copied}batch {main.returned}", after, True
 
     def _wake_steps(self, world: World, main: MainState) -> Iterator[Step]:
         """The main process sleeps: everything that may wake it up."""
@@ -273,14 +271,14 @@ class Model:
         """Let the main process find a death, and check that it counts."""
         died = died or world.processes[worker_id]
         before = self.mains.states[world.main]
-        task = unpack_task(died.task) if died.task else None
+        task = _task(died.task) if died.task else None
         world = self._do(world, op)
         after = self.mains.states[world.main]
-        if task is None or task.generation != before.epoch or before.phase != "run":
+        if task is None or task.epoch != before.epoch or before.phase != "run":
             return world
         deaths = list(world.deaths)
-        deaths[task.seq] += 1
-        if deaths[task.seq] == 2 and after.phase != "raised":
+        deaths[task.position] += 1
+        if deaths[task.position] == 2 and after.phase != "raised":
             raise Broken(TWICE, f"{_batch(task)} is tried a third time")
         return world._replace(deaths=tuple(deaths))
 
@@ -302,16 +300,22 @@ class Model:
                 process = world.processes[worker_id]
                 if process.lives:
                     world = _with(world, worker_id, process._replace(tasks=(*process.tasks, record)))
-                task = unpack_task(record)
-                if task.payload_nbytes > INLINE_NBYTES:
+                task = unpack_request(record)
+                if type(task) is MakeBatch and task.payload_nbytes > INLINE_NBYTES:
                     if task.slot in self.mains.states[world.main].held:
                         raise Broken(LEASE, f"main writes an index batch to slot {task.slot}")
-                    world = _fill(world, task.slot, -stamp(task.generation, task.seq) if there else 0)
+                    world = _fill(world, task.slot, -stamp(task.epoch, task.position) if there else 0)
         return world
 
 
-def _batch(task: Task) -> str:
-    return f"batch {task.seq} of epoch {task.generation}"
+def _task(record: bytes) -> MakeBatch:
+    task = unpack_request(record)
+    assert type(task) is MakeBatch
+    return task
+
+
+def _batch(task: MakeBatch) -> str:
+    return f"batch {task.position} of epoch {task.epoch}"
 
 
 def _with(world: World, worker_id: int, process: Process) -> World:
@@ -324,9 +328,3 @@ def _fill(world: World, slot: int, full_of: int) -> World:
     contents = list(world.contents)
     contents[slot] = full_of
     return world._replace(contents=tuple(contents))
-
-
-def _done(kind: int, task: Task, *, flags: int = 0, offset: int = 0, nbytes: int = 0) -> bytes:
-    reserved = max(task.slot_nbytes, PAGE_NBYTES)
-    fields = kind, flags, task.generation, task.seq, task.slot, reserved, offset, nbytes, 0
-    return pack_done(*fields)

@@ -13,10 +13,8 @@ import pytest
 from loading import Numbered
 
 from shmloader import DataLoader
-from shmloader.arguments import Dispatch, OnError, WorkerType
+from shmloader.arguments import OnError
 from shmloader.diagnostics import bad_samples
-from shmloader.scheduling import dispatch
-from shmloader.supervisor.threads import WORKER_TYPES
 
 NO_WHOLE_NUMBERS: list[tuple[str, Any]] = [
     ("memory_budget_nbytes", 1e9),
@@ -95,10 +93,8 @@ def test_a_fraction_of_a_batch_in_advance_is_refused_as_by_torch(
         iter(DataLoader(Numbered(4), num_workers=num_workers, prefetch_factor=prefetch_factor))
 
 
-def test_types_and_checks_know_the_same_words() -> None:
+def test_the_type_and_the_fetchers_know_the_same_words() -> None:
     assert get_args(OnError) == bad_samples.MODES
-    assert get_args(Dispatch) == dispatch.MODES
-    assert get_args(WorkerType) == WORKER_TYPES
 
 
 PROGRAM = """

@@ -1,18 +1,18 @@
 """The slot protocol, in every interleaving: nothing breaks, and each of several planted bugs is found."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from protocol_explorer import explore
-from protocol_fakes import Crew
+from protocol_fakes import Workers
 from protocol_main import COPIES, ENDS, INDICES, LEASE, LOST, ONE_HAND, ORDER, PROGRESS, SOUND, TWICE, Setting
 
-from shmloader.scheduling.exchange import Exchange
+from shmloader.scheduling.dispatcher import Dispatcher
+from shmloader.scheduling.ledger import Task, TaskState
 from shmloader.slots import Slot, SlotPool
-from shmloader.wire.messages import BATCH, pack_done, unpack_done
+from shmloader.wire.messages import PartReady, Published
 
 SETTINGS = {
     "batches are kept and dropped": Setting(batches=5),
@@ -84,29 +84,30 @@ class LeasesTooShort(SlotPool):
         return np.frombuffer(view, np.uint8), view
 
 
-class TakesStaleBatches(Exchange):
+class TakesStaleBatches(Dispatcher):
     """A batch of the epoch before is taken for one of this epoch."""
 
-    def _accept(self, worker: Any, records: bytes) -> None:
-        super()._accept(worker, b"".join(self._renewed(records)))
+    def _accept_batch(self, worker: Any, answer: Published) -> None:
+        stale = self.ledger.tasks[answer.seq]
+        if stale.state is TaskState.VOID:
+            stale.state, stale.epoch = TaskState.MAKING, self.ledger.epoch
+            self.ledger.outstanding += 1
+            self.ledger._due = min(self.ledger._due, stale.seq)
+        super()._accept_batch(worker, answer)
 
-    def _renewed(self, records: bytes) -> Iterator[bytes]:
-        for kind, flags, generation, *rest in unpack_done(records):
-            yield pack_done(kind, flags, self._generation if kind == BATCH else generation, *rest)
 
-
-class KeepsPipe(Crew):
+class KeepsPipe(Workers):
     """A worker is replaced, and what the old one said last is still heard."""
 
     same_pipe = True
 
 
-class NeverContinues(Exchange):
+class NeverContinues(Dispatcher):
     """A worker with a part of an abandoned batch is not told to go on."""
 
-    def _accept_part(self, worker: Any, done: Any) -> None:
-        if done[2] == self._generation:
-            super()._accept_part(worker, done)
+    def _accept_part(self, worker: Any, answer: PartReady) -> None:
+        if self.ledger.tasks[answer.seq].state is not TaskState.VOID:
+            super()._accept_part(worker, answer)
 
 
 class LosesSlots(SlotPool):
@@ -132,20 +133,22 @@ class CountsLeasesOnly(SlotPool):
         self._leased = leased
 
 
-class KeepsParts(Exchange):
+class KeepsParts(Dispatcher):
     """The parts that a dead worker sent are still there when its batch is made again."""
 
-    def _hand_over(self, worker: Any, held: dict[int, object]) -> None:
-        images = dict(self._images)
+    def _hand_over(self, worker: Any, held: list[Task]) -> None:
+        images = [(task, task.image) for task in held]
         super()._hand_over(worker, held)
-        self._images.update(images)
+        for task, image in images:
+            task.image = image
 
 
-class ForgetsDeaths(Exchange):
+class ForgetsDeaths(Dispatcher):
     """Deaths are not counted per batch."""
 
     def _recover(self, worker: Any, silent_s: float | None) -> None:
-        self._deaths.clear()
+        for task in self.ledger.tasks.values():
+            task.deaths = 0
         super()._recover(worker, silent_s)
 
 
@@ -173,15 +176,15 @@ BUGS: dict[str, tuple[Setting, set[str]]] = {
         {LEASE},
     ),
     "a batch of an abandoned epoch is returned": (
-        Setting(batches=2, epochs=2, exchange=TakesStaleBatches),
+        Setting(batches=2, epochs=2, dispatcher=TakesStaleBatches),
         {ORDER},
     ),
     "a replaced worker is still heard": (
-        Setting(batches=2, kills=1, restarts=1, crew=KeepsPipe),
+        Setting(batches=2, kills=1, restarts=1, workers=KeepsPipe),
         {ONE_HAND, LEASE},
     ),
     "the worker of an abandoned part waits for ever": (
-        Setting(batches=2, epochs=2, parts=1, exchange=NeverContinues),
+        Setting(batches=2, epochs=2, parts=1, dispatcher=NeverContinues),
         {PROGRESS},
     ),
     "slots of abandoned batches are not free again": (
@@ -197,11 +200,11 @@ BUGS: dict[str, tuple[Setting, set[str]]] = {
         {COPIES},
     ),
     "the parts of a dead worker stay": (
-        Setting(batches=2, kills=1, restarts=1, parts=1, exchange=KeepsParts),
+        Setting(batches=2, kills=1, restarts=1, parts=1, dispatcher=KeepsParts),
         {SOUND, ORDER},
     ),
     "a batch that kills its workers is tried for ever": (
-        Setting(batches=2, kills=2, restarts=2, exchange=ForgetsDeaths),
+        Setting(batches=2, kills=2, restarts=2, dispatcher=ForgetsDeaths),
         {TWICE},
     ),
     "a long index batch is gone when it is read again": (
@@ -222,5 +225,5 @@ def test_a_planted_bug_is_found(case: str) -> None:
     print("\n".join(found.trace))
     assert found.invariant in invariants
     assert found.trace[-1].startswith(found.invariant)
-    sane = replace(setting, exchange=Exchange, pool=SlotPool, crew=Crew, inherit=False)
+    sane = replace(setting, dispatcher=Dispatcher, pool=SlotPool, workers=Workers, inherit=False)
     assert explore(sane).invariant == ""  # it is the planted bug that was found

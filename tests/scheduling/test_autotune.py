@@ -15,12 +15,12 @@ import pytest
 import torch
 from autotune_datasets import Draws, epochs, plain, processes
 from loading import Numbered
+from shmloader.scheduling.trials import AutoCount
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, MapDataPipe, get_worker_info
 
 from shmloader import DataLoader
 from shmloader.host.limits import Cores
-from shmloader.scheduling.trials import AutoCount
 
 # three workers on two cores
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

@@ -11,9 +11,9 @@ import pytest
 import torch
 from autotune_datasets import Draws, WaitForFile, epochs, plain, processes
 from loading import Numbered
+from shmloader.scheduling.trials import AutoCount
 
 from shmloader import DataLoader
-from shmloader.scheduling.trials import AutoCount
 
 # three workers on two cores
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from pool_machine import BUDGET_NBYTES, PoolMachine
+from shmloader.scheduling.trials import AutoCount
 from torch.utils.data import Dataset
 
 from shmloader import DataLoader
 from shmloader.host.limits import Headroom
-from shmloader.scheduling.trials import AutoCount
 from shmloader.shared_memory import PAGE_NBYTES, MemfdSegment
 from shmloader.slots import SlotPool
 

@@ -8,7 +8,6 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from shmloader.scheduling.autotune import MOST_BATCHES, MOST_PREFETCH, Autotune
 from shmloader.scheduling.trials import Bounds, Choice, Sample, Trial
 

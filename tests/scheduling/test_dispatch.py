@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loading import Numbered
 from robustness.processes import assert_dies_with_its_last_reference
+from shmloader.scheduling.dispatch import Balance
 from torch.utils.data import IterableDataset
 
 from shmloader import DataLoader
-from shmloader.scheduling.dispatch import Balance
 
 # three workers on two cores
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

@@ -13,7 +13,6 @@ import random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
 from shmloader.scheduling.dispatch import Balance
 
 
