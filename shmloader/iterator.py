@@ -317,21 +317,21 @@ class SlotIterator(torch_private.BaseIterator):
             return batch  # noqa: TRY300 - an interrupt before the return must be caught
         except BaseException as error:
             lifecycle.fail(error)
-            explained = self._explain(error)
-            if explained is error:
-                raise
-            raise explained from error
+            # No local variable for an exception: it would refer to this frame, and so to itself.
+            if self._is_led_to_by_close(error):
+                raise self._closed_meanwhile() from error
+            raise
 
-    def _explain(self, error: BaseException) -> BaseException:
-        """The exception to raise: `LoaderClosed` in the place of what a ``close()`` meanwhile has led to."""
-        if not isinstance(error, (LoaderError, OSError, ValueError, LookupError, AssertionError)):
-            return error
-        if not self._crew.interrupted and not isinstance(error, LoaderClosed):
-            return error
+    def _is_led_to_by_close(self, error: BaseException) -> bool:
+        """Whether ``close()`` in another thread, or in a signal handler, has led to an exception."""
+        if isinstance(error, LoaderClosed):
+            return not main_thread().is_alive()
+        kinds = (LoaderError, OSError, ValueError, LookupError, AssertionError)
+        return self._crew.interrupted and isinstance(error, kinds)
+
+    def _closed_meanwhile(self) -> BaseException:
         if not main_thread().is_alive():
             return SystemExit()  # in a daemon thread, while the interpreter ends
-        if isinstance(error, LoaderError):
-            return error
         return LoaderClosed(f"this iterator was closed: {self._crew.closed_because}")
 
     def _next_data(self) -> Any:

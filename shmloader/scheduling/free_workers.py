@@ -30,6 +30,7 @@ class FreeWorkers:
 
     Attributes:
         num_workers: Workers that are given tasks: the first ones.
+        window: As above.
     """
 
     def __init__(
@@ -63,8 +64,8 @@ class FreeWorkers:
     def note_return(self) -> None:
         """Note that a batch was returned while at least ``most_tasks`` others are on their way."""
         self._unchanged += 1
-        if self._unchanged >= self._window > self._pool.most_tasks:
-            self._set_window(self._window - 1)
+        if self._unchanged >= self.window > self._pool.most_tasks:
+            self._set_window(self.window - 1)
 
     def may_refill(self) -> bool:
         """Whether a task beyond ``most_tasks`` is to be sent though the program does not wait.
@@ -72,7 +73,7 @@ class FreeWorkers:
         Only if a worker has fewer than ``prefetch_factor``: a task that is sent early may be sent to a worker
         that is about to take long.
         """
-        if self._ledger.outstanding >= self._window or self._fewest() >= self._prefetch_factor:
+        if self._ledger.outstanding >= self.window or self._fewest() >= self._prefetch_factor:
             return False
         return self._pool.has_room_for_more()
 
@@ -99,7 +100,7 @@ class FreeWorkers:
         enough = min(self._prefetch_factor, _IN_HAND)
         if self._fewest() >= enough or not self._pool.has_room_for_more():
             return False
-        if self._ledger.outstanding >= self._window:
+        if self._ledger.outstanding >= self.window:
             self._set_window(self._ledger.outstanding + 1)
         return True
 
@@ -107,6 +108,6 @@ class FreeWorkers:
         return min(self._ledger.unanswered[: self.num_workers])
 
     def _set_window(self, window: int) -> None:
-        self._window = window
+        self.window = window
         self._unchanged = 0
         self._pool.warm_slots = max(self._pool.base_slots, window + 2)

@@ -13,10 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loading import Numbered
 from robustness.processes import assert_dies_with_its_last_reference
-from shmloader.scheduling.dispatch import Balance
 from torch.utils.data import IterableDataset
 
 from shmloader import DataLoader
+from shmloader.scheduling.free_workers import FreeWorkers
+from shmloader.scheduling.ledger import Ledger
+from shmloader.slots import Slot
+from shmloader.wire.messages import Published
 
 # three workers on two cores
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -79,24 +82,29 @@ def test_the_next_slow_batch_finds_the_window_wide() -> None:
         iterator = iter(loader)
         for _ in range(11):
             next(iterator)
-        wide = iterator._balance.window
+        wide = iterator._free_workers.window
         assert 30 <= wide <= 70
-        assert 4 < len(iterator._exchange.outstanding) <= wide  # further ones were sent though nobody waits
+        assert (
+            4 < iterator._dispatcher.ledger.outstanding <= wide
+        )  # further ones were sent though nobody waits
         iterator.close()
 
 
 def test_the_window_narrows_by_one_for_a_whole_window_of_batches() -> None:
-    pool, outstanding = _Pool(), dict.fromkeys(range(10), 0)
-    balance = Balance(pool, 2, 2, 0.0, outstanding, {})  # type: ignore[arg-type]
-    while balance.window < 9:
-        assert balance.may_widen(balance.window)
+    pool, ledger = _Pool(), Ledger(2)
+    free_workers = FreeWorkers(ledger, pool, 2, 2, 0.0)  # type: ignore[arg-type]
+    while free_workers.window < 9:
+        ledger.outstanding = free_workers.window
+        assert free_workers.may_widen()
     assert pool.warm_slots == 11
     widths = []
     for _ in range(9 + 8 + 7 + 6 + 5 + 20):
-        assert balance.may_refill(balance.window - 1)
-        assert not balance.may_refill(balance.window)
-        balance.note_return()
-        widths.append(balance.window)
+        ledger.outstanding = free_workers.window - 1
+        assert free_workers.may_refill()
+        ledger.outstanding = free_workers.window
+        assert not free_workers.may_refill()
+        free_workers.note_return()
+        widths.append(free_workers.window)
     assert [widths.count(width) for width in (9, 8, 7, 6, 5)] == [8, 8, 7, 6, 5]
     assert widths[-20:] == [4] * 20  # as it began, and no less
     assert pool.warm_slots == 6
@@ -156,36 +164,23 @@ def test_any_task_goes_to_the_worker_with_the_fewest_to_do(
     steps: list[tuple[str, int]], workers: int
 ) -> None:
     """Against counting: whatever was sent, answered in each worker's order, and returned."""
-    outstanding: dict[int, int] = {}
-    arrived: dict[int, int] = {}
-    balance = Balance(_Pool(), workers, 2, 0.0, outstanding, arrived)  # type: ignore[arg-type]
-    seq = 0
+    ledger = Ledger(workers)
+    free_workers = FreeWorkers(ledger, _Pool(), workers, 2, 0.0)  # type: ignore[arg-type]
     for step, which in steps:
-        to_do = [[s for s, w in outstanding.items() if w == k and s not in arrived] for k in range(workers)]
+        to_do = [[t for t in ledger.held_by(None) if t.worker_id == k] for k in range(workers)]
         if step == "send":
-            worker_id = balance.choose(seq)
+            worker_id = free_workers.choose()
             assert len(to_do[worker_id]) == min(map(len, to_do))
-            outstanding[seq] = worker_id
-            seq += 1
+            ledger.send(worker_id, 0, 0, b"", Slot(0))
         elif step == "answer" and to_do[which % workers]:
-            arrived[to_do[which % workers][0]] = 0
-        elif step == "return" and arrived:
-            done = list(arrived)[which % len(arrived)]
-            del arrived[done], outstanding[done]
-        idle = any(
-            not [s for s, w in outstanding.items() if w == k and s not in arrived] for k in range(workers)
-        )
-        assert balance.is_stalled(0) == idle
-
-
-def test_what_an_epoch_left_undone_does_not_count_in_the_next() -> None:
-    outstanding: dict[int, int] = {}
-    balance = Balance(_Pool(), 2, 2, 0.0, outstanding, {})  # type: ignore[arg-type]
-    for seq in range(4):
-        outstanding[seq] = balance.choose(seq)
-    assert not balance.is_stalled(0)
-    balance.begin()
-    assert balance.is_stalled(0)
+            task = to_do[which % workers][0]
+            ledger.arrive(task, Published(task.seq, 0, 0, 0, 0))
+        elif step == "return" and ledger.arrived:
+            ledger.finish(list(ledger.arrived.values())[which % len(ledger.arrived)])
+        idle = any(not [t for t in ledger.held_by(None) if t.worker_id == k] for k in range(workers))
+        due = ledger.due()
+        if due is not None:
+            assert free_workers.is_stalled(due) == idle
 
 
 class _Pool:

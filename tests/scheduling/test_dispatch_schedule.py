@@ -1,4 +1,4 @@
-"""What the order of tasks costs, in a world without a clock: workers, a program, and the real `Balance`.
+"""What the order of tasks costs, in a world without a clock: workers, a program, and the real `FreeWorkers`.
 
 Time is counted, not measured: the loader's own work takes none. What it does on real machines is in
 docs/dispatch.md.
@@ -13,19 +13,23 @@ import random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from shmloader.scheduling.dispatch import Balance
+
+from shmloader.scheduling.free_workers import FreeWorkers
+from shmloader.scheduling.ledger import Ledger
+from shmloader.slots import Slot
+from shmloader.wire.messages import Published
 
 
 class Pool:
     """Has slots for ``most`` batches at once, the two that the program may hold not counted."""
 
-    def __init__(self, most_tasks: int, most: int) -> None:
+    def __init__(self, most_tasks: int, most: int, ledger: Ledger) -> None:
         self.most_tasks, self.most = most_tasks, most
         self.base_slots = self.warm_slots = most_tasks + 2
-        self.outstanding: dict[int, int] = {}
+        self.ledger = ledger
 
     def has_room_for_more(self) -> bool:
-        return len(self.outstanding) < self.most
+        return self.ledger.outstanding < self.most
 
 
 class Schedule:
@@ -36,7 +40,7 @@ class Schedule:
         workers: How many.
         prefetch: Tasks per worker in advance.
         compute: What the program does with each batch.
-        dynamic: Whether `Balance` decides, or turns are taken.
+        dynamic: Whether `FreeWorkers` decides, or turns are taken.
         most: How many tasks the pool has slots for.
     """
 
@@ -50,10 +54,9 @@ class Schedule:
         most: int = 68,
     ) -> None:
         self.costs, self.compute, self.dynamic = costs, compute, dynamic
-        self.pool = Pool(workers * prefetch, most)
-        self.outstanding = self.pool.outstanding
-        self.arrived: dict[int, int] = {}
-        self.balance = Balance(self.pool, workers, prefetch, 0.0, self.outstanding, self.arrived)  # type: ignore[arg-type]
+        self.ledger = Ledger(workers)
+        self.pool = Pool(workers * prefetch, most, self.ledger)
+        self.free_workers = FreeWorkers(self.ledger, self.pool, workers, prefetch, 0.0)  # type: ignore[arg-type]
         self.turns = itertools.cycle(range(workers))
         self.free_at = [0.0] * workers
         self.answers: list[tuple[float, int]] = []  # when, and which batch
@@ -67,7 +70,7 @@ class Schedule:
             self.send()
         for seq in range(len(self.costs)):
             self.hear()
-            while seq not in self.arrived:
+            while seq not in self.ledger.arrived:
                 self.widen()
                 self.now = max(self.now, self.answers[0][0])
                 self.hear()
@@ -78,31 +81,32 @@ class Schedule:
     def hear(self) -> None:
         while self.answers and self.answers[0][0] <= self.now:
             seq = heapq.heappop(self.answers)[1]
-            self.arrived[seq] = seq
+            self.ledger.arrive(self.ledger.tasks[seq], Published(seq, 0, 0, 0, 0))
 
     def send(self) -> bool:
         if self.sent == len(self.costs):
             return False
-        worker = self.balance.choose(self.sent) if self.dynamic else next(self.turns)
+        worker = self.free_workers.choose() if self.dynamic else next(self.turns)
         self.free_at[worker] = max(self.now, self.free_at[worker]) + self.costs[self.sent]
         heapq.heappush(self.answers, (self.free_at[worker], self.sent))
-        self.outstanding[self.sent] = worker
+        self.ledger.send(worker, 0, self.sent, b"", Slot(0))
         self.sent += 1
-        self.widest = max(self.widest, len(self.outstanding))
+        self.widest = max(self.widest, self.ledger.outstanding)
         return True
 
     def widen(self) -> None:
-        if self.dynamic and self.balance.is_stalled(min(self.outstanding)):
-            while self.balance.may_widen(len(self.outstanding)) and self.send():
+        due = self.ledger.due()
+        if self.dynamic and due is not None and self.free_workers.is_stalled(due):
+            while self.free_workers.may_widen() and self.send():
                 pass
 
     def take(self, seq: int) -> None:
-        del self.outstanding[seq], self.arrived[seq]
-        if len(self.outstanding) < self.pool.most_tasks:
+        self.ledger.finish(self.ledger.tasks[seq])
+        if self.ledger.outstanding < self.pool.most_tasks:
             self.send()
         elif self.dynamic:
-            self.balance.note_return()
-            while self.balance.may_refill(len(self.outstanding)) and self.send():
+            self.free_workers.note_return()
+            while self.free_workers.may_refill() and self.send():
                 pass
 
 

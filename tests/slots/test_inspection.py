@@ -133,4 +133,4 @@ def test_leaves_outside_their_slot_are_found(granted: tuple[Inspection, SlotPool
 def test_the_variable_is_read_when_iteration_begins() -> None:
     assert os.environ["SHMLOADER_DEBUG"] == "1"
     with DataLoader(Numbered(8), batch_size=4, num_workers=1) as loader:
-        assert iter(loader)._exchange.inspection is not None
+        assert iter(loader)._dispatcher.inspection is not None
