@@ -139,7 +139,7 @@ def _check_dispatch(dispatch: str, dataset: object, num_workers: object) -> None
     if dispatch == DYNAMIC and isinstance(dataset, IterableDataset):
         raise ValueError(
             "dispatch='dynamic' needs a map-style dataset: each worker has its own stream of an "
-            "iterable-style one, so samples and their order would depend on which worker happened to be free. "
+            "iterable-style one, so samples and their order would depend on which worker is free. "
             "Leave dispatch='static'"
         )
 

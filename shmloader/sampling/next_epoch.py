@@ -1,9 +1,10 @@
 """``prefetch_epochs``: the next epoch's first index batches, drawn while this epoch's last ones are in use.
 
 Main process only. The rule: the sampler is asked for its next epoch as soon as this epoch's last task is
-sent. The batches are the same as without it, because samplers that draw from torch's global generator are
-refused, and a sampler with ``set_epoch()`` is asked for the epoch that the program will set. If the program
-sets another one, or changes the dataset, what was made early is discarded and made again.
+sent. The batches are the same as without it, as long as nothing but the loader uses the sampler's generator:
+samplers that draw from torch's global one are refused, and a sampler with ``set_epoch()`` is asked for the
+epoch that the program is going to set. If the program sets another one, leaves the epoch early, or changes
+the dataset, the early batches are discarded and made again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from shmloader import torch_private
@@ -72,6 +74,7 @@ class NextEpoch:
         self._index_sampler = index_sampler
         self._iterator: Iterator[Any] | None = None
         self._discarded = 0  # epochs in a row
+        self._states: list[tuple[torch.Generator, torch.Tensor]] = []  # as they were before drawing early
         self._epoch: int | None = None  # that the sampler was told, and ...
         self._step = 1  # ... how much larger than the one before
         self._expected: int | None = None
@@ -112,6 +115,8 @@ class NextEpoch:
             sampler.set_epoch(epoch)
 
     def _begin(self) -> Any:
+        generators = [getattr(sampler, "generator", None) for sampler in _with_inner(self._index_sampler)]
+        self._states = [(one, one.get_state()) for one in generators if isinstance(one, torch.Generator)]
         self._iterator = index_arrays(self._index_sampler) or iter(self._index_sampler)
         return next(self._iterator, NOTHING)  # with it, torch's samplers have drawn their order
 
@@ -130,6 +135,8 @@ class NextEpoch:
         sampler = self._with_epoch
         if discard or (sampler is not None and sampler.epoch != self._expected):
             self._discarded += 1
+            for generator, state in self._states:
+                generator.set_state(state)
             return None
         self._discarded = 0
         return iterator

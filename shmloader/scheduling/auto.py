@@ -22,8 +22,10 @@ _LONG_PERIOD = 60  # ... or so many, if fewer take less than
 _LONG_ENOUGH_S = 0.1
 _TOO_QUICK_S = 0.03  # a long period that takes less shows only how the system switches between processes
 _KEEPS_UP = 0.03  # a program that waits for a smaller share of its time has enough workers
+_SPARE = 1.1  # workers are counted for so much more than the program was seen to take
 _BUSY = 0.25  # workers that wait for a smaller share of their time are busy
-_HELPS = 1.05  # a step that makes the program less than so much faster is the last of its kind
+_HELPS = 0.5  # a step that gains less than such a share of what was expected is the last of its kind
+_LEAST_GAIN = 1.05  # and so is one that makes the program less than so much faster
 
 
 class Measured(NamedTuple):
@@ -78,7 +80,7 @@ class Auto:
         self._may_add_prefetch = tunes_prefetch
         self._why_workers = self._why_prefetch = self._figures = ""
         self._period: list[Measured] = []
-        self._rate_before = 0.0  # batches per second before the last step
+        self._rate_wanted = 0.0  # batches per second that the last step had to bring
         self._last_step = ""
         self._skip = self._batches_in_flight()
 
@@ -124,13 +126,13 @@ class Auto:
         """Note that no more than so many workers can be had."""
         self.num_workers = num_workers
         self._may_add_workers = False
-        self._why_workers = why
+        self._why_workers, self._last_step = why, ""
 
     def refuse_tasks(self, num_workers: int, prefetch_factor: int, why: str) -> None:
         """Note that no more batches can be on their way than with this choice."""
         self.num_workers, self.prefetch_factor = num_workers, prefetch_factor
         self._may_add_workers = self._may_add_prefetch = False
-        self._why_prefetch = why
+        self._why_prefetch, self._last_step = why, ""
 
     def _is_long_enough(self) -> bool:
         total_s = sum(one.own_s + one.wait_s for one in self._period)
@@ -157,12 +159,13 @@ class Auto:
         elif total_s < _TOO_QUICK_S:
             self._why_workers = "batches are too quick for more workers to help"
         elif idles <= _BUSY:
-            self._add_workers(math.ceil(min(busy_s / own_s, 1e6)), rate)
+            self._add_workers(min(_SPARE * busy_s / own_s, 1e6), total_s / own_s, rate)
         else:
-            self._add_prefetch(rate)
+            longest_s = max(one.wait_s for one in self._period)
+            self._add_prefetch(min(longest_s * len(self._period) / max(busy_s, 1e-9), 1e6), rate)
 
     def _end_what_did_not_help(self, rate: float) -> None:
-        helped = rate >= _HELPS * self._rate_before
+        helped = rate >= self._rate_wanted
         if self._last_step == "workers" and not helped:
             self._may_add_workers = False
             self._why_workers = f"no faster with {self.num_workers} workers than with fewer"
@@ -171,25 +174,31 @@ class Auto:
             self._why_prefetch = f"no faster with {self.prefetch_factor} batches in advance than with fewer"
         self._last_step = ""
 
-    def _add_workers(self, needed: int, rate: float) -> None:
-        """Add as many as are needed to keep up, at most as many again as there are."""
+    def _add_workers(self, needed: float, most_gain: float, rate: float) -> None:
+        """Add as many as are needed; the program may become ``most_gain`` times as fast by it."""
         if not self._may_add_workers:
             return
-        if self.num_workers >= self.most_workers:
+        if self.num_workers < self.most_workers:
+            before = self.num_workers
+            self.num_workers = min(max(before + 1, math.ceil(needed)), self.most_workers)
+            self._why_workers = f"the program waited for {before} busy worker{'s' * (before > 1)}"
+            self._step("workers", rate * self._gain_wanted(min(self.num_workers / before, most_gain)))
+        if self.num_workers == self.most_workers:
+            self._may_add_workers = False
             self._why_workers = f"one worker for each of {self.most_workers} usable cores"
-            return
-        wanted = max(self.num_workers + 1, min(needed, 2 * self.num_workers))
-        self.num_workers = min(wanted, self.most_workers)
-        self._why_workers = f"the program waited for {'one busy worker' if wanted == 2 else 'busy workers'}"
-        self._step("workers", rate)
 
-    def _add_prefetch(self, rate: float) -> None:
-        if not self._may_add_prefetch or self.prefetch_factor >= MOST_PREFETCH:
+    def _add_prefetch(self, needed: float, rate: float) -> None:
+        """Add so many that other workers have enough to do while one batch takes its longest."""
+        if not self._may_add_prefetch:
             return
-        self.prefetch_factor = min(2 * self.prefetch_factor, MOST_PREFETCH)
+        self.prefetch_factor = min(max(2 * self.prefetch_factor, math.ceil(needed) + 1), MOST_PREFETCH)
         self._why_prefetch = "the program waited although workers had time"
-        self._step("prefetch", rate)
+        self._may_add_prefetch = self.prefetch_factor < MOST_PREFETCH
+        self._step("prefetch", rate * _LEAST_GAIN)
 
-    def _step(self, kind: str, rate: float) -> None:
-        self._last_step, self._rate_before = kind, rate
+    def _gain_wanted(self, expected: float) -> float:
+        return max(_LEAST_GAIN, 1 + _HELPS * (expected - 1))
+
+    def _step(self, kind: str, rate_wanted: float) -> None:
+        self._last_step, self._rate_wanted = kind, rate_wanted
         self._skip = self._batches_in_flight()

@@ -145,10 +145,10 @@ class Growth:
         until_ns = time.perf_counter_ns() + _START_NS
         while len(self._workers.workers) < auto.num_workers and time.perf_counter_ns() < until_ns:
             there = len(self._workers.workers)
-            if not self._has_memory_for_one_more():
-                auto.refuse_workers(there, "no more workers fit in the memory")
-                break
             try:
+                if not self._has_memory_for_one_more():
+                    auto.refuse_workers(there, "no more workers fit in the memory")
+                    break
                 worker = self._workers.add()
             except Exception as error:  # whatever it is, the workers that are there go on
                 if self._workers.interrupted:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,9 @@ import pytest
 import torch
 from autotune_datasets import Draws, WaitForFile, epochs, plain, processes
 from loading import Numbered
-from shmloader.scheduling.trials import AutoCount
 
 from shmloader import DataLoader
+from shmloader.arguments import AutoCount
 
 # three workers on two cores
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -68,13 +67,13 @@ def test_nobody_waits_for_a_worker_that_is_being_started(tmp_path: Path, three_c
     ) as loader:
         most = 0
         for number, batch in enumerate(loader):
-            most = max(most, loader._iterator._balance.serving)
+            most = max(most, loader._iterator._free_workers.num_workers)
             assert int(batch[0]) == number
             if number == 70:
-                assert loader._iterator._exchange.joining == {1, 2}
-                assert loader._iterator._balance.serving == 1
+                assert loader._iterator._dispatcher.joining == {1, 2}
+                assert loader._iterator._free_workers.num_workers == 1
                 wait.path.touch()
-        assert not loader._iterator._exchange.joining
+        assert not loader._iterator._dispatcher.joining
         assert most == 3
 
 
@@ -94,9 +93,9 @@ def test_an_epoch_may_be_left_while_workers_are_being_started(tmp_path: Path, th
             iterator = iter(loader)
             assert [plain(next(iterator)) for _ in range(leave)] == expected[epoch][:leave]
             if epoch == 1:
-                assert loader._iterator._exchange.joining == {1, 2}
+                assert loader._iterator._dispatcher.joining == {1, 2}
                 wait.path.touch()
-        assert not loader._iterator._exchange.joining
+        assert not loader._iterator._dispatcher.joining
 
 
 def test_worker_threads_are_chosen_too(three_cores: None) -> None:
@@ -106,22 +105,6 @@ def test_worker_threads_are_chosen_too(three_cores: None) -> None:
         assert [int(batch[0, 0]) for batch in loader] == list(range(120))
         assert loader.num_workers == 3
         assert sum(thread.name.startswith("shmloader") for thread in threading.enumerate()) == 3
-
-
-def test_worker_threads_that_have_nothing_to_do_end(three_cores: None) -> None:
-    with DataLoader(
-        Numbered(220), num_workers=AutoCount(3), worker_type="thread", persistent_workers=True
-    ) as loader:
-        for _ in loader:
-            time.sleep(0.008)
-        until_s = time.monotonic() + 5
-        while count_threads() > 1 and time.monotonic() < until_s:
-            time.sleep(0.01)
-        assert count_threads() == loader.num_workers == 1
-
-
-def count_threads() -> int:
-    return sum(thread.name.startswith("shmloader") for thread in threading.enumerate())
 
 
 def test_no_thread_is_started_in_the_program(three_cores: None) -> None:
