@@ -1,8 +1,7 @@
 """One pass over a loader with workers: batches in the sampler's order. Main process only.
 
-When the sampler is asked for its next index batch, and which worker gets it, follow torch's
-``_MultiProcessingDataLoaderIter`` step by step: datasets that draw random numbers depend on both. With
-``dispatch="dynamic"`` they do not, and `FreeWorkers` chooses.
+`Schedule` sends tasks to the workers, `Dispatcher` receives their answers, and the iterator returns the
+batches in order.
 """
 
 from __future__ import annotations
@@ -32,15 +31,12 @@ from shmloader.errors import LoaderClosed, LoaderError, SpillWarning
 from shmloader.host.interrupts import HeldInterrupts
 from shmloader.host.limits import memory_headroom
 from shmloader.sampling.array_samplers import index_arrays
-from shmloader.sampling.next_epoch import NOTHING, next_epoch_for
 from shmloader.scheduling.auto import Auto
 from shmloader.scheduling.dispatcher import Dispatcher
-from shmloader.scheduling.free_workers import FreeWorkers
-from shmloader.scheduling.growth import Growth
 from shmloader.scheduling.ledger import Task, TaskState
 from shmloader.scheduling.lifecycle import Lifecycle, Phase
 from shmloader.scheduling.restarts import RestartPolicy
-from shmloader.scheduling.turns import Turns
+from shmloader.scheduling.schedule import Schedule
 from shmloader.shared_memory import MemfdSegment
 from shmloader.slots import SlotPool
 from shmloader.statistics import Counters
@@ -92,9 +88,7 @@ class SlotIterator(torch_private.BaseIterator):
         self._counts_samples = self._dataset_kind == torch_private.ITERABLE_KIND
         self._decoder = Decoder()
         self._lifecycle = Lifecycle()
-        self._next_epoch = next_epoch_for(loader, self._index_sampler)
         self._dataset_state = DatasetState(self._dataset)
-        self._sent_early = 0  # tasks of the next epoch
         self._set_epoch: int | None = None
         self.pool = _make_pool(loader)
         workers: Workers | None = None
@@ -111,7 +105,9 @@ class SlotIterator(torch_private.BaseIterator):
                 self.pool.close()
             raise
         try:
-            self._make_schedule(loader, auto)
+            self._schedule = Schedule(
+                loader, self._index_sampler, self._dispatcher, counters, self._lifecycle, auto
+            )
             self._reset(loader, first_iter=True)
         except BaseException:
             self.close("its first tasks could not be sent")
@@ -149,22 +145,6 @@ class SlotIterator(torch_private.BaseIterator):
         self.pool.keeps_granted = loader.worker_type == THREAD
         return start_workers(loader, arguments_of)
 
-    def _make_schedule(self, loader: Any, auto: Auto | None) -> None:
-        """Choose the policies that decide about tasks."""
-        ledger, num_workers = self._dispatcher.ledger, int(self._num_workers)
-        self._free_workers: FreeWorkers | None = None
-        self._turns: Turns | None = None
-        if is_dynamic(loader):
-            prefetch_factor = int(loader.prefetch_factor)
-            self._free_workers = FreeWorkers(ledger, self.pool, num_workers, prefetch_factor, self._timeout)
-        else:
-            most_tasks = num_workers * int(loader.prefetch_factor)
-            self._turns = Turns(ledger, num_workers, most_tasks, in_order=self._in_order)
-        self._schedule: Turns | FreeWorkers = self._turns or self._free_workers  # type: ignore[assignment]
-        self._growth: Growth | None = None
-        if auto is not None:
-            self._growth = Growth(auto, loader, self._dispatcher, self._free_workers, self._counters)
-
     # --- epochs
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
@@ -182,31 +162,24 @@ class SlotIterator(torch_private.BaseIterator):
             raise
 
     def _begin_epoch(self, loader: Any, *, first_iter: bool) -> None:
-        early = None
-        settings = EpochSettings(None, None, {})
-        if not first_iter:
-            settings = EpochSettings(None, self._set_epoch, self._dataset_state.take_changes())
-            early = self._take_early(discard=settings != (None, None, {}))
-        self._reset_sampler(loader, early, first_iter=first_iter)
-        self._set_epoch = None
-        if early is None:
-            self._sent = 0  # tasks of this epoch
-            self._schedule.begin_epoch()
-            self._present.shared_seed = self._shared_seed
-            if not first_iter:
-                self._present.epoch += 1
-                settings = settings._replace(shared_seed=self._shared_seed)
-                self._dispatcher.begin_epoch(pickle.dumps(settings, 5))
+        schedule = self._schedule
         self._held_back: list[Any] = []  # a batch whose warning was an error
-        self._sent_early = 0
-        if self._next_epoch is not None:
-            self._next_epoch.begin_epoch()
-        if self._growth is not None:
-            self._growth.begin_epoch()
-        for _ in range(self.pool.most_tasks - self._dispatcher.ledger.outstanding):
-            self._issue_task()
+        if first_iter:
+            schedule.begin_epoch(self._reset_sampler(loader, None, first_iter=True))
+            return
+        settings = EpochSettings(None, self._set_epoch, self._dataset_state.take_changes())
+        early = schedule.take_early(discard=settings != (None, None, {}))
+        sampler_iter = self._reset_sampler(loader, early, first_iter=False)
+        self._set_epoch = None
+        self._present.shared_seed = self._shared_seed
+        self._present.epoch += 1
+        if early is not None:
+            schedule.go_on(sampler_iter)
+        else:
+            self._dispatcher.begin_epoch(pickle.dumps(settings._replace(shared_seed=self._shared_seed), 5))
+            schedule.begin_epoch(sampler_iter)
 
-    def _reset_sampler(self, loader: Any, early: Iterator[Any] | None, *, first_iter: bool) -> None:
+    def _reset_sampler(self, loader: Any, early: Iterator[Any] | None, *, first_iter: bool) -> Iterator[Any]:
         """Have torch draw what it draws when an epoch begins, and begin to iterate over the sampler."""
         index_sampler = self._index_sampler
         try:
@@ -220,84 +193,12 @@ class SlotIterator(torch_private.BaseIterator):
             self._index_sampler = index_sampler
         if early is None:
             self._sampler_iter = index_arrays(index_sampler) or self._sampler_iter
-
-    def _take_early(self, *, discard: bool) -> Iterator[Any] | None:
-        """Begin an epoch whose first tasks were sent already; None if there are none, or of no use."""
-        if self._next_epoch is None or not self._sent_early:
-            return None
-        ledger = self._dispatcher.ledger
-        early = self._next_epoch.take(discard=discard or ledger.due() is not None)
-        if early is None:
-            self._counters.epochs_in_vain += 1
-            return None
-        self._counters.epochs_prefetched += 1
-        ledger.epoch += 1
-        self._present.epoch += 1
-        self._sent = self._sent_early
-        self.pool.trim()
-        return early
+        sampler_iter: Iterator[Any] = self._sampler_iter
+        return sampler_iter
 
     def set_epoch(self, epoch: int) -> None:
         """Have the datasets of persistent workers called with ``set_epoch(epoch)`` at the next epoch."""
         self._set_epoch = epoch
-
-    def _issue_task(self) -> bool:
-        """Send the next index batch to a worker; whether a task of this epoch was sent."""
-        try:
-            index_batch = next(self._sampler_iter)
-        except StopIteration:
-            self._issue_early_task()
-            return False
-        except Exception as error:
-            self._lifecycle.expect(error)  # the sampler's own: as in torch, the next call goes on
-            raise
-        worker_id = self._schedule.choose()
-        if worker_id is None:
-            return False
-        self._dispatcher.send(worker_id, self._present.epoch, self._sent, index_batch)
-        self._sent += 1
-        return True
-
-    def _issue_early_task(self) -> None:
-        """Send a task of the next epoch, if that may be begun already."""
-        if self._next_epoch is None:
-            return
-        index_batch = self._next_epoch.draw()
-        if index_batch is NOTHING:
-            return
-        if not self._sent_early:
-            self._schedule.begin_epoch()
-        worker_id = self._schedule.choose()
-        assert worker_id is not None  # batches come in order
-        self._dispatcher.send(worker_id, self._present.epoch + 1, self._sent_early, index_batch)
-        self._sent_early += 1
-
-    def _send_more(self) -> None:
-        """After a batch was taken, send what may be sent."""
-        ledger, free_workers = self._dispatcher.ledger, self._free_workers
-        if ledger.outstanding < self.pool.most_tasks:
-            self._issue_task()
-        elif free_workers is not None:
-            free_workers.note_return()
-            while free_workers.may_refill() and self._issue_task_ahead():
-                pass
-        if self._growth is not None:
-            self._growth.note_return()
-            while ledger.outstanding < self.pool.most_tasks and self._issue_task():
-                pass
-
-    def _send_ahead(self, due: Task) -> None:
-        """Give workers that have nothing to do further tasks, while the program waits for a slow batch."""
-        free_workers = self._free_workers
-        if free_workers is not None and free_workers.is_stalled(due):
-            while free_workers.may_widen() and self._issue_task_ahead():
-                pass
-
-    def _issue_task_ahead(self) -> bool:
-        """Send a task beyond those that the pool was made for, if the sampler has one."""
-        sent = self._issue_task()
-        self._counters.tasks_ahead += sent
-        return sent
 
     # --- batches
 
@@ -369,17 +270,15 @@ class SlotIterator(torch_private.BaseIterator):
     def _await(self, task: Task) -> None:
         """Take in what workers have said, or wait for it, until the batch of a task may be here."""
         self._check_open()
-        turns, dispatcher = self._turns, self._dispatcher
-        if turns is not None and not turns.is_active(task.worker_id):
+        schedule, dispatcher = self._schedule, self._dispatcher
+        if not schedule.is_active(task.worker_id):
             dispatcher.ledger.void(task)  # its worker's iterable dataset ended before it
             return
         if not dispatcher.receive_from(task.worker_id):
-            self._send_ahead(task)
+            schedule.note_wait(task)
             dispatcher.receive(task.worker_id)
         while dispatcher.ended_streams:
-            worker_id = dispatcher.ended_streams.pop()
-            if turns is not None and turns.drop_out(worker_id):
-                self._issue_task()
+            schedule.drop_out(dispatcher.ended_streams.pop())
 
     def _return(self, task: Task) -> Any:
         """The batch of a task that has arrived, or ``LEFT_OUT``; raises the exception in its place."""
@@ -388,7 +287,7 @@ class SlotIterator(torch_private.BaseIterator):
         assert answer is not None
         anchor, header = dispatcher.take(task)
         dispatcher.ledger.finish(task)
-        self._send_more()
+        self._schedule.send_more()
         try:
             batch = self._unpack(answer, anchor, header)
         except Exception as error:

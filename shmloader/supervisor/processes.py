@@ -183,13 +183,14 @@ class ProcessWorkers:
                 return spoke
 
     def _register_all(self) -> select.poll:
-        poller = self._poller = select.poll()
+        poller = select.poll()
         self._by_fd.clear()
         for worker in self.workers:
             for fd in (worker.dones_fd, worker.death_fd):
                 self._by_fd[fd] = worker
                 poller.register(fd, select.POLLIN)
         poller.register(self._wake.fd, select.POLLIN)
+        self._poller = poller  # last: a poller that an interrupt has left half made would wait for ever
         return poller
 
     def interrupt(self) -> None:

@@ -82,7 +82,7 @@ def test_the_next_slow_batch_finds_the_window_wide() -> None:
         iterator = iter(loader)
         for _ in range(11):
             next(iterator)
-        wide = iterator._free_workers.window
+        wide = iterator._schedule.free_workers.window
         assert 30 <= wide <= 70
         assert (
             4 < iterator._dispatcher.ledger.outstanding <= wide

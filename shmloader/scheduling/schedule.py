@@ -1,0 +1,187 @@
+"""The schedule of one iterator: when the sampler is asked for an index batch, and which worker gets it.
+
+Main process only. With ``dispatch="static"`` both follow torch's ``_MultiProcessingDataLoaderIter`` step by
+step; with ``dispatch="dynamic"`` `FreeWorkers` decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from shmloader.arguments import is_dynamic
+from shmloader.sampling.next_epoch import NOTHING, next_epoch_for
+from shmloader.scheduling.auto import Auto
+from shmloader.scheduling.dispatcher import Dispatcher
+from shmloader.scheduling.free_workers import FreeWorkers
+from shmloader.scheduling.growth import Growth
+from shmloader.scheduling.ledger import Task
+from shmloader.scheduling.lifecycle import Lifecycle
+from shmloader.scheduling.turns import Turns
+from shmloader.statistics import Counters
+
+
+class Schedule:
+    """Sends tasks for one iterator, epoch after epoch.
+
+    Args:
+        loader: The loader.
+        index_sampler: The sampler that it draws index batches from.
+        dispatcher: Sends tasks.
+        counters: The loader's counters.
+        lifecycle: The iterator's, told of the sampler's own exceptions.
+        auto: Decides about the number of workers or of batches in advance, if that is ``"auto"``.
+
+    Attributes:
+        epoch: Number of the present epoch, over the iterator's life.
+        free_workers: The policy of dynamic dispatch; None with static dispatch.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        index_sampler: Any,
+        dispatcher: Dispatcher,
+        counters: Counters,
+        lifecycle: Lifecycle,
+        auto: Auto | None,
+    ) -> None:
+        self.epoch = 0
+        self.free_workers: FreeWorkers | None = None
+        self._dispatcher = dispatcher
+        self._ledger = ledger = dispatcher.ledger
+        self._pool = dispatcher.pool
+        self._counters = counters
+        self._lifecycle = lifecycle
+        self._next_epoch = next_epoch_for(loader, index_sampler)
+        self._sampler_iter: Iterator[Any] = iter(())
+        self._sent = 0  # tasks of this epoch
+        self._sent_early = 0  # tasks of the next epoch
+        num_workers, prefetch_factor = int(loader.num_workers), int(loader.prefetch_factor)
+        self._turns = Turns(ledger, num_workers, num_workers * prefetch_factor, in_order=loader.in_order)
+        if is_dynamic(loader):
+            self.free_workers = FreeWorkers(ledger, self._pool, num_workers, prefetch_factor, loader.timeout)
+        self._policy: Turns | FreeWorkers = self.free_workers or self._turns
+        self._growth: Growth | None = None
+        if auto is not None:
+            self._growth = Growth(auto, loader, dispatcher, self.free_workers, counters)
+
+    # --- epochs
+
+    def begin_epoch(self, sampler_iter: Iterator[Any]) -> None:
+        """Begin an epoch without a task, and send its first ones.
+
+        Args:
+            sampler_iter: Iterates over the epoch's index batches.
+        """
+        self._sent = 0
+        self._policy.begin_epoch()
+        self._fill(sampler_iter)
+
+    def take_early(self, *, discard: bool) -> Iterator[Any] | None:
+        """Give up what was made early of the next epoch, or begin that epoch with it.
+
+        Args:
+            discard: Whether it is of no use.
+
+        Returns:
+            The iterator over the epoch's further index batches, to call `go_on` with; None if the epoch has
+            to be begun in the usual way.
+        """
+        if self._next_epoch is None or not self._sent_early:
+            return None
+        early = self._next_epoch.take(discard=discard or self._ledger.due() is not None)
+        if early is None:
+            self._counters.epochs_in_vain += 1
+            return None
+        self._counters.epochs_prefetched += 1
+        return early
+
+    def go_on(self, sampler_iter: Iterator[Any]) -> None:
+        """Begin an epoch whose first tasks were sent early; see `take_early`."""
+        self._ledger.epoch += 1
+        self._sent = self._sent_early
+        self._pool.trim()
+        self._fill(sampler_iter)
+
+    def _fill(self, sampler_iter: Iterator[Any]) -> None:
+        self._sampler_iter = sampler_iter
+        self._sent_early = 0
+        self.epoch = self._ledger.epoch
+        if self._next_epoch is not None:
+            self._next_epoch.begin_epoch()
+        if self._growth is not None:
+            self._growth.begin_epoch()
+        for _ in range(self._pool.most_tasks - self._ledger.outstanding):
+            self._send_task()
+
+    # --- tasks
+
+    def _send_task(self) -> bool:
+        """Send the next index batch to a worker; whether a task of this epoch was sent."""
+        try:
+            index_batch = next(self._sampler_iter)
+        except StopIteration:
+            self._send_early_task()
+            return False
+        except Exception as error:
+            self._lifecycle.expect(error)  # the sampler's own: as in torch, the next call goes on
+            raise
+        worker_id = self._policy.choose()
+        if worker_id is None:
+            return False
+        self._dispatcher.send(worker_id, self.epoch, self._sent, index_batch)
+        self._sent += 1
+        return True
+
+    def _send_early_task(self) -> None:
+        """Send a task of the next epoch, if that may be begun already."""
+        if self._next_epoch is None:
+            return
+        index_batch = self._next_epoch.draw()
+        if index_batch is NOTHING:
+            return
+        if not self._sent_early:
+            self._policy.begin_epoch()
+        worker_id = self._policy.choose()
+        assert worker_id is not None  # batches come in order
+        self._dispatcher.send(worker_id, self.epoch + 1, self._sent_early, index_batch)
+        self._sent_early += 1
+
+    def send_more(self) -> None:
+        """Send the tasks that are due after a batch was taken."""
+        ledger, free_workers = self._ledger, self.free_workers
+        if ledger.outstanding < self._pool.most_tasks:
+            self._send_task()
+        elif free_workers is not None:
+            free_workers.note_return()
+            while free_workers.may_refill() and self._send_ahead():
+                pass
+        if self._growth is not None:
+            self._growth.note_return()
+            while ledger.outstanding < self._pool.most_tasks and self._send_task():
+                pass
+
+    def note_wait(self, due: Task) -> None:
+        """Give workers that have nothing to do further tasks, while the program waits for a slow batch."""
+        free_workers = self.free_workers
+        if free_workers is not None and free_workers.is_stalled(due):
+            while free_workers.may_widen() and self._send_ahead():
+                pass
+
+    def _send_ahead(self) -> bool:
+        """Send a task beyond those that the pool was made for, if the sampler has one."""
+        sent = self._send_task()
+        self._counters.tasks_ahead += sent
+        return sent
+
+    # --- workers whose iterable-style dataset is exhausted
+
+    def is_active(self, worker_id: int) -> bool:
+        """Whether a worker may still have batches in this epoch."""
+        return self.free_workers is not None or self._turns.is_active(worker_id)
+
+    def drop_out(self, worker_id: int) -> None:
+        """Give a worker no more tasks in this epoch, and its turn to another one."""
+        if self._turns.drop_out(worker_id):
+            self._send_task()

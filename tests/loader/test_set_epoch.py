@@ -1,0 +1,170 @@
+"""The epoch's number reaches samplers, and datasets in persistent workers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, DistributedSampler, IterableDataset, Subset
+
+from shmloader import DataLoader
+
+
+class Tells(Dataset):
+    """Its samples tell the epoch, and a number that was drawn when it was set."""
+
+    def __init__(self, length: int = 12) -> None:
+        self.length = length
+        self.epoch = 0
+        self.drawn = 0.0
+        self.scale = 1.0
+        self.private = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.drawn = random.Random(epoch).random()
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.private += 1
+        return {"index": index, "epoch": self.epoch, "drawn": self.drawn, "scale": self.scale}
+
+
+class TellsByOther(Tells):
+    """Derives from the number something that is no plain attribute."""
+
+    generator = random.Random(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.generator = random.Random(epoch)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        state = self.generator.getstate()
+        self.generator.seed(str((state[1][:3], index)))
+        drawn = self.generator.random()
+        self.generator.setstate(state)
+        return {"index": index, "epoch": self.epoch, "drawn": drawn, "scale": self.scale}
+
+
+class Stream(IterableDataset):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        yield from (100 * self.epoch + k for k in range(4))
+
+
+WRAPPED = {
+    "itself": lambda dataset: dataset,
+    "a Subset": lambda dataset: Subset(dataset, range(8)),
+    "a Subset of a ConcatDataset": lambda dataset: Subset(ConcatDataset([Tells(3), dataset]), range(3, 12)),
+}
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn", "forkserver", "thread"])
+def test_a_call_on_the_dataset_takes_effect_in_persistent_workers(how: str, warm_helpers: None) -> None:
+    """torch's persistent workers never hear of it."""
+    given: dict[str, Any] = {"worker_type": "thread"} if how == "thread" else {"multiprocessing_context": how}
+    dataset = Tells()
+    with DataLoader(dataset, 4, num_workers=2, persistent_workers=True, **given) as loader:
+        for epoch in (0, 1, 5):
+            loader.dataset.set_epoch(epoch)
+            dataset.scale = epoch / 8
+            for batch in loader:
+                assert batch["epoch"].tolist() == [epoch] * 4
+                assert batch["drawn"].tolist() == [dataset.drawn] * 4
+                assert batch["scale"].tolist() == [epoch / 8] * 4
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_loaders_own_call_reaches_datasets_inside_datasets(wrapped: str, num_workers: int) -> None:
+    dataset = TellsByOther()
+    seen = []
+    with DataLoader(
+        WRAPPED[wrapped](dataset), 4, num_workers=num_workers, persistent_workers=num_workers > 0
+    ) as loader:
+        for epoch in (0, 3, 4):
+            loader.set_epoch(epoch)
+            batches = list(loader)
+            assert all(batch["epoch"].tolist() == [epoch] * len(batch["epoch"]) for batch in batches)
+            seen.append([batch["drawn"].tolist() for batch in batches])
+    assert seen[0] != seen[1] != seen[2]
+    fresh = TellsByOther()
+    fresh.set_epoch(4)
+    expected = [batch["drawn"].tolist() for batch in DataLoader(WRAPPED[wrapped](fresh), 4)]
+    assert seen[2] == expected
+
+
+def test_it_reaches_samplers_too() -> None:
+    sampler: DistributedSampler[int] = DistributedSampler(Tells(), num_replicas=2, rank=0)
+    with DataLoader(Tells(), 3, sampler=sampler, num_workers=1, persistent_workers=True) as loader:
+        orders = []
+        for epoch in (0, 1, 0):
+            loader.set_epoch(epoch)
+            assert sampler.epoch == epoch
+            orders.append([batch["index"].tolist() for batch in loader])
+    assert orders[0] == orders[2] != orders[1]
+
+
+def test_streams_begin_with_it() -> None:
+    stream = Stream()
+    with DataLoader(stream, batch_size=4, num_workers=1, persistent_workers=True) as loader:
+        for epoch in range(3):
+            stream.set_epoch(epoch)
+            assert torch.cat(list(loader)).tolist() == [100 * epoch + k for k in range(4)]
+
+
+def test_what_workers_have_changed_for_themselves_stays() -> None:
+    """Only what the program has changed is sent."""
+
+    class Counts(Tells):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            super().__getitem__(index)
+            return {"private": self.private}
+
+    dataset = Counts()
+    with DataLoader(dataset, 4, num_workers=1, persistent_workers=True) as loader:
+        list(loader)
+        dataset.set_epoch(1)
+        assert torch.cat([batch["private"] for batch in loader]).tolist() == list(range(13, 25))
+
+
+class Many(Tells):
+    """So much has changed that it does not fit in one record."""
+
+
+def test_many_changes_travel_too() -> None:
+    dataset = Many()
+    with DataLoader(dataset, 4, num_workers=2, persistent_workers=True) as loader:
+        list(loader)
+        for number in range(200):
+            setattr(dataset, f"attribute_{number}", f"value {number}" * 5)
+        for epoch in (2, 3):
+            dataset.set_epoch(epoch)
+            assert [int(batch["epoch"][0]) for batch in loader] == [epoch] * 3
+        statistics = loader.statistics()
+        assert statistics.slots_granted + statistics.slots_published == 0
+
+
+class Refuses(Tells):
+    def set_epoch(self, epoch: int) -> None:
+        if torch.utils.data.get_worker_info() is not None:
+            raise LookupError(f"no epoch {epoch} here")
+        super().set_epoch(epoch)
+
+
+def test_an_error_of_set_epoch_in_a_worker_is_raised_with_the_first_batch() -> None:
+    with DataLoader(Refuses(), 4, num_workers=1, persistent_workers=True) as loader:
+        list(loader)
+        loader.set_epoch(7)
+        with pytest.raises(LookupError, match="no epoch 7 here"):
+            list(loader)

@@ -1,0 +1,79 @@
+"""Several threads of the program share one iterator."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any
+
+import pytest
+from loading import Numbered
+
+from shmloader import DataLoader, LoaderClosed, LoaderError
+
+
+@pytest.mark.parametrize("threads", [2, 4])
+def test_each_batch_comes_to_one_of_them(threads: int) -> None:
+    loader = DataLoader(Numbered(400, delay_s=0.0005), batch_size=2, num_workers=2)
+    iterator = iter(loader)
+    found: list[int] = []
+    errors: list[BaseException] = []
+
+    def take() -> None:
+        try:
+            found.extend(int(batch[0, 0]) for batch in iterator)
+        except BaseException as error:
+            errors.append(error)
+
+    takers = [threading.Thread(target=take) for _ in range(threads)]
+    for taker in takers:
+        taker.start()
+    for taker in takers:
+        taker.join(60)
+    # The one that comes to the end shuts the workers down; the others then find the iterator closed.
+    assert all(isinstance(error, LoaderClosed) for error in errors), errors
+    assert sorted(found) == list(range(0, 400, 2))
+
+
+def test_a_thread_that_waits_for_another_one_is_let_go_when_the_loader_is_closed() -> None:
+    loader = DataLoader(Numbered(4, delay_s=30), num_workers=1)
+    iterator = iter(loader)
+    errors: list[BaseException] = []
+
+    def take() -> None:
+        try:
+            next(iterator)
+        except BaseException as error:
+            errors.append(error)
+
+    takers = [threading.Thread(target=take, daemon=True) for _ in range(2)]
+    for taker in takers:
+        taker.start()
+    while iterator._lifecycle.phase.name != "WAITING":
+        signal.sigtimedwait([], 0.01)
+    loader.close()
+    for taker in takers:
+        taker.join(20)
+        assert not taker.is_alive()
+    assert [type(error) for error in errors] == [LoaderClosed] * 2
+
+
+def test_a_signal_handler_that_takes_a_batch_meanwhile_is_refused_and_nothing_is_lost() -> None:
+    loader = DataLoader(Numbered(40, delay_s=0.02), batch_size=4, num_workers=1)
+    iterator = iter(loader)
+    refused: list[str] = []
+
+    def handler(*_: Any) -> None:
+        try:
+            next(iterator)
+        except LoaderError as error:
+            refused.append(str(error))
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        assert [int(batch[0, 0]) for batch in iterator] == list(range(0, 40, 4))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert refused == ["next() was called by this thread while it was inside next()"]
