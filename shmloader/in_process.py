@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.data.graph_settings import apply_sharding
-
 from shmloader import torch_private
 from shmloader.diagnostics.bad_samples import LEFT_OUT, Reported, count, take_report, warn_of_bad_samples
 from shmloader.statistics import Counters
@@ -32,7 +30,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         if self._timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")  # torch's words
         if isinstance(self._dataset, torch_private.DATAPIPES):
-            apply_sharding(self._dataset, self._world_size, self._rank)
+            torch_private.apply_sharding(self._dataset, self._world_size, self._rank)
         self._counters = counters
         self._on_error: str = loader.on_error
         rules = FetchRules(

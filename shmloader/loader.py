@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
 import torch
 import torch.utils.data
@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, Sampler
 
 from shmloader.arguments import Dispatch, OnError, WorkerType, check_own_arguments
 from shmloader.diagnostics.bad_samples import warn_of_bad_samples
+from shmloader.diagnostics.callers import level_of_the_program
 from shmloader.errors import LoaderClosed
 from shmloader.in_process import InProcessIterator
 from shmloader.iterator import SlotIterator
@@ -25,8 +26,19 @@ from shmloader.slots import SlotState
 from shmloader.statistics import Counters, LoaderStatistics
 from shmloader.store.walk import share_for_loader
 from shmloader.supervisor import PROCESS, check_worker_type
+from shmloader.torch_private import Feature, is_missing
 
 _T_co = TypeVar("_T_co", covariant=True)
+
+if TYPE_CHECKING:
+    _Base = torch.utils.data.DataLoader
+else:
+
+    class _Base:
+        """torch's class, whatever type parameters it has: newer torch has two of them."""
+
+        def __class_getitem__(cls, _: object) -> type:
+            return torch.utils.data.DataLoader
 
 
 @dataclass
@@ -46,7 +58,7 @@ class _Own:
     autotune: Autotune | None = None
 
 
-class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
+class DataLoader(_Base[_T_co], Generic[_T_co]):
     """A drop-in for ``torch.utils.data.DataLoader`` whose workers write batches where the program reads them.
 
     All arguments of torch's loader have torch's meaning, and batches, their order, what datasets draw in
@@ -216,9 +228,13 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
         return super().__iter__()
 
     def _get_iterator(self) -> Any:
+        level = level_of_the_program()
+        if is_missing(Feature.SLOTS, level):
+            return super()._get_iterator()
         if self.num_workers == 0:
             return InProcessIterator(self, self._own().counters)
         self.check_worker_number_rationality()
+        is_missing(Feature.COLLATION, level)
         own = self._own()
         counters, closes = own.counters, own.counters.closes
         prefetch_factor: Any = self.prefetch_factor

@@ -86,7 +86,13 @@ class _SlotCollate(DefaultCollate):
     def is_default(self) -> bool:
         """See `DefaultCollate`."""
         # The map may be changed at any time, by worker_init_fn for one.
-        return torch_private.collate_fn_map == self._ours
+        collate_map = torch_private.collate_fn_map
+        if collate_map == self._ours:
+            return True
+        if not torch_private.collate_map_is_pristine(tuple(SAME_AS_TORCHS)):
+            return False
+        self._ours = dict(collate_map)  # with an entry more, for a type that is not joined here
+        return True
 
     def __call__(self, samples: list[Any]) -> Any:
         writer = current_writer()
