@@ -154,6 +154,7 @@ class SlotIterator(torch_private.BaseIterator):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin an epoch; with persistent workers, after voiding what is left of the last one."""
+        self._counters.begin_epoch()
         super()._reset(loader, first_iter)
         self._sampler_iter = index_arrays(self._index_sampler) or self._sampler_iter
         self._check_open()
@@ -309,6 +310,7 @@ class SlotIterator(torch_private.BaseIterator):
             if arrived and (seq in arrived or not self._in_order):
                 batch = self._return_batch(seq if seq in arrived else next(iter(arrived)))
                 if batch is not LEFT_OUT:
+                    self._counters.note_next()
                     return batch
                 exchange.settled = False
                 continue

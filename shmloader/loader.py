@@ -334,7 +334,10 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             tasks_ahead=counters.tasks_ahead,
             epochs_prefetched=counters.epochs_prefetched,
             epochs_in_vain=counters.epochs_in_vain,
+            iterating_s=counters.iterating_ns / 1e9,
             wait_for_workers_s=counters.wait_for_workers_ns / 1e9,
+            wait_for_first_batches_s=counters.wait_for_first_batches_ns / 1e9,
+            in_process_s=counters.in_process_ns / 1e9,
             workers_wait_for_slots_s=counters.workers_wait_for_slots_ns / 1e9,
             autotune=None if autotune is None else autotune.report(),
         )

@@ -74,7 +74,7 @@ def require(feature: Feature) -> None:
         NotImplementedError: If it is not, with the reason and what to change.
     """
     if why_missing(feature) is not None:
-        raise NotImplementedError(_message(feature))
+        raise NotImplementedError(missing_message(feature))
 
 
 def is_missing(feature: Feature, stacklevel: int) -> bool:
@@ -88,11 +88,12 @@ def is_missing(feature: Feature, stacklevel: int) -> bool:
         return False
     if feature not in _warned:
         _warned.add(feature)
-        warnings.warn(_message(feature), RuntimeWarning, stacklevel=stacklevel + 1)
+        warnings.warn(missing_message(feature), RuntimeWarning, stacklevel=stacklevel + 1)
     return True
 
 
-def _message(feature: Feature) -> str:
+def missing_message(feature: Feature) -> str:
+    """A sentence for people about a feature that is not available: the reason, and the consequence."""
     return (
         f"shmloader: {feature} is not available with torch {torch.__version__}, because "
         f"{why_missing(feature)}. {_INSTEAD[feature]} It is available with torch 2.13."
@@ -114,7 +115,7 @@ def _find_function(feature: Feature, module: str, name: str) -> Any:
 
 
 def _refuse(feature: Feature, *_: object, **__: object) -> NoReturn:
-    raise NotImplementedError(_message(feature))
+    raise NotImplementedError(missing_message(feature))
 
 
 # --- iterators
