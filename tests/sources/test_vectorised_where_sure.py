@@ -173,8 +173,8 @@ ADVICE = [
     (
         Stream(),
         (
-            "the dataset is iterable-style, and gives its samples one by one. Only a map-style dataset can give "
-            "a batch at once"
+            "the dataset is iterable-style, and gives its samples one by one. Only a map-style dataset can "
+            "give a batch at once"
         ),
     ),
     (Subset(TensorDataset(X), "abc"), f"the indices of a Subset are a str. {WHOLE_NUMBERS}"),
