@@ -179,7 +179,8 @@ def _contents_of(error: BaseException) -> tuple[tuple[Any, ...], dict[str, Any]]
     # The base's own method: only it has an OSError's file name, and it runs nothing of the user's.
     _, args, *rest = _builtin_base(type(error)).__reduce__(error)
     if isinstance(error, BaseExceptionGroup):
-        args = error.message, error.exceptions
+        if args[:1] != (error.message,) or len(args) != 2:  # a class may call the base with others
+            args = error.message, error.exceptions
     else:
         args = tuple(map(_portable, args))
     state: Any = object.__getstate__(error)  # attributes; a pair with those in __slots__, if there are such
