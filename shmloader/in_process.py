@@ -59,8 +59,8 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         if self._pin_memory:
             self._counters.pin_copies += 1
             batch = torch_private.pin_memory(batch, self._pin_memory_device)
-        self._counters.in_process_ns += time.perf_counter_ns() - began_ns
-        self._counters.note_next()
+        self._counters.last_next_ns = time.perf_counter_ns()
+        self._counters.in_process_ns += self._counters.last_next_ns - began_ns
         return batch
 
     def _fetch(self, index_batch: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import time
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -310,7 +311,9 @@ class SlotIterator(torch_private.BaseIterator):
             if arrived and (seq in arrived or not self._in_order):
                 batch = self._return_batch(seq if seq in arrived else next(iter(arrived)))
                 if batch is not LEFT_OUT:
-                    self._counters.note_next()
+                    if not self._num_yielded:
+                        self._counters.note_first_batch()
+                    self._counters.last_next_ns = time.perf_counter_ns()
                     return batch
                 exchange.settled = False
                 continue

@@ -246,7 +246,6 @@ class Counters:
     epochs_prefetched: int = 0
     epochs_in_vain: int = 0
     largest_batch_nbytes: int = 0
-    iterating_ns: int = 0
     wait_for_workers_ns: int = 0
     wait_for_first_batches_ns: int = 0
     in_process_ns: int = 0
@@ -256,19 +255,22 @@ class Counters:
     left_out_in_a_row: int = 0
     left_out_after: int = 0  # `batches` when that row began
     closes: int = 0  # how often the loader was closed
-    _counted_ns: int = 0  # the moment up to which `iterating_ns` counts
-    _waited_ns: int | None = None  # until the first batch of an epoch: `wait_for_workers_ns` at its beginning
+    began_ns: int = 0  # the moment at which the present epoch began
+    last_next_ns: int = 0  # and that at which `next()` last returned a batch
+    earlier_ns: int = 0  # time in the loop, in epochs before it
+    waited_before_ns: int = 0  # `wait_for_workers_ns` when it began
 
     def begin_epoch(self) -> None:
-        """Count the time in the loop from now on; time before, outside of an epoch, does not count."""
-        self._counted_ns = time.perf_counter_ns()
-        self._waited_ns = self.wait_for_workers_ns
+        """Count the time in the loop from now on; time outside of epochs does not count."""
+        self.earlier_ns = self.iterating_ns
+        self.began_ns = self.last_next_ns = time.perf_counter_ns()
+        self.waited_before_ns = self.wait_for_workers_ns
 
-    def note_next(self) -> None:
-        """Count the time in the loop up to now; called when ``next()`` returns a batch."""
-        if self._waited_ns is not None:
-            self.wait_for_first_batches_ns += self.wait_for_workers_ns - self._waited_ns
-            self._waited_ns = None
-        now_ns = time.perf_counter_ns()
-        self.iterating_ns += now_ns - self._counted_ns
-        self._counted_ns = now_ns
+    def note_first_batch(self) -> None:
+        """Count the wait for the first batch of an epoch."""
+        self.wait_for_first_batches_ns += self.wait_for_workers_ns - self.waited_before_ns
+
+    @property
+    def iterating_ns(self) -> int:
+        """See `LoaderStatistics.iterating_s`."""
+        return self.earlier_ns + self.last_next_ns - self.began_ns

@@ -109,8 +109,10 @@ class Gatherer:
         Raises:
             Exception: Any that a ``__getbatch__`` raises.
         """
+        if not self._usable:
+            return NOT_GATHERED
         writer = current_writer()
-        if self._usable and self._source is None:
+        if self._source is None:
             self._recognise(in_worker=writer is not None)
         source = self._source
         if source is None:
