@@ -105,6 +105,7 @@ def check_worker_type(loader: Any, dataset: object, multiprocessing_context: obj
     """
     if loader.worker_type != THREAD:
         return
+    torch_private.require(torch_private.Feature.THREADS)
     if multiprocessing_context is not None:
         raise ValueError(
             f"worker_type='thread' starts no processes: multiprocessing_context={multiprocessing_context!r} "

@@ -5,9 +5,8 @@ The fetcher goes on where a sample raises, if ``on_error`` says so, and says in 
 
 from __future__ import annotations
 
+import time
 from typing import Any
-
-from torch.utils.data.graph_settings import apply_sharding
 
 from shmloader import torch_private
 from shmloader.diagnostics.bad_samples import LEFT_OUT, Reported, count, take_report, warn_of_bad_samples
@@ -32,8 +31,9 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         if self._timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")  # torch's words
         if isinstance(self._dataset, torch_private.DATAPIPES):
-            apply_sharding(self._dataset, self._world_size, self._rank)
+            torch_private.apply_sharding(self._dataset, self._world_size, self._rank)
         self._counters = counters
+        counters.begin_epoch()
         self._on_error: str = loader.on_error
         rules = FetchRules(
             iterable=self._dataset_kind == torch_private.ITERABLE_KIND,
@@ -45,6 +45,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         self._dataset_fetcher = make_fetcher(self._dataset, rules)
 
     def _next_data(self) -> Any:
+        began_ns = time.perf_counter_ns()
         while True:
             try:
                 index_batch = self._next_index()  # type: ignore[no-untyped-call]
@@ -58,6 +59,8 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         if self._pin_memory:
             self._counters.pin_copies += 1
             batch = torch_private.pin_memory(batch, self._pin_memory_device)
+        self._counters.last_next_ns = time.perf_counter_ns()
+        self._counters.in_process_ns += self._counters.last_next_ns - began_ns
         return batch
 
     def _fetch(self, index_batch: Any) -> Any:

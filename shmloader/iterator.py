@@ -10,6 +10,7 @@ import functools
 import operator
 import os
 import pickle
+import time
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -154,6 +155,7 @@ class SlotIterator(torch_private.BaseIterator):
         try:
             lifecycle.enter()
             self._check_open()
+            self._counters.begin_epoch()
             self._begin_epoch(loader, first_iter=first_iter)
             lifecycle.leave()
             lifecycle.phase = Phase.IDLE
@@ -254,6 +256,9 @@ class SlotIterator(torch_private.BaseIterator):
                 self._await(task)
                 continue
             if batch is not LEFT_OUT:
+                if not self._num_yielded:
+                    self._counters.note_first_batch()
+                self._counters.last_next_ns = time.perf_counter_ns()
                 return batch
         raise self._end_epoch()
 

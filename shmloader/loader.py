@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
 import torch
 import torch.utils.data
@@ -24,6 +24,7 @@ from shmloader.arguments import (
     number_or_auto,
 )
 from shmloader.diagnostics.bad_samples import warn_of_bad_samples
+from shmloader.diagnostics.callers import level_of_the_program
 from shmloader.errors import LoaderClosed
 from shmloader.in_process import InProcessIterator
 from shmloader.iterator import SlotIterator
@@ -32,9 +33,20 @@ from shmloader.scheduling.growth import auto_for
 from shmloader.slots import SlotState
 from shmloader.statistics import Counters, LoaderStatistics
 from shmloader.store.walk import share_for_loader
+from shmloader.torch_private import Feature, is_missing
 from shmloader.worker.epoch_settings import set_epoch_of
 
 _T_co = TypeVar("_T_co", covariant=True)
+
+if TYPE_CHECKING:
+    _Base = torch.utils.data.DataLoader
+else:
+
+    class _Base:
+        """torch's class, whatever type parameters it has: newer torch has two of them."""
+
+        def __class_getitem__(cls, _: object) -> type:
+            return torch.utils.data.DataLoader
 
 
 @dataclass
@@ -56,7 +68,7 @@ class _Own:
     closes: int = 0
 
 
-class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
+class DataLoader(_Base[_T_co], Generic[_T_co]):
     """A drop-in for ``torch.utils.data.DataLoader`` whose workers write batches where the program reads them.
 
     All arguments of torch's loader have torch's meaning, and batches, their order, what datasets draw in
@@ -226,9 +238,13 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
         return super().__iter__()
 
     def _get_iterator(self) -> Any:
+        level = level_of_the_program()
+        if is_missing(Feature.SLOTS, level):
+            return super()._get_iterator()
         if self.num_workers == 0:
             return InProcessIterator(self, self._own().counters)
         self.check_worker_number_rationality()
+        is_missing(Feature.COLLATION, level)
         own = self._own()
         counters, closes = own.counters, own.closes
         prefetch_factor: Any = self.prefetch_factor
@@ -347,7 +363,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Generic[_T_co]):
             tasks_ahead=counters.tasks_ahead,
             epochs_prefetched=counters.epochs_prefetched,
             epochs_in_vain=counters.epochs_in_vain,
+            iterating_s=counters.iterating_ns / 1e9,
             wait_for_workers_s=counters.wait_for_workers_ns / 1e9,
+            wait_for_first_batches_s=counters.wait_for_first_batches_ns / 1e9,
+            in_process_s=counters.in_process_ns / 1e9,
             workers_wait_for_slots_s=counters.workers_wait_for_slots_ns / 1e9,
             autotune=None if auto is None else auto.report(),
         )

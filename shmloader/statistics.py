@@ -1,8 +1,15 @@
-"""What a loader tells about itself."""
+"""Statistics of a loader: the snapshot that users see, and the counters behind it."""
 
 from __future__ import annotations
 
+import html
+import time
 from dataclasses import dataclass, field
+
+_LEAST_WAIT = (
+    0.1  # of the time; where next() waited for less, more workers could not make the loop much faster
+)
+_MOST_BAD_SAMPLES = 3  # that a table shows
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,7 @@ class BadSample:
 
 @dataclass(frozen=True)
 class AutotuneReport:
-    """What a loader with ``num_workers="auto"`` or ``prefetch_factor="auto"`` has chosen.
+    """The choice of a loader with ``num_workers="auto"`` or ``prefetch_factor="auto"``.
 
     Attributes:
         num_workers: Workers now: those that are at work or are being started.
@@ -56,6 +63,7 @@ class LoaderStatistics:
 
     Counters run from the loader's creation over all its epochs; slots and bytes are those of its live
     iterators at the moment of the call. With ``num_workers=0`` there are no slots and nobody waits.
+    ``print()`` shows a table and says whether the workers or the loop are the bottleneck.
 
     Attributes:
         slots_free: Slots that hold nothing.
@@ -85,7 +93,10 @@ class LoaderStatistics:
             slow batch held the other workers up (``dispatch="dynamic"``).
         epochs_prefetched: Epochs that began with batches that were made early (``prefetch_epochs``).
         epochs_in_vain: Epochs for which batches had been made early and were made anew.
+        iterating_s: Seconds from ``iter()`` to the last ``next()`` so far, summed over the epochs.
         wait_for_workers_s: Seconds that ``next()`` waited for a batch.
+        wait_for_first_batches_s: The part of it for the first batch of each epoch: workers start then, say.
+        in_process_s: Seconds that ``next()`` made batches itself, with ``num_workers=0``.
         workers_wait_for_slots_s: Seconds that workers, summed, waited for a slot to work on: large where
             the program is the slower side.
         autotune: What was chosen with ``num_workers="auto"`` or ``prefetch_factor="auto"``; else None.
@@ -113,9 +124,107 @@ class LoaderStatistics:
     tasks_ahead: int = 0
     epochs_prefetched: int = 0
     epochs_in_vain: int = 0
+    iterating_s: float = 0.0
     wait_for_workers_s: float = 0.0
+    wait_for_first_batches_s: float = 0.0
+    in_process_s: float = 0.0
     workers_wait_for_slots_s: float = 0.0
     autotune: AutotuneReport | None = None
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: whether the workers or the training loop are the bottleneck, and by which figures."""
+        total_s = self.iterating_s
+        if not self.batches or not total_s:
+            return "No batch has been returned yet."
+        if self.in_process_s:
+            made = _share(self.in_process_s, total_s)
+            return (
+                f"There are no workers: next() made the batches itself, in {made}; workers would save that."
+            )
+        first_s = self.wait_for_first_batches_s
+        later_s = self.wait_for_workers_s - first_s
+        if max(first_s, later_s) < _LEAST_WAIT * total_s:
+            waited = _share(self.wait_for_workers_s, total_s)
+            return f"Your loop is the bottleneck: next() waited {waited}; more workers would not help."
+        if later_s < first_s:
+            waited = f"{_share(first_s, total_s)} for their first batches"
+            advice = "persistent_workers=True starts the workers only once"
+            return f"The start of the epochs is the bottleneck: next() waited {waited}; {advice}."
+        waited = _share(self.wait_for_workers_s, total_s)
+        advice = "more workers or quicker samples would help"
+        return f"The workers are the bottleneck: next() waited {waited}; {advice}."
+
+    def __str__(self) -> str:
+        rows = [*self._rows_of_time(), *self._rows_of_slots(), *self._rows_of_events()]
+        width = max(len(label) for label, _ in rows)
+        lines = [f"{label:<{width}}  {value}" for label, value in rows]
+        bad = [f"  {sample}" for sample in self.bad_sample_list[:_MOST_BAD_SAMPLES]]
+        held = [f"  {lease}" for lease in self.oldest_leases]
+        chosen = [] if self.autotune is None else [self.autotune.why]
+        return "\n".join([self.verdict, *lines, *bad, *held, *chosen])
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def _rows_of_time(self) -> list[tuple[str, str]]:
+        rows = [
+            ("batches returned", f"{self.batches:,}"),
+            ("time in the loop", f"{self.iterating_s:,.1f} s"),
+        ]
+        if self.in_process_s:
+            return [*rows, ("next() made batches", f"{self.in_process_s:,.1f} s")]
+        first = f"{self.wait_for_first_batches_s:,.1f} s of it for first batches"
+        return [
+            *rows,
+            ("next() waited for workers", f"{self.wait_for_workers_s:,.1f} s, {first}"),
+            ("workers waited for slots", f"{self.workers_wait_for_slots_s:,.1f} s, summed over the workers"),
+        ]
+
+    def _rows_of_slots(self) -> list[tuple[str, str]]:
+        slots = {
+            "free": self.slots_free,
+            "being written": self.slots_granted,
+            "ready for next()": self.slots_published,
+            "held by the program": self.slots_leased,
+        }
+        if not any(slots.values()):
+            return []
+        return [
+            ("slots", ", ".join(f"{count} {name}" for name, count in slots.items())),
+            ("shared memory", f"{_mib(self.reserved_nbytes)} reserved, {_mib(self.used_nbytes)} used"),
+            ("largest batch", _mib(self.largest_batch_nbytes)),
+        ]
+
+    def _rows_of_events(self) -> list[tuple[str, str]]:
+        """Counters of special events, those that have happened."""
+        counts = {
+            "exceptions of workers": self.failures,
+            "workers replaced": self.worker_restarts,
+            "batches moved to private memory": self.spills,
+            "batches kept by their worker": self.detached,
+            "batches copied to pinned memory": self.pin_copies,
+            "tasks sent ahead": self.tasks_ahead,
+            "epochs begun early": self.epochs_prefetched,
+            "epochs begun early and made anew": self.epochs_in_vain,
+            "batches left out": self.batches_left_out,
+            "batches fetched one by one": self.batches_one_by_one,
+            "bad samples": self.bad_samples,
+        }
+        spilled = f" ({_mib(self.spilled_nbytes)})"
+        return [
+            (label, f"{count:,}{spilled if label.endswith('private memory') else ''}")
+            for label, count in counts.items()
+            if count
+        ]
+
+
+def _share(part_s: float, total_s: float) -> str:
+    return f"{part_s:,.1f} s of {total_s:,.1f} s ({part_s / total_s:.0%})"
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):,.1f} MiB"
 
 
 @dataclass
@@ -138,8 +247,29 @@ class Counters:
     epochs_in_vain: int = 0
     largest_batch_nbytes: int = 0
     wait_for_workers_ns: int = 0
+    wait_for_first_batches_ns: int = 0
+    in_process_ns: int = 0
     workers_wait_for_slots_ns: int = 0
     warned_of_spills: bool = False
     warned_of_bad_samples: bool = False
     left_out_in_a_row: int = 0
     left_out_after: int = 0  # `batches` when that row began
+    began_ns: int = 0  # the moment at which the present epoch began
+    last_next_ns: int = 0  # and that at which `next()` last returned a batch
+    earlier_ns: int = 0  # time in the loop, in epochs before it
+    waited_before_ns: int = 0  # `wait_for_workers_ns` when it began
+
+    def begin_epoch(self) -> None:
+        """Count the time in the loop from now on; time outside of epochs does not count."""
+        self.earlier_ns = self.iterating_ns
+        self.began_ns = self.last_next_ns = time.perf_counter_ns()
+        self.waited_before_ns = self.wait_for_workers_ns
+
+    def note_first_batch(self) -> None:
+        """Count the wait for the first batch of an epoch."""
+        self.wait_for_first_batches_ns += self.wait_for_workers_ns - self.waited_before_ns
+
+    @property
+    def iterating_ns(self) -> int:
+        """See `LoaderStatistics.iterating_s`."""
+        return self.earlier_ns + self.last_next_ns - self.began_ns

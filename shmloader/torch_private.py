@@ -1,76 +1,292 @@
-"""The only module that touches private names of torch, each with its reason.
+"""Private and movable names of torch: the only module that uses them.
 
-torch gives no public way to these; all were checked against torch 2.13. Everything else in shmloader uses
-torch's public interface.
+torch gives no public way to these; all were checked against torch 2.13. A name that another torch does not
+have disables the one `Feature` that needs it, and ``import shmloader`` works without it. Where the feature is
+needed, a warning or an error names it, with the reason and what is done instead. Everything else in shmloader
+uses torch's public interface.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import os
 import threading
-from typing import Any
+import warnings
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
-import torch.utils.data._utils.pin_memory as torch_pin_memory
-import torch.utils.data._utils.worker as torch_worker
+import torch.utils.data
 from torch.autograd import profiler
-from torch.multiprocessing import reductions
-from torch.storage import TypedStorage
-from torch.utils.data import IterDataPipe, MapDataPipe
-from torch.utils.data._utils.collate import (
-    collate_numpy_array_fn,
-    collate_tensor_fn,
-    default_collate_fn_map,
-)
-from torch.utils.data.dataloader import (
-    _BaseDataLoaderIter,
-    _DatasetKind,
-    _sharding_worker_init_fn,
-    _SingleProcessDataLoaderIter,
-)
 
-BaseIterator = _BaseDataLoaderIter
-"""Base of torch's iterators. Subclassed because Lightning recognises live iterators by it when it pickles
-checkpoints, and because its ``__init__`` and ``_reset`` fix the order of calls to the sampler and of draws
-from the generator, which must stay identical to torch's."""
+# --- features
 
-SingleProcessIterator = _SingleProcessDataLoaderIter
-"""torch's iterator without workers; frameworks and users may look for its type."""
 
-ITERABLE_KIND = _DatasetKind.Iterable
+class Feature(StrEnum):
+    """A part of shmloader that needs certain names of torch; the value is what messages call it."""
+
+    SLOTS = "loading through shared-memory slots"
+    COLLATION = "collating straight into a slot"
+    ARRAY_SAMPLING = "drawing index batches as arrays"
+    DATAPIPES = "sharding and seeding DataPipes"
+    PINNING = "pin_memory=True"
+    THREADS = "worker_type='thread'"
+    OTHER_TENSORS = "sending sparse and nested tensors and tensors of other devices"
+
+
+_INSTEAD = {
+    Feature.SLOTS: "Batches are loaded by torch's own workers, and shmloader's own arguments are ignored.",
+    Feature.COLLATION: "Batches are the same, but are copied into their slot after they have been collated.",
+    Feature.ARRAY_SAMPLING: "Index batches are the same, but take 36 bytes for each sample of the dataset.",
+    Feature.DATAPIPES: "Load from a map-style dataset or an IterableDataset.",
+    Feature.PINNING: "Pass pin_memory=False.",
+    Feature.THREADS: "Pass worker_type='process'.",
+    Feature.OTHER_TENSORS: "Return dense CPU tensors from collate_fn.",
+}
+"""The consequence, for a feature that is replaced; else what to change."""
+
+_reasons: dict[Feature, str] = {}
+_warned: set[Feature] = set()
+
+
+def why_missing(feature: Feature) -> str | None:
+    """The reason why a feature is not available with this torch; None if it is available."""
+    if feature is Feature.SLOTS:
+        _check_iterator()
+    elif feature is Feature.COLLATION:
+        _check_collation()
+    return _reasons.get(feature)
+
+
+def disable(feature: Feature, reason: str) -> None:
+    """Disable a feature for this process; the first reason counts."""
+    _reasons.setdefault(feature, reason)
+
+
+def require(feature: Feature) -> None:
+    """Do nothing if a feature is available.
+
+    Raises:
+        NotImplementedError: If it is not, with the reason and what to change.
+    """
+    if why_missing(feature) is not None:
+        raise NotImplementedError(missing_message(feature))
+
+
+def is_missing(feature: Feature, stacklevel: int) -> bool:
+    """Whether a feature is not available. The first call that finds it missing warns.
+
+    Args:
+        feature: One that is replaced by something else.
+        stacklevel: Of the warning, for the calling function.
+    """
+    if why_missing(feature) is None:
+        return False
+    if feature not in _warned:
+        _warned.add(feature)
+        warnings.warn(missing_message(feature), RuntimeWarning, stacklevel=stacklevel + 1)
+    return True
+
+
+def missing_message(feature: Feature) -> str:
+    """A sentence for people about a feature that is not available: the reason, and the consequence."""
+    return (
+        f"shmloader: {feature} is not available with torch {torch.__version__}, because "
+        f"{why_missing(feature)}. {_INSTEAD[feature]} It is available with torch 2.13."
+    )
+
+
+def _find(feature: Feature, module: str, name: str, default: Any = None) -> Any:
+    """Look up a name of torch; without it the feature is disabled and the default is returned."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        disable(feature, f"it has no {module}.{name}")
+        return default
+
+
+def _find_function(feature: Feature, module: str, name: str) -> Any:
+    """Look up a function of torch; without it, calling what is returned raises as `require` does."""
+    return _find(feature, module, name, functools.partial(_refuse, feature))
+
+
+def _refuse(feature: Feature, *_: object, **__: object) -> NoReturn:
+    raise NotImplementedError(missing_message(feature))
+
+
+# --- iterators
+
+_DATALOADER = "torch.utils.data.dataloader"
+_ITERATOR_ATTRIBUTES = (
+    "_dataset _dataset_kind _auto_collation _index_sampler _sampler_iter _next_index _collate_fn _drop_last "
+    "_num_workers _persistent_workers _num_yielded _timeout _base_seed _shared_seed _world_size _rank "
+    "_pin_memory _pin_memory_device"
+).split()
+"""Attributes of `BaseIterator` that shmloader's iterators read or replace."""
+
+# BaseIterator is the base of torch's iterators. It is subclassed because Lightning recognises live iterators
+# by it when it pickles checkpoints, and because its __init__ and _reset fix the order of calls to the sampler
+# and of draws from the generator, which must stay identical to torch's. SingleProcessIterator is torch's
+# iterator without workers; frameworks and users may look for its type.
+if TYPE_CHECKING:
+    from torch import storage
+    from torch.utils.data import dataloader
+
+    TypedStorage = storage.TypedStorage
+    BaseIterator = dataloader._BaseDataLoaderIter
+    SingleProcessIterator = dataloader._SingleProcessDataLoaderIter
+else:
+    TypedStorage = getattr(torch, "TypedStorage", type("TypedStorage", (), {}))
+    BaseIterator = _find(Feature.SLOTS, _DATALOADER, "_BaseDataLoaderIter", object)
+    SingleProcessIterator = _find(Feature.SLOTS, _DATALOADER, "_SingleProcessDataLoaderIter", BaseIterator)
+
+ITERABLE_KIND = getattr(_find(Feature.SLOTS, _DATALOADER, "_DatasetKind"), "Iterable", None)
 """The value of ``loader._dataset_kind`` for iterable-style datasets."""
 
-sharding_worker_init_fn = _sharding_worker_init_fn
+
+@functools.cache
+def _check_iterator() -> None:
+    """Disable the slots if torch's iterators lack an attribute that ours need."""
+    if Feature.SLOTS in _reasons:
+        return
+    try:
+        # With its own generator: the global one must not be drawn from.
+        dataset: Any = [0]
+        iterator = BaseIterator(torch.utils.data.DataLoader(dataset, generator=torch.Generator()))
+    except Exception as error:  # noqa: BLE001 - of a constructor that nobody knows yet
+        disable(Feature.SLOTS, f"{_DATALOADER}._BaseDataLoaderIter(loader) raises {error!r}")
+        return
+    absent = [name for name in _ITERATOR_ATTRIBUTES if not hasattr(iterator, name)]
+    if absent:
+        disable(Feature.SLOTS, f"its iterators have no attribute {', '.join(absent)}")
+
+
+# --- DataPipes
+
+sharding_worker_init_fn = _find_function(Feature.DATAPIPES, _DATALOADER, "_sharding_worker_init_fn")
 """Shards torch's DataPipes over ranks and workers before the user's ``worker_init_fn`` runs."""
 
-collate_fn_map = default_collate_fn_map
+_GRAPH_SETTINGS = "torch.utils.data.graph_settings"
+apply_sharding = _find_function(Feature.DATAPIPES, _GRAPH_SETTINGS, "apply_sharding")
+"""Does the same where there are no workers."""
+
+_apply_random_seed = _find_function(Feature.DATAPIPES, _GRAPH_SETTINGS, "apply_random_seed")
+
+
+def _datapipes(*names: str) -> tuple[type, ...]:
+    found = (getattr(torch.utils.data, name, None) for name in names)
+    return tuple(kind for kind in found if kind is not None)
+
+
+DATAPIPES = _datapipes("IterDataPipe", "MapDataPipe")
+"""torch's classes of DataPipes, for ``isinstance``; empty in a torch without them."""
+
+_ITER_DATAPIPES = _datapipes("IterDataPipe")
+
+
+def seed_datapipe(dataset: Any, shared_seed: int | None) -> Any:
+    """Give an ``IterDataPipe`` graph the seed that all workers of an epoch share; others pass through."""
+    if not isinstance(dataset, _ITER_DATAPIPES):
+        return dataset
+    if shared_seed is None:
+        raise AssertionError("an IterDataPipe needs the epoch's shared seed")
+    shared_rng = torch.Generator()
+    shared_rng.manual_seed(shared_seed)
+    return _apply_random_seed(dataset, shared_rng)
+
+
+# --- collation
+
+_COLLATE = "torch.utils.data._utils.collate"
+
+collate_fn_map: dict[Any, Callable[..., Any]] = _find(
+    Feature.COLLATION, _COLLATE, "default_collate_fn_map", {}
+)
 """The map that torch's ``default_collate`` reads at each call (public, but in a private package). Workers
 change it so that a user's ``collate_fn`` built on ``default_collate`` collates into the slot too."""
 
-__all__ = [
-    "DATAPIPES",
-    "ITERABLE_KIND",
-    "BaseIterator",
-    "SingleProcessIterator",
-    "collate_fn_map",
-    "collate_map_is_pristine",
-    "collate_numpy_array_fn",
-    "collate_tensor_fn",
-    "pin_memory",
-    "profiler_enabled",
-    "reduce_tensor",
-    "seed_datapipe",
-    "set_worker_info",
-    "sharding_worker_init_fn",
-    "typed_storage",
-    "untyped",
-    "use_one_core_in_this_thread",
-]
+collate_tensor_fn = _find_function(Feature.COLLATION, _COLLATE, "collate_tensor_fn")
+collate_numpy_array_fn = _find_function(Feature.COLLATION, _COLLATE, "collate_numpy_array_fn")
 
-DATAPIPES = (IterDataPipe, MapDataPipe)
+_KNOWN_KEYS = {torch.Tensor, np.ndarray, (np.bool_, np.number, np.object_), float, int, str, bytes}
+_JOINED_HERE = (torch.Tensor, np.ndarray, np.generic, bool, int, float, str, bytes, dict, list, tuple)
+"""Types of samples and of their parts that shmloader joins without torch's functions."""
+
+
+def collate_map_is_pristine(ours: tuple[Any, ...] = ()) -> bool:
+    """Whether ``default_collate`` joins samples of the types that shmloader knows as torch 2.13 does.
+
+    False if an entry for one of these types is not torch's, nor one of ``ours``. An entry for a further type
+    does not count, unless it would be used for one of these types.
+    """
+    if why_missing(Feature.COLLATION) is not None or not collate_fn_map.keys() >= _KNOWN_KEYS:
+        return False
+    return all(
+        _is_torchs(function) or function in ours
+        if key in _KNOWN_KEYS
+        else not _is_of_known_type(key, by_torch=_is_torchs(function))
+        for key, function in collate_fn_map.items()
+    )
+
+
+def _is_torchs(function: object) -> bool:
+    return getattr(function, "__module__", None) == _COLLATE
+
+
+def _is_of_known_type(key: Any, *, by_torch: bool) -> bool:
+    """Whether a further key of torch's map is for a type that shmloader joins itself.
+
+    A program's key may also be for a class of records or of numbers that stores are made of.
+    """
+    kinds = key if isinstance(key, tuple) else (key,)
+    also = () if by_torch else (np.generic, tuple, list, Mapping)
+    try:
+        return any(
+            issubclass(kind, also) or any(issubclass(known, kind) for known in _JOINED_HERE) for kind in kinds
+        )
+    except TypeError:  # not a class
+        return True
+
+
+@functools.cache
+def _check_collation() -> None:
+    """Disable our collation if torch's functions give other dtypes or shapes than they did in torch 2.13."""
+    if Feature.COLLATION in _reasons or not all(map(_is_torchs, collate_fn_map.values())):
+        return
+    known = {
+        torch.Tensor: ([torch.zeros(1, dtype=torch.int8)] * 2, torch.int8, (2, 1)),
+        np.ndarray: ([np.zeros(3, np.int16)] * 2, torch.int16, (2, 3)),
+        float: ([0.5] * 2, torch.float64, (2,)),
+        int: ([1] * 2, torch.int64, (2,)),
+    }
+    for kind, (samples, *expected) in known.items():
+        try:
+            joined = collate_fn_map[kind](samples, collate_fn_map=collate_fn_map)
+            found = [joined.dtype, tuple(joined.shape)]
+        except Exception as error:  # noqa: BLE001 - of functions that nobody knows yet
+            found = [error]
+        if found != expected:
+            name = kind.__name__
+            disable(Feature.COLLATION, f"default_collate makes {found} of two of {name}, not {expected}")
+
+
+# --- which worker this is
+
+_WORKER = "torch.utils.data._utils.worker"
+_IN_THREADS = "_thread_local_worker_info"  # the name that torch has for it in versions to come
+_installing = threading.Lock()
+
+_WorkerInfo: Any = _find(Feature.SLOTS, _WORKER, "WorkerInfo")
+_find(Feature.SLOTS, _WORKER, "_worker_info")
+_code = getattr(torch.utils.data.get_worker_info, "__code__", None)
+if "_worker_info" not in getattr(_code, "co_names", ()):
+    disable(Feature.SLOTS, "its get_worker_info() does not read a global name _worker_info")
+if Feature.SLOTS in _reasons:
+    disable(Feature.THREADS, _reasons[Feature.SLOTS])
 
 
 def set_worker_info(
@@ -97,22 +313,17 @@ def set_worker_info(
     if in_thread:
         _have_worker_info_in_threads().worker_info = info
     else:
-        torch_worker._worker_info = info
+        vars(importlib.import_module(_WORKER))["_worker_info"] = info
 
 
 def _worker_info(*, rng: Any, worker_method: str, **known: Any) -> Any:
-    kind: Any = torch_worker.WorkerInfo
     try:
-        return kind(**known, rng=rng, worker_method=worker_method)
+        return _WorkerInfo(**known, rng=rng, worker_method=worker_method)
     except TypeError:  # an older torch, that has no such fields
-        info = type("WorkerInfo", (kind,), {"__module__": kind.__module__})(**known)
+        info = type("WorkerInfo", (_WorkerInfo,), {"__module__": _WorkerInfo.__module__})(**known)
         object.__setattr__(info, "rng", rng)
         object.__setattr__(info, "worker_method", worker_method)
         return info
-
-
-_IN_THREADS = "_thread_local_worker_info"  # the name that torch has for it in versions to come
-_installing = threading.Lock()
 
 
 @functools.cache
@@ -124,11 +335,11 @@ def _have_worker_info_in_threads() -> Any:
     nothing it answers as before.
     """
     with _installing:
-        in_threads: Any = getattr(torch_worker, _IN_THREADS, None)
+        names = vars(importlib.import_module(_WORKER))
+        in_threads: Any = names.get(_IN_THREADS)
         if in_threads is None:
-            in_threads = threading.local()
-            setattr(torch_worker, _IN_THREADS, in_threads)
-            torch_worker.get_worker_info.__code__ = _get_worker_info.__code__
+            in_threads = names[_IN_THREADS] = threading.local()
+            names["get_worker_info"].__code__ = _get_worker_info.__code__
             if hasattr(os, "register_at_fork"):
                 os.register_at_fork(after_in_child=functools.partial(_keep_after_fork, in_threads))
     return in_threads
@@ -145,7 +356,46 @@ def _keep_after_fork(in_threads: Any) -> None:
     info = getattr(in_threads, "worker_info", None)
     if info is not None:
         in_threads.worker_info = None
-        torch_worker._worker_info = info
+        vars(importlib.import_module(_WORKER))["_worker_info"] = info
+
+
+# --- tensors and storages
+
+reduce_tensor = _find_function(Feature.OTHER_TENSORS, "torch.multiprocessing.reductions", "reduce_tensor")
+"""Reduces a tensor as torch itself does to send it to another process (sparse, nested, other devices)."""
+
+pin_memory = _find_function(Feature.PINNING, "torch.utils.data._utils.pin_memory", "pin_memory")
+"""Copies a batch to pinned memory as torch's pin-memory thread does."""
+
+
+def untyped(storage: TypedStorage) -> torch.UntypedStorage:
+    """The bytes below a ``TypedStorage``, without its deprecation warning where that can be had."""
+    known: Any = storage
+    found: torch.UntypedStorage = getattr(known, "_untyped_storage", None) or known.untyped()
+    return found
+
+
+def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> TypedStorage:
+    """Wrap bytes as a ``TypedStorage``, without its deprecation warning where that can be had."""
+    kind: Any = TypedStorage
+    try:
+        typed: TypedStorage = kind(wrap_storage=storage, dtype=dtype, _internal=True)
+    except TypeError:
+        typed = kind(wrap_storage=storage, dtype=dtype)
+    return typed
+
+
+# --- the rest
+
+
+def profiler_enabled() -> bool:
+    """Whether torch's profiler is recording: only then ``next()`` opens a profiler range.
+
+    This is the flag that torch keeps in Python for quick checks, and at which its compiled code looks. The
+    deprecated ``torch.autograd.profiler_legacy`` does not set it. In a torch without it the range is always
+    opened, which takes 10 µs.
+    """
+    return getattr(profiler, "_is_profiler_enabled", True)
 
 
 def use_one_core_in_this_thread() -> None:
@@ -159,54 +409,3 @@ def use_one_core_in_this_thread() -> None:
         ctypes.CDLL(None).omp_set_num_threads(1)
     except (AttributeError, OSError, TypeError):
         return
-
-
-def seed_datapipe(dataset: Any, shared_seed: int | None) -> Any:
-    """Give an ``IterDataPipe`` graph the seed that all workers of an epoch share; others pass through."""
-    if not isinstance(dataset, IterDataPipe):
-        return dataset
-    if shared_seed is None:
-        raise AssertionError("an IterDataPipe needs the epoch's shared seed")
-    shared_rng = torch.Generator()
-    shared_rng.manual_seed(shared_seed)
-    return torch.utils.data.graph_settings.apply_random_seed(dataset, shared_rng)
-
-
-def collate_map_is_pristine(ours: tuple[Any, ...] = ()) -> bool:
-    """Whether torch's map of collate functions has torch's keys, and torch's functions or ``ours``."""
-    keys = {torch.Tensor, np.ndarray, (np.bool_, np.number, np.object_), float, int, str, bytes}
-    module = collate_tensor_fn.__module__
-    return default_collate_fn_map.keys() == keys and all(
-        function in ours or getattr(function, "__module__", None) == module
-        for function in default_collate_fn_map.values()
-    )
-
-
-def profiler_enabled() -> bool:
-    """Whether torch's profiler is recording: only then ``next()`` opens a profiler range.
-
-    This is the flag that torch keeps in Python for quick checks, and at which its compiled code looks. The
-    deprecated ``torch.autograd.profiler_legacy`` does not set it.
-    """
-    return profiler._is_profiler_enabled
-
-
-def reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """How torch itself sends a tensor to another process (sparse, nested, other devices)."""
-    reduced: tuple[Any, ...] = reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
-    return reduced
-
-
-def pin_memory(batch: Any, device: str | None) -> Any:
-    """Copy a batch to pinned memory as torch's pin-memory thread does."""
-    return torch_pin_memory.pin_memory(batch, device)  # type: ignore[no-untyped-call]
-
-
-def untyped(storage: TypedStorage) -> torch.UntypedStorage:
-    """The bytes below a ``TypedStorage``, without its deprecation warning."""
-    return storage._untyped_storage
-
-
-def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> TypedStorage:
-    """Wrap bytes as a ``TypedStorage``, without its deprecation warning."""
-    return TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]

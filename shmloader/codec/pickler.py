@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.storage import TypedStorage
 
 from shmloader import torch_private
 from shmloader.codec.header import MARKER
@@ -62,7 +61,7 @@ class BatchPickler(ForkingPickler):
         if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":
             self._add_bytes(obj)
             return _storage_of, ([MARKER],)
-        if isinstance(obj, TypedStorage):
+        if isinstance(obj, torch_private.TypedStorage):
             untyped = torch_private.untyped(obj)
             if untyped.device.type == "cpu":
                 return torch_private.typed_storage, (untyped, obj.dtype)

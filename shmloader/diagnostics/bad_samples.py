@@ -1,7 +1,7 @@
-"""Samples that raise, and a loader that goes on without them (``on_error``).
+"""Bad samples: those that raise, where the loader goes on without them (``on_error``).
 
 The process that fetches leaves a bad sample out, or puts another in its place, and returns the batch as
-`Reported`; the main process takes the report off the batch, counts, and warns once.
+`Reported`. The main process takes the report off the batch, counts, and warns once.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from shmloader.statistics import BadSample, Counters
 
 RAISE, SKIP, REPLACE = "raise", "skip", "replace"
 MODES = (RAISE, SKIP, REPLACE)
-"""What ``on_error`` may be."""
+"""Values of ``on_error``."""
 
 MOST_IN_A_ROW = 10_000
-"""After so many batches without a good sample, or bad samples of a stream, none is expected any more."""
+"""So many batches in a row without a good sample, or bad samples of a stream, are an error."""
 
 LEFT_OUT = object()
 """Stands for a batch that had no good sample."""
@@ -53,9 +53,9 @@ class Reported(NamedTuple):
 
 
 def is_a_samples_fault(error: Exception) -> bool:
-    """Whether an exception that a dataset raised is to be blamed on one sample.
+    """Whether one sample is to blame for an exception that a dataset raised.
 
-    Not where memory ran out or where it is the loading itself that failed (of a loader inside the dataset).
+    It is not where memory ran out, or where loading itself failed (in a loader inside the dataset).
     ``SystemExit``, ``KeyboardInterrupt`` and groups that hold one are no ``Exception`` to begin with.
     """
     if isinstance(error, ExceptionGroup):
@@ -64,12 +64,12 @@ def is_a_samples_fault(error: Exception) -> bool:
 
 
 def describe(error: Exception, index: object, *, of_stream: bool) -> BadSample:
-    """What is kept of a bad sample; called in the process that fetched it.
+    """Describe a bad sample, in the process that fetched it.
 
     Args:
-        error: What was raised.
+        error: Its exception.
         index: Its index, or its position in an iterable-style dataset's stream.
-        of_stream: Whether it is the latter.
+        of_stream: Whether ``index`` is such a position.
     """
     message = text_of(error)
     if len(message) > _MOST_CHARACTERS:
@@ -89,7 +89,7 @@ def pack(bad_samples: Sequence[BadSample]) -> bytes:
 
 
 def count(bad_samples: bytes, counters: Counters) -> None:
-    """Count and list what `pack` packed. Main process."""
+    """Count and list the bad samples of a `pack`. Main process."""
     if bad_samples:
         found: list[BadSample] = pickle.loads(bad_samples)
         counters.bad_samples += len(found)
@@ -123,7 +123,7 @@ def take_report(reported: Reported, counters: Counters) -> Any:
 def warn_of_bad_samples(counters: Counters, on_error: str) -> None:
     """Sum the bad samples up in one `BadSampleWarning`, once per loader. Main process.
 
-    The warning may be an error, by the program's filters: all that the caller does is done before.
+    The program's filters may make the warning an error, so callers call this last.
     """
     if counters.warned_of_bad_samples or not counters.bad_samples:
         return

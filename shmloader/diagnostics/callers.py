@@ -1,4 +1,4 @@
-"""Where in the program a warning is to point."""
+"""The line of the program that a warning points to."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Why samples could not be joined: which of them do not go with the others, and where they differ.
+"""Notes on errors of collate functions: the samples, and those of them that do not fit together.
 
-torch's message for two images of different size names neither. When a collate function has raised, this
-looks at the samples themselves and says it in a note. Nothing here runs while all is well.
+torch's message for two images of different size names neither. After a collate function has raised, the
+samples are compared, and a note names those that differ and where. Nothing here runs while all is well.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from numbers import Number
 from typing import Any, NamedTuple
@@ -24,17 +24,17 @@ _MOST_ODD = 3
 _MOST_NAMED = 24
 _MOST_NESTED = 20
 _MOST_CHARACTERS = 80
-# torch's own join, and ours that stands in for it in workers.
+# The modules of torch's own functions, and of those that replace them in workers.
 _DEFAULT_COLLATE = (default_collate.__module__, "shmloader.worker.collate")
 _OF_SIZES = re.compile(r"\b(sizes?|shapes?|dimensions?|dtypes?|cast)\b", re.IGNORECASE)
 
 
 def explain_collation(error: BaseException, samples: Any, indices: Any, *, of_stream: bool = False) -> None:
-    """Add a note to what a collate function raised: the samples, and those that do not go together.
+    """Add a note to an exception of a collate function: the samples, and those that do not fit together.
 
     Args:
-        error: What it raised, with its traceback. Its type and text stay as they are.
-        samples: What the collate function was given.
+        error: The exception, with its traceback. Its type and text stay as they are.
+        samples: The argument of the collate function.
         indices: The samples' indices, in their order; for a stream's samples, their positions in it.
         of_stream: Whether the samples are those of an iterable-style dataset.
     """
@@ -44,7 +44,9 @@ def explain_collation(error: BaseException, samples: Any, indices: Any, *, of_st
     with contextlib.suppress(Exception):  # the user's samples
         by_default_collate = _came_through(error, _DEFAULT_COLLATE)
         if by_default_collate or _OF_SIZES.search(str(error)):
-            found = _find(list(samples), "batch", _MOST_NESTED, (_shape, _format))
+            # Shapes first, everywhere: they are the reason more often than dtypes are.
+            both = (_find(list(samples), "batch", _MOST_NESTED, describe) for describe in (_shape, _format))
+            found = next(filter(None, both), None)
             if found is not None:
                 add_note(error, _say(found, names))
                 if by_default_collate:
@@ -54,7 +56,7 @@ def explain_collation(error: BaseException, samples: Any, indices: Any, *, of_st
 
 
 def _names(indices: Any, of_stream: bool) -> list[str]:
-    """What to call each sample."""
+    """A name for each sample."""
     if of_stream:
         return [f"sample {position} of the stream" for position in indices]
     if isinstance(indices, torch.Tensor | np.ndarray):
@@ -85,77 +87,54 @@ def _came_through(error: BaseException, modules: tuple[str, ...]) -> bool:
 
 
 class _Mismatch(NamedTuple):
-    """Where samples differ, and what each of them has there ("shape (3, 4)")."""
+    """A place where samples differ, and a description of each of them there ("shape (3, 4)")."""
 
     path: str
     each: list[str]
 
 
-_Describe = Callable[[Any, Any], str]
-
-
-def _find(column: list[Any], path: str, depth: int, describes: tuple[_Describe, ...]) -> _Mismatch | None:
-    """The first place where the items of a column do not go together.
+def _find(column: list[Any], path: str, depth: int, describe: Callable[[Any, Any], str]) -> _Mismatch | None:
+    """The first place where the items of a column do not fit together.
 
     Args:
-        column: For each sample, what it has at this place.
+        column: For each sample, its item at this place.
         path: The place, as one would write it.
-        depth: How much deeper to look.
-        describes: What to compare tensors and the like by. What comes first is looked for everywhere
-            before what comes later: shapes that differ are the reason more often than dtypes are.
+        depth: Number of levels to look into.
+        describe: Describes an item by what must be equal, given the first one.
     """
-    for describe in describes:
-        found = _find_by(column, path, depth, describe)
-        if found is not None:
-            return found
-    return None
-
-
-def _find_by(column: list[Any], path: str, depth: int, describe: _Describe) -> _Mismatch | None:
     first = column[0]
     if depth == 0 or isinstance(first, str | bytes):
         return None  # strings are not joined, and anything may stand beside them
-    if isinstance(first, Mapping):
-        return _find_in_mappings(column, path, depth, describe)
-    if isinstance(first, Sequence):
-        return _find_in_sequences(column, path, depth, describe)
-    each = [describe(item, first) for item in column]
-    unjoinable = not isinstance(first, torch.Tensor | np.ndarray | np.generic | Number)
-    return _Mismatch(path, each) if unjoinable or len(set(each)) > 1 else None
-
-
-def _find_in_mappings(column: list[Any], path: str, depth: int, describe: _Describe) -> _Mismatch | None:
-    if not all(isinstance(item, Mapping) for item in column):
+    kind: Any = next((kind for kind in (Mapping, Sequence) if isinstance(first, kind)), None)
+    if kind is None:
+        each = [describe(item, first) for item in column]
+        unjoinable = not isinstance(first, torch.Tensor | np.ndarray | np.generic | Number)
+        return _Mismatch(path, each) if unjoinable or len(set(each)) > 1 else None
+    if not all(isinstance(item, kind) and not isinstance(item, str | bytes) for item in column):
         return _Mismatch(path, [f"type {type(item).__name__}" for item in column])
-    for key in column[0]:
-        there = f"{path}[{_shorten(repr(key))}]"
-        if not all(key in item for item in column):
-            return _Mismatch(there, ["a value" if key in item else "no value" for item in column])
-        found = _find_by([item[key] for item in column], there, depth - 1, describe)
+    if kind is Sequence and len(set(map(len, column))) > 1:
+        return _Mismatch(path, [f"length {len(item)}" for item in column])
+    for key, place in _places(first):
+        if kind is Mapping and not all(key in item for item in column):
+            return _Mismatch(path + place, ["a value" if key in item else "no value" for item in column])
+        found = _find([item[key] for item in column], path + place, depth - 1, describe)
         if found is not None:
             return found
     return None
 
 
-def _find_in_sequences(column: list[Any], path: str, depth: int, describe: _Describe) -> _Mismatch | None:
-    if not all(isinstance(item, Sequence) and not isinstance(item, str | bytes) for item in column):
-        return _Mismatch(path, [f"type {type(item).__name__}" for item in column])
-    lengths = [len(item) for item in column]
-    if len(set(lengths)) > 1:
-        return _Mismatch(path, [f"length {length}" for length in lengths])
-    fields = getattr(column[0], "_fields", None)
-    for n in range(lengths[0]):
-        there = f"{path}[{n}]" if fields is None else f"{path}.{fields[n]}"
-        found = _find_by([item[n] for item in column], there, depth - 1, describe)
-        if found is not None:
-            return found
-    return None
+def _places(container: Any) -> Iterator[tuple[Any, str]]:
+    """Keys or positions in a container, each with the text to write behind the container's own path."""
+    if isinstance(container, Mapping):
+        return ((key, f"[{_shorten(repr(key))}]") for key in container)
+    fields = getattr(container, "_fields", None)
+    return ((n, f"[{n}]" if fields is None else f".{fields[n]}") for n in range(len(container)))
 
 
 def _shape(item: Any, first: Any) -> str:
-    """What decides whether torch can stack an item with the first one at all."""
+    """Describe an item by what must be equal for torch to stack it with the first one at all."""
     if isinstance(first, torch.Tensor | np.ndarray):
-        # torch converts the others of an ndarray, and no others of a tensor.
+        # Beside an ndarray torch converts others to tensors; beside a tensor it takes only tensors.
         fits = isinstance(item, torch.Tensor) or (isinstance(first, np.ndarray) and hasattr(item, "shape"))
         return f"shape {tuple(item.shape)}" if fits else f"type {type(item).__name__}"
     if isinstance(first, Number | np.generic):
@@ -165,7 +144,7 @@ def _shape(item: Any, first: Any) -> str:
 
 
 def _format(item: Any, first: Any) -> str:
-    """What decides the same once shapes agree."""
+    """Describe an item by what must be equal as well once shapes agree."""
     if isinstance(first, torch.Tensor) and isinstance(item, torch.Tensor):
         grad = ", requiring grad" if item.requires_grad else ""
         return f"dtype {item.dtype}{grad}, {item.layout}, on {item.device}"
@@ -174,11 +153,11 @@ def _format(item: Any, first: Any) -> str:
     return ""
 
 
-# --- saying
+# --- the note
 
 
 def _say(found: _Mismatch, names: list[str]) -> str:
-    """One line: a sample of the kind that is most frequent, and the first few that are not of it."""
+    """One line: a sample of the most frequent kind, and the first few of other kinds."""
     usual = Counter(found.each).most_common(1)[0][0]  # of equals, the one that comes first
     pairs = list(zip(names, found.each, strict=True))
     like = next(name for name, what in pairs if what == usual)

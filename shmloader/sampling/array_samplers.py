@@ -6,14 +6,18 @@ nanoseconds on its way through two generators. As an array it takes 8 bytes, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
+from shmloader.diagnostics.callers import level_of_the_program
 from shmloader.sampling.index_batches import LEAST_PACKED, IntArray, PackedInts
+from shmloader.torch_private import Feature, disable, is_missing
 
 
 def index_arrays(index_sampler: Any) -> Iterator[PackedInts] | None:
@@ -27,16 +31,63 @@ def index_arrays(index_sampler: Any) -> Iterator[PackedInts] | None:
 
     Returns:
         None if this is not exactly torch's `BatchSampler`, with large batches, over a `SequentialSampler` or
-        a `RandomSampler` without replacement; also where the program has changed torch's classes.
+        a `RandomSampler` without replacement; also where the program has changed torch's classes, or torch
+        has (`check_against_torch`).
     """
     if type(index_sampler) is not BatchSampler or type(index_sampler.batch_size) is not int:
         return None
     inner = index_sampler.sampler
-    known = type(inner) is SequentialSampler or (type(inner) is RandomSampler and not inner.replacement)
+    known = type(inner) is SequentialSampler or (
+        type(inner) is RandomSampler and not getattr(inner, "replacement", True)
+    )
     if not known or index_sampler.batch_size < LEAST_PACKED:
         return None
-    iterate_as_torch = all(is_by_torch(kind.__iter__, kind) for kind in (BatchSampler, type(inner)))
-    return _batches(index_sampler) if iterate_as_torch else None
+    if not all(is_by_torch(kind.__iter__, kind) for kind in (BatchSampler, type(inner))):
+        return None
+    check_against_torch()
+    return None if is_missing(Feature.ARRAY_SAMPLING, level_of_the_program()) else _batches(index_sampler)
+
+
+@functools.cache
+def check_against_torch() -> None:
+    """Disable arrays in this process unless they agree with torch's own iteration over small samplers.
+
+    The index batches must agree, and after each of them the states of the generators. It takes 1 ms, once,
+    and leaves the global generator as it was.
+    """
+    state = torch.get_rng_state()
+    generator = torch.Generator()
+    begin = generator.get_state()
+
+    def trace(iterate: Callable[[Any], Iterator[Any]], sampler: BatchSampler) -> list[Any]:
+        torch.set_rng_state(state)
+        generator.set_state(begin)
+        steps: list[Any] = []
+        batches = iterate(sampler)
+        while not steps or steps[-1][0] is not None:
+            batch = next(batches, None)
+            indices = batch.tolist() if isinstance(batch, PackedInts) else batch
+            states = [one.numpy().tobytes() for one in (torch.get_rng_state(), generator.get_state())]
+            steps.append((indices, states))
+        return steps
+
+    try:
+        data = range(7)
+        inner = [
+            SequentialSampler(data),
+            RandomSampler(data),
+            RandomSampler(data, num_samples=17),
+            RandomSampler(data, generator=generator),
+        ]
+        for sampler, drop_last in itertools.product(inner, (False, True)):
+            batches = BatchSampler(sampler, 3, drop_last)
+            if trace(iter, batches) != trace(_batches, batches):
+                name = type(sampler).__name__
+                disable(Feature.ARRAY_SAMPLING, f"its {name} or BatchSampler draws in another way")
+    except Exception as error:  # noqa: BLE001 - of samplers that nobody knows yet
+        disable(Feature.ARRAY_SAMPLING, f"its samplers cannot be compared with ours: {error!r}")
+    finally:
+        torch.set_rng_state(state)
 
 
 def is_by_torch(method: Any, kind: type) -> bool:

@@ -1,4 +1,4 @@
-"""What a source is, and where it puts what it gathers."""
+"""The interface of a source, and the memory that sources write to."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ Make = Callable[[int, Sequence[int], torch.dtype], torch.Tensor]
 
 NOT_GATHERED: Any = object()
 """Stands for a batch that is to be made sample by sample."""
-
 
 SAME_AS_TORCHS: set[Any] = set()
 """Functions that join samples as torch's own do, and may stand in its map of collate functions; `collate`
@@ -96,12 +95,13 @@ def within(rows: Rows, length: int) -> Rows:
         return rows
     least, most = int(rows.min()), int(rows.max())
     if least < -length or most >= length:
-        raise NotGathered(f"row {least if least < -length else most} of {length:,} rows")
+        row = least if least < -length else most
+        raise NotGathered(f"there is no row {row:,} in a dataset of {length:,} rows")
     return np.where(rows < 0, rows + length, rows)
 
 
 def as_sample_field(joined: Any) -> Any:
-    """What ``default_collate`` makes of a field of tuples: strings come as a tuple, not as a list."""
+    """Give a field of tuples ``default_collate``'s type: strings come as a tuple, not as a list."""
     return tuple(joined) if is_strings(joined) else joined
 
 

@@ -1,8 +1,7 @@
-"""torch's own datasets that are made of others, and datasets that gather their batches themselves."""
+"""Sources for torch's datasets that are made of others, and for datasets that make their own batches."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -122,7 +121,7 @@ def _shadows_getitems(dataset: Any) -> bool:
 
 
 def kind_of_dataset(dataset: Any) -> type | None:
-    """Which of torch's classes a dataset behaves as; None if of none.
+    """The class of torch's that a dataset behaves as; None if there is none.
 
     Raises:
         NotGathered: If it is derived from one and gets its samples in a way of its own.
@@ -131,7 +130,10 @@ def kind_of_dataset(dataset: Any) -> type | None:
         if isinstance(dataset, kind):
             if not _gets_samples_as(dataset, kind):
                 name = type(dataset).__qualname__
-                raise NotGathered(f"{name} overrides what {kind.__name__} does for a sample")
+                raise NotGathered(
+                    f"{name} overrides how {kind.__name__} gets a sample. Give it a method "
+                    "__getbatch__(indices) that returns the whole batch, or use the class itself"
+                )
             return kind
     return None
 
@@ -143,7 +145,7 @@ _READS: dict[type, tuple[str, ...]] = {
     ConcatDataset: ("datasets", "cumulative_sizes"),
     StackDataset: ("datasets",),
 }
-"""What the methods of torch's classes read of an instance, for each sample anew."""
+"""Attributes that the methods of torch's classes read of an instance, for each sample anew."""
 
 
 def _gets_samples_as(dataset: Any, kind: type) -> bool:
@@ -154,7 +156,7 @@ def _gets_samples_as(dataset: Any, kind: type) -> bool:
         method = getattr(kind, name, None)
         if getattr(found, name, None) is not method or not (method is None or is_by_torch(method, kind)):
             return False
-    # What getattr finds beyond the class: an instance's attribute, or what __getattr__ makes up.
+    # getattr also finds attributes of the instance, and those that __getattr__ makes up.
     if _shadows_getitems(dataset) or (not hasattr(kind, "__getitems__") and hasattr(dataset, "__getitems__")):
         return False
     # A property, of which the program may make anything, would be read once for many samples.
@@ -165,19 +167,18 @@ def _gets_samples_as(dataset: Any, kind: type) -> bool:
     return getattribute is object.__getattribute__
 
 
-def source_of(dataset: Any, kind: type, recognise: Recognise, *, keep: bool) -> Source:
+def source_of(dataset: Any, kind: type, recognise: Recognise) -> Source:
     """The source for a dataset that behaves as one of torch's classes.
 
     Args:
         dataset: The dataset.
         kind: The class.
         recognise: For the datasets inside it.
-        keep: Whether a ``Subset``'s list of indices may be read once for all batches.
     """
     if kind is TensorDataset:
         return Tuples([block_of(tensor) for tensor in dataset.tensors])
     if kind is Subset:
-        return Picked(recognise(dataset.dataset), pick_from(dataset.indices, keep=keep))
+        return Picked(recognise(dataset.dataset), pick_from(dataset.indices))
     if kind is ConcatDataset:
         return Joined([recognise(part) for part in dataset.datasets], dataset.cumulative_sizes)
     if isinstance(dataset.datasets, dict):
@@ -188,48 +189,39 @@ def source_of(dataset: Any, kind: type, recognise: Recognise, *, keep: bool) -> 
 # --- the indices of a Subset
 
 
-def pick_from(indices: Any, *, keep: bool) -> Pick:
-    """What looks up row numbers in a sequence of row numbers.
+def pick_from(indices: Any) -> Pick:
+    """A function that looks row numbers up in the indices of a ``Subset``. It reads a list once, here.
 
-    Args:
-        indices: The sequence.
-        keep: Whether it stays as it is; else a list is looked into for each batch anew.
+    Raises:
+        NotGathered: If the indices are anything but whole numbers in one dimension.
     """
-    if type(indices) is range:
+    kind = type(indices)
+    if kind is range:
         return lambda rows: indices.start + indices.step * within(rows, len(indices))
-    if type(indices) is list or type(indices) is tuple:
-        if not keep:
-            return lambda rows: _pick_from_list(indices, rows)
-        array = plain_ints(list(indices))
-        return lambda rows: _pick_from_array(array, rows)
-    if type(indices) in (np.ndarray, np.memmap, SharedArray):
-        if indices.ndim != 1 or indices.dtype.kind not in "iu" or indices.dtype == np.uint64:
-            raise NotGathered(f"a Subset's indices are an array of {indices.dtype}, {indices.ndim}-d")
-        return lambda rows: _pick_from_array(np.asarray(indices), rows)
-    if type(indices) is torch.Tensor:
-        if indices.dim() != 1 or indices.dtype is not torch.int64 or indices.device.type != "cpu":
-            raise NotGathered(f"a Subset's indices are a tensor of {indices.dtype}, {indices.dim()}-d")
-        return lambda rows: _pick_from_array(indices.detach().numpy(), rows)
     if isinstance(indices, Store):
         return lambda rows: _pick_from_store(indices, rows)
-    raise NotGathered(f"a Subset's indices are a {type(indices).__qualname__}")
-
-
-def _pick_from_array(array: np.ndarray[Any, Any], rows: Rows) -> Rows:
-    picked: Rows = array.take(within(rows, len(array))).astype(np.int64, copy=False)
-    return picked
-
-
-def _pick_from_list(indices: Sequence[Any], rows: Rows) -> Rows:
-    if len(rows) == 1:
-        return plain_ints([indices[int(rows[0])]])
-    return plain_ints(list(operator.itemgetter(*rows.tolist())(indices)))
+    array: Any = None
+    if kind is list or kind is tuple:
+        array = plain_ints(list(indices))
+    elif kind in (np.ndarray, np.memmap, SharedArray):
+        array = np.asarray(indices)
+    elif kind is torch.Tensor and indices.device.type == "cpu" and indices.dtype is torch.int64:
+        array = indices.detach().numpy()
+    if array is None or array.ndim != 1 or array.dtype.kind not in "iu" or array.dtype == np.uint64:
+        form = f" of {indices.dtype}, {indices.ndim}-d" if hasattr(indices, "dtype") else ""
+        raise NotGathered(
+            f"the indices of a Subset are a {kind.__qualname__}{form}. Pass a list of ints, or an array or "
+            "tensor of int64 with one dimension"
+        )
+    return lambda rows: array.take(within(rows, len(array))).astype(np.int64, copy=False)
 
 
 def _pick_from_store(store: Store, rows: Rows) -> Rows:
     picked = store.take(within(rows, len(store)))
     if type(picked) is not np.ndarray or picked.dtype != np.int64 or picked.ndim != 1:
-        raise NotGathered("a Subset's indices are a store of something else than int")
+        raise NotGathered(
+            "the indices of a Subset are a store of something else than ints. Share a list of ints"
+        )
     return picked
 
 
@@ -239,5 +231,5 @@ def plain_ints(values: list[Any]) -> Rows:
     if array is None and all(issubclass(kind, np.signedinteger) for kind in set(map(type, values))):
         array = np.array(values, np.int64)
     if array is None:
-        raise NotGathered("not all indices are plain ints")
+        raise NotGathered("not all indices are ints of 64 bits. Convert them with int()")
     return array

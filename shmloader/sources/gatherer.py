@@ -1,4 +1,4 @@
-"""Which datasets are gathered from, and the gathering of one batch."""
+"""Recognising the datasets that batches can be gathered from, and gathering one batch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, IterableDataset, Subset, default_collate
 
 from shmloader.codec.slot_writer import current_writer
 from shmloader.sampling.index_batches import PackedInts
 from shmloader.sources.base import (
     NOT_GATHERED,
+    DefaultCollate,
     NotGathered,
     Rows,
     Source,
@@ -24,28 +25,34 @@ from shmloader.sources.blocks import block_of, is_array
 from shmloader.sources.columns import HuggingFace, is_hugging_face, join_columns
 from shmloader.sources.datasets import Own, has_getbatch, kind_of_dataset, plain_ints, source_of
 from shmloader.sources.stores import is_store, source_of_store
+from shmloader.torch_private import Feature, missing_message, why_missing
 
 _log = logging.getLogger("shmloader")
-_MOST_NESTED = 100
-_CUSTOM = "collate_fn is not torch's default_collate, unchanged"
+_CUSTOM_COLLATE = (
+    "collate_fn is not torch's default_collate, so it is given the samples. Leave collate_fn out, and do "
+    "what it does in the dataset"
+)
+_CHANGED_COLLATE = (
+    "torch's default_collate_fn_map was changed for a type that shmloader would join itself. Leave it as "
+    "torch has it, and pass a collate_fn instead"
+)
 
 
-def recognise(dataset: Any, *, keep: bool = False, depth: int = 0, by_row: bool = False) -> Source:
+def recognise(dataset: Any, *, by_row: bool = False) -> Source:
     """The source for a dataset.
 
     Args:
         dataset: A map-style dataset.
-        keep: Whether nobody changes the dataset while the source is used.
-        depth: How deep it lies in others.
-        by_row: Whether torch asks it for one sample at a time, also where it has a ``__getitems__``.
+        by_row: Whether torch asks it for one sample at a time, even if it has a ``__getitems__``.
 
     Raises:
-        NotGathered: If its batches are made sample by sample; says why.
+        NotGathered: If its batches are made sample by sample, with the reason.
     """
-    if depth > _MOST_NESTED:
-        raise NotGathered(f"datasets are nested more than {_MOST_NESTED} deep")
     if isinstance(dataset, IterableDataset):
-        raise NotGathered("the dataset is iterable-style")
+        raise NotGathered(
+            "the dataset is iterable-style, and gives its samples one by one. Only a map-style dataset can "
+            "give a batch at once"
+        )
     if has_getbatch(dataset):
         return Own(dataset)
     if is_store(dataset):
@@ -55,37 +62,36 @@ def recognise(dataset: Any, *, keep: bool = False, depth: int = 0, by_row: bool 
     kind = kind_of_dataset(dataset)
     if kind is not None:
         # A ConcatDataset has no __getitems__, and so asks for none of what lies in it.
-        by_row = by_row or kind is ConcatDataset
-        inner = functools.partial(recognise, keep=keep, depth=depth + 1, by_row=by_row)
-        return source_of(dataset, kind, inner, keep=keep)
+        inner = functools.partial(recognise, by_row=by_row or kind is ConcatDataset)
+        return source_of(dataset, kind, inner)
     if is_hugging_face(dataset):
         return HuggingFace(dataset, by_row=by_row)
+    name = type(dataset).__qualname__
     raise NotGathered(
-        f"{type(dataset).__qualname__} is not known, and has no __getbatch__ beside its samples"
+        f"shmloader cannot tell how {name} makes its samples, and there is no __getbatch__ beside its "
+        "__getitem__. Give it a method __getbatch__(indices) that returns the whole batch"
     )
 
 
 class Gatherer:
     """Makes batches of one dataset where that can be done without its samples.
 
+    It lives for one epoch, in a worker or, without workers, in the main process.
+
     Args:
         dataset: The dataset.
-        collate_fn: What would join the samples.
-
-    Attributes:
-        users_code: Whether what `gather` raises may come from the dataset's ``__getbatch__``.
+        collate_fn: The function that would join the samples.
     """
 
     def __init__(self, dataset: Any, collate_fn: Any) -> None:
         self._dataset = dataset
         self._collate_fn = collate_fn
-        self._kept: Source | None = None
-        self.users_code = False
+        self._source: Source | None = None
         self._usable = joins_by_default(collate_fn)
         if not self._usable:
-            self._say(_CUSTOM)
+            self._log_reason(_why_collation_differs(collate_fn))
 
-    def _say(self, reason: object) -> None:
+    def _log_reason(self, reason: object) -> None:
         name = type(self._dataset).__qualname__
         # Not the exception itself: who keeps the record would keep its frames, and with them the slot.
         _log.debug("samples of %s are fetched one by one: %s", name, str(reason))
@@ -101,34 +107,50 @@ class Gatherer:
             ints, and where anything fails, so that the exception is the dataset's own.
 
         Raises:
-            Exception: What a ``__getbatch__`` raises.
+            Exception: Any that a ``__getbatch__`` raises.
         """
         if not self._usable:
             return NOT_GATHERED
         writer = current_writer()
-        begin = 0 if writer is None else writer.cursor
-        source = self._kept or self._recognise(in_worker=writer is not None)
+        if self._source is None:
+            self._recognise(in_worker=writer is not None)
+        source = self._source
         if source is None:
             return NOT_GATHERED
+        begin = 0 if writer is None else writer.cursor
         try:
             if not joins_by_default(self._collate_fn):
-                raise NotGathered("torch's map of collate functions was changed")
+                raise NotGathered(_CHANGED_COLLATE)
             batch = source.gather(_rows_of(index_batch), make_output)
         except Exception as error:
             if source.users_code and not isinstance(error, NotGathered):
                 raise
             _log.debug("the samples of one index batch are fetched one by one: %s", str(error))
-            if writer is not None and not self.users_code:
+            if writer is not None and not source.users_code:
                 writer.cursor = begin  # nobody has seen the leaves that were made
             return NOT_GATHERED
         if writer is not None and not source.users_code:
             writer.collated = batch
         return batch
 
-    def take_columns(self, columns: dict[Any, Any], count: int) -> Any:
-        """Make a batch of columns that a dataset's ``__getitems__`` gave in the place of a list of samples.
+    def _recognise(self, *, in_worker: bool) -> None:
+        """Find the source, or note that there is none.
 
-        torch's ``default_collate`` has nothing but an error for a dict of columns.
+        Without workers only a dataset's own ``__getbatch__`` is used: there the program may change its
+        datasets and tensors between two batches.
+        """
+        try:
+            if not in_worker and not _asks_for_batches(self._dataset):
+                raise NotGathered("there are no workers")
+            self._source = recognise(self._dataset)
+        except Exception as reason:  # noqa: BLE001 - also what odd datasets' attributes raise
+            self._usable = False
+            self._log_reason(reason)
+
+    def take_columns(self, columns: dict[Any, Any], count: int) -> Any:
+        """Make a batch of the columns that a dataset's ``__getitems__`` gave instead of a list of samples.
+
+        torch's ``default_collate`` raises an error for a dict of columns.
 
         Args:
             columns: Each with an item for every sample.
@@ -143,29 +165,6 @@ class Gatherer:
             return join_columns(columns, count, make_output)
         except NotGathered:
             return NOT_GATHERED
-
-    def _recognise(self, *, in_worker: bool) -> Source | None:
-        """The source, from now on; None if there is none.
-
-        It lives as long as a worker's epoch. Without workers only the dataset's own ``__getbatch__`` is used:
-        there the program may change its datasets and tensors at any time, so that all would have to be looked
-        at anew for each batch.
-        """
-        try:
-            if in_worker:
-                self._kept = recognise(self._dataset, keep=True)
-            else:
-                if not _asks_for_batches(self._dataset):
-                    raise NotGathered("there are no workers")
-                source = recognise(self._dataset)  # for this batch
-                self.users_code = source.users_code
-                return source
-        except Exception as reason:  # noqa: BLE001 - also what odd datasets' attributes raise
-            self._usable = False
-            self._say(reason)
-            return None
-        self.users_code = self._kept.users_code
-        return self._kept
 
 
 def _asks_for_batches(dataset: Any) -> bool:
@@ -188,27 +187,35 @@ def _rows_of(index_batch: Any) -> Rows:
     elif type(index_batch) is np.ndarray and index_batch.dtype == np.int64 and index_batch.ndim == 1:
         rows = index_batch
     else:
-        raise NotGathered(f"the index batch is a {type(index_batch).__qualname__}, not a list of ints")
+        name = type(index_batch).__qualname__
+        raise NotGathered(f"the index batch is a {name}. Let the batch sampler yield lists of ints")
     if not len(rows):
         raise NotGathered("the index batch is empty")
     return np.ascontiguousarray(rows)
 
 
-def why_per_sample(dataset: Any, collate_fn: Any = None) -> str | None:
-    """Why a loader fetches a dataset's samples one by one, where it could gather whole batches.
+def _why_collation_differs(collate_fn: Any) -> str:
+    by_torch = collate_fn is default_collate or isinstance(collate_fn, DefaultCollate)
+    return _CHANGED_COLLATE if by_torch else _CUSTOM_COLLATE
 
-    A single batch may still be made sample by sample, for example where an index is out of range; with
-    logging at DEBUG level for ``"shmloader"``, workers and the loader say so.
+
+def why_per_sample(dataset: Any, collate_fn: Any = None) -> str | None:
+    """The reason why a loader fetches a dataset's samples one by one instead of gathering whole batches.
+
+    A single batch may still be made sample by sample, for example where an index is out of range. The logger
+    ``"shmloader"`` tells of these at DEBUG level, in the workers and in the main process.
 
     Args:
         dataset: The loader's dataset.
         collate_fn: The loader's ``collate_fn``.
 
     Returns:
-        The reason; None if batches are gathered with one call per leaf.
+        The reason, and what to change; None if batches are gathered with one call per leaf.
     """
+    if why_missing(Feature.COLLATION) is not None:
+        return missing_message(Feature.COLLATION)
     if collate_fn is not None and not joins_by_default(collate_fn):
-        return _CUSTOM
+        return _why_collation_differs(collate_fn)
     try:
         recognise(dataset)
     except Exception as reason:  # noqa: BLE001 - also what odd datasets' attributes raise

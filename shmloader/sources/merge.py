@@ -1,4 +1,4 @@
-"""Putting together a batch whose rows came from several sources."""
+"""Merging the parts of a batch whose rows came from several sources."""
 
 from __future__ import annotations
 
@@ -23,26 +23,28 @@ def merge(parts: Sequence[Part], count: int, make: Make) -> Any:
         make: Where leaves come from.
 
     Raises:
-        NotGathered: If the parts are not alike: what their samples make together only collating them tells.
+        NotGathered: If the parts are not alike: only collating their samples shows what becomes of them.
     """
     first = parts[0][1]
     kind = type(first)
     if any(type(value) is not kind for _, value in parts):
-        raise NotGathered("the datasets that are concatenated have samples of different types")
+        raise NotGathered("the datasets of a ConcatDataset have samples of different types")
     if kind is torch.Tensor:
         return _merge_tensors(parts, count, make)
     if kind is dict:
         if any(list(value) != list(first) for _, value in parts):
-            raise NotGathered("the datasets that are concatenated have different keys")
+            raise NotGathered(
+                "the datasets of a ConcatDataset have samples with different keys, or in another order"
+            )
         return {name: merge([(at, value[name]) for at, value in parts], count, make) for name in first}
     if kind is list or isinstance(first, tuple):
         if all(is_strings(value) for _, value in parts):
             return _merge_strings(parts, count, kind)
         if kind is tuple or any(len(value) != len(first) for _, value in parts):
-            raise NotGathered("the datasets that are concatenated have samples of different lengths")
+            raise NotGathered("the datasets of a ConcatDataset have samples of different lengths")
         fields = [merge([(at, value[n]) for at, value in parts], count, make) for n in range(len(first))]
         return fields if kind is list else kind(*fields)
-    raise NotGathered(f"{kind.__qualname__} cannot be put together from parts")
+    raise NotGathered(f"parts of type {kind.__qualname__} cannot be merged")
 
 
 def _merge_tensors(parts: Sequence[Part], count: int, make: Make) -> torch.Tensor:
@@ -50,7 +52,7 @@ def _merge_tensors(parts: Sequence[Part], count: int, make: Make) -> torch.Tenso
     kind, shape = kind_of_tensor(first), first.shape[1:]
     for at, value in parts:
         if kind is None or kind_of_tensor(value) != kind or value.shape != (len(at), *shape):
-            raise NotGathered("the datasets that are concatenated have tensors of different dtypes or shapes")
+            raise NotGathered("the datasets of a ConcatDataset have tensors of different dtypes or shapes")
     assert kind is not None
     out = make(count, shape, first.dtype)
     target = array_of_tensor(out, kind.dtype)
@@ -63,7 +65,7 @@ def _merge_strings(parts: Sequence[Part], count: int, kind: type) -> Any:
     merged: list[Any] = [None] * count
     for at, value in parts:
         if len(value) != len(at):
-            raise NotGathered("a part has not one string for each of its rows")
+            raise NotGathered("a part of the batch has another number of strings than rows")
         for place, text in zip(at.tolist(), value, strict=True):
             merged[place] = text
     return merged if kind is list else tuple(merged)

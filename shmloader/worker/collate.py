@@ -86,7 +86,13 @@ class _SlotCollate(DefaultCollate):
     def is_default(self) -> bool:
         """See `DefaultCollate`."""
         # The map may be changed at any time, by worker_init_fn for one.
-        return torch_private.collate_fn_map == self._ours
+        collate_map = torch_private.collate_fn_map
+        if collate_map == self._ours:
+            return True
+        if not torch_private.collate_map_is_pristine(tuple(SAME_AS_TORCHS)):
+            return False
+        self._ours = dict(collate_map)  # with an entry more, for a type that is not joined here
+        return True
 
     def __call__(self, samples: list[Any]) -> Any:
         writer = current_writer()
@@ -186,14 +192,13 @@ def _follow(recipe: Recipe, samples: list[Any]) -> dict[str, Any] | None:
 
 def _stack_tensors(samples: Sequence[torch.Tensor], writer: SlotWriter) -> torch.Tensor:
     first = samples[0]
-    output = writer.output(len(samples), first.shape, first.dtype)
-    if output is not None:
-        tensor = output.tensor
-        try:
+    try:
+        output = writer.output(len(samples), first.shape, first.dtype)  # a nested tensor's shape raises
+        if output is not None:
             # A tensor subclass among the samples may give something else than the output.
-            return torch.stack(samples, 0, out=tensor)  # type: ignore[arg-type]
-        except (RuntimeError, TypeError, NotImplementedError):
-            pass  # shapes that differ, sparse, on another device: torch's own function knows what to do
+            return torch.stack(samples, 0, out=output.tensor)  # type: ignore[arg-type]
+    except (RuntimeError, TypeError, NotImplementedError):
+        pass  # shapes that differ, sparse, nested, on another device: torch's own function knows what to do
     return collate_tensors(samples, collate_fn_map=torch_private.collate_fn_map)
 
 

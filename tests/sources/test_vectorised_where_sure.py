@@ -14,7 +14,14 @@ import torch
 import vectorised_datasets as made
 from batch_outcomes import assert_same_outcomes, outcomes
 from parity.compare import assert_same
-from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import (
+    ConcatDataset,
+    IterableDataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 from torch.utils.data import DataLoader as TorchLoader
 
 import shmloader
@@ -142,6 +149,50 @@ def test_with_another_collate_fn_samples_are_fetched(caplog: pytest.LogCaptureFi
     assert why_per_sample(dataset, default_collate) is None
     list(DataLoader(dataset, 5, collate_fn=collate))
     assert [len(samples) for samples in given_] == [5, 5, 2]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+GETBATCH = "Give it a method __getbatch__(indices) that returns the whole batch"
+WHOLE_NUMBERS = "Pass a list of ints, or an array or tensor of int64 with one dimension"
+ADVICE = [
+    (
+        made.DoubledTensors(X),
+        f"DoubledTensors overrides how TensorDataset gets a sample. {GETBATCH}, or use the class itself",
+    ),
+    (
+        made.Samples(),
+        (
+            "shmloader cannot tell how Samples makes its samples, and there is no __getbatch__ beside its "
+            f"__getitem__. {GETBATCH}"
+        ),
+    ),
+    (
+        Stream(),
+        (
+            "the dataset is iterable-style, and gives its samples one by one. Only a map-style dataset can "
+            "give a batch at once"
+        ),
+    ),
+    (Subset(TensorDataset(X), "abc"), f"the indices of a Subset are a str. {WHOLE_NUMBERS}"),
+    (
+        Subset(TensorDataset(X), np.ones((2, 2))),
+        f"the indices of a Subset are a ndarray of float64, 2-d. {WHOLE_NUMBERS}",
+    ),
+    (
+        Subset(TensorDataset(X), torch.ones(2, dtype=torch.int32)),
+        f"the indices of a Subset are a Tensor of torch.int32, 1-d. {WHOLE_NUMBERS}",
+    ),
+    (Subset(TensorDataset(X), [1, 2.0]), "not all indices are ints of 64 bits. Convert them with int()"),
+]
+
+
+@pytest.mark.parametrize(("dataset", "reason"), ADVICE, ids=lambda value: type(value).__name__)
+def test_a_reason_says_what_to_change(dataset: Any, reason: str) -> None:
+    assert why_per_sample(dataset) == reason
 
 
 class Flipped:

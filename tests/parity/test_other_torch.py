@@ -1,0 +1,380 @@
+"""A torch that lacks or changes something: importing works, one feature is missing, and a message names it.
+
+Each test changes torch in a fresh process, before shmloader is imported.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BEGIN = """
+import sys, warnings
+warnings.simplefilter("always")
+import numpy as np
+import torch
+import torch.utils.data
+import torch.utils.data.dataloader
+from torch.utils.data import DataLoader as TorchLoader, TensorDataset, default_collate
+from torch.utils.data._utils import collate
+"""
+
+LOAD = """
+import shmloader
+from shmloader import torch_private
+from shmloader.torch_private import Feature
+
+def told():
+    "Warnings of shmloader, in the order in which they came."
+    return [str(one.message) for one in caught if str(one.message).startswith("shmloader: ")]
+
+def loads_as_torch(dataset=range(40), **arguments):
+    "Whether two epochs are equal to torch's, from the same seed."
+    arguments = {"batch_size": 4, "num_workers": 1, **arguments}
+    def epochs(kind):
+        torch.manual_seed(3)
+        loader = kind(dataset, **arguments)
+        return [[batch.tolist() for batch in loader] for _ in range(2)] + [torch.get_rng_state().tolist()]
+    return epochs(TorchLoader) == epochs(shmloader.DataLoader)
+
+def missing():
+    return [feature.name for feature in Feature if torch_private.why_missing(feature) is not None]
+
+catching = warnings.catch_warnings(record=True)
+caught = catching.__enter__()
+warnings.simplefilter("always")
+"""
+
+
+def run(directory: Path, change: str, check: str) -> None:
+    """Run a program that changes torch, imports shmloader and then checks something."""
+    script = directory / "program.py"
+    script.write_text(f"{BEGIN}\n{change}\n{LOAD}\nif __name__ == '__main__':\n")
+    with script.open("a") as file:
+        file.writelines(f"    {line}\n" for line in check.strip().splitlines())
+    result = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_torch_at_hand_has_everything(tmp_path: Path) -> None:
+    run(tmp_path, "", "assert missing() == []\nassert loads_as_torch()\nassert told() == []")
+
+
+def test_a_loader_class_with_two_type_parameters(tmp_path: Path) -> None:
+    change = """
+from typing import Generic, TypeVar
+T, U = TypeVar("T"), TypeVar("U")
+class Two(TorchLoader, Generic[T, U]):
+    pass
+Two.__module__, Two.__name__ = "torch.utils.data.dataloader", "DataLoader"
+torch.utils.data.DataLoader = torch.utils.data.dataloader.DataLoader = TorchLoader = Two
+try:
+    Two[int]
+except TypeError:
+    pass
+else:
+    raise AssertionError("two parameters are needed")
+"""
+    check = """
+assert issubclass(shmloader.DataLoader, Two)
+assert shmloader.DataLoader[int](range(3)).batch_size == 1
+assert loads_as_torch()
+assert missing() == [] and told() == []
+"""
+    run(tmp_path, change, check)
+
+
+DATALOADER = "torch.utils.data.dataloader"
+NAMES = [
+    (DATALOADER, "_BaseDataLoaderIter", ["SLOTS", "THREADS"]),
+    (DATALOADER, "_SingleProcessDataLoaderIter", ["SLOTS", "THREADS"]),
+    (DATALOADER, "_DatasetKind", ["SLOTS", "THREADS"]),
+    (DATALOADER, "_sharding_worker_init_fn", ["DATAPIPES"]),
+    ("torch.utils.data.graph_settings", "apply_sharding", ["DATAPIPES"]),
+    ("torch.utils.data.graph_settings", "apply_random_seed", ["DATAPIPES"]),
+    ("torch.utils.data", "IterDataPipe", []),
+    ("torch.utils.data", "MapDataPipe", []),
+    ("torch.utils.data._utils.collate", "default_collate_fn_map", ["COLLATION"]),
+    ("torch.utils.data._utils.collate", "collate_tensor_fn", ["COLLATION"]),
+    ("torch.utils.data._utils.collate", "collate_numpy_array_fn", ["COLLATION"]),
+    ("torch.utils.data._utils.worker", "WorkerInfo", ["SLOTS", "THREADS"]),
+    (
+        "torch.utils.data._utils.worker",
+        "_worker_info",
+        ["SLOTS", "COLLATION", "THREADS"],
+    ),  # read by torch's own
+    ("torch.utils.data._utils.pin_memory", "pin_memory", ["PINNING"]),
+    ("torch.multiprocessing.reductions", "reduce_tensor", ["OTHER_TENSORS"]),
+    ("torch.autograd.profiler", "_is_profiler_enabled", []),
+    ("torch", "TypedStorage", []),
+]
+
+
+@pytest.mark.parametrize(("module", "name", "features"), NAMES, ids=[name for _, name, _ in NAMES])
+def test_without_a_name_importing_works_and_the_feature_names_it(
+    tmp_path: Path, module: str, name: str, features: list[str]
+) -> None:
+    check = f"""
+assert missing() == {features!r}, missing()
+for feature in {features!r}:
+    assert "{name}" in torch_private.why_missing(Feature[feature])
+"""
+    run(tmp_path, f"import {module}\ndel {module}.{name}", check)
+
+
+# What is done without a feature. torch's own loader reads some of the names itself: they are put back for it.
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_without_its_iterator_torch_loads_and_one_warning_says_so(tmp_path: Path, workers: int) -> None:
+    change = """
+known = torch.utils.data.dataloader._BaseDataLoaderIter
+del torch.utils.data.dataloader._BaseDataLoaderIter
+"""
+    check = f"""
+torch.utils.data.dataloader._BaseDataLoaderIter = known
+assert loads_as_torch(num_workers={workers}, shuffle=True)
+(text,) = told()
+assert text.startswith("shmloader: loading through shared-memory slots is not available with torch"), text
+assert "it has no torch.utils.data.dataloader._BaseDataLoaderIter" in text
+"""
+    run(tmp_path, change, check)
+
+
+def test_an_iterator_with_other_attributes_is_left_to_torch(tmp_path: Path) -> None:
+    change = """
+base = torch.utils.data.dataloader._BaseDataLoaderIter
+original = base.__init__
+def renamed(self, loader):
+    original(self, loader)
+    if type(self) is base:  # torch's own iterators go on working
+        del self._base_seed
+base.__init__ = renamed
+"""
+    check = """
+assert loads_as_torch()
+(text,) = told()
+assert "its iterators have no attribute _base_seed" in text
+"""
+    run(tmp_path, change, check)
+
+
+def test_worker_info_that_is_kept_elsewhere_leaves_loading_to_torch(tmp_path: Path) -> None:
+    change = """
+from torch.utils.data._utils import worker
+def get_worker_info():
+    return vars(worker)["_worker_info"]
+torch.utils.data.get_worker_info = get_worker_info
+"""
+    check = """
+assert loads_as_torch()
+(text,) = told()
+assert "get_worker_info() does not read a global name _worker_info" in text
+"""
+    run(tmp_path, change, check)
+
+
+def test_without_its_collate_map_batches_are_the_same(tmp_path: Path) -> None:
+    change = """
+known = collate.default_collate_fn_map
+del collate.default_collate_fn_map
+"""
+    check = """
+collate.default_collate_fn_map = known
+data = TensorDataset(torch.arange(8.0))
+assert loads_as_torch([[1.5, 2], [3.5, 4]] * 4, batch_size=2, collate_fn=lambda s: default_collate(s)[0])
+got = list(shmloader.DataLoader(data, batch_size=4, num_workers=1))
+assert [batch[0].tolist() for batch in got] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+(text,) = told()
+assert text.startswith("shmloader: collating straight into a slot is not available with torch"), text
+assert "collating straight into a slot" in shmloader.why_per_sample(data)
+"""
+    run(tmp_path, change, check)
+
+
+def test_a_collate_function_that_gives_another_dtype_is_followed(tmp_path: Path) -> None:
+    change = """
+def collate_float_fn(batch, *, collate_fn_map=None):
+    return torch.tensor(batch, dtype=torch.float32)
+collate_float_fn.__module__ = collate.__name__
+collate.default_collate_fn_map[float] = collate_float_fn
+"""
+    check = """
+(batch,) = shmloader.DataLoader([0.5, 1.5], batch_size=2, num_workers=1)
+assert batch.dtype is torch.float32
+(text,) = told()
+assert "default_collate makes [torch.float32, (2,)] of two of float, not [torch.float64, (2,)]" in text
+"""
+    run(tmp_path, change, check)
+
+
+ADDED = """
+class Added:
+    pass
+def collate_added_fn(batch, *, collate_fn_map=None):
+    return torch.zeros(len(batch))
+"""
+GATHERED = """
+from shmloader.sources.base import joins_by_default
+def in_a_worker():
+    data = TensorDataset(torch.arange(8))
+    return shmloader.why_per_sample(data) is None and joins_by_default(default_collate)
+"""
+
+
+def test_a_key_that_torch_adds_keeps_the_fast_paths(tmp_path: Path) -> None:
+    change = f"{ADDED}\ncollate_added_fn.__module__ = collate.__name__\n"
+    change += "collate.default_collate_fn_map[Added] = collate_added_fn"
+    check = """
+assert joins_by_default(default_collate)
+assert shmloader.why_per_sample(TensorDataset(torch.arange(8))) is None
+(batch,) = shmloader.DataLoader([Added(), Added()], batch_size=2, num_workers=1)
+assert batch.tolist() == [0, 0]
+assert missing() == [] and told() == []
+"""
+    run(tmp_path, change + GATHERED, check)
+
+
+def test_a_programs_key_counts_where_it_is_for_a_type_that_is_joined_here(tmp_path: Path) -> None:
+    check = """
+import collections
+keys = collate.default_collate_fn_map
+Record = collections.namedtuple("Record", "a b")
+for key, harmless in [(Added, True), (object, False), (dict, False), (list, False), (Record, False),
+                      (np.float32, False), ((Added, tuple), False), ("no class", False)]:
+    keys[key] = collate_added_fn
+    assert joins_by_default(default_collate) is harmless, key
+    del keys[key]
+known = keys[int]
+for changed in (collate_added_fn, None):
+    keys[int] = changed
+    assert not joins_by_default(default_collate)
+del keys[int]
+assert not joins_by_default(default_collate)
+keys[int] = known
+assert joins_by_default(default_collate)
+"""
+    run(tmp_path, ADDED + GATHERED, check)
+
+
+def test_a_key_that_worker_init_fn_adds_keeps_collation_in_the_slot(tmp_path: Path) -> None:
+    change = f"""{ADDED}
+def add(_):
+    collate.default_collate_fn_map[Added] = collate_added_fn
+    from shmloader.worker import collate as ours
+    stack = ours._stack_tensors
+    def noted(samples, writer):
+        return stack(samples, writer) + 100
+    ours._stack_tensors = noted
+"""
+    check = """
+data = [torch.tensor([1.0]), torch.tensor([2.0])]
+(batch,) = shmloader.DataLoader(data, batch_size=2, num_workers=1, worker_init_fn=add)
+assert batch.tolist() == [[101], [102]]  # by way of the fast path
+"""
+    run(tmp_path, change, check)
+
+
+CHANGED_SAMPLERS = {
+    "order": (
+        "RandomSampler",
+        "yield from torch.randperm(n, generator=generator).tolist()",
+        "yield from torch.randperm(n, generator=generator).tolist()[::-1]",
+    ),
+    "seed": ("RandomSampler", "torch.empty((), dtype=torch.int64).random_()", "torch.randint(7, ())"),
+    "further batches": ("BatchSampler", "yield", "yield [*range(1000, 1064)]; yield"),
+    "one draw more": ("BatchSampler", "if self", "torch.rand(1)\n    if self"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGED_SAMPLERS)
+def test_changed_samplers_are_followed_and_a_warning_says_so(tmp_path: Path, case: str) -> None:
+    name, old, new = CHANGED_SAMPLERS[case]
+    change = f"""
+import inspect, textwrap
+from torch.utils.data import sampler
+source = textwrap.dedent(inspect.getsource(sampler.{name}.__iter__))
+assert {old!r} in source
+exec(source.replace({old!r}, {new!r}, 1), vars(sampler))
+sampler.{name}.__iter__ = vars(sampler)["__iter__"]
+"""
+    check = """
+assert loads_as_torch(range(200), batch_size=64, shuffle=True)
+(text,) = told()
+assert text.startswith("shmloader: drawing index batches as arrays is not available"), text
+assert "draws in another way" in text
+assert missing() == ["ARRAY_SAMPLING"]
+"""
+    run(tmp_path, change, check)
+
+
+def test_the_comparison_of_samplers_leaves_the_global_generator_alone(tmp_path: Path) -> None:
+    check = """
+from shmloader.sampling.array_samplers import check_against_torch
+before = torch.get_rng_state()
+check_against_torch()
+assert torch.equal(before, torch.get_rng_state())
+assert missing() == []
+"""
+    run(tmp_path, "", check)
+
+
+REFUSED = {
+    "DataPipes": (
+        "del torch.utils.data.dataloader._sharding_worker_init_fn",
+        "torch.utils.data.datapipes.iter.IterableWrapper(range(4))",
+        {"num_workers": 1},
+        "sharding and seeding DataPipes is not available",
+    ),
+    "threads": (
+        (
+            "torch_worker = torch.utils.data._utils.worker\n"
+            "torch.utils.data.get_worker_info = lambda: vars(torch_worker)['_worker_info']"
+        ),
+        "range(4)",
+        {"num_workers": 1, "worker_type": "thread"},
+        "worker_type='thread' is not available",
+    ),
+    "sparse tensors": (
+        "import torch.multiprocessing.reductions\ndel torch.multiprocessing.reductions.reduce_tensor",
+        "[torch.zeros(2).to_sparse()]",
+        {"num_workers": 1, "batch_size": None},
+        "sending sparse and nested tensors and tensors of other devices is not available",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_done_otherwise_is_an_error_that_names_it(tmp_path: Path, case: str) -> None:
+    change, dataset, arguments, message = REFUSED[case]
+    check = f"""
+try:
+    next(iter(shmloader.DataLoader({dataset}, **{arguments!r})))
+except NotImplementedError as error:
+    assert str(error).startswith("shmloader: " + {message!r}), error
+else:
+    raise AssertionError("nothing was raised")
+"""
+    run(tmp_path, change, check)
+
+
+def test_a_typed_storage_is_made_and_read_without_torchs_private_ways(tmp_path: Path) -> None:
+    check = """
+from shmloader.torch_private import typed_storage, untyped
+class Public:
+    def __init__(self, *, wrap_storage, dtype):
+        self.made_of = wrap_storage, dtype
+    def untyped(self):
+        return self.made_of[0]
+torch_private.TypedStorage = Public
+storage = torch.arange(3.0).untyped_storage()
+made = typed_storage(storage, torch.float32)
+assert made.made_of == (storage, torch.float32)
+assert untyped(made) is storage
+"""
+    run(tmp_path, "", check)
