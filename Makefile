@@ -15,16 +15,23 @@ SOAK_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint bench soak clean
+.PHONY: help demo test test-fast test-all lint bench soak clean
+
+# What the fast set leaves out: whatever starts interpreters (spawned workers, programs, the command line and the
+# benchmarks), and the folders whose tests wait for deaths and timeouts.
+FAST := -k 'not spawn and not forkserver' --ignore tests/bench --ignore tests/cli --ignore tests/robustness
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.stamp-demo ## Run the demonstration (DEMO_ARGS=...)
 	$(BIN)/python -m shmloader demo $(DEMO_ARGS)
 
-test: lint ## Lint, check types, run the tests (PYTEST_ARGS=...)
+test: lint ## Lint, check types, run the tests: under 10 minutes on two cores (PYTEST_ARGS=...)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-fast: lint ## The same without tests that start interpreters: under 3 minutes on two cores
+	$(BIN)/python -m pytest $(FAST) $(PYTEST_ARGS)
 
 test-all: lint ## The same with the long tests: programs killed, confined and interrupted
 	SHMLOADER_LONG=1 $(BIN)/python -m pytest $(PYTEST_ARGS)

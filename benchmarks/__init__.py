@@ -1,1 +1,1 @@
-"""Benchmarks: run `python benchmarks/transport.py`; `docs/benchmarks.md` says what is measured."""
+"""Benchmarks of a checkout. README.md has the map: which file answers which question."""

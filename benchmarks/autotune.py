@@ -1,4 +1,4 @@
-"""What ``num_workers="auto", prefetch_factor="auto"`` choose, beside each fixed choice.
+"""The choice of ``num_workers="auto", prefetch_factor="auto"`` beside each fixed one.
 
 Run from a checkout:
 
@@ -26,9 +26,9 @@ import torch
 from torch.utils.data import Dataset
 
 from benchmarks.machine import describe
+from benchmarks.options import NOT_WRITTEN, whole_number
 from benchmarks.result_files import result_file, write_json
 from shmloader import DataLoader
-from shmloader.cli.bench import NOT_WRITTEN, whole_number
 from shmloader.host.limits import cores
 
 _PREFETCH = (2, 4, 8)

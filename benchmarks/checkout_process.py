@@ -1,14 +1,14 @@
-"""One side of `benchmarks.checkouts`: a process with one checkout's loader, and this one's benchmarks.
+"""One side of `benchmarks.checkouts`: a process with one checkout's loader, and this checkout's workloads.
 
-Started as a script, with the checkout in ``PYTHONPATH``; after each line that it reads it loads for so many
-seconds, and writes how it went.
+`shmloader` may be any version here. Therefore only its public names are used, by this module and by those
+that it imports (a test holds them to it).
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
+import multiprocessing
 import sys
 import time
 from collections.abc import Iterator
@@ -19,25 +19,22 @@ from typing import Any
 import psutil
 import torch
 
-import shmloader  # of the checkout; from here on, packages come from this one
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.loaders import batching  # noqa: E402
-from benchmarks.reading import touch  # noqa: E402
-from benchmarks.workloads import WORKLOADS  # noqa: E402
+import shmloader
+from benchmarks.fresh_process import claim_output
+from benchmarks.loaders import batching
+from benchmarks.reading import touch
+from benchmarks.workloads import STARTUP, WORKLOADS, Workload
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one checkout's loader did in one turn; µs are for each batch.
+    """One turn of one checkout's loader; µs are for each batch.
 
     Attributes:
-        batches_per_s: Batches, by the clock.
-        next_us: Time in ``next()``, by the clock.
+        batches_per_s: Batches, by the clock; of a start-up the inverse of the time to the first one.
+        next_us: Time in `next()`, by the clock.
         main_cpu_us: Processor time of the main process.
-        workers_cpu_us: That of all workers.
+        workers_cpu_us: That of all workers, and of what else starts them.
     """
 
     batches_per_s: float
@@ -46,40 +43,41 @@ class Turn:
     workers_cpu_us: float
 
 
-def serve(checkout: Path, name: str, workers: int) -> None:
-    """Loads whenever it is told for how long, in this process, and says how it went."""
-    if checkout not in Path(shmloader.__file__).parents:
-        sys.exit(f"error: shmloader is imported from {shmloader.__file__}, not from {checkout}")
-    torch.set_num_threads(1)
-    workload = WORKLOADS[name]
-    prefetch_factor = workload.prefetch_factor or 2
-    # What anybody else prints is no answer.
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    with shmloader.DataLoader(
-        workload.dataset(workload.batch_size * workload.period_batches),
+def make_loader(workload: Workload, dataset: Any, workers: int) -> Any:
+    """Makes the checkout's loader."""
+    options = batching(workload.batch_size, workload.options())
+    return shmloader.DataLoader(
+        dataset,
         num_workers=workers,
-        prefetch_factor=prefetch_factor,
+        prefetch_factor=workload.prefetch_factor or 2,
         persistent_workers=True,
-        multiprocessing_context="fork",  # any other way, workers would import this checkout's package
-        **batching(workload.batch_size, workload.options()),
-    ) as loader:
+        **options,
+    )
+
+
+def serve(workload: Workload, workers: int, answer: Any) -> None:
+    """Loads for as many seconds as each line of the input says, and answers how it went.
+
+    A line with null only waits until all is warm.
+    """
+    with make_loader(workload, workload.make_dataset(), workers) as loader:
         batches: Iterator[Any] = itertools.chain.from_iterable(itertools.repeat(loader))
-        ready = workers * prefetch_factor  # batches that are made while nobody asks
-        _load(batches, 0.5, workload.compute_s)
+        ready = workers * (workload.prefetch_factor or 2)  # batches that are made while nobody asks
+        load(batches, 0.5, workload.compute_s)
         for line in sys.stdin:
-            asked = line.strip()
-            turn = None
-            if asked:
-                for _ in range(ready):
-                    next(batches)
-                turn = _load(batches, float(asked), workload.compute_s)
-            print(json.dumps(asdict(turn) if turn else None), file=answers, flush=True)
+            seconds = json.loads(line)
+            if seconds is None:
+                answer(None)
+                continue
+            for _ in range(ready):
+                next(batches)
+            answer(asdict(load(batches, seconds, workload.compute_s)))
 
 
-def _load(batches: Iterator[Any], seconds: float, compute_s: float) -> Turn:
+def load(batches: Iterator[Any], seconds: float, compute_s: float) -> Turn:
+    """Takes and reads batches for so long, and computes between two of them."""
     main = psutil.Process()
-    workers = main.children()
+    workers = main.children(recursive=True)
     before = _cpu_us([main]), _cpu_us(workers)
     began_s = now_s = time.perf_counter()
     in_next_s, count = 0.0, 0
@@ -97,10 +95,38 @@ def _load(batches: Iterator[Any], seconds: float, compute_s: float) -> Turn:
     return Turn(count / took_s, 1e6 * in_next_s / count, main_us / count, workers_us / count)
 
 
+def start_up(workload: Workload, workers: int, answer: Any) -> None:
+    """Makes a loader when a second line of the input comes, and answers what its first batch took."""
+    dataset = workload.make_dataset()
+    main = psutil.Process()
+    sys.stdin.readline()
+    answer(None)
+    if not sys.stdin.readline():
+        return
+    before_us, began_s = _cpu_us([main]), time.perf_counter()
+    with make_loader(workload, dataset, workers) as loader:
+        touch(next(iter(loader)))
+        took_s = time.perf_counter() - began_s
+        main_us, workers_us = _cpu_us([main]) - before_us, _cpu_us(main.children(recursive=True))
+    answer(asdict(Turn(1 / took_s, 1e6 * took_s, main_us, workers_us)))
+
+
 def _cpu_us(processes: list[psutil.Process]) -> float:
     times = [process.cpu_times() for process in processes]
     return sum(1e6 * (each.user + each.system) for each in times)
 
 
+def main(checkout: str, name: str, workers: str) -> None:
+    """Answers for one checkout: the folder that its package must come from, a workload, and workers."""
+    package = Path(shmloader.__file__).resolve()
+    if Path(checkout) not in package.parents:
+        sys.exit(f"error: shmloader is imported from {package}, not from {checkout}")
+    torch.set_num_threads(1)
+    workload = WORKLOADS[name]
+    if workload.start_method is not None:
+        multiprocessing.set_start_method(workload.start_method)
+    (start_up if workload.kind == STARTUP else serve)(workload, int(workers), claim_output())
+
+
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    main(*sys.argv[1:])

@@ -1,150 +1,211 @@
 """Two checkouts of this project beside each other: what a change does to the speed of its loader.
 
-``python -m benchmarks.checkouts ../before --workload tiny --workload rows`` loads with the loader of this
-checkout and with that of another one, say ``git worktree add ../before HEAD~1``. Each has a process of its
-own and loads for a second in turn, while the other one sleeps; which of the two begins changes from turn to
-turn. A machine's speed drifts by more than most changes bring, and two loads a second apart have it nearly
-the same: so what counts is the ratio within a turn, and its median over all turns. Where its memory lies
-makes one process quicker than another for as long as it lives, so there are several rounds of fresh ones.
-Workloads and consumer are those of this checkout.
+`python -m benchmarks.checkouts ../before` loads every workload with the loader of this checkout and with
+that of another one, say `git worktree add ../before HEAD~1`. Each has a process of its own and loads for half
+a second in turn, while the other one sleeps; which of the two begins changes from turn to turn. A machine's
+speed drifts by more than most changes bring, and two loads a second apart have it nearly the same: so what
+counts is the ratio within a turn, and its median over all turns. Where its memory lies makes one process
+quicker than another for as long as it lives, so there are several rounds of fresh ones. Of a start-up each
+turn has fresh processes. Workloads, consumer and interpreter are those of this checkout.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from benchmarks.checkout_process import Turn
+from benchmarks.fresh_process import ROOT, FreshProcess, MeasurementFailedError
+from benchmarks.options import SHORTEST_WINDOW_S, finite_number, whole_number
 from benchmarks.real_files import FOLDER
-from benchmarks.summary import render_table
+from benchmarks.tables import table_of
 from benchmarks.workloads import STARTUP, WORKLOADS
-from shmloader.cli.bench import SHORTEST_WINDOW_S, finite_number, whole_number
 
-ROOT = Path(__file__).resolve().parent.parent
-CHILD = Path(__file__).with_name("checkout_process.py")
+LEAST_THROUGHPUT, MOST_PROCESSOR_TIME = 0.97, 1.03
+"""Bounds of `--check`, as shares of the other checkout's figures."""
 
-TITLES = {
-    "batches_per_s": "batches/s",
-    "next_us": "us in next()",
-    "main_cpu_us": "CPU us, main process",
-    "workers_cpu_us": "CPU us, workers",
-}
+LARGE_NBYTES = 10**8
+"""Start-ups with more data are measured only when they are named."""
 
 
-def ratios(turns: list[tuple[Turn, Turn]]) -> dict[str, tuple[float, float, float]]:
+@dataclass(frozen=True)
+class Comparison:
+    """One workload with both checkouts: medians of each, and ratios of this one to the other.
+
+    Attributes:
+        throughput: Batches per second: the median of the ratios within a turn.
+        in_next: Time in `next()`, likewise.
+        processor_time: Processor time per batch of all processes, over all turns: it comes in ticks of 10 ms,
+            of which a turn may have few.
+    """
+
+    workload: str
+    turns: int
+    here_per_s: float
+    there_per_s: float
+    throughput: float
+    in_next: float
+    here_cpu_us: float
+    there_cpu_us: float
+    processor_time: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether this checkout is not slower, and not dearer, than is allowed."""
+        return self.throughput >= LEAST_THROUGHPUT and not self.processor_time > MOST_PROCESSOR_TIME
+
+
+def compare_turns(workload: str, turns: list[tuple[Turn, Turn]]) -> Comparison:
     """Compares this checkout with the other one.
 
     Args:
+        workload: Its name.
         turns: What the two did in each turn, this checkout's first.
-
-    Returns:
-        For each figure its median here, its median there, and the median of what one is to the other within
-        a turn; of processor time what one is to the other over all turns.
     """
-    answer = {}
-    for field in TITLES:
-        pairs = [(getattr(here, field), getattr(there, field)) for here, there in turns]
-        heres, theres = zip(*pairs, strict=True)
-        if field.endswith("cpu_us"):  # comes in ticks, of which a turn may have few or none
-            ratio = sum(heres) / sum(theres) if sum(theres) else math.nan
-        else:
-            ratio = median(here / there for here, there in pairs)
-        answer[field] = median(heres), median(theres), ratio
-    return answer
+    heres, theres = zip(*turns, strict=True)
+    cpu = [[turn.main_cpu_us + turn.workers_cpu_us for turn in side] for side in (heres, theres)]
+    return Comparison(
+        workload,
+        len(turns),
+        median(turn.batches_per_s for turn in heres),
+        median(turn.batches_per_s for turn in theres),
+        median(here.batches_per_s / there.batches_per_s for here, there in turns),
+        median(here.next_us / there.next_us for here, there in turns),
+        *map(median, cpu),
+        sum(cpu[0]) / sum(cpu[1]) if sum(cpu[1]) else math.nan,
+    )
 
 
 class Side:
-    """One checkout's process."""
+    """One checkout's process.
 
-    def __init__(self, checkout: Path, name: str, arguments: argparse.Namespace, folder: str) -> None:
-        self.checkout = checkout
-        self.process = subprocess.Popen(
-            [sys.executable, str(CHILD), str(checkout), name, str(arguments.workers)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(checkout), FOLDER: folder},
+    Its current folder, and the first of its path, has nothing but a link to the checkout's package, so that
+    workers started by any method import that package, and the benchmarks of this checkout.
+    """
+
+    def __init__(self, checkout: Path, name: str, workers: int, written: str, ends: ExitStack) -> None:
+        folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="shmloader-bench-")))
+        (folder / "shmloader").symlink_to(checkout / "shmloader", target_is_directory=True)
+        self._fresh = FreshProcess(
+            f"the process of {checkout}",
+            "benchmarks.checkout_process",
+            *(str(checkout), name, str(workers)),
+            environment={"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", FOLDER: written},
+            folder=folder,
         )
-        self._ask("")
+        ends.enter_context(self._fresh)
+        self._ask(None)  # all is warm
 
     def load(self, seconds: float) -> Turn:
         """Lets it load for so long."""
-        return Turn(**json.loads(self._ask(str(seconds))))
+        return Turn(**self._ask(seconds))
 
-    def _ask(self, question: str) -> str:
-        asked, answers = self.process.stdin, self.process.stdout
-        assert asked is not None
-        assert answers is not None
-        with contextlib.suppress(BrokenPipeError):  # it says nothing then
-            asked.write(f"{question}\n")
-            asked.flush()
-        if not (answer := answers.readline()):
-            sys.exit(f"error: the process of {self.checkout} ended with {self.process.wait()}")
+    def _ask(self, seconds: float | None) -> dict[str, float]:
+        self._fresh.ask(seconds)
+        answer: dict[str, float] = self._fresh.answer()
         return answer
 
-    def close(self) -> None:
-        """Ends it."""
-        self.process.communicate()
+
+def compare(name: str, arguments: argparse.Namespace) -> Comparison:
+    """Runs one workload with both checkouts in turn."""
+    turns: list[tuple[Turn, Turn]] = []
+    if WORKLOADS[name].kind == STARTUP:
+        for number in range(arguments.turns):
+            turns += play_round(name, arguments, number, 1)
+    else:
+        for number in range(arguments.rounds):
+            turns += play_round(name, arguments, number, arguments.turns)
+    return compare_turns(name, turns)
 
 
-def compare(name: str, arguments: argparse.Namespace) -> None:
-    """Runs one workload with both checkouts in turn and prints what it was."""
-    turns = []
-    for number in range(arguments.rounds):
-        turns += _round(name, arguments, number)
-    table = [
-        [TITLES[field], f"{here:,.1f}", f"{there:,.1f}", f"{ratio:.3f}"]
-        for field, (here, there, ratio) in ratios(turns).items()
-    ]
-    print(f"{name}, medians of {len(turns)} turns in {arguments.rounds} rounds\n")
-    print(f"{render_table([['', 'this checkout', 'the other', 'ratio'], *table], texts=1)}\n", flush=True)
-
-
-def _round(name: str, arguments: argparse.Namespace, number: int) -> list[tuple[Turn, Turn]]:
+def play_round(name: str, arguments: argparse.Namespace, number: int, turns: int) -> list[tuple[Turn, Turn]]:
     """Some turns of two fresh processes; over all rounds each is started, and loads, first in every other."""
-    with tempfile.TemporaryDirectory(prefix="shmloader-bench-") as folder, ExitStack() as ends:
+    with tempfile.TemporaryDirectory(prefix="shmloader-bench-") as written, ExitStack() as ends:
         sides = {}
         for checkout in (arguments.other, ROOT) if number % 2 else (ROOT, arguments.other):
-            sides[checkout] = Side(checkout, name, arguments, folder)
-            ends.callback(sides[checkout].close)
-        turns = []
-        for turn in range(arguments.turns):
+            sides[checkout] = Side(checkout, name, arguments.workers, written, ends)
+        played = []
+        for turn in range(turns):
             order = sorted(sides, key=lambda checkout: (checkout == ROOT) == bool((number + turn) % 2))
             loaded = {checkout: sides[checkout].load(arguments.seconds) for checkout in order}
-            turns.append((loaded[ROOT], loaded[arguments.other]))
-    return turns
+            played.append((loaded[ROOT], loaded[arguments.other]))
+        return played
 
 
-def main() -> None:
+COLUMNS = (
+    ("workload", lambda one: one.workload),
+    ("batches/s, here", lambda one: f"{one.here_per_s:,.1f}"),
+    ("there", lambda one: f"{one.there_per_s:,.1f}"),
+    ("throughput", lambda one: f"{one.throughput:.3f}"),
+    ("time in next()", lambda one: f"{one.in_next:.3f}"),
+    ("CPU us/batch, here", lambda one: f"{one.here_cpu_us:,.0f}"),
+    ("there", lambda one: f"{one.there_cpu_us:,.0f}"),
+    ("processor time", lambda one: f"{one.processor_time:.3f}"),
+)
+
+
+def names(asked: list[str] | None) -> list[str]:
+    """The workloads to run: those asked for, or all that can run here and are not large."""
+    if asked:
+        return asked
+    return [
+        name
+        for name, one in WORKLOADS.items()
+        if one.dataset_nbytes < LARGE_NBYTES and not (one.missing and one.missing())
+    ]
+
+
+def main() -> int:
+    """Compares two checkouts; 1 where one fails, or with `--check` this one is slower or dearer."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [name for name, workload in WORKLOADS.items() if workload.kind != STARTUP]
-    add = parser.add_argument
+    add, count = parser.add_argument, whole_number(1)
     add("other", type=lambda text: Path(text).resolve(), help="folder of the other checkout")
-    add("--workload", action="append", choices=names, help="what to load; may be repeated (default: tiny)")
-    count, seconds = whole_number(1), finite_number(SHORTEST_WINDOW_S)
-    add("--rounds", type=count, default=4, help="how often fresh processes are started (%(default)s)")
+    add("--workload", action="append", choices=WORKLOADS, help="what to load; may be repeated (default: all)")
+    add("--rounds", type=count, default=2, help="how often fresh processes are started (%(default)s)")
     add("--turns", type=count, default=5, help="how often each of them loads (%(default)s)")
-    add("--seconds", type=seconds, default=1.0, help="how long in each turn (%(default)s)")
+    add(
+        "--seconds",
+        type=finite_number(SHORTEST_WINDOW_S),
+        default=0.5,
+        help="how long in each turn (%(default)s)",
+    )
     add("--workers", type=count, default=2, help="worker processes (%(default)s)")
+    add(
+        "--check",
+        action="store_true",
+        help=f"exit with 1 where throughput is under {LEAST_THROUGHPUT} or processor time over "
+        f"{MOST_PROCESSOR_TIME}",
+    )
     arguments = parser.parse_args()
     if not (arguments.other / "shmloader" / "__init__.py").is_file():
         parser.error(f"{arguments.other} is no checkout: it has no shmloader/__init__.py")
     if arguments.other == ROOT:
         parser.error("that is this checkout: copy it, to see by how much one differs from itself")
-    for name in arguments.workload or ["tiny"]:
-        compare(name, arguments)
+    compared = []
+    try:
+        for name in names(arguments.workload):
+            one = compare(name, arguments)
+            compared.append(one)
+            figures = f"throughput {one.throughput:.3f}, processor time {one.processor_time:.3f}"
+            print(f"{name}: {figures} ({one.turns} turns)", file=sys.stderr, flush=True)
+    except MeasurementFailedError as failure:
+        sys.exit(f"error: {failure}")
+    finally:
+        if compared:
+            print("Ratios are of this checkout to the other one: throughput above 1 is quicker,")
+            print("processor time below 1 is cheaper.\n")
+            print(table_of(COLUMNS, compared, texts=1))
+    return 1 if arguments.check and not all(one.ok for one in compared) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

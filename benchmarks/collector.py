@@ -1,4 +1,4 @@
-"""What a garbage collection in a worker costs when the program holds many objects.
+"""The cost of a garbage collection in a worker when the program holds many objects.
 
 ``python -m benchmarks.collector`` makes a dataset that refers to a million lists, and has a forked worker
 collect, with torch's loader and with this one in turn: how long it takes, and how much memory, until then
@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import shmloader
-from benchmarks.summary import render_table
-from shmloader.cli.bench import whole_number
+from benchmarks.options import whole_number
+from benchmarks.tables import render_table
 
 LISTS = 1_000_000
 LOADERS = {"torch": DataLoader, "shmloader": shmloader.DataLoader}

@@ -1,4 +1,4 @@
-"""How fast memory can be copied here, in as many processes at once as there are workers."""
+"""The rate at which memory can be copied here, in as many processes at once as there are workers."""
 
 from __future__ import annotations
 

@@ -31,10 +31,10 @@ STRIDE = 16
 """Distance of two counters, in 8-byte words: two cache lines, so that writers do not share one."""
 
 NAP_S = 0.0005
-"""How long the reader sleeps when nothing is due; spinning would take a core from the producers."""
+"""Sleep of the reader when nothing is due; spinning would take a core from the producers."""
 
 CHECKED_BATCHES = 8
-"""How many batches go into the checksum, here and with the loaders."""
+"""Batches that go into the checksum, here and with the loaders."""
 
 
 def outputs_like(batch: Any) -> Any:
@@ -81,12 +81,12 @@ class Shared:
 
     @property
     def read_word(self) -> int:
-        """Where the reader counts."""
+        """Index of the reader's counter."""
         return self.producers * STRIDE
 
     @property
     def stop_word(self) -> int:
-        """Where the stop sign is."""
+        """Index of the stop sign."""
         return (self.producers + 1) * STRIDE
 
 

@@ -50,7 +50,6 @@ class Loader:
         cannot: Says why it cannot do a workload, or None.
         copies_dataset: How many copies of the data set there are at most with some workers and a start
             method, the program's own included.
-        in_transport: Whether `benchmarks/transport.py` runs it unasked.
     """
 
     name: str
@@ -63,7 +62,6 @@ class Loader:
     meant_for: Callable[[Workload], bool] = lambda workload: True
     cannot: Callable[[Workload], str | None] = lambda workload: None
     copies_dataset: Callable[[str | None, int], float] = pickled_copies
-    in_transport: bool = False
 
     def missing(self) -> str | None:
         """Says what has to be installed for it, and how; None where all is there."""
@@ -183,8 +181,8 @@ def is_of_arrays(workload: Workload) -> bool:
 
 
 for _loader in (
-    Loader("torch-file_descriptor", build_torch("file_descriptor"), is_baseline=True, in_transport=True),
-    Loader("torch-file_system", build_torch("file_system"), is_baseline=True, in_transport=True),
+    Loader("torch-file_descriptor", build_torch("file_descriptor"), is_baseline=True),
+    Loader("torch-file_system", build_torch("file_system"), is_baseline=True),
     Loader("torch-bulk", build_torch_bulk, meant_for=is_table),
     Loader(
         "torch-numpy",
@@ -200,7 +198,6 @@ for _loader in (
         packages=("shmloader",),
         # What is pickled has large arrays once, in a file that all workers map.
         copies_dataset=lambda method, workers: 1.0 if method == "fork" else 2.2,
-        in_transport=True,
     ),
     Loader(
         "shmloader-shared",

@@ -1,4 +1,4 @@
-"""What the machine is, and what the processes of a measurement use of it."""
+"""The machine: its description, and the processor time that a measurement and all others take of it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One measurement, in the fresh process that it has to itself: `python -m benchmarks.measure SPEC`.
 
-The last line of the output is the measurement, as JSON.
+Its one answer is the measurement.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks import peers  # noqa: F401 - registers its loaders
 from benchmarks.copying import MEMCPY, measure_copying
+from benchmarks.fresh_process import claim_output
 from benchmarks.limit import CHECKED_BATCHES, measure_limit
 from benchmarks.loaders import LOADERS, Loader
 from benchmarks.machine import CpuMeter, open_descriptors
@@ -28,7 +30,7 @@ from benchmarks.training import measure_training
 from benchmarks.workloads import STARTUP, TRAINING, WORKLOADS, Workload
 
 LONGEST_WINDOW = 4
-"""How many times `seconds` a window may last where batches come slowly."""
+"""A window lasts so many times `seconds` at the most, where batches come slowly."""
 
 
 class PluginError(Exception):
@@ -167,7 +169,8 @@ def main() -> None:
     """Does what the command line says, within its time."""
     spec = Spec.from_json(sys.argv[1])
     faulthandler.dump_traceback_later(spec.timeout_s, exit=True)
-    print(measure(spec).to_json(), flush=True)
+    answer = claim_output()
+    answer(asdict(measure(spec)))
 
 
 if __name__ == "__main__":

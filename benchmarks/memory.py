@@ -6,42 +6,29 @@ Each measurement has a fresh process to itself. `docs/memory.md` says what is me
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:  # as a script, only the script's own folder is there
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks import machine, memory_cgroup  # noqa: E402
-from benchmarks.memory_datasets import CONTESTANTS, available  # noqa: E402
-from benchmarks.memory_process import Spec  # noqa: E402
-from benchmarks.result_files import UnusablePathError, check_drawing, result_file, write_json  # noqa: E402
-from benchmarks.summary import render_table  # noqa: E402
-from benchmarks.verdicts import Verdict, render_verdicts  # noqa: E402
-from shmloader.cli.bench import NOT_WRITTEN, whole_number  # noqa: E402
-from shmloader.cli.process_memory import MemorySample, sample_until_exit  # noqa: E402
+from benchmarks import machine, memory_cgroup
+from benchmarks.fresh_process import FreshProcess, MeasurementFailedError
+from benchmarks.memory_datasets import CONTESTANTS, available
+from benchmarks.memory_process import Spec
+from benchmarks.options import NOT_WRITTEN, whole_number
+from benchmarks.result_files import UnusablePathError, check_drawing, result_file, write_json
+from benchmarks.tables import render_table
+from benchmarks.verdicts import Verdict, render_verdicts
+from shmloader.host.process_memory import MemorySample, sample_until_exit
 
 LIST = "torch, list"
-TIMEOUT_S = 600.0
 LEAST_ROWS = 10_000
 """Fewer take no more memory than what a process gets and gives back by itself."""
 
 MOST_GROWTH, MOST_PSS, MOST_MESSAGE_NBYTES, MOST_SLOWDOWN = 0.05, 1.15, 64_000, 1.20
 MB = 1e6
-
-
-class MeasurementFailedError(Exception):
-    """A measurement's process ended without a result."""
 
 
 def run(spec: Spec, cgroup: Path | None = None) -> tuple[dict[str, Any], list[MemorySample]]:
@@ -50,35 +37,14 @@ def run(spec: Spec, cgroup: Path | None = None) -> tuple[dict[str, Any], list[Me
     Raises:
         MeasurementFailedError: The process failed, was killed, or was not done in time.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "result.json")
-        errors = Path(folder, "errors")
-        with errors.open("wb") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.memory_process", json.dumps(asdict(spec)), str(result)],
-                cwd=ROOT,
-                env=os.environ | {"SHMLOADER_MEMORY_FOLDER": folder},
-                stdout=subprocess.DEVNULL,
-                stderr=file,
-                start_new_session=True,  # so that its workers can be ended with it
-                preexec_fn=(lambda: memory_cgroup.join(cgroup)) if cgroup else None,  # noqa: PLW1509
-            )
-        try:
-            # To look at 1 GB of mapped pages takes a core for a while, from those that are being timed.
-            if spec.kind == "spawn":
-                memory: list[MemorySample] = []
-                process.wait()
-            else:
-                memory = sample_until_exit(process, 0.1)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        if process.returncode or not result.exists():
-            what = f"{spec.kind}, {spec.contestant}"
-            text = errors.read_text(errors="replace")[-3000:]
-            raise MeasurementFailedError(f"{what} ended with {process.returncode}:\n{text}")
-        return json.loads(result.read_text()), memory
+    setup = (lambda: memory_cgroup.join(cgroup)) if cgroup else None
+    what = f"{spec.kind}, {spec.contestant}"
+    with FreshProcess(what, "benchmarks.memory_process", json.dumps(asdict(spec)), setup=setup) as fresh:
+        # To look at 1 GB of mapped pages takes a core for a while, from those that are being timed.
+        memory = [] if spec.kind == "spawn" else sample_until_exit(fresh.process, 0.1)
+        figures = fresh.answer()
+        fresh.finish()
+    return figures, memory
 
 
 def say(what: str) -> None:
@@ -92,7 +58,7 @@ def megabytes(nbytes: float) -> str:
 
 
 def compare_growth(arguments: argparse.Namespace, report: dict[str, Any]) -> list[Verdict]:
-    """How much private memory each of the workers comes to have."""
+    """Compares the private memory that each worker comes to have."""
     table = [["samples", "rows", "list, MB", "growth of a worker, MB", "of the list", "build s", "samples/s"]]
     verdicts = []
     lines: dict[str, list[MemorySample]] = {}
@@ -149,7 +115,7 @@ def draw(arguments: argparse.Namespace, lines: dict[str, list[MemorySample]]) ->
 
 
 def compare_ranks(arguments: argparse.Namespace, report: dict[str, Any]) -> list[Verdict]:
-    """What two ranks with two workers each take together."""
+    """Compares the memory of two ranks with two workers each."""
     rows = arguments.rows[-1]
     table = [["samples", "processes", "summed PSS, MB", "without data, MB", "store, MB"]]
     verdicts = []
@@ -181,7 +147,7 @@ def compare_ranks(arguments: argparse.Namespace, report: dict[str, Any]) -> list
 
 
 def compare_spawn(arguments: argparse.Namespace, report: dict[str, Any]) -> list[Verdict]:
-    """What a spawned worker is sent, and when the first batch comes."""
+    """Compares the message to a spawned worker, and the time to the first batch."""
     table = [["samples", "data, MB", "message to a worker, bytes", "first batch, s"]]
     verdicts = []
     for name in arguments.contestant:
@@ -213,7 +179,7 @@ def compare_spawn(arguments: argparse.Namespace, report: dict[str, Any]) -> list
 
 
 def compare_limited(arguments: argparse.Namespace, report: dict[str, Any]) -> list[Verdict]:
-    """Which go on under a memory cgroup limit, where the list's copies in the workers do not fit."""
+    """Runs all under a memory cgroup limit in which the list's copies in the workers do not fit."""
     rows = arguments.rows[-1]
     try:
         limit = arguments.cgroup_limit or find_limit(arguments, rows)
@@ -244,7 +210,7 @@ def compare_limited(arguments: argparse.Namespace, report: dict[str, Any]) -> li
 
 
 def find_limit(arguments: argparse.Namespace, rows: int) -> int:
-    """What the processes need without data, and one and a half times the list, in bytes."""
+    """Bytes that the processes need without data, and one and a half times the list."""
     say(f"what the list takes, {rows:,} rows")
     figures, _ = run(Spec("growth", LIST, rows, workers=1))
     with memory_cgroup.limited(1 << 40) as folder:

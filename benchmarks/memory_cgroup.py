@@ -82,7 +82,7 @@ def join(folder: Path) -> None:
 
 
 def was_killed(folder: Path) -> int:
-    """How many processes of the cgroup the kernel has killed for memory."""
+    """Number of the cgroup's processes that the kernel has killed for memory."""
     for name in ("memory.oom_control", "memory.events"):
         with contextlib.suppress(OSError):
             fields = dict(line.split() for line in (folder / name).read_text().splitlines())

@@ -25,12 +25,12 @@ def records(rows: int) -> Iterator[Record]:
 
 
 def value_of(sample: Record) -> int:
-    """What a dataset returns of a record: a number that depends on all of it."""
+    """A sample: a number that depends on all of a record."""
     return len(sample["path"]) + sample["label"]
 
 
 def expected_sum(rows: int) -> int:
-    """What the samples of an epoch add up to."""
+    """Sum of the samples of an epoch."""
     return sum(map(value_of, records(rows)))
 
 
@@ -77,7 +77,7 @@ class PickledBytes:
 
 
 def make_shared(rows: int) -> Any:
-    """What `shmloader.share` makes of a list."""
+    """Makes a list of records and shares it."""
     import shmloader
 
     return shmloader.share(list(records(rows)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shmloader.cli.process_memory import MemorySample
+from shmloader.host.process_memory import MemorySample
 
 MIB = 2**20
 

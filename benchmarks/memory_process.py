@@ -1,7 +1,7 @@
 """One measurement of memory, in the fresh process that it has to itself.
 
-`python -m benchmarks.memory_process SPEC RESULT`: the specification as JSON, and the file that receives the
-figures. Memory is what `/proc/PID/smaps_rollup` says.
+`python -m benchmarks.memory_process SPEC`: the specification as JSON. Its one answer is the figures. Memory
+is what `/proc/PID/smaps_rollup` says.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ import json
 import multiprocessing
 import multiprocessing.reduction
 import os
-import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from benchmarks.fresh_process import FreshProcess, claim_output
 from benchmarks.memory_datasets import CONTESTANTS, Rows, expected_sum, records
+from shmloader.host.process_memory import read_memory
 
 MARK = "SHMLOADER_MEMORY_BENCHMARK"
 """The environment variable by which the processes of a measurement are found."""
@@ -46,15 +49,6 @@ class Spec:
     epochs: int = 1
     ranks: int = 1
     name: str = ""
-
-
-def memory_of(pid: int) -> dict[str, int]:
-    """Reads a process's memory in bytes by kind (Pss, Private_Dirty, ...); empty if it is gone."""
-    try:
-        lines = Path("/proc", str(pid), "smaps_rollup").read_text().splitlines()[1:]
-    except (OSError, ProcessLookupError):
-        return {}
-    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
 
 
 def make_loader(spec: Spec, dataset: Any, **arguments: Any) -> Any:
@@ -90,23 +84,23 @@ class Start:
 
     def __call__(self, worker_id: int) -> None:
         self.pids[worker_id] = os.getpid()
-        self.private[worker_id] = memory_of(os.getpid())["Private_Dirty"]
+        self.private[worker_id] = read_memory(os.getpid())["Private_Dirty"]
 
 
 def measure_growth(spec: Spec) -> dict[str, Any]:
-    """How much private memory each worker comes to have while it reads."""
-    before = memory_of(os.getpid())["Private_Dirty"]
+    """Measures the private memory that each worker comes to have while it reads."""
+    before = read_memory(os.getpid())["Private_Dirty"]
     began_s = time.monotonic()
     samples = CONTESTANTS[spec.contestant].make(spec.rows)
     built_s = time.monotonic() - began_s
-    data_nbytes = memory_of(os.getpid())["Private_Dirty"] - before
+    data_nbytes = read_memory(os.getpid())["Private_Dirty"] - before
     start = Start(spec.workers)
     loader = make_loader(spec, Rows(samples), worker_init_fn=start, multiprocessing_context="fork")
     began_s = time.monotonic()
     run_epochs(loader, spec)
     epoch_s = (time.monotonic() - began_s) / spec.epochs
     growth = [
-        memory_of(pid)["Private_Dirty"] - private
+        read_memory(pid)["Private_Dirty"] - private
         for pid, private in zip(start.pids, start.private, strict=True)
     ]
     return {
@@ -115,12 +109,12 @@ def measure_growth(spec: Spec) -> dict[str, Any]:
         "build_s": built_s,
         "epoch_s": epoch_s,
         "samples_per_s": spec.rows / epoch_s,
-        "rss_nbytes": memory_of(os.getpid())["Rss"],
+        "rss_nbytes": read_memory(os.getpid())["Rss"],
     }
 
 
-def measure_rank(spec: Spec) -> dict[str, Any]:
-    """Be a rank: load an epoch, say so, and stay until the input ends."""
+def be_rank(spec: Spec, answer: Callable[[Any], None]) -> None:
+    """Loads an epoch, answers what the store has, and stays until the input ends."""
     contestant = CONTESTANTS[spec.contestant]
     if contestant.subject:
         import shmloader
@@ -133,46 +127,40 @@ def measure_rank(spec: Spec) -> dict[str, Any]:
     run_epochs(loader, spec)
     # What an epoch's index list has left in the heap differs from run to run by tens of MB.
     ctypes.CDLL(None).malloc_trim(0)
-    print("ready", flush=True)
+    answer({"store_nbytes": store_nbytes})
     sys.stdin.read()
-    return {"store_nbytes": store_nbytes}
 
 
 def measure_ranks(spec: Spec) -> dict[str, Any]:
-    """What all processes of several ranks take together, the process that serves them included.
+    """Measures the memory of all processes of several ranks, the process that serves them included.
 
     Pages of files (the code of libraries) are told apart: how many processes share them, and so what one's
     share of them is, depends on what else runs on the machine.
     """
     mark = uuid.uuid4().hex
     rank = json.dumps({**asdict(spec), "kind": "rank", "name": mark})
-    folder = Path(os.environ["SHMLOADER_MEMORY_FOLDER"])
-    command = [sys.executable, "-m", "benchmarks.memory_process", rank]
-    processes = [
-        subprocess.Popen(
-            [*command, str(folder / f"rank-{number}.json")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {MARK: mark, "LOCAL_RANK": str(number)},
-        )
-        for number in range(spec.ranks)
-    ]
-    try:
-        for process in processes:
-            assert process.stdout is not None
-            if not process.stdout.readline():
-                raise RuntimeError("a rank ended early")
-        found = [memory_of(pid) for pid in marked(mark)]
-    finally:
-        for process in processes:
-            process.communicate(timeout=60)
-    ranks = [json.loads((folder / f"rank-{number}.json").read_text()) for number in range(spec.ranks)]
+    with ExitStack() as ends:
+        ranks = [
+            ends.enter_context(
+                FreshProcess(
+                    f"rank {number}",
+                    "benchmarks.memory_process",
+                    rank,
+                    environment={MARK: mark, "LOCAL_RANK": str(number)},
+                )
+            )
+            for number in range(spec.ranks)
+        ]
+        stores = [process.answer()["store_nbytes"] for process in ranks]
+        found = [read_memory(pid) for pid in marked(mark)]
+        for process in ranks:
+            process.finish(timeout_s=60)
     return {
         "pss_nbytes": sum(one.get("Pss", 0) - one.get("Pss_File", 0) for one in found),
         "pss_of_files_nbytes": sum(one.get("Pss_File", 0) for one in found),
         "processes": len(found),
         "by_process": sorted(found, key=lambda one: one.get("Pss", 0), reverse=True),
-        "store_nbytes": max(rank["store_nbytes"] for rank in ranks),
+        "store_nbytes": max(stores),
     }
 
 
@@ -236,13 +224,17 @@ def measure_spawn(spec: Spec) -> dict[str, Any]:
     return {"first_batch_s": first_batch_s, "message_nbytes": dump.of_workers()}
 
 
-KINDS = {"growth": measure_growth, "ranks": measure_ranks, "rank": measure_rank, "spawn": measure_spawn}
+KINDS = {"growth": measure_growth, "ranks": measure_ranks, "spawn": measure_spawn}
 
 
 def main() -> None:
     """Does what the command line says."""
     spec = Spec(**json.loads(sys.argv[1]))
-    Path(sys.argv[2]).write_text(json.dumps(KINDS[spec.kind](spec)), encoding="utf-8")
+    answer = claim_output()
+    if spec.kind == "rank":
+        be_rank(spec, answer)
+    else:
+        answer(KINDS[spec.kind](spec))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a batch of two small leaves costs the main process: processor time in ``next()``, and system calls.
+"""The cost of a batch of two small leaves in the main process: time in `next()`, and system calls.
 
 ``python -m benchmarks.per_batch`` loads batches in a process of its own, in the middle of an epoch: with a
 consumer that does something else between two batches, so that they lie ready; with one that takes a dozen of
@@ -20,8 +20,6 @@ import pstats
 import re
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -34,9 +32,9 @@ from typing import Any
 import torch
 
 import shmloader
-from shmloader.cli.bench import whole_number
+from benchmarks.fresh_process import FreshProcess
+from benchmarks.options import whole_number
 
-ROOT = Path(__file__).resolve().parent.parent
 BATCH_SIZE = 4
 WARM_BATCHES = 200
 OTHER_WORK_S = 0.002
@@ -51,7 +49,7 @@ LEAST_BATCHES = 20
 
 @dataclass(frozen=True)
 class Case:
-    """How batches are made and consumed.
+    """One way to make and consume batches.
 
     Attributes:
         title: What it is.
@@ -129,7 +127,7 @@ def load(batches: int, case: Case, timed: bool, profile: cProfile.Profile | None
 
 
 def parts(batches: int, case: Case) -> dict[str, float]:
-    """What the time in ``next()`` is spent on, by the clock: µs for each batch, the longest first.
+    """Functions that the time in ``next()`` is spent on, by the clock: µs for each batch, the longest first.
 
     A function's time is without that of the functions it calls. cProfile's own is in it: a call of Python
     code looks longer than one of C code that takes as long.
@@ -165,10 +163,10 @@ def count(batches: int, case: str) -> Counter[str]:
     """The system calls for batches of one of the `CASES`, by name; one that had nothing to read apart."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace"
-        command = [sys.executable, "-m", "benchmarks.per_batch", "--traced", case]
-        subprocess.run(
-            ["strace", "-o", str(trace), *command, "--batches", str(batches)], check=True, cwd=ROOT
-        )
+        words = ["--traced", case, "--batches", str(batches)]
+        prefix = ("strace", "-o", str(trace))
+        with FreshProcess(f"counting {case}", "benchmarks.per_batch", *words, prefix=prefix) as fresh:
+            fresh.finish(timeout_s=600)
         lines = iter(trace.read_text().splitlines())
     calls: Counter[str] = Counter()
     for _ in itertools.takewhile(lambda line: BEGIN not in line, lines):

@@ -1,4 +1,4 @@
-"""Where the processor time of a batch goes: the profile behind "what bounds it" in docs/performance.md.
+"""The processor time of a batch, by process and function: the profile behind docs/performance.md.
 
 ``python -m benchmarks.processor_time --workload rows`` loads with this project's loader, in a process of its
 own, and tells for the main process and its workers what each batch takes of a core, in user code and in the
@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import os
 import shutil
 import subprocess
 import sys
@@ -30,15 +28,15 @@ import psutil
 import torch
 
 import shmloader
+from benchmarks.fresh_process import END_S, FreshProcess, MeasurementFailedError, claim_output
 from benchmarks.limit import make_into, outputs_like
 from benchmarks.loaders import batching
+from benchmarks.options import SHORTEST_WINDOW_S, finite_number, whole_number
 from benchmarks.reading import touch
 from benchmarks.real_files import FOLDER
-from benchmarks.summary import render_table
+from benchmarks.tables import render_table
 from benchmarks.workloads import STARTUP, WORKLOADS, Workload
-from shmloader.cli.bench import SHORTEST_WINDOW_S, finite_number, whole_number
 
-ROOT = Path(__file__).resolve().parent.parent
 SAMPLES_PER_S = 500
 LEAST_SHARE = 0.02
 """Of the samples: a function that was seen less often is not listed."""
@@ -46,7 +44,7 @@ LEAST_SHARE = 0.02
 
 @dataclass
 class Cost:
-    """What some processes took for each batch: µs of a core, and how often something happened."""
+    """Cost of a batch in some processes: µs of a core, and counts of events."""
 
     user_us: float
     system_us: float
@@ -75,7 +73,8 @@ def _read(process: psutil.Process) -> tuple[float, ...]:
 
 
 def measure(workload: Workload, seconds: float, workers: int, *, sampled: bool) -> None:
-    """Measures in this process, prints the figures, and goes on loading as long again if that is sampled."""
+    """Measures in this process, answers the figures, and goes on loading as long again if that is sampled."""
+    answer = claim_output()
     torch.set_num_threads(1)
     dataset = workload.dataset(workload.batch_size * workload.period_batches)
     (alone,) = costs([psutil.Process()], lambda: _make_alone(workload, dataset, seconds / 2))
@@ -101,7 +100,7 @@ def measure(workload: Workload, seconds: float, workers: int, *, sampled: bool) 
         rate = counted / (time.perf_counter() - began_s)
         together = Cost(*map(sum, zip(*map(astuple, of_workers), strict=True)))
         rows = {"alone": asdict(alone), "main process": asdict(cost), "workers": asdict(together)}
-        print(json.dumps({"batches_per_s": rate, "rows": rows}), flush=True)
+        answer({"batches_per_s": rate, "rows": rows})
         if sampled:
             _consume(batches, seconds, workload.compute_s)
 
@@ -131,25 +130,23 @@ def _consume(batches: Any, seconds: float, compute_s: float) -> int:
 
 def run(name: str, arguments: argparse.Namespace) -> None:
     """Measures one workload in a process of its own, samples that, and prints both."""
-    command = [sys.executable, "-m", "benchmarks.processor_time", "--measure", "--workload", name]
-    command += ["--seconds", str(arguments.seconds), "--workers", str(arguments.workers)]
+    words = ["--measure", "--workload", name]
+    words += ["--seconds", str(arguments.seconds), "--workers", str(arguments.workers)]
     can_sample = shutil.which(_PY_SPY) is not None
     with tempfile.TemporaryDirectory(prefix="shmloader-bench-") as folder:
         samples = Path(folder) / "samples"
-        with subprocess.Popen(
-            command + ["--sampled"] * can_sample,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {FOLDER: folder},
-        ) as measured:
-            assert measured.stdout is not None
-            answer = measured.stdout.readline()
-            if answer and can_sample:
-                _sample(measured.pid, arguments.seconds, samples)
-        if measured.returncode or not answer:
-            sys.exit(f"error: measuring {name} ended with {measured.returncode}")
-        _print(name, json.loads(answer), samples.read_text(encoding="utf-8") if samples.exists() else "")
+        with FreshProcess(
+            f"measuring {name}",
+            "benchmarks.processor_time",
+            *words,
+            *["--sampled"] * can_sample,
+            environment={FOLDER: folder},
+        ) as fresh:
+            measured = fresh.answer()
+            if can_sample:
+                _sample(fresh.process.pid, arguments.seconds, samples)
+            fresh.finish(END_S + arguments.seconds)
+        _print(name, measured, samples.read_text(encoding="utf-8") if samples.exists() else "")
 
 
 _PY_SPY = str(Path(sys.executable).with_name("py-spy"))
@@ -216,8 +213,11 @@ def main() -> None:
     for name in arguments.workload or ["rows"]:
         if arguments.measure:
             measure(WORKLOADS[name], arguments.seconds, arguments.workers, sampled=arguments.sampled)
-        else:
+            continue
+        try:
             run(name, arguments)
+        except MeasurementFailedError as failure:
+            sys.exit(f"error: {failure}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the consumer does with a batch: touch its pages, take its checksum, weigh it."""
+"""The consumer's side of a batch: touching its pages, taking its checksum, weighing it."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Period:
-    """What is known of a workload's batches before any loader makes them.
+    """Facts about a workload's batches, known before any loader makes them.
 
     Attributes:
         touched: What `touch` returns for each batch of a period.

@@ -1,4 +1,4 @@
-"""What crosses the boundary between the benchmark and one measurement's process."""
+"""Records between the benchmark and the process of one measurement."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one fresh process measured; counts are of the timed window unless said otherwise.
+    """The figures of one fresh process; counts are of the timed window unless said otherwise.
 
     `checksum` covers every byte of the first batches. `wrong_batches` counts the later batches
     (warm-up and window) whose touched values differ from those of the batch that is due at their
@@ -72,12 +72,3 @@ class Measurement:
     first_batch_s: float | None = None
     made_s: float | None = None
     wait_share: float | None = None
-
-    def to_json(self) -> str:
-        """Writes the measurement as one line."""
-        return json.dumps(asdict(self), default=str)
-
-    @classmethod
-    def from_json(cls, text: str) -> Measurement:
-        """Reads what `to_json` wrote."""
-        return cls(**json.loads(text))

@@ -10,7 +10,8 @@ from typing import Any
 from benchmarks import machine
 from benchmarks.loaders import LOADERS
 from benchmarks.records import Measurement
-from benchmarks.summary import Row, Runs, render_table
+from benchmarks.summary import Row, Runs
+from benchmarks.tables import Columns, or_empty, render_table, table_of
 from benchmarks.verdicts import Verdict, render_verdicts
 from benchmarks.workloads import STARTUP, THROUGHPUT, TRAINING, Workload
 
@@ -26,7 +27,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one workload gave.
+    """The results of one workload.
 
     Attributes:
         workload: As it was run: small, in a quick run.
@@ -41,49 +42,55 @@ class Outcome:
     verdicts: list[Verdict]
 
 
-Cell = Callable[[Row], str]
+def _descriptors(row: Row) -> str:
+    low, high = row.descriptors_min, row.descriptors_max
+    return f"{low}" if low == high else f"{low} to {high}"
 
 
-def _number(value: float | None, pattern: str) -> str:
-    return "" if value is None else format(value, pattern)
+def _slots(row: Row) -> str:
+    if row.reserved_nbytes is None or row.slot_bound_nbytes is None:
+        return ""
+    return f"{row.reserved_nbytes / 1e6:,.3f} / {row.slot_bound_nbytes / 1e6:,.3f}"
 
 
-CONTESTANT: tuple[tuple[str, Cell], ...] = (
+CONTESTANT: Columns[Row] = (
     ("workload", lambda row: row.workload),
     ("loader", lambda row: row.contestant),
 )
-RATIOS: tuple[tuple[str, Cell], ...] = (
+RATIOS: Columns[Row] = (
     ("spread", lambda row: format(row.spread, ".0%")),
-    ("vs torch", lambda row: _number(row.vs_torch, ".2f")),
-    ("vs best peer", lambda row: _number(row.vs_peer if _is_own(row) else None, ".2f")),
+    ("vs torch", lambda row: or_empty(row.vs_torch, ".2f")),
+    ("vs best peer", lambda row: or_empty(row.vs_peer if _is_own(row) else None, ".2f")),
 )
-FOREIGN: tuple[tuple[str, Cell], ...] = (("foreign CPU", lambda row: format(row.foreign_share, ".0%")),)
+FOREIGN: Columns[Row] = (("foreign CPU", lambda row: format(row.foreign_share, ".0%")),)
 
-COLUMNS: dict[str, tuple[tuple[str, Cell], ...]] = {
+COLUMNS: dict[str, Columns[Row]] = {
     THROUGHPUT: (
         *CONTESTANT,
         ("samples/s", lambda row: format(row.samples_per_s, ",.0f")),
         ("batches/s", lambda row: format(row.batches_per_s, ",.1f")),
         ("GB/s", lambda row: format(row.nbytes_per_s / 1e9, ".3f")),
         *RATIOS,
-        ("of limit", lambda row: _number(row.of_limit, ".1%")),
+        ("of limit", lambda row: or_empty(row.of_limit, ".1%")),
         ("CPU us/batch", lambda row: format(row.cpu_s_per_batch * 1e6, ",.0f") if row.cpu_s else ""),
         *FOREIGN,
+        ("descriptors", lambda row: _descriptors(row) if row.descriptors_min is not None else ""),
+        ("slots / bound, MB", _slots),
     ),
     STARTUP: (
         *CONTESTANT,
-        ("first batch, s", lambda row: _number(row.first_batch_s, ".3f")),
-        ("of it making the loader, s", lambda row: _number(row.made_s, ".3f")),
+        ("first batch, s", lambda row: or_empty(row.first_batch_s, ".3f")),
+        ("of it making the loader, s", lambda row: or_empty(row.made_s, ".3f")),
         *RATIOS,
         ("CPU s", lambda row: format(row.cpu_s, ".2f")),
         *FOREIGN,
     ),
     TRAINING: (
         *CONTESTANT,
-        ("waits", lambda row: _number(row.wait_share, ".2%")),
+        ("waits", lambda row: or_empty(row.wait_share, ".2%")),
         ("steps/s", lambda row: format(row.batches_per_s, ".1f")),
         *RATIOS,
-        ("of limit", lambda row: _number(row.of_limit, ".1%")),
+        ("of limit", lambda row: or_empty(row.of_limit, ".1%")),
         ("CPU us/step", lambda row: format(row.cpu_s_per_batch * 1e6, ",.0f")),
         *FOREIGN,
     ),
@@ -111,8 +118,7 @@ def render(
     for kind, columns in COLUMNS.items():
         rows = [row for one in outcomes if one.workload.kind == kind for row in shown_rows(one)]
         if rows:
-            table = [[head for head, _ in columns], *([cell(row) for _, cell in columns] for row in rows)]
-            parts.append(f"{HEADINGS[kind]}\n\n{render_table(table, texts=2)}\n")
+            parts.append(f"{HEADINGS[kind]}\n\n{table_of(columns, rows, texts=2)}\n")
     if outcomes:
         parts.append("Checksums: all in the tables delivered the same.\n")
     if left_out:

@@ -25,8 +25,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 if str(REPOSITORY) not in sys.path:  # as a script, only the script's own folder is there
     sys.path.insert(0, str(REPOSITORY))
 
+from benchmarks.options import NOT_WRITTEN, whole_number  # noqa: E402
 from benchmarks.result_files import result_file, write_json  # noqa: E402
-from shmloader.cli.bench import NOT_WRITTEN, whole_number  # noqa: E402
 
 ROWS = 2_000_000
 LEAST_ROWS = 10_000

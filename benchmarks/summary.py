@@ -128,47 +128,6 @@ def _ratio(measurements: list[Measurement], others: list[Measurement]) -> float:
     )
 
 
-COLUMNS = (
-    "workload",
-    "loader",
-    "samples/s",
-    "batches/s",
-    "GB/s",
-    "spread",
-    "vs torch",
-    "of limit",
-    "CPU s",
-    "CPU us/batch",
-    "foreign CPU",
-    "descriptors",
-    "slots / bound, MB",
-)
-
-
-def _cells(row: Row) -> list[str]:
-    return [
-        row.workload,
-        row.contestant,
-        f"{row.samples_per_s:,.0f}",
-        f"{row.batches_per_s:,.1f}",
-        f"{row.nbytes_per_s / 1e9:.3f}",
-        f"{row.spread:.0%}",
-        "" if row.vs_torch is None else f"{row.vs_torch:.2f}",
-        "" if row.of_limit is None else f"{row.of_limit:.1%}",
-        f"{row.cpu_s:.2f}",
-        f"{row.cpu_s_per_batch * 1e6:,.0f}",
-        f"{row.foreign_share:.0%}",
-        _between(row.descriptors_min, row.descriptors_max),
-        _slots(row),
-    ]
-
-
-def render_rows(rows: list[Row]) -> str:
-    """Renders rows as a table that is Markdown too."""
-    table = [list(COLUMNS), *map(_cells, rows)]
-    return _align(table, texts=2)
-
-
 def to_json(workload: Workload, rows: list[Row], runs: Runs) -> Any:
     """Gives everything about one workload but its verdicts as plain data."""
     return {
@@ -179,34 +138,3 @@ def to_json(workload: Workload, rows: list[Row], runs: Runs) -> Any:
             row.contestant: {**asdict(row), "runs": [asdict(m) for m in runs[row.contestant]]} for row in rows
         },
     }
-
-
-def _between(low: int | None, high: int | None) -> str:
-    if low is None or high is None:
-        return ""
-    return f"{low}" if low == high else f"{low} to {high}"
-
-
-def _slots(row: Row) -> str:
-    if row.reserved_nbytes is None or row.slot_bound_nbytes is None:
-        return ""
-    return f"{row.reserved_nbytes / 1e6:,.3f} / {row.slot_bound_nbytes / 1e6:,.3f}"
-
-
-def render_table(table: list[list[str]], texts: int) -> str:
-    """Renders a table whose first row is its head as Markdown; the first `texts` columns are text."""
-    return _align(table, texts)
-
-
-def _align(table: list[list[str]], texts: int) -> str:
-    """Aligns columns: the first `texts` to the left, the rest, which are numbers, to the right."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    rules = ["-" * w if i < texts else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
-    lines = []
-    for cells in [table[0], rules, *table[1:]]:
-        padded = [
-            cell.ljust(width) if number < texts else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        lines.append(f"| {' | '.join(padded)} |")
-    return "\n".join(lines)

@@ -19,7 +19,7 @@ from benchmarks.workloads import Workload
 
 @dataclass
 class Loop:
-    """What a loop did: the values that were read of its batches, its time, and its time in `next`."""
+    """One run of a loop: the values that were read of its batches, its time, and its time in `next`."""
 
     touched: list[float]
     window_s: float

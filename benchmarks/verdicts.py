@@ -1,4 +1,4 @@
-"""What workloads should reach, and whether it was reached."""
+"""Targets of workloads, and whether they were reached."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from benchmarks.loaders import LOADERS
 from benchmarks.records import Measurement
-from benchmarks.summary import Row, Runs, render_table
+from benchmarks.summary import Row, Runs
+from benchmarks.tables import render_table
 from benchmarks.workloads import STARTUP, Targets, Workload
 
 
@@ -33,7 +34,7 @@ def judge(workload: Workload, rows: list[Row], runs: Runs) -> list[Verdict]:
 
 
 def _judge_rates(targets: Targets, row: Row, rows: list[Row]) -> Iterable[Verdict]:
-    """What the loader is to torch's, to the limit and to others."""
+    """The loader's rate, against torch's, the limit and others."""
     if targets.vs_torch is not None and row.vs_torch is not None:
         yield Verdict(
             row.workload,
@@ -65,7 +66,7 @@ def _judge_rates(targets: Targets, row: Row, rows: list[Row]) -> Iterable[Verdic
 
 
 def _judge_costs(workload: Workload, row: Row, rows: list[Row]) -> Iterable[Verdict]:
-    """What the loader costs: processor time, waiting, and the time before the first batch."""
+    """The loader's costs: processor time, waiting, and the time before the first batch."""
     targets = workload.targets
     if targets.most_wait_share is not None and row.wait_share is not None:
         yield Verdict(

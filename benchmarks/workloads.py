@@ -18,18 +18,18 @@ from benchmarks.made_data import CyclicBatches, Repeated, Uneven
 __all__ = ["WORKLOADS", "Repeated", "Targets", "Workload", "register_workload"]
 
 QUICK_DIVISOR = 16
-"""How many times smaller the batches of a quick run are."""
+"""Batches of a quick run are so many times smaller."""
 
 QUICK_PERIOD = 64
-"""How many batches the data set of a quick start-up has at most."""
+"""Most batches in the data set of a quick start-up."""
 
 THROUGHPUT, STARTUP, TRAINING = "throughput", "start-up", "training"
-"""What is measured: batches in a time; the time to the first batch; the share of time that a loop waits."""
+"""Kinds of workload: batches in a time; the time to the first batch; the share of time that a loop waits."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What a workload should reach; None where nothing is asked.
+    """Targets of a workload; None where nothing is asked.
 
     Attributes:
         loader: Which loader should; None for the one that is measured as its users would have it.
@@ -70,7 +70,6 @@ class Workload:
         ideal_rate: Gives samples/s at best of a data set and a number of workers, where that is found
             without running as many processes.
         missing: Says what this host lacks for it, or None.
-        in_transport: Whether `benchmarks/transport.py` runs it unasked.
     """
 
     name: str
@@ -89,7 +88,6 @@ class Workload:
     make_into: Callable[[Any, Any, Any], Any] | None = None
     ideal_rate: Callable[[Any, int], float] | None = None
     missing: Callable[[], str | None] | None = None
-    in_transport: bool = False
 
     def make_dataset(self) -> Dataset[Any]:
         """Makes the data set, the same in every process."""
@@ -206,15 +204,12 @@ def start_up(name: str, nbytes: int, method: str) -> Workload:
 
 
 def _in_memory() -> list[Workload]:
-    transport, table = (
-        partial(Workload, in_transport=True),
-        partial(Workload, samples="table", make_into=gather_into),
-    )
+    table = partial(Workload, samples="table", make_into=gather_into)
     image, row = "uint8 3x224x224", "64 float32"
     return [
-        transport("images", 256, 4, made_data.make_images, Targets(8, 0.9, vs_best_peer=6), about=image),
-        transport("rows", 1024, 16, made_data.make_rows, Targets(of_limit=0.95, vs_best_peer=1), about=row),
-        transport(
+        Workload("images", 256, 4, made_data.make_images, Targets(8, 0.9, vs_best_peer=6), about=image),
+        Workload("rows", 1024, 16, made_data.make_rows, Targets(of_limit=0.95, vs_best_peer=1), about=row),
+        Workload(
             "tiny",
             1,
             1024,
@@ -222,7 +217,7 @@ def _in_memory() -> list[Workload]:
             Targets(vs_torch=20, batches_per_s=30_000, vs_best_peer=4),
             about="16 bytes",
         ),
-        transport(
+        Workload(
             "dicts",
             32,
             4,
@@ -230,7 +225,7 @@ def _in_memory() -> list[Workload]:
             Targets(of_limit=0.95, constant_descriptors=True, vs_best_peer=1),
             about="a dict of 100 x 8 float32 and a string, made beforehand",
         ),
-        transport(
+        Workload(
             "dicts-cut",
             32,
             4,

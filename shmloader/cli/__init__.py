@@ -1,8 +1,8 @@
 """The command line of shmloader: ``python -m shmloader COMMAND``.
 
-A command is one module with two functions, :func:`add_arguments` and :func:`run`, and one line in
-:data:`COMMANDS`. Only the module of the command that was asked for is imported, so that help is
-quick and one command's optional dependencies never break another.
+A command is a module with a function ``main(words) -> int`` and one line in :data:`COMMANDS`. Only the module
+of the command that was asked for is imported, so that help is quick and one command's optional dependencies
+never break another.
 """
 
 from __future__ import annotations
@@ -11,52 +11,15 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, cast
 
+import shmloader
 
-class CommandModule(Protocol):
-    """What a command's module provides."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the command's description and options to its parser."""
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Carry the command out and return the process's exit status."""
-
-
-@dataclass(frozen=True)
-class Command:
-    """One command of the command line.
-
-    Attributes:
-        name: The word typed after ``python -m shmloader``.
-        summary: One line for the list of commands.
-        module: Dotted name of its :class:`CommandModule`.
-    """
-
-    name: str
-    summary: str
-    module: str
-
-
-COMMANDS: tuple[Command, ...] = (
-    Command(
-        "demo",
-        "train a small language model with torch's loader and this one, side by side",
-        "shmloader.cli.demo",
-    ),
-    Command(
-        "doctor",
-        "say whether loading works on this host, what to change, and what to configure",
-        "shmloader.cli.doctor",
-    ),
-    Command(
-        "bench",
-        "compare loaders with each other and with the limit of this machine (in a checkout)",
-        "shmloader.cli.bench",
-    ),
-)
+COMMANDS = {
+    "demo": "train a small language model with torch's loader and this one, side by side",
+    "doctor": "say whether loading works on this host, what to change, and what to configure",
+    "bench": "compare loaders with each other and with the limit of this machine (in a checkout)",
+}
+"""Commands with a summary each. Command ``NAME`` is the module ``shmloader.cli.NAME``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,25 +31,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    asked_for = next((word for word in words if not word.startswith("-")), None)
     parser = argparse.ArgumentParser(
         prog="python -m shmloader",
         description="Tools of shmloader, the shared-memory DataLoader for PyTorch.",
+        epilog="commands:\n" + "\n".join(f"  {name:<8} {summary}" for name, summary in COMMANDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
-    module: CommandModule | None = None
-    for command in COMMANDS:
-        subparser = subparsers.add_parser(
-            command.name,
-            help=command.summary,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        if command.name == asked_for:
-            module = cast(CommandModule, importlib.import_module(command.module))
-            module.add_arguments(subparser)
-    arguments = parser.parse_args(words)
-    if module is None:
+    parser.add_argument("--version", action="version", version=f"shmloader {shmloader.__version__}")
+    parser.add_argument("command", nargs="?", choices=COMMANDS, metavar="COMMAND", help="one of those below")
+    parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    arguments = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    if arguments.command is None:
         parser.print_help()
         return 0
-    return module.run(arguments)
+    command = importlib.import_module(f"shmloader.cli.{arguments.command}")
+    status: int = command.main(arguments.words)
+    return status

@@ -1,1 +1,1 @@
-"""Limits of this machine and of its operating system: memory, descriptors, cores, signals."""
+"""Limits of this host (memory, descriptors, cores), signals, and the memory of processes."""

@@ -1,4 +1,4 @@
-"""What this host allows: memory, /dev/shm, descriptors, mappings, address space, lockable pages, cores.
+"""Limits of this host: memory, descriptors, address space, cores.
 
 Read before shared memory is asked for. Inside a memory cgroup a request that is too large is answered by
 the OOM killer, not by an error, so the cgroup's limit and usage are compared first (versions 1 and 2).
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import psutil
 
 SURE_NBYTES = 4 << 20
-"""So little memory is taken without asking for the headroom first: reading a cgroup's files costs more."""
+"""Bytes that are taken without asking for the headroom first: reading a cgroup's files would cost more."""
 
 _UNLIMITED = 1 << 60  # version 1 writes "no limit" as a number near 2**63
 
@@ -28,7 +28,7 @@ class Headroom(NamedTuple):
     Attributes:
         available_nbytes: Bytes, the least over the machine and all cgroups that contain the process.
         limit_nbytes: Bytes that bound it (a cgroup's limit, or the machine's memory).
-        source: What the bound is, for people.
+        source: Name of the bound, for people.
     """
 
     available_nbytes: int
@@ -108,20 +108,11 @@ def _cgroup_headroom(folder: Path) -> Headroom | None:
     return None
 
 
-def shm_free_nbytes(path: str = "/dev/shm") -> int | None:
-    """Bytes free in the tmpfs that named shared memory lives in, or None where there is none."""
-    try:
-        status = os.statvfs(path)
-    except OSError:
-        return None
-    return status.f_bavail * status.f_frsize
-
-
 def oom_kills() -> int | None:
-    """How many processes of this process's memory cgroup the kernel has killed for want of memory, ever.
+    """Processes of this process's memory cgroup that the kernel has killed for want of memory, ever.
 
-    Whose limit was reached, the cgroup's, that of one around it or the machine's, makes no difference: the
-    count is that of the victims. Where no cgroup counts, it is the whole machine's.
+    It counts victims, whether the limit of the cgroup, of one around it, or of the machine was reached. Where
+    no cgroup counts, the number is the whole machine's.
     """
     for folder in _memory_cgroups():
         for name in ("memory.events", "memory.oom_control"):
@@ -187,7 +178,7 @@ class Bound(NamedTuple):
     """Something that this process uses, and the most that it may.
 
     Attributes:
-        used: What it uses now, in the unit of the function that says so; None where unknown.
+        used: Units in use now, bytes or descriptors; None where unknown.
         most: What it may use now; None for no limit.
         reachable: Up to what it may raise ``most`` by itself; None for no limit.
     """
@@ -198,7 +189,7 @@ class Bound(NamedTuple):
 
     @property
     def left(self) -> int | None:
-        """What it may still take; None for no limit, or where the use is not known."""
+        """Units that it may still take; None for no limit, or where the use is not known."""
         return None if self.most is None or self.used is None else max(0, self.most - self.used)
 
 
@@ -212,23 +203,6 @@ def address_space() -> Bound | None:
     """Bytes of address space: mapped now, the soft limit (``ulimit -v``) and the hard one."""
     limits = _resource_limit("RLIMIT_AS")
     return limits and Bound(psutil.Process().memory_info().vms, *limits)
-
-
-def locked_memory() -> Bound | None:
-    """Bytes locked in memory: now, the soft limit (``ulimit -l``) and the hard one."""
-    limits = _resource_limit("RLIMIT_MEMLOCK")
-    locked = _field(Path("/proc/self/status"), "VmLck:")
-    return limits and Bound(None if locked is None else locked * 1024, *limits)
-
-
-def mappings() -> Bound | None:
-    """Mappings of this process: now, and the kernel's limit (``vm.max_map_count``)."""
-    try:
-        most = int(Path("/proc/sys/vm/max_map_count").read_text())
-        with Path("/proc/self/maps").open("rb") as maps:
-            return Bound(sum(1 for _ in maps), most, most)
-    except (OSError, ValueError):
-        return None
 
 
 def _resource_limit(name: str) -> tuple[int | None, int | None] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -25,13 +24,14 @@ from benchmarks import (  # noqa: E402
     checkouts,
     collector,
     comparison,
+    contest,
     memory,
     per_batch,
     processor_time,
     stores,
-    transport,
 )
 from benchmarks.loaders import LOADERS  # noqa: E402
+from benchmarks.options import NOT_MEASURED, NOT_WRITTEN  # noqa: E402
 from benchmarks.workloads import WORKLOADS  # noqa: E402
 
 SOURCES = [*sorted((ROOT / "benchmarks").glob("*.py")), ROOT / "shmloader" / "cli" / "bench.py"]
@@ -67,6 +67,10 @@ def test_the_list_has_all(capsys: pytest.CaptureFixture[str]) -> None:
         ["--seconds", "nan"],
         ["--seconds", "inf"],
         ["--prefetch-factor", "1.5"],
+        ["--workers", "0"],
+        ["--prefetch-factor", "0"],
+        ["--seconds", "0"],
+        ["--max-foreign", "-1"],
     ],
 )
 def test_numbers_that_are_none_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,13 +88,6 @@ NUMBERS = {
     per_batch: {"--batches": "1"},
     processor_time: {"--seconds": "nan", "--workers": "0"},
     stores: {"--rows": "0"},
-    transport: {
-        "--repeats": "0",
-        "--workers": "0",
-        "--prefetch-factor": "0",
-        "--seconds": "0",
-        "--max-foreign": "-1",
-    },
 }
 
 
@@ -208,25 +205,25 @@ def test_a_plugin_that_would_not_be_the_one_imported_is_refused(
     assert str(named) in error
 
 
-def test_the_transport_benchmark_says_the_same_of_plugins(
-    plugin: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused(transport, ["--plugin", str(plugin)], monkeypatch)
-    assert f"error: --plugin: no file {plugin}\n" in capsys.readouterr().err
-
-
-def test_the_documented_windows_are_those_of_the_two_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[argparse.Namespace] = []
-    monkeypatch.setattr(comparison, "main", seen.append)
-    command_line(["bench"])
+def test_the_documented_window_is_that_of_the_command() -> None:
     text = " ".join((ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").split())
-    window = f"{transport.parse([]).seconds:g} s and {transport.LEAST_BATCHES} batches"
-    assert f"With `transport.py` the window has at least {window}" in text
-    window = f"{seen[0].seconds:g} s and {comparison.LEAST_BATCHES} batches"
-    assert f"with `python -m shmloader bench` at least {window}" in text
-    assert "at least three seconds" not in text
+    window = f"{comparison.parse([]).seconds:g} s and {contest.LEAST_BATCHES} batches"
+    assert f"The window has at least {window}" in text
 
 
 def test_the_help_has_every_exit_status() -> None:
-    for status in (1, bench_command.NOT_MEASURED, bench_command.NOT_WRITTEN, bench_command.INTERRUPTED):
-        assert re.search(rf"^  {status} +\w", bench_command.DESCRIPTION, re.MULTILINE)
+    for status in (1, NOT_MEASURED, NOT_WRITTEN, bench_command.INTERRUPTED):
+        assert re.search(rf"^  {status} +\w", comparison.DESCRIPTION, re.MULTILINE)
+    assert bench_command.NOT_MEASURED == NOT_MEASURED
+
+
+def test_the_map_has_every_file() -> None:
+    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+        assert path.name == "__init__.py" or f"`{path.name}`" in text, path.name
+
+
+def test_the_benchmarks_know_nothing_of_the_command_line() -> None:
+    """The command line starts them: an import the other way would be a circle."""
+    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+        assert "shmloader.cli" not in path.read_text(encoding="utf-8"), path

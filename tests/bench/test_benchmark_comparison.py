@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +19,19 @@ import torch
 from torch.utils.data import TensorDataset, default_collate
 from tqdm import tqdm
 
-from shmloader.cli import bench as bench_command
-
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the benchmarks are a package of the checkout, not of the library
 
 from quick_specs import tiny  # noqa: E402
 
-from benchmarks import comparison, peers, real_files, summary, training  # noqa: E402
+from benchmarks import comparison, contest, peers, real_files, summary, training  # noqa: E402
+from benchmarks.contest import run_measurement  # noqa: E402
 from benchmarks.loaders import LOADERS, Loader  # noqa: E402
 from benchmarks.made_data import CyclicBatches, Records, Uneven, make_record_arrays  # noqa: E402
 from benchmarks.measure import measure  # noqa: E402
 from benchmarks.numpy_collate import numpy_collate  # noqa: E402
 from benchmarks.reading import leaves, touch  # noqa: E402
 from benchmarks.records import Measurement, Spec  # noqa: E402
-from benchmarks.transport import run_measurement  # noqa: E402
 from benchmarks.verdicts import compare_startups, judge  # noqa: E402
 from benchmarks.workloads import STARTUP, TRAINING, WORKLOADS, Workload, uneven_rate  # noqa: E402
 
@@ -187,9 +185,9 @@ def test_one_command_measures_draws_and_says_who_is_left_out(tmp_path: Path) -> 
 )
 def test_a_loader_with_wrong_data_is_left_out(change: dict[str, Any], reason: str) -> None:
     right = measure(tiny("tiny", "limit"))
-    run = comparison.Run(argparse.Namespace(), {})
+    run = contest.Run(argparse.Namespace(), {})
     runs = {"shmloader": [right], "spdl": [right, replace(right, **change)], "limit": [right]}
-    assert set(comparison.without_wrong_data(run, "tiny", runs)) == {"shmloader", "limit"}
+    assert set(contest.without_wrong_data(run, "tiny", runs)) == {"shmloader", "limit"}
     (left_out,) = run.left_out
     assert left_out.contestant == "spdl"
     assert reason in left_out.reason
@@ -197,7 +195,7 @@ def test_a_loader_with_wrong_data_is_left_out(change: dict[str, Any], reason: st
 
 
 def test_the_run_fails_only_where_this_loader_does() -> None:
-    run = comparison.Run(argparse.Namespace(), {})
+    run = contest.Run(argparse.Namespace(), {})
     run.fail("tiny", "torch-file_system", "hung")
     assert not run.wrong
     run.fail("tiny", "shmloader", "hung")
@@ -207,8 +205,8 @@ def test_the_run_fails_only_where_this_loader_does() -> None:
 
 def test_a_data_set_that_memory_has_no_room_for_is_left_out() -> None:
     huge = Workload("huge", 1, 1, lambda samples: Records([]), dataset_nbytes=10**15, start_method="spawn")
-    assert comparison.too_large(WORKLOADS["images"], LOADERS["shmloader"], 2) is None
-    reason = comparison.too_large(huge, LOADERS["torch-file_system"], 2)
+    assert contest.too_large(WORKLOADS["images"], LOADERS["shmloader"], 2) is None
+    reason = contest.too_large(huge, LOADERS["torch-file_system"], 2)
     assert reason is not None
     assert "needs 6,600,000.0 GB" in reason
     assert "6.0 times the data set" in reason
@@ -299,7 +297,7 @@ def test_the_documentation_has_every_loader_and_workload() -> None:
 
 def test_a_measurement_survives_its_way_between_processes() -> None:
     made = measure(tiny("tiny", "limit"))
-    assert Measurement.from_json(made.to_json()) == made
+    assert Measurement(**json.loads(json.dumps(asdict(made)))) == made
 
 
 def judged(name: str, **figures: dict[str, float]) -> dict[str, tuple[str, bool]]:
@@ -367,12 +365,10 @@ def test_each_turn_begins_with_the_next_contestant(monkeypatch: pytest.MonkeyPat
         order.append(spec.contestant)
         return replace(measured, contestant=spec.contestant)
 
-    monkeypatch.setattr(comparison, "run_undisturbed", note)
-    parser = argparse.ArgumentParser()
-    bench_command.add_arguments(parser)
-    arguments = parser.parse_args(["--repeats", "4", "--seconds", "1", "--quick"])
-    runs = comparison.measure_in_turns(
-        comparison.Run(arguments, {}), WORKLOADS["tiny"], ["shmloader", "spdl"], tqdm(disable=True)
+    monkeypatch.setattr(contest, "run_undisturbed", note)
+    arguments = comparison.parse(["--repeats", "4", "--seconds", "1"])
+    runs = contest.measure_in_turns(
+        contest.Run(arguments, {}), WORKLOADS["tiny"], ["shmloader", "spdl"], tqdm(disable=True)
     )
     assert [len(measurements) for measurements in runs.values()] == [4, 4, 4]
     assert order[::3] == ["shmloader", "spdl", "limit", "shmloader"]

@@ -1,7 +1,8 @@
-"""What a batch costs is measured in the processes that pay for it."""
+"""The costs of a batch are measured in the processes that pay them."""
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
 import subprocess
@@ -116,13 +117,46 @@ class DataLoader(DataLoader):
         encoding="utf-8",
     )
     done = compare(tmp_path, "--workload", "tiny", "--rounds", "2", "--turns", "1", "--seconds", "0.3")
-    assert not done.stderr
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()]
-    figures = {row[0]: [float(cell.replace(",", "")) for cell in row[1:]] for row in rows[4:] if row}
-    here, there, ratio = figures["us in next()"]
-    assert there > 20_000 > 10 * here
-    assert ratio < 0.1
-    assert figures["batches/s"][-1] > 10
+    assert done.returncode == 0, done.stderr
+    assert "tiny: throughput" in done.stderr
+    (row,) = (line for line in done.stdout.splitlines() if line.startswith("| tiny"))
+    here, there, throughput, in_next, *_ = [float(cell.replace(",", "")) for cell in row.split("|")[2:-1]]
+    assert there < 50 < here / 10
+    assert throughput > 10
+    assert in_next < 0.1
+
+
+@pytest.mark.long
+def test_a_start_is_compared_in_fresh_processes_by_any_method(tmp_path: Path) -> None:
+    """Spawned workers import the other checkout's package too."""
+    shutil.copytree(ROOT / "shmloader", tmp_path / "shmloader", ignore=shutil.ignore_patterns("__pycache__"))
+    loop = tmp_path / "shmloader" / "worker" / "__init__.py"
+    loop.write_text(loop.read_text(encoding="utf-8") + "\nimport time\ntime.sleep(3)\n", encoding="utf-8")
+    done = compare(tmp_path, "--workload", "startup-1mb-spawn", "--turns", "1", "--workers", "1")
+    assert done.returncode == 0, done.stderr
+    (row,) = (line for line in done.stdout.splitlines() if line.startswith("| startup-1mb-spawn"))
+    here, there = [float(cell) for cell in row.split("|")[2:4]]
+    assert 1 / there > 1 / here + 2
+
+
+def test_a_process_of_a_checkout_uses_public_names_of_shmloader_only() -> None:
+    """The other checkout's modules may lie elsewhere."""
+    waiting, seen = ["checkout_process"], set()
+    while waiting:
+        name = waiting.pop()
+        seen.add(name)
+        for node in ast.walk(ast.parse((ROOT / "benchmarks" / f"{name}.py").read_text(encoding="utf-8"))):
+            found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                found = [node.module or ""]
+                if node.module == "benchmarks":
+                    found = [f"benchmarks.{alias.name}" for alias in node.names]
+            for module in found:
+                assert not module.startswith("shmloader."), f"{name} imports {module}"
+                package, _, inner = module.partition(".")
+                if package == "benchmarks" and inner not in seen:
+                    waiting.append(inner)
+    assert {"workloads", "loaders", "reading", "made_data"} <= seen
 
 
 @pytest.mark.parametrize(
@@ -153,9 +187,16 @@ def test_ratios_are_taken_within_a_turn() -> None:
         (Turn(100.0, 10.0, 20.0, 30.0), Turn(50.0, 10.0, 20.0, 15.0)),
         (Turn(50.0, 20.0, 40.0, 60.0), Turn(25.0, 20.0, 40.0, 30.0)),
     ]
-    assert checkouts.ratios(turns) == {
-        "batches_per_s": (75.0, 37.5, 2.0),
-        "next_us": (15.0, 15.0, 1.0),
-        "main_cpu_us": (30.0, 30.0, 1.0),
-        "workers_cpu_us": (45.0, 22.5, 2.0),
-    }
+    one = checkouts.compare_turns("rows", turns)
+    assert (one.here_per_s, one.there_per_s, one.throughput) == (75.0, 37.5, 2.0)
+    assert one.in_next == 1.0
+    assert (one.here_cpu_us, one.there_cpu_us) == (75.0, 52.5)
+    assert one.processor_time == 150 / 105
+
+
+@pytest.mark.parametrize(
+    ("here_per_s", "here_us", "ok"), [(98.0, 102.0, True), (96.0, 100.0, False), (100.0, 104.0, False)]
+)
+def test_a_change_may_cost_three_percent(here_per_s: float, here_us: float, ok: bool) -> None:
+    turns = [(Turn(here_per_s, 1.0, here_us, 0.0), Turn(100.0, 1.0, 100.0, 0.0))]
+    assert checkouts.compare_turns("rows", turns).ok == ok

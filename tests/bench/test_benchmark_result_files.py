@@ -1,4 +1,4 @@
-"""What a benchmark writes at its end: a path of no use is said at once, and one failure costs one file."""
+"""Files that a benchmark writes at its end: a bad path is refused at once, and one failure costs one file."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are a package of the checkout, n
 
 from quick_specs import tiny  # noqa: E402
 
-from benchmarks import autotune, comparison, machine, memory, result_files, stores, summary, transport  # noqa: E402
+from benchmarks import autotune, comparison, contest, machine, memory, result_files, stores, summary  # noqa: E402
 from benchmarks.measure import measure  # noqa: E402
-from benchmarks.records import Measurement, Spec  # noqa: E402
+from benchmarks.records import Measurement  # noqa: E402
 from benchmarks.report import Outcome  # noqa: E402
 from benchmarks.workloads import WORKLOADS  # noqa: E402
 
@@ -39,14 +39,14 @@ def measured() -> Measurement:
 
 @pytest.fixture
 def outcome(measured: Measurement, monkeypatch: pytest.MonkeyPatch) -> Outcome:
-    """What every run of the comparison has in the end, without measuring anything."""
+    """The outcome of every run of the comparison, without measuring anything."""
     runs = {"shmloader": [replace(measured, contestant="shmloader")], "limit": [measured]}
     made = Outcome(WORKLOADS["tiny"], summary.make_rows("tiny", runs), runs, [])
 
-    def run_all(run: comparison.Run, workloads: list[str], loaders: list[str]) -> None:
+    def run_all(run: contest.Run, workloads: list[str], loaders: list[str]) -> None:
         run.outcomes.append(made)
 
-    monkeypatch.setattr(comparison, "run_all", run_all)
+    monkeypatch.setattr(contest, "run_all", run_all)
     return made
 
 
@@ -55,7 +55,7 @@ def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def run_all(*arguments: Any) -> None:
         raise AssertionError("measured before the paths were tried")
 
-    monkeypatch.setattr(comparison, "run_all", run_all)
+    monkeypatch.setattr(contest, "run_all", run_all)
 
 
 def bench(*words: str) -> int:
@@ -133,7 +133,7 @@ def test_trying_a_path_changes_nothing(tmp_path: Path) -> None:
     result_files.check_file(pipe)  # to open one waits for a reader
 
 
-@pytest.mark.parametrize("script", [autotune, memory, stores, transport])
+@pytest.mark.parametrize("script", [autotune, memory, stores])
 def test_every_script_tries_its_path_first(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,7 +194,7 @@ def test_where_the_tables_cannot_be_printed_the_rest_is_written(
             raise BrokenPipeError(32, "Broken pipe")
 
     path = tmp_path / "x.json"
-    run = comparison.Run(argparse.Namespace(json=path, plot=None), machine.describe())
+    run = contest.Run(argparse.Namespace(json=path, plot=None), machine.describe())
     run.outcomes.append(outcome)
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", Closed())
@@ -208,7 +208,7 @@ def test_where_the_tables_cannot_be_printed_the_rest_is_written(
 def test_a_failure_of_this_loader_counts_more_than_a_file(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(comparison, "run_all", lambda run, *_: run.fail("tiny", "shmloader", "hung"))
+    monkeypatch.setattr(contest, "run_all", lambda run, *_: run.fail("tiny", "shmloader", "hung"))
     assert bench("--json", str(FULL)) == 1
     assert "No space left" in capsys.readouterr().err
 
@@ -230,18 +230,3 @@ def test_one_picture_that_fails_costs_no_other(
     assert next(drawn) == tmp_path / "pictures" / "rows.png"
     with pytest.raises(OSError, match=r"1 of 2 pictures failed: tiny\.png \(No space left on device\)"):
         next(drawn)
-
-
-@needs_a_full_disk
-def test_the_transport_benchmark_prints_its_tables_all_the_same(
-    measured: Measurement, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def same(spec: Spec) -> Measurement:
-        return replace(measured, contestant=spec.contestant)
-
-    monkeypatch.setattr(transport, "run_measurement", same)
-    words = ["--quick", "--workload", "tiny", "--loader", "shmloader", "--json", str(FULL)]
-    assert transport.main(words) == 3
-    captured = capsys.readouterr()
-    assert "Checksums: all contestants consumed the same." in captured.out
-    assert f"error: {FULL} could not be written: [Errno 28] No space left on device" in captured.err

@@ -1,4 +1,4 @@
-"""The transport benchmark measures all it says it does, and no loader can win by wrong data."""
+"""A run of `bench` measures all it says it does, and no loader can win by wrong data."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ import torch
 
 LONG = os.environ.get("SHMLOADER_LONG") == "1"
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "benchmarks" / "transport.py"
 WORKLOADS = {"images", "rows", "tiny", "dicts", "dicts-cut"}
 LOADERS = {"torch-file_descriptor", "torch-file_system", "shmloader"}
 
 sys.path.insert(0, str(ROOT))  # the benchmarks are a package of the checkout, not of the library
 
-from benchmarks import reading, transport  # noqa: E402
+from benchmarks import comparison, contest, reading  # noqa: E402
 from benchmarks.limit import collate_into, outputs_like  # noqa: E402
 from benchmarks.records import Measurement, Spec  # noqa: E402
 from benchmarks.workloads import WORKLOADS as REGISTERED  # noqa: E402
@@ -53,14 +52,15 @@ def build(first_wrong):
     return build_it
 
 
-register_loader(Loader("wrong-at-once", build(0)))
-register_loader(Loader("wrong-later", build(12)))
+register_loader(Loader("wrong-at-once", build(0), is_own=True))
+register_loader(Loader("wrong-later", build(12), is_own=True))
 '''
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(SCRIPT), "--quick", *arguments],
+        [sys.executable, "-m", "shmloader", "bench", "--quick", *arguments],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=200,
@@ -75,7 +75,8 @@ def quick(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 256:
         pytest.skip("torch's loader needs a descriptor for each tensor (ulimit -n)")
     path = tmp_path_factory.mktemp("benchmark") / "report.json"
-    done = run("--json", str(path), "--workload", request.param)
+    chosen = [word for name in sorted(LOADERS) for word in ("--loader", name)]
+    done = run("--json", str(path), "--workload", request.param, *chosen)
     assert done.returncode == 0, done.stderr
     report = json.loads(path.read_text(encoding="utf-8"))
     assert list(report["workloads"]) == [request.param]
@@ -86,10 +87,6 @@ def contestants(report: Any) -> dict[str, Any]:
     (workload,) = report["workloads"].values()
     found: dict[str, Any] = workload["contestants"]
     return found
-
-
-def test_every_workload_of_the_transport_benchmark_is_tried_here() -> None:
-    assert {name for name, workload in REGISTERED.items() if workload.in_transport} == WORKLOADS
 
 
 def test_all_loaders_and_the_limit_are_measured(quick: tuple[str, Any]) -> None:
@@ -106,7 +103,7 @@ def test_every_figure_is_positive(quick: tuple[str, Any]) -> None:
 
 def test_all_checksums_are_compared_and_equal(quick: tuple[str, Any]) -> None:
     output, report = quick
-    assert "all contestants consumed the same" in output
+    assert "all in the tables delivered the same" in output
     (workload,) = report["workloads"].values()
     runs = [one for row in contestants(report).values() for one in row["runs"]]
     assert {one["checksum"] for one in runs} == {workload["checksum"]}
@@ -120,7 +117,7 @@ def test_slot_memory_and_descriptors_are_reported(quick: tuple[str, Any]) -> Non
     assert row["reserved_nbytes"] >= workload["batch_nbytes"]
     assert 0 < row["descriptors_min"] <= row["descriptors_max"]
     assert any("slots at most" in target["target"] for target in workload["targets"])
-    for heading in ("of limit", "vs torch", "verdict"):
+    for heading in ("of limit", "vs torch", "verdict", "descriptors", "slots / bound, MB"):
         assert heading in output
 
 
@@ -135,7 +132,9 @@ def test_the_machine_is_described_without_its_name(quick: tuple[str, Any]) -> No
     ("loader", "message"),
     [("wrong-at-once", "checksum"), ("wrong-later", "not the ones due")],
 )
-def test_a_loader_with_wrong_data_is_an_error(tmp_path: Path, loader: str, message: str) -> None:
+def test_a_loader_of_this_project_with_wrong_data_is_an_error(
+    tmp_path: Path, loader: str, message: str
+) -> None:
     plugin = tmp_path / "wrong_loaders.py"
     plugin.write_text(PLUGIN, encoding="utf-8")
     done = run("--plugin", str(plugin), "--loader", loader, "--workload", "rows")
@@ -188,6 +187,6 @@ def test_a_missed_target_fails_only_a_check(
             checksum="same",
         )
 
-    monkeypatch.setattr(transport, "run_measurement", slow)
-    assert transport.main(["--quick", "--workload", "tiny", "--loader", "shmloader", *check]) == code
+    monkeypatch.setattr(contest, "run_measurement", slow)
+    assert comparison.main(["--quick", "--workload", "tiny", "--loader", "shmloader", *check]) == code
     assert "missed" in capsys.readouterr().out

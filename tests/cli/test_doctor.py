@@ -1,6 +1,7 @@
 """The doctor: right about places that really are small or broken, and never hanging in one."""
 
 import json
+import multiprocessing
 import os
 import re
 import resource
@@ -16,15 +17,18 @@ import pytest
 import torch
 from small_places import entering, memory_cgroup, run_in, with_shm
 
-from shmloader.cli import doctor_checks, main
-from shmloader.cli.doctor import Report, as_text
-from shmloader.cli.doctor_advice import Advice, Room, advise
-from shmloader.cli.doctor_trial import Trial, try_out
-from shmloader.host.limits import Cores, Headroom
+import shmloader
+from shmloader.cli import main
+from shmloader.cli.doctor import Report, as_text, checks, examine
+from shmloader.cli.doctor.advice import Advice, Room, advise
+from shmloader.cli.doctor.checks import Check, Finding, Host
+from shmloader.cli.doctor.trial import Trial, try_cuda, try_loading
+from shmloader.host.limits import Bound, Cores, Headroom
 
 REPOSITORY = Path(__file__).parents[2]
 DOCTOR = [sys.executable, "-m", "shmloader", "doctor"]
 MIB = 2**20
+OWN = multiprocessing.get_all_start_methods()[0]
 
 
 def _documented(heading: str) -> set[str]:
@@ -48,42 +52,40 @@ def _run_json(setup: str = "true", *words: str, prefix: tuple[str, ...] = (), **
 def test_this_host_is_found_able_to_load(capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["doctor", "--json", "--batch-bytes", "1MB", "--workers", "2"])
     report = json.loads(capsys.readouterr().out)
-    checks = report["checks"]
-    assert [name for name, check in checks.items() if check["status"] == "fail"] == []
+    found = report["checks"]
+    assert [name for name, check in found.items() if check["status"] == "fail"] == []
     assert (status, report["loading_works"]) == (0, True)
-    for name in {doctor_checks.default_start_method(), "spawn"}:
-        assert checks[f"loading_{name}"]["values"]["batches"] == 8
-    assert set(checks) <= _documented("What it looks at")
-    assert set(checks) >= {name for name in _documented("What it looks at") if "loading" not in name}
+    for name in {OWN, "spawn"}:
+        values = found[f"loading_{name}"]["values"]
+        assert (values["batches"], values["batch_nbytes"]) == (4, 10**6)
+    assert set(found) <= _documented("What it looks at")
+    assert set(found) >= {name for name in _documented("What it looks at") if "loading" not in name}
     named = {"version", "loading_works", "checks", *(f"advice.{key}" for key in report["advice"])}
-    named |= {f"checks.*.{key}" for check in checks.values() for key in check}
+    named |= {f"checks.*.{key}" for check in found.values() for key in check}
     assert named == _documented("Keys of `--json`")
     assert set(report) == {"version", "loading_works", "checks", "advice"}
+    assert report["version"] == shmloader.__version__
 
 
 def test_loading_works_with_a_small_shm_and_64_files() -> None:
     report = _run_json("ulimit -n 64", prefix=tuple(with_shm("16m")))
-    checks = report["checks"]
+    files = report["checks"]["open_files"]
     assert (report["status"], report["loading_works"]) == (0, True)
-    assert (checks["shm_mount"]["status"], checks["shm_mount"]["values"]["total_nbytes"]) == ("ok", 16 * MIB)
-    assert checks["open_files"]["values"]["limit"] == 64
-    assert checks["open_files"]["status"] == "warning"
-    assert "little is left" in checks["open_files"]["change"]
+    assert files["values"]["limit"] == 64
+    assert files["status"] == "warning"
+    assert "little is left" in files["change"]
 
 
 def test_loading_works_without_shm() -> None:
     report = _run_json(prefix=tuple(with_shm(None)))
     assert (report["status"], report["loading_works"]) == (0, True)
-    mount = report["checks"]["shm_mount"]
-    assert (mount["status"], mount["values"]["mounted"]) == ("warning", False)
 
 
 def test_a_small_memory_cgroup_is_survived_and_named() -> None:
     with memory_cgroup("200M") as folder:
         report = _run_json(entering(folder), "--batch-bytes", "100MB")
-        own = doctor_checks.default_start_method()
         assert (report["status"], report["loading_works"]) == (1, False)
-        assert report["checks"][f"loading_{own}"]["values"]["out_of_memory"] is True
+        assert report["checks"][f"loading_{OWN}"]["values"]["out_of_memory"] is True
         assert "raise the memory limit" in report["checks"]["loading_spawn"]["change"]
         memory = report["checks"]["memory"]
         assert memory["status"] == "fail"
@@ -94,11 +96,10 @@ def test_a_small_memory_cgroup_is_survived_and_named() -> None:
 
 def test_what_makes_loaders_fail_is_a_failure_here() -> None:
     report = _run_json(prefix=("prlimit", "--fsize=4096", "--"))
-    own = doctor_checks.default_start_method()
     assert (report["status"], report["loading_works"]) == (1, False)
     assert report["checks"]["segment"]["status"] == "fail"
-    assert report["checks"][f"loading_{own}"]["status"] == "fail"
-    assert report["checks"]["loading_spawn"]["status"] == ("fail" if own == "spawn" else "warning")
+    assert report["checks"][f"loading_{OWN}"]["status"] == "fail"
+    assert report["checks"]["loading_spawn"]["status"] == ("fail" if OWN == "spawn" else "warning")
     assert "ulimit -f" in report["checks"]["loading_spawn"]["found"]
 
 
@@ -115,7 +116,7 @@ def _hang(folder: Path, where: str) -> None:
     ("where", "limit_s", "grace_s", "said"),
     [
         ("multiprocessing.spawn", 3, 60, "it hung, and was ended after 3 s; last seen in .*shmloader"),
-        ("doctor_probe", 1, 0.5, "it was still not done after 1.5 s"),
+        ("doctor.probe", 1, 0.5, "it was still not done after 1.5 s"),
     ],
 )
 def test_a_hang_is_an_answer(
@@ -124,21 +125,21 @@ def test_a_hang_is_an_answer(
     _hang(tmp_path, where)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     began_s = time.monotonic()
-    trial = try_out("load", "spawn", limit_s, grace_s)
+    trial = try_loading("spawn", MIB, limit_s, grace_s)
     assert not trial.works
     assert re.search(said, trial.error)
     assert time.monotonic() - began_s < 100  # and not the ten minutes of the sleep
 
 
 def test_a_trial_that_cannot_work_says_why() -> None:
-    trial = try_out("load", "teleport", limit_s=60)
+    trial = try_loading("teleport", MIB, limit_s=60)
     assert not trial.works
     assert "ValueError" in trial.error
     assert "teleport" in trial.error
 
 
 def test_interrupted_it_leaves_nothing_behind(tmp_path: Path) -> None:
-    _hang(tmp_path, "doctor_probe")
+    _hang(tmp_path, "doctor.probe")
     process = subprocess.Popen(
         DOCTOR,
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
@@ -159,36 +160,50 @@ def test_interrupted_it_leaves_nothing_behind(tmp_path: Path) -> None:
 # --- single checks
 
 
-def _advice(**changes: Any) -> Advice:
-    return advise(Room(cores=4, available_nbytes=2**33, **changes), batch_nbytes=MIB, asked_workers=4)
+def _host(**changes: Any) -> Host:
+    """A host that lacks nothing, but for the changes."""
+    values = {
+        "cores": Cores(4, 4, None),
+        "memory": Headroom(2**33, 2**34, "the machine's memory"),
+        "open_files": Bound(5, 20_000, 20_000),
+        "default_start_method": "fork",
+        "advice": _advice(),
+        "num_workers": 4,
+        "loading": {},
+    }
+    return Host(**values | changes)
+
+
+def _advice(batch_nbytes: int = MIB, available_nbytes: int = 2**33) -> Advice:
+    return advise(Room(4, available_nbytes), batch_nbytes, 4)
 
 
 def test_the_versions_are_held_to_what_the_package_declares() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared = dict(text.split(">=") for text in project["dependencies"])
-    assert doctor_checks._requirements() == declared
-    check = doctor_checks.check_versions()
-    assert check.status == "ok"
-    assert check.values.keys() == {"python", *declared}
-    assert check.values["torch"] == torch.__version__
+    assert checks.requirements() == declared
+    finding = checks.check_versions(_host())
+    assert finding.status == "ok"
+    assert finding.values.keys() == {"python", *declared}
+    assert finding.values["torch"] == torch.__version__
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)  # what makes Python's import fail
-    check = doctor_checks.check_versions()
-    assert check.status == "warning"
-    assert "pyarrow" in check.change
-    assert "reinstall shmloader" in check.change
-    assert "pip" not in check.change  # it is not on the package index: a checkout is what was installed
-    assert check.values["pyarrow"] is None
+    finding = checks.check_versions(_host())
+    assert finding.status == "warning"
+    assert "pyarrow" in finding.change
+    assert "reinstall shmloader" in finding.change
+    assert "pip" not in finding.change  # it is not on the package index: a checkout is what was installed
+    assert finding.values["pyarrow"] is None
 
 
 def test_an_old_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_checks, "_requirements", lambda: {"numpy": "99.1", "psutil": "1.0"})
-    check = doctor_checks.check_versions()
-    assert check.status == "warning"
-    assert "is older than 99.1" in check.change
-    assert "psutil" not in check.change
+    monkeypatch.setattr(checks, "requirements", lambda: {"numpy": "99.1", "psutil": "1.0"})
+    finding = checks.check_versions(_host())
+    assert finding.status == "warning"
+    assert "is older than 99.1" in finding.change
+    assert "psutil" not in finding.change
 
 
 @pytest.mark.parametrize(
@@ -203,11 +218,11 @@ def test_cores_are_held_against_workers_and_threads(cores: Cores, workers: int, 
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        check = doctor_checks.check_cores(cores, workers)
+        finding = checks.check_cores(_host(cores=cores, num_workers=workers))
     finally:
         torch.set_num_threads(threads)
-    assert check.status == ("warning" if said else "ok")
-    assert re.search(said or "^$", check.change)
+    assert finding.status == ("warning" if said else "ok")
+    assert re.search(said or "^$", finding.change)
 
 
 @pytest.mark.parametrize(
@@ -216,18 +231,17 @@ def test_cores_are_held_against_workers_and_threads(cores: Cores, workers: int, 
 def test_memory_is_held_against_the_slots(
     available_nbytes: int, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor_checks, "oom_kills", lambda: 0)  # this host's, which tests add to
+    monkeypatch.setattr(checks, "oom_kills", lambda: 0)  # this host's, which tests add to
     room = Headroom(available_nbytes, 2**33, "a memory cgroup")
-    advice = advise(Room(cores=4, available_nbytes=available_nbytes), MIB, 4)
-    check = doctor_checks.check_memory(room, advice)
-    assert check.status == status
-    assert bool(check.change) == (status != "ok")
+    finding = checks.check_memory(_host(memory=room, advice=_advice(available_nbytes=available_nbytes)))
+    assert finding.status == status
+    assert bool(finding.change) == (status != "ok")
 
 
 def test_a_segment_is_really_made() -> None:
-    check = doctor_checks.check_segment()
-    assert check.status == "ok"
-    assert check.values["tried_nbytes"] > 0
+    finding = checks.check_segment(_host())
+    assert finding.status == "ok"
+    assert finding.values["tried_nbytes"] > 0
 
 
 def test_a_segment_that_cannot_be_reserved_fails() -> None:
@@ -235,35 +249,31 @@ def test_a_segment_that_cannot_be_reserved_fails() -> None:
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
-        check = doctor_checks.check_segment()
+        finding = checks.check_segment(_host())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
-    assert check.status == "fail"
-    assert "SharedMemoryExhausted" in check.found
+    assert finding.status == "fail"
+    assert "SharedMemoryExhausted" in finding.found
+
+
+def test_without_memfd_it_says_that_the_loader_loads_torchs_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    finding = checks.check_segment(_host())
+    assert finding.status == "warning"
+    assert "loads torch's way, with the same batches" in finding.found
 
 
 def test_address_space_is_held_against_the_slots() -> None:
     before = resource.getrlimit(resource.RLIMIT_AS)
-    large = advise(Room(4, 2**50), batch_nbytes=2**45, asked_workers=1)
-    assert doctor_checks.check_address_space(large).status == "ok"
+    large = _advice(batch_nbytes=2**45, available_nbytes=2**50)
+    assert checks.check_address_space(_host(advice=large)).status == "ok"
     resource.setrlimit(resource.RLIMIT_AS, (2**44, before[1]))
     try:
-        statuses = [doctor_checks.check_address_space(advice).status for advice in (_advice(), large)]
+        statuses = [checks.check_address_space(_host(advice=one)).status for one in (_advice(), large)]
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
     assert statuses == ["warning", "fail"]
-
-
-def test_mappings_are_held_against_the_slots() -> None:
-    many = advise(Room(10**6, 2**50), batch_nbytes=1, asked_workers=10**6)
-    assert doctor_checks.check_mappings(_advice()).status == "ok"
-    assert doctor_checks.check_mappings(many).status == "fail"
-
-
-def test_this_process_can_be_watched() -> None:
-    check = doctor_checks.check_pidfd()
-    assert check.status == ("ok" if hasattr(os, "pidfd_open") else "warning")
 
 
 CUDA = {
@@ -286,28 +296,58 @@ CUDA = {
 @pytest.mark.parametrize("case", CUDA)
 def test_what_cuda_answered_is_judged(case: str) -> None:
     trial, status, said = CUDA[case]
-    check = doctor_checks.check_cuda(trial)
-    assert check.status == status
-    assert said in check.found
+    finding = checks.check_cuda(_host(cuda=trial))
+    assert finding.status == status
+    assert said in finding.found
 
 
 def test_cuda_is_really_asked() -> None:
-    trial = try_out("cuda", "-", limit_s=120)
+    trial = try_cuda(limit_s=120)
     assert trial.works, trial.error
     assert trial.answer["available"] == torch.cuda.is_available()
     assert trial.answer.get("registered", True)
 
 
 def test_only_the_platforms_own_start_method_is_needed() -> None:
-    trial = Trial(False, error="it broke")
-    assert doctor_checks.check_loading("spawn", trial, needed=False).status == "warning"
-    assert doctor_checks.check_loading("fork", trial, needed=True).status == "fail"
+    broken = Trial(False, error="it broke")
+    host = _host(loading={"spawn": broken, "fork": broken})
+    assert checks.check_loading(host, "spawn").status == "warning"
+    assert checks.check_loading(host, "fork").status == "fail"
+
+
+@pytest.mark.parametrize(("batch_nbytes", "tried"), [(None, MIB), (5 * MIB, 5 * MIB), (10**15, MIB)])
+def test_batches_of_the_size_that_was_given_are_tried_if_they_fit(
+    batch_nbytes: int | None, tried: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+
+    def try_loading(start_method: str, nbytes: int, limit_s: float) -> Trial:
+        given.append((start_method, nbytes))
+        return Trial(True, {"batches": 4, "batch_nbytes": nbytes, "first_batch_s": 0.1})
+
+    monkeypatch.setattr("shmloader.cli.doctor.try_loading", try_loading)
+    report = examine(batch_nbytes, None, 60.0)
+    assert dict(given) == {OWN: tried, "spawn": tried}
+    assert report.advice.fits == (batch_nbytes != 10**15)
+
+
+def test_where_only_spawn_works_it_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+    works = Trial(True, {"batches": 4, "batch_nbytes": 1, "first_batch_s": 0.1})
+    trials = {"fork": Trial(False, error="broken"), "spawn": works}
+    monkeypatch.setattr("shmloader.cli.doctor.try_loading", lambda method, *rest: trials[method])
+    monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["fork", "spawn"])
+    report = examine(None, None, 60.0)
+    assert report.advice.multiprocessing_context == "spawn"
+    assert "multiprocessing_context='spawn'" in as_text(report)
 
 
 def test_one_failure_is_a_verdict_and_warnings_are_not() -> None:
-    good = doctor_checks.Check("a", "thing a", "ok", "fine")
-    sore = doctor_checks.Check("b", "thing b", "warning", "not so fine", "do better")
-    bad = doctor_checks.Check("c", "thing c", "fail", "broken", "mend it")
+    def row(name: str, finding: Finding) -> tuple[Check, Finding]:
+        return Check(name, f"thing {name}", lambda host: finding), finding
+
+    good = row("a", Finding("ok", "fine"))
+    sore = row("b", Finding("warning", "not so fine", "do better"))
+    bad = row("c", Finding("fail", "broken", "mend it"))
     works, fails = Report([good, sore], _advice()), Report([good, sore, bad], _advice())
     assert (works.loading_works, fails.loading_works) == (True, False)
     assert as_text(works).endswith("Loading works here, with 1 warning(s).")

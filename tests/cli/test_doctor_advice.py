@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from shmloader import DataLoader, SharedMemoryExhausted
-from shmloader.cli import doctor, doctor_checks
-from shmloader.cli.doctor_advice import Room, advise, describe_advice, slots_of
-from shmloader.cli.doctor_descriptors import Descriptors
-from shmloader.cli.doctor_trial import Trial
+from shmloader.cli import doctor
+from shmloader.cli.doctor import checks
+from shmloader.cli.doctor.advice import Advice, Room, advise, describe_advice, slots_of
+from shmloader.cli.doctor.checks import Finding, Host
+from shmloader.cli.doctor.trial import Trial
 from shmloader.host.limits import Cores, Headroom
 from shmloader.shared_memory import MemfdSegment, whole_pages
 from shmloader.slots import SlotPool
@@ -30,7 +31,8 @@ def test_slots_are_counted_as_the_pool_counts_them(workers: int, prefetch: int) 
 ADVICE = {  # cores, MiB available, descriptors, batch in MiB, workers asked -> workers, prefetch, fits
     "one core is left for the main process": ((8, 10_000, None, 1, None), (7, 2, True)),
     "two cores are two workers": ((2, 10_000, None, 1, None), (2, 2, True)),
-    "what is asked is given": ((2, 10_000, None, 1, 6), (6, 2, True)),
+    "what is asked is given": ((8, 10_000, None, 1, 6), (6, 2, True)),
+    "but no more workers than there are cores": ((2, 10_000, None, 1, 8), (2, 2, True)),
     "less is prefetched": ((4, 2 * 9, None, 1, 4), (4, 1, True)),
     "then there are fewer workers": ((4, 2 * 5, None, 1, 4), (3, 1, True)),
     "three slots at the least": ((4, 4, None, 1, 4), (1, 1, True)),
@@ -44,9 +46,9 @@ ADVICE = {  # cores, MiB available, descriptors, batch in MiB, workers asked -> 
 def test_advice(case: str) -> None:
     (cores, available, descriptors, batch, asked), (workers, prefetch, fits) = ADVICE[case]
     batch_nbytes = None if batch is None else batch * MIB
-    advice = advise(Room(cores, available * MIB, Descriptors(descriptors)), batch_nbytes, asked)
+    advice = advise(Room(cores, available * MIB, descriptors), batch_nbytes, asked)
     assert (advice.num_workers, advice.prefetch_factor, advice.fits) == (workers, prefetch, fits)
-    assert bool(advice.reasons) == ((workers, prefetch) != (asked or workers, 2) or workers > cores)
+    assert bool(advice.reasons) == ((workers, prefetch) != (asked or workers, 2))
     if batch_nbytes is None:
         assert (advice.slots_nbytes, advice.memory_budget_nbytes) == (None, None)
     elif not fits:
@@ -85,7 +87,18 @@ def test_a_loader_as_advised_takes_the_slot_memory_that_was_said_and_spills_noth
     assert statistics.reserved_nbytes >= (advice.slots - 1) * whole_pages(statistics.largest_batch_nbytes)
 
 
+def test_workers_beyond_the_cores_are_told_of_and_not_advised() -> None:
+    advice = advise(Room(cores=2, available_nbytes=2**33), None, asked_workers=8)
+    assert "num_workers=2, prefetch_factor=2" in describe_advice(advice)[0]
+    assert "if yours do, keep num_workers=8" in describe_advice(advice)[-1]
+
+
 # --- where little fits, or nothing
+
+
+def _check_memory(memory: Headroom, advice: Advice) -> Finding:
+    host = Host(Cores(2, 2, None), memory, None, "fork", advice, advice.num_workers, {})
+    return checks.check_memory(host)
 
 
 def test_where_nothing_fits_nothing_is_advised() -> None:
@@ -96,23 +109,23 @@ def test_where_nothing_fits_nothing_is_advised() -> None:
     assert "DataLoader(" not in text
     assert "memory_budget_nbytes" not in text
     assert "4 x 93.1 GiB = 373 GiB" in text
-    check = doctor_checks.check_memory(Headroom(22 * GIB, 24 * GIB, "the machine's memory"), advice)
+    check = _check_memory(Headroom(22 * GIB, 24 * GIB, "the machine's memory"), advice)
     assert check.status == "fail"
     for said in (text, check.change):
         assert f"at most {advice.largest_batch_nbytes:,} bytes" in said
 
 
 def test_batches_of_the_size_that_is_named_do_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_checks, "oom_kills", lambda: 0)
+    monkeypatch.setattr(checks, "oom_kills", lambda: 0)
     memory = Headroom(22 * GIB + 4097, 24 * GIB, "the machine's memory")
     room = Room(cores=2, available_nbytes=memory.available_nbytes)
     named = advise(room, 100 * 10**9, asked_workers=800).largest_batch_nbytes
     for nbytes, status in [(named, "ok"), (named + 1, "warning")]:
         advice = advise(room, nbytes, asked_workers=800)
         assert advice.fits
-        assert doctor_checks.check_memory(memory, advice).status == status
+        assert _check_memory(memory, advice).status == status
         assert (advice.memory_budget_nbytes <= memory.available_nbytes // 2) == (status == "ok")
-    assert f"at most {named:,} bytes" in doctor_checks.check_memory(memory, advice).change
+    assert f"at most {named:,} bytes" in _check_memory(memory, advice).change
 
 
 class Large(torch.utils.data.Dataset[torch.Tensor]):
@@ -148,14 +161,14 @@ def test_what_does_not_fit_is_what_a_loader_refuses(
 
 def test_cores_are_held_against_the_workers_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not against the one that the memory is enough for."""
-    trial = Trial(True, {"batches": 8, "first_batch_s": 0.1, "descriptors": None})
-    monkeypatch.setattr(doctor, "try_out", lambda *arguments: trial)
+    trial = Trial(True, {"batches": 4, "batch_nbytes": MIB, "first_batch_s": 0.1})
+    monkeypatch.setattr(doctor, "try_loading", lambda *arguments: trial)
     monkeypatch.setattr(doctor, "cores", lambda: Cores(2, 2, None))
     report = doctor.examine(10**15, 800, 60.0)
-    (check,) = (check for check in report.checks if check.name == "cores")
+    (finding,) = (finding for check, finding in report.findings if check.name == "cores")
     assert report.advice.num_workers == 1
-    assert check.status == "warning"
-    assert "800 workers share 2" in check.change
+    assert finding.status == "warning"
+    assert "800 workers share 2" in finding.change
 
 
 def test_the_page_says_what_is_advised_where_nothing_fits() -> None:

@@ -1,9 +1,10 @@
-"""What the doctor's options accept, and what it says where they are given something else."""
+"""Values that the doctor's options accept, and the messages for others."""
 
 import pytest
 
 from shmloader.cli import main
-from shmloader.cli.doctor_sizes import format_nbytes, parse_nbytes
+from shmloader.cli.doctor import parse
+from shmloader.cli.options import format_nbytes, parse_nbytes
 
 MIB = 2**20
 
@@ -59,9 +60,7 @@ def test_what_is_no_time_is_refused(text: str, capsys: pytest.CaptureFixture[str
     assert f"{text!r} is not a number of seconds above 0 and up to 1,000,000" in capsys.readouterr().err
 
 
-def test_what_the_refusals_name_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = []
-    monkeypatch.setattr("shmloader.cli.doctor.run", lambda arguments: given.append(arguments) or 0)
+def test_what_the_refusals_name_is_accepted() -> None:
     for workers, timeout in [("1", "0.5"), ("1000000", "1000000")]:
-        main(["doctor", "--workers", workers, "--timeout", timeout])
-    assert [(arguments.workers, arguments.timeout) for arguments in given] == [(1, 0.5), (10**6, 1e6)]
+        arguments = parse(["--workers", workers, "--timeout", timeout])
+        assert (arguments.workers, arguments.timeout) == (int(workers), float(timeout))

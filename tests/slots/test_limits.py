@@ -1,6 +1,5 @@
 """What this host allows is read right: against limits that are really set, in places really made small."""
 
-import ctypes
 import json
 import mmap
 import os
@@ -55,31 +54,6 @@ def test_no_limit_is_none() -> None:
     bound = limits.address_space()
     assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
     assert (bound.most, bound.left) == (None, None)
-
-
-def test_locked_memory_counts_locked_pages() -> None:
-    before = limits.locked_memory()
-    held = mmap.mmap(-1, 2 * mmap.PAGESIZE)
-    address = ctypes.addressof(pages := ctypes.c_char.from_buffer(held))
-    if ctypes.CDLL(None).mlock(ctypes.c_void_p(address), ctypes.c_size_t(2 * mmap.PAGESIZE)):
-        pytest.skip("no pages can be locked here")
-    during = limits.locked_memory()
-    del pages
-    held.close()
-    assert during == (before.used + 2 * mmap.PAGESIZE, *resource.getrlimit(resource.RLIMIT_MEMLOCK))
-
-
-def test_mappings_counts_mappings() -> None:
-    before = limits.mappings()
-    fd = os.memfd_create("counted")
-    os.ftruncate(fd, mmap.PAGESIZE)
-    held = [mmap.mmap(fd, mmap.PAGESIZE) for _ in range(20)]
-    during = limits.mappings()
-    for mapping in held:
-        mapping.close()
-    os.close(fd)
-    assert during.used >= before.used + 20
-    assert during.most == int(Path("/proc/sys/vm/max_map_count").read_text())
 
 
 def test_cores_follow_the_affinity() -> None:

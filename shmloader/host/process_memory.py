@@ -32,21 +32,23 @@ class MemorySample:
     processes: int
 
 
-def pss_available() -> bool:
-    """Tell whether this platform reports PSS (Linux 4.14 and later does)."""
-    return read_pss(os.getpid()) is not None
+def read_memory(pid: int) -> dict[str, int]:
+    """Read a process's memory by kind, as ``/proc/PID/smaps_rollup`` names it.
 
-
-def read_pss(pid: int) -> int | None:
-    """Read one process's PSS in bytes; None where it is gone or the kernel does not tell."""
+    Returns:
+        Bytes under ``Pss``, ``Rss``, ``Private_Dirty``, ``Anonymous`` and so on; empty where the process is
+        gone or the kernel does not tell (Linux 4.14 and later does).
+    """
     try:
-        rollup = Path("/proc", str(pid), "smaps_rollup").read_bytes()
+        lines = Path("/proc", str(pid), "smaps_rollup").read_text(encoding="ascii").splitlines()[1:]
     except OSError:
-        return None
-    for line in rollup.splitlines():
-        if line.startswith(b"Pss:"):
-            return int(line.split()[1]) * 1024
-    return None
+        return {}
+    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
+
+
+def pss_available() -> bool:
+    """Tell whether this platform reports PSS."""
+    return "Pss" in read_memory(os.getpid())
 
 
 def sample_memory(root_pid: int) -> MemorySample | None:
@@ -63,7 +65,7 @@ def sample_memory(root_pid: int) -> MemorySample | None:
             descendants = psutil.Process(root_pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return None
-        readings = [read_pss(pid) for pid in (root_pid, *(child.pid for child in descendants))]
+        readings = [read_memory(pid).get("Pss") for pid in (root_pid, *(child.pid for child in descendants))]
         known = [reading for reading in readings if reading is not None]
         if len(known) == len(readings):
             break

@@ -1,10 +1,11 @@
-"""Sizes as people write them: ``38MB`` to bytes and bytes to ``36.2 MiB``."""
+"""Numbers and sizes as people write them on the command line."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import re
+from collections.abc import Callable
 
 _FACTORS = {
     "": 1,
@@ -13,6 +14,19 @@ _FACTORS = {
     **{unit: 1024**power for power, unit in enumerate("KMGT", 1)},
     "B": 1,
 }
+
+
+def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Make an argparse type for whole numbers from ``least`` up, to ``most`` if that is not None."""
+    bounds = f">= {least}" if most is None else f"from {least} to {most:,}"
+
+    def parse(text: str) -> int:
+        number = int(text) if text.isdecimal() else least - 1
+        if number < least or (most is not None and number > most):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {bounds}")
+        return number
+
+    return parse
 
 
 def parse_nbytes(text: str) -> int:

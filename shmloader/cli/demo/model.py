@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from shmloader.cli.demo_corpus import Batch
+from shmloader.cli.demo.corpus import Batch
 
 _VOCABULARY = 256
 _WIDTH = 64
@@ -60,13 +60,12 @@ class Trainer:
         self._model = ByteModel()
         self._optimiser = torch.optim.AdamW(self._model.parameters(), lr=5e-3)
 
-    def step(self, batch: Batch) -> float:
-        """Take one optimiser step and return the batch's loss before it, in nats per byte."""
+    def step(self, batch: Batch) -> None:
+        """Take one optimiser step."""
         loss = next_byte_loss(self._model, batch)
         self._optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimiser.step()
-        return loss.item()
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:

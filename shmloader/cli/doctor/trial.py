@@ -1,4 +1,4 @@
-"""Runs the doctor's probes, each in a session of its own and never longer than agreed."""
+"""The doctor's trials: probes that run in a session of their own, and never longer than agreed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,11 +17,11 @@ from shmloader.host.limits import oom_kills
 
 @dataclass(frozen=True)
 class Trial:
-    """How a probe went.
+    """The outcome of a probe.
 
     Attributes:
         works: Whether it did what it was to do.
-        answer: What it found, see `doctor_probe.load` and `doctor_probe.register`; empty unless it works.
+        answer: What it found, see `probe.load` and `probe.register`; empty unless it works.
         error: What went wrong, for people: the last lines that it wrote, or that it hung; else empty.
         out_of_memory: Whether the kernel killed a process for want of memory meanwhile.
     """
@@ -34,34 +32,42 @@ class Trial:
     out_of_memory: bool = False
 
 
-def try_out(what: str, start_method: str, limit_s: float, grace_s: float = 5.0) -> Trial:
-    """Run one probe.
+def try_loading(start_method: str, batch_nbytes: int, limit_s: float, grace_s: float = 5.0) -> Trial:
+    """Load a few batches with one worker and look at every value.
 
     Args:
-        what: ``load``, ``load-with-two`` or ``cuda``, see `doctor_probe`.
-        start_method: How workers are started; any text for ``cuda``.
+        start_method: How the worker is started.
+        batch_nbytes: Bytes of a batch.
         limit_s: Most seconds it may take once it has begun.
-        grace_s: Seconds more for its interpreter to start, and for it to end itself and say where it hung;
+        grace_s: Seconds more for the interpreter to start, and for it to end itself and say where it hung;
             after them it is killed.
 
     Returns:
         How it went. Never raises for what the probe does, and leaves no process behind.
     """
+    return _try(["load", str(limit_s), start_method, str(batch_nbytes)], limit_s, grace_s)
+
+
+def try_cuda(limit_s: float, grace_s: float = 5.0) -> Trial:
+    """Register a few pages of shared memory with CUDA; arguments and result as for `try_loading`."""
+    return _try(["cuda", str(limit_s)], limit_s, grace_s)
+
+
+def _try(words: list[str], limit_s: float, grace_s: float) -> Trial:
     kills_before = oom_kills()
-    words = [sys.executable, "-m", "shmloader.cli.doctor_probe", what, start_method, str(limit_s)]
-    release_interrupts = _hold_interrupts()
+    late = ""
     try:
         with _start(words) as process:
             try:
-                release_interrupts()  # only now, or Ctrl-C could leave a process that nobody ends
-                late = _wait(process, limit_s + grace_s)
+                # Not for the end of its output: a worker that hangs would keep that open.
+                process.wait(limit_s + grace_s)
+            except subprocess.TimeoutExpired:
+                late = f"\nit was still not done after {limit_s + grace_s:g} s"
             finally:
                 _end_session(process)
             output, errors = process.communicate()
     except OSError as error:
         return Trial(False, error=f"no process could be started: {error}")
-    finally:
-        release_interrupts()
     kills_after = oom_kills()
     out_of_memory = None not in (kills_before, kills_after) and kills_before != kills_after
     with contextlib.suppress(ValueError):
@@ -73,7 +79,7 @@ def try_out(what: str, start_method: str, limit_s: float, grace_s: float = 5.0) 
 
 def _start(words: list[str]) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        words,
+        [sys.executable, "-m", "shmloader.cli.doctor.probe", *words],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -85,32 +91,6 @@ def _start(words: list[str]) -> subprocess.Popen[str]:
         # If memory runs out, the kernel should choose the probe or its worker, and not the doctor.
         Path(f"/proc/{process.pid}/oom_score_adj").write_text("1000")
     return process
-
-
-def _wait(process: subprocess.Popen[str], limit_s: float) -> str:
-    """Wait for the process, not for the end of its output: a worker that hangs would keep that open."""
-    try:
-        process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        return f"\nit was still not done after {limit_s:g} s"
-    return ""
-
-
-def _hold_interrupts() -> Callable[[], None]:
-    """Let Ctrl-C wait until the function that is returned is called, which then raises it."""
-    if threading.current_thread() is not threading.main_thread():
-        return lambda: None
-    came: list[int] = []
-    # Not by a mask: a thread of a numerical library would take the signal.
-    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
-
-    def release() -> None:
-        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
-        if came:
-            came.clear()
-            raise KeyboardInterrupt
-
-    return release
 
 
 def _end_session(process: subprocess.Popen[str]) -> None:

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from shmloader.cli.demo_report import MIB, Run, describe_work
+from shmloader.cli.demo.report import MIB, Run, describe_work
 
 _COLOURS = {"torch": "#c2571a", "shmloader": "#1f6f8b"}
 

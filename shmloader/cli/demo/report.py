@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shmloader.cli.demo_corpus import MAX_SAMPLE_NBYTES, MIN_SAMPLE_NBYTES
-from shmloader.cli.demo_run import RunResult, RunSpec
-from shmloader.cli.process_memory import MemorySample
+from shmloader.cli.demo.corpus import MAX_SAMPLE_NBYTES, MIN_SAMPLE_NBYTES
+from shmloader.cli.demo.run import RunResult, RunSpec
+from shmloader.host.process_memory import MemorySample
 
 MIB = 2**20
 

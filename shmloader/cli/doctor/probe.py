@@ -1,8 +1,8 @@
-"""What the doctor tries out in a process of its own: really loading, and really registering with CUDA.
+"""The doctor's probes: really loading, and really registering memory with CUDA, in a process of their own.
 
-``python -m shmloader.cli.doctor_probe load fork 60`` loads with one worker, ``... load-with-two fork 60``
-with two, ``... cuda - 60`` registers; each prints one JSON object. A process of its own may hang, crash, run
-out of memory or leave CUDA's sticky errors behind without harm to the doctor.
+``python -m shmloader.cli.doctor.probe load LIMIT_S START_METHOD BATCH_NBYTES`` loads, ``... cuda LIMIT_S``
+registers; each prints one JSON object. A process of its own may hang, crash, run out of memory or leave
+CUDA's sticky errors behind without harm to the doctor.
 """
 
 from __future__ import annotations
@@ -11,51 +11,55 @@ import faulthandler
 import json
 import sys
 import time
+import warnings
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
-from shmloader import DataLoader
-from shmloader.host.limits import open_files
-from shmloader.shared_memory import PAGE_NBYTES, MemfdSegment
+from shmloader import DataLoader, SpillWarning
 
-BATCHES = 8
-WORKERS = {"load": 1, "load-with-two": 2}
-_BATCH_SIZE = 8
-_SAMPLE_ITEMS = 16384  # of int64: a batch is 1 MiB
+BATCHES = 4
+"""One more than the smallest loader has slots, so that one slot is used again."""
+BATCH_SIZE = 8
 
 
 class Numbered(Dataset[torch.Tensor]):
-    """Sample ``i`` is full of ``i``: int64, 128 KiB."""
+    """Sample ``i`` is full of ``i``: uint8."""
+
+    def __init__(self, sample_nbytes: int) -> None:
+        self.sample_nbytes = sample_nbytes
 
     def __len__(self) -> int:
-        return BATCHES * _BATCH_SIZE
+        return BATCHES * BATCH_SIZE
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((_SAMPLE_ITEMS,), index)
+        return torch.full((self.sample_nbytes,), index, dtype=torch.uint8)
 
 
-def load(start_method: str, limit_s: float, num_workers: int) -> dict[str, Any]:
-    """Load one epoch and look at every value.
+def load(start_method: str, batch_nbytes: int, limit_s: float, num_workers: int = 1) -> dict[str, Any]:
+    """Load one epoch with the smallest prefetch factor and look at every value.
 
     Args:
         start_method: How the workers are started.
+        batch_nbytes: Bytes of a batch, rounded up to a whole number for each of its samples.
         limit_s: Most seconds to wait for a batch.
-        num_workers: How many there are.
+        num_workers: How many workers there are.
 
     Returns:
-        ``batches``, ``first_batch_s`` (from ``iter()`` on), ``seconds_s`` and ``descriptors``: how many more
-        are open in the main process while it loads.
+        ``batches``, ``batch_nbytes``, ``first_batch_s`` (from ``iter()`` on) and ``seconds_s``.
 
     Raises:
         AssertionError: If a batch is not what it should be.
+        SpillWarning: If batches are copied because the host does not give slots what they need.
     """
-    before, during = open_files(), None
+    warnings.simplefilter("error", SpillWarning)
+    dataset = Numbered(-(-batch_nbytes // BATCH_SIZE))
     loader = DataLoader(
-        Numbered(),
-        batch_size=_BATCH_SIZE,
+        dataset,
+        batch_size=BATCH_SIZE,
         num_workers=num_workers,
+        prefetch_factor=1,
         multiprocessing_context=start_method,
         timeout=limit_s,
     )
@@ -63,19 +67,18 @@ def load(start_method: str, limit_s: float, num_workers: int) -> dict[str, Any]:
     with loader:
         for batch in loader:
             first_batch_s = first_batch_s or time.monotonic() - began_s
-            expected = torch.arange(batches * _BATCH_SIZE, (batches + 1) * _BATCH_SIZE)
-            if not torch.equal(batch, expected[:, None].expand(-1, _SAMPLE_ITEMS)):
+            first = batches * BATCH_SIZE
+            expected = torch.arange(first, first + BATCH_SIZE, dtype=torch.uint8)
+            if not torch.equal(batch, expected[:, None].expand(-1, dataset.sample_nbytes)):
                 raise AssertionError(f"batch {batches} arrived with wrong values")
             batches += 1
-            during = during or open_files()
     if batches != BATCHES:
         raise AssertionError(f"{batches} batches arrived instead of {BATCHES}")
-    known = before and during and before.used is not None and during.used is not None
     return {
         "batches": batches,
+        "batch_nbytes": BATCH_SIZE * dataset.sample_nbytes,
         "first_batch_s": round(first_batch_s, 3),
         "seconds_s": round(time.monotonic() - began_s, 3),
-        "descriptors": during.used - before.used if known else None,  # type: ignore[union-attr, operator]
     }
 
 
@@ -87,6 +90,8 @@ def register() -> dict[str, Any]:
     """
     if not torch.cuda.is_available():
         return {"available": False}
+    from shmloader.shared_memory import PAGE_NBYTES, MemfdSegment
+
     segment = MemfdSegment()
     nbytes = segment.reserve(0, 0, 4 * PAGE_NBYTES)
     extent = segment.map(0, nbytes)
@@ -103,14 +108,14 @@ def register() -> dict[str, Any]:
     return answer
 
 
-def main(what: str, start_method: str, limit_s: float) -> int:
-    """Try it, print the outcome, and end by force, saying where it hangs, after ``limit_s`` seconds."""
+def main(what: str, limit: str, start_method: str = "", batch_nbytes: str = "0") -> int:
+    """Try it, print the outcome, and end by force, saying where it hangs, after ``limit`` seconds."""
+    limit_s = float(limit)
     faulthandler.dump_traceback_later(limit_s, exit=True)
-    num_workers = WORKERS.get(what)
-    answer = load(start_method, limit_s, num_workers) if num_workers else register()
+    answer = load(start_method, int(batch_nbytes), limit_s) if what == "load" else register()
     print(json.dumps(answer), flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], float(sys.argv[3])))
+    sys.exit(main(*sys.argv[1:]))

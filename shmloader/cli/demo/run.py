@@ -1,6 +1,6 @@
 """One loader's part of the demo, in a process of its own, so that memory figures do not mix.
 
-Started by :mod:`shmloader.cli.demo` as ``python -m shmloader.cli.demo_run SPEC RESULT``: the first
+Started by :mod:`shmloader.cli.demo` as ``python -m shmloader.cli.demo.run SPEC RESULT``: the first
 argument is a :class:`RunSpec` as JSON, the second the file that receives the :class:`RunResult`.
 """
 
@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import shmloader
-from shmloader.cli.demo_corpus import (
+from shmloader.cli.demo.corpus import (
     Batch,
     Corpus,
     SourceDataset,
@@ -32,8 +32,7 @@ from shmloader.cli.demo_corpus import (
     library_folders,
     pad_batch,
 )
-from shmloader.cli.demo_model import Trainer
-from shmloader.cli.demo_progress import progress_bar
+from shmloader.cli.demo.model import Trainer
 
 INTERRUPTED = 130
 """Exit status of a run that was asked to stop: the shell's number for Ctrl-C."""
@@ -45,7 +44,7 @@ _LOADER_ALONE_BATCHES = 2000  # Or one epoch, whichever is shorter.
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What one run does; all but ``loader`` is the same for both loaders.
+    """Settings of one run; all but ``loader`` is the same for both loaders.
 
     Attributes:
         loader: ``torch`` or ``shmloader``.
@@ -68,7 +67,7 @@ class RunSpec:
 
 @dataclass
 class RunResult:
-    """What one run measured. Times in s, moments on the clock of ``time.monotonic``.
+    """Figures of one run. Times in s, moments on the clock of ``time.monotonic``.
 
     Attributes:
         files: Source files read.
@@ -159,6 +158,16 @@ def extend_checksum(checksum: int, batch: Batch) -> int:
     return zlib.crc32(batch.tokens.numpy().data, checksum)
 
 
+def with_progress_bar(steps: int, label: str) -> Iterable[int]:
+    """Count steps, with tqdm's bar where tqdm is installed and standard error is a terminal."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return range(steps)
+    bar: Iterable[int] = tqdm(range(steps), desc=f"{label:>9}", unit="step", leave=False, disable=None)
+    return bar
+
+
 def train(spec: RunSpec, dataset: SourceDataset, held_out: Sequence[Batch], stop: StopSignal) -> RunResult:
     """Train the model for a fixed number of steps and measure what the training loop sees."""
     result = RunResult()
@@ -167,19 +176,18 @@ def train(spec: RunSpec, dataset: SourceDataset, held_out: Sequence[Batch], stop
     result.phases["training"] = asked_s = time.monotonic()
     batches = endless(make_loader(spec, dataset))
     first_s = 0.0
-    with progress_bar(spec.steps, spec.loader) as advance:
-        for step in range(spec.steps):
-            stop.check()
-            batch = next(batches)
-            arrived_s = time.monotonic()
-            if step == 0:
-                first_s = arrived_s
-                result.first_batch_s = first_s - asked_s
-            else:
-                result.waited_s += arrived_s - asked_s
-            result.checksum = extend_checksum(result.checksum, batch)
-            advance(trainer.step(batch))
-            asked_s = time.monotonic()
+    for step in with_progress_bar(spec.steps, spec.loader):
+        stop.check()
+        batch = next(batches)
+        arrived_s = time.monotonic()
+        if step == 0:
+            first_s = arrived_s
+            result.first_batch_s = first_s - asked_s
+        else:
+            result.waited_s += arrived_s - asked_s
+        result.checksum = extend_checksum(result.checksum, batch)
+        trainer.step(batch)
+        asked_s = time.monotonic()
     result.training_rate = spec.steps * spec.batch_size / (asked_s - first_s)
     del batches  # Ends the workers.
     result.loss_after = trainer.evaluate(held_out)

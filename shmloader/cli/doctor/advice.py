@@ -1,31 +1,58 @@
-"""Which loader arguments this host has room for. Arithmetic only: what it knows of the host it is given."""
+"""The doctor's advice: loader arguments that this host has room for. Arithmetic only."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from shmloader.cli.doctor_descriptors import Descriptors
-from shmloader.cli.doctor_sizes import format_nbytes
+from shmloader.cli.options import format_nbytes
 from shmloader.shared_memory import PAGE_NBYTES, whole_pages
 
 _SLOTS_BESIDES_TASKS = 2  # for the batch being returned and the one before it, see `SlotPool`
 
+# Descriptors of the main process, see docs/robustness.md; tests hold real loaders to them.
+_PER_LOADER = {"fork": 3, "spawn": 4, "forkserver": 5}  # multiprocessing's own processes take one each
+_PER_WORKER = 5
+_PER_START = {"fork": 12, "spawn": 13, "forkserver": 13}  # free while a worker starts; it keeps five of them
+
+
+def slots_of(num_workers: int, prefetch_factor: int) -> int:
+    """Slots of a loader whose program keeps no batches: one per task, and two more."""
+    return num_workers * prefetch_factor + _SLOTS_BESIDES_TASKS
+
+
+def descriptors_held(num_workers: int, start_method: str) -> int:
+    """Descriptors that a loader takes of the main process while it loads."""
+    return _PER_LOADER[start_method] + num_workers * _PER_WORKER
+
+
+def descriptors_needed(num_workers: int, start_method: str) -> int:
+    """Descriptors that must be free for a loader: the last worker's start takes more than it keeps."""
+    return descriptors_held(num_workers - 1, start_method) + _PER_START[start_method]
+
+
+def most_workers(descriptors: int | None, start_method: str) -> int | None:
+    """Most workers for which so many free descriptors are enough; None for no limit."""
+    if descriptors is None:
+        return None
+    beyond_one = descriptors - descriptors_needed(1, start_method)
+    return 0 if beyond_one < 0 else 1 + beyond_one // _PER_WORKER
+
 
 @dataclass(frozen=True)
 class Room:
-    """What the host has to offer a loader.
+    """Resources of the host that a loader can take.
 
     Attributes:
         cores: Cores that can be kept busy.
         available_nbytes: Memory that can still be taken.
-        descriptors: Descriptors that can still be opened, and what a loader takes of them.
-        other_start_method: One that works, where the platform's default does not; else empty.
+        descriptors: Descriptors that can still be opened; None for no limit.
+        start_method: How workers start.
     """
 
     cores: int
     available_nbytes: int
-    descriptors: Descriptors = field(default_factory=Descriptors)
-    other_start_method: str = ""
+    descriptors: int | None = None
+    start_method: str = "fork"
 
 
 @dataclass(frozen=True)
@@ -58,39 +85,30 @@ class Advice:
     reasons: tuple[str, ...]
 
 
-def slots_of(num_workers: int, prefetch_factor: int) -> int:
-    """Slots of a loader whose program keeps no batches: one per task, and two more."""
-    return num_workers * prefetch_factor + _SLOTS_BESIDES_TASKS
-
-
 def advise(room: Room, batch_nbytes: int | None, asked_workers: int | None) -> Advice:
     """Choose workers, prefetch factor and memory budget.
 
-    As many workers as asked, else as there are cores (without one for the main process where there are more
-    than two). If their slots do not fit in half of the available memory, which is the loader's own default
-    for its budget, less is prefetched first, and then there are fewer workers.
+    As many workers as asked, but not more than there are cores; if not asked, one per core, without one for
+    the main process where there are more than two cores. If their slots do not fit in half of the available
+    memory, which is the loader's own default for its budget, less is prefetched first, and then there are
+    fewer workers.
 
     Args:
-        room: What the host has.
+        room: Resources of the host.
         batch_nbytes: Bytes of the largest batch, or None if not known.
         asked_workers: Workers that the user wants, or None to leave it open.
     """
-    reasons: list[str] = []
-    workers = asked_workers or (room.cores - 1 if room.cores > 2 else room.cores)
-    enough_for = room.descriptors.most_workers
-    if enough_for is not None and enough_for < workers:
-        reasons.append(f"{room.descriptors.left} free descriptors are enough for {enough_for} workers")
-        workers = max(1, enough_for)
+    workers, reasons = _choose_workers(room, asked_workers)
     prefetch, fits, slots_nbytes, budget_nbytes = 2, True, None, None
     half_nbytes = room.available_nbytes // 2
     if batch_nbytes is not None:
         slot_nbytes = whole_pages(batch_nbytes)
-        asked = workers
+        wanted = workers
         workers, prefetch = _reduce(workers, slot_nbytes, half_nbytes)
-        if (workers, prefetch) != (asked, 2):
-            needed = slots_of(asked, 2) * slot_nbytes
+        if (workers, prefetch) != (wanted, 2):
+            needed = slots_of(wanted, 2) * slot_nbytes
             reasons.append(
-                f"{asked} workers with prefetch_factor 2 need {format_nbytes(needed)} for slots, more than "
+                f"{wanted} workers with prefetch_factor 2 need {format_nbytes(needed)} for slots, more than "
                 f"half of the {format_nbytes(room.available_nbytes)} available"
             )
         slots_nbytes = slots_of(workers, prefetch) * slot_nbytes
@@ -98,14 +116,10 @@ def advise(room: Room, batch_nbytes: int | None, asked_workers: int | None) -> A
         fits = slots_nbytes + workers * slot_nbytes <= room.available_nbytes
         # Room for batches that turn out larger than was said. It bounds, and reserves nothing.
         budget_nbytes = max(slots_nbytes, min(4 * slots_nbytes, half_nbytes)) if fits else None
-    if workers > room.cores:
-        reasons.append(
-            f"{workers} workers on {room.cores} cores pay only where samples wait for a disk or a network"
-        )
     return Advice(
         num_workers=workers,
         prefetch_factor=prefetch,
-        multiprocessing_context=room.other_start_method or None,
+        multiprocessing_context=None,
         batch_nbytes=batch_nbytes,
         slots=slots_of(workers, prefetch),
         slots_nbytes=slots_nbytes,
@@ -114,6 +128,23 @@ def advise(room: Room, batch_nbytes: int | None, asked_workers: int | None) -> A
         largest_batch_nbytes=half_nbytes // slots_of(1, 1) // PAGE_NBYTES * PAGE_NBYTES,
         reasons=tuple(reasons),
     )
+
+
+def _choose_workers(room: Room, asked: int | None) -> tuple[int, list[str]]:
+    """Workers that cores and descriptors are enough for, and why they are fewer than asked."""
+    reasons = []
+    workers = asked or (room.cores - 1 if room.cores > 2 else room.cores)
+    if workers > room.cores:
+        reasons.append(
+            f"{workers} workers on {room.cores} core(s) are faster only where samples wait for a disk or a "
+            f"network; if yours do, keep num_workers={workers}"
+        )
+        workers = room.cores
+    enough_for = most_workers(room.descriptors, room.start_method)
+    if enough_for is not None and enough_for < workers:
+        reasons.append(f"{room.descriptors} free descriptors are enough for {enough_for} workers")
+        workers = max(1, enough_for)
+    return workers, reasons
 
 
 def _reduce(workers: int, slot_nbytes: int, most_nbytes: int) -> tuple[int, int]:
@@ -127,8 +158,9 @@ def _reduce(workers: int, slot_nbytes: int, most_nbytes: int) -> tuple[int, int]
 
 def describe_advice(advice: Advice) -> list[str]:
     """The advice as lines of text: a call to copy, what it costs, and why it is not more."""
+    notes = [f"note: {reason}" for reason in advice.reasons]
     if not advice.fits:
-        return [f"none: {describe_lack(advice)}", *(f"note: {reason}" for reason in advice.reasons)]
+        return [f"none: {describe_lack(advice)}", *notes]
     arguments = [f"num_workers={advice.num_workers}", f"prefetch_factor={advice.prefetch_factor}"]
     if advice.memory_budget_nbytes is not None:
         arguments.append(f"memory_budget_nbytes={advice.memory_budget_nbytes:_}")
@@ -144,11 +176,11 @@ def describe_advice(advice: Advice) -> list[str]:
         lines.append(
             f"shared memory: {count} = {advice.slots} slots x {each} = {format_nbytes(advice.slots_nbytes)}"
         )
-    return [*lines, *(f"note: {reason}" for reason in advice.reasons)]
+    return [*lines, *notes]
 
 
 def describe_lack(advice: Advice) -> str:
-    """What the smallest loader needs where that does not fit, and what to change."""
+    """The reason that even the smallest loader does not fit, and a remedy."""
     batches = advice.slots + advice.num_workers  # the slots, and what each worker collates
     needed_nbytes = batches * whole_pages(advice.batch_nbytes or 0)
     return (
@@ -159,7 +191,7 @@ def describe_lack(advice: Advice) -> str:
 
 
 def describe_remedy(advice: Advice) -> str:
-    """What to change where slots take too much memory."""
+    """The remedy where slots take too much memory."""
     most_nbytes = advice.largest_batch_nbytes
     return (
         f"Use a smaller batch_size: batches of at most {most_nbytes:,} bytes ({format_nbytes(most_nbytes)}) "

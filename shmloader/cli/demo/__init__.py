@@ -11,19 +11,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from shmloader.cli.demo_report import (
-    Run,
-    describe_corpus,
-    describe_work,
-    format_table,
-    runs_agree,
-)
-from shmloader.cli.demo_run import INTERRUPTED, RunResult, RunSpec
-from shmloader.cli.process_memory import sample_until_exit
+from shmloader.cli.demo.report import Run, describe_corpus, describe_work, format_table, runs_agree
+from shmloader.cli.demo.run import INTERRUPTED, RunResult, RunSpec
+from shmloader.cli.options import parse_nbytes, whole_number
+from shmloader.host.process_memory import sample_until_exit
 
 DESCRIPTION = """\
 Train a small byte-level language model on the Python sources of this interpreter, with
@@ -44,92 +39,96 @@ PSS needs Linux. The picture needs matplotlib (pip install matplotlib).
 
 _SAMPLING_INTERVAL_S = 0.2
 _STOP_GRACE_S = 5.0
-_BUSY_LOAD_PER_CORE = 0.4
 # glibc raises these thresholds by what it happens to see freed, which moves the memory of equal runs
 # by tens of MiB. Fixed and large, they let the model's buffers be used again in every step.
 _ALLOCATOR_SETTINGS = {
     "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
     "MALLOC_TRIM_THRESHOLD_": str(64 * 2**20),
 }
-_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 class RunFailedError(Exception):
     """A run's process ended without a result."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the demo's description and options to its parser."""
-    parser.description = DESCRIPTION
-    parser.add_argument(
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m shmloader demo",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
         "--loader",
         choices=["both", "torch", "shmloader"],
         default="both",
         help="which loader to run (default: both, one after the other)",
     )
-    parser.add_argument(
+    add(
         "--steps",
-        type=_count(1),
+        type=whole_number(1),
         default=100,
         metavar="N",
         help="training steps for each loader; sets how long the demo takes (default: %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--batch-size",
-        type=_count(1),
+        type=whole_number(1),
         default=32,
         metavar="N",
         help="samples per batch (default: %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--workers",
-        type=_count(0),
+        type=whole_number(0),
         default=2,
         metavar="N",
         help="worker processes; 0 loads in the main process (default: %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--start-method",
         choices=multiprocessing.get_all_start_methods(),
         default=multiprocessing.get_start_method(),
         help="how workers start (default: Python's own, here %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--max-bytes",
-        type=_nbytes,
+        type=parse_nbytes,
         default="32M",
-        metavar="N",
-        help="most source text to read, in bytes or as 500K, 32M, 1G (default: %(default)s)",
+        metavar="SIZE",
+        help="most source text to read, as 500000, 500K, 32M or 1G (default: %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--seed",
-        type=_count(0),
+        type=whole_number(0),
         default=0,
         metavar="N",
         help="seed of the model and of the shuffling (default: %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--picture",
         type=Path,
         default=Path("shmloader-demo.png"),
         metavar="PATH",
         help="where to write the picture of memory over time (default: %(default)s)",
     )
+    return parser.parse_args(words)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def main(words: Sequence[str]) -> int:
     """Run the demo.
 
     Args:
-        arguments: Parsed options, see :func:`add_arguments`.
+        words: Command line behind ``demo``.
 
     Returns:
         0, or 1 when a run failed or the two loaders disagreed, or 130 after Ctrl-C.
     """
+    arguments = parse(words)
     specs = _specs(arguments)
     print("shmloader demo: a byte-level language model on this interpreter's Python sources")
     print(describe_work(specs[0]), flush=True)
-    note = _note_on_other_work()
     runs: list[Run] = []
     try:
         for spec in specs:
@@ -141,7 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    return _report(arguments.picture, runs, note)
+    return _report(arguments.picture, runs)
 
 
 def _specs(arguments: argparse.Namespace) -> list[RunSpec]:
@@ -169,7 +168,7 @@ def _run_in_process(spec: RunSpec) -> Run:
     """
     with tempfile.TemporaryDirectory(prefix="shmloader-demo-") as folder:
         result_path = Path(folder, "result.json")
-        command = [sys.executable, "-m", "shmloader.cli.demo_run"]
+        command = [sys.executable, "-m", "shmloader.cli.demo.run"]
         # A session of its own, or Ctrl-C would also strike the workers, in mid-sentence.
         process = subprocess.Popen(
             [*command, json.dumps(asdict(spec)), str(result_path)],
@@ -201,24 +200,12 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _note_on_other_work() -> str:
-    """Say that times will be rough, if other programs have kept the machine busy until now."""
-    if not hasattr(os, "getloadavg"):
-        return ""
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load < _BUSY_LOAD_PER_CORE * cores:
-        return ""
-    return f"times are rough: other programs were running (load {load:.1f} on {cores} cores)"
-
-
-def _report(picture: Path, runs: Sequence[Run], note: str) -> int:
+def _report(picture: Path, runs: Sequence[Run]) -> int:
     """Print what was measured, write the picture, and return the exit status."""
     print(f"{describe_corpus(runs[0].result)}\n\n{format_table(runs)}")
     agree = runs_agree(runs)
     if len(runs) > 1:
         print(f"batches and losses equal, bit for bit: {'yes' if agree else 'NO'}")
-    if note:
-        print(note)
     print(_write_picture(picture, runs))
     return 0 if agree else 1
 
@@ -228,7 +215,7 @@ def _write_picture(picture: Path, runs: Sequence[Run]) -> str:
     if not all(run.memory for run in runs):
         return "no picture: this platform does not report PSS"
     try:
-        from shmloader.cli.demo_plot import draw_memory
+        from shmloader.cli.demo.picture import draw_memory
     except ImportError:
         return "no picture: matplotlib is not installed (pip install matplotlib)"
     try:
@@ -236,23 +223,3 @@ def _write_picture(picture: Path, runs: Sequence[Run]) -> str:
     except OSError as error:
         return f"no picture: {error}"
     return f"picture of memory over time: {picture.resolve()}"
-
-
-def _count(smallest: int) -> Callable[[str], int]:
-    """Make an argparse type for whole numbers from a smallest one up."""
-
-    def parse(text: str) -> int:
-        number = int(text) if text.isdecimal() else -1
-        if number < smallest:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= {smallest}")
-        return number
-
-    return parse
-
-
-def _nbytes(text: str) -> int:
-    """Parse a size in bytes, with K, M or G for its binary multiples."""
-    digits, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
-    if not digits.isdecimal() or int(digits) == 0 or (unit and unit not in _UNITS):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500000, 500K or 32M")
-    return int(digits) * _UNITS.get(unit, 1)

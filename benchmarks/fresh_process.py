@@ -1,0 +1,162 @@
+"""Fresh processes: the one way in which benchmarks start a measurement.
+
+A measurement runs as `python -m MODULE WORDS` with an interpreter and a session of its own: it inherits no
+caches, descriptors or warmed-up allocator, and its workers can be ended with it. It answers with lines of
+JSON, and may be asked for more with lines of JSON. `FreshProcess` is the side of the benchmark,
+`claim_output` that of the measurement.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+ROOT = Path(__file__).resolve().parent.parent
+
+END_S = 15.0
+"""Time for a measurement that has answered to end by itself."""
+
+
+class MeasurementFailedError(Exception):
+    """A measurement's process ended without an answer, or was not done in time; the text says why."""
+
+
+class FreshProcess:
+    """A measurement's process. Leaving the `with` block kills what is left of its session.
+
+    Args:
+        what: The measurement's name, for errors.
+        module: What it runs.
+        words: Its command line.
+        environment: Variables that it gets besides this process's.
+        folder: Its current folder, from which it also imports; that of the checkout by default.
+        prefix: A command that runs it: `strace`, say.
+        setup: What its process does before anything else, in a fork of this one.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        module: str,
+        *words: str,
+        environment: Mapping[str, str] | None = None,
+        folder: Path = ROOT,
+        prefix: tuple[str, ...] = (),
+        setup: Callable[[], None] | None = None,
+    ) -> None:
+        self.what = what
+        self._late = False
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed at the exit
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, "-m", module, *words],
+            cwd=folder,
+            env=os.environ | dict(environment or {}),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            start_new_session=True,
+            preexec_fn=setup,  # noqa: PLW1509
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._kill()
+        with self._errors, contextlib.suppress(BrokenPipeError), self.process:
+            pass  # closes the pipes, and waits
+
+    def ask(self, question: Any) -> None:
+        """Sends a question; one that has ended says so when its answer is read."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(question).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def answer(self, timeout_s: float | None = None) -> Any:
+        """Waits for the next answer.
+
+        Raises:
+            MeasurementFailedError: It ended without one, or did not give it in time.
+        """
+        assert self.process.stdout is not None
+        with self._killed_after(timeout_s):
+            line = self.process.stdout.readline()
+        if not line:
+            raise self._failure()
+        return json.loads(line)
+
+    def finish(self, timeout_s: float = END_S) -> None:
+        """Ends its questions, and waits until it has ended.
+
+        Raises:
+            MeasurementFailedError: It ended with an error, or not in time.
+        """
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        with self._killed_after(timeout_s):
+            self.process.wait()
+        if self.process.returncode:
+            raise self._failure()
+
+    @contextlib.contextmanager
+    def _killed_after(self, timeout_s: float | None) -> Iterator[None]:
+        timer = threading.Timer(timeout_s, self._kill_late) if timeout_s is not None else None
+        if timer is not None:
+            timer.start()
+        try:
+            yield
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def _kill_late(self) -> None:
+        self._late = True
+        self._kill()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def _failure(self) -> MeasurementFailedError:
+        code = self.process.wait()
+        self._errors.seek(0)
+        errors = self._errors.read().decode(errors="replace")[-4000:]
+        how = "hung" if self._late else f"ended with {code}"
+        return MeasurementFailedError(f"{self.what} {how}:\n{errors}")
+
+
+def run_fresh(what: str, module: str, *words: str, timeout_s: float | None = None) -> Any:
+    """Runs a measurement that gives one answer, and returns that.
+
+    Raises:
+        MeasurementFailedError: It failed, or was not done in time.
+    """
+    with FreshProcess(what, module, *words) as fresh:
+        answer = fresh.answer(timeout_s)
+        fresh.finish()
+        return answer
+
+
+def claim_output() -> Callable[[Any], None]:
+    """Keeps this process's standard output for answers; what else is printed goes to the errors.
+
+    Returns:
+        A function that gives one answer: plain data.
+    """
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def answer(value: Any) -> None:
+        print(json.dumps(value, default=str), file=answers, flush=True)
+
+    return answer

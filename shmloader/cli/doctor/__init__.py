@@ -1,0 +1,205 @@
+"""``python -m shmloader doctor``: whether loading works on this host, and what to change.
+
+The doctor reads the host's limits, advises arguments that fit in them (:mod:`~shmloader.cli.doctor.advice`),
+loads a few batches in processes of their own (:mod:`~shmloader.cli.doctor.trial`), and judges all of it in a
+list of checks (:mod:`~shmloader.cli.doctor.checks`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import platform
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+
+import torch
+
+import shmloader
+from shmloader.cli.doctor.advice import Advice, Room, advise, describe_advice
+from shmloader.cli.doctor.checks import CHECKS, Check, Finding, Host, check_loading
+from shmloader.cli.doctor.trial import try_cuda, try_loading
+from shmloader.cli.options import parse_nbytes, whole_number
+from shmloader.host.limits import cores, memory_headroom, open_files
+
+DESCRIPTION = """\
+Look at everything on this host that loading depends on, load a few batches for real with the
+platform's start method and with spawn, and say for each thing whether it is ok or what to change.
+
+The exit status is 0 if loading works, 1 if it does not, and 130 after Ctrl-C. docs/doctor.md explains
+the checks and lists the keys of --json.
+"""
+INTERRUPTED = 130
+USUAL_BATCH_NBYTES = 1 << 20
+"""Bytes of the batches that are loaded where no size is given, or one that does not fit."""
+
+_MARGIN = 9 + 20  # columns of status and title
+_MOST = 1_000_000  # workers, and seconds
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that the doctor found.
+
+    Attributes:
+        findings: Each check and its result, in the order in which they are printed.
+        advice: The loader's configuration.
+    """
+
+    findings: Sequence[tuple[Check, Finding]]
+    advice: Advice
+
+    @property
+    def loading_works(self) -> bool:
+        """Whether nothing has failed."""
+        return all(finding.status != "fail" for _, finding in self.findings)
+
+
+def main(words: Sequence[str]) -> int:
+    """Examine the host and print the report.
+
+    Args:
+        words: Command line behind ``doctor``.
+
+    Returns:
+        0 if loading works, 1 if it does not, 130 after Ctrl-C.
+    """
+    arguments = parse(words)
+    try:
+        report = examine(arguments.batch_bytes, arguments.workers, arguments.timeout)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    print(as_json(report) if arguments.json else as_text(report))
+    return 0 if report.loading_works else 1
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m shmloader doctor",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--batch-bytes",
+        type=parse_nbytes,
+        metavar="SIZE",
+        help="size of the largest batch, as 500000, 38MB or 36MiB: load such batches, and advise for them",
+    )
+    parser.add_argument(
+        "--workers",
+        type=whole_number(1, _MOST),
+        metavar="N",
+        help="workers that you want (default: as many as the host has cores for)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=60.0,
+        metavar="S",
+        help="most seconds for each attempt to load (default: %(default)g)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    return parser.parse_args(words)
+
+
+def examine(batch_nbytes: int | None, workers: int | None, limit_s: float) -> Report:
+    """Read the host's limits, try loading, and judge both.
+
+    Args:
+        batch_nbytes: Bytes of the largest batch, or None if not known.
+        workers: Workers that the user wants, or None.
+        limit_s: Most seconds for each trial.
+    """
+    default = multiprocessing.get_all_start_methods()[0]  # documented: the first is the default
+    memory, usable, files = memory_headroom(), cores(), open_files()
+    room = Room(usable.usable, memory.available_nbytes, files and files.left, default)
+    advice = advise(room, batch_nbytes, workers)
+    tried_nbytes = batch_nbytes if batch_nbytes and advice.fits else USUAL_BATCH_NBYTES
+    loading = {}
+    for method in dict.fromkeys((default, "spawn")):
+        print(f"loading with {method} ...", file=sys.stderr, flush=True)
+        loading[method] = try_loading(method, tried_nbytes, limit_s)
+    cuda = None
+    if torch.version.cuda or torch.version.hip:
+        print("registering memory with CUDA ...", file=sys.stderr, flush=True)
+        cuda = try_cuda(limit_s)
+    working = [method for method, trial in loading.items() if trial.works]
+    if working and default not in working:
+        advice = replace(advice, multiprocessing_context=working[0])
+    host = Host(
+        cores=usable,
+        memory=memory,
+        open_files=files,
+        default_start_method=default,
+        advice=advice,
+        num_workers=workers or advice.num_workers,
+        loading=loading,
+        cuda=cuda,
+    )
+    findings = [(check, check.run(host)) for check in CHECKS]
+    for method in loading:
+        run = partial(check_loading, start_method=method)
+        check = Check(f"loading_{method}", f"loading, {method}", run)
+        findings.append((check, check.run(host)))
+    return Report(findings, advice)
+
+
+def as_json(report: Report) -> str:
+    """The report as one JSON object; docs/doctor.md lists its keys."""
+    answer = {
+        "version": shmloader.__version__,
+        "loading_works": report.loading_works,
+        "checks": {check.name: {"title": check.title, **asdict(found)} for check, found in report.findings},
+        "advice": asdict(report.advice),
+    }
+    return json.dumps(answer, indent=2)
+
+
+def as_text(report: Report) -> str:
+    """The report for people: a row per check, then the advice and a verdict."""
+    width = max(60, min(120, shutil.get_terminal_size((100, 24)).columns))
+    lines = [f"shmloader {shmloader.__version__} on {platform.platform(terse=True)}", ""]
+    for check, finding in report.findings:
+        lines += _paragraph(f"{finding.status:<9}{check.title:<20}", finding.found, width)
+        if finding.change:
+            lines += _paragraph(" " * _MARGIN, f"-> {finding.change}", width)
+    lines += ["", "advised configuration"]
+    for line in describe_advice(report.advice):
+        lines += _paragraph("    ", line, width)
+    failed = [check.title for check, finding in report.findings if finding.status == "fail"]
+    warned = sum(finding.status == "warning" for _, finding in report.findings)
+    if failed:
+        verdict = f"Loading does not work here: see {', '.join(failed)}."
+    else:
+        verdict = f"Loading works here{f', with {warned} warning(s)' if warned else ''}."
+    return "\n".join([*lines, "", verdict])
+
+
+def _paragraph(head: str, text: str, width: int) -> list[str]:
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=head,
+        subsequent_indent=" " * len(head),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _seconds(text: str) -> float:
+    """Read a time for argparse."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number <= _MOST:  # nan neither
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0 and up to {_MOST:,}")
+    return number

@@ -1,0 +1,314 @@
+"""The doctor's checks: one function for each thing that loading depends on.
+
+A check reads the host, or judges what was read and tried before, and returns a :class:`Finding`.
+:data:`CHECKS` lists them. All run in the main process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import platform
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Literal, NamedTuple
+
+import psutil
+import torch
+
+from shmloader.cli.doctor.advice import (
+    Advice,
+    describe_lack,
+    describe_remedy,
+    descriptors_held,
+    descriptors_needed,
+    most_workers,
+)
+from shmloader.cli.doctor.trial import Trial
+from shmloader.cli.options import format_nbytes
+from shmloader.host.limits import Bound, Cores, Headroom, address_space, oom_kills
+from shmloader.shared_memory import HUGE_NBYTES, MemfdSegment
+
+Status = Literal["ok", "warning", "fail"]
+Value = str | int | float | bool | None
+
+_TRIED_NBYTES = 1 << 20
+_MANY_FILES = 64  # descriptors that a program should have left for files of its own
+_GOOD_FILES = 4096
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    Attributes:
+        status: ``ok``, ``warning`` (loading works, but something will hurt) or ``fail`` (it does not work).
+        found: What was found, a sentence or two.
+        change: What to change; empty when all is well.
+        values: The figures in ``found``, for programs.
+    """
+
+    status: Status
+    found: str
+    change: str = ""
+    values: Mapping[str, Value] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Host:
+    """Everything that the checks judge: what was read of the host, tried on it, asked and advised.
+
+    Attributes:
+        cores: Cores that can be used.
+        memory: Memory that can be had.
+        open_files: Descriptors, and the limit on them; None where the platform has none.
+        default_start_method: How workers start when nobody says otherwise.
+        advice: The loader's arguments.
+        num_workers: Workers that were asked for, else those advised.
+        loading: How loading went, by start method.
+        cuda: How registering memory with CUDA went; None where torch is built without it.
+    """
+
+    cores: Cores
+    memory: Headroom
+    open_files: Bound | None
+    default_start_method: str
+    advice: Advice
+    num_workers: int
+    loading: Mapping[str, Trial]
+    cuda: Trial | None = None
+
+
+def check_versions(host: Host) -> Finding:
+    """Python, and the libraries that shmloader's metadata asks for, against its lower bounds."""
+    versions: dict[str, Value] = {"python": platform.python_version()}
+    trouble = []
+    for name, least in sorted(requirements().items()):
+        try:
+            importlib.import_module(name)
+            versions[name] = metadata.version(name)
+        except (ImportError, OSError) as error:  # OSError: a shared library that does not load
+            versions[name] = None
+            trouble.append(f"{name} cannot be imported: {error}")
+            continue
+        if _numbers(metadata.version(name)) < _numbers(least):
+            trouble.append(f"{name} {metadata.version(name)} is older than {least}")
+    found = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
+    if not trouble:
+        return Finding("ok", found, values=versions)
+    change = f"{'; '.join(trouble)}: reinstall shmloader and what it depends on"
+    return Finding("warning", found, change, versions)
+
+
+def requirements() -> dict[str, str]:
+    """The libraries that shmloader needs, with the oldest version of each."""
+    try:
+        required = metadata.requires("shmloader") or []
+    except metadata.PackageNotFoundError:  # run from a source tree
+        required = ["torch>=0", "numpy>=0", "pyarrow>=0", "psutil>=0"]
+    found = (re.fullmatch(r"([\w-]+)>=([\d.]+)", text) for text in required)  # extras carry a marker
+    return {match[1]: match[2] for match in found if match}
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    release = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, release[0].split("."))) if release else ()
+
+
+_START_METHODS = {
+    "fork": "workers begin as copies of the program; a lock that another of its threads holds at that moment "
+    "stays locked in them. shmloader itself starts no thread. If workers hang at their start, use "
+    "multiprocessing_context='forkserver'",
+    "forkserver": "workers are forked from a small server without threads; the dataset is pickled once",
+    "spawn": "workers are new interpreters; the dataset is pickled once, and each imports the program",
+}
+
+
+def check_start_method(host: Host) -> Finding:
+    """The platform's default start method, and what it means for threads."""
+    method = host.default_start_method
+    found = f"{method}, the default of Python {platform.python_version()} here: {_START_METHODS[method]}"
+    methods = " ".join(multiprocessing.get_all_start_methods())
+    return Finding("ok", found, values={"default": method, "available": methods})
+
+
+def check_cores(host: Host) -> Finding:
+    """Cores, affinity and quota, against the workers and torch's own threads."""
+    cores, threads = host.cores, torch.get_num_threads()
+    found = f"{cores.affinity} of {cores.machine} cores"
+    if cores.quota is not None:
+        found += f", and a cgroup quota of {cores.quota:.2g} cores"
+    values: dict[str, Value] = {**cores._asdict(), "usable": cores.usable, "torch_threads": threads}
+    change = []
+    if host.num_workers > cores.usable:
+        change.append(
+            f"{host.num_workers} workers share {cores.usable}: fewer are as fast, unless samples wait for a "
+            "disk or a network"
+        )
+    if threads > cores.usable:
+        change.append(
+            f"torch computes with {threads} threads, which the quota throttles: torch.set_num_threads"
+            f"({cores.usable}) or OMP_NUM_THREADS={cores.usable}"
+        )
+    return Finding("warning" if change else "ok", found, "; ".join(change), values)
+
+
+def check_memory(host: Host) -> Finding:
+    """Memory of the machine and its cgroups, against what the slots need."""
+    room, advice, kills = host.memory, host.advice, oom_kills()
+    found = (
+        f"{format_nbytes(room.available_nbytes)} of {format_nbytes(room.limit_nbytes)} available, bounded by "
+        f"{room.source}"
+    )
+    if kills:
+        found += f"; {kills} process(es) here were killed for want of memory before"
+    values: dict[str, Value] = {**room._asdict(), "oom_kills": kills, "slots_nbytes": advice.slots_nbytes}
+    if not advice.fits:
+        return Finding("fail", found, describe_lack(advice), values)
+    if advice.slots_nbytes is not None and advice.slots_nbytes > room.available_nbytes // 2:
+        change = f"the slots take {format_nbytes(advice.slots_nbytes)} of it. {describe_remedy(advice)}"
+        return Finding("warning", found, change, values)
+    if kills:
+        change = "see what was killed (dmesg, memory.events); use fewer workers or raise the memory limit"
+        return Finding("warning", found, change, values)
+    return Finding("ok", found, values=values)
+
+
+def check_segment(host: Host) -> Finding:
+    """Shared memory: made, reserved, mapped, written, and read back through a second mapping."""
+    if not hasattr(os, "memfd_create"):
+        found = "no memfd on this platform: the loader loads torch's way, with the same batches"
+        return Finding("warning", found, "for shared-memory slots run it on Linux")
+    try:
+        segment = MemfdSegment()
+        try:
+            nbytes = segment.reserve(0, 0, _TRIED_NBYTES)
+            written = segment.map(0, nbytes)
+            written.view[:] = bytes(range(256)) * (nbytes // 256)
+            intact = segment.map(0, nbytes).view == written.view
+        finally:
+            segment.close()
+    except (OSError, RuntimeError, ValueError) as error:
+        change = "allow memfd_create, fallocate and shared mappings (a seccomp profile may forbid them)"
+        return Finding("fail", f"{type(error).__name__}: {error}", change)
+    values: dict[str, Value] = {"tried_nbytes": nbytes}
+    if not intact:
+        change = "report this, with the platform: the two mappings do not show the same memory"
+        return Finding("fail", "a memfd does not share", change, values)
+    found = f"memfd: {format_nbytes(nbytes)} reserved, mapped twice, written and read back"
+    return Finding("ok", found, values=values)
+
+
+def check_open_files(host: Host) -> Finding:
+    """Descriptors, against what the workers take of the main process's."""
+    bound, workers, method = host.open_files, host.num_workers, host.default_start_method
+    held, needed = descriptors_held(workers, method), descriptors_needed(workers, method)
+    values = {**_values(bound), "held": held, "needed": needed}
+    if bound is None or bound.most is None:
+        return Finding("ok", "no limit", values=values)
+    hard = "no limit" if bound.reachable is None else f"{bound.reachable:,}"
+    found = (
+        f"{bound.most:,} (ulimit -n; hard limit {hard}), {bound.used} open; {workers} worker(s) take "
+        f"{held} in the main process, and {needed} while the last one starts; batches take none"
+    )
+    enough_for = most_workers(bound.left, method)
+    if enough_for is not None and enough_for < workers:
+        change = f"{_raise_files(bound, needed)}: {bound.left} free ones are enough for {enough_for} workers"
+        return Finding("fail", found, change, values)
+    if bound.left is not None and bound.left - held < _MANY_FILES:
+        change = f"{_raise_files(bound, held + _MANY_FILES)}: little is left for files that the program opens"
+        return Finding("warning", found, change, values)
+    return Finding("ok", found, values=values)
+
+
+def _raise_files(bound: Bound, needed: int) -> str:
+    """The way to have so many descriptors free: anyone can raise the soft limit, up to the hard one."""
+    total = (bound.used or 0) + needed
+    wanted = max(_GOOD_FILES, total)
+    if bound.reachable is None or bound.reachable >= total:
+        return f"ulimit -n {min(wanted, bound.reachable or wanted)}"
+    return f"raise the hard limit (docker run --ulimit nofile={wanted}, LimitNOFILE=, limits.conf)"
+
+
+def check_address_space(host: Host) -> Finding:
+    """``ulimit -v``, against the mappings of the slots, which may begin and end at whole huge pages."""
+    bound, slots = address_space(), host.advice.slots
+    if bound is None or bound.most is None:
+        return Finding("ok", "no limit (ulimit -v)", values=_values(bound))
+    needed = (host.advice.slots_nbytes or 0) + slots * 2 * HUGE_NBYTES
+    found = f"{format_nbytes(bound.most)} (ulimit -v), {format_nbytes(bound.left)} left"
+    if bound.left is not None and bound.left < needed:
+        change = f"ulimit -v unlimited: the slots alone need {format_nbytes(needed)}"
+        return Finding("fail", found, change, _values(bound))
+    change = "ulimit -v unlimited: it bounds mappings, and not memory that is used"
+    return Finding("warning", found, change, _values(bound))
+
+
+def check_cuda(host: Host) -> Finding:
+    """Whether CUDA works, and pages of shared memory can be registered with it."""
+    trial = host.cuda
+    values: dict[str, Value] = {"available": False, "registered": False}
+    if trial is None or (trial.works and not trial.answer["available"]):
+        built = "torch is built without it" if trial is None else "no device can be used"
+        return Finding("ok", f"no CUDA ({built}); pin_memory=True has no effect", values=values)
+    values |= trial.answer
+    if not trial.works:
+        change = "pin_memory=False until CUDA itself works"
+        return Finding("warning", f"trying it failed: {trial.error}", change, values)
+    device = trial.answer["device"]
+    if not (trial.answer["registered"] and trial.answer["is_pinned"]):
+        change = f"{trial.answer.get('error', 'they are not seen as pinned')}; pin_memory=True copies instead"
+        found = f"{device}: pages of shared memory cannot be registered"
+        return Finding("warning", found, change, values)
+    return Finding("ok", f"{device}: pages of shared memory registered, and seen as pinned", values=values)
+
+
+def check_loading(host: Host, start_method: str) -> Finding:
+    """Loading itself, as it was tried with a start method."""
+    trial, needed = host.loading[start_method], start_method == host.default_start_method
+    values: dict[str, Value] = {"works": trial.works, "out_of_memory": trial.out_of_memory, **trial.answer}
+    if trial.works:
+        found = (
+            f"works: {trial.answer['batches']} batches of {format_nbytes(trial.answer['batch_nbytes'])} from "
+            f"one worker, checked; the first after {trial.answer['first_batch_s']:.2f} s"
+        )
+        return Finding("ok", found, values=values)
+    change = "the message says what failed; everything above that is not ok may be why"
+    if trial.out_of_memory:
+        own = psutil.Process().memory_info()
+        change = (
+            "the kernel killed it for want of memory: raise the memory limit of the cgroup (the doctor "
+            f"itself takes about {format_nbytes(own.rss - getattr(own, 'shared', 0))} of it)"
+        )
+    elif not needed:
+        change = f"do not use multiprocessing_context={start_method!r} here"
+    return Finding("fail" if needed else "warning", f"does not work: {trial.error}", change, values)
+
+
+def _values(bound: Bound | None) -> dict[str, Value]:
+    used, most, reachable = bound or (None, None, None)
+    return {"used": used, "limit": most, "hard_limit": reachable}
+
+
+class Check(NamedTuple):
+    """One check: its key in the JSON report, which never changes, its name for people, and its function."""
+
+    name: str
+    title: str
+    run: Callable[[Host], Finding]
+
+
+CHECKS = (
+    Check("versions", "versions", check_versions),
+    Check("start_method", "start method", check_start_method),
+    Check("cores", "cores", check_cores),
+    Check("memory", "memory", check_memory),
+    Check("segment", "shared memory", check_segment),
+    Check("open_files", "open files", check_open_files),
+    Check("address_space", "address space", check_address_space),
+    Check("cuda", "CUDA", check_cuda),
+)
+"""All checks in the order of the report; behind them come those of loading, one for each start method."""

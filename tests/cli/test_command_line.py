@@ -1,0 +1,54 @@
+"""The command line: its commands, and the version, which is written in one place."""
+
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import shmloader
+from shmloader.cli import COMMANDS, main
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("words", [[], ["--help"]])
+def test_without_a_command_all_are_listed(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = main(words)
+    except SystemExit as end:  # argparse's own --help
+        status = end.code
+    output = capsys.readouterr().out
+    assert status == 0
+    for name, summary in COMMANDS.items():
+        assert f"  {name:<8} {summary}" in output
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_of_its_own(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    assert end.value.code == 0
+    assert f"usage: python -m shmloader {name}" in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["docter"])
+    assert end.value.code == 2
+    assert "'docter'" in capsys.readouterr().err
+
+
+def test_the_version_is_told() -> None:
+    command = [sys.executable, "-m", "shmloader", "--version"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.stdout == f"shmloader {shmloader.__version__}\n"
+
+
+def test_the_version_is_written_in_one_place() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "shmloader.__version__"}
+    assert metadata.version("shmloader") == shmloader.__version__
