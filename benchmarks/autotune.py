@@ -28,6 +28,7 @@ from torch.utils.data import Dataset
 from benchmarks.machine import describe
 from benchmarks.options import NOT_WRITTEN, whole_number
 from benchmarks.result_files import result_file, write_json
+from benchmarks.tables import render_table
 from shmloader import DataLoader
 from shmloader.host.limits import cores
 
@@ -175,8 +176,11 @@ def main() -> int:
         print(f"\n{name}: auto has chosen {found['chosen']['num_workers']} worker(s)", end=" ")
         print(f"x {found['chosen']['prefetch_factor']} after {found['chosen']['batches']} batches")
         print(f"  {found['chosen']['why']}")
-        for choice, rate in found["batches_per_s"].items():
-            print(f"  {choice:>10} {rate:10.1f} batches/s   spread {found['spread'][choice]:5.1%}")
+        rows = [
+            [choice, f"{rate:,.1f}", f"{found['spread'][choice]:.1%}"]
+            for choice, rate in found["batches_per_s"].items()
+        ]
+        print(render_table([["workers x prefetch", "batches/s", "spread"], *rows], texts=1))
         print(f"  auto / best fixed ({found['best_fixed']}): {found['ratio_to_best_fixed']:.3f}")
         if found["ratio_to_same_fixed"] is not None:
             print(f"  auto / the same choice, fixed: {found['ratio_to_same_fixed']:.3f} (1 but for noise)")

@@ -44,6 +44,8 @@ class Comparison:
         in_next: Time in `next()`, likewise.
         processor_time: Processor time per batch of all processes, over all turns: it comes in ticks of 10 ms,
             of which a turn may have few.
+        main_time: That of the main process alone.
+        workers_time: That of the workers alone.
     """
 
     workload: str
@@ -55,6 +57,8 @@ class Comparison:
     here_cpu_us: float
     there_cpu_us: float
     processor_time: float
+    main_time: float
+    workers_time: float
 
     @property
     def ok(self) -> bool:
@@ -70,7 +74,9 @@ def compare_turns(workload: str, turns: list[tuple[Turn, Turn]]) -> Comparison:
         turns: What the two did in each turn, this checkout's first.
     """
     heres, theres = zip(*turns, strict=True)
-    cpu = [[turn.main_cpu_us + turn.workers_cpu_us for turn in side] for side in (heres, theres)]
+    main = [[turn.main_cpu_us for turn in side] for side in (heres, theres)]
+    workers = [[turn.workers_cpu_us for turn in side] for side in (heres, theres)]
+    both = [list(map(sum, zip(*side, strict=True))) for side in zip(main, workers, strict=True)]
     return Comparison(
         workload,
         len(turns),
@@ -78,8 +84,8 @@ def compare_turns(workload: str, turns: list[tuple[Turn, Turn]]) -> Comparison:
         median(turn.batches_per_s for turn in theres),
         median(here.batches_per_s / there.batches_per_s for here, there in turns),
         median(here.next_us / there.next_us for here, there in turns),
-        *map(median, cpu),
-        sum(cpu[0]) / sum(cpu[1]) if sum(cpu[1]) else math.nan,
+        *map(median, both),
+        *(sum(here) / sum(there) if sum(there) else math.nan for here, there in (both, main, workers)),
     )
 
 
@@ -148,6 +154,8 @@ COLUMNS = (
     ("CPU us/batch, here", lambda one: f"{one.here_cpu_us:,.0f}"),
     ("there", lambda one: f"{one.there_cpu_us:,.0f}"),
     ("processor time", lambda one: f"{one.processor_time:.3f}"),
+    ("of the main process", lambda one: f"{one.main_time:.3f}"),
+    ("of workers", lambda one: f"{one.workers_time:.3f}"),
 )
 
 

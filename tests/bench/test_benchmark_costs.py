@@ -191,7 +191,7 @@ def test_ratios_are_taken_within_a_turn() -> None:
     assert (one.here_per_s, one.there_per_s, one.throughput) == (75.0, 37.5, 2.0)
     assert one.in_next == 1.0
     assert (one.here_cpu_us, one.there_cpu_us) == (75.0, 52.5)
-    assert one.processor_time == 150 / 105
+    assert (one.processor_time, one.main_time, one.workers_time) == (150 / 105, 1.0, 2.0)
 
 
 @pytest.mark.parametrize(

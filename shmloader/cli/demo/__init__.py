@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from shmloader.cli.demo.report import Run, describe_corpus, describe_work, format_table, runs_agree
+from shmloader.cli.demo.report import Run, describe_work, format_table, runs_agree
 from shmloader.cli.demo.run import INTERRUPTED, RunResult, RunSpec
 from shmloader.cli.options import parse_nbytes, whole_number
 from shmloader.host.process_memory import sample_until_exit
@@ -202,7 +202,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 def _report(picture: Path, runs: Sequence[Run]) -> int:
     """Print what was measured, write the picture, and return the exit status."""
-    print(f"{describe_corpus(runs[0].result)}\n\n{format_table(runs)}")
+    print(f"{runs[0].result.corpus}\n\n{format_table(runs)}")
     agree = runs_agree(runs)
     if len(runs) > 1:
         print(f"batches and losses equal, bit for bit: {'yes' if agree else 'NO'}")

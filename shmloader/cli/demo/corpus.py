@@ -140,6 +140,15 @@ def build_corpus(folders: Sequence[Path], max_nbytes: int) -> Corpus:
     return Corpus(pieces, files, lines, nbytes, unreadable_files)
 
 
+def describe_corpus(corpus: Corpus) -> str:
+    """Describe in one line what was read."""
+    skipped = f" ({corpus.unreadable_files} unreadable)" if corpus.unreadable_files else ""
+    return (
+        f"{corpus.files:,} Python files{skipped}, {corpus.lines:,} lines, {corpus.nbytes / 2**20:.1f} MiB: "
+        f"{len(corpus.pieces):,} samples of {MIN_SAMPLE_NBYTES} to {MAX_SAMPLE_NBYTES} bytes"
+    )
+
+
 def hold_out(pieces: list[bytes], count: int) -> tuple[list[bytes], list[bytes]]:
     """Split evenly spaced pieces off for judging the model.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shmloader.cli.demo.corpus import MAX_SAMPLE_NBYTES, MIN_SAMPLE_NBYTES
 from shmloader.cli.demo.run import RunResult, RunSpec
 from shmloader.host.process_memory import MemorySample
 
@@ -28,16 +27,6 @@ class Run:
     spec: RunSpec
     result: RunResult
     memory: Sequence[MemorySample]
-
-
-def describe_corpus(result: RunResult) -> str:
-    """Say in one line what was read."""
-    skipped = f" ({result.unreadable_files} unreadable)" if result.unreadable_files else ""
-    return (
-        f"{result.files:,} Python files{skipped}, {result.lines:,} lines, "
-        f"{result.nbytes / MIB:.1f} MiB: {result.samples:,} samples of "
-        f"{MIN_SAMPLE_NBYTES} to {MAX_SAMPLE_NBYTES} bytes"
-    )
 
 
 def describe_work(spec: RunSpec) -> str:

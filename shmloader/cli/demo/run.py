@@ -14,7 +14,7 @@ import sys
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,9 +25,9 @@ from torch.utils.data import DataLoader as TorchDataLoader
 import shmloader
 from shmloader.cli.demo.corpus import (
     Batch,
-    Corpus,
     SourceDataset,
     build_corpus,
+    describe_corpus,
     hold_out,
     library_folders,
     pad_batch,
@@ -70,11 +70,7 @@ class RunResult:
     """Figures of one run. Times in s, moments on the clock of ``time.monotonic``.
 
     Attributes:
-        files: Source files read.
-        lines: Lines in them.
-        nbytes: Their size, in bytes.
-        unreadable_files: Files left out because they could not be read.
-        samples: Samples to train on.
+        corpus: Description of what was read, for people.
         first_batch_s: From ``iter(loader)`` to the first batch, starting the workers included.
         waited_s: Time the training loop spent waiting for the batches after the first.
         training_rate: Samples per second of training, after the first batch.
@@ -85,11 +81,7 @@ class RunResult:
         phases: Moments at which the phases of the run began, by name.
     """
 
-    files: int = 0
-    lines: int = 0
-    nbytes: int = 0
-    unreadable_files: int = 0
-    samples: int = 0
+    corpus: str = ""
     first_batch_s: float = 0.0
     waited_s: float = 0.0
     training_rate: float = 0.0
@@ -215,28 +207,27 @@ def measure(spec: RunSpec, stop: StopSignal) -> RunResult:
     stop.check()
     result = train(spec, dataset, held_out, stop)
     measure_loader_alone(spec, dataset, result, stop)
-    result.files, result.lines, result.nbytes = corpus.files, corpus.lines, corpus.nbytes
-    result.unreadable_files, result.samples = corpus.unreadable_files, len(dataset)
+    result.corpus = corpus
     return result
 
 
-def prepare(spec: RunSpec) -> tuple[SourceDataset, list[Batch], Corpus]:
+def prepare(spec: RunSpec) -> tuple[SourceDataset, list[Batch], str]:
     """Read the sources.
 
     Returns:
         The dataset to train on, over a shared store with this project's loader and over a list with torch's;
-        the held-out batches; and the corpus, without its pieces.
+        the held-out batches; and a description of what was read.
     """
     corpus = build_corpus(library_folders(), spec.max_nbytes)
     pieces, held_out_pieces = hold_out(corpus.pieces, _HELD_OUT_SAMPLES)
-    corpus = replace(corpus, pieces=[])
     if len(pieces) < 2 * spec.batch_size:
         raise SystemExit(
             f"the Python sources found gave {len(pieces)} samples, fewer than two batches: "
             "raise --max-bytes or lower --batch-size"
         )
     held_out = [pad_batch(samples) for samples in _grouped(SourceDataset(held_out_pieces))]
-    return SourceDataset(pieces if spec.loader == "torch" else shmloader.share(pieces)), held_out, corpus
+    samples = pieces if spec.loader == "torch" else shmloader.share(pieces)
+    return SourceDataset(samples), held_out, describe_corpus(corpus)
 
 
 def _grouped(dataset: SourceDataset) -> Iterator[list[torch.Tensor]]:
