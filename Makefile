@@ -17,9 +17,10 @@ SOAK_ARGS ?=
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-fast test-all lint bench soak clean
 
-# What the fast set leaves out: whatever starts interpreters (spawned workers, programs, the command line and the
-# benchmarks), and the folders whose tests wait for deaths and timeouts.
-FAST := -k 'not spawn and not forkserver' --ignore tests/bench --ignore tests/cli --ignore tests/robustness
+# The fast set leaves out what starts interpreters (spawned workers, programs, the command line, the benchmarks), and
+# the folders whose tests wait for deaths, timeouts and the clock.
+FAST := -k 'not spawn and not forkserver and not program and not interpreter' \
+	$(foreach folder,bench cli robustness scheduling supervisor,--ignore tests/$(folder))
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

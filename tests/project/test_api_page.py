@@ -81,7 +81,7 @@ def test_every_environment_variable_is_listed() -> None:
 
 def test_every_command_is_listed() -> None:
     words = {name.removeprefix("python -m shmloader ") for name in listed(section("Commands"))}
-    assert words == {command.name for command in COMMANDS}
+    assert words == set(COMMANDS)
 
 
 def test_every_decision_is_in_their_list() -> None:
