@@ -18,9 +18,11 @@ SOAK_ARGS ?=
 .PHONY: help demo test test-fast test-all lint bench soak clean
 
 # The fast set leaves out what starts interpreters (spawned workers, programs, the command line, the benchmarks), and
-# the folders whose tests wait for deaths, timeouts and the clock.
+# what waits for deaths, timeouts and the clock.
+SLOW := bench cli robustness scheduling supervisor \
+	loader/test_endings.py loader/test_lifecycle.py slots/test_limits.py slots/test_mapping.py
 FAST := -k 'not spawn and not forkserver and not program and not interpreter' \
-	$(foreach folder,bench cli robustness scheduling supervisor,--ignore tests/$(folder))
+	$(foreach path,$(SLOW),--ignore tests/$(path))
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
