@@ -88,11 +88,11 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         shuffle: Whether to reshuffle at every epoch.
         sampler: Draws indices; may be infinite.
         batch_sampler: Draws lists of indices.
-        num_workers: Worker processes; 0 loads in the main process. ``"auto"`` chooses by measuring: it begins
-            with one, takes as many as the program can use, at most one for each usable core, and has
-            settled after 200 batches. The attribute is the number now; ``statistics().autotune`` says why. It
-            implies ``dispatch="dynamic"``, so that what comes does not depend on the choice. For map-style
-            datasets. See docs/autotune.md.
+        num_workers: Worker processes; 0 loads in the main process. ``"auto"`` begins with one and adds workers
+            while the program waits for busy ones, at most one for each usable core; after 200 batches no more
+            are added. The attribute is the number now; ``statistics().autotune`` says why. It implies
+            ``dispatch="dynamic"``, so that the batches do not depend on the choice. For map-style datasets.
+            See docs/autotune.md.
         collate_fn: Joins samples to a batch, in the worker. ``shmloader.empty`` allocates its results in
             the slot; other results are copied there once.
         pin_memory: Return tensors in page-locked memory, where there is an accelerator.
@@ -134,11 +134,11 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             ``random`` then depends on the base seed, the epoch and the sample's place in it, and not on who
             fetched it or how many workers there are: each sample is seeded for, which takes 11 µs. For
             map-style datasets; without workers it has no effect. See docs/dispatch.md.
-        prefetch_epochs: With ``persistent_workers``: send the next epoch's first tasks while the last batches
-            of an epoch are consumed. The batches are the same: where the sampler, one of torch's, would draw
-            others by then (``set_epoch``, a seed, draws of the program), they are made anew. By it you
-            promise that the dataset does not change between epochs. Where it can have no effect (other
-            samplers, dynamic dispatch, ``in_order=False``), ``iter()`` warns. See docs/dispatch.md.
+        prefetch_epochs: With ``persistent_workers``: ask the sampler for the next epoch as soon as this
+            epoch's last task is sent, and send its first tasks. The batches are the same as without it, as
+            long as nothing but the loader uses the sampler's ``generator``. Where that is torch's global one,
+            it has no effect and ``iter()`` warns; so it does for iterable-style datasets and
+            ``in_order=False``. See docs/dispatch.md.
         worker_type: ``"process"``, or ``"thread"`` for datasets that release the interpreter lock and for
             free-threaded Python: ``num_workers`` threads of this process, with no start-up cost and nothing
             pickled or copied for them, that share a map-style dataset with each other. They leave the global
