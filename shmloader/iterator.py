@@ -34,8 +34,8 @@ from shmloader.host.limits import memory_headroom
 from shmloader.sampling.array_samplers import index_arrays
 from shmloader.scheduling.auto import Auto
 from shmloader.scheduling.dispatcher import Dispatcher
-from shmloader.scheduling.ledger import Task, TaskState
-from shmloader.scheduling.lifecycle import Lifecycle, Phase
+from shmloader.scheduling.ledger import ARRIVED, Task
+from shmloader.scheduling.lifecycle import BROKEN, IDLE, Lifecycle
 from shmloader.scheduling.restarts import RestartPolicy
 from shmloader.scheduling.schedule import Schedule
 from shmloader.shared_memory import MemfdSegment
@@ -151,14 +151,13 @@ class SlotIterator(torch_private.BaseIterator):
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin an epoch; torch's name for it. With persistent workers, void what is left of the last one."""
         lifecycle = self._lifecycle
-        lifecycle.refuse_reentry()
         try:
             lifecycle.enter()
             self._check_open()
             self._counters.begin_epoch()
             self._begin_epoch(loader, first_iter=first_iter)
             lifecycle.leave()
-            lifecycle.phase = Phase.IDLE
+            lifecycle.phase = IDLE
         except BaseException as error:
             lifecycle.fail(error)
             raise
@@ -206,7 +205,6 @@ class SlotIterator(torch_private.BaseIterator):
 
     def __next__(self) -> Any:
         lifecycle = self._lifecycle
-        lifecycle.refuse_reentry()
         try:
             lifecycle.enter()
             # torch's own __next__ opens a profiler range (10 us) and counts an IterableDataset's samples.
@@ -216,7 +214,7 @@ class SlotIterator(torch_private.BaseIterator):
                 batch = self._next_data()
                 self._num_yielded += 1
             lifecycle.leave()
-            lifecycle.phase = Phase.IDLE  # last, by a plain assignment: see `Lifecycle.leave`
+            lifecycle.phase = IDLE  # last, by a plain assignment: see `Lifecycle.leave`
             return batch  # noqa: TRY300 - an interrupt before the return must be caught
         except BaseException as error:
             lifecycle.fail(error)
@@ -239,14 +237,14 @@ class SlotIterator(torch_private.BaseIterator):
 
     def _next_data(self) -> Any:
         """The next batch; torch's name for it, as its own ``__next__`` calls it."""
-        if self._lifecycle.broken:
+        if self._lifecycle.phase is BROKEN:
             self._abandon()
         if self._held_back:
             return self._held_back.pop()
         ledger = self._dispatcher.ledger
         while True:
             task = ledger.due()
-            if task is not None and task.state is TaskState.ARRIVED:
+            if task is not None and task.state is ARRIVED:
                 batch = self._return(task)
             elif ledger.arrived and not self._in_order:
                 batch = self._return(next(iter(ledger.arrived.values())))

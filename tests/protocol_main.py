@@ -14,7 +14,7 @@ from protocol_fakes import LONG, WORKERS, Event, Segment, Workers
 
 from shmloader.errors import LoaderError
 from shmloader.scheduling.dispatcher import Dispatcher
-from shmloader.scheduling.ledger import Task, TaskState
+from shmloader.scheduling.ledger import ARRIVED, Task, TaskState
 from shmloader.scheduling.lifecycle import Lifecycle
 from shmloader.scheduling.restarts import RestartPolicy
 from shmloader.shared_memory import PAGE_NBYTES
@@ -194,7 +194,7 @@ class Main:
     def _return_batch(self) -> None:
         task = self.ledger.due()
         assert task is not None
-        assert task.state is TaskState.ARRIVED
+        assert task.state is ARRIVED
         seq, slot = self.returned, task.slot
         self.returned += 1
         anchor = self.dispatcher.take(task)[0]
@@ -222,7 +222,7 @@ class Main:
     def due_is_here(self) -> bool:
         """Whether the next batch has arrived."""
         task = self.ledger.due()
-        return task is not None and task.state is TaskState.ARRIVED
+        return task is not None and task.state is ARRIVED
 
     def overwrite_granted(self) -> None:
         """A worker that died may have written to its slots, whatever lay there."""

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from shmloader.errors import LoaderClosed
 from shmloader.sampling.index_batches import PackedInts, pack_index_batch, unpack_index_batch
-from shmloader.scheduling.ledger import Ledger, Task, TaskState
-from shmloader.scheduling.lifecycle import Lifecycle, Phase
+from shmloader.scheduling.ledger import VOID, Ledger, Task
+from shmloader.scheduling.lifecycle import WAITING, Lifecycle
 from shmloader.scheduling.restarts import RestartPolicy
 from shmloader.slots import Slot, SlotPool
 from shmloader.slots.inspection import Inspection, Publication
@@ -25,6 +25,7 @@ from shmloader.slots.spills import Spills
 from shmloader.statistics import Counters
 from shmloader.supervisor import Worker, Workers, log_replacement, worker_timeout
 from shmloader.wire.messages import (
+    ANSWER_NBYTES,
     INLINE_NBYTES,
     SPIN_NS,
     BeginEpoch,
@@ -34,7 +35,7 @@ from shmloader.wire.messages import (
     Published,
     SendNextPart,
     StreamEnded,
-    unpack_answers,
+    unpack_answer,
 )
 
 Image = npt.NDArray[np.uint8]
@@ -223,7 +224,7 @@ class Dispatcher:
     def _sleep(self) -> list[Worker]:
         lifecycle = self._lifecycle
         began_ns = time.perf_counter_ns()
-        before, lifecycle.phase = lifecycle.phase, Phase.WAITING
+        before, lifecycle.phase = lifecycle.phase, WAITING
         ready = self.workers.wait(self._policy.timeout_s)
         lifecycle.phase = before
         self._note_wait(time.perf_counter_ns() - began_ns)
@@ -238,7 +239,8 @@ class Dispatcher:
         self._counters.wait_for_workers_ns += wait_ns
 
     def _accept(self, worker: Worker, records: bytes) -> None:
-        for answer in unpack_answers(records):
+        for begin in range(0, len(records), ANSWER_NBYTES):
+            answer = unpack_answer(records, begin)
             if type(answer) is Published:
                 self._accept_batch(worker, answer)
             elif type(answer) is PartReady:
@@ -265,7 +267,7 @@ class Dispatcher:
             counters.largest_batch_nbytes = used_nbytes
         counters.detached += answer.detached
         counters.workers_wait_for_slots_ns += answer.wait_ns
-        if task.state is TaskState.VOID:
+        if task.state is VOID:
             self.ledger.finish(task)
             pool.give_back(slot)
         else:
@@ -274,7 +276,7 @@ class Dispatcher:
     def _accept_part(self, worker: Worker, answer: PartReady) -> None:
         """Copy a part of a batch that is larger than its slot, and ask for the next one."""
         task = self.ledger.tasks[answer.seq]
-        if task.state is not TaskState.VOID:
+        if task.state is not VOID:
             if task.image is None:
                 task.image, task.image_nbytes = np.empty(answer.total_nbytes, np.uint8), 0
             end = task.image_nbytes + answer.part_nbytes
@@ -284,7 +286,7 @@ class Dispatcher:
 
     def _accept_end(self, worker: Worker, answer: StreamEnded) -> None:
         task = self.ledger.tasks[answer.seq]
-        if task.state is not TaskState.VOID:
+        if task.state is not VOID:
             self.ended_streams.append(worker.worker_id)
         self.ledger.finish(task)
         self.pool.publish(task.slot, answer.slot_nbytes, 0)

@@ -24,7 +24,7 @@ class TaskState(enum.Enum):
     VOID = "void"
 
 
-_MAKING, _ARRIVED, _VOID = TaskState
+MAKING, ARRIVED, VOID = TaskState  # quicker to look up than attributes of the class
 
 
 class Task:
@@ -44,19 +44,12 @@ class Task:
         image_nbytes: Bytes of it that have come.
     """
 
-    __slots__ = (
-        "answer",
-        "deaths",
-        "epoch",
-        "image",
-        "image_nbytes",
-        "payload",
-        "position",
-        "seq",
-        "slot",
-        "state",
-        "worker_id",
-    )
+    # In the class, because most tasks never change them.
+    state: TaskState = MAKING
+    answer: Published | None = None
+    deaths: int = 0
+    image: npt.NDArray[np.uint8] | None = None
+    image_nbytes: int = 0
 
     def __init__(
         self, seq: int, epoch: int, position: int, worker_id: int, payload: bytes, slot: Slot
@@ -67,11 +60,6 @@ class Task:
         self.worker_id = worker_id
         self.payload = payload
         self.slot = slot
-        self.state = _MAKING
-        self.answer: Published | None = None
-        self.deaths = 0
-        self.image: npt.NDArray[np.uint8] | None = None
-        self.image_nbytes = 0
 
 
 class Ledger:
@@ -115,24 +103,24 @@ class Ledger:
 
     def arrive(self, task: Task, answer: Published) -> None:
         """Note that a wanted task's batch, or the exception in its place, is here."""
-        task.answer, task.state = answer, _ARRIVED
+        task.answer, task.state = answer, ARRIVED
         self.arrived[task.seq] = task
         self.unanswered[task.worker_id] -= 1
 
     def finish(self, task: Task) -> None:
         """Forget a task: its batch is being returned, or it has none."""
         del self.tasks[task.seq]
-        if task.state is _ARRIVED:
+        if task.state is ARRIVED:
             del self.arrived[task.seq]
         else:
             self.unanswered[task.worker_id] -= 1
-        if task.state is not _VOID:
+        if task.state is not VOID:
             self.outstanding -= 1
             self.unreturned[task.worker_id] -= 1
 
     def void(self, task: Task) -> None:
         """Note that nobody wants the batch that a worker is making."""
-        task.state = _VOID
+        task.state = VOID
         task.image = None
         self.outstanding -= 1
         self.unreturned[task.worker_id] -= 1
@@ -143,7 +131,7 @@ class Ledger:
         """The task whose batch is next in order; None if none of this epoch is outstanding."""
         while self._due < self._sent:
             task = self.tasks.get(self._due)
-            if task is not None and task.state is not _VOID:
+            if task is not None and task.state is not VOID:
                 return task if task.epoch == self.epoch else None
             self._due += 1
         return None
@@ -153,9 +141,9 @@ class Ledger:
         return [
             task
             for task in self.tasks.values()
-            if task.state is _MAKING and worker_id in (None, task.worker_id)
+            if task.state is MAKING and worker_id in (None, task.worker_id)
         ]
 
     def void_of(self, worker_id: int) -> list[Task]:
         """Tasks that a worker has not answered and whose batch nobody wants."""
-        return [task for task in self.tasks.values() if task.state is _VOID and task.worker_id == worker_id]
+        return [task for task in self.tasks.values() if task.state is VOID and task.worker_id == worker_id]

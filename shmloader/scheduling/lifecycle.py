@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import threading
 import time
+from threading import get_ident
 from typing import TypeVar
 
 from shmloader.errors import LoaderError
@@ -29,6 +30,13 @@ class Phase(enum.Enum):
     BROKEN = "broken"  # an exception has cut next() short
 
 
+IDLE, RUNNING, WAITING, LEAVING, BROKEN = Phase  # quicker to look up than attributes of the class
+
+
+class Reentered(LoaderError):
+    """``next()`` was called by a thread that is inside it, in a signal handler say; the outer call goes on."""
+
+
 class Lifecycle:
     """Guards the calls of one iterator; several threads may call it, one after the other.
 
@@ -39,40 +47,38 @@ class Lifecycle:
     """
 
     def __init__(self) -> None:
-        self.phase = Phase.IDLE
+        self.phase: Phase = IDLE
         self._lock = threading.RLock()
         self._thread = 0  # the thread inside, or 0
         self._expected: BaseException | None = None
 
-    def refuse_reentry(self) -> None:
-        """Refuse a call that comes from inside another one of this thread: from a signal handler, say.
+    def enter(self) -> None:
+        """Begin a call; waits until other threads have left.
 
         Raises:
-            LoaderError: If so; the outer call goes on.
+            Reentered: If this thread is inside already.
         """
-        if self._thread == threading.get_ident() and self.phase in (Phase.RUNNING, Phase.WAITING):
-            raise LoaderError("next() was called by this thread while it was inside next()")
-
-    def enter(self) -> None:
-        """Begin a call; waits until other threads have left."""
+        thread = get_ident()
+        if self._thread == thread:
+            raise Reentered("next() was called by this thread while it was inside next()")
         self._lock.acquire()
-        self._thread = threading.get_ident()
-        if self.phase is not Phase.IDLE:
+        self._thread = thread
+        if self.phase is not IDLE:
             self._await_end_of_last_call()
-        if self.phase is Phase.IDLE:
-            self.phase = Phase.RUNNING
+        if self.phase is IDLE:
+            self.phase = RUNNING
 
     def _await_end_of_last_call(self) -> None:
         """Wait for another thread's last assignment; see `leave`."""
         deadline = time.monotonic() + _LEAVE_S
-        while self.phase is Phase.LEAVING and time.monotonic() < deadline:
+        while self.phase is LEAVING and time.monotonic() < deadline:
             time.sleep(0)
-        if self.phase is not Phase.IDLE:
-            self.phase = Phase.BROKEN
+        if self.phase is not IDLE:
+            self.phase = BROKEN
 
     def leave(self) -> None:
         """End a call that returns a batch: let other threads in. Then assign ``IDLE`` to ``phase``."""
-        self.phase = Phase.LEAVING
+        self.phase = LEAVING
         self._thread = 0
         self._lock.release()
 
@@ -83,22 +89,24 @@ class Lifecycle:
 
     def fail(self, error: BaseException) -> None:
         """End a call that raises."""
+        if type(error) is Reentered:
+            return
         expected, self._expected = self._expected, None
-        on_purpose = error is expected or self.phase is Phase.WAITING
-        if self.phase is not Phase.BROKEN:
-            self.phase = Phase.IDLE if on_purpose else Phase.BROKEN
-        if self._thread == threading.get_ident():
+        on_purpose = error is expected or self.phase is WAITING
+        if self.phase is not BROKEN:
+            self.phase = IDLE if on_purpose else BROKEN
+        if self._thread == get_ident():
             self._thread = 0
             self._lock.release()
 
     @property
     def broken(self) -> bool:
         """Whether an exception has cut a call short, so that a batch may have been lost."""
-        return self.phase is Phase.BROKEN
+        return self.phase is BROKEN
 
     def await_others(self) -> None:
         """Wait a moment until other threads have left, after the workers' wait was interrupted."""
-        this_thread = threading.get_ident()
+        this_thread = get_ident()
         deadline = time.monotonic() + _LEAVE_S
         while self._thread not in (0, this_thread) and time.monotonic() < deadline:
             time.sleep(0.001)

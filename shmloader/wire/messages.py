@@ -12,7 +12,6 @@ Requests go to a worker: `MakeBatch`, `SendNextPart`, `BeginEpoch`. Answers come
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 SPIN_NS = 50_000
@@ -110,7 +109,8 @@ Request = MakeBatch | SendNextPart | BeginEpoch
 
 _MAKE_BATCH, _NEXT_PART, _BEGIN_EPOCH = 1, 2, 3
 _MAKE_BATCH_LAYOUT = _request_layout(_MAKE_BATCH_FIELDS)
-_pack_make_batch = _MAKE_BATCH_LAYOUT.pack  # for every batch
+_pack_make_batch = _MAKE_BATCH_LAYOUT.pack  # for every batch; and the same without the kind:
+_unpack_make_batch = _request_layout(_MAKE_BATCH_FIELDS.replace("B3x", "4x")).unpack
 _NEXT_PART_LAYOUT = _request_layout("<B7xQ")
 # The payload begins where that of `MakeBatch` does, so that both may be as long.
 _BEGIN_EPOCH_LAYOUT = _request_layout("<B3xIQQ20xI")
@@ -120,7 +120,7 @@ def unpack_request(record: bytes) -> Request:
     """Read a request."""
     kind = record[0]
     if kind == _MAKE_BATCH:
-        return MakeBatch._make(_MAKE_BATCH_LAYOUT.unpack(record)[1:])
+        return MakeBatch._make(_unpack_make_batch(record))
     if kind == _NEXT_PART:
         return SendNextPart(_NEXT_PART_LAYOUT.unpack(record)[1])
     return BeginEpoch._make(_BEGIN_EPOCH_LAYOUT.unpack(record)[1:])
@@ -216,17 +216,18 @@ _PUBLISHED_LAYOUT = _answer_layout("<B7xQQQQQ????")
 _PART_LAYOUT = _answer_layout("<B7xQQQQ")
 _STREAM_ENDED_LAYOUT = _answer_layout("<B7xQQ")
 _EPOCH_BEGUN_LAYOUT = _answer_layout("<B3xI")
+_unpack_published = _answer_layout("<8xQQQQQ????").unpack_from  # for every batch
 _ANSWERS: dict[int, tuple[Any, struct.Struct]] = {
-    _PUBLISHED: (Published, _PUBLISHED_LAYOUT),
     _PART: (PartReady, _PART_LAYOUT),
     _STREAM_ENDED: (StreamEnded, _STREAM_ENDED_LAYOUT),
     _EPOCH_BEGUN: (EpochBegun, _EPOCH_BEGUN_LAYOUT),
 }
 
 
-def unpack_answers(records: bytes) -> Iterator[Answer]:
-    """Read one or more whole answers."""
-    for begin in range(0, len(records), ANSWER_NBYTES):
-        kind, layout = _ANSWERS[records[begin]]
-        answer: Answer = kind._make(layout.unpack_from(records, begin)[1:])
-        yield answer
+def unpack_answer(records: bytes, begin: int) -> Answer:
+    """Read the answer at an offset."""
+    if records[begin] == _PUBLISHED:
+        return Published._make(_unpack_published(records, begin))
+    kind, layout = _ANSWERS[records[begin]]
+    answer: Answer = kind._make(layout.unpack_from(records, begin)[1:])
+    return answer
