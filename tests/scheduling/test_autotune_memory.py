@@ -13,14 +13,15 @@ from autotune_datasets import Draws, processes
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
-from pool_machine import BUDGET_NBYTES, PoolMachine
+from pool_machine import BUDGET_NBYTES, MOST_TASKS_EVER, PoolMachine
 from torch.utils.data import Dataset
 
 from shmloader import DataLoader
 from shmloader.arguments import AutoCount
 from shmloader.host.limits import Headroom
-from shmloader.shared_memory import PAGE_NBYTES, MemfdSegment
+from shmloader.shared_memory import PAGE_NBYTES, MemfdSegment, whole_pages
 from shmloader.slots import SlotPool
+from shmloader.slots.budget import SPARE_SLOTS
 
 MIB = 1 << 20
 
@@ -185,67 +186,58 @@ def test_kept_batches_leave_room_for_what_is_chosen(three_cores: None) -> None:
 class ResizedPool(PoolMachine):
     """The pool's own machine, with another number of tasks now and then."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool.close()
-        self.pool = SlotPool(self.segment_again(), 2, BUDGET_NBYTES, planned_tasks=6)
+    most_tasks = 2
 
-    def segment_again(self) -> Any:
-        self.segment = type(self.segment)()
-        return self.segment
-
-    @precondition(lambda self: len(self.granted) + len(self.published) < self.pool.most_tasks)
-    @rule()
-    def grant(self) -> None:
-        slot = self.pool.grant()
-        assert slot not in self.granted
-        self.granted.append(slot)
-
-    @rule(tasks=st.integers(1, 6))
+    @rule(tasks=st.integers(1, MOST_TASKS_EVER))
     def resize(self, tasks: int) -> None:
         before = self.pool.most_tasks
         done = self.pool.resize(tasks)
         assert self.pool.most_tasks == (tasks if done else before)
         assert done or tasks > before
 
-    @rule()
-    def plan_no_more(self) -> None:
-        self.pool.planned_tasks = self.pool.most_tasks
-        self.pool.resize(self.pool.most_tasks)
-
-    @precondition(lambda self: self.pool.largest_nbytes and not (self.granted or self.published or self.held))
+    @precondition(lambda self: not (self.granted or self.published or self.held))
     @rule()
     def what_fits_can_be_had(self) -> None:
-        tasks = min(6, self.pool.tasks_that_fit())
-        assert tasks <= self.pool.most_tasks or self.pool.planned_tasks < 6 or self.pool.resize(tasks)
+        slots = self.pool.budget_nbytes // whole_pages(self.pool.largest_nbytes)
+        for tasks in range(self.pool.most_tasks, min(MOST_TASKS_EVER, slots - SPARE_SLOTS) + 1):
+            assert self.pool.resize(tasks)
 
 
 def test_a_pool_does_not_promise_again_what_slots_have_or_may_take() -> None:
-    """40 pages: four slots with 9 each, and one that was granted while it might have 10."""
+    """40 pages: four slots with 9 each, and then two with 9 and one that may grow to 10."""
     pool = SlotPool(MemfdSegment(), 2, BUDGET_NBYTES)
-    kept = []
-    for _ in range(4):
-        slot = pool.grant()
-        pool.reserve(slot, 9 * PAGE_NBYTES)
-        pool.publish(slot, slot.nbytes, 9 * PAGE_NBYTES)
-        kept.append(pool.lease(slot)[0])
+    kept = [lease_of(pool, 9) for _ in range(4)]
     assert not pool.resize(4)  # six slots: the two new ones would have 2 pages each
+    assert not pool.resize(3)
     kept.clear()
     assert pool.resize(1)
     assert sum(slot.nbytes for slot in pool.slots) == 27 * PAGE_NBYTES
     pool.close()
 
-    pool = SlotPool(MemfdSegment(), 2, BUDGET_NBYTES, planned_tasks=18)
+
+def test_a_refused_number_of_tasks_is_had_later() -> None:
+    """Slots that are granted after the refusal leave the others what they need."""
+    pool = SlotPool(MemfdSegment(), 2, BUDGET_NBYTES)
+    kept = [lease_of(pool, 6) for _ in range(2)]
     first, second = pool.grant(), pool.grant()
-    assert second.limit_nbytes == 10 * PAGE_NBYTES
-    pool.reserve(first, 1)
-    pool.publish(first, first.nbytes, 1)
-    assert pool.quota_nbytes <= 2 * PAGE_NBYTES
-    assert not pool.resize(38)  # 40 slots of a page, and 9 more pages that were promised
-    pool.revoke(second)
-    assert pool.resize(18)
-    pool.give_back(first)
+    assert first.limit_nbytes == second.limit_nbytes == 10 * PAGE_NBYTES
+    assert not pool.resize(4)  # 32 pages, and 6 for each of two more tasks
+    for slot in (first, second):
+        pool.reserve(slot, 6 * PAGE_NBYTES)
+        pool.publish(slot, slot.nbytes, slot.nbytes)
+        pool.give_back(slot)
+    assert pool.grant().limit_nbytes == 6 * PAGE_NBYTES
+    assert pool.resize(4)
+    kept.clear()
     pool.close()
+
+
+def lease_of(pool: SlotPool, pages: int) -> np.ndarray:
+    """A batch of so many pages that the program keeps."""
+    slot = pool.grant()
+    pool.reserve(slot, pages * PAGE_NBYTES)
+    pool.publish(slot, slot.nbytes, slot.nbytes)
+    return pool.lease(slot)[0]
 
 
 TestResizedPool = ResizedPool.TestCase
