@@ -93,9 +93,10 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         sampler: Draws indices; may be infinite.
         batch_sampler: Draws lists of indices.
         num_workers: Worker processes; 0 loads in the main process. ``"auto"`` begins with one and adds
-            workers while the program waits for busy ones, at most one for each usable core; after 200 batches no more
-            are added. The attribute is the number now; ``statistics().autotune`` says why. It implies
-            ``dispatch="dynamic"``, so that the batches do not depend on the choice. For map-style datasets.
+            workers while the program waits for busy ones, at most one for each usable core; after 200
+            batches no more are added. The attribute is the number now; ``statistics().autotune`` says why. It
+            implies ``dispatch="dynamic"``, so that the batches do not depend on the choice. For map-style
+            datasets.
             See docs/autotune.md.
         collate_fn: Joins samples to a batch, in the worker. ``shmloader.empty`` allocates its results in
             the slot; other results are copied there once.
