@@ -69,7 +69,7 @@ class LoaderClosed(LoaderError):
 
 
 class SpillWarning(RuntimeWarning):
-    """Batches are copied to private memory because the slots' memory budget is used up."""
+    """Memory or slots are short: batches are copied to private memory, or fewer are made in advance."""
 
 
 class BadSampleWarning(RuntimeWarning):

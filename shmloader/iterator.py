@@ -7,7 +7,6 @@ batches in order.
 from __future__ import annotations
 
 import functools
-import operator
 import os
 import pickle
 import time
@@ -22,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmloader import torch_private
-from shmloader.arguments import THREAD, AutoCount, is_dynamic
+from shmloader.arguments import THREAD, is_dynamic
 from shmloader.codec import Decoder
 from shmloader.device.pinning import pin_batch
 from shmloader.diagnostics.bad_samples import LEFT_OUT, count, take_report, warn_of_bad_samples
@@ -30,7 +29,6 @@ from shmloader.diagnostics.callers import level_of_the_program
 from shmloader.diagnostics.exceptions import restore
 from shmloader.errors import LoaderClosed, LoaderError, SpillWarning
 from shmloader.host.interrupts import HeldInterrupts
-from shmloader.host.limits import memory_headroom
 from shmloader.sampling.array_samplers import index_arrays
 from shmloader.scheduling.auto import Auto
 from shmloader.scheduling.dispatcher import Dispatcher
@@ -38,7 +36,6 @@ from shmloader.scheduling.ledger import ARRIVED, Task
 from shmloader.scheduling.lifecycle import BROKEN, IDLE, Lifecycle
 from shmloader.scheduling.restarts import RestartPolicy
 from shmloader.scheduling.schedule import Schedule
-from shmloader.shared_memory import MemfdSegment
 from shmloader.slots import SlotPool
 from shmloader.statistics import Counters
 from shmloader.supervisor import Workers, start_workers
@@ -91,7 +88,8 @@ class SlotIterator(torch_private.BaseIterator):
         self._lifecycle = Lifecycle()
         self._dataset_state = DatasetState(self._dataset)
         self._set_epoch: int | None = None
-        self.pool = _make_pool(loader)
+        num_workers, prefetch_factor = int(loader.num_workers), int(loader.prefetch_factor)
+        self.pool = SlotPool.for_loader(num_workers, prefetch_factor, loader.memory_budget_nbytes, counters)
         workers: Workers | None = None
         try:
             workers = self._crew = self._start_workers(loader, auto)
@@ -389,19 +387,3 @@ def _stop(owner_pid: int, workers: Workers, pool: SlotPool) -> None:
             pool.close()
     else:  # a copy in a forked child: the workers and the memory are the parent's
         workers.leave_to_parent()
-
-
-def _make_pool(loader: Any) -> SlotPool:
-    """The slots of an iterator, within the memory budget that the loader was given or what the host has."""
-    available_nbytes = memory_headroom().available_nbytes
-    budget_nbytes = loader.memory_budget_nbytes
-    num_workers = int(loader.num_workers)
-    most_tasks = num_workers * int(loader.prefetch_factor)
-    auto = isinstance(loader.num_workers, AutoCount) or isinstance(loader.prefetch_factor, AutoCount)
-    if budget_nbytes is None and not auto:
-        return SlotPool(MemfdSegment(), most_tasks, available_nbytes // 2, elastic=True, workers=num_workers)
-    if budget_nbytes is None:
-        budget_nbytes = available_nbytes // 2
-    else:  # a plain number, since sums of NumPy's narrow ones overflow
-        budget_nbytes = min(operator.index(budget_nbytes), available_nbytes)
-    return SlotPool(MemfdSegment(), most_tasks, budget_nbytes)

@@ -30,10 +30,12 @@ from shmloader.in_process import InProcessIterator
 from shmloader.iterator import SlotIterator
 from shmloader.scheduling.auto import Auto
 from shmloader.scheduling.growth import auto_for
+from shmloader.shared_memory import why_unavailable
 from shmloader.slots import SlotState
 from shmloader.statistics import Counters, LoaderStatistics
 from shmloader.store.walk import share_for_loader
-from shmloader.torch_private import Feature, is_missing
+from shmloader.torch_private import BaseIterator, Feature, is_missing
+from shmloader.torch_way import warn_of_torchs_way
 from shmloader.worker.epoch_settings import set_epoch_of
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -59,6 +61,7 @@ class _Own:
         iterators: Those that live.
         auto: Decides about what is ``"auto"``, if anything is.
         closes: How often the loader was closed.
+        warned_of_torchs_way: Whether it has said that it loads as torch's loader does.
     """
 
     loader_id: int
@@ -66,6 +69,7 @@ class _Own:
     iterators: weakref.WeakSet[SlotIterator] = field(default_factory=weakref.WeakSet)
     auto: Auto | None = None
     closes: int = 0
+    warned_of_torchs_way: bool = False
 
 
 class DataLoader(_Base[_T_co], Generic[_T_co]):
@@ -110,10 +114,11 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         in_order: Return batches in the sampler's order; else as they arrive.
         memory_budget_nbytes: Most bytes that the slots of one iterator may take together: at least a page,
             4,096 bytes on most machines, for each of ``prefetch_factor * num_workers + 2`` slots (less counts
-            as that). Batches beyond it are copied to private memory, counted in `statistics` and warned of
-            once. None takes half of what the machine and its memory cgroup have available when iteration
-            begins. With ``"auto"`` nothing is chosen of which ``prefetch_factor * num_workers + 2`` batches
-            would not fit.
+            as that). If it is too small for that many batches, fewer are made in advance; what it does not
+            hold then is copied to private memory, counted in `statistics`. Either is warned of once. None
+            takes half of what the machine and its memory cgroup have available when iteration begins, and
+            looks again when batches have grown. With ``"auto"`` nothing is chosen of which
+            ``prefetch_factor * num_workers + 2`` batches would not fit.
         worker_restarts: How many dead workers, and with ``timeout`` silent ones, an iterator replaces before
             one of them is an error. The batches that a replaced worker held are made again, in the same
             order: none is lost and none comes twice. One that has ended two workers is an error at once.
@@ -207,7 +212,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         self.share_dataset = share_dataset
         check_arguments(self, dataset, workers, persistent_workers)
         check_worker_type(self, dataset, multiprocessing_context)
-        if share_dataset:
+        if share_dataset and why_unavailable() is None:
             dataset = share_for_loader(dataset)
         super().__init__(
             dataset,
@@ -243,9 +248,15 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             return super()._get_iterator()
         if self.num_workers == 0:
             return InProcessIterator(self, self._own().counters)
+        own = self._own()
+        missing = why_unavailable()
+        if missing is not None:
+            if not own.warned_of_torchs_way:
+                own.warned_of_torchs_way = True
+                warn_of_torchs_way(self, missing)
+            return super()._get_iterator()
         self.check_worker_number_rationality()
         is_missing(Feature.COLLATION, level)
-        own = self._own()
         counters, closes = own.counters, own.closes
         prefetch_factor: Any = self.prefetch_factor
         if prefetch_factor > 0:  # others the iterator refuses, in torch's words
@@ -292,7 +303,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         self._own().closes += 1
         for iterator in self._iterators():
             iterator.close("loader.close() was called")
-        if isinstance(self._iterator, SlotIterator):
+        if isinstance(self._iterator, BaseIterator):  # torch's own ends its workers when it dies
             self._iterator = None
 
     def __enter__(self) -> Self:

@@ -1,14 +1,18 @@
 """A pool of slots as a state machine: whatever happens to slots, in any order, none is ever in two hands."""
 
+import os
+
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from shmloader.shared_memory import PAGE_NBYTES, MemfdSegment
-from shmloader.slots import RETAINED_SLOTS, SlotPool, SlotState
+from shmloader.slots import RETAINED_SLOTS, Slot, SlotPool, SlotState
+from shmloader.slots.budget import SPARE_SLOTS
 
 MOST_TASKS = 3
 BUDGET_NBYTES = 40 * PAGE_NBYTES
+MOST_TASKS_EVER = 6  # of machines that are derived from this one
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -18,36 +22,54 @@ class PoolMachine(RuleBasedStateMachine):
     as long as it is held: a slot given out while a view lives would be overwritten by the next batch.
     """
 
+    most_tasks, budget_nbytes = MOST_TASKS, BUDGET_NBYTES
+
     def __init__(self) -> None:
         super().__init__()
         self.segment = MemfdSegment()
-        self.pool = SlotPool(self.segment, MOST_TASKS, BUDGET_NBYTES)
+        self.pool = SlotPool(self.segment, self.most_tasks, self.budget_nbytes)
         self.granted: list = []
         self.published: list = []
         self.held: list = []  # (view, number)
         self.number = 0
 
-    @precondition(lambda self: len(self.granted) + len(self.published) < MOST_TASKS)
+    @precondition(lambda self: len(self.granted) + len(self.published) < self.pool.most_tasks)
     @rule()
     def grant(self) -> None:
         slot = self.pool.grant()
         assert slot not in self.granted
-        assert slot not in self.published
+        assert slot not in [published for published, _, _ in self.published]
+        assert slot.limit_nbytes >= PAGE_NBYTES
         self.granted.append(slot)
 
     @precondition(lambda self: self.granted)
     @rule(nbytes=st.integers(1, 9 * PAGE_NBYTES), which=st.integers(0, 99))
     def publish(self, nbytes: int, which: int) -> None:
         slot = self.granted.pop(which % len(self.granted))
-        nbytes = min(nbytes, slot.limit_nbytes)
-        reserved = slot.nbytes
-        if nbytes > reserved:
-            reserved = self.segment.reserve(slot.number, reserved, nbytes)
+        reserved = self.grow(slot, min(nbytes, slot.limit_nbytes))
         self.number += 1
         extent = self.segment.map(slot.number, reserved)
         np.frombuffer(extent.buffer, np.uint8)[:nbytes] = self.number % 256
-        self.pool.publish(slot, reserved, nbytes)
-        self.published.append((slot, nbytes, self.number % 256))
+        if nbytes > slot.limit_nbytes:
+            self.pool.note_parts(slot, nbytes)
+            self.pool.publish(slot, reserved, 0)
+            self.pool.give_back(slot)
+        else:
+            self.pool.publish(slot, reserved, nbytes)
+            self.published.append((slot, nbytes, self.number % 256))
+
+    def grow(self, slot: Slot, nbytes: int) -> int:
+        """Do what the slot's worker does."""
+        if nbytes <= slot.nbytes:
+            return slot.nbytes
+        return self.segment.reserve(slot.number, slot.nbytes, nbytes)
+
+    @precondition(lambda self: self.granted)
+    @rule()
+    def its_worker_dies_after_it_has_grown_it(self) -> None:
+        slot = self.granted.pop()
+        self.grow(slot, slot.limit_nbytes)
+        self.pool.revoke(slot)
 
     @precondition(lambda self: self.published)
     @rule(hold=st.sampled_from(["view of a view", "anchor", "nothing"]), which=st.integers(0, 99))
@@ -91,13 +113,23 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_budget_holds(self) -> None:
-        pool = self.pool
-        extra = sum(slot.limit_nbytes for slot in pool.slots[pool.base_slots :])
-        assert pool.base_slots * pool.quota_nbytes + extra <= pool.budget_nbytes
-        for slot in pool.slots:
-            assert slot.nbytes <= max(slot.limit_nbytes, pool.quota_nbytes)
-        assert sum(slot.nbytes for slot in pool.slots) <= pool.budget_nbytes
-        assert len(pool.slots) <= pool.base_slots + RETAINED_SLOTS
+        self.pool.collect()
+        budget, slots = self.pool.budget, self.pool.slots
+        free = [slot for slot in slots if slot.state is SlotState.FREE]
+        used = [slot for slot in slots if slot.state is not SlotState.FREE]
+        assert budget.free_nbytes == sum(slot.nbytes for slot in free)
+        assert budget.used_nbytes == sum(slot.limit_nbytes for slot in used)
+        assert budget.tasks == len(self.granted) + len(self.published)
+        promised_nbytes = budget.promised_tasks() * PAGE_NBYTES
+        assert budget.used_nbytes + max(budget.free_nbytes, promised_nbytes) <= budget.nbytes
+
+    @invariant()
+    def the_kernel_has_given_no_more_than_the_budget(self) -> None:
+        assert os.fstat(self.segment._descriptor.fd).st_blocks * 512 <= self.pool.budget_nbytes
+
+    @invariant()
+    def there_are_no_more_slots_than_may_be_kept(self) -> None:
+        assert len(self.pool.slots) <= MOST_TASKS_EVER + SPARE_SLOTS + RETAINED_SLOTS
 
     def teardown(self) -> None:
         self.pool.close()

@@ -52,8 +52,9 @@ class Segment:
             memory = self.memory[slot] = _Memory(nbytes)
         return memory
 
-    def discard(self, slot: int, nbytes: int) -> None:
-        self.memory.pop(slot, None)
+    def discard(self, slot: int, nbytes: int, kept_nbytes: int = 0) -> None:
+        if not kept_nbytes:
+            self.memory.pop(slot, None)
 
     def close(self) -> None:
         self.memory.clear()

@@ -262,7 +262,8 @@ class Main:
             _canonical(_attributes(self.dispatcher, *_NO_STATE)),
             _canonical(_attributes(self.ledger, "arrived", "_due")),
             tuple(self.ledger.arrived),
-            _canonical(_attributes(self.pool, "segment", "slots")),
+            _canonical(_attributes(self.pool, "segment", "slots", "budget", "_counters", "_warning")),
+            _canonical(_attributes(self.pool.budget)),
             tuple(slots),
             tuple(shown),
         )
@@ -277,7 +278,6 @@ _NO_STATE = (
     "_counters",
     "_policy",
     "_lifecycle",
-    "_spills",
     "_wait_ns",
 )
 

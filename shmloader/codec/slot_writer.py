@@ -18,8 +18,7 @@ import torch
 
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES, TENSOR, Leaf, align
 from shmloader.errors import SharedMemoryExhausted
-from shmloader.host.limits import memory_headroom
-from shmloader.shared_memory import PAGE_NBYTES, Extent, Segment, whole_pages
+from shmloader.shared_memory import PAGE_NBYTES, Extent, Segment, check_headroom, whole_pages
 
 
 def wrap_tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
@@ -93,7 +92,6 @@ class Column(NamedTuple):
     rows: np.ndarray[Any, Any] | None = None
 
 
-_SMALL_NBYTES = 4 << 20  # of a batch this small, two copies are to be had
 _MOST_OUTPUTS = 1024
 _MOST_RECIPES = 64
 _STR = frozenset({str})
@@ -163,13 +161,14 @@ class SlotWriter:
                     raise
 
     def prepare(self, hint_nbytes: int) -> None:
-        """Grow the slot to the size of the largest batch so far: leaves are then written in place.
+        """Grow the slot to the size of a typical batch: leaves are then written in place.
 
-        What was in the slot is gone afterwards. If the host cannot give that much, nothing happens.
+        What was in the slot is gone afterwards. If the host cannot give that much, or the task's limit is
+        less, nothing happens: most of it would be memory for nothing, since the batch comes in parts.
         """
-        if hint_nbytes > self.nbytes < self.limit_nbytes:
+        if self.nbytes < hint_nbytes <= self.limit_nbytes:
             with contextlib.suppress(SharedMemoryExhausted):
-                self._grow(min(hint_nbytes, self.limit_nbytes))
+                self._grow(hint_nbytes)
 
     @property
     def extent(self) -> Extent | None:
@@ -369,18 +368,14 @@ def _check_spill(nbytes: int, why: SharedMemoryExhausted) -> None:
     A spilled batch lies twice in private memory, beside the leaves that it was collated from: in this
     process and in the main process.
     """
-    if nbytes <= _SMALL_NBYTES:
-        return
-    room = memory_headroom()
-    if room.available_nbytes < 2 * nbytes:
-        raise SharedMemoryExhausted(
-            f"a batch of {nbytes:,} bytes does not fit in its slot ({why}), and copying it to private memory "
-            f"would take {2 * nbytes:,} bytes, but only {room.available_nbytes:,} of {room.limit_nbytes:,} "
-            f"bytes are available in {room.source}. Use a smaller batch_size, fewer workers or a smaller "
-            "prefetch_factor, or raise the limit.",
-            needed_nbytes=2 * nbytes,
-            available_nbytes=room.available_nbytes,
-        ) from why
+    purpose = (
+        f"a batch of {nbytes:,} bytes does not fit in its slot ({why}), and copying it to private memory "
+        f"takes {2 * nbytes:,} bytes"
+    )
+    try:
+        check_headroom(2 * nbytes, purpose)
+    except SharedMemoryExhausted as error:
+        raise error from why
 
 
 class _Current(threading.local):

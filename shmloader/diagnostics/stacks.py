@@ -13,7 +13,7 @@ import time
 
 import psutil
 
-from shmloader.shared_memory import Descriptor, open_anonymous_file
+from shmloader.shared_memory import Descriptor
 
 # A real-time signal where there are such: programs and batch systems use SIGUSR1 and SIGUSR2 themselves.
 _SIGNAL = int(getattr(signal, "SIGRTMIN", getattr(signal, "SIGUSR2", 0))) + (
@@ -26,7 +26,7 @@ class StackFile:
     """A file that workers write their stacks to when they are asked; the main process owns it."""
 
     def __init__(self) -> None:
-        self.descriptor = Descriptor(open_anonymous_file("shmloader-stacks"))
+        self.descriptor = Descriptor(os.memfd_create("shmloader-stacks"))
 
     def ask(self, pid: int, wait_s: float = 1.0) -> str:
         """The Python stacks of all threads of a worker, or why there are none.

@@ -21,7 +21,6 @@ from shmloader.scheduling.restarts import RestartPolicy
 from shmloader.slots import Slot, SlotPool
 from shmloader.slots.inspection import Inspection, Publication
 from shmloader.slots.inspection import wanted as inspection_wanted
-from shmloader.slots.spills import Spills
 from shmloader.statistics import Counters
 from shmloader.supervisor import Worker, Workers, log_replacement, worker_timeout
 from shmloader.wire.messages import (
@@ -77,7 +76,6 @@ class Dispatcher:
         self._counters = counters
         self._policy = policy
         self._lifecycle = lifecycle
-        self._spills = Spills(pool, counters)
         self._awaited: set[int] = set()  # workers that have not come to the present epoch yet
         self._settings_slots: list[Slot] = []  # slots with settings that are too long for a record
         self._wait_ns = 0  # how long the last wait took
@@ -260,9 +258,9 @@ class Dispatcher:
         if self.inspection is not None and not answer.spilled:
             self._inspect(self.inspection, worker, task, answer)
         used_nbytes = answer.header_offset + answer.header_nbytes
+        if answer.spilled and task.state is not TaskState.VOID:
+            pool.note_parts(slot, used_nbytes)
         pool.publish(slot, answer.slot_nbytes, 0 if answer.spilled else used_nbytes)
-        if answer.spilled:
-            pool.note_size(used_nbytes)
         if used_nbytes > counters.largest_batch_nbytes:  # noqa: PLR1730 - for every batch; max() shows
             counters.largest_batch_nbytes = used_nbytes
         counters.detached += answer.detached
@@ -312,18 +310,15 @@ class Dispatcher:
             header = bytes(view[begin:end])
             if self.inspection is not None:
                 self.inspection.leased(slot, task.seq, header, begin)
-            if pool.notice:
-                self.warning = self.warning or self._spills.notice()
+            self.warning = self.warning or pool.take_warning()
             return anchor, header
         if answer.spilled:
             assert task.image is not None
             image = task.image
             pool.give_back(slot)
-            warning = self._spills.too_large(len(image), slot.limit_nbytes)
         else:
             image = pool.spill(slot)
-            warning = self._spills.kept(len(image))
-        self.warning = self.warning or warning
+        self.warning = self.warning or pool.take_warning()
         return image, image[begin:end].tobytes()
 
     # --- workers that die or do not answer
@@ -379,7 +374,7 @@ class Dispatcher:
             waiting_for = tuple(map(_indices, self.ledger.held_by(None)))
             raise self._lifecycle.expect(worker_timeout(self.workers, worker, silent_s, waiting_for, why))
         indices = tuple(map(_indices, held))
-        error = self.workers.died(worker, indices, self._spills.figures(), why)
+        error = self.workers.died(worker, indices, self.pool.figures(), why)
         self.workers.close(f"worker {worker.worker_id} died", grace_s=0.0)
         self.pool.close()
         raise self._lifecycle.expect(error)

@@ -34,7 +34,7 @@ IDLE, RUNNING, WAITING, LEAVING, BROKEN = Phase  # quicker to look up than attri
 
 
 class Reentered(LoaderError):
-    """``next()`` was called by a thread that is inside it, in a signal handler say; the outer call goes on."""
+    """``next()`` was called by a thread that is inside it, in a signal handler say. The outer one goes on."""
 
 
 class Lifecycle:

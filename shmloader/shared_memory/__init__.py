@@ -10,7 +10,8 @@ Memory is reserved before it is touched: touching a page that cannot be had is a
 
 from __future__ import annotations
 
-from shmloader.shared_memory.base import Descriptor, Segment, open_anonymous_file
+from shmloader.shared_memory.descriptor import Descriptor
+from shmloader.shared_memory.headroom import check_headroom, spare_nbytes
 from shmloader.shared_memory.huge_pages import HUGE_NBYTES, take_huge_pages
 from shmloader.shared_memory.mapping import (
     MAP_NORESERVE,
@@ -21,7 +22,8 @@ from shmloader.shared_memory.mapping import (
     take_space,
     whole_pages,
 )
-from shmloader.shared_memory.memfd import SLOT_STRIDE, MemfdSegment
+from shmloader.shared_memory.platform import why_unavailable
+from shmloader.shared_memory.segment import SLOT_STRIDE, MemfdSegment, Segment
 
 __all__ = [
     "HUGE_NBYTES",
@@ -32,10 +34,12 @@ __all__ = [
     "Extent",
     "MemfdSegment",
     "Segment",
+    "check_headroom",
     "map_copy_on_write",
     "map_over",
-    "open_anonymous_file",
+    "spare_nbytes",
     "take_huge_pages",
     "take_space",
     "whole_pages",
+    "why_unavailable",
 ]

@@ -17,6 +17,7 @@ import time
 
 from shmloader.errors import SharedMemoryExhausted
 from shmloader.shared_memory.mapping import PAGE_NBYTES, Mapping
+from shmloader.shared_memory.platform import libc
 
 HUGE_NBYTES = 2 << 20
 """Size of a huge page."""
@@ -28,8 +29,6 @@ _LEAST_LIMIT_S = 0.005
 """The limit for less than a piece is its share, but no less than this."""
 
 _MADV_COLLAPSE = 25
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 _refused = sys.platform != "linux" or os.environ.get("SHMLOADER_HUGE_PAGES") == "0"
 
@@ -69,7 +68,7 @@ def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> bool
             stop = min(start + _PIECE_NBYTES, end)
             for page in range(start, stop, HUGE_NBYTES):
                 os.posix_fallocate(fd, offset + page, PAGE_NBYTES)
-            if _libc.madvise(mapping.address + start - begin, stop - start, _MADV_COLLAPSE) != 0:
+            if libc.madvise(mapping.address + start - begin, stop - start, _MADV_COLLAPSE) != 0:
                 # Anything else is an answer of this moment: no memory in one piece, a page in use.
                 _refused = ctypes.get_errno() == errno.EINVAL
                 return False

@@ -13,20 +13,13 @@ from typing import Any
 import numpy as np
 
 from shmloader.errors import SharedMemoryExhausted
+from shmloader.shared_memory.platform import libc
 
 PAGE_NBYTES = mmap.PAGESIZE
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
 _MAP_FAILED = ctypes.c_void_p(-1).value
-_mremap = _libc.mremap
-_mremap.restype = ctypes.c_void_p
-_mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
 _MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
 _MAP_FIXED = 0x10  # Python's `mmap` lacks it
-_PROT_NONE = 0
-_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
-_PRIVATE_MEMORY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_PROT_NONE, _READ_WRITE = 0, 0x1 | 0x2  # not from Python's `mmap`: on Windows it lacks them
 MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 """Pages that nobody writes need no backing, so they are not to be charged for."""
 
@@ -128,7 +121,7 @@ def take_space(nbytes: int, protection: int, flags: int = MAP_NORESERVE) -> mmap
         SharedMemoryExhausted: If it cannot be had.
     """
     try:
-        return mmap.mmap(-1, nbytes, _PRIVATE_MEMORY | flags, protection)
+        return mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags, protection)
     except OSError as error:
         raise _refused(nbytes, error.errno or 0) from error
 
@@ -166,7 +159,7 @@ def map_over(space: mmap.mmap, nbytes: int, flags: int, fd: int, offset: int, be
 
 def _map(address: int, nbytes: int, flags: int, fd: int, offset: int) -> None:
     """Map at an address of which the caller holds the owner."""
-    if _libc.mmap(address, nbytes, _READ_WRITE, flags | _MAP_FIXED, fd, offset) == _MAP_FAILED:
+    if libc.mmap(address, nbytes, _READ_WRITE, flags | _MAP_FIXED, fd, offset) == _MAP_FAILED:
         raise _refused(nbytes, ctypes.get_errno())
 
 
@@ -210,13 +203,13 @@ def _move_pages(space: mmap.mmap, address: int, nbytes: int, to: int) -> None:
     with contextlib.suppress(SharedMemoryExhausted):
         # It is charged for both places, and only after it has unmapped the target: so ask first.
         take_space(nbytes, _READ_WRITE, 0).close()
-        if _mremap(address, nbytes, nbytes, how | _MREMAP_DONTUNMAP, target) != _MAP_FAILED:
+        if libc.mremap(address, nbytes, nbytes, how | _MREMAP_DONTUNMAP, target) != _MAP_FAILED:
             return
     # There is no room for that (ulimit -d, strict overcommit), or Linux is older than 5.7. The plain way
     # leaves nothing at the old place, where others may then map: its owner may never unmap it, so it is kept.
     owner = ctypes.py_object(space)
     ctypes.pythonapi.Py_IncRef(owner)
-    if _mremap(address, nbytes, nbytes, how, target) == _MAP_FAILED:
+    if libc.mremap(address, nbytes, nbytes, how, target) == _MAP_FAILED:
         code = ctypes.get_errno()
         ctypes.pythonapi.Py_DecRef(owner)
         raise SharedMemoryExhausted(f"moving a mapping of {nbytes:,} bytes failed: {os.strerror(code)}")

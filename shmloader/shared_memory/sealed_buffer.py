@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import mmap
 import os
 from collections.abc import Sequence
@@ -46,7 +45,7 @@ _MOST_BUFFERS = 1024  # IOV_MAX: buffers in one pwritev
 _MOST_WRITE_NBYTES = 1 << 30  # Linux writes at most 2 GiB at a time
 _LARGE_BUFFER_NBYTES = 1 << 12  # worth its own element of a pwritev
 
-_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_READ_WRITE = 0x1 | 0x2  # not from Python's `mmap`: on Windows it lacks them
 
 
 Buffer = Any
@@ -274,6 +273,8 @@ class BufferBuilder:
     def seal(self) -> SharedBuffer:
         """Make the memory exactly as long as what was appended, and read-only for everybody, for good."""
         os.ftruncate(self._fd, self.nbytes)
+        import fcntl  # not on Windows
+
         seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
         fd, self._fd = self._fd, -1

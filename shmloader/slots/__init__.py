@@ -4,11 +4,8 @@ A slot goes round ``FREE -> GRANTED -> PUBLISHED -> LEASED -> FREE``, and from `
 straight back to ``FREE`` when there is nothing to lease. It is in one hand at a time: a worker writes it
 while granted; while published or leased nobody does.
 
-Invariants:
-    * A slot is free only if no view of its last batch is alive in this process.
-    * Each of the first ``base_slots`` slots may take up to ``quota_nbytes``, each further one its own
-      ``limit_nbytes``; ``base_slots * quota_nbytes`` and those limits sum to the budget at most. (A long
-      index batch is written to its slot whatever the budget; a slot is one page at least.)
+A slot is free only if no view of its last batch is alive in this process. What slots may take together is
+`Budget`'s one equation.
 """
 
 from shmloader.slots.pool import RETAINED_SLOTS, SlotPool

@@ -1,24 +1,25 @@
-"""The slots of one iterator: which is in whose hand, and how much memory each may have."""
+"""The slots of one iterator, and which of them are free."""
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Callable
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from shmloader.errors import SharedMemoryExhausted
-from shmloader.host.limits import SURE_NBYTES, memory_headroom
-from shmloader.shared_memory import PAGE_NBYTES, SLOT_STRIDE, Extent, Segment, whole_pages
-from shmloader.slots.shortage import fewer_are_made, host_is_too_small
+from shmloader.host.limits import memory_headroom
+from shmloader.shared_memory import Extent, MemfdSegment, Segment
+from shmloader.slots import messages
+from shmloader.slots.budget import Budget
 from shmloader.slots.slot import Lease, Slot, SlotState
+from shmloader.statistics import Counters
 
 RETAINED_SLOTS = 64
-"""Slots that a pool may make beyond its base for batches that the user keeps. A slot costs a mapping and
+"""Slots that a pool may make beyond its base for batches that the program keeps. A slot costs a mapping and
 whole pages; past this many, kept batches are cheaper in private memory."""
-
-_LEAST_GROWTH_NBYTES = 1 << 20  # batches of a few bytes may become this large at once
 
 _FREE, _GRANTED, _PUBLISHED, _LEASED = SlotState
 
@@ -28,27 +29,19 @@ class SlotPool:
 
     Args:
         segment: Where the slots' memory comes from; the pool owns it.
-        most_tasks: Tasks outstanding at once. The pool's base is two slots more: one for the batch that
-            is being returned, one for the batch before it, which the user's loop still holds.
+        most_tasks: Tasks outstanding at once.
         budget_nbytes: Most bytes that all slots may take together.
         workers: How many processes make batches.
-        elastic: The base's slots may take what the host can give, and the budget is for slots beyond it.
-        planned_tasks: What `resize` may be asked for later: slots are kept small enough for it. No ``notice``
-            is given then.
+        follows_host: See `Budget`.
+        counters: The loader's counters; the pool counts spills.
 
     Attributes:
-        most_tasks: As above, or fewer, if the budget turns out to be too small for the batches.
-        base_slots: Two more.
+        budget: What each slot may take, and how many tasks there may be.
+        slots: All slots that were made, by number.
         warm_slots: How many slots keep their memory, besides leased ones.
-        largest_nbytes: Bytes of the largest batch so far.
-        typical_nbytes: Bytes of the second largest: one batch that is larger than all others should not make
-            every slot as large as itself.
-        quota_nbytes: What each slot of the base is reckoned with.
-        shortage: The error, once it is known that the host's memory is too small for the base.
         keeps_granted: Whether workers may outlive the pool: `close` leaves them the slots that they have.
         on_freed: Called with each slot that has become free (see `inspection`).
         on_granted: Called with each free slot before it is granted.
-        notice: What the user is to be told once, after ``most_tasks`` was lowered.
     """
 
     def __init__(
@@ -57,241 +50,179 @@ class SlotPool:
         most_tasks: int,
         budget_nbytes: int,
         *,
-        elastic: bool = False,
         workers: int = 1,
-        planned_tasks: int = 0,
+        follows_host: bool = False,
+        counters: Counters | None = None,
     ) -> None:
         self.segment = segment
-        self.most_tasks = most_tasks
-        self.base_slots = self.warm_slots = most_tasks + 2
-        self.budget_nbytes = max(budget_nbytes, self.base_slots * PAGE_NBYTES)
-        self.elastic = elastic
-        self.workers = workers
-        self.planned_tasks = planned_tasks
-        self.largest_nbytes = 0
-        self.typical_nbytes = 0
-        self.quota_nbytes = 0
-        self.shortage: SharedMemoryExhausted | None = None
-        self.notice = ""
-        self._made_fewer = False
-        self._tells_of_fewer = planned_tasks == 0
+        self.budget = Budget(budget_nbytes, most_tasks, workers=workers, follows_host=follows_host)
+        self.warm_slots = self.base_slots
         self.slots: list[Slot] = []
-        self._extra_nbytes = 0  # sum of the limits of slots beyond the base
-        self._free: list[Slot] = []  # last freed, first granted: its pages are the warmest
-        self._empty: list[Slot] = []  # free as well, but without memory: granted when no other is free
-        self._spare: list[Slot] = []  # without memory, since the base was made smaller
-        self._released: deque[Lease] = deque()
-        self._leased = 0
-        self._surely_nbytes = SURE_NBYTES  # the base may need this much without the host being asked
-        self._closed = False
         self.keeps_granted = False
         self.on_freed: Callable[[Slot], None] | None = None
         self.on_granted: Callable[[Slot], None] | None = None
-        self._set_quota()
+        self._free: list[Slot] = []  # last freed, first granted: its pages are the warmest
+        self._empty: list[Slot] = []  # free as well, but without memory: granted when no other is free
+        self._released: deque[Lease] = deque()
+        self._leased = 0
+        self._counters = counters or Counters()
+        self._wanted_tasks = most_tasks
+        self._warning = ""
+        self._closed = False
 
-    def note_size(self, nbytes: int) -> None:
-        """Learn from a batch larger than the typical one how much the base needs, and if it is there."""
-        if nbytes <= self.typical_nbytes:
-            return
-        if nbytes > self.largest_nbytes:
-            self.typical_nbytes, self.largest_nbytes = self.largest_nbytes, nbytes
-        else:
-            self.typical_nbytes = nbytes
-        needed_nbytes = self.base_slots * whole_pages(self.typical_nbytes)
-        if self.elastic:
-            self._ask_host(needed_nbytes)
-        elif needed_nbytes > self.budget_nbytes:
-            self._make_fewer()
-        self._set_quota()
+    @classmethod
+    def for_loader(
+        cls,
+        num_workers: int,
+        prefetch_factor: int,
+        memory_budget_nbytes: int | None,
+        counters: Counters | None = None,
+    ) -> Self:
+        """The slots for a loader's arguments.
 
-    def _set_quota(self) -> None:
-        if self.elastic:
-            self.quota_nbytes = whole_pages(self.largest_nbytes)
-            return
-        fair_nbytes = (self.budget_nbytes - self._extra_nbytes - self._owed_nbytes()) // self.base_slots
-        base_slots = self.base_slots
-        if self.planned_tasks > self.most_tasks and self.largest_nbytes:
-            base_slots = max(base_slots, min(self.planned_tasks, self.tasks_that_fit()) + 2)
-            fair_nbytes = min(fair_nbytes, self.budget_nbytes // base_slots)
-        # A quarter of the budget lets batches grow at once; the rest is for batches that are kept.
-        wanted_nbytes = max(4 * self.largest_nbytes, self.budget_nbytes // (4 * base_slots), PAGE_NBYTES)
-        if self.largest_nbytes == 0:
-            wanted_nbytes = fair_nbytes  # the first batches may be of any size, and none is kept yet
-        self.quota_nbytes = min(fair_nbytes, wanted_nbytes) // PAGE_NBYTES * PAGE_NBYTES
+        Without a budget of its own it gets half of the memory that the host has available now; a budget that
+        is larger than all of that is taken as what the host has.
+        """
+        available_nbytes = memory_headroom().available_nbytes
+        if memory_budget_nbytes is None:
+            budget_nbytes = available_nbytes // 2
+        else:  # a plain number, since sums of NumPy's narrow ones overflow
+            budget_nbytes = min(operator.index(memory_budget_nbytes), available_nbytes)
+        return cls(
+            MemfdSegment(),
+            num_workers * prefetch_factor,
+            budget_nbytes,
+            workers=num_workers,
+            follows_host=memory_budget_nbytes is None,
+            counters=counters,
+        )
 
-    def _ask_host(self, needed_nbytes: int) -> None:
-        """Set ``shortage`` if the base needs more than the host can give, before slots are grown to that."""
-        if needed_nbytes <= self._surely_nbytes:
-            return
-        room = memory_headroom()
-        reserved_nbytes = sum(slot.nbytes for slot in self.slots)
-        # Each worker holds the samples of a batch besides: as much again, somewhere.
-        besides_nbytes = self.workers * self.typical_nbytes
-        if needed_nbytes + besides_nbytes - reserved_nbytes > room.available_nbytes:
-            self.shortage = host_is_too_small(
-                room, reserved_nbytes, self.base_slots, self.typical_nbytes, self.workers
-            )
-        self._surely_nbytes = needed_nbytes + needed_nbytes // 4 + SURE_NBYTES
+    # --- sizes
 
-    def _make_fewer(self) -> None:
-        """Have fewer batches made in advance, if the budget then holds all that are on their way."""
-        tasks = max(1, self.budget_nbytes // whole_pages(self.typical_nbytes) - 2)
-        if tasks >= self.most_tasks:
-            return
-        if self._tells_of_fewer:
-            self.notice = fewer_are_made(tasks, self.most_tasks, self.typical_nbytes, self.budget_nbytes)
-        self._made_fewer = True
-        self._set_base(tasks)
+    @property
+    def most_tasks(self) -> int:
+        """Tasks outstanding at once: as was asked for, or fewer if memory is too short for the batches."""
+        return self.budget.most_tasks
 
-    def tasks_that_fit(self) -> int:
-        """Tasks that the budget has slots for if batches become a quarter larger; 1 at least."""
-        return max(1, self.budget_nbytes // whole_pages(self.largest_nbytes * 5 // 4) - 2)
+    @property
+    def base_slots(self) -> int:
+        """Slots while the program keeps no batches: two more than tasks, see `budget.SPARE_SLOTS`."""
+        return self.budget.base_slots
+
+    @property
+    def budget_nbytes(self) -> int:
+        """Most bytes that all slots may take together."""
+        return self.budget.nbytes
+
+    @property
+    def largest_nbytes(self) -> int:
+        """Bytes of the largest batch so far."""
+        return self.budget.largest_nbytes
+
+    @property
+    def typical_nbytes(self) -> int:
+        """Bytes of the second largest batch so far, 0 before there are two."""
+        return self.budget.typical_nbytes
+
+    def reserved_nbytes(self) -> int:
+        """Bytes that the slots have, as far as workers have said."""
+        return sum(slot.nbytes for slot in self.slots)
 
     def resize(self, most_tasks: int) -> bool:
-        """Have another number of tasks outstanding at once. Not for an elastic pool.
+        """Have another number of tasks outstanding at once.
 
         Returns:
-            Whether it is so now. If the budget has no room for more, nothing was changed; it may have some
-            when batches that are kept or on their way are done.
+            Whether it is so now. If the budget has no room for more, the number is as it was; there may be
+            room when batches that are kept or on their way are done.
         """
         self.collect()
-        if most_tasks > self.most_tasks and not self._has_room_for_base(most_tasks + 2):
+        if not self.budget.resize(most_tasks):
             return False
-        self._set_base(most_tasks)
-        self._discard_extra()
-        self._set_quota()
+        self._wanted_tasks = max(self._wanted_tasks, most_tasks)
+        self.warm_slots = self.base_slots
+        self._discard_beyond(self.warm_slots)
         return True
 
-    def _has_room_for_base(self, base_slots: int) -> bool:
-        quota_nbytes = max(self.quota_nbytes, whole_pages(self.largest_nbytes))
-        base, extra = self.slots[:base_slots], self.slots[base_slots:]
-        may_take = [slot.limit_nbytes if slot.state is _GRANTED else slot.nbytes for slot in base]
-        more = sum(max(0, nbytes - quota_nbytes) for nbytes in may_take)
-        # As in `_owed_nbytes`, or a little more.
-        owed_slots = max(0, self._leased - 2) + sum(slot.limit_nbytes == 0 for slot in extra)
-        extra_nbytes = sum(slot.limit_nbytes for slot in extra) + owed_slots * PAGE_NBYTES
-        return base_slots * quota_nbytes + more + extra_nbytes <= self.budget_nbytes
+    def can_lease(self) -> bool:
+        """Whether one more batch may be leased and ``most_tasks`` tasks still find slots."""
+        if self._released:
+            self.collect()
+        budget = self.budget
+        others = max(budget.most_tasks, budget.tasks - 1)
+        return self._leased + 1 + others <= self._most_slots() and budget.has_room_for_lease()
 
-    def _set_base(self, most_tasks: int) -> None:
-        before = self.base_slots
-        self.most_tasks = most_tasks
-        self.base_slots = self.warm_slots = most_tasks + 2
-        for slot in self.slots[self.base_slots : before]:
-            if slot.state is not _GRANTED:
-                slot.limit_nbytes = slot.nbytes  # what it did not take is for others
-            self._extra_nbytes += slot.limit_nbytes
-        for slot in self.slots[before : self.base_slots]:
-            self._extra_nbytes -= slot.limit_nbytes
-        free = self._spare + self._empty + self._free
-        self._free, self._empty, self._spare = [], [], []
-        for slot in free:
-            self._put_back(slot)
+    def has_room_for_more(self) -> bool:
+        """Whether a task beyond ``most_tasks`` can have a slot for the largest batch."""
+        if self._released:
+            self.collect()
+        return self._in_use() < self._most_slots() and self.budget.has_room_for_task()
+
+    def _most_slots(self) -> int:
+        return self.budget.base_slots + RETAINED_SLOTS
+
+    def _in_use(self) -> int:
+        return self._leased + self.budget.tasks
+
+    # --- the way of a slot
 
     def grant(self) -> Slot:
         """Take a free slot for a task.
 
-        There always is one for each of ``most_tasks`` tasks, because a batch is leased only if
-        `can_lease` says so.
+        There always is one for each of ``most_tasks`` tasks, because a batch is leased only if `can_lease`
+        says so. Its ``limit_nbytes`` are what its worker may grow it to.
         """
         if self._released:
             self.collect()
+        budget = self.budget
         if self._free:
             slot = self._free.pop()
+            budget.free_nbytes -= slot.nbytes
         elif self._empty:
             slot = self._empty.pop()
-        elif self._spare:
-            slot = self._spare.pop()
         else:
             slot = Slot(len(self.slots))
             self.slots.append(slot)
         if self.on_granted is not None:
             self.on_granted(slot)
+        limit_nbytes = budget.next_limit()
+        if slot.nbytes > limit_nbytes:
+            self._shrink(slot, limit_nbytes)
         slot.state = _GRANTED
-        if slot.number < self.base_slots:
-            slot.limit_nbytes = SLOT_STRIDE if self.elastic else self.quota_nbytes
-        else:
-            self._widen(slot)
+        slot.limit_nbytes = limit_nbytes
+        budget.used_nbytes += limit_nbytes
+        budget.tasks += 1
+        if budget.excess_nbytes() > 0:
+            self._discard_excess()
         return slot
 
-    def _widen(self, slot: Slot) -> None:
-        """Let a slot beyond the base hold what the base's slots may, or what the budget has room for."""
-        room_nbytes = self._room_nbytes() // PAGE_NBYTES * PAGE_NBYTES
-        wanted_nbytes = whole_pages(max(4 * self.largest_nbytes, _LEAST_GROWTH_NBYTES))
-        if not self.elastic:
-            wanted_nbytes = min(wanted_nbytes, self.quota_nbytes)
-        more = min(wanted_nbytes - slot.limit_nbytes, room_nbytes)
-        more = max(more, PAGE_NBYTES - slot.limit_nbytes, 0)  # what is larger comes through it in parts
-        slot.limit_nbytes += more
-        self._extra_nbytes += more
-
-    def _room_nbytes(self) -> int:
-        base = self.slots[: self.base_slots]
-        # What was granted when the quota was larger may still be taken.
-        more = sum(max(0, slot.limit_nbytes - self.quota_nbytes) for slot in base if slot.state is _GRANTED)
-        base_nbytes = self.base_slots * self.quota_nbytes + (0 if self.elastic else more)
-        return self.budget_nbytes - base_nbytes - self._extra_nbytes - self._owed_nbytes()
-
-    def _owed_nbytes(self) -> int:
-        """A page for each slot beyond the base that `can_lease` has counted on and that has none yet."""
-        made = len(self.slots) - len(self._spare)
-        unmade = max(0, self._leased + self.most_tasks - max(made, self.base_slots))
-        empty = sum(slot.limit_nbytes == 0 for slot in self.slots[self.base_slots :]) - len(self._spare)
-        return (unmade + max(0, empty)) * PAGE_NBYTES
-
-    def can_lease(self) -> bool:
-        """Whether one more batch may be leased and ``most_tasks`` slots still be found for tasks."""
-        if self._released:
-            self.collect()
-        left = len(self.slots) - len(self._spare) - self._leased - 1
-        return left >= self.most_tasks or left + self._slots_to_make() >= self.most_tasks
-
-    def has_room_for_more(self) -> bool:
-        """Whether a task beyond ``most_tasks`` can have a slot for the largest batch, within the budget."""
-        if self._released:
-            self.collect()
-        needed_nbytes = whole_pages(self.largest_nbytes)
-        if self._free:
-            slot = self._free[-1]
-            if slot.number < self.base_slots or slot.limit_nbytes >= needed_nbytes:
-                return True
-            return self._room_nbytes() + slot.limit_nbytes >= needed_nbytes
-        if self._empty:
-            return self._room_nbytes() >= needed_nbytes
-        return self._slots_to_make() > 0
-
-    def _slots_to_make(self) -> int:
-        made = len(self.slots) - len(self._spare)
-        to_base = max(0, self.base_slots - made)
-        fit = self._room_nbytes() // whole_pages(self.largest_nbytes)
-        return to_base + max(0, min(fit, self.base_slots + RETAINED_SLOTS - made - to_base))
-
-    @property
-    def out_of_budget(self) -> bool:
-        """Whether it is for the budget, and not for the number of slots, that no slot can be made."""
-        return len(self.slots) < self.base_slots + RETAINED_SLOTS
-
     def reserve(self, slot: Slot, nbytes: int) -> Extent:
-        """Make a granted slot at least ``nbytes`` large and map it (for a long index batch)."""
+        """Make a granted slot at least ``nbytes`` large and map it (for a long index batch).
+
+        Raises:
+            SharedMemoryExhausted: If the host cannot give that much.
+        """
         if nbytes > slot.nbytes:
             slot.nbytes = self.segment.reserve(slot.number, slot.nbytes, nbytes)
+            if slot.nbytes > slot.limit_nbytes:
+                self.budget.used_nbytes += slot.nbytes - slot.limit_nbytes
+                slot.limit_nbytes = slot.nbytes
         return self.map(slot)
 
-    def publish(self, slot: Slot, nbytes: int, used_nbytes: int) -> None:
+    def publish(self, slot: Slot, slot_nbytes: int, used_nbytes: int) -> None:
         """A worker has finished the slot; take over its size.
 
         Args:
             slot: The slot, granted until now.
-            nbytes: Bytes reserved for it.
-            used_nbytes: Bytes of the batch, header included; 0 for an answer without one.
+            slot_nbytes: Bytes reserved for it.
+            used_nbytes: Bytes of the batch, header included; 0 for an answer without one, or in parts.
         """
         assert slot.state is _GRANTED, f"slot {slot.number} published while {slot.state}"
-        slot.nbytes, slot.used_nbytes = nbytes, used_nbytes
+        self.budget.used_nbytes += slot_nbytes - slot.limit_nbytes
+        slot.nbytes = slot.limit_nbytes = slot_nbytes
+        slot.used_nbytes = used_nbytes
         slot.state = _PUBLISHED
-        if slot.number >= self.base_slots and nbytes < slot.limit_nbytes:
-            self._extra_nbytes -= slot.limit_nbytes - nbytes  # what it did not take is for others
-            slot.limit_nbytes = nbytes
-        if used_nbytes > self.typical_nbytes:
-            self.note_size(used_nbytes)
+        if used_nbytes > self.budget.typical_nbytes:
+            self._note_size(used_nbytes)
 
     def lease(self, slot: Slot) -> tuple[npt.NDArray[np.uint8], memoryview]:
         """Begin a lease on a published slot.
@@ -300,6 +231,9 @@ class SlotPool:
             The anchor: uint8, one item per byte of the slot. The slot is free again when the anchor and
             all arrays and tensors made over it are gone. And the slot's bytes, to be read at once: the
             view holds no lease.
+
+        Raises:
+            SharedMemoryExhausted: If this process has no address space for it.
         """
         assert slot.state is _PUBLISHED, f"slot {slot.number} leased while {slot.state}"
         extent = self.map(slot)
@@ -309,35 +243,64 @@ class SlotPool:
         slot.lease = lease
         slot.state = _LEASED
         self._leased += 1
+        self.budget.tasks -= 1
         return anchor, extent.view
 
     def spill(self, slot: Slot) -> npt.NDArray[np.uint8]:
-        """Copy a published batch to private memory and free its slot at once."""
+        """Copy a published batch, which may not be leased, to private memory and free its slot at once."""
         assert slot.state is _PUBLISHED, f"slot {slot.number} spilled while {slot.state}"
         image = np.empty(slot.used_nbytes, np.uint8)
         image[:] = np.frombuffer(self.map(slot).buffer, np.uint8)[: slot.used_nbytes]
-        self._make_free(slot)
+        self._count_spill(len(image))
+        if self._leased + max(self.most_tasks, self.budget.tasks - 1) >= self._most_slots():
+            self._warn(messages.kept_beyond_slots, len(image), self._leased)
+        else:
+            self._warn(messages.kept_beyond_budget, self.budget, self._wanted_tasks, len(image), self._leased)
+        self.give_back(slot)
         return image
 
-    def read_part(self, slot: Slot, nbytes: int, into: npt.NDArray[np.uint8]) -> None:
+    def read_part(self, slot: Slot, slot_nbytes: int, into: npt.NDArray[np.uint8]) -> None:
         """Copy a part of a batch larger than its slot out of the slot's start.
 
         Args:
             slot: The slot; its worker waits and goes on writing it afterwards, so it stays granted.
-            nbytes: Bytes reserved for it.
+            slot_nbytes: Bytes reserved for it.
             into: Where the part belongs in the batch's private memory.
         """
-        slot.nbytes = nbytes
+        slot.nbytes = slot_nbytes
         into[:] = np.frombuffer(self.map(slot).buffer, np.uint8)[: len(into)]
+
+    def note_parts(self, slot: Slot, nbytes: int) -> None:
+        """A batch has come in parts, because its slot could not be made large enough for it.
+
+        Args:
+            slot: The slot; to be published next.
+            nbytes: Bytes of the batch.
+        """
+        assert slot.state is _GRANTED, f"slot {slot.number} read in parts while {slot.state}"
+        self._count_spill(nbytes)
+        if nbytes > self.typical_nbytes:
+            self._note_size(nbytes)
+        if nbytes > slot.limit_nbytes:
+            self._warn(messages.larger_than_a_slot, self.budget, self._wanted_tasks, nbytes)
+        else:
+            before = self.most_tasks
+            self.budget.follow_host(self.reserved_nbytes())
+            self._follow_budget(before)
+            self._warn(messages.refused_by_host, nbytes)
 
     def give_back(self, slot: Slot) -> None:
         """Free a published slot at once: there is nothing in it to lease."""
         assert slot.state is _PUBLISHED, f"slot {slot.number} freed while {slot.state}"
+        self.budget.tasks -= 1
         self._make_free(slot)
 
     def revoke(self, slot: Slot) -> None:
         """Free a granted slot whose worker has ended; nobody will publish it."""
         assert slot.state is _GRANTED, f"slot {slot.number} revoked while {slot.state}"
+        self.budget.tasks -= 1
+        # The worker may have grown it and not have said so.
+        self.segment.discard(slot.number, slot.limit_nbytes, slot.nbytes)
         self._make_free(slot)
 
     def collect(self) -> None:
@@ -348,40 +311,15 @@ class SlotPool:
             except AttributeError:  # an interrupt ended `lease` before it was done
                 continue
             slot.lease = None
-            slot.state = _FREE
-            slot.used_nbytes = 0
             self._leased -= 1
-            self._put_back(slot)
-        if len(self._free) > self.warm_slots or (self._empty and self._too_many_warm()):
-            self._discard_extra()
-
-    def _too_many_warm(self) -> bool:
-        without = len(self._spare) + len(self._empty) + self._leased
-        return len(self.slots) - without > self.warm_slots
+            self._make_free(slot)
+        if len(self._free) > self.warm_slots:
+            self._discard_beyond(self.warm_slots)
 
     def trim(self) -> None:
-        """Give back the memory of free slots beyond the base: the user no longer keeps that many."""
+        """Give back the memory of free slots beyond the base: the program no longer keeps that many."""
         self.collect()
-        self._discard_extra()
-
-    def _discard_extra(self) -> None:
-        free, self._free = self._free, []
-        for slot in free:
-            if slot.number >= self.base_slots:
-                self._discard(slot)
-                self._empty.append(slot)
-            else:
-                self._free.append(slot)
-
-    def _discard(self, slot: Slot) -> None:
-        """Give back the memory of a free slot beyond the base."""
-        if slot.nbytes:
-            self.segment.discard(slot.number, slot.nbytes)
-            slot.nbytes, slot.extent = 0, None
-        self._extra_nbytes -= slot.limit_nbytes
-        slot.limit_nbytes = 0
-        if self._made_fewer:
-            self._set_quota()  # the base has more, now that this slot is no longer used
+        self._discard_beyond(self.base_slots)
 
     def close(self) -> None:
         """Drop the segment; what is leased lives on until its last view dies.
@@ -404,27 +342,72 @@ class SlotPool:
                 slot.state, slot.nbytes, slot.used_nbytes = _FREE, 0, 0
         self.segment.close()
 
-    def count(self, state: SlotState) -> int:
-        """Number of slots in a state."""
-        return sum(slot.state is state for slot in self.slots)
-
-    def _make_free(self, slot: Slot) -> None:
-        slot.state = _FREE
-        slot.used_nbytes = 0
-        self._put_back(slot)
-
-    def _put_back(self, slot: Slot) -> None:
-        if self.on_freed is not None:
-            self.on_freed(slot)
-        if self._made_fewer and slot.number >= self.base_slots:
-            self._discard(slot)
-            self._spare.append(slot)
-        else:
-            self._free.append(slot)
-
     def map(self, slot: Slot) -> Extent:
         """The slot's memory in this process; mapped anew if it has grown."""
         extent = slot.extent
         if extent is None or extent.nbytes != slot.nbytes:
             extent = slot.extent = self.segment.map(slot.number, slot.nbytes)
         return extent
+
+    def _make_free(self, slot: Slot) -> None:
+        self.budget.used_nbytes -= slot.limit_nbytes
+        self.budget.free_nbytes += slot.nbytes
+        slot.state = _FREE
+        slot.limit_nbytes = slot.nbytes
+        slot.used_nbytes = 0
+        if self.on_freed is not None:
+            self.on_freed(slot)
+        (self._free if slot.nbytes else self._empty).append(slot)
+
+    def _discard_beyond(self, slots: int) -> None:
+        """Take the memory from free slots until ``slots``, besides leased ones, have some. Coldest first."""
+        while self._free and len(self._free) + self.budget.tasks > slots:
+            self._discard(self._free.pop(0))
+
+    def _discard_excess(self) -> None:
+        """Take the memory from free slots until the budget holds all."""
+        while self._free and self.budget.excess_nbytes() > 0:
+            self._discard(self._free.pop(0))
+
+    def _discard(self, slot: Slot) -> None:
+        self.budget.free_nbytes -= slot.nbytes
+        self._shrink(slot, 0)
+        slot.limit_nbytes = 0
+        self._empty.append(slot)
+
+    def _shrink(self, slot: Slot, nbytes: int) -> None:
+        self.segment.discard(slot.number, slot.nbytes, nbytes)
+        slot.nbytes, slot.extent = nbytes, None
+
+    # --- too little memory
+
+    def _note_size(self, nbytes: int) -> None:
+        before = self.most_tasks
+        self.budget.note_size(nbytes, self.reserved_nbytes())
+        self._follow_budget(before)
+
+    def _follow_budget(self, before: int) -> None:
+        """Give back what the budget has no room for any more, if it holds fewer tasks than ``before``."""
+        if self.most_tasks < before:
+            self.warm_slots = self.base_slots
+            self._warn(messages.fewer_ahead, self.budget, before)
+        self._discard_excess()
+
+    def take_warning(self) -> str:
+        """The warning that the program is to be given, once; "" if there is none."""
+        warning, self._warning = self._warning, ""
+        return warning
+
+    def figures(self) -> str:
+        """A sentence on what the slots take, for the error of a worker that was killed."""
+        return messages.figures(self.budget, self.reserved_nbytes())
+
+    def _count_spill(self, nbytes: int) -> None:
+        self._counters.spills += 1
+        self._counters.spilled_nbytes += nbytes
+
+    def _warn(self, message: Callable[..., str], *facts: Any) -> None:
+        """Have a warning ready for the program; one for each loader."""
+        if not self._counters.warned_of_spills:
+            self._counters.warned_of_spills = True
+            self._warning = message(*facts)

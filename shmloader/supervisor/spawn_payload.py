@@ -23,7 +23,7 @@ import torch
 import torch.multiprocessing
 
 from shmloader.codec.layout import align
-from shmloader.shared_memory import Descriptor, map_copy_on_write, open_anonymous_file
+from shmloader.shared_memory import Descriptor, map_copy_on_write
 from shmloader.supervisor import fork_server
 from shmloader.supervisor.interface import MakeArguments
 from shmloader.supervisor.launch import explain_start_failure
@@ -122,7 +122,7 @@ class _Pickled:
         self.for_one = self.taken = False
         self._alive: Any = None
         try:
-            self.stream_fd = open_anonymous_file("shmloader-arguments")
+            self.stream_fd = os.memfd_create("shmloader-arguments")
             self._write(arguments)
         except BaseException:
             self.close()
@@ -182,7 +182,7 @@ class _Pickled:
             return []
         places: list[_Place] = []
         end = 0
-        self.arrays_fd = open_anonymous_file("shmloader-arrays")
+        self.arrays_fd = os.memfd_create("shmloader-arrays")
         with os.fdopen(self.arrays_fd, "wb", closefd=False) as file:
             for view in views:
                 begin = align(end)

@@ -53,7 +53,7 @@ from shmloader.worker.generators import worker_generators
 from shmloader.worker.seeded_samples import SampleSeeds
 from shmloader.worker.seeding import numpy_seed, worker_seed
 
-_PART_NBYTES = 16 << 20, 1 << 20, 1 << 16  # what a slot is grown to for parts, or less if that cannot be had
+_PART_NBYTES = 1 << 20, 1 << 16  # what a slot is grown to for parts, or less if that cannot be had
 
 
 @dataclass(frozen=True)

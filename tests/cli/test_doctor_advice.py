@@ -1,12 +1,13 @@
 """The doctor's advice: arguments that the host has room for, and none where it has room for nothing."""
 
 import re
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
-from shmloader import DataLoader, SharedMemoryExhausted
+from shmloader import DataLoader
 from shmloader.cli import doctor
 from shmloader.cli.doctor import checks
 from shmloader.cli.doctor.advice import Advice, Room, advise, describe_advice, slots_of
@@ -138,25 +139,23 @@ class Large(torch.utils.data.Dataset[torch.Tensor]):
         return torch.full((16 * MIB,), index, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("room_batches", [3.5, 4.5])
-def test_what_does_not_fit_is_what_a_loader_refuses(
-    room_batches: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    room_nbytes = int(room_batches * 16 * MIB)
-    loader = DataLoader(Large(), batch_size=1, num_workers=1, prefetch_factor=1)
-
-    def memory_headroom() -> Headroom:
-        return Headroom(room_nbytes - loader.statistics().reserved_nbytes, GIB, "a place")
-
-    monkeypatch.setattr("shmloader.slots.pool.memory_headroom", memory_headroom)
-    advice = advise(Room(cores=1, available_nbytes=room_nbytes), 16 * MIB + 400, asked_workers=1)
-    with loader:
-        if advice.fits:
+def test_what_fits_is_what_a_loader_makes_without_copies() -> None:
+    """With the budget that is named, and with a page less."""
+    nbytes = 16 * MIB + 400
+    advice = advise(Room(cores=1, available_nbytes=8 * nbytes), nbytes, asked_workers=1)
+    assert advice.fits
+    for budget_nbytes, fits in [(advice.slots_nbytes, True), (advice.slots_nbytes - 4096, False)]:
+        loader = DataLoader(
+            Large(),
+            num_workers=1,
+            prefetch_factor=advice.prefetch_factor,
+            memory_budget_nbytes=budget_nbytes,
+        )
+        with warnings.catch_warnings(record=True) as caught, loader:
+            warnings.simplefilter("always")
             assert sum(1 for _ in loader) == 6
-        else:
-            with pytest.raises(SharedMemoryExhausted):
-                list(loader)
-    assert advice.fits == (room_batches > 4)
+            assert (loader.statistics().spills == 0) is fits
+        assert len(caught) == (not fits)
 
 
 def test_cores_are_held_against_the_workers_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,12 +125,12 @@ class LosesReleases(SlotPool):
 
 
 class CountsLeasesOnly(SlotPool):
-    """The number of leases goes up and never down."""
+    """What leased slots take of the budget goes up and never down."""
 
     def collect(self) -> None:
-        leased = self._leased
+        used_nbytes = self.budget.used_nbytes
         super().collect()
-        self._leased = leased
+        self.budget.used_nbytes = used_nbytes
 
 
 class KeepsParts(Dispatcher):

@@ -15,15 +15,15 @@ from robustness.datasets import Dicts, first_indices
 from robustness.processes import ENVIRONMENT, TESTS, descriptors, mappings, python
 from shmloader import DataLoader
 from shmloader.codec.slot_writer import SlotWriter
-from shmloader.shared_memory import MemfdSegment
+from shmloader.shared_memory import Extent, MemfdSegment
 
 MIB = 1 << 20
 
 FAST = (
-    "test_zero_copy.py",
-    "test_slots.py",
-    "test_lifecycle.py::test_batches_that_grow_a_hundred_thousandfold_are_exact[memfd]",
-    "test_lifecycle.py::test_leaving_early_leaves_nothing",
+    "loader/test_zero_copy.py",
+    "slots/test_slots.py",
+    "loader/test_lifecycle.py::test_batches_that_grow_a_hundred_thousandfold_are_exact",
+    "loader/test_lifecycle.py::test_leaving_early_leaves_nothing",
 )
 """A part of the suite that makes large batches, keeps batches and opens descriptors."""
 
@@ -91,7 +91,7 @@ def test_thousands_of_retained_batches_of_a_hundred_tensors_keep_descriptors_and
 
 
 SCARCE = """
-    import os, warnings
+    import os, sys, warnings
     from pathlib import Path
     import shmloader
     from loading import Numbered
@@ -148,11 +148,11 @@ def test_many_small_growths_are_measured_against_the_cgroup_too() -> None:
         import sys
         import shmloader
         from shmloader.host.limits import memory_headroom
-        from shmloader.shared_memory import MemfdSegment
+        from shmloader.shared_memory import Extent, MemfdSegment
         segment, number = MemfdSegment(), 0
         try:
             while True:
-                segment.reserve(number, 0, 0, 2 << 20)
+                segment.reserve(number, 0, 2 << 20)
                 number += 1
         except shmloader.SharedMemoryExhausted as error:
             assert error.available_nbytes is not None
@@ -166,24 +166,88 @@ def test_many_small_growths_are_measured_against_the_cgroup_too() -> None:
         pytest.skip("no memory cgroup can be made here")
 
 
-def test_a_cgroup_smaller_than_the_slots_is_an_error_with_both_numbers() -> None:
+def test_a_cgroup_smaller_than_the_slots_has_fewer_batches_made_ahead_and_no_error() -> None:
+    """34 slots of 16 MiB are wanted, in 700 MiB: the loader says once that it makes fewer."""
     code = """
-        import re, shmloader
+        import warnings
+        import shmloader
         from loading import Numbered
-        # Both workers' first batches fit, wherever they are collated; the slots of 16 MiB do not.
+        from robustness.datasets import first_indices
         loader = shmloader.DataLoader(
             Numbered(400, items=1 << 19), batch_size=4, num_workers=2, prefetch_factor=16
         )
-        try:
-            list(loader)
-        except shmloader.SharedMemoryExhausted as error:
-            assert error.needed_nbytes >= 34 * (16 << 20) > error.available_nbytes
-            assert f"{error.needed_nbytes:,}" in str(error) and f"{error.available_nbytes:,}" in str(error)
-        else:
-            raise AssertionError
+        most_nbytes = 0
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            iterator = iter(loader)
+            for number in range(0, 400, 4):
+                assert first_indices([next(iterator)]) == [number]
+                most_nbytes = max(most_nbytes, loader.statistics().reserved_nbytes)
+        warning, = [each for each in caught if each.category is shmloader.SpillWarning]
+        assert "memory_budget_nbytes" in str(warning.message), warning
+        assert 1 <= iterator.pool.most_tasks < 32, iterator.pool.most_tasks
+        assert 100 << 20 < most_nbytes <= iterator.pool.budget_nbytes, most_nbytes
+        print(loader.statistics().spills)
         """
-    with memory_cgroup(500 * MIB) as cgroup:
+    with memory_cgroup(700 * MIB) as cgroup:
+        # Only batches that were under way before the second one had shown the size.
+        assert int(python(code, wrap=cgroup.wrap)) <= 33
+        assert cgroup.oom_kills() == 0
+
+
+def test_a_batch_that_a_cgroup_cannot_hold_is_an_error_with_both_numbers() -> None:
+    code = """
+        import shmloader
+        from robustness.datasets import GrowsAt
+        loader = shmloader.DataLoader(GrowsAt(24, at=9, items=20 << 20), batch_size=None, num_workers=1)
+        got, errors, iterator = [], [], iter(loader)
+        while True:
+            try:
+                got.append(int(next(iterator)[0]))
+            except StopIteration:
+                break
+            except shmloader.SharedMemoryExhausted as error:
+                errors.append(error)
+        error, = errors
+        assert error.needed_nbytes >= 160 << 20 and error.available_nbytes < error.needed_nbytes, error
+        assert f"{error.needed_nbytes:,}" in str(error) and f"{error.available_nbytes:,}" in str(error)
+        assert got == [number for number in range(24) if number != 9], got
+        """
+    with memory_cgroup(450 * MIB) as cgroup:
         python(code, wrap=cgroup.wrap)
+        assert cgroup.oom_kills() == 0
+
+
+def test_memory_that_becomes_short_has_fewer_batches_made_ahead() -> None:
+    """The host refuses what the budget allows: the budget becomes what the host has."""
+    code = """
+        import sys, warnings
+        from pathlib import Path
+        import shmloader
+        from loading import Growing
+        from shmloader.host.limits import memory_headroom
+
+        limit_file = Path(sys.argv[1])
+        sizes = [1000] * 20 + [2 << 20] * 60  # samples of 16 MiB from the twentieth on
+        loader = shmloader.DataLoader(
+            Growing(sizes), batch_size=None, num_workers=2, prefetch_factor=4, memory_budget_nbytes=8 << 30
+        )
+        iterator = iter(loader)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert [len(next(iterator)) for _ in range(2)] == sizes[:2]
+            room = memory_headroom()
+            limit_file.write_text(str(room.limit_nbytes - room.available_nbytes + (300 << 20)))
+            budget_nbytes = iterator.pool.budget_nbytes
+            for number in range(2, 80):
+                sample = next(iterator)
+                assert len(sample) == sizes[number] and bool((sample == number).all())
+        warning, = [each for each in caught if each.category is shmloader.SpillWarning]
+        assert iterator.pool.budget_nbytes < budget_nbytes
+        assert iterator.pool.most_tasks < 8, iterator.pool.most_tasks
+        """
+    with memory_cgroup(1500 * MIB) as cgroup:
+        python(code, str(cgroup.folder / cgroup.limit_name), wrap=cgroup.wrap)
         assert cgroup.oom_kills() == 0
 
 
@@ -311,22 +375,22 @@ class _NoAddressSpace(MemfdSegment):
 
     most_nbytes = 0
 
-    def map(self, slot: int, version: int, nbytes: int) -> object:
+    def map(self, slot: int, nbytes: int) -> Extent:
         if nbytes > self.most_nbytes:
             raise shmloader.SharedMemoryExhausted("no address space", needed_nbytes=nbytes)
-        return super().map(slot, version, nbytes)
+        return super().map(slot, nbytes)
 
 
 def test_a_writer_that_cannot_map_its_slot_maps_what_it_can() -> None:
     segment = _NoAddressSpace()
     segment.most_nbytes = 3 << 16
-    segment.reserve(0, 0, 0, 1 << 20)
+    segment.reserve(0, 0, 1 << 20)
     writer = SlotWriter(segment)
-    writer.begin(0, 0, 1 << 20, 1 << 22)
+    writer.begin(0, 1 << 20, 1 << 22)
     assert writer.nbytes == len(writer.view()) == 1 << 17
     assert writer.tensor((1 << 17,), torch.uint8) is not None
     assert writer.tensor((1,), torch.uint8) is None
-    assert not writer.ensure(1 << 20, 0)
+    assert not writer.ensure(1 << 20)
     with pytest.raises(shmloader.SharedMemoryExhausted, match="index batch of 262,144 bytes"):
         writer.read(1 << 18)
     writer.release()
@@ -336,11 +400,11 @@ def test_a_writer_that_cannot_map_its_slot_maps_what_it_can() -> None:
 def test_a_writer_that_cannot_map_what_it_reserved_gives_it_back() -> None:
     segment = _NoAddressSpace()
     segment.most_nbytes = 1 << 16
-    _, nbytes = segment.reserve(0, 0, 0, 1 << 16)
+    nbytes = segment.reserve(0, 0, 1 << 16)
     writer = SlotWriter(segment)
-    writer.begin(0, 0, nbytes, 1 << 24)
+    writer.begin(0, nbytes, 1 << 24)
     writer.view()[:] = b"\x07" * nbytes
-    assert not writer.ensure(1 << 22, nbytes)
+    assert not writer.ensure(1 << 22)
     assert writer.nbytes == nbytes
     assert os.fstat(segment._descriptor.fd).st_blocks * 512 == nbytes
     assert bytes(writer.view()) == b"\x07" * nbytes

@@ -167,7 +167,7 @@ def test_a_passing_shortage_is_not_remembered(
         return -1
 
     with monkeypatch.context() as patch:
-        patch.setattr(huge_pages, "_libc", SimpleNamespace(madvise=refuse))
+        patch.setattr(huge_pages, "libc", SimpleNamespace(madvise=refuse))
         segment.reserve(0, 0, 2 * HUGE_NBYTES)
     assert huge_pages._refused is not asked_again
     assert _reserved_nbytes(segment) == 2 * HUGE_NBYTES

@@ -18,9 +18,16 @@ from robustness.processes import python
 
 import shmloader
 from shmloader import SharedMemoryExhausted
-from shmloader.shared_memory import HUGE_NBYTES, PAGE_NBYTES, map_copy_on_write, map_over, mapping, take_space
+from shmloader.shared_memory import (
+    HUGE_NBYTES,
+    PAGE_NBYTES,
+    MemfdSegment,
+    map_copy_on_write,
+    map_over,
+    mapping,
+    take_space,
+)
 from shmloader.shared_memory.mapping import Mapping, address_of
-from shmloader.shared_memory.memfd import MemfdSegment
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts address space in /proc")
@@ -153,7 +160,7 @@ def test_what_is_detached_is_unmapped_once_and_keeps_its_values(
 ) -> None:
     """What another thread maps meanwhile, where the copy was made, stays."""
     neighbours: list[Any] = []
-    move = mapping._mremap
+    move = mapping.libc.mremap
 
     def move_and_map(*arguments: Any) -> Any:
         moved = move(*arguments)
@@ -163,7 +170,7 @@ def test_what_is_detached_is_unmapped_once_and_keeps_its_values(
 
     if kernel == "before 5.7":
         monkeypatch.setattr(mapping, "_MREMAP_DONTUNMAP", 1 << 6)  # a flag that this kernel lacks
-    monkeypatch.setattr(mapping, "_mremap", move_and_map)
+    monkeypatch.setattr(mapping.libc, "mremap", move_and_map)
     segment = MemfdSegment()
     nbytes = segment.reserve(0, 0, LARGE)
     extent, other = (segment.map(0, nbytes) for _ in range(2))
@@ -209,7 +216,7 @@ def test_a_limit_on_memory_takes_no_view_away(spare: float) -> None:
 
 def test_a_copy_that_cannot_be_moved_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot stays mapped as it was."""
-    monkeypatch.setattr(mapping, "_mremap", lambda *_: mapping._MAP_FAILED)
+    monkeypatch.setattr(mapping.libc, "mremap", lambda *_: mapping._MAP_FAILED)
     segment = MemfdSegment()
     nbytes = segment.reserve(0, 0, LARGE)
     extent = segment.map(0, nbytes)

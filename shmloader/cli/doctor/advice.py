@@ -112,7 +112,7 @@ def advise(room: Room, batch_nbytes: int | None, asked_workers: int | None) -> A
                 f"half of the {format_nbytes(room.available_nbytes)} available"
             )
         slots_nbytes = slots_of(workers, prefetch) * slot_nbytes
-        # The loader refuses to begin without room for the samples of a batch in each worker too.
+        # Each worker has the samples of a batch besides.
         fits = slots_nbytes + workers * slot_nbytes <= room.available_nbytes
         # Room for batches that turn out larger than was said. It bounds, and reserves nothing.
         budget_nbytes = max(slots_nbytes, min(4 * slots_nbytes, half_nbytes)) if fits else None

@@ -1,51 +1,66 @@
-"""Slots in one memfd."""
+"""The shared memory of all slots of one iterator: a memfd."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import mmap
 import os
-from typing import Any
+from typing import Any, Protocol
 
 from shmloader.errors import SharedMemoryExhausted
 from shmloader.host.interrupts import HeldInterrupts
-from shmloader.host.limits import memory_headroom
-from shmloader.shared_memory.base import Descriptor, check_headroom
+from shmloader.shared_memory.descriptor import Descriptor
+from shmloader.shared_memory.headroom import check_headroom, exhausted
 from shmloader.shared_memory.huge_pages import HUGE_NBYTES, take_huge_pages
 from shmloader.shared_memory.mapping import Extent, Mapping, whole_pages
+from shmloader.shared_memory.platform import libc
 
 SLOT_STRIDE = 1 << 38
 """Bytes between the starts of two slots in one memfd: address space of a sparse file, not memory."""
 
-_libc = ctypes.CDLL(None, use_errno=True)
+_KEEP_SIZE_PUNCH_HOLE = 0x1 | 0x2
 
 
-def _refused(error: OSError, slot: int, nbytes: int) -> SharedMemoryExhausted:
-    """The error for a slot's pages that the system would not give, with what to change."""
-    failed = f"reserving {nbytes:,} bytes of shared memory for a slot failed: {error.strerror}"
-    if error.errno == errno.EFBIG:
-        return SharedMemoryExhausted(
-            f"{failed}. All slots lie in one sparse file, this one at {slot * SLOT_STRIDE:,} bytes, and the "
-            "size of files is limited (ulimit -f, RLIMIT_FSIZE): lift the limit.",
-            needed_nbytes=nbytes,
-        )
-    room = memory_headroom()
-    return SharedMemoryExhausted(
-        f"{failed}; {room.available_nbytes:,} bytes are available in {room.source}. Use a smaller "
-        "batch_size, fewer workers or a smaller prefetch_factor, or raise the limit.",
-        needed_nbytes=nbytes,
-        available_nbytes=room.available_nbytes,
-    )
+class Segment(Protocol):
+    """Memory for numbered slots, as the main process and workers use it.
+
+    Exactly one process, the main one, owns it and closes it.
+    """
+
+    def reserve(self, slot: int, held_nbytes: int, nbytes: int) -> int:
+        """Make a slot of ``held_nbytes`` at least ``nbytes`` large; its contents stay.
+
+        Returns:
+            Bytes (whole pages) that the slot has now.
+
+        Raises:
+            SharedMemoryExhausted: If the host cannot give that much; nothing was touched.
+        """
+
+    def map(self, slot: int, nbytes: int) -> Extent:
+        """Map a slot that was reserved, by this process or another one.
+
+        Raises:
+            SharedMemoryExhausted: If this process has no address space for it.
+        """
+
+    def discard(self, slot: int, nbytes: int, kept_nbytes: int = 0) -> None:
+        """Give a slot's memory back to the host, but for its first ``kept_nbytes`` (whole pages).
+
+        Nothing may be reading what is given back.
+        """
+
+    def close(self) -> None:
+        """Drop the owner's hold on all slots; mapped extents live on while they are used."""
 
 
 class MemfdSegment:
-    """All slots in one anonymous, sparse memory file (``memfd_create``)."""
+    """The `Segment` of worker processes: all slots in one anonymous, sparse memory file."""
 
     def __init__(self, descriptor: Descriptor | None = None) -> None:
         with HeldInterrupts():  # until somebody owns the descriptor
-            self._descriptor = descriptor or Descriptor(os.memfd_create("shmloader-slots", os.MFD_CLOEXEC))
+            self._descriptor = descriptor or Descriptor(os.memfd_create("shmloader-slots"))
 
     def __del__(self, close: Any = os.close) -> None:
         # After a Ctrl-C before anybody could own it, or at the interpreter's end, when this module's names
@@ -59,7 +74,8 @@ class MemfdSegment:
     def reserve(self, slot: int, held_nbytes: int, nbytes: int) -> int:
         """See `Segment.reserve`."""
         nbytes = whole_pages(nbytes)
-        check_headroom(nbytes - held_nbytes)
+        more_nbytes = nbytes - held_nbytes
+        check_headroom(more_nbytes, f"a slot needs {more_nbytes:,} more bytes of shared memory")
         if nbytes > SLOT_STRIDE:
             raise SharedMemoryExhausted(
                 f"one batch needs {nbytes:,} bytes, more than a slot can have ({SLOT_STRIDE:,})",
@@ -72,7 +88,7 @@ class MemfdSegment:
             self.discard(slot, nbytes, held_nbytes)  # what could be had of it
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
-            raise _refused(error, slot, nbytes) from error
+            raise _not_given(error, slot, nbytes) from error
         return nbytes
 
     def map(self, slot: int, nbytes: int) -> Extent:
@@ -88,13 +104,8 @@ class MemfdSegment:
 
     def discard(self, slot: int, nbytes: int, kept_nbytes: int = 0) -> None:
         """See `Segment.discard`."""
-        keep_size_punch_hole = 0x1 | 0x2
-        _libc.fallocate(
-            self._descriptor.fd,
-            keep_size_punch_hole,
-            ctypes.c_int64(slot * SLOT_STRIDE + kept_nbytes),
-            ctypes.c_int64(nbytes - kept_nbytes),
-        )
+        begin = slot * SLOT_STRIDE + kept_nbytes
+        libc.fallocate(self._descriptor.fd, _KEEP_SIZE_PUNCH_HOLE, begin, nbytes - kept_nbytes)
 
     def close(self) -> None:
         """See `Segment.close`."""
@@ -104,3 +115,15 @@ class MemfdSegment:
 
     def __reduce__(self) -> tuple[Any, tuple[Any]]:
         return MemfdSegment, (self._descriptor,)
+
+
+def _not_given(error: OSError, slot: int, nbytes: int) -> SharedMemoryExhausted:
+    """The error for a slot's pages that the system would not give."""
+    failed = f"reserving {nbytes:,} bytes of shared memory for a slot failed: {error.strerror}"
+    if error.errno != errno.EFBIG:
+        return exhausted(failed, nbytes)
+    return SharedMemoryExhausted(
+        f"{failed}. All slots lie in one sparse file, this one at {slot * SLOT_STRIDE:,} bytes, and the size "
+        "of files is limited (ulimit -f, RLIMIT_FSIZE): lift the limit.",
+        needed_nbytes=nbytes,
+    )

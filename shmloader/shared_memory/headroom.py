@@ -1,0 +1,56 @@
+"""The check that the host has memory for a slot or for a copy of a batch."""
+
+from __future__ import annotations
+
+from shmloader.errors import SharedMemoryExhausted
+from shmloader.host.limits import SURE_NBYTES, Headroom, memory_headroom
+
+_MOST_SPARE_NBYTES = 64 << 20
+
+_unchecked_nbytes = 0  # taken by this process since it last asked for the headroom
+
+
+def check_headroom(nbytes: int, purpose: str) -> None:
+    """Refuse to take more memory than the host has, before anything is taken.
+
+    The last of it is left to the program, whose next allocation the OOM killer would answer otherwise. What
+    a process takes is summed up, and compared with what the host has every ``SURE_NBYTES``.
+
+    Args:
+        nbytes: Bytes that are about to be taken.
+        purpose: How the message begins, such as "a slot needs 8,192 more bytes of shared memory".
+
+    Raises:
+        SharedMemoryExhausted: If the host has less.
+    """
+    global _unchecked_nbytes  # noqa: PLW0603 - what this process takes, whichever iterator it is for
+    if _unchecked_nbytes + nbytes < SURE_NBYTES:
+        _unchecked_nbytes += max(0, nbytes)
+        return
+    _unchecked_nbytes = 0
+    room = memory_headroom()
+    if nbytes + spare_nbytes(room) > room.available_nbytes:
+        raise exhausted(purpose, nbytes, room)
+
+
+def exhausted(what: str, nbytes: int, room: Headroom | None = None) -> SharedMemoryExhausted:
+    """The error for memory that the host does not give, with what it has and what to change.
+
+    Args:
+        what: How the message begins: what failed, or what needs the memory.
+        nbytes: Bytes that were asked for.
+        room: What the host has; None to ask it now.
+    """
+    room = room or memory_headroom()
+    return SharedMemoryExhausted(
+        f"{what}, but only {room.available_nbytes:,} of {room.limit_nbytes:,} bytes are available in "
+        f"{room.source}, of which {spare_nbytes(room):,} are left to the program. Use a smaller batch_size, "
+        "fewer workers or a smaller prefetch_factor, or raise the limit.",
+        needed_nbytes=nbytes,
+        available_nbytes=room.available_nbytes,
+    )
+
+
+def spare_nbytes(room: Headroom) -> int:
+    """Bytes of what the host has that are never taken for slots and copies."""
+    return min(_MOST_SPARE_NBYTES, room.limit_nbytes // 16)

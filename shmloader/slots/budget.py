@@ -1,0 +1,175 @@
+"""The memory budget of one iterator's slots."""
+
+from __future__ import annotations
+
+from shmloader.host.limits import SURE_NBYTES, memory_headroom
+from shmloader.shared_memory import PAGE_NBYTES, spare_nbytes, whole_pages
+
+SPARE_SLOTS = 2
+"""Slots beside those of the tasks: one for the batch that is being returned, one for the batch before it,
+which the program's loop still holds."""
+
+_BATCHES_IN_A_LIMIT = 4  # a slot may grow at once to so many times the largest batch
+_LIMITS_IN_A_SHARE = 4  # or to this part of its share: the rest is for batches that the program keeps
+
+
+class Budget:
+    """Bytes that the slots of one iterator may take together, and what follows from them.
+
+    A slot that is not free is counted with its limit: while a worker has it, the bytes up to which the
+    worker may grow it, then the bytes that it has. A free slot is counted with the bytes that it still has,
+    which are given back when others need them. A task that may be granted next is promised a page, through
+    which a batch of any size comes in parts. At any time::
+
+        used_nbytes + max(free_nbytes, promised_tasks() * PAGE_NBYTES) <= nbytes
+
+    One thing may exceed it: an index batch that is too long for a record is written to its slot.
+
+    Short memory has the same consequences with and without a budget of the program's own: fewer tasks, but
+    one at least; then batches that spill to private memory.
+
+    Args:
+        nbytes: Most bytes; a page for each slot is the least.
+        most_tasks: Tasks outstanding at once.
+        workers: Processes that hold the samples of a batch, beside the slots.
+        follows_host: The program gave no budget: ``nbytes`` become more if the host has more when it is
+            asked again.
+
+    Attributes:
+        nbytes: As above, as it is now.
+        most_tasks: As above, or fewer where memory is short.
+        tasks: Slots that are granted or published now.
+        used_nbytes: See above.
+        free_nbytes: See above.
+        largest_nbytes: Bytes of the largest batch so far.
+        typical_nbytes: Bytes of the second largest: one batch that is larger than all others should not make
+            every slot as large as itself.
+    """
+
+    def __init__(self, nbytes: int, most_tasks: int, *, workers: int = 1, follows_host: bool = False) -> None:
+        self.nbytes = max(nbytes, (most_tasks + SPARE_SLOTS) * PAGE_NBYTES)
+        self.most_tasks = most_tasks
+        self.tasks = 0
+        self.used_nbytes = 0
+        self.free_nbytes = 0
+        self.largest_nbytes = 0
+        self.typical_nbytes = 0
+        self._workers = workers
+        self._follows_host = follows_host
+        self._sure_nbytes = SURE_NBYTES  # so much is needed without the host being asked again
+        self._share_slots = most_tasks + SPARE_SLOTS  # into which the budget is divided
+        self._set_limit()
+
+    @property
+    def base_slots(self) -> int:
+        """Slots that there are while the program keeps no batches."""
+        return self.most_tasks + SPARE_SLOTS
+
+    def promised_tasks(self) -> int:
+        """Tasks that may be granted now."""
+        return max(0, self.most_tasks - self.tasks)
+
+    # --- questions of the pool
+
+    def next_limit(self) -> int:
+        """Bytes that a slot may take that is granted now; whole pages, one at least."""
+        others = max(0, self.most_tasks - self.tasks - 1)
+        room_nbytes = self.nbytes - self.used_nbytes
+        # The others should have room for a typical batch each; if there is not enough for all, the first has.
+        limit_nbytes = room_nbytes - others * self._typical_slot_nbytes
+        if limit_nbytes >= self._limit_nbytes:
+            return self._limit_nbytes
+        sure_nbytes = min(self._typical_slot_nbytes, room_nbytes - others * PAGE_NBYTES)
+        return max(limit_nbytes, sure_nbytes, PAGE_NBYTES) // PAGE_NBYTES * PAGE_NBYTES
+
+    def has_room_for_lease(self) -> bool:
+        """Whether all tasks find room for a typical batch once a published batch is kept as it is."""
+        promised = max(0, self.most_tasks - self.tasks + 1)
+        return self.used_nbytes + promised * self._typical_slot_nbytes <= self.nbytes
+
+    def has_room_for_task(self) -> bool:
+        """Whether a task beyond ``most_tasks`` can have a slot for the largest batch."""
+        return self.used_nbytes + whole_pages(self.largest_nbytes) <= self.nbytes
+
+    def excess_nbytes(self) -> int:
+        """Bytes that free slots must give back."""
+        return self.used_nbytes + self.free_nbytes - self.nbytes
+
+    # --- what changes it
+
+    def note_size(self, nbytes: int, reserved_nbytes: int) -> None:
+        """Learn from a batch larger than the typical one how many tasks there is memory for.
+
+        Args:
+            nbytes: Its size.
+            reserved_nbytes: What the slots have of the host's memory.
+        """
+        if nbytes > self.largest_nbytes:
+            self.typical_nbytes, self.largest_nbytes = self.largest_nbytes, nbytes
+        else:
+            self.typical_nbytes = nbytes
+        needed_nbytes = self.base_slots * whole_pages(self.typical_nbytes)
+        if needed_nbytes > self._sure_nbytes:
+            self._sure_nbytes = needed_nbytes + needed_nbytes // 4
+            self.follow_host(reserved_nbytes)
+        else:
+            self._make_fewer(self.nbytes)
+
+    def follow_host(self, reserved_nbytes: int) -> None:
+        """Take no more than the host can spare now; without a budget of the program's, half of what it has.
+
+        Args:
+            reserved_nbytes: What the slots have of the host's memory.
+        """
+        # A worker has the samples of a batch and, where they are not joined in the slot, the joined batch and
+        # its copy; the program may need as much as a batch.
+        besides_nbytes = (3 * self._workers + 1) * self.typical_nbytes
+        room = memory_headroom()
+        host_nbytes = reserved_nbytes + room.available_nbytes
+        wanted_nbytes = max(self.nbytes, host_nbytes // 2) if self._follows_host else self.nbytes
+        wanted_nbytes = min(wanted_nbytes, host_nbytes - spare_nbytes(room) - besides_nbytes)
+        # What is granted is granted, and may be more.
+        self.nbytes = max(wanted_nbytes, self.used_nbytes + self.promised_tasks() * PAGE_NBYTES)
+        self._make_fewer(wanted_nbytes)
+
+    def resize(self, most_tasks: int) -> bool:
+        """Have another number of tasks.
+
+        Returns:
+            Whether it is so now. If not, no slot that is granted from now on takes what further tasks would
+            need, so a later call may succeed; unless the budget is too small for so many anyway.
+        """
+        slots = most_tasks + SPARE_SLOTS
+        if most_tasks > self.most_tasks:
+            slot_nbytes = whole_pages(self.typical_nbytes or self.largest_nbytes)
+            if slots * slot_nbytes > self.nbytes:
+                return False
+            self._divide(slots)
+            if self.used_nbytes + max(0, most_tasks - self.tasks) * slot_nbytes > self.nbytes:
+                return False
+        self.most_tasks = most_tasks
+        self._divide(slots)
+        return True
+
+    def _make_fewer(self, nbytes: int) -> None:
+        """Have as many tasks as ``nbytes`` hold typical batches for: one at least, no more than now."""
+        fitting = nbytes // whole_pages(self.typical_nbytes) - SPARE_SLOTS
+        if fitting < self.most_tasks:
+            self.most_tasks = max(1, fitting)
+            self._share_slots = self.base_slots
+        self._set_limit()
+
+    def _divide(self, slots: int) -> None:
+        self._share_slots = slots
+        self._set_limit()
+
+    def _set_limit(self) -> None:
+        """Reckon what `next_limit` gives where there is room enough."""
+        share_nbytes = max(self.nbytes // self._share_slots, PAGE_NBYTES) // PAGE_NBYTES * PAGE_NBYTES
+        typical_nbytes = whole_pages(self.typical_nbytes or self.largest_nbytes)
+        self._typical_slot_nbytes = min(typical_nbytes, share_nbytes)
+        limit_nbytes = share_nbytes  # the first batches may be of any size, and none is kept yet
+        if self.largest_nbytes:
+            grown_nbytes = max(_BATCHES_IN_A_LIMIT * self.largest_nbytes, share_nbytes // _LIMITS_IN_A_SHARE)
+            limit_nbytes = min(share_nbytes, whole_pages(grown_nbytes))
+        self._limit_nbytes = limit_nbytes

@@ -1,0 +1,82 @@
+"""Messages for too little memory: the one warning that a loader gives, and figures for errors."""
+
+from __future__ import annotations
+
+from shmloader.host.limits import memory_headroom
+from shmloader.shared_memory import PAGE_NBYTES, whole_pages
+from shmloader.slots.budget import SPARE_SLOTS, Budget
+
+_COPIED = "are copied to private memory, which is correct but slower"
+_CAUTION = 4  # a slot may grow at once to a quarter of its share, if to hold a batch much larger than others
+
+
+def fewer_ahead(budget: Budget, wanted_tasks: int) -> str:
+    """The warning that fewer batches are made in advance than the ``wanted_tasks`` that were asked for."""
+    slots, batch_nbytes = wanted_tasks + SPARE_SLOTS, budget.typical_nbytes
+    return (
+        f"the slots' memory budget of {budget.nbytes:,} bytes has no room for the {slots} batches "
+        f"(prefetch_factor x num_workers + {SPARE_SLOTS}) of {batch_nbytes:,} bytes that this loader may "
+        f"have at once: {budget.most_tasks} instead of {wanted_tasks} batches are made in advance. Pass "
+        f"memory_budget_nbytes={slots * whole_pages(batch_nbytes)} or more, or a smaller batch_size, "
+        "prefetch_factor or num_workers."
+    )
+
+
+def larger_than_a_slot(budget: Budget, wanted_tasks: int, nbytes: int) -> str:
+    """The warning that a batch of ``nbytes`` did not fit in a slot."""
+    needed_nbytes = _needed_nbytes(budget, wanted_tasks, nbytes)
+    if needed_nbytes <= budget.nbytes:
+        needed_nbytes *= _CAUTION
+    why = f"a batch of {nbytes:,} bytes is larger than a slot may be"
+    return _beyond_budget(why, budget, wanted_tasks, needed_nbytes)
+
+
+def kept_beyond_budget(budget: Budget, wanted_tasks: int, nbytes: int, kept: int) -> str:
+    """The warning that the budget has no room for a batch of ``nbytes`` beside ``kept`` batches."""
+    needed_nbytes = _needed_nbytes(budget, wanted_tasks, nbytes)
+    return _beyond_budget(f"the program keeps {kept} batches", budget, wanted_tasks, needed_nbytes)
+
+
+def kept_beyond_slots(nbytes: int, kept: int) -> str:
+    """The warning that no slot is made for a batch of ``nbytes`` beside ``kept`` batches."""
+    return (
+        f"the program keeps {kept} batches, the most that slots are made for: further ones, this one of "
+        f"{nbytes:,} bytes, {_COPIED}. Keep fewer batches at a time (`del` those that are done with), or "
+        "only what is needed of each, copied (`tensor.clone()`, `.item()`)."
+    )
+
+
+def refused_by_host(nbytes: int) -> str:
+    """The warning that the host gave less shared memory than a batch of ``nbytes`` needs."""
+    return (
+        f"the host gave a slot less shared memory than its batch of {nbytes:,} bytes needs: batches "
+        f"{_COPIED}. Available are {memory_headroom().available_nbytes:,} bytes of memory; address space "
+        "(ulimit -v) and the size of files (ulimit -f) may be limited too. `python -m shmloader doctor` "
+        "shows all of these."
+    )
+
+
+def figures(budget: Budget, reserved_nbytes: int) -> str:
+    """A sentence on what the slots take, for the error of a worker that was killed."""
+    return (
+        f"The loader's slots have {reserved_nbytes:,} bytes of shared memory (their budget is "
+        f"{budget.nbytes:,}), its largest batch {budget.largest_nbytes:,}."
+    )
+
+
+def _needed_nbytes(budget: Budget, wanted_tasks: int, nbytes: int) -> int:
+    """Bytes for slots that each hold the largest batch."""
+    return (wanted_tasks + SPARE_SLOTS) * whole_pages(max(nbytes, budget.largest_nbytes))
+
+
+def _beyond_budget(why: str, budget: Budget, wanted_tasks: int, needed_nbytes: int) -> str:
+    slots = wanted_tasks + SPARE_SLOTS
+    # A smaller budget was raised to this.
+    is_least = budget.nbytes <= slots * PAGE_NBYTES
+    least = f" (a page for each of {slots} slots, the least there can be)" if is_least else ""
+    return (
+        f"{why}, and the slots' memory budget is {budget.nbytes:,} bytes{least}: batches beyond it "
+        f"{_COPIED}. A budget for this loader's slots is at least {needed_nbytes:,} bytes "
+        "(memory_budget_nbytes=...), plus what the program keeps; or use a smaller batch_size, "
+        "prefetch_factor or num_workers."
+    )
