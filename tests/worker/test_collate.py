@@ -34,6 +34,7 @@ VALUES: list[dict[Any, Any]] = [
     {"x": torch.ones(3, dtype=torch.bfloat16), "s": "text"},
     {"x": 2**70, "s": "text"},
     {"x": torch.ones(3).to_sparse(), "s": "text"},
+    {"x": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "s": "text"},
     {"x": np.ones(3, np.float32), "s": "text"},
     {"x": np.full(3, 2, np.float32), "s": "text"},
     {"x": torch.ones(3), "s": "text"},
@@ -70,6 +71,8 @@ class MixedArrays(Dataset[Any]):
         (np.ones(3, np.float32), torch.ones(3), np.ones(3, np.float32)),
         (np.ones(3, np.float32), np.ones((1, 3), np.float32), np.ones(3, np.float32)),
         (np.ones(3, np.float32), np.float32(1), np.ones(3, np.float32)),
+        (np.ones(3, np.float32), np.array(1, np.float32), np.ones(3, np.float32)),
+        (np.ones((3, 2), np.float32), np.ones((3, 1), np.float32), np.ones((3, 3), np.float32)),
         (np.ones(3, np.float32), np.ma.ones(3, np.float32), np.ones(3, np.float32)),
         (np.ones(3, np.float32), np.ones(3, np.float32), [1.0, 1.0, 1.0]),
     )
