@@ -70,8 +70,8 @@ DTYPES = _dtype_codes()
 CODE_OF_TORCH_DTYPE = {code.torch_dtype: i for i, code in enumerate(DTYPES)}
 CODE_OF_NUMPY_DTYPE = {code.carrier: i for i, code in enumerate(DTYPES) if code.native}
 
-_ROW = struct.Struct("<BBxxIQ")
-"""Kind, dtype code, number of dimensions, offset; the sizes of the dimensions follow, as u64."""
+_ROW = struct.Struct("<BBxxIq")
+"""Kind, dtype code, number of dimensions, offset; the sizes of the dimensions follow, as i64."""
 _TABLE_NBYTES = struct.Struct("<I")
 
 
@@ -93,7 +93,7 @@ class Leaf(NamedTuple):
     def pack(self) -> bytes:
         """The leaf's row in the table."""
         ndim = len(self.shape)
-        return struct.pack(f"<BBxxIQ{ndim}Q", self.kind, self.code, ndim, self.offset, *self.shape)
+        return struct.pack(f"<BBxxIq{ndim}q", self.kind, self.code, ndim, self.offset, *self.shape)
 
 
 def unpack_table(table: bytes) -> list[Leaf]:
@@ -102,7 +102,7 @@ def unpack_table(table: bytes) -> list[Leaf]:
     while begin < len(table):
         kind, code, ndim, offset = _ROW.unpack_from(table, begin)
         begin += _ROW.size
-        leaves.append(Leaf(kind, code, offset, struct.unpack_from(f"<{ndim}Q", table, begin)))
+        leaves.append(Leaf(kind, code, offset, struct.unpack_from(f"<{ndim}q", table, begin)))
         begin += 8 * ndim
     return leaves
 

@@ -99,7 +99,7 @@ def test_collation_in_other_threads_stays_torchs() -> None:
         meeting.barrier.abort()
     check()
     # And a worker process that is forked now still collates in the quick way.
-    assert install_slot_collate(default_collate, in_thread=True) is not default_collate
+    assert install_slot_collate(default_collate) is not default_collate
 
 
 def test_memory_that_is_detached_never_reads_as_anything_else() -> None:
