@@ -1,4 +1,4 @@
-"""A worker's side of a slot: leaves are allocated in it one after the other while a batch is collated.
+"""The slot writer: a worker's side of a slot, where the leaves of a batch are allocated one by one.
 
 Allocation is a bump pointer that is never moved back within a task, so no two leaves overlap. A leaf that
 does not fit in what is reserved is allocated in private memory by the caller and copied in at the end,
@@ -34,7 +34,7 @@ def make_placeholder() -> pickle.PickleBuffer:
 
 
 class Output(NamedTuple):
-    """A leaf that is written in place.
+    """A leaf that is written in its slot by collation, and that no code of the user sees.
 
     Attributes:
         tensor: Over the leaf's memory.
@@ -100,6 +100,8 @@ class SlotWriter:
         if here is None or here.extent.nbytes != nbytes:
             here = self._mapped[slot] = _Mapped(self._map_some(nbytes))
             self.nbytes = here.extent.nbytes
+        elif len(here.outputs) > _MOST_OUTPUTS:  # shapes that never repeat; no batch refers to them now
+            here = self._mapped[slot] = _Mapped(here.extent)
         self._here = here
 
     def _map_some(self, nbytes: int) -> Extent:
@@ -186,10 +188,6 @@ class SlotWriter:
         return output
 
     def _new_output(self, here: _Mapped, shape: tuple[int, ...], dtype: _Dtype) -> Output | None:
-        if len(here.outputs) >= _MOST_OUTPUTS:  # shapes that never repeat: remembering them is no use
-            here.outputs.clear()
-            here.placeholders.clear()
-            here.rows.clear()
         if isinstance(dtype, torch.dtype):
             code = CODE_OF_TORCH_DTYPE.get(dtype)
         else:

@@ -178,3 +178,19 @@ def test_nested_tensors_are_refused_with_torchs_words(layout: torch.layout, way:
     for workers in (0, 1):
         with pytest.raises(RuntimeError, match="Batches of nested tensors are not currently supported"):
             next(iter(DataLoader(Nested(layout, way), 2, num_workers=workers)))
+
+
+class Wide(Dataset[Any]):
+    """Dicts of more tensors than outputs are remembered for a slot."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        return {f"{place}": torch.full((2,), 10_000 * index + place) for place in range(1500)}
+
+
+def test_a_batch_of_more_leaves_than_are_remembered_arrives_whole() -> None:
+    for got, expected in zip(DataLoader(Wide(), 2, num_workers=1), TorchLoader(Wide(), 2), strict=True):
+        assert_same(got, expected)
+        del got
