@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shmloader.codec.layout import DTYPES, Leaf, table_of, unpack_table
+from shmloader.codec.layout import DTYPES, LONE_LEAF, Leaf, table_of, unpack_table
 from shmloader.codec.leaves import wrapper_of
 
 _MOST_TABLES = 256
@@ -37,6 +37,9 @@ class Decoder:
         leaves = self._known.get(table)
         if leaves is None:
             leaves = self._learn(table)
+        if header.startswith(LONE_LEAF):
+            ((wrap, shape, carrier, offset),) = leaves
+            return wrap(_ndarray(shape, carrier, anchor, offset))
         return pickle.loads(
             header,
             buffers=[

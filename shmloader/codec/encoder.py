@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from shmloader import torch_private
-from shmloader.codec.layout import ALIGNMENT, BYTES, DTYPES, Leaf, join_header
+from shmloader.codec.layout import ALIGNMENT, BYTES, DTYPES, LONE_LEAF, Leaf, join_header
 from shmloader.codec.leaves import HANDLERS, Add, Memory, memory_of_buffer
 from shmloader.codec.slot_writer import SlotWriter, make_placeholder
 
@@ -87,11 +87,12 @@ class Encoder:
         Leaves that lie in the slot already stay where they are; collation leaves their placeholders in the
         batch. The others are copied in, after the slot was grown to what the whole batch needs.
         """
-        pickler = self._pickler
+        pickler, outputs = self._pickler, self._writer.rows
+        if type(batch) is pickle.PickleBuffer and batch in outputs:
+            return self._commit(join_header((LONE_LEAF,), (outputs[batch],)))
         try:
             pickler.dump(batch)
-            row_of = self._writer.rows.get
-            rows = [row_of(buffer) or self._row_of(buffer) for buffer in pickler.buffers]
+            rows = [outputs.get(buffer) or self._row_of(buffer) for buffer in pickler.buffers]
             return self._commit(join_header(pickler.written, rows))
         finally:
             # The memo and the copies refer to the batch, which must be free to die now.

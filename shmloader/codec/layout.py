@@ -15,6 +15,7 @@ The **leaf table** has one row for each leaf, in the order in which the structur
 
 from __future__ import annotations
 
+import pickle
 import struct
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -69,6 +70,9 @@ DTYPES = _dtype_codes()
 
 CODE_OF_TORCH_DTYPE = {code.torch_dtype: i for i, code in enumerate(DTYPES)}
 CODE_OF_NUMPY_DTYPE = {code.carrier: i for i, code in enumerate(DTYPES) if code.native}
+
+LONE_LEAF = pickle.dumps(pickle.PickleBuffer(bytearray(1)), 5, buffer_callback=lambda _: None)
+"""The pickled structure of a batch that is one leaf. Neither side calls pickle for it."""
 
 _ROW = struct.Struct("<BBxxIq")
 """Kind, dtype code, number of dimensions, offset; the sizes of the dimensions follow, as i64."""
