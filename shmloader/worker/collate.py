@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate, get_worker_info
+from torch.utils.data import default_collate
 
 from shmloader import torch_private
 from shmloader.codec.layout import CODE_OF_NUMPY_DTYPE, DTYPES
@@ -54,19 +54,22 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     return torch.empty(shape, dtype=dtype, device="cpu")  # type: ignore[arg-type]
 
 
-def install_slot_collate(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def install_slot_collate(
+    collate_fn: Callable[[Any], Any], *, in_thread: bool = False
+) -> Callable[[Any], Any]:
     """Let ``default_collate`` write into slots, in this process.
 
     Args:
         collate_fn: The loader's collate function.
+        in_thread: Whether this process is the program's, and only some of its threads are workers.
 
     Returns:
         The function to call in its place: itself unless it is torch's ``default_collate``.
     """
     collate_map = torch_private.collate_fn_map
     pristine = torch_private.collate_map_is_pristine(tuple(SAME_AS_TORCHS))
-    if collate_map.get(torch.Tensor) is torch_private.collate_tensor_fn:
-        collate_map[torch.Tensor] = collate_tensors
+    if collate_map.get(torch.Tensor) in (torch_private.collate_tensor_fn, _collate_tensors_in_threads):
+        collate_map[torch.Tensor] = _collate_tensors_in_threads if in_thread else collate_tensors
     if collate_map.get(np.ndarray) is torch_private.collate_numpy_array_fn:
         collate_map[np.ndarray] = collate_arrays
     if not pristine or collate_fn is not default_collate:
@@ -230,8 +233,7 @@ def collate_tensors(
 ) -> torch.Tensor:
     """Stack tensors into the slot; same result and errors as torch's ``collate_tensor_fn``."""
     first = batch[0]
-    # In threads of the program, beside worker threads, nothing is a worker's.
-    if first.is_nested or first.layout is not torch.strided or get_worker_info() is None:
+    if first.is_nested or first.layout is not torch.strided:
         result: torch.Tensor = torch_private.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
         return result
     shape = (len(batch), *first.shape)
@@ -246,6 +248,22 @@ def collate_tensors(
     return torch.stack(batch, 0, out=out)  # type: ignore[arg-type]
 
 
+def _collate_tensors_in_threads(
+    batch: Sequence[torch.Tensor], *, collate_fn_map: _CollateMap | None = None
+) -> torch.Tensor:
+    """The same in worker threads while they make a batch; torch's own function anywhere else.
+
+    Workers that torch's loader forks later inherit this function, and need memory that torch shares.
+    """
+    if current_writer() is not None:
+        return collate_tensors(batch, collate_fn_map=collate_fn_map)
+    result: torch.Tensor = torch_private.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
+    return result
+
+
+_JOIN_TENSORS = (collate_tensors, _collate_tensors_in_threads)
+
+
 def collate_arrays(
     batch: Sequence[np.ndarray[Any, Any]], *, collate_fn_map: _CollateMap | None = None
 ) -> torch.Tensor:
@@ -253,7 +271,7 @@ def collate_arrays(
     first = batch[0]
     code = CODE_OF_NUMPY_DTYPE.get(first.dtype)
     writer = current_writer()
-    ours = collate_fn_map is not None and collate_fn_map.get(torch.Tensor) is collate_tensors
+    ours = collate_fn_map is not None and collate_fn_map.get(torch.Tensor) in _JOIN_TENSORS
     if ours and code is not None and writer is not None and _has_torchs_strides(first):
         dtype, shape = first.dtype, first.shape
         samples: Sequence[Any] = batch
@@ -268,4 +286,4 @@ def collate_arrays(
     return result
 
 
-SAME_AS_TORCHS.update((collate_tensors, collate_arrays))
+SAME_AS_TORCHS.update((*_JOIN_TENSORS, collate_arrays))

@@ -123,7 +123,7 @@ class _Worker:
         self._arguments = arguments
         self._link = link
         self._in_thread = in_thread
-        collate_fn = install_slot_collate(arguments.rules.collate_fn)
+        collate_fn = install_slot_collate(arguments.rules.collate_fn, in_thread=in_thread)
         self._rules = arguments.rules._replace(collate_fn=collate_fn)
         self._dataset = arguments.dataset
         self._writer = SlotWriter(arguments.segment)
