@@ -1,4 +1,4 @@
-"""Where leaves lie in a slot. Pure arithmetic: no memory is touched here.
+"""Layout of a batch in its slot. Pure arithmetic: no memory is touched here.
 
 A slot holds one batch::
 
@@ -6,14 +6,18 @@ A slot holds one batch::
 
 Every leaf starts at a multiple of ``ALIGNMENT`` (a cache line, and enough for any SIMD load). The header
 comes last because the number of leaves is known only when the batch has been collated; it is read by its
-offset, which the worker's message carries.
+offset, which the worker's message carries::
 
-The **leaf table** lists the leaves in the order in which the batch's structure refers to them.
+    [ pickled structure | leaf table | bytes of the leaf table: u32 ]
+
+The **leaf table** has one row for each leaf, in the order in which the structure refers to them.
 """
 
 from __future__ import annotations
 
 import pickle
+import struct
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -22,9 +26,8 @@ import torch
 ALIGNMENT = 64
 """Bytes; every leaf's offset in its slot is a multiple of this."""
 
-TENSOR, ARRAY, BYTES, REST = 0, 1, 2, 3
-"""Kinds of leaf: a dense CPU tensor, an ndarray, and raw bytes (storages, pickle buffers). ``REST`` stands
-for an object without a leaf, whose pickle follows the structure's."""
+TENSOR, ARRAY, BYTES = 0, 1, 2
+"""Kinds of leaf: a dense CPU tensor, an ndarray, and raw bytes (storages, pickle buffers)."""
 
 
 def align(nbytes: int) -> int:
@@ -33,7 +36,7 @@ def align(nbytes: int) -> int:
 
 
 class DtypeCode(NamedTuple):
-    """How a dtype of torch travels: its number in the leaf table and its NumPy carrier.
+    """A dtype of torch as it travels: its number in the leaf table and its NumPy carrier.
 
     Attributes:
         torch_dtype: The tensor's dtype.
@@ -68,12 +71,19 @@ DTYPES = _dtype_codes()
 CODE_OF_TORCH_DTYPE = {code.torch_dtype: i for i, code in enumerate(DTYPES)}
 CODE_OF_NUMPY_DTYPE = {code.carrier: i for i, code in enumerate(DTYPES) if code.native}
 
+LONE_LEAF = pickle.dumps(pickle.PickleBuffer(bytearray(1)), 5, buffer_callback=lambda _: None)
+"""The pickled structure of a batch that is one leaf. Neither side calls pickle for it."""
+
+_ROW = struct.Struct("<BBxxIq")
+"""Kind, dtype code, number of dimensions, offset; the sizes of the dimensions follow, as i64."""
+_TABLE_NBYTES = struct.Struct("<I")
+
 
 class Leaf(NamedTuple):
-    """One entry of a leaf table.
+    """One leaf of a batch.
 
     Attributes:
-        kind: ``TENSOR``, ``ARRAY``, ``BYTES`` or ``REST``.
+        kind: ``TENSOR``, ``ARRAY`` or ``BYTES``.
         code: Position in ``DTYPES``.
         offset: Bytes from the slot's start.
         shape: Sizes in items; row-major.
@@ -84,12 +94,30 @@ class Leaf(NamedTuple):
     offset: int
     shape: tuple[int, ...]
 
+    def pack(self) -> bytes:
+        """The leaf's row in the table."""
+        ndim = len(self.shape)
+        return struct.pack(f"<BBxxIq{ndim}q", self.kind, self.code, ndim, self.offset, *self.shape)
 
-def pack_leaves(leaves: list[Leaf]) -> bytes:
-    """Write a leaf table: short, since it lies in the slot, and quick to write in one call."""
-    return pickle.dumps([tuple(leaf) for leaf in leaves], 5)
+
+def unpack_table(table: bytes) -> list[Leaf]:
+    """Read the rows that `Leaf.pack` wrote, one behind the other."""
+    leaves, begin = [], 0
+    while begin < len(table):
+        kind, code, ndim, offset = _ROW.unpack_from(table, begin)
+        begin += _ROW.size
+        leaves.append(Leaf(kind, code, offset, struct.unpack_from(f"<{ndim}q", table, begin)))
+        begin += 8 * ndim
+    return leaves
 
 
-def unpack_leaves(packed: bytes) -> list[Leaf]:
-    """Read what `pack_leaves` wrote."""
-    return [Leaf._make(row) for row in pickle.loads(packed)]
+def join_header(structure: Iterable[bytes], rows: Iterable[bytes]) -> bytes:
+    """A header of a pickled structure, in pieces, and packed leaves."""
+    table = b"".join(rows)
+    return b"".join((*structure, table, _TABLE_NBYTES.pack(len(table))))
+
+
+def table_of(header: bytes) -> bytes:
+    """The leaf table of a header. The structure is read where it is: a pickle says itself where it ends."""
+    end = len(header) - _TABLE_NBYTES.size
+    return header[end - _TABLE_NBYTES.unpack_from(header, end)[0] : end]

@@ -1,4 +1,4 @@
-"""A worker's side of a slot: leaves are allocated in it one after the other while a batch is collated.
+"""The slot writer: a worker's side of a slot, where the leaves of a batch are allocated one by one.
 
 Allocation is a bump pointer that is never moved back within a task, so no two leaves overlap. A leaf that
 does not fit in what is reserved is allocated in private memory by the caller and copied in at the end,
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import pickle
 import threading
 import weakref
 from typing import Any, NamedTuple
@@ -16,98 +17,52 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES, TENSOR, Leaf, align
+from shmloader.codec.layout import CODE_OF_NUMPY_DTYPE, CODE_OF_TORCH_DTYPE, DTYPES, TENSOR, Leaf, align
+from shmloader.codec.leaves import wrap_tensor
 from shmloader.errors import SharedMemoryExhausted
 from shmloader.shared_memory import PAGE_NBYTES, Extent, Segment, check_headroom, whole_pages
 
 
-def wrap_tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor over an array of its carrier dtype, with a storage of exactly its own bytes.
+def make_placeholder() -> pickle.PickleBuffer:
+    """A pickle buffer that stands for a leaf in a batch that is about to be pickled.
 
-    The array's memory is kept alive by the tensor's storage, however the tensor is passed on.
+    It is told by its identity. It is writable: of a read-only buffer the reader would wrap the leaf once
+    more.
     """
-    tensor = torch.from_numpy(array)
-    if tensor.dtype == dtype:
-        return tensor
-    # Not tensor.view(dtype): that would be an autograd view of a hidden base.
-    whole: torch.Tensor = torch.empty(0, dtype=dtype, device="cpu")
-    return whole.set_(tensor.untyped_storage(), 0, tensor.size(), tensor.stride())
+    return pickle.PickleBuffer(bytearray(1))
 
 
 class Output(NamedTuple):
-    """A leaf that is written in place.
+    """A leaf that is written in its slot by collation, and that no code of the user sees.
 
     Attributes:
         tensor: Over the leaf's memory.
-        array: Over the same memory, of the carrier dtype.
-        leaf: Its row in the leaf table.
+        rows: An array over the same memory, of the carrier dtype, with the first two dimensions as one: what
+            ``numpy.concatenate`` of the samples gives.
+        placeholder: Stands for the leaf in the batch that is given to the encoder.
         end: Where the next leaf begins.
     """
 
     tensor: torch.Tensor
-    array: np.ndarray[Any, Any]
-    leaf: Leaf
+    rows: np.ndarray[Any, Any]
+    placeholder: pickle.PickleBuffer
     end: int
 
 
-class Recipe:
-    """How a batch was collated from samples that are dicts of tensors, ndarrays and strings.
-
-    The next batch that begins at the same place in the slot, of as many samples with the same keys, is
-    collated by it, if its values have the same shapes and dtypes.
-
-    Attributes:
-        columns: For each key, in order.
-        end: Where the next leaf begins.
-        strings: The keys of strings.
-        header: The batch's header without the strings, once it was made.
-    """
-
-    __slots__ = ("columns", "end", "header", "strings")
-
-    def __init__(self, columns: list[Column], end: int) -> None:
-        self.columns = columns
-        self.end = end
-        self.header: bytes | None = None
-        self.strings = [column.name for column in columns if column.out is None]
-
-
-class Column(NamedTuple):
-    """What a `Recipe` says of one key.
-
-    Attributes:
-        name: The key.
-        kind: The class of the samples' values: a tensor, an ndarray or a string.
-        shape: The shape of a value; None of a string.
-        dtype: Its dtype; None of a string.
-        out: The output for the batch; None of strings.
-        rows: For ndarrays, the output's memory with the first two dimensions as one.
-    """
-
-    name: str
-    kind: type
-    shape: tuple[int, ...] | None = None
-    dtype: Any = None
-    out: torch.Tensor | None = None
-    rows: np.ndarray[Any, Any] | None = None
-
-
 _MOST_OUTPUTS = 1024
-_MOST_RECIPES = 64
-_STR = frozenset({str})
+_Dtype = torch.dtype | np.dtype[Any]
 
 
 class _Mapped:
     """A slot as mapped in this process, with the outputs that were made over it."""
 
-    __slots__ = ("extent", "headers", "leaf_of", "outputs", "recipes")
+    __slots__ = ("extent", "outputs", "placeholders", "rows")
 
     def __init__(self, extent: Extent) -> None:
         self.extent = extent
-        self.outputs: dict[tuple[int, int, tuple[int, ...], torch.dtype], Output] = {}
-        self.leaf_of: dict[int, Leaf] = {}  # by the identity of a tensor in `outputs`
-        self.headers: dict[object, bytes] = {}  # see `SlotWriter.headers`
-        self.recipes: dict[object, Recipe] = {}  # by place, number of samples, keys
+        self.outputs: dict[tuple[int, int, tuple[int, ...], _Dtype], Output] = {}
+        self.placeholders: dict[int, pickle.PickleBuffer] = {}  # by the identity of an output's tensor
+        self.rows: dict[pickle.PickleBuffer, bytes] = {}  # of the leaf table, by placeholders
 
 
 class SlotWriter:
@@ -132,8 +87,6 @@ class SlotWriter:
         self.limit_nbytes = 0
         self._may_refuse = True  # False once this task's batch was refused or spilled
         self.cursor = 0
-        self.collated: object = None  # the batch, if it was made of outputs in new built-in containers
-        self.recipe: Recipe | None = None  # what it was made by
 
     def begin(self, slot: int, nbytes: int, limit_nbytes: int) -> None:
         """Take the slot that a task grants; see `Task` for the arguments."""
@@ -145,6 +98,8 @@ class SlotWriter:
         if here is None or here.extent.nbytes != nbytes:
             here = self._mapped[slot] = _Mapped(self._map_some(nbytes))
             self.nbytes = here.extent.nbytes
+        elif len(here.outputs) > _MOST_OUTPUTS:  # shapes that never repeat; no batch refers to them now
+            here = self._mapped[slot] = _Mapped(here.extent)
         self._here = here
 
     def _map_some(self, nbytes: int) -> Extent:
@@ -207,10 +162,15 @@ class SlotWriter:
         array = np.ndarray(shape, DTYPES[code].carrier, self._anchor, offset)
         return torch.from_numpy(array) if DTYPES[code].native else wrap_tensor(array, dtype)
 
-    def output(self, items: int, shape: tuple[int, ...], dtype: torch.dtype) -> Output | None:
+    def output(self, items: int, shape: tuple[int, ...], dtype: _Dtype) -> Output | None:
         """Allocate a leaf of shape ``(items, *shape)`` in the slot, or None where it does not fit there.
 
         See the class for when this may be used.
+
+        Args:
+            items: Samples.
+            shape: Of one sample.
+            dtype: Of torch, or one of NumPy for the same as ``torch.from_numpy`` gives.
         """
         here = self._here
         if here is None:
@@ -222,48 +182,45 @@ class SlotWriter:
             if output is None:
                 return None
             here.outputs[key] = output
-            here.leaf_of[id(output.tensor)] = output.leaf
+            here.placeholders[id(output.tensor)] = output.placeholder
         self.cursor = output.end
         return output
 
-    def _new_output(self, here: _Mapped, shape: tuple[int, ...], dtype: torch.dtype) -> Output | None:
-        if len(here.outputs) >= _MOST_OUTPUTS:  # shapes that never repeat: remembering them is no use
-            here.outputs.clear()
-            here.leaf_of.clear()
-            here.headers.clear()
-            here.recipes.clear()
-        code = CODE_OF_TORCH_DTYPE.get(dtype)
+    def _new_output(self, here: _Mapped, shape: tuple[int, ...], dtype: _Dtype) -> Output | None:
+        if isinstance(dtype, torch.dtype):
+            code = CODE_OF_TORCH_DTYPE.get(dtype)
+        else:
+            code = CODE_OF_NUMPY_DTYPE.get(dtype)
         offset, nbytes = self.cursor, math.prod(shape) * dtype.itemsize
         if code is None or nbytes == 0 or offset + nbytes > self.nbytes:
             return None
         array = np.ndarray(shape, DTYPES[code].carrier, here.extent.buffer, offset)
-        leaf = Leaf(TENSOR, code, offset, shape)
-        return Output(wrap_tensor(array, dtype), array, leaf, align(offset + nbytes))
+        placeholder = make_placeholder()
+        here.rows[placeholder] = Leaf(TENSOR, code, offset, shape).pack()
+        rows = array.reshape(-1, *shape[2:])
+        tensor = wrap_tensor(array, DTYPES[code].torch_dtype)
+        return Output(tensor, rows, placeholder, align(offset + nbytes))
+
+    def with_placeholders(self, item: Any) -> Any:
+        """A batch with placeholders in the place of outputs' tensors.
+
+        Args:
+            item: The batch, or a part of it; its built-in containers are new, and nobody's else.
+        """
+        placeholder = None if self._here is None else self._here.placeholders.get(id(item))
+        if placeholder is not None:
+            return placeholder
+        kind = type(item)
+        if kind is dict:
+            return {key: self.with_placeholders(value) for key, value in item.items()}
+        if (kind is list or kind is tuple) and item and type(item[0]) is not str:  # long ones are strings
+            return kind(map(self.with_placeholders, item))
+        return item
 
     @property
-    def leaf_of(self) -> dict[int, Leaf]:
-        """Leaves of `output`, by the identity of their tensors."""
-        return {} if self._here is None else self._here.leaf_of
-
-    @property
-    def headers(self) -> dict[object, bytes]:
-        """Scratch for the codec, which lives as long as the leaves of this slot's outputs do."""
-        return {} if self._here is None else self._here.headers
-
-    def recipe_for(self, items: int, names: tuple[object, ...]) -> Recipe | None:
-        """The recipe for ``items`` samples that are dicts with the keys ``names``, to be collated here."""
-        recipe = None if self._here is None else self._here.recipes.get((self.cursor, items, names))
-        # Keys of a subclass of str are equal to those that the recipe was made for.
-        return recipe if recipe is not None and _STR.issuperset(map(type, names)) else None
-
-    def remember(self, begin: int, items: int, columns: list[Column]) -> None:
-        """Make a recipe of a batch that was collated from offset ``begin`` on."""
-        if self._here is None:
-            return
-        if len(self._here.recipes) >= _MOST_RECIPES:
-            self._here.recipes.clear()
-        names = tuple(column.name for column in columns)
-        self._here.recipes[begin, items, names] = Recipe(columns, self.cursor)
+    def rows(self) -> dict[pickle.PickleBuffer, bytes]:
+        """Rows of the leaf table for this slot's outputs, by their placeholders."""
+        return {} if self._here is None else self._here.rows
 
     def place(self, nbytes: int) -> int:
         """Allocate an offset, perhaps beyond what is reserved: `ensure` makes room."""
@@ -310,7 +267,6 @@ class SlotWriter:
         Returns:
             Whether that was so.
         """
-        self.collated = self.recipe = None
         anchor, self._anchor = self._anchor, None
         anchored, self._anchored = self._anchored, None
         here, self._here = self._here, None

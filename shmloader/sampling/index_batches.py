@@ -1,12 +1,13 @@
-"""How an index batch travels: as plain numbers or pickled, and no larger than what it shows.
+"""Index batches as they travel: an int64 array or a pickle, no larger than what it shows.
 
-Three forms, told apart by the first byte: an int64 array behind eight bytes that say so, a list of ints in
-marshal's format, and a pickle. The first two are there for the main process's sake: between two batches the
-program does something else, and a pickler whose code is no longer in the caches takes 30 µs and more.
+The array is there for both sides' sake. Between two batches the program does something else, and a pickler
+whose code is no longer in the caches takes 30 µs and more; and a worker that gathers rows needs an array,
+which takes longer to make of a list than to gather by.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import marshal
 import pickle
@@ -17,8 +18,7 @@ import numpy as np
 import torch
 
 _LONG_NBYTES = 1024
-_ARRAY = b"int64:  "
-_PICKLE = pickle.PROTO[0]
+_ARRAY = b"int64:  "  # in front of the numbers; no pickle begins so
 LEAST_PACKED = 32
 """Indices; a shorter list is pickled sooner than it is looked through, or made an array of."""
 
@@ -44,32 +44,25 @@ class PackedInts:
     """Ints that are not objects: a worker reads them as an array, or as the list that stands for them.
 
     Args:
-        packed: A list of them in marshal's format, or an array.
+        array: The numbers.
     """
 
-    __slots__ = ("_packed",)
+    __slots__ = ("_array",)
 
-    def __init__(self, packed: bytes | IntArray) -> None:
-        self._packed = packed
+    def __init__(self, array: IntArray) -> None:
+        self._array = array
 
     def array(self) -> IntArray:
-        """The numbers as a new array; a few nanoseconds each."""
-        if isinstance(self._packed, np.ndarray):
-            return self._packed.copy()
-        return np.frombuffer(self._packed, _ITEM, offset=_HEAD_NBYTES)["value"].astype(np.int64)
+        """The numbers as a new array."""
+        return self._array.copy()
 
     def tolist(self) -> list[int]:
         """The numbers as a list of ``int``."""
-        if isinstance(self._packed, np.ndarray):
-            numbers: list[int] = self._packed.tolist()
-        else:
-            numbers = marshal.loads(self._packed)
+        numbers: list[int] = self._array.tolist()
         return numbers
 
     def __len__(self) -> int:
-        if isinstance(self._packed, np.ndarray):
-            return len(self._packed)
-        return (len(self._packed) - _HEAD_NBYTES) // _ITEM.itemsize
+        return len(self._array)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.tolist())
@@ -78,36 +71,26 @@ class PackedInts:
         return repr(self.tolist())
 
     def to_bytes(self) -> bytes:
-        """What `unpack_index_batch` reads."""
-        if isinstance(self._packed, np.ndarray):
-            return _ARRAY + self._packed.tobytes()
-        return self._packed
-
-
-def pack_ints(numbers: list[Any]) -> PackedInts | None:
-    """Pack a list of plain ints of at most 32 bits; None if it is anything else."""
-    if not numbers or type(numbers[0]) is not int or type(numbers[-1]) is not int:
-        return None
-    try:
-        packed = marshal.dumps(numbers, _FORMAT)
-    except ValueError:  # something that marshal does not know
-        return None
-    if len(packed) != _HEAD_NBYTES + len(numbers) * _ITEM.itemsize:
-        return None
-    letters = np.frombuffer(packed, _ITEM, offset=_HEAD_NBYTES)["letter"]
-    return PackedInts(packed) if (letters == _INT).all() else None
+        """The bytes that `unpack_index_batch` reads."""
+        return _ARRAY + self._array.tobytes()
 
 
 def int_array(numbers: list[Any]) -> IntArray | None:
-    """A list of plain ints as a new array; None if there is anything but ints of 64 bits in it."""
-    packed = pack_ints(numbers)
-    if packed is not None:
-        return packed.array()
-    if set(map(type, numbers)) == {int}:
-        try:
+    """A list of plain ints as a new array; None if there is anything but ints of 64 bits in it.
+
+    marshal both checks and converts ints of 32 bits, in half of the time that NumPy takes to convert alone.
+    """
+    if not numbers or type(numbers[0]) is not int or type(numbers[-1]) is not int:
+        return None
+    with contextlib.suppress(ValueError):  # something that marshal does not know
+        packed = marshal.dumps(numbers, _FORMAT)
+        if len(packed) == _HEAD_NBYTES + len(numbers) * _ITEM.itemsize:
+            items = np.frombuffer(packed, _ITEM, offset=_HEAD_NBYTES)
+            if (items["letter"] == _INT).all():
+                return items["value"].astype(np.int64)
+    with contextlib.suppress(OverflowError):
+        if set(map(type, numbers)) == {int}:
             return np.array(numbers, np.int64)
-        except OverflowError:
-            pass
     return None
 
 
@@ -120,9 +103,9 @@ def pack_index_batch(index_batch: object) -> bytes:
     if type(index_batch) is PackedInts:
         return index_batch.to_bytes()
     if type(index_batch) is list and len(index_batch) >= LEAST_PACKED:
-        packed = pack_ints(index_batch)
-        if packed is not None:
-            return packed.to_bytes()
+        numbers = int_array(index_batch)
+        if numbers is not None:
+            return PackedInts(numbers).to_bytes()
     try:
         payload = pickle.dumps(index_batch, 5)
     except pickle.PicklingError as error:
@@ -148,13 +131,10 @@ def unpack_index_batch(payload: bytes, nbytes: int) -> Any:
         payload: What `pack_index_batch` gave, perhaps with something behind it.
         nbytes: How long that was.
     """
-    form = payload[0]
-    if form == _PICKLE:
-        return pickle.loads(payload)
-    if form == _ARRAY[0]:
-        begin = len(_ARRAY)
+    begin = len(_ARRAY)
+    if payload.startswith(_ARRAY):
         return PackedInts(np.frombuffer(payload, np.int64, (nbytes - begin) // 8, begin))
-    return PackedInts(payload[:nbytes])
+    return pickle.loads(payload)
 
 
 def _is_ints(index_batch: object) -> bool:

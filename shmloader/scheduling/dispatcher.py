@@ -258,7 +258,7 @@ class Dispatcher:
         if self.inspection is not None and not answer.spilled:
             self._inspect(self.inspection, worker, task, answer)
         used_nbytes = answer.header_offset + answer.header_nbytes
-        if answer.spilled and task.state is not TaskState.VOID:
+        if answer.spilled and task.state is not VOID:
             pool.note_parts(slot, used_nbytes)
         pool.publish(slot, answer.slot_nbytes, 0 if answer.spilled else used_nbytes)
         if used_nbytes > counters.largest_batch_nbytes:  # noqa: PLR1730 - for every batch; max() shows

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shmloader.codec import read_leaves
-from shmloader.codec.layout import ALIGNMENT, ARRAY, DTYPES, REST, TENSOR, Leaf
+from shmloader.codec.layout import ALIGNMENT, ARRAY, DTYPES, TENSOR, Leaf
 from shmloader.errors import SlotCorrupted
 from shmloader.slots import Slot, SlotPool
 
@@ -111,7 +111,7 @@ class Inspection:
 
     def leased(self, slot: Slot, seq: int, header: bytes, header_offset: int) -> None:
         """Check the leaves of a batch that is about to be returned, and remember who has its slot."""
-        leaves = [leaf for leaf in read_leaves(header) if leaf.kind != REST]
+        leaves = read_leaves(header)
         for leaf in leaves:
             nbytes = math.prod(leaf.shape) * DTYPES[leaf.code].carrier.itemsize
             if (

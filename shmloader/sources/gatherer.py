@@ -129,9 +129,7 @@ class Gatherer:
             if writer is not None and not source.users_code:
                 writer.cursor = begin  # nobody has seen the leaves that were made
             return NOT_GATHERED
-        if writer is not None and not source.users_code:
-            writer.collated = batch
-        return batch
+        return batch if writer is None or source.users_code else writer.with_placeholders(batch)
 
     def _recognise(self, *, in_worker: bool) -> None:
         """Find the source, or note that there is none.

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
-from shmloader.codec.slot_writer import wrap_tensor
+from shmloader.codec.leaves import wrap_tensor
 from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
 from shmloader.store.columns import NoArrowTypeError, Scope, items
 from shmloader.store.parts import first_offset

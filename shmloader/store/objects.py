@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
-from shmloader.codec.slot_writer import wrap_tensor
+from shmloader.codec.leaves import wrap_tensor
 from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
 from shmloader.store.advice import add_advice
 from shmloader.store.arrays import array_of_tensor, kind_of_tensor

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shmloader.codec.slot_writer import wrap_tensor
+from shmloader.codec.leaves import wrap_tensor
 from shmloader.sampling.index_batches import BY_VALUE
 from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
 from shmloader.store.arrays import (

@@ -4,6 +4,10 @@ torch's ``default_collate`` looks up how to join samples in a public map at ever
 torch's own entries of that map, in its own process, by functions that write their result into the slot of
 the current task. A user's ``collate_fn`` that calls ``default_collate`` gets the same; entries that the
 user put there stay. What worker threads put there stays too: in other threads it does what torch's own do.
+
+Where ``default_collate`` itself is the loader's collate function, no code of the user sees the batch before
+it is published. It then consists of placeholders for outputs, which are made once for each place in a slot
+(docs/decisions/0007).
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from torch.utils.data import default_collate
 
 from shmloader import torch_private
 from shmloader.codec.layout import CODE_OF_NUMPY_DTYPE, DTYPES
-from shmloader.codec.slot_writer import Column, Recipe, SlotWriter, current_writer
+from shmloader.codec.slot_writer import SlotWriter, current_writer
 from shmloader.sources import SAME_AS_TORCHS, DefaultCollate
 
 _CollateMap = dict[Any, Callable[..., Any]]
@@ -57,7 +61,7 @@ def install_slot_collate(
 
     Args:
         collate_fn: The loader's collate function.
-        in_thread: Whether other threads of this process are none of a worker's.
+        in_thread: Whether this process is the program's, and only some of its threads are workers.
 
     Returns:
         The function to call in its place: itself unless it is torch's ``default_collate``.
@@ -95,129 +99,120 @@ class _SlotCollate(DefaultCollate):
         return True
 
     def __call__(self, samples: list[Any]) -> Any:
+        """Join samples as torch's ``default_collate`` does.
+
+        Returns:
+            The batch for the `Encoder`: placeholders in the place of leaves that were written in the slot.
+        """
         writer = current_writer()
         if writer is None or not self.is_default():
             return default_collate(samples)
-        if type(samples[0]) is dict:
-            writer.collated, writer.recipe = _collate_dicts(samples, writer)
-        else:
-            writer.collated = _collate_plain(samples, writer)
-        return writer.collated
+        return _collate(samples, writer)
 
 
-def _collate_plain(samples: Sequence[Any], writer: SlotWriter) -> Any:
-    """Do as torch's ``default_collate``, into the writer's outputs.
+def _collate(samples: Sequence[Any], writer: SlotWriter) -> Any:
+    """Join samples, or the parts of samples that belong together; see `_SlotCollate`.
 
     Tensors, ndarrays, numbers and strings in built-in containers are joined here; whatever else there is
     goes to torch's function.
     """
-    first = samples[0]
-    kind = type(first)
-    if kind is torch.Tensor:
-        return _stack_tensors(samples, writer)
-    if kind is dict:
-        return {
-            key: (_stack_tensors if type(value) is torch.Tensor else _collate_plain)(
-                [sample[key] for sample in samples], writer
-            )
-            for key, value in first.items()
-        }
-    if kind is str or kind is bytes:
-        return samples
-    if kind is int or kind is float:
-        return _join_numbers(samples, kind, writer)
-    if kind is np.ndarray:
-        return _stack_arrays(samples, writer)
-    if kind is tuple or kind is list:
-        size = len(first)
-        if all(type(sample) is kind and len(sample) == size for sample in samples):
-            return [_collate_plain(items, writer) for items in zip(*samples, strict=True)]
+    return _JOIN.get(type(samples[0]), _join_by_torch)(samples, writer)
+
+
+def _join_by_torch(samples: Sequence[Any], _: SlotWriter) -> Any:
     return default_collate(samples)  # type: ignore[arg-type]
 
 
-def _collate_dicts(samples: list[Any], writer: SlotWriter) -> tuple[Any, Recipe | None]:
-    """Collate samples that are dicts, by a recipe where there is one."""
-    begin, items, first = writer.cursor, len(samples), samples[0]
-    recipe = writer.recipe_for(items, tuple(first))
-    if recipe is not None:
-        batch = _follow(recipe, samples)
-        if batch is not None:
-            writer.cursor = recipe.end
-            return batch, recipe
-    batch = _collate_plain(samples, writer)
-    columns: list[Column] = []
-    for name, value in first.items():
-        joined = batch[name]
-        if type(name) is not str or (id(joined) not in writer.leaf_of and type(value) is not str):
-            return batch, None
-        kind = type(value)
-        if kind is str:
-            columns.append(Column(name, kind))
-        elif kind is torch.Tensor:
-            columns.append(Column(name, kind, value.shape, value.dtype, joined))
-        elif kind is np.ndarray and value.ndim:
-            columns.append(Column(name, kind, value.shape, value.dtype, joined, _rows_of(joined.numpy())))
-        else:
-            return batch, None
-    writer.remember(begin, items, columns)
-    return batch, None
+def _join_strings(samples: Sequence[Any], _: SlotWriter) -> Any:
+    return samples
 
 
-def _follow(recipe: Recipe, samples: list[Any]) -> dict[str, Any] | None:
-    """Collate by a recipe; None, with nothing lost, where it does not fit."""
-    batch: dict[str, Any] = {}
-    stack = torch.stack
+def _join_dicts(samples: Sequence[Any], writer: SlotWriter) -> Any:
+    names = list(samples[0])
     try:
-        for name, kind, shape, dtype, out, rows in recipe.columns:
-            column = [sample[name] for sample in samples]
-            value = column[0]
-            found = type(value)
-            if found is not kind:
-                return None
-            if out is None:
-                batch[name] = column
-                continue
-            if value.shape != shape or value.dtype != dtype:
-                return None
-            if rows is not None:
-                if not _join_rows(column, rows):
-                    return None
-            elif stack(column, 0, out=out) is not out:
-                return None
-            batch[name] = out
-    except (RuntimeError, TypeError, KeyError, NotImplementedError):
-        return None  # the general way raises what torch raises, or joins what can be joined
+        # One call takes all values of a sample, in half of the time that a look-up for each takes.
+        rows = (
+            map(operator.itemgetter(*names), samples)
+            if len(names) > 1
+            else [[sample[n] for n in names] for sample in samples]
+        )
+        columns = list(zip(*rows, strict=True))
+    except Exception:  # noqa: BLE001 - a key that is missing: torch's own function has the error
+        return _join_by_torch(samples, writer)
+    batch: dict[Any, Any] = {}
+    for name, column in zip(names, columns, strict=True):
+        kind = type(column[0])
+        if kind is str or kind is bytes:
+            batch[name] = list(column)
+        else:
+            batch[name] = _JOIN.get(kind, _join_by_torch)(column, writer)
     return batch
 
 
-def _stack_tensors(samples: Sequence[torch.Tensor], writer: SlotWriter) -> torch.Tensor:
-    first = samples[0]
+def _join_sequences(samples: Sequence[Any], writer: SlotWriter) -> Any:
+    kind, size = type(samples[0]), len(samples[0])
+    if all(type(sample) is kind and len(sample) == size for sample in samples):
+        return [_collate(items, writer) for items in zip(*samples, strict=True)]
+    return _join_by_torch(samples, writer)
+
+
+def _stack_tensors(samples: Sequence[torch.Tensor], writer: SlotWriter) -> Any:
+    first, begin = samples[0], writer.cursor
     try:
-        output = writer.output(len(samples), first.shape, first.dtype)  # a nested tensor's shape raises
-        if output is not None:
-            # A tensor subclass among the samples may give something else than the output.
-            return torch.stack(samples, 0, out=output.tensor)  # type: ignore[arg-type]
+        output = writer.output(len(samples), first.shape, first.dtype)
+        # A tensor subclass among the samples may give something else than the output.
+        if output is not None and torch.stack(samples, 0, out=output.tensor) is output.tensor:  # type: ignore[arg-type]
+            return output.placeholder
     except (RuntimeError, TypeError, NotImplementedError):
-        pass  # shapes that differ, sparse, nested, on another device: torch's own function knows what to do
+        pass  # shapes that differ, nested, sparse, on another device: torch's own function has the error
+    writer.cursor = begin  # nobody has seen the output
     return collate_tensors(samples, collate_fn_map=torch_private.collate_fn_map)
 
 
-def _rows_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The same memory with the first two dimensions as one: what `numpy.concatenate` of the samples gives."""
-    return array.reshape(-1, *array.shape[2:])
+def _stack_arrays(samples: Sequence[np.ndarray[Any, Any]], writer: SlotWriter) -> Any:
+    first, begin = samples[0], writer.cursor
+    try:
+        if _are_rows(samples) and _has_torchs_strides(first):
+            output = writer.output(len(samples), first.shape, first.dtype)
+            if output is not None:
+                # In half of the time that numpy.stack takes.
+                np.concatenate(samples, out=output.rows, casting="no")
+                return output.placeholder
+    except (TypeError, ValueError):
+        writer.cursor = begin  # shapes or dtypes that differ; nobody has seen the output
+    return collate_arrays(samples, collate_fn_map=torch_private.collate_fn_map)
 
 
-_shape = operator.attrgetter("shape")
+def _join_numbers(samples: Sequence[Any], writer: SlotWriter) -> Any:
+    """Join ints to int64 and floats to float64, as torch does; anything mixed is left to torch."""
+    kind = type(samples[0])
+    if set(map(type, samples)) == {kind}:
+        output = writer.output(len(samples), (), torch.int64 if kind is int else torch.float64)
+        if output is not None:
+            with contextlib.suppress(OverflowError):  # torch has an error of its own for it
+                output.rows[:] = samples
+                return output.placeholder
+    return _join_by_torch(samples, writer)
 
 
-def _are_alike(arrays: Sequence[Any]) -> bool:
-    """Whether all are ndarrays of the first one's shape, which has a dimension at least."""
+_JOIN: dict[type, Callable[[Sequence[Any], SlotWriter], Any]] = {
+    torch.Tensor: _stack_tensors,
+    np.ndarray: _stack_arrays,
+    int: _join_numbers,
+    float: _join_numbers,
+    str: _join_strings,
+    bytes: _join_strings,
+    dict: _join_dicts,
+    tuple: _join_sequences,
+    list: _join_sequences,
+}
+"""By the exact class of the first sample."""
+
+
+def _are_rows(arrays: Sequence[Any]) -> bool:
+    """Whether all are ndarrays of one length: if they can be concatenated, that is their stack."""
     first = arrays[0]
-    return (
-        first.ndim > 0
-        and set(map(type, arrays)) == {np.ndarray}
-        and list(map(_shape, arrays)).count(first.shape) == len(arrays)
-    )
+    return first.ndim > 0 and set(map(type, arrays)) == {np.ndarray} and len(set(map(len, arrays))) == 1
 
 
 def _has_torchs_strides(array: np.ndarray[Any, Any]) -> bool:
@@ -230,52 +225,7 @@ def _has_torchs_strides(array: np.ndarray[Any, Any]) -> bool:
     return not strides or (min(strides) >= 0 and not gcd(*strides) % array.itemsize)
 
 
-def _join_rows(arrays: Sequence[Any], rows: np.ndarray[Any, Any]) -> bool:
-    """Copy arrays of one dimension or more below each other, in half of the time that `numpy.stack` takes.
-
-    Args:
-        arrays: Samples, the first of which fits.
-        rows: See `_rows_of`.
-
-    Returns:
-        Whether all of them are ndarrays of one shape, so that it was done.
-
-    Raises:
-        TypeError: If the dtypes are not all that of ``rows``.
-    """
-    if not _are_alike(arrays) or not _has_torchs_strides(arrays[0]):
-        return False
-    np.concatenate(arrays, out=rows, casting="no")
-    return True
-
-
-def _stack_arrays(samples: Sequence[np.ndarray[Any, Any]], writer: SlotWriter) -> torch.Tensor:
-    first = samples[0]
-    code = CODE_OF_NUMPY_DTYPE.get(first.dtype)
-    if code is not None and first.ndim:
-        begin = writer.cursor
-        output = writer.output(len(samples), first.shape, DTYPES[code].torch_dtype)
-        if output is not None:
-            with contextlib.suppress(TypeError):
-                if _join_rows(samples, _rows_of(output.array)):
-                    return output.tensor
-            writer.cursor = begin  # nobody has seen the output
-    return collate_arrays(samples, collate_fn_map=torch_private.collate_fn_map)
-
-
-def _join_numbers(samples: Sequence[Any], kind: type, writer: SlotWriter) -> torch.Tensor:
-    """Join ints to int64 and floats to float64, as torch does; anything mixed is left to torch."""
-    if set(map(type, samples)) == {kind}:
-        output = writer.output(len(samples), (), torch.int64 if kind is int else torch.float64)
-        if output is not None:
-            try:
-                output.array[:] = samples
-            except OverflowError:
-                pass  # torch has an error of its own for it
-            else:
-                return output.tensor
-    joined: torch.Tensor = default_collate(samples)  # type: ignore[arg-type]
-    return joined
+# --- in the place of torch's own functions, for code of the user that calls default_collate
 
 
 def collate_tensors(
@@ -288,10 +238,9 @@ def collate_tensors(
         return result
     shape = (len(batch), *first.shape)
     out = None
-    if type(first) is torch.Tensor and first.device.type == "cpu":
-        writer = current_writer()
-        if writer is not None:
-            out = writer.tensor(shape, first.dtype)
+    writer = current_writer()
+    if writer is not None and type(first) is torch.Tensor and first.device.type == "cpu":
+        out = writer.tensor(shape, first.dtype)
     if out is None:
         # With ``out`` as torch has it in workers, so that dtypes that differ, and samples that require
         # grad, are met with the same errors.
@@ -302,7 +251,10 @@ def collate_tensors(
 def _collate_tensors_in_threads(
     batch: Sequence[torch.Tensor], *, collate_fn_map: _CollateMap | None = None
 ) -> torch.Tensor:
-    """The same in worker threads while they make a batch; torch's own function anywhere else."""
+    """The same in worker threads while they make a batch; torch's own function anywhere else.
+
+    Workers that torch's loader forks later inherit this function, and need memory that torch shares.
+    """
     if current_writer() is not None:
         return collate_tensors(batch, collate_fn_map=collate_fn_map)
     result: torch.Tensor = torch_private.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
@@ -323,15 +275,12 @@ def collate_arrays(
     if ours and code is not None and writer is not None and _has_torchs_strides(first):
         dtype, shape = first.dtype, first.shape
         samples: Sequence[Any] = batch
-        alike = _are_alike(samples)
-        fit = alike or all(isinstance(sample, np.ndarray) and sample.shape == shape for sample in samples)
-        if fit and all(sample.dtype == dtype for sample in samples):
+        if all(
+            isinstance(each, np.ndarray) and (each.shape, each.dtype) == (shape, dtype) for each in samples
+        ):
             out = writer.tensor((len(batch), *shape), DTYPES[code].torch_dtype)
             if out is not None:
-                if alike:
-                    np.concatenate(batch, out=_rows_of(out.numpy()), casting="no")
-                else:
-                    np.stack(batch, out=out.numpy())
+                np.stack(batch, out=out.numpy())
                 return out
     result: torch.Tensor = torch_private.collate_numpy_array_fn(batch, collate_fn_map=collate_fn_map)
     return result

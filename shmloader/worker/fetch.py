@@ -13,8 +13,9 @@ import contextlib
 import copy
 import itertools
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
 
@@ -36,7 +37,7 @@ from shmloader.statistics import BadSample
 
 
 class FetchRules(NamedTuple):
-    """What of a loader's arguments bears on fetching.
+    """The loader's arguments that bear on fetching.
 
     Attributes:
         iterable: Whether the dataset is iterable-style.
@@ -53,18 +54,31 @@ class FetchRules(NamedTuple):
     on_error: str = RAISE
 
 
-class Fetcher(Protocol):
-    """Makes one batch for one index batch."""
+class Fetcher(ABC):
+    """Makes one batch for one index batch.
 
+    A list of bad samples is begun anew for each batch, so that none is reported twice.
+    """
+
+    def __init__(self) -> None:
+        self._bad: list[BadSample] = []
+
+    @abstractmethod
     def fetch(self, index_batch: Any) -> Any:
-        """Fetch and collate; StopIteration when an iterable dataset is exhausted.
+        """Fetch and collate.
 
         Returns:
-            The batch, or `Reported` where there is something to report.
+            The batch, for the encoder where there is a slot: with placeholders for the leaves that lie there
+            already. `Reported` where there is something to report.
+
+        Raises:
+            StopIteration: If an iterable dataset is exhausted.
         """
 
     def take_bad_samples(self) -> bytes:
         """The bad samples, packed, that no report has told of yet: of a batch for which `fetch` raised."""
+        bad, self._bad = self._bad, []
+        return pack(bad)
 
 
 def make_fetcher(dataset: Any, rules: FetchRules) -> Fetcher:
@@ -75,25 +89,10 @@ def make_fetcher(dataset: Any, rules: FetchRules) -> Fetcher:
     return _TolerantMapFetcher(dataset, rules) if tolerant else _MapFetcher(dataset, rules)
 
 
-class _Fetcher:
-    """What both kinds have.
-
-    A list of bad samples is begun anew for each batch, so that none is reported twice.
-    """
-
-    def __init__(self) -> None:
-        self._bad: list[BadSample] = []
-
-    def take_bad_samples(self) -> bytes:
-        """See `Fetcher`."""
-        bad, self._bad = self._bad, []
-        return pack(bad)
-
-
 # --- map-style datasets
 
 
-class _MapFetcher(_Fetcher):
+class _MapFetcher(Fetcher):
     def __init__(self, dataset: Any, rules: FetchRules) -> None:
         super().__init__()
         self._dataset = dataset
@@ -105,7 +104,7 @@ class _MapFetcher(_Fetcher):
         dataset = self._dataset
         if self._gatherer is None:
             index = _unpacked(index_batch)  # a sampler of index batches gives lists
-            return self._join(_fetch_one(dataset, index), index)
+            return self._join(_fetch_each(dataset, [index])[0], index)
         batch = self._gatherer.gather(index_batch)
         if batch is not NOT_GATHERED:
             return batch
@@ -136,14 +135,6 @@ def _unpacked(index_batch: Any) -> Any:
     return index_batch.tolist() if type(index_batch) is PackedInts else index_batch
 
 
-def _fetch_one(dataset: Any, index: Any) -> Any:
-    try:
-        return dataset[index]
-    except BaseException as error:
-        _say_where(error, index)
-        raise
-
-
 def _fetch_each(dataset: Any, index_batch: Any) -> list[Any]:
     remaining = iter(index_batch)
     try:
@@ -161,7 +152,8 @@ def _say_where(error: BaseException, index: Any) -> None:
         add_note(error, f"raised by dataset[{index!r}]")
 
 
-_BAD = object()  # in the place of a sample that raised
+_BAD = object()
+"""Stands for a sample that raised."""
 
 
 class _TolerantMapFetcher(_MapFetcher):
@@ -234,7 +226,7 @@ class _OneByOne:
 
 
 def _places_to_take(samples: Sequence[Any], *, replace: bool) -> list[int]:
-    """Which sample goes where: the good ones and, to replace a bad one, the next good one, round about."""
+    """The places of the good samples; to replace a bad one, that of the next good one, round about."""
     good = [place for place, sample in enumerate(samples) if sample is not _BAD]
     if not replace or not good:
         return good
@@ -258,7 +250,7 @@ def _take(samples: Sequence[Any], places: Sequence[int]) -> list[Any]:
 # --- iterable-style datasets
 
 
-class _IterableFetcher(_Fetcher):
+class _IterableFetcher(Fetcher):
     def __init__(self, dataset: Any, rules: FetchRules) -> None:
         super().__init__()
         self._samples: Iterator[Any] = _Nexts(iter(dataset))
@@ -294,7 +286,7 @@ class _IterableFetcher(_Fetcher):
 
 
 class _Nexts:
-    """An iterator of which nothing but the next item is ever asked.
+    """An iterator that is asked for nothing but its next item.
 
     ``islice`` calls ``iter()`` of what it is given. A dataset that is its own iterator begins anew then.
     """

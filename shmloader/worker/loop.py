@@ -10,7 +10,6 @@ import contextlib
 import gc
 import os
 import pickle
-import random
 import signal
 import sys
 import threading
@@ -49,9 +48,13 @@ from shmloader.worker import watch
 from shmloader.worker.collate import install_slot_collate
 from shmloader.worker.epoch_settings import EpochSettings
 from shmloader.worker.fetch import Fetcher, FetchRules, make_fetcher
-from shmloader.worker.generators import worker_generators
-from shmloader.worker.seeded_samples import SampleSeeds
-from shmloader.worker.seeding import numpy_seed, worker_seed
+from shmloader.worker.random_state import (
+    Generators,
+    SampleSeeds,
+    seed_worker_process,
+    worker_seed,
+    worker_seeds,
+)
 
 _PART_NBYTES = 1 << 20, 1 << 16  # what a slot is grown to for parts, or less if that cannot be had
 
@@ -97,10 +100,7 @@ def run(arguments: WorkerArguments, pipes: Pipes) -> None:
     answer_with_stacks(pipes.stacks)
     set_current_writer(None)  # of a worker thread that forked this process
     torch.set_num_threads(1)
-    seed = worker_seed(arguments.base_seed, arguments.worker_id)
-    random.seed(seed)
-    torch.manual_seed(seed)
-    np.random.seed(numpy_seed(arguments.base_seed, arguments.worker_id))  # noqa: NPY002 - what torch seeds
+    seed_worker_process(arguments.base_seed, arguments.worker_id)
     _Worker(arguments, PipeLink(pipes), in_thread=False).run()
 
 
@@ -130,11 +130,10 @@ class _Worker:
         self._encoder = Encoder(self._writer)
         self._fetcher: Fetcher | None = None
         self._start_error: BaseException | None = None
-        self._rng: Any = worker_generators(arguments.base_seed, arguments.worker_id)
+        self._rng = Generators(worker_seeds(arguments.base_seed, arguments.worker_id))
         self._seeds: SampleSeeds | None = None
         if arguments.seeds_samples:
-            self._seeds = SampleSeeds(arguments.base_seed, arguments.epoch, in_thread=in_thread)
-            self._rng = self._seeds.generators
+            self._seeds = SampleSeeds(self._rng, arguments.base_seed, arguments.epoch, in_thread=in_thread)
         self._ended = False  # the iterable dataset is exhausted in this epoch
         self._pid = os.getpid()
         self._wait_ns = 0

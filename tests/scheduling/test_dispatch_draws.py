@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset, default_collate, get_worker_info
 
 from shmloader import DataLoader
-from shmloader.worker.seeding import sample_seeds
+from shmloader.worker.random_state import sample_seeds
 
 # three workers on two cores
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

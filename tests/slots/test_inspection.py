@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 
 import numpy as np
 import pytest
@@ -114,15 +115,13 @@ def test_a_record_for_another_slot_is_found(granted: tuple[Inspection, SlotPool,
 
 
 def test_leaves_outside_their_slot_are_found(granted: tuple[Inspection, SlotPool, Slot]) -> None:
-    from shmloader.codec.header import MARKER, SIZES, pickle_marked
-    from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, TENSOR, Leaf, pack_leaves
+    from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, TENSOR, Leaf, join_header
 
     inspection, _, slot = granted
     code = CODE_OF_TORCH_DTYPE[torch.float32]
 
     def header(offset: int, items: int) -> bytes:
-        table, structure = pack_leaves([Leaf(TENSOR, code, offset, (items,))]), pickle_marked(MARKER)
-        return SIZES.pack(len(table), len(structure)) + table + structure
+        return join_header([pickle.dumps(None)], [Leaf(TENSOR, code, offset, (items,)).pack()])
 
     inspection.leased(slot, 3, header(64, 16), 128)
     for offset, items in ((64, 17), (-64, 4), (66, 2)):

@@ -80,6 +80,10 @@ def test_slots_are_inspected_in_threads_too(monkeypatch: pytest.MonkeyPatch) -> 
         assert len(loader.statistics().oldest_leases) == 5
 
 
+def is_collated_as_shared(samples: list[torch.Tensor]) -> bool:
+    return bool(default_collate(samples).is_shared())
+
+
 def test_collation_in_other_threads_stays_torchs() -> None:
     """While worker threads collate into slots, and after: dtypes that differ, and gradients."""
     meeting = Meeting(4, 2)
@@ -98,6 +102,11 @@ def test_collation_in_other_threads_stays_torchs() -> None:
         check()
         meeting.barrier.abort()
     check()
+    # Workers of torch's loader that are forked now collate as torch does, into memory that it shares.
+    assert (
+        list(TorchLoader([torch.ones(2)] * 4, 2, num_workers=1, collate_fn=is_collated_as_shared))
+        == [True] * 2
+    )
     # And a worker process that is forked now still collates in the quick way.
     assert install_slot_collate(default_collate, in_thread=True) is not default_collate
 

@@ -1,5 +1,6 @@
 """What default collation remembers from batch to batch never shows: all is as torch makes it."""
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,8 @@ class MixedArrays(Dataset[Any]):
         (np.ones(3, np.float32), torch.ones(3), np.ones(3, np.float32)),
         (np.ones(3, np.float32), np.ones((1, 3), np.float32), np.ones(3, np.float32)),
         (np.ones(3, np.float32), np.float32(1), np.ones(3, np.float32)),
+        (np.ones(3, np.float32), np.array(1, np.float32), np.ones(3, np.float32)),
+        (np.ones((3, 2), np.float32), np.ones((3, 1), np.float32), np.ones((3, 3), np.float32)),
         (np.ones(3, np.float32), np.ma.ones(3, np.float32), np.ones(3, np.float32)),
         (np.ones(3, np.float32), np.ones(3, np.float32), [1.0, 1.0, 1.0]),
     )
@@ -151,3 +154,43 @@ def test_an_array_beside_something_else_is_joined_as_torch_joins_it(other: Any) 
         except Exception as error:
             outcomes.append(type(error))
     assert outcomes[0] == outcomes[1]
+
+
+class Nested(Dataset[Any]):
+    """Nested tensors of one layout, alone or in a container."""
+
+    def __init__(self, layout: torch.layout, way: str) -> None:
+        self.layout, self.way = layout, way
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that they are new
+            nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=self.layout)
+        return {"alone": nested, "dict": {"x": nested, "n": 1}, "list": [1, nested]}[self.way]
+
+
+@pytest.mark.parametrize("way", ["alone", "dict", "list"])
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_are_refused_with_torchs_words(layout: torch.layout, way: str) -> None:
+    for workers in (0, 1):
+        with pytest.raises(RuntimeError, match="Batches of nested tensors are not currently supported"):
+            next(iter(DataLoader(Nested(layout, way), 2, num_workers=workers)))
+
+
+class Wide(Dataset[Any]):
+    """Dicts of more tensors than outputs are remembered for a slot."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        return {f"{place}": torch.full((2,), 10_000 * index + place) for place in range(1500)}
+
+
+def test_a_batch_of_more_leaves_than_are_remembered_arrives_whole() -> None:
+    for got, expected in zip(DataLoader(Wide(), 2, num_workers=1), TorchLoader(Wide(), 2), strict=True):
+        assert_same(got, expected)
+        del got

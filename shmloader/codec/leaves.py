@@ -1,0 +1,220 @@
+"""Handlers of leaves: one for each type of object whose memory travels in the slot.
+
+A handler is called by the pickler for every object of its type. It adds the object's memory as a leaf, and
+returns what the pickler is to write in the object's place (a reduction, as ``__reduce__`` returns): a call
+that puts the object together again around the placeholder of that leaf. In the main process the placeholder
+is the leaf, wrapped as its kind says: a tensor for ``TENSOR``, an ndarray for ``ARRAY`` and ``BYTES``.
+
+A type is added by one function in `HANDLERS`; a dtype by its name in `codec.layout`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import pickle
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from shmloader import torch_private
+from shmloader.codec.layout import (
+    ARRAY,
+    BYTES,
+    CODE_OF_NUMPY_DTYPE,
+    CODE_OF_TORCH_DTYPE,
+    DTYPES,
+    TENSOR,
+    Leaf,
+)
+
+_UINT8 = CODE_OF_TORCH_DTYPE[torch.uint8]
+
+
+class Memory(NamedTuple):
+    """The memory of a leaf in the worker, before it is known where in the slot it lies.
+
+    Attributes:
+        kind: ``TENSOR``, ``ARRAY`` or ``BYTES``.
+        code: Position in ``DTYPES``.
+        shape: Sizes in items; the items lie at ``address`` in row-major order.
+        address: Of the first item.
+        owner: Keeps the memory alive.
+    """
+
+    kind: int
+    code: int
+    shape: tuple[int, ...]
+    address: int
+    owner: object
+
+
+Add = Callable[[Memory], pickle.PickleBuffer]
+"""Adds a leaf and returns its placeholder."""
+
+Handler = Callable[[Any, Add], Any]
+"""Reduces an object for pickling; ``NotImplemented`` where it is pickled as if there were no handler."""
+
+
+def memory_of_buffer(buffer: pickle.PickleBuffer) -> Memory:
+    """The memory of a buffer that an object's own reduction has left out of the pickle."""
+    return _memory_of_bytes(np.frombuffer(buffer.raw(), np.uint8), buffer)
+
+
+# --- tensors
+
+
+def wrap_tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor over an array of its carrier dtype, with a storage of exactly its own bytes.
+
+    The array's memory is kept alive by the tensor's storage, however the tensor is passed on.
+    """
+    tensor = torch.from_numpy(array)
+    if tensor.dtype == dtype:
+        return tensor
+    # Not tensor.view(dtype): that would be an autograd view of a hidden base.
+    whole: torch.Tensor = torch.empty(0, dtype=dtype, device="cpu")
+    return whole.set_(tensor.untyped_storage(), 0, tensor.size(), tensor.stride())
+
+
+def wrapper_of(leaf: Leaf) -> Callable[[np.ndarray[Any, Any]], Any]:
+    """The function that makes of an array, over a leaf's memory and of its carrier dtype, the leaf."""
+    if leaf.kind != TENSOR:
+        return _as_it_is
+    dtype = DTYPES[leaf.code]
+    return torch.from_numpy if dtype.native else functools.partial(wrap_tensor, dtype=dtype.torch_dtype)
+
+
+def _as_it_is(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return array
+
+
+def _reduce_tensor(tensor: torch.Tensor, add: Add) -> Any:
+    code = CODE_OF_TORCH_DTYPE.get(tensor.dtype)
+    dense = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_nested
+    if code is None or not dense:
+        return torch_private.reduce_tensor(tensor)
+    if tensor.requires_grad:
+        if not tensor.is_leaf:
+            raise RuntimeError(
+                "a batch holds a tensor that requires grad and is not a leaf of the autograd graph: a "
+                "graph cannot cross processes. Call tensor.detach() on it, in the dataset or in "
+                "collate_fn."
+            )
+        return _requiring_grad, (tensor.detach(),)
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    shape = tuple(tensor.shape)
+    # A contiguous tensor may have any stride where a size is 1: grey images in channels_last have.
+    if not tensor.is_contiguous() or 1 in shape:
+        strides = tensor.stride()
+        span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        if strides != _row_major(shape) and 0 < span <= tensor.numel():
+            # Permuted or overlapping items, without gaps to speak of: the memory is sent as it lies.
+            memory = Memory(TENSOR, code, (span,), tensor.data_ptr(), tensor)
+            return _with_strides, ([add(memory)], shape, strides)
+        tensor = tensor.contiguous()
+    return _as_leaf(add(Memory(TENSOR, code, shape, tensor.data_ptr(), tensor)))
+
+
+def _as_leaf(placeholder: pickle.PickleBuffer) -> tuple[Any, ...]:
+    # A C function that returns its argument's item. New objects at each call: the pickler would refer
+    # back to ones that it has seen.
+    return operator.getitem, ([placeholder], 0)
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a new tensor of this shape."""
+    return tuple(math.prod(max(size, 1) for size in shape[place:]) for place in range(1, len(shape) + 1))
+
+
+def _requiring_grad(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.requires_grad_()
+
+
+def _with_strides(leaf: list[torch.Tensor], shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    whole: torch.Tensor = torch.empty(0, dtype=leaf[0].dtype, device="cpu")
+    return whole.set_(leaf[0].untyped_storage(), 0, shape, strides)
+
+
+def _reduce_parameter(parameter: torch.nn.Parameter, add: Add) -> Any:
+    if parameter.device.type != "cpu":
+        return NotImplemented
+    return torch.nn.Parameter, (parameter.detach(), parameter.requires_grad)
+
+
+# --- arrays
+
+
+def _reduce_array(array: np.ndarray[Any, Any], add: Add) -> Any:
+    """Reduce an ndarray so that it arrives as pickle's default protocol, which torch uses, would bring it.
+
+    Protocol 5 keeps byte order, read-only flags and the order of dimensions; protocol 4 brings arrays to the
+    machine's byte order, makes them writable, and knows C and Fortran order only.
+    """
+    dtype = array.dtype
+    keeps = pickle.DEFAULT_PROTOCOL >= 5
+    if dtype.hasobject:
+        return NotImplemented
+    code = CODE_OF_NUMPY_DTYPE.get(dtype)
+    plain = array.flags.c_contiguous and dtype.metadata is None and (array.flags.writeable or not keeps)
+    if code is not None and plain:
+        return _as_leaf(add(Memory(ARRAY, code, array.shape, _address_of(array), array)))
+    if keeps:
+        reduced = array.__reduce_ex__(5)
+        if isinstance(reduced[1][0], pickle.PickleBuffer):
+            return reduced  # and the buffer is left out of the pickle
+    if dtype.byteorder == ">":
+        dtype = dtype.newbyteorder("=")
+        array = array.astype(dtype)
+    order: Literal["C", "F"] = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
+    array = np.asarray(array, order=order)
+    return _as_array, ([add(_memory_of_bytes(array, array))], array.shape, dtype, order)
+
+
+def _address_of(array: np.ndarray[Any, Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _memory_of_bytes(array: np.ndarray[Any, Any], owner: object) -> Memory:
+    return Memory(BYTES, _UINT8, (array.nbytes,), _address_of(array), owner)
+
+
+def _as_array(
+    leaf: list[np.ndarray[Any, Any]], shape: tuple[int, ...], dtype: np.dtype[Any], order: Literal["C", "F"]
+) -> np.ndarray[Any, Any]:
+    return np.ndarray(shape, dtype, leaf[0], order=order)
+
+
+# --- storages
+
+
+def _reduce_storage(storage: torch.UntypedStorage, add: Add) -> Any:
+    if storage.device.type != "cpu":
+        return NotImplemented
+    return _as_storage, ([add(Memory(BYTES, _UINT8, (storage.nbytes(),), storage.data_ptr(), storage))],)
+
+
+def _as_storage(leaf: list[np.ndarray[Any, Any]]) -> torch.UntypedStorage:
+    return torch.from_numpy(leaf[0]).untyped_storage()
+
+
+def _reduce_typed_storage(storage: torch_private.TypedStorage, add: Add) -> Any:
+    untyped = torch_private.untyped(storage)
+    if untyped.device.type != "cpu":
+        return NotImplemented
+    return torch_private.typed_storage, (untyped, storage.dtype)
+
+
+HANDLERS: dict[type, Handler] = {
+    torch.Tensor: _reduce_tensor,
+    torch.nn.Parameter: _reduce_parameter,
+    np.ndarray: _reduce_array,
+    torch.UntypedStorage: _reduce_storage,
+    torch_private.TypedStorage: _reduce_typed_storage,
+}
+"""By the exact class of an object; subclasses are pickled by their own reductions."""

@@ -1,0 +1,93 @@
+"""Leaves arrive as torch's transport would bring them, through one slot in this process."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from parity.compare import assert_same
+
+from shmloader.codec import Decoder, Encoder
+from shmloader.codec.slot_writer import SlotWriter
+from shmloader.shared_memory import MemfdSegment
+
+
+def arrives(batch: Any) -> Any:
+    """A batch after its way through a slot."""
+    segment = MemfdSegment()
+    writer = SlotWriter(segment)
+    writer.begin(0, segment.reserve(0, 0, 1 << 16), 1 << 20)
+    header_offset, header_nbytes, image = Encoder(writer).encode(batch)
+    assert image is None
+    header = bytes(writer.view()[header_offset : header_offset + header_nbytes])
+    extent = segment.map(0, writer.nbytes)
+    writer.release()
+    segment.close()
+    return Decoder().decode(np.ndarray(extent.nbytes, np.uint8, extent.buffer), header)
+
+
+def read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    array.flags.writeable = False
+    return array
+
+
+ARRAYS: dict[str, np.ndarray[Any, Any]] = {
+    "plain": np.arange(12.0).reshape(3, 4),
+    "none": np.ones((0, 3)),
+    "one": np.array(2.5, np.float32),
+    "big-endian": np.arange(12, dtype=">i4"),
+    "big-endian, apart": np.arange(12, dtype=">i4")[::2],
+    "read-only": read_only(np.arange(12)),
+    "read-only, none": read_only(np.ones(0)),
+    "Fortran": np.asfortranarray(np.arange(12).reshape(3, 4)),
+    "permuted": np.arange(24).reshape(2, 3, 4).transpose(1, 0, 2),
+    "apart": np.arange(24).reshape(4, 6)[::2, ::3],
+    "backwards": np.arange(5)[::-1],
+    "strings": np.array(["a", "bcd"]),
+    "records": np.zeros(3, [("a", "u1"), ("b", ">f8", (2,))]),
+    "dates": np.array(["2020-01-01", "NaT"], "M8[s]"),
+    "objects": np.array([None, "text", 3], object),
+    "nothing": np.zeros(3, "V0"),
+}
+
+
+@pytest.mark.parametrize("protocol", [4, 5])
+@pytest.mark.parametrize("name", ARRAYS)
+def test_an_array_arrives_as_by_pickles_default_protocol(
+    name: str, protocol: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pickle, "DEFAULT_PROTOCOL", protocol)
+    array = ARRAYS[name]
+    expected = pickle.loads(pickle.dumps(array, protocol))
+    got = arrives([array, {"again": array}])
+    assert got[0] is got[1]["again"]
+    assert_same(got[0], expected)
+    assert got[0].dtype.byteorder == expected.dtype.byteorder
+    assert got[0].strides == expected.strides
+
+
+def test_views_of_one_storage_arrive_as_copies() -> None:
+    whole = torch.arange(12.0).reshape(3, 4)
+    batch = arrives([whole, whole[1], whole[:, 1:3], whole])
+    assert_same(batch, [whole, whole[1], whole[:, 1:3].clone(), whole])
+    assert batch[3] is batch[0]
+    batch[0].zero_()
+    assert_same(batch[1:3], [whole[1], whole[:, 1:3].clone()])
+
+
+def test_tensors_without_gaps_arrive_with_their_strides() -> None:
+    base = torch.arange(120.0)
+    tensors = {
+        "permuted": base.view(2, 3, 4, 5).permute(0, 3, 1, 2),
+        "expanded": base[:6].expand(4, 6),
+        "windows": base.unfold(0, 5, 2),
+        "grey, channels last": base.view(4, 1, 5, 6).to(memory_format=torch.channels_last),
+    }
+    got = arrives(tensors)
+    for name, tensor in tensors.items():
+        assert torch.equal(got[name], tensor), name
+        assert got[name].stride() == tensor.stride(), name
+        assert got[name].untyped_storage().nbytes() <= tensor.nbytes, name
