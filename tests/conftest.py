@@ -33,7 +33,7 @@ LONG_FILES = frozenset(
     robustness/test_interrupt.py robustness/test_main_death.py robustness/test_small_machine.py
     robustness/test_soak.py robustness/test_fork_with_threads.py
     bench/test_benchmark_memory.py bench/test_benchmarks.py
-    cli/test_demo.py cli/test_doctor.py supervisor/test_forkserver_preload.py project/test_leak_guard.py
+    cli/test_demo.py cli/test_doctor.py project/test_leak_guard.py
     store/test_store_host.py store/test_store_host_refusals.py
     store/test_store_processes.py store/test_store_buffer.py
     """.split()

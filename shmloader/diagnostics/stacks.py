@@ -1,4 +1,4 @@
-"""What a worker that does not answer is doing: its Python stack, asked for by a signal.
+"""Python stacks of a worker process that does not answer, asked for by a signal.
 
 The worker's answer is written by ``faulthandler``, which needs neither the interpreter lock nor the
 worker's cooperation: it works in the middle of a C function that never returns.
@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import re
 import signal
 import time
+import traceback
+from pathlib import Path
 
 import psutil
 
@@ -20,6 +23,11 @@ _SIGNAL = int(getattr(signal, "SIGRTMIN", getattr(signal, "SIGUSR2", 0))) + (
     6 if hasattr(signal, "SIGRTMIN") else 0
 )
 _MOST_CHARACTERS = 8000
+_START_ERROR = b"\0process %d could not start\0"
+# The thread of `shmloader.worker.watch` as faulthandler shows it.
+_WATCH_THREAD = re.compile(
+    r'Thread .*\n  File ".*shmloader.worker.watch\.py", line \d+ in wait\n.*threading\.py'
+)
 
 
 class StackFile:
@@ -41,6 +49,11 @@ class StackFile:
         begin = end = os.fstat(fd).st_size
         try:
             status = psutil.Process(pid).status()
+            if not answers(pid):  # the signal would end it
+                return (
+                    f"(it is still starting and can give no stack yet; its process is {status}: it imports "
+                    "the program's main module, torch and the modules of the dataset)"
+                )
             os.kill(pid, _SIGNAL)
         except (OSError, psutil.Error) as error:
             return f"(its stack could not be read: {error})"
@@ -54,7 +67,14 @@ class StackFile:
         text = os.pread(fd, end - begin, begin).decode("utf-8", "replace").rstrip()
         if not text:
             return f"(its process is {status} and did not answer with its stack within {wait_s} s)"
-        return text[:_MOST_CHARACTERS]
+        return _without_watch_thread(text)[:_MOST_CHARACTERS]
+
+    def start_error(self, pid: int) -> str:
+        """The traceback that a worker has left by `report_start_error`, or ""."""
+        fd = self.descriptor.fd
+        contents = os.pread(fd, os.fstat(fd).st_size, 0) if fd >= 0 else b""
+        _, _, rest = contents.partition(_START_ERROR % pid)
+        return rest.partition(b"\0")[0].decode("utf-8", "replace").rstrip()
 
     def close(self) -> None:
         """Close this process's descriptor of the file."""
@@ -63,7 +83,32 @@ class StackFile:
             self.descriptor.fd = -1
 
 
+def answers(pid: int) -> bool:
+    """Whether a process has a handler for stack requests: a worker installs it with its first steps.
+
+    Linux tells of any process which signals it has handlers for. Where nothing tells, the answer is no.
+    """
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (_SIGNAL - 1) & 1)
+
+
 def answer_with_stacks(descriptor: Descriptor) -> None:
     """In a worker: write all threads' stacks to the main process's `StackFile` whenever it asks."""
     if _SIGNAL:
         faulthandler.register(_SIGNAL, file=descriptor.fd, all_threads=True, chain=False)
+
+
+def report_start_error(descriptor: Descriptor) -> None:
+    """In a worker that cannot start: leave the exception that is being handled in the `StackFile`."""
+    text = traceback.format_exc()[-_MOST_CHARACTERS:].encode("utf-8", "replace")
+    os.write(descriptor.fd, _START_ERROR % os.getpid() + text + b"\0")
+
+
+def _without_watch_thread(stack: str) -> str:
+    """A worker's stacks without that of the thread that only waits for the end of the main process."""
+    threads = stack.split("\n\n")
+    return "\n\n".join(thread for thread in threads if not _WATCH_THREAD.match(thread)) or stack

@@ -1,4 +1,4 @@
-"""Which kind of workers a loader has."""
+"""The choice between worker processes and worker threads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 
 from shmloader.arguments import THREAD, check_worker_type
 from shmloader.supervisor.interface import MakeArguments, Workers
-from shmloader.supervisor.launch import check_importable
 from shmloader.supervisor.processes import ProcessWorkers
 from shmloader.supervisor.threads import ThreadWorkers
 
@@ -29,6 +28,4 @@ def start_workers(loader: Any, make_arguments: MakeArguments) -> Workers:
         check_worker_type(loader, loader.dataset, loader.multiprocessing_context)
         return ThreadWorkers(make_arguments, loader.num_workers)
     context = loader.multiprocessing_context or torch.multiprocessing
-    names = ("dataset", "collate_fn", "worker_init_fn")
-    check_importable(context, {name: getattr(loader, name) for name in names})
     return ProcessWorkers(context, make_arguments, loader.num_workers)

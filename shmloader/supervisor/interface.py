@@ -1,7 +1,8 @@
-"""What the main process needs of workers, whether they are processes or threads."""
+"""The interface of workers to the main process, whether they are processes or threads."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -10,6 +11,38 @@ from shmloader.worker.loop import WorkerArguments
 
 MakeArguments = Callable[[int], WorkerArguments]
 """Makes a worker's arguments of its number."""
+
+
+class State(enum.Enum):
+    """States of the workers of one iterator. From the first one leads either of the others, for good."""
+
+    OPEN = "open"
+    """Workers run, and are replaced or added."""
+    CLOSED = "closed"
+    """All were told to end, and waited for."""
+    LEFT_TO_PARENT = "left to parent"
+    """This process was forked from the one whose workers they are."""
+
+
+class Lifecycle:
+    """Life of the workers of one iterator.
+
+    Attributes:
+        state: See `State`.
+        reason: Why they were stopped, or are about to be; "" before.
+        interrupted: Whether somebody was told not to wait for them any more; stays so.
+    """
+
+    def __init__(self) -> None:
+        self.state = State.OPEN
+        self.reason = ""
+        self.interrupted = False
+
+    def end(self, state: State, reason: str) -> None:
+        """Leave ``OPEN``, if that is the state; the first reason stays."""
+        if self.state is State.OPEN:
+            self.state = state
+        self.reason = self.reason or reason
 
 
 class Worker(Protocol):
@@ -42,31 +75,44 @@ class Workers(Protocol):
     """All workers of one iterator.
 
     Attributes:
-        closed_because: Why they were stopped.
+        workers: By their number; empty after `close`.
+        processes: Their ``multiprocessing`` process objects by number, if they are processes. They answer
+            ``pid``, ``is_alive()`` and ``exitcode`` after the end too.
+        lifecycle: Whether they run.
         look_again_ns: How long to look for a record before `wait`, while records come quickly.
         given_nbytes: Bytes of large arrays that a worker started last was given for itself.
     """
 
-    closed_because: str
+    workers: Sequence[Worker]
+    processes: list[Any]
+    lifecycle: Lifecycle
     look_again_ns: int
     given_nbytes: int
 
     @property
-    def workers(self) -> Sequence[Worker]:
-        """By their number; empty after `close`."""
+    def closed_because(self) -> str:
+        """Why they were stopped, or are about to be."""
+        return self.lifecycle.reason
+
+    @closed_because.setter
+    def closed_because(self, reason: str) -> None:
+        self.lifecycle.reason = reason
 
     @property
-    def processes(self) -> list[Any]:
-        """Their ``multiprocessing`` process objects, if they have any."""
+    def interrupted(self) -> bool:
+        """Whether `interrupt` was called."""
+        return self.lifecycle.interrupted
 
     def add(self) -> Worker:
         """Start one more worker, sent nothing yet; where that fails, the others are as they were."""
 
-    def dismiss(self) -> None:
-        """Let the last worker, which has nothing to do, end. It is not waited for before `close`."""
-
     def restart(self, worker: Worker) -> Worker:
-        """Replace a worker, dead or not, by a new one, which has been sent nothing yet."""
+        """Replace a worker, dead or not, by a new one, which has been sent nothing yet.
+
+        Raises:
+            Exception: What kept the new one from starting. Then all workers are stopped.
+            LoaderClosed: If another thread has closed the loader meanwhile.
+        """
 
     def wait(self, timeout_s: float | None) -> Sequence[Worker]:
         """Wait until a worker has sent something or has ended, or until `interrupt` is called.
@@ -81,12 +127,8 @@ class Workers(Protocol):
     def interrupt(self) -> None:
         """Let `wait`, in another thread, return at once, now and from now on."""
 
-    @property
-    def interrupted(self) -> bool:
-        """Whether `interrupt` was called."""
-
     def stack_of(self, worker: Worker) -> str:
-        """What a live worker is doing: its Python stack, or why it could not be had."""
+        """Python stacks of a live worker's threads, or why they could not be had."""
 
     def died(self, worker: Worker, indices: tuple[object, ...], memory: str, why: str = "") -> WorkerDied:
         """The error for a dead worker.

@@ -1,25 +1,23 @@
-"""How a worker's process is started, and what can be wrong with what it is given."""
+"""The start of one worker process, and its first line."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 import os
 import signal
-import sys
+import threading
 from collections.abc import Iterator
-from types import MethodType
+from multiprocessing import resource_tracker
 from typing import Any
 
-from shmloader.errors import WorkerDied, WorkerStartError
+from shmloader.diagnostics.stacks import answer_with_stacks, report_start_error
+from shmloader.errors import WorkerDied
+from shmloader.supervisor.spawn_payload import take_arguments
 from shmloader.wire.channel import Pipes
+from shmloader.worker import watch
 from shmloader.worker.loop import run
-from shmloader.worker.watch import EarlyName
 
 _DESCRIPTORS = 4  # pairs that starting a process may take for a moment
-_DEPTH = 4  # how deep to look into what workers are given, ...
-_FEW = 8  # ... and how many items of a list
 
 
 def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes) -> Any:
@@ -28,8 +26,8 @@ def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes) -> Any
     Args:
         context: ``multiprocessing`` context or module.
         worker_id: The worker's number.
-        given: Its `WorkerArguments`, or what is unpickled as such.
-        pipes: Its ends of its pipes.
+        given: What `SpawnPayload.for_worker` returns.
+        pipes: The worker's ends of its pipes.
 
     Returns:
         The process object.
@@ -38,10 +36,10 @@ def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes) -> Any
         WorkerDied: If it ended before it was started wholly.
     """
     _check_descriptors()
-    process = context.Process(target=run, args=(given, pipes), daemon=True)
-    process.name = EarlyName(process.name, os.getpid())
+    by_leader = threading.get_native_id() == os.getpid()
+    process = context.Process(target=_worker, args=(given, pipes, os.getpid(), by_leader), daemon=True)
     try:
-        with _without_interrupts(context):
+        with interrupts_blocked() if context.get_start_method() != "forkserver" else contextlib.nullcontext():
             process.start()
     except (BrokenPipeError, ConnectionError, EOFError) as error:
         raise WorkerDied(
@@ -51,6 +49,33 @@ def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes) -> Any
             worker_id=worker_id,
         ) from error
     return process
+
+
+def _worker(given: Any, pipes: Pipes, main_pid: int, by_leader: bool) -> None:
+    """A worker process: first what protects it and the user, then the dataset's modules, then its loop."""
+    watch.begin(main_pid, by_leader)
+    answer_with_stacks(pipes.stacks)
+    try:
+        arguments = take_arguments(given)
+    except BaseException:  # noqa: BLE001 - whatever the modules and classes of the program raise
+        report_start_error(pipes.stacks)
+        raise SystemExit(1) from None
+    run(arguments, pipes)
+
+
+@contextlib.contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Start processes with SIGINT blocked, which a terminal's Ctrl-C sends to them too.
+
+    They inherit the signal mask. A worker unblocks SIGINT at its first line, where it has a handler; until
+    then its interpreter, the main module and its imports are not interrupted.
+    """
+    resource_tracker.ensure_running()  # unblocks SIGINT in this thread if it has to start the tracker
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _check_descriptors() -> None:
@@ -68,89 +93,3 @@ def _check_descriptors() -> None:
     finally:
         for fd in spare:
             os.close(fd)
-
-
-@contextlib.contextmanager
-def _without_interrupts(context: Any) -> Iterator[None]:
-    """Hold back Ctrl-C while a process is started, in this one and, until it has a handler, in the new one.
-
-    A fork server's processes begin with the server's mask: there the process name has to do.
-    """
-    if not hasattr(signal, "pthread_sigmask") or context.get_start_method() == "forkserver":
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def explain_start_failure(error: BaseException, context: Any) -> None:
-    """Note with an error of pickling how what workers are given reaches them, which is not by fork."""
-    method = context.get_start_method()
-    error.add_note(
-        f"A shmloader worker could not be started with start method {method!r}, which pickles the dataset, "
-        "collate_fn and worker_init_fn. Use classes and functions defined at the top of a module (no "
-        "lambdas), or multiprocessing_context='fork'."
-    )
-
-
-def check_importable(context: Any, objects: dict[str, object]) -> None:
-    """Refuse objects that a spawned worker cannot import, before a process is started for nothing.
-
-    Args:
-        context: ``multiprocessing`` context or module.
-        objects: What workers are given, by argument name.
-
-    Raises:
-        WorkerStartError: If the start method is not fork and a class or function is defined in an
-            interactive ``__main__`` (a notebook, the REPL, ``python -c``).
-    """
-    main = sys.modules.get("__main__")
-    if context.get_start_method() == "fork" or main is None:
-        return
-    if getattr(main, "__spec__", None) is not None or hasattr(main, "__file__"):
-        return
-    for argument, value in objects.items():
-        name = _defined_in_main(value)
-        if name is not None:
-            raise WorkerStartError(
-                f"{argument} uses {name!r}, which is defined in an interactive session (__main__): worker "
-                f"processes started with {context.get_start_method()!r} cannot import it. Put it in a "
-                "module file and import it from there, or pass multiprocessing_context='fork'."
-            )
-
-
-def _defined_in_main(value: object) -> str | None:
-    """Name of the first class or function of ``__main__`` that pickling ``value`` would refer to."""
-    for part in named_parts(value):
-        if getattr(part, "__module__", None) == "__main__":
-            return str(getattr(part, "__qualname__", part))
-    return None
-
-
-def named_parts(value: object, depth: int = _DEPTH) -> Iterator[object]:
-    """The classes and functions that pickling ``value`` would refer to by name, as far as a look shows.
-
-    Looks into attributes, and into the first items of lists, tuples and dicts.
-
-    Args:
-        value: The object.
-        depth: How deep to look.
-    """
-    if value is None or depth == 0:
-        return
-    named = value if isinstance(value, type) or hasattr(value, "__qualname__") else type(value)
-    yield named
-    inner: list[object] = list(getattr(value, "__dict__", {}).values()) if named is not value else []
-    if isinstance(value, list | tuple):
-        inner = list(value[:_FEW])
-    elif isinstance(value, dict):
-        inner = list(itertools.islice(value.values(), _FEW))
-    elif isinstance(value, functools.partial):
-        inner = [value.func, *value.args[:_FEW], *itertools.islice(value.keywords.values(), _FEW)]
-    elif isinstance(value, MethodType):
-        inner = [value.__self__]
-    for item in inner:
-        yield from named_parts(item, depth - 1)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
-import signal
 from collections import deque
 from typing import Any
 
 from shmloader.wire.messages import ANSWER_NBYTES
 
 _READ_NBYTES = ANSWER_NBYTES * 8
-_EXIT_CODE_S = 1.0
+_EXIT_CODE_S = 1.0  # how long a fork server may take to tell the exit code of a process that has ended
 
 
 class ProcessWorker:
@@ -26,8 +24,8 @@ class ProcessWorker:
         dones_fd: Read end of the done pipe, non-blocking.
         death_fd: Becomes readable when the process ends.
         heard: Whether a record came from it yet.
-        is_spare: Whether it was added while others worked, so that nobody waits for it to be there.
-        released: Whether the process has ended and was forgotten.
+        added: Whether it was added while others worked: until it is heard it has nothing to finish.
+        released: Whether it has ended and this side's descriptors are closed.
     """
 
     def __init__(self, worker_id: int, process: Any, tasks_fd: int, dones_fd: int) -> None:
@@ -37,8 +35,7 @@ class ProcessWorker:
         self.tasks_fd = tasks_fd
         self.dones_fd = dones_fd
         self.death_fd = _open_death_fd(process)
-        self.heard = False
-        self.is_spare = self.released = False
+        self.heard = self.added = self.released = False
         self._unsent: deque[bytes] = deque()
 
     @property
@@ -89,22 +86,26 @@ class ProcessWorker:
 
     def is_dead(self) -> bool:
         """Whether the process has ended; known also where somebody else has taken its exit code."""
-        if self.death_fd < 0 or self.process.exitcode is not None:
-            return self.released or self.process.exitcode is not None
+        if self.released or self.process.exitcode is not None:
+            return True
+        if self.death_fd < 0:
+            return False
         poller = select.poll()
         poller.register(self.death_fd, select.POLLIN)
         return bool(poller.poll(0))
 
     def release(self) -> None:
-        """Close this side's descriptors and forget the process, which has ended."""
+        """Close this side's descriptors; the process has ended."""
         self.released = True
+        self.process.join(_EXIT_CODE_S)
         self.close_descriptors()
-        if self.process.exitcode is None:
-            self.process.join(_EXIT_CODE_S)  # a fork server tells it a moment after the process has ended
-        with contextlib.suppress(ValueError):
-            self.process.close()
+        if self.process.exitcode is not None:
+            # Not Process.close(): the object is to answer is_alive() and exitcode. It has its own
+            # descriptors in a private attribute, and closes them when it dies if that is not there.
+            popen = getattr(self.process, "_popen", None)
+            getattr(popen, "close", lambda: None)()
 
-    def hang_up(self) -> None:
+    def close_pipes(self) -> None:
         """Close the pipes, which the worker takes as the order to end."""
         for fd in (self.tasks_fd, self.dones_fd):
             if fd >= 0:
@@ -113,8 +114,8 @@ class ProcessWorker:
 
     def close_descriptors(self) -> None:
         """Close this side's descriptors: then only its exit code tells whether the process has ended."""
-        self.hang_up()
-        if self.death_fd >= 0 and self.death_fd != getattr(self.process, "sentinel", -1):
+        self.close_pipes()
+        if self.death_fd >= 0 and self.death_fd != self.process.sentinel:
             os.close(self.death_fd)
         self.death_fd = -1
 
@@ -126,14 +127,3 @@ def _open_death_fd(process: Any) -> int:
         return os.pidfd_open(process.pid)
     except (AttributeError, OSError):
         return int(process.sentinel)
-
-
-def describe_exit(code: int | None) -> str:
-    """An exit code of ``multiprocessing`` as what happened: "was killed by signal 9 (SIGKILL)"."""
-    if code is None:
-        return "ended"
-    if code >= 0:
-        return f"exited with code {code}"
-    with contextlib.suppress(ValueError):
-        return f"was killed by signal {-code} ({signal.Signals(-code).name})"
-    return f"was killed by signal {-code}"

@@ -1,19 +1,17 @@
-"""What is said of workers that died or do not answer. Runs in the main process."""
+"""Messages about workers that died or do not answer. Runs in the main process."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import re
+import signal
 
 from shmloader.errors import WorkerTimeout
+from shmloader.host.limits import memory_headroom, oom_kills
 from shmloader.supervisor.interface import Worker, Workers
 
 _log = logging.getLogger("shmloader")
-
-# The thread of `watch.end_with` as faulthandler shows it. In a spawned worker its code has no file.
-_WATCH_THREAD = re.compile(
-    r'Thread .*\n  File "(?:<string>|.*shmloader.worker.watch\.py)", line \d+ in wait\n.*threading\.py'
-)
+_MOST_CHARACTERS = 300  # of index batches
 
 
 def log_replacement(
@@ -38,32 +36,74 @@ def log_replacement(
         index_batch,
         fresh.pid,
         restarts_left,
-        stack and f"\n{_without_watch_thread(stack)}",
+        stack and f"\n{stack}",
     )
 
 
 def worker_timeout(
-    crew: Workers, worker: Worker, silent_s: float, waiting_for: tuple[object, ...], why: str
+    workers: Workers, worker: Worker, silent_s: float, waiting_for: tuple[object, ...], why: str
 ) -> WorkerTimeout:
     """The error for workers that do not answer, with the stack of one.
 
     Args:
-        crew: The workers.
-        worker: Whose batch is the next.
+        workers: All of them.
+        worker: The one that is to make the next batch.
         silent_s: The timeout.
         waiting_for: The index batches of all workers that were not answered.
         why: A sentence on what had been tried, or "".
     """
     return WorkerTimeout(
-        f"DataLoader timed out after {silent_s} seconds: none of {len(crew.workers)} worker(s) "
+        f"DataLoader timed out after {silent_s} seconds: none of {len(workers.workers)} worker(s) "
         f"has finished a batch; outstanding index batches: {waiting_for!s:.300}. {why and why + ' '}"
         "Where a batch may take so long, raise timeout=; else something hangs, and the stack below says "
         f"where. The next is due from worker {worker.worker_id} ({worker.place}), which is at\n"
-        f"{_without_watch_thread(crew.stack_of(worker))}"
+        f"{workers.stack_of(worker)}"
     )
 
 
-def _without_watch_thread(stack: str) -> str:
-    """A worker's stacks without that of the thread that only waits for the end of the main process."""
-    threads = stack.split("\n\n")
-    return "\n\n".join(thread for thread in threads if not _WATCH_THREAD.match(thread)) or stack
+def describe_death(worker: Worker, code: int | None, indices: tuple[object, ...], hint: str) -> str:
+    """Tell of the end of a worker process, first in torch's words, which people and scripts search for.
+
+    Args:
+        worker: The worker.
+        code: Its exit code as of ``multiprocessing``; None where it could not be learnt.
+        indices: The index batches that it held.
+        hint: What else is known, or "".
+    """
+    name = f"shmloader worker {worker.worker_id} ({worker.place})"
+    if code is not None and code < 0:
+        # torch/csrc/DataLoader.cpp
+        torchs = f"DataLoader worker (pid {worker.pid}) is killed by signal: {signal.strsignal(-code)}. "
+        how = f"was killed by signal {-code}"
+        with contextlib.suppress(ValueError):
+            how += f" ({signal.Signals(-code).name})"
+    else:
+        # torch/utils/data/dataloader.py, _try_get_data
+        torchs = f"DataLoader worker (pid(s) {worker.pid}) exited unexpectedly. "
+        how = "ended" if code is None else f"exited with code {code}"
+    held = f" It held {len(indices)} index batch(es): {_shorten(indices)}." if indices else ""
+    return f"{torchs}{name} {how}.{held}{hint}"
+
+
+def explain_kill(oom_kills_before: int | None, memory: str) -> str:
+    """A sentence on the kernel's out-of-memory killer, if that seems to have ended a worker, or "".
+
+    Args:
+        oom_kills_before: `oom_kills` when the workers were started.
+        memory: The loader's memory figures.
+    """
+    now = oom_kills()
+    if now is None or oom_kills_before is None or now <= oom_kills_before:
+        return ""
+    room = memory_headroom()
+    return (
+        f" The kernel's out-of-memory killer has ended {now - oom_kills_before} process(es) since the "
+        f"workers were started, so this looks like its work: {room.available_nbytes:,} of "
+        f"{room.limit_nbytes:,} bytes are available in {room.source}. {memory} Use fewer workers, a "
+        "smaller batch_size or prefetch_factor, or less memory per sample in the dataset."
+    )
+
+
+def _shorten(indices: tuple[object, ...]) -> str:
+    text = ", ".join(map(repr, indices))
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."

@@ -1,9 +1,9 @@
-"""What workers that are started together are given: pickled once, for all of them.
+"""The arguments of workers that are started together, pickled once for all of them.
 
 ``multiprocessing`` pickles what it gives a process anew for each, and writes it to a pipe whose reading end
 it holds itself: what does not fit in the pipe's buffer (64 KiB) would be written for ever if the process died
-before it has read it. So here the arguments are pickled into a file without a name, which all workers map
-and unpickle; only a few numbers and descriptors go through the pipe. The memory of large arrays lies in a
+before it has read it. So the arguments are pickled into a file without a name, which all workers map and
+unpickle; only a few numbers and descriptors go through the pipe. The memory of large arrays lies in a
 second file. Workers map it copy-on-write, so an array is theirs to change and exists once until they do.
 """
 
@@ -14,50 +14,46 @@ import errno
 import mmap
 import os
 import pickle
+import sys
+from collections.abc import Callable
 from multiprocessing import reduction
 from multiprocessing.context import set_spawning_popen
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any, Self
 
 import torch
 import torch.multiprocessing
 
 from shmloader.codec.layout import align
+from shmloader.errors import WorkerStartError
 from shmloader.shared_memory import Descriptor, map_copy_on_write
-from shmloader.supervisor import fork_server
 from shmloader.supervisor.interface import MakeArguments
-from shmloader.supervisor.launch import explain_start_failure
+from shmloader.supervisor.mapped_arrays import MappedArrayReducers
 from shmloader.worker.loop import WorkerArguments
 
 _LARGE_NBYTES = 64 << 10  # an array that is worth a place of its own
 _OWNERS = frozenset({"numpy", "pyarrow"})  # whose objects take any buffer as their memory
 
 
-class Parcel:
+class SpawnPayload:
     """What workers that are started together are given; a context manager, left when all are started.
 
     Runs in the main process. What was pickled is forgotten at the end: a worker that is started later, in
     another's place, is given the dataset as it is then.
 
     Args:
-        context: ``multiprocessing`` context or module.
+        method: The start method.
         make_arguments: Makes a worker's arguments of its number, in which nothing else may differ.
     """
 
-    def __init__(self, context: Any, make_arguments: MakeArguments) -> None:
-        self._context = context
+    def __init__(self, method: str, make_arguments: MakeArguments) -> None:
         self._make_arguments = make_arguments
-        self._method: str = context.get_start_method()
+        self._method = method
         self._pickled: _Pickled | None = None
 
     def __enter__(self) -> Self:
-        if self._method == "forkserver":
-            arguments = self._make_arguments(0)
-            fork_server.begin((arguments.dataset, arguments.rules, arguments.init_fn))
         if self._method != "fork":
-            self._pickle(0)  # while the server imports
-        if self._method == "forkserver":
-            fork_server.wait_until_ready(self._context)
+            self._pickle(0)
         return self
 
     def __exit__(
@@ -66,15 +62,17 @@ class Parcel:
         self._forget()
 
     def for_worker(self, worker_id: int) -> Any:
-        """What to start a worker's process with: its `WorkerArguments`, or what is unpickled as such."""
+        """What to start a worker's process with, for `take_arguments`."""
         if self._method == "fork":
             return self._make_arguments(worker_id)
-        if self._pickled is None or (self._pickled.taken and self._pickled.for_one):
-            self._pickle(worker_id)
-        if self._pickled is None:
-            raise AssertionError
-        self._pickled.taken = True
-        return _ForWorker(self._pickled, worker_id)
+        pickled = self._pickled
+        if pickled is None or (pickled.taken and pickled.for_one):
+            pickled = self._pickle(worker_id)
+        pickled.taken = True
+        arrays = Descriptor(pickled.arrays_fd) if pickled.arrays_fd >= 0 else None
+        return _Sent(
+            worker_id, Descriptor(pickled.stream_fd), pickled.stream_nbytes, arrays, list(pickled.passed)
+        )
 
     @property
     def arrays_nbytes(self) -> int:
@@ -82,7 +80,7 @@ class Parcel:
         pickled = self._pickled
         return os.fstat(pickled.arrays_fd).st_size if pickled is not None and pickled.arrays_fd >= 0 else 0
 
-    def _pickle(self, worker_id: int) -> None:
+    def _pickle(self, worker_id: int) -> _Pickled:
         self._forget()
         try:
             self._pickled = _Pickled(self._make_arguments(worker_id))
@@ -93,9 +91,14 @@ class Parcel:
                     "lift the limit on the size of files (ulimit -f), free memory, or use "
                     "multiprocessing_context='fork'."
                 )
-            else:
-                explain_start_failure(error, self._context)
+            elif not isinstance(error, WorkerStartError):
+                error.add_note(
+                    f"A shmloader worker could not be started with start method {self._method!r}, which "
+                    "pickles the dataset, collate_fn and worker_init_fn. Use classes and functions defined "
+                    "at the top of a module (no lambdas), or multiprocessing_context='fork'."
+                )
             raise
+        return self._pickled
 
     def _forget(self) -> None:
         pickled, self._pickled = self._pickled, None
@@ -147,8 +150,11 @@ class _Pickled:
             return False
 
         with os.fdopen(self.stream_fd, "wb", closefd=False) as file:
-            pickler = reduction.ForkingPickler(file, 5, True, goes_into_the_stream)
-            self._watch_for_what_is_for_one(pickler)
+            kind = _InteractivePickler if _main_is_interactive() else reduction.ForkingPickler
+            pickler = kind(file, 5, True, goes_into_the_stream)
+            table = pickler.dispatch_table
+            table.update(self._noting_what_is_for_one(table))
+            table.update(MappedArrayReducers().table())
             # For what is only pickled to a process that is being started, and for its descriptors.
             receiver: Any = _Receiver(self.passed)
             set_spawning_popen(receiver)
@@ -160,22 +166,19 @@ class _Pickled:
             pickle.dump(self._write_arrays(large), file)
         self._alive = pickler  # and with it what was made only to be pickled
 
-    def _watch_for_what_is_for_one(self, pickler: reduction.ForkingPickler) -> None:
-        """Torch counts, in a pickle, one receiver of an accelerator's memory or of a named file's."""
-        table = pickler.dispatch_table
-        sharing_strategy: Any = torch.multiprocessing.get_sharing_strategy
+    def _noting_what_is_for_one(self, table: Any) -> dict[type, Callable[[Any], Any]]:
+        """Torch's reducers. It counts one receiver for an accelerator's memory, and for a named file's."""
 
-        def noting(reduce: Any) -> Any:
+        def noting(reduce: Callable[[Any], Any]) -> Callable[[Any], Any]:
             def note_and_reduce(value: Any) -> Any:
-                named = sharing_strategy() == "file_system"
+                named = torch.multiprocessing.get_sharing_strategy() == "file_system"  # type: ignore[no-untyped-call]
                 self.for_one |= named or value.device.type != "cpu"
                 return reduce(value)
 
             return note_and_reduce
 
-        for kind in (torch.Tensor, torch.nn.Parameter, torch.UntypedStorage):
-            if kind in table:
-                table[kind] = noting(table[kind])
+        kinds = (torch.Tensor, torch.nn.Parameter, torch.UntypedStorage)
+        return {kind: noting(table[kind]) for kind in kinds if kind in table}
 
     def _write_arrays(self, views: list[memoryview]) -> list[_Place]:
         if not views:
@@ -205,37 +208,61 @@ _Place = tuple[int, int]
 """Where the memory of an array begins and ends, in bytes. Whether it is read-only, the pickle knows."""
 
 
-class _ForWorker:
-    """Pickled for each process that is started, which unpickles `WorkerArguments`."""
-
-    def __init__(self, pickled: _Pickled, worker_id: int) -> None:
-        self._pickled = pickled
-        self._worker_id = worker_id
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        pickled = self._pickled
-        arrays = Descriptor(pickled.arrays_fd) if pickled.arrays_fd >= 0 else None
-        passed = [reduction.DupFd(fd) for fd in pickled.passed]
-        stream = Descriptor(pickled.stream_fd), pickled.stream_nbytes
-        return _unpack, (self._worker_id, *stream, arrays, passed)
+def _main_is_interactive() -> bool:
+    main = sys.modules.get("__main__")
+    return main is not None and getattr(main, "__spec__", None) is None and not hasattr(main, "__file__")
 
 
-def _unpack(
-    worker_id: int, stream: Descriptor, stream_nbytes: int, arrays: Descriptor | None, passed: list[Any]
-) -> WorkerArguments:
-    """In the worker: unpickle what `_Pickled` has written."""
-    _received[:] = [duplicate.detach() for duplicate in passed]
+class _InteractivePickler(reduction.ForkingPickler):
+    """Refuses what a worker cannot import: classes and functions of an interactive ``__main__``."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """See ``pickle.Pickler``."""
+        if isinstance(value, type | FunctionType) and value.__module__ == "__main__":
+            raise WorkerStartError(
+                f"the dataset, collate_fn or worker_init_fn uses {value.__qualname__!r}, which is defined "
+                "in an interactive session (__main__): worker processes started with 'spawn' or 'forkserver' "
+                "cannot import it. Put it in a module file and import it from there, or pass "
+                "multiprocessing_context='fork'."
+            )
+        return NotImplemented
+
+
+@dataclasses.dataclass
+class _Sent:
+    """What goes to a worker through its pipe while it is started; see `_Pickled`."""
+
+    worker_id: int
+    stream: Descriptor
+    stream_nbytes: int
+    arrays: Descriptor | None
+    passed: list[Any]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"passed": [reduction.DupFd(fd) for fd in self.passed]}
+
+
+def take_arguments(given: Any) -> WorkerArguments:
+    """In the worker: its arguments, unpickled if they were pickled, which imports the dataset's modules.
+
+    Args:
+        given: What `SpawnPayload.for_worker` returned, as it has arrived.
+    """
+    if not isinstance(given, _Sent):
+        arguments: WorkerArguments = given
+        return arguments
+    _received[:] = [duplicate.detach() for duplicate in given.passed]
     # Not read(): the workers share the file's position.
-    stream_view = memoryview(mmap.mmap(stream.fd, 0, access=mmap.ACCESS_READ))
-    os.close(stream.fd)
-    places: list[_Place] = pickle.loads(stream_view[stream_nbytes:])
+    stream_view = memoryview(mmap.mmap(given.stream.fd, 0, access=mmap.ACCESS_READ))
+    os.close(given.stream.fd)
+    places: list[_Place] = pickle.loads(stream_view[given.stream_nbytes :])
     buffers: list[memoryview] = []
-    if arrays is not None:
-        view = map_copy_on_write(arrays.fd, places[-1][1]).view
-        os.close(arrays.fd)
+    if given.arrays is not None:
+        view = map_copy_on_write(given.arrays.fd, places[-1][1]).view
+        os.close(given.arrays.fd)
         buffers = [view[begin:end] for begin, end in places]
-    arguments: WorkerArguments = pickle.loads(stream_view, buffers=buffers)
-    return dataclasses.replace(arguments, worker_id=worker_id)
+    arguments = pickle.loads(stream_view, buffers=buffers)
+    return dataclasses.replace(arguments, worker_id=given.worker_id)
 
 
 class _Passed:
@@ -253,7 +280,7 @@ _received: list[int] = []  # in a worker, the descriptors that came with its arg
 
 
 class _Receiver:
-    """What ``multiprocessing`` takes for the process that is being started, while the arguments are pickled.
+    """Stands for the process being started, while the arguments are pickled.
 
     ``multiprocessing.reduction.DupFd`` asks it to pass a descriptor. Which number that has in a process is
     known when that one is started. In the pickle, which is for all, it is a place in a list.

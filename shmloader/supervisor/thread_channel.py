@@ -1,4 +1,4 @@
-"""What connects a worker thread with the main process's own: two queues of records, and a bell."""
+"""A worker thread's connection with the main process's own thread: two queues, and access to the slots."""
 
 from __future__ import annotations
 
@@ -8,28 +8,30 @@ import time
 from collections import deque
 from queue import SimpleQueue
 
+from shmloader.shared_memory import Extent, Segment
 
-class Bell:
-    """Wakes whoever waits for it; rung any number of times before, it wakes once.
 
-    One thread waits at a time. It looks at what there is after it was woken, so that no ring is lost.
+class Wakeup:
+    """Wakes the one thread that waits; called any number of times before, it wakes once.
+
+    The thread looks at what there is after it was woken, so that no call is lost.
     """
 
     def __init__(self) -> None:
-        self._silent = threading.Lock()  # held while the bell has not been rung
-        self._silent.acquire()
+        self._uncalled = threading.Lock()  # held until the next call
+        self._uncalled.acquire()
 
-    def ring(self) -> None:
+    def call(self) -> None:
         """Wake the one who waits, or the next one who will."""
-        if self._silent.locked():
-            with contextlib.suppress(RuntimeError):  # another thread has rung it in this moment
-                self._silent.release()
+        if self._uncalled.locked():
+            with contextlib.suppress(RuntimeError):  # another thread has called in this moment
+                self._uncalled.release()
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait for it; whether it was rung."""
+        """Wait for a call; whether there was one."""
         if timeout_s is None:
-            return self._silent.acquire()
-        return self._silent.acquire(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
+            return self._uncalled.acquire()
+        return self._uncalled.acquire(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
 
 
 class ThreadLink:
@@ -37,21 +39,21 @@ class ThreadLink:
 
     Attributes:
         tasks: Records for the worker.
-        dones: Records for the main process; the bell rings after each.
+        dones: Records for the main process, which is woken after each.
         ended: Whether the thread has ended.
         error: What it has ended by, if that was not the main process.
         wait_ns: See `Link`.
         closed: Likewise.
     """
 
-    def __init__(self, bell: Bell) -> None:
+    def __init__(self, wakeup: Wakeup) -> None:
         self.tasks: SimpleQueue[bytes] = SimpleQueue()
         self.dones: deque[bytes] = deque()
         self.ended = False
         self.error: BaseException | None = None
         self.wait_ns = 0
-        self._bell = bell
         self.closed = False
+        self._wakeup = wakeup
 
     def receive(self) -> bytes:
         """See `Link.receive`."""
@@ -67,7 +69,7 @@ class ThreadLink:
         if self.closed:
             raise BrokenPipeError("the main process wants nothing more")
         self.dones.append(record)
-        self._bell.ring()
+        self._wakeup.call()
 
     def close(self) -> None:
         """In the main process's thread: let the worker find the link broken."""
@@ -77,4 +79,53 @@ class ThreadLink:
     def end(self, error: BaseException | None) -> None:
         """In the worker: it ends."""
         self.error, self.ended = error, True
-        self._bell.ring()
+        self._wakeup.call()
+
+
+class RevocableSegment:
+    """The iterator's `Segment` as a worker thread has it, until that is revoked.
+
+    A worker process has descriptors of its own. A thread that went on using those of an iterator that was
+    closed could meet another file under the same number, or make an object that nobody removes.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self._revoked = False
+        # Reentrant: the iterator may be found to be garbage in the middle of a call, and revokes this.
+        self._lock = threading.RLock()
+
+    def reserve(self, slot: int, held_nbytes: int, nbytes: int) -> int:
+        """See `Segment.reserve`."""
+        with self._lock:
+            self._check()
+            reserved_nbytes = self._segment.reserve(slot, held_nbytes, nbytes)
+            if self._revoked:
+                self._segment.discard(slot, reserved_nbytes)
+            self._check()
+            return reserved_nbytes
+
+    def map(self, slot: int, nbytes: int) -> Extent:
+        """See `Segment.map`."""
+        with self._lock:
+            self._check()
+            return self._segment.map(slot, nbytes)
+
+    def discard(self, slot: int, nbytes: int, kept_nbytes: int = 0) -> None:
+        """See `Segment.discard`."""
+        with self._lock:
+            self._check()
+            self._segment.discard(slot, nbytes, kept_nbytes)
+
+    def close(self) -> None:
+        """The owner's: a worker that closed the segment would take the slots from all others."""
+        raise NotImplementedError("only the iterator closes its segment")
+
+    def revoke(self) -> None:
+        """From now on refuse everything, as a broken link does; returns when no call is under way."""
+        with self._lock:
+            self._revoked = True
+
+    def _check(self) -> None:
+        if self._revoked:
+            raise BrokenPipeError("the loader was closed")

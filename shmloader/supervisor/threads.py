@@ -25,9 +25,8 @@ from shmloader.diagnostics.exceptions import add_note, forget_frames
 from shmloader.errors import WorkerDied
 from shmloader.host.interrupts import HeldInterrupts
 from shmloader.supervisor import forks
-from shmloader.supervisor.interface import MakeArguments, Worker
-from shmloader.supervisor.revocable import SegmentGate
-from shmloader.supervisor.thread_channel import Bell, ThreadLink
+from shmloader.supervisor.interface import Lifecycle, MakeArguments, State, Worker, Workers
+from shmloader.supervisor.thread_channel import RevocableSegment, ThreadLink, Wakeup
 from shmloader.worker.loop import run_in_thread
 
 _CLOSE_S = 0.5  # how long `close` waits for threads to end
@@ -39,31 +38,32 @@ _unended: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # told to end, 
 _live: weakref.WeakSet[ThreadWorkers] = weakref.WeakSet()
 
 
-class ThreadWorkers:
-    """All worker threads of one iterator; a `Workers`.
+class ThreadWorkers(Workers):
+    """All worker threads of one iterator.
 
     Args:
         make_arguments: See `MakeArguments`.
         num_workers: How many.
 
     Attributes:
-        workers: By their number; empty after `close`.
-        closed_because: Why they were stopped.
-        look_again_ns: See `Workers`. Looking again would hold the interpreter lock, which the worker that is
-            waited for needs.
+        workers: See `Workers`, also for the others.
+        processes: None: what frameworks do with them, ending them, cannot be done with threads.
+        lifecycle: See `Workers`.
+        look_again_ns: 0. Looking again would hold the interpreter lock, which the worker that is waited for
+            needs.
         given_nbytes: See `Workers`.
     """
 
+    workers: list[ThreadWorker]
     look_again_ns = 0
     given_nbytes = 0
 
     def __init__(self, make_arguments: MakeArguments, num_workers: int) -> None:
-        self.workers: list[ThreadWorker] = []
-        self._dismissed: list[ThreadWorker] = []  # told to end
+        self.workers = []
+        self.processes = []
+        self.lifecycle = Lifecycle()
         self._make_arguments = make_arguments
-        self.closed_because = ""
-        self._bell = Bell()
-        self._interrupted = False
+        self._wakeup = Wakeup()
         forks.begin(self)
         _end_with_program()
         _live.add(self)
@@ -86,8 +86,8 @@ class ThreadWorkers:
 
     def _start(self, worker_id: int) -> ThreadWorker:
         arguments = self._make_arguments(worker_id)
-        segment = SegmentGate(arguments.segment)
-        link = ThreadLink(self._bell)
+        segment = RevocableSegment(arguments.segment)
+        link = ThreadLink(self._wakeup)
         own = dataclasses.replace(arguments, segment=segment, dataset=_copy_dataset(arguments.dataset, {}))
         name = f"shmloader-worker-{worker_id}"
         thread = threading.Thread(target=_run, args=(own, link), name=name, daemon=True)
@@ -101,13 +101,6 @@ class ThreadWorkers:
         with HeldInterrupts():
             return self._start(len(self.workers))
 
-    def dismiss(self) -> None:
-        """See `Workers`."""
-        with HeldInterrupts():
-            worker = self.workers.pop()
-            self._dismissed.append(worker)
-            worker.close()
-
     def restart(self, worker: Worker) -> Worker:
         """Worker threads are not replaced: `arguments` refuses ``worker_restarts``."""
         raise NotImplementedError(f"worker thread {worker.worker_id} cannot be replaced")
@@ -117,25 +110,15 @@ class ThreadWorkers:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             spoke = [worker for worker in self.workers if worker.has_news()]
-            if spoke or self._interrupted:
+            if spoke or self.interrupted:
                 return spoke
-            if not self._bell.wait(None if deadline is None else deadline - time.monotonic()):
+            if not self._wakeup.wait(None if deadline is None else deadline - time.monotonic()):
                 return []
 
     def interrupt(self) -> None:
         """See `Workers`."""
-        self._interrupted = True
-        self._bell.ring()
-
-    @property
-    def interrupted(self) -> bool:
-        """See `Workers`."""
-        return self._interrupted
-
-    @property
-    def processes(self) -> list[Any]:
-        """None: what frameworks do with them, ending them, cannot be done with threads."""
-        return []
+        self.lifecycle.interrupted = True
+        self._wakeup.call()
 
     def stack_of(self, worker: Worker) -> str:
         """See `Workers`."""
@@ -165,10 +148,9 @@ class ThreadWorkers:
             because: The reason, kept in ``closed_because``.
             grace_s: Most seconds to wait.
         """
-        self.closed_because = self.closed_because or because
+        self.lifecycle.end(State.CLOSED, because)
         with HeldInterrupts() as interrupts:
-            workers, self.workers = self.workers + self._dismissed, []
-            self._dismissed = []
+            workers, self.workers = self.workers, []
             forks.end(self)
             _live.discard(self)
             for worker in workers:
@@ -177,8 +159,10 @@ class ThreadWorkers:
 
     def leave_to_parent(self) -> None:
         """See `Workers`."""
-        self.workers, self._dismissed = [], []
-        self.closed_because = "its workers are threads of the process that this one was forked from"
+        self.workers = []
+        self.lifecycle.end(
+            State.LEFT_TO_PARENT, "its workers are threads of the process that this one was forked from"
+        )
 
 
 class ThreadWorker:
@@ -192,7 +176,7 @@ class ThreadWorker:
     """
 
     def __init__(
-        self, worker_id: int, thread: threading.Thread, link: ThreadLink, segment: SegmentGate
+        self, worker_id: int, thread: threading.Thread, link: ThreadLink, segment: RevocableSegment
     ) -> None:
         self.worker_id = worker_id
         self.thread = thread
@@ -233,7 +217,7 @@ class ThreadWorker:
     def close(self) -> None:
         """Tell the thread to end. When this returns it has no access to the loader's segment any more."""
         self.link.close()
-        self._segment.shut()
+        self._segment.revoke()
 
 
 def _copy_dataset(dataset: Any, copies: dict[int, Any]) -> Any:

@@ -10,7 +10,6 @@ import contextlib
 import gc
 import os
 import pickle
-import signal
 import sys
 import threading
 import traceback
@@ -27,7 +26,6 @@ from shmloader.codec import Encoded, Encoder
 from shmloader.codec.slot_writer import SlotWriter, set_current_writer
 from shmloader.diagnostics.bad_samples import Reported
 from shmloader.diagnostics.exceptions import capture, forget_frames
-from shmloader.diagnostics.stacks import answer_with_stacks
 from shmloader.sampling.index_batches import unpack_index_batch
 from shmloader.shared_memory import Segment
 from shmloader.sources import why_per_sample
@@ -44,7 +42,6 @@ from shmloader.wire.messages import (
     StreamEnded,
     unpack_request,
 )
-from shmloader.worker import watch
 from shmloader.worker.collate import install_slot_collate
 from shmloader.worker.epoch_settings import EpochSettings
 from shmloader.worker.fetch import Fetcher, FetchRules, make_fetcher
@@ -91,13 +88,8 @@ class WorkerArguments:
 
 
 def run(arguments: WorkerArguments, pipes: Pipes) -> None:
-    """Entry point of a worker process."""
+    """Entry point of a worker process, once its first steps are taken (`shmloader.supervisor.launch`)."""
     gc.freeze()  # a collection would visit, and so copy, every object that a fork shares with its parent
-    # SIGTERM ends a worker whatever a fork has inherited.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.set_wakeup_fd(-1)
-    watch.begin(arguments.main_pid)
-    answer_with_stacks(pipes.stacks)
     set_current_writer(None)  # of a worker thread that forked this process
     torch.set_num_threads(1)
     seed_worker_process(arguments.base_seed, arguments.worker_id)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 TESTS = Path(__file__).absolute().parents[1]
 
@@ -130,7 +129,6 @@ def assert_dies_with_its_last_reference(loader: Any, batches: int) -> None:
             next(iterator)
         workers = iterator._workers
         del iterator
-        with pytest.raises(ValueError, match="closed"):
-            workers[0].is_alive()
+        assert not workers[0].is_alive()
     finally:
         gc.enable()

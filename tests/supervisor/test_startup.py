@@ -22,7 +22,7 @@ from startup_datasets import (
 )
 from torch.utils.data import default_collate
 
-from shmloader import DataLoader, share
+from shmloader import DataLoader, WorkerDied, share
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning")
 
@@ -210,3 +210,20 @@ def test_worker_threads_leave_the_programs_objects_to_its_collector() -> None:
     with DataLoader(Numbered(8), num_workers=2, worker_type="thread") as loader:
         assert len(list(loader)) == 8
         assert gc.get_freeze_count() <= frozen
+
+
+class CannotArrive(Numbered):
+    def __setstate__(self, state: Any) -> None:
+        raise LookupError("no licence on this host")
+
+
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.long)])
+def test_what_a_worker_cannot_unpickle_is_told_by_the_error_and_nowhere_else(
+    method: str, warm_helpers: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    loader = DataLoader(CannotArrive(8), num_workers=2, multiprocessing_context=method)
+    with pytest.raises(
+        WorkerDied, match=r"exited with code 1.*\n(.*\n)*LookupError: no licence on this host"
+    ):
+        next(iter(loader))
+    assert capfd.readouterr().err == ""

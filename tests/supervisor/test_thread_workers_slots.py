@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 
 from shmloader import SpillWarning
 from shmloader.shared_memory import MemfdSegment
-from shmloader.supervisor.revocable import SegmentGate
+from shmloader.supervisor.thread_channel import RevocableSegment
 from shmloader.worker.collate import install_slot_collate
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -143,7 +143,7 @@ def test_memory_that_is_detached_never_reads_as_anything_else() -> None:
 def test_what_only_the_iterator_may_do_is_refused_to_a_thread() -> None:
     """A thread that closed the segment would take the slots from all."""
     segment = MemfdSegment()
-    gate = SegmentGate(segment)
+    gate = RevocableSegment(segment)
     with pytest.raises(NotImplementedError, match="only the iterator"):
         gate.close()
     segment.close()
