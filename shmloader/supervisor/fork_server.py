@@ -11,7 +11,7 @@ import contextlib
 import os
 import site
 import sys
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ def begin() -> None:
         return
     forkserver.set_forkserver_preload([*(chosen if chosen != _DEFAULT else []), *_PRELOADED])
     try:
+        resource_tracker.ensure_running()  # as in `launch`
         # Blocked, the server would die of Ctrl-C while it imports. `fork_server_ready` unblocks it.
         with interrupts_blocked() if _server_finds_this_package() else contextlib.nullcontext():
             forkserver.ensure_running()

@@ -24,7 +24,7 @@ class State(enum.Enum):
     """This process was forked from the one whose workers they are."""
 
 
-class Lifecycle:
+class WorkersLifecycle:
     """Life of the workers of one iterator.
 
     Attributes:
@@ -85,7 +85,7 @@ class Workers(Protocol):
 
     workers: Sequence[Worker]
     processes: list[Any]
-    lifecycle: Lifecycle
+    lifecycle: WorkersLifecycle
     look_again_ns: int
     given_nbytes: int
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -36,15 +37,18 @@ def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes) -> Any
         WorkerDied: If it ended before it was started wholly.
     """
     _check_descriptors()
+    method = context.get_start_method()
     by_leader = threading.get_native_id() == os.getpid()
     process = context.Process(target=_worker, args=(given, pipes, os.getpid(), by_leader), daemon=True)
     try:
-        with interrupts_blocked() if context.get_start_method() != "forkserver" else contextlib.nullcontext():
+        if method == "spawn":
+            resource_tracker.ensure_running()  # as start() does, which unblocks SIGINT
+        with interrupts_blocked() if method != "forkserver" else contextlib.nullcontext():
             process.start()
     except (BrokenPipeError, ConnectionError, EOFError) as error:
         raise WorkerDied(
             f"shmloader worker {worker_id} ended while it was being started (start method "
-            f"{context.get_start_method()!r}), before it had read what it is given: {error!r}. Its own error "
+            f"{method!r}), before it had read what it is given: {error!r}. Its own error "
             "output, above, says why if it could; a SIGKILL leaves none (is memory short?).",
             worker_id=worker_id,
         ) from error
@@ -53,6 +57,7 @@ def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes) -> Any
 
 def _worker(given: Any, pipes: Pipes, main_pid: int, by_leader: bool) -> None:
     """A worker process: first what protects it and the user, then the dataset's modules, then its loop."""
+    gc.freeze()  # as `run` does again: a collection would visit, and so copy, all that a fork shares
     watch.begin(main_pid, by_leader)
     answer_with_stacks(pipes.stacks)
     try:
@@ -70,7 +75,6 @@ def interrupts_blocked() -> Iterator[None]:
     They inherit the signal mask. A worker unblocks SIGINT at its first line, where it has a handler; until
     then its interpreter, the main module and its imports are not interrupted.
     """
-    resource_tracker.ensure_running()  # unblocks SIGINT in this thread if it has to start the tracker
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -16,7 +16,7 @@ from shmloader.host.interrupts import HeldInterrupts
 from shmloader.host.limits import oom_kills
 from shmloader.shared_memory import Descriptor
 from shmloader.supervisor import fork_server, forks
-from shmloader.supervisor.interface import Lifecycle, MakeArguments, State, Worker, Workers
+from shmloader.supervisor.interface import MakeArguments, State, Worker, Workers, WorkersLifecycle
 from shmloader.supervisor.launch import start_process
 from shmloader.supervisor.process import ProcessWorker
 from shmloader.supervisor.reports import describe_death, explain_kill
@@ -52,7 +52,7 @@ class ProcessWorkers(Workers):
     def __init__(self, context: Any, make_arguments: MakeArguments, num_workers: int) -> None:
         self.workers = []
         self.processes: list[Any] = []
-        self.lifecycle = Lifecycle()
+        self.lifecycle = WorkersLifecycle()
         self.given_nbytes = 0
         self._context = context
         self._method: str = context.get_start_method()

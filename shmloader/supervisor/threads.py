@@ -25,7 +25,7 @@ from shmloader.diagnostics.exceptions import add_note, forget_frames
 from shmloader.errors import WorkerDied
 from shmloader.host.interrupts import HeldInterrupts
 from shmloader.supervisor import forks
-from shmloader.supervisor.interface import Lifecycle, MakeArguments, State, Worker, Workers
+from shmloader.supervisor.interface import MakeArguments, State, Worker, Workers, WorkersLifecycle
 from shmloader.supervisor.thread_channel import RevocableSegment, ThreadLink, Wakeup
 from shmloader.worker.loop import run_in_thread
 
@@ -61,7 +61,7 @@ class ThreadWorkers(Workers):
     def __init__(self, make_arguments: MakeArguments, num_workers: int) -> None:
         self.workers = []
         self.processes = []
-        self.lifecycle = Lifecycle()
+        self.lifecycle = WorkersLifecycle()
         self._make_arguments = make_arguments
         self._wakeup = Wakeup()
         forks.begin(self)

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.random  # here, since NumPy imports it at its first use: each forked worker would for itself
 import torch
 
 from shmloader.sources import why_per_sample
