@@ -129,11 +129,11 @@ def test_workers_watch_the_main_process_also_beyond_descriptor_1023() -> None:
     assert counts == [2, 2]
 
 
-def test_long_headers_are_not_remembered() -> None:
+def test_data_in_headers_is_not_remembered() -> None:
     iterator = iter(DataLoader(Numbered(40), num_workers=1, collate_fn=list_of_many))
     for batch in iterator:
         assert len(batch[1]) == 20_000
-    assert not iterator._decoder._known
+    assert sum(map(len, iterator._decoder._known)) < 1000
 
 
 def list_of_many(samples: list[torch.Tensor]) -> list:
