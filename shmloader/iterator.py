@@ -270,7 +270,8 @@ class SlotIterator(torch_private.BaseIterator):
 
     def _await(self, task: Task) -> None:
         """Take in what workers have said, or wait for it, until the batch of a task may be here."""
-        self._check_open()
+        if not self._crew.workers:
+            self._check_open()
         schedule, dispatcher = self._schedule, self._dispatcher
         if not schedule.is_active(task.worker_id):
             dispatcher.ledger.void(task)  # its worker's iterable dataset ended before it
@@ -283,7 +284,8 @@ class SlotIterator(torch_private.BaseIterator):
 
     def _return(self, task: Task) -> Any:
         """The batch of a task that has arrived, or ``LEFT_OUT``; raises the exception in its place."""
-        self._check_open()
+        if not self._crew.workers:
+            self._check_open()
         dispatcher, answer = self._dispatcher, task.answer
         assert answer is not None
         anchor, header = dispatcher.take(task)
@@ -295,7 +297,7 @@ class SlotIterator(torch_private.BaseIterator):
             self._lifecycle.expect(error)
             raise
         del anchor
-        if dispatcher.warning and batch is not LEFT_OUT:
+        if self.pool.warning and batch is not LEFT_OUT:
             self._warn(batch)
         return batch
 
@@ -318,8 +320,7 @@ class SlotIterator(torch_private.BaseIterator):
 
     def _warn(self, batch: Any) -> None:
         """Give the warning; where the program's filters make it an error, the batch comes next."""
-        dispatcher = self._dispatcher
-        warning, dispatcher.warning = dispatcher.warning, ""
+        warning, self.pool.warning = self.pool.warning, ""
         self._held_back.append(batch)
         try:
             warnings.warn(warning, SpillWarning, stacklevel=level_of_the_program())

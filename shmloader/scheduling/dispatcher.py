@@ -54,7 +54,6 @@ class Dispatcher:
         ledger: All unfinished tasks.
         ended_streams: Workers that have said, since this was last emptied, that their dataset is exhausted.
         joining: Workers that were added later and have not come to the present epoch yet.
-        warning: A warning for the program, to be given with the next batch, or "".
         inspection: The checks of ``SHMLOADER_DEBUG=1``, or None.
     """
 
@@ -71,7 +70,6 @@ class Dispatcher:
         self.ledger = Ledger(len(workers.workers))
         self.ended_streams: list[int] = []
         self.joining: set[int] = set()
-        self.warning = ""
         self.inspection = Inspection(pool) if inspection_wanted() else None
         self._counters = counters
         self._policy = policy
@@ -97,14 +95,14 @@ class Dispatcher:
             payload = b""
         elif slot.nbytes == 0:
             pool.reserve(slot, 1)  # so that there is always room for a part, or for an error
-        hint_nbytes = pool.typical_nbytes or pool.largest_nbytes
+        budget = pool.budget
         request = MakeBatch(
             task.epoch,
             task.seq,
             task.position,
             slot.number,
             slot.nbytes,
-            hint_nbytes,
+            budget.typical_nbytes or budget.largest_nbytes,
             slot.limit_nbytes,
             nbytes,
             payload,
@@ -310,7 +308,6 @@ class Dispatcher:
             header = bytes(view[begin:end])
             if self.inspection is not None:
                 self.inspection.leased(slot, task.seq, header, begin)
-            self.warning = self.warning or pool.take_warning()
             return anchor, header
         if answer.spilled:
             assert task.image is not None
@@ -318,7 +315,6 @@ class Dispatcher:
             pool.give_back(slot)
         else:
             image = pool.spill(slot)
-        self.warning = self.warning or pool.take_warning()
         return image, image[begin:end].tobytes()
 
     # --- workers that die or do not answer

@@ -51,6 +51,7 @@ class Schedule:
         self._dispatcher = dispatcher
         self._ledger = ledger = dispatcher.ledger
         self._pool = dispatcher.pool
+        self._budget = dispatcher.pool.budget
         self._counters = counters
         self._lifecycle = lifecycle
         self._next_epoch = next_epoch_for(loader, index_sampler)
@@ -112,7 +113,7 @@ class Schedule:
             self._next_epoch.begin_epoch()
         if self._growth is not None:
             self._growth.begin_epoch()
-        for _ in range(self._pool.most_tasks - self._ledger.outstanding):
+        for _ in range(self._budget.most_tasks - self._ledger.outstanding):
             self._send_task()
 
     # --- tasks
@@ -151,7 +152,7 @@ class Schedule:
     def send_more(self) -> None:
         """Send the tasks that are due after a batch was taken."""
         ledger, free_workers = self._ledger, self.free_workers
-        if ledger.outstanding < self._pool.most_tasks:
+        if ledger.outstanding < self._budget.most_tasks:
             self._send_task()
         elif free_workers is not None:
             free_workers.note_return()
@@ -159,7 +160,7 @@ class Schedule:
                 pass
         if self._growth is not None:
             self._growth.note_return()
-            while ledger.outstanding < self._pool.most_tasks and self._send_task():
+            while ledger.outstanding < self._budget.most_tasks and self._send_task():
                 pass
 
     def note_wait(self, due: Task) -> None:

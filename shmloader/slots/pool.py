@@ -13,7 +13,7 @@ import numpy.typing as npt
 from shmloader.host.limits import memory_headroom
 from shmloader.shared_memory import Extent, MemfdSegment, Segment
 from shmloader.slots import messages
-from shmloader.slots.budget import Budget
+from shmloader.slots.budget import SPARE_SLOTS, Budget
 from shmloader.slots.slot import Lease, Slot, SlotState
 from shmloader.statistics import Counters
 
@@ -39,6 +39,7 @@ class SlotPool:
         budget: What each slot may take, and how many tasks there may be.
         slots: All slots that were made, by number.
         warm_slots: How many slots keep their memory, besides leased ones.
+        warning: A warning for the program, to be given with the next batch, or "".
         keeps_granted: Whether workers may outlive the pool: `close` leaves them the slots that they have.
         on_freed: Called with each slot that has become free (see `inspection`).
         on_granted: Called with each free slot before it is granted.
@@ -67,7 +68,7 @@ class SlotPool:
         self._leased = 0
         self._counters = counters or Counters()
         self._wanted_tasks = most_tasks
-        self._warning = ""
+        self.warning = ""
         self._closed = False
 
     @classmethod
@@ -149,7 +150,8 @@ class SlotPool:
             self.collect()
         budget = self.budget
         others = max(budget.most_tasks, budget.tasks - 1)
-        return self._leased + 1 + others <= self._most_slots() and budget.has_room_for_lease()
+        most_slots = budget.most_tasks + SPARE_SLOTS + RETAINED_SLOTS
+        return self._leased + 1 + others <= most_slots and budget.has_room_for_lease()
 
     def has_room_for_more(self) -> bool:
         """Whether a task beyond ``most_tasks`` can have a slot for the largest batch."""
@@ -191,7 +193,7 @@ class SlotPool:
         slot.limit_nbytes = limit_nbytes
         budget.used_nbytes += limit_nbytes
         budget.tasks += 1
-        if budget.excess_nbytes() > 0:
+        if budget.used_nbytes + budget.free_nbytes > budget.nbytes:
             self._discard_excess()
         return slot
 
@@ -393,11 +395,6 @@ class SlotPool:
             self._warn(messages.fewer_ahead, self.budget, before)
         self._discard_excess()
 
-    def take_warning(self) -> str:
-        """The warning that the program is to be given, once; "" if there is none."""
-        warning, self._warning = self._warning, ""
-        return warning
-
     def figures(self) -> str:
         """A sentence on what the slots take, for the error of a worker that was killed."""
         return messages.figures(self.budget, self.reserved_nbytes())
@@ -410,4 +407,4 @@ class SlotPool:
         """Have a warning ready for the program; one for each loader."""
         if not self._counters.warned_of_spills:
             self._counters.warned_of_spills = True
-            self._warning = message(*facts)
+            self.warning = message(*facts)

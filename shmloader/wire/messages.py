@@ -107,6 +107,8 @@ class BeginEpoch(NamedTuple):
 
 Request = MakeBatch | SendNextPart | BeginEpoch
 
+_new = tuple.__new__  # as `_make` does it, in a third of the time
+
 _MAKE_BATCH, _NEXT_PART, _BEGIN_EPOCH = 1, 2, 3
 _MAKE_BATCH_LAYOUT = _request_layout(_MAKE_BATCH_FIELDS)
 _pack_make_batch = _MAKE_BATCH_LAYOUT.pack  # for every batch; and the same without the kind:
@@ -120,7 +122,7 @@ def unpack_request(record: bytes) -> Request:
     """Read a request."""
     kind = record[0]
     if kind == _MAKE_BATCH:
-        return MakeBatch._make(_unpack_make_batch(record))
+        return _new(MakeBatch, _unpack_make_batch(record))
     if kind == _NEXT_PART:
         return SendNextPart(_NEXT_PART_LAYOUT.unpack(record)[1])
     return BeginEpoch._make(_BEGIN_EPOCH_LAYOUT.unpack(record)[1:])
@@ -227,7 +229,7 @@ _ANSWERS: dict[int, tuple[Any, struct.Struct]] = {
 def unpack_answer(records: bytes, begin: int) -> Answer:
     """Read the answer at an offset."""
     if records[begin] == _PUBLISHED:
-        return Published._make(_unpack_published(records, begin))
+        return _new(Published, _unpack_published(records, begin))
     kind, layout = _ANSWERS[records[begin]]
     answer: Answer = kind._make(layout.unpack_from(records, begin)[1:])
     return answer
