@@ -302,7 +302,7 @@ class SlotIterator(torch_private.BaseIterator):
         return batch
 
     def _unpack(self, answer: Published, anchor: npt.NDArray[np.uint8], header: bytes) -> Any:
-        """What a worker's answer holds for the program: a batch, or the exception in its place, raised."""
+        """The batch of a worker's answer; the exception in its place is raised."""
         batch = self._decoder.decode(anchor, header)
         if answer.failed:
             self._counters.failures += 1

@@ -53,7 +53,7 @@ else:
 
 @dataclass
 class _Own:
-    """What belongs to one loader and not to copies of it.
+    """State of one loader that copies of it do not share.
 
     Attributes:
         loader_id: The loader's identity.
@@ -341,7 +341,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             iterator.set_epoch(epoch)
 
     def statistics(self) -> LoaderStatistics:
-        """What the loader has done so far and what it holds now."""
+        """Counters of the loader's life so far, and the slots that it holds now."""
         counters, auto = self._own().counters, self._own().auto
         # A copy, looked at and not touched: another thread may be iterating.
         slots = [slot for iterator in self._iterators() for slot in list(iterator.pool.slots)]

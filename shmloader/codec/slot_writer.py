@@ -229,7 +229,7 @@ class SlotWriter:
         return offset
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
-        """Where memory of this process lies in the slot's allocated part, or None if it does not."""
+        """The offset of this process's memory in the slot's allocated part; None if it does not lie there."""
         if self.extent is None:
             return None
         offset = address - self.extent.address
@@ -298,7 +298,7 @@ class SlotWriter:
 
     @property
     def address(self) -> int:
-        """Where the slot lies in this process."""
+        """The slot's address in this process."""
         assert self._here is not None
         return self._here.extent.address
 

@@ -1,1 +1,1 @@
-"""Which worker makes which batch, and when. Main process."""
+"""Scheduling: which worker makes which batch, and when. Main process."""

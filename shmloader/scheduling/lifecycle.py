@@ -21,7 +21,7 @@ _LEAVE_S = 1.0  # how long another thread may take to leave `next()` after the l
 
 
 class Phase(enum.Enum):
-    """Where the iterator is."""
+    """The phases of an iterator."""
 
     IDLE = "idle"  # outside next(); all records are complete
     RUNNING = "running"  # inside next()

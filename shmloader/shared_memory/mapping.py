@@ -127,7 +127,7 @@ def take_space(nbytes: int, protection: int, flags: int = MAP_NORESERVE) -> mmap
 
 
 def address_of(space: mmap.mmap) -> int:
-    """Where address space begins, also where it may not be read."""
+    """The address at which address space begins, also of space that may not be read."""
     return int(np.frombuffer(space, np.uint8, 1).ctypes.data)
 
 

@@ -1,4 +1,4 @@
-"""What ``SHMLOADER_DEBUG=1`` adds: poisoned slots, checked records, and who holds the slots.
+"""Checks of ``SHMLOADER_DEBUG=1``: poisoned slots, checked records, and who holds the slots.
 
 Slow, and meant to be: every byte of a slot is written when it becomes free and read when it is granted again.
 Main process only.
@@ -30,7 +30,7 @@ def wanted() -> bool:
 
 
 class Publication(NamedTuple):
-    """What a worker says of a slot that it has published.
+    """A worker's statement about a slot that it has published.
 
     Attributes:
         worker_id: The worker.

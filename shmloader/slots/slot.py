@@ -12,7 +12,7 @@ from shmloader.shared_memory import Extent
 
 
 class SlotState(enum.Enum):
-    """Whose hand a slot is in."""
+    """The states of a slot: the hand that it is in."""
 
     FREE = "free"
     GRANTED = "granted"

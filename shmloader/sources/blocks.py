@@ -120,7 +120,7 @@ def _block_of_array(array: Array) -> Source:
 
 @functools.lru_cache(maxsize=64)
 def joined_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
-    """What ``default_collate`` makes of NumPy's scalars of a dtype; None if it refuses them."""
+    """The dtype that ``default_collate`` gives NumPy's scalars of a dtype; None if it refuses them."""
     try:
         joined: torch.Tensor = default_collate([np.zeros((), dtype)[()]] * 2)
     except (TypeError, ValueError, RuntimeError):

@@ -107,7 +107,7 @@ def _join_taken(taken: Any, make: Make) -> Any:
 
 
 def _as_record(kind: type, joined: Sequence[Any]) -> Any:
-    """What ``default_collate`` makes of tuples, or of namedtuples of one class."""
+    """The batch that ``default_collate`` makes of tuples, or of namedtuples of one class."""
     fields = [as_sample_field(field) for field in joined]
     if kind is tuple:
         return fields

@@ -91,7 +91,7 @@ class Workers(Protocol):
 
     @property
     def closed_because(self) -> str:
-        """Why they were stopped, or are about to be."""
+        """The reason why they were stopped, or are about to be."""
         return self.lifecycle.reason
 
     @closed_because.setter

@@ -36,7 +36,7 @@ _OWNERS = frozenset({"numpy", "pyarrow"})  # whose objects take any buffer as th
 
 
 class SpawnPayload:
-    """What workers that are started together are given; a context manager, left when all are started.
+    """The arguments of workers that are started together; a context manager, left when all are started.
 
     Runs in the main process. What was pickled is forgotten at the end: a worker that is started later, in
     another's place, is given the dataset as it is then.
@@ -62,7 +62,7 @@ class SpawnPayload:
         self._forget()
 
     def for_worker(self, worker_id: int) -> Any:
-        """What to start a worker's process with, for `take_arguments`."""
+        """The object to start a worker's process with, for `take_arguments`."""
         if self._method == "fork":
             return self._make_arguments(worker_id)
         pickled = self._pickled
@@ -230,7 +230,7 @@ class _InteractivePickler(reduction.ForkingPickler):
 
 @dataclasses.dataclass
 class _Sent:
-    """What goes to a worker through its pipe while it is started; see `_Pickled`."""
+    """The part of a worker's arguments that goes through its pipe while it is started; see `_Pickled`."""
 
     worker_id: int
     stream: Descriptor

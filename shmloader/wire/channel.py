@@ -16,7 +16,7 @@ from shmloader.wire.messages import REQUEST_NBYTES, SPIN_NS
 
 
 class Link(Protocol):
-    """What a worker needs of its connection.
+    """A worker's end of its connection with the main process.
 
     Attributes:
         wait_ns: Nanoseconds that the last `receive` waited.
