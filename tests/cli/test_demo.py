@@ -107,6 +107,7 @@ def cells(output: str, label: str) -> list[str]:
 def test_both_loaders_give_equal_losses_and_leave_nothing_behind(marked_run: MarkedRun) -> None:
     done = marked_run.finish("demo", "--steps", "4", *_SMALL)
     assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
     assert "equal, bit for bit: yes" in done.stdout
     before, after = (
         [float(loss) for loss in cells(done.stdout, f"held-out loss {when}, nats/byte")]

@@ -168,7 +168,7 @@ def _run_in_process(spec: RunSpec) -> Run:
     """
     with tempfile.TemporaryDirectory(prefix="shmloader-demo-") as folder:
         result_path = Path(folder, "result.json")
-        command = [sys.executable, "-m", "shmloader.cli.demo.run"]
+        command = [sys.executable, "-m", "shmloader.cli.demo"]
         # A session of its own, or Ctrl-C would also strike the workers, in mid-sentence.
         process = subprocess.Popen(
             [*command, json.dumps(asdict(spec)), str(result_path)],

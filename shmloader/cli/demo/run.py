@@ -1,6 +1,6 @@
 """One loader's part of the demo, in a process of its own, so that memory figures do not mix.
 
-Started by :mod:`shmloader.cli.demo` as ``python -m shmloader.cli.demo.run SPEC RESULT``: the first
+Started by :mod:`shmloader.cli.demo` as ``python -m shmloader.cli.demo SPEC RESULT``: the first
 argument is a :class:`RunSpec` as JSON, the second the file that receives the :class:`RunResult`.
 """
 
@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import signal
-import sys
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -252,7 +251,3 @@ def main(arguments: Sequence[str]) -> int:
         return INTERRUPTED
     Path(arguments[1]).write_text(json.dumps(asdict(result)), encoding="utf-8")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
