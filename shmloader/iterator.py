@@ -166,16 +166,18 @@ class SlotIterator(torch_private.BaseIterator):
         if first_iter:
             schedule.begin_epoch(self._reset_sampler(loader, None, first_iter=True))
             return
-        settings = EpochSettings(None, self._set_epoch, self._dataset_state.take_changes())
+        settings = EpochSettings(None, self._set_epoch, self._dataset_state.changes())
         early = schedule.take_early(discard=settings != (None, None, {}))
         sampler_iter = self._reset_sampler(loader, early, first_iter=False)
-        self._set_epoch = None
         self._present.shared_seed = self._shared_seed
         self._present.epoch += 1
         if early is not None:
             schedule.go_on(sampler_iter)
         else:
             self._dispatcher.begin_epoch(pickle.dumps(settings._replace(shared_seed=self._shared_seed), 5))
+            # Not before: an exception of the sampler, say, leaves them to the next attempt.
+            self._set_epoch = None
+            self._dataset_state.note_sent()
             schedule.begin_epoch(sampler_iter)
 
     def _reset_sampler(self, loader: Any, early: Iterator[Any] | None, *, first_iter: bool) -> Iterator[Any]:

@@ -89,14 +89,18 @@ class DatasetState:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._known = _plain_attributes(dataset)
+        self._known = self._latest = _plain_attributes(dataset)
 
-    def take_changes(self) -> dict[Path, dict[str, Any]]:
-        """The attributes that have changed since the last call, or since the workers were started."""
-        before, self._known = self._known, _plain_attributes(self._dataset)
+    def note_sent(self) -> None:
+        """Note that workers have got the changes that were last asked for."""
+        self._known = self._latest
+
+    def changes(self) -> dict[Path, dict[str, Any]]:
+        """The attributes that have changed since workers got them; see `note_sent`."""
+        self._latest = _plain_attributes(self._dataset)
         changes: dict[Path, dict[str, Any]] = {}
-        for path, attributes in self._known.items():
-            known = before.get(path, {})
+        for path, attributes in self._latest.items():
+            known = self._known.get(path, {})
             changed = {
                 name: value
                 for name, value in attributes.items()

@@ -168,3 +168,28 @@ def test_an_error_of_set_epoch_in_a_worker_is_raised_with_the_first_batch() -> N
         loader.set_epoch(7)
         with pytest.raises(LookupError, match="no epoch 7 here"):
             list(loader)
+
+
+class Sometimes(list[int]):
+    """A sampler that cannot be begun while it is told so."""
+
+    raises = False
+
+    def __iter__(self) -> Iterator[int]:
+        if self.raises:
+            raise LookupError("not now")
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("through", ["loader", "dataset"])
+def test_an_epoch_that_could_not_be_begun_loses_no_change(through: str) -> None:
+    dataset, sampler = Tells(), Sometimes(range(12))
+    given: dict[str, Any] = {"batch_size": None, "num_workers": 2, "persistent_workers": True}
+    with DataLoader(dataset, sampler=sampler, **given) as loader:
+        list(loader)
+        (loader if through == "loader" else dataset).set_epoch(4)
+        sampler.raises = True
+        with pytest.raises(LookupError, match="not now"):
+            iter(loader)
+        sampler.raises = False
+        assert [sample["epoch"] for sample in loader] == [4] * 12
