@@ -1,6 +1,6 @@
 """One pass over a loader with workers: batches in the sampler's order. Main process only.
 
-`Schedule` sends tasks to the workers, `Dispatcher` receives their answers, and the iterator returns the
+`Scheduler` sends tasks to the workers, `Dispatcher` receives their answers, and the iterator returns the
 batches in order.
 """
 
@@ -25,8 +25,8 @@ from shmloader.arguments import THREAD, is_dynamic
 from shmloader.codec import Decoder
 from shmloader.device.pinning import pin_batch
 from shmloader.diagnostics.bad_samples import LEFT_OUT, count, take_report, warn_of_bad_samples
-from shmloader.diagnostics.callers import level_of_the_program
 from shmloader.diagnostics.exceptions import restore
+from shmloader.diagnostics.stack_level import level_of_the_program
 from shmloader.errors import LoaderClosed, LoaderError, SpillWarning
 from shmloader.host.interrupts import HeldInterrupts
 from shmloader.sampling.array_samplers import index_arrays
@@ -35,11 +35,11 @@ from shmloader.scheduling.dispatcher import Dispatcher
 from shmloader.scheduling.ledger import ARRIVED, Task
 from shmloader.scheduling.lifecycle import BROKEN, IDLE, Lifecycle
 from shmloader.scheduling.restarts import RestartPolicy
-from shmloader.scheduling.schedule import Schedule
+from shmloader.scheduling.scheduler import Scheduler
 from shmloader.slots import SlotPool
 from shmloader.statistics import Counters
 from shmloader.supervisor import Workers, start_workers
-from shmloader.wire.messages import Published
+from shmloader.wire.records import Published
 from shmloader.worker.epoch_settings import DatasetState, EpochSettings
 from shmloader.worker.fetch import FetchRules
 from shmloader.worker.loop import WorkerArguments
@@ -104,7 +104,7 @@ class SlotIterator(torch_private.BaseIterator):
                 self.pool.close()
             raise
         try:
-            self._schedule = Schedule(
+            self._scheduler = Scheduler(
                 loader, self._index_sampler, self._dispatcher, counters, self._lifecycle, auto
             )
             self._reset(loader, first_iter=True)
@@ -161,24 +161,24 @@ class SlotIterator(torch_private.BaseIterator):
             raise
 
     def _begin_epoch(self, loader: Any, *, first_iter: bool) -> None:
-        schedule = self._schedule
+        scheduler = self._scheduler
         self._held_back: list[Any] = []  # a batch whose warning was an error
         if first_iter:
-            schedule.begin_epoch(self._reset_sampler(loader, None, first_iter=True))
+            scheduler.begin_epoch(self._reset_sampler(loader, None, first_iter=True))
             return
         settings = EpochSettings(None, self._set_epoch, self._dataset_state.changes())
-        early = schedule.take_early(discard=settings != (None, None, {}))
+        early = scheduler.take_early(discard=settings != (None, None, {}))
         sampler_iter = self._reset_sampler(loader, early, first_iter=False)
         self._present.shared_seed = self._shared_seed
         self._present.epoch += 1
         if early is not None:
-            schedule.go_on(sampler_iter)
+            scheduler.go_on(sampler_iter)
         else:
             self._dispatcher.begin_epoch(pickle.dumps(settings._replace(shared_seed=self._shared_seed), 5))
             # Not before: an exception of the sampler, say, leaves them to the next attempt.
             self._set_epoch = None
             self._dataset_state.note_sent()
-            schedule.begin_epoch(sampler_iter)
+            scheduler.begin_epoch(sampler_iter)
 
     def _reset_sampler(self, loader: Any, early: Iterator[Any] | None, *, first_iter: bool) -> Iterator[Any]:
         """Have torch draw what it draws when an epoch begins, and begin to iterate over the sampler."""
@@ -274,15 +274,15 @@ class SlotIterator(torch_private.BaseIterator):
         """Take in what workers have said, or wait for it, until the batch of a task may be here."""
         if not self._crew.workers:
             self._check_open()
-        schedule, dispatcher = self._schedule, self._dispatcher
-        if not schedule.is_active(task.worker_id):
+        scheduler, dispatcher = self._scheduler, self._dispatcher
+        if not scheduler.is_active(task.worker_id):
             dispatcher.ledger.void(task)  # its worker's iterable dataset ended before it
             return
         if not dispatcher.receive_from(task.worker_id):
-            schedule.note_wait(task)
+            scheduler.note_wait(task)
             dispatcher.receive(task.worker_id)
         while dispatcher.ended_streams:
-            schedule.drop_out(dispatcher.ended_streams.pop())
+            scheduler.drop_out(dispatcher.ended_streams.pop())
 
     def _return(self, task: Task) -> Any:
         """The batch of a task that has arrived, or ``LEFT_OUT``; raises the exception in its place."""
@@ -292,7 +292,7 @@ class SlotIterator(torch_private.BaseIterator):
         assert answer is not None
         anchor, header = dispatcher.take(task)
         dispatcher.ledger.finish(task)
-        self._schedule.send_more()
+        self._scheduler.send_more()
         try:
             batch = self._unpack(answer, anchor, header)
         except Exception as error:

@@ -24,18 +24,18 @@ from shmloader.arguments import (
     number_or_auto,
 )
 from shmloader.diagnostics.bad_samples import warn_of_bad_samples
-from shmloader.diagnostics.callers import level_of_the_program
+from shmloader.diagnostics.stack_level import level_of_the_program
 from shmloader.errors import LoaderClosed
 from shmloader.in_process import InProcessIterator
 from shmloader.iterator import SlotIterator
 from shmloader.scheduling.auto import Auto
-from shmloader.scheduling.growth import auto_for
+from shmloader.scheduling.auto_growth import auto_for
 from shmloader.shared_memory import why_unavailable
 from shmloader.slots import SlotState
 from shmloader.statistics import Counters, LoaderStatistics
 from shmloader.store.walk import share_for_loader
+from shmloader.torch_fallback import warn_of_torchs_way
 from shmloader.torch_private import BaseIterator, Feature, is_missing
-from shmloader.torch_way import warn_of_torchs_way
 from shmloader.worker.epoch_settings import set_epoch_of
 
 _T_co = TypeVar("_T_co", covariant=True)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from shmloader.errors import LoaderError
 from shmloader.shared_memory import whole_pages
-from shmloader.wire.messages import INLINE_NBYTES, SPIN_NS, MakeBatch, unpack_request
+from shmloader.wire.records import INLINE_NBYTES, SPIN_NS, MakeBatch, unpack_request
 
 WORKERS = 2
 LONG = "x" * INLINE_NBYTES  # an index batch that does not fit in a record

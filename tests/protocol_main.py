@@ -20,7 +20,7 @@ from shmloader.scheduling.restarts import RestartPolicy
 from shmloader.shared_memory import PAGE_NBYTES
 from shmloader.slots import SlotPool, SlotState
 from shmloader.statistics import Counters
-from shmloader.wire.messages import Published
+from shmloader.wire.records import Published
 
 ONE_HAND = "a slot is in one hand at a time"
 LEASE = "a leased slot is never written"

@@ -27,7 +27,7 @@ from protocol_main import (
 
 from shmloader.shared_memory import PAGE_NBYTES
 from shmloader.slots import SlotState
-from shmloader.wire.messages import (
+from shmloader.wire.records import (
     INLINE_NBYTES,
     BeginEpoch,
     EpochBegun,

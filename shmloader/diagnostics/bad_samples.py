@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import get_worker_info
 
-from shmloader.diagnostics.callers import level_of_the_program
 from shmloader.diagnostics.exceptions import text_of
+from shmloader.diagnostics.stack_level import level_of_the_program
 from shmloader.errors import BadSampleWarning, LoaderError, NoGoodSample
 from shmloader.statistics import BadSample, Counters
 

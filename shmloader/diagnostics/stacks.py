@@ -24,9 +24,9 @@ _SIGNAL = int(getattr(signal, "SIGRTMIN", getattr(signal, "SIGUSR2", 0))) + (
 )
 _MOST_CHARACTERS = 8000
 _START_ERROR = b"\0process %d could not start\0"
-# The thread of `shmloader.worker.watch` as faulthandler shows it.
+# The thread of `shmloader.worker.parent_watch` as faulthandler shows it.
 _WATCH_THREAD = re.compile(
-    r'Thread .*\n  File ".*shmloader.worker.watch\.py", line \d+ in wait\n.*threading\.py'
+    r'Thread .*\n  File ".*shmloader.worker.parent_watch\.py", line \d+ in wait\n.*threading\.py'
 )
 
 

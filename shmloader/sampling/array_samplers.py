@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from shmloader.diagnostics.callers import level_of_the_program
+from shmloader.diagnostics.stack_level import level_of_the_program
 from shmloader.sampling.index_batches import LEAST_PACKED, IntArray, PackedInts
 from shmloader.torch_private import Feature, disable, is_missing
 

@@ -2,7 +2,7 @@
 
 Workers are added while the program waits for them and they are busy; batches in advance are added while the
 program waits although workers have time. Nothing is ever taken back, and after `MOST_BATCHES` batches nothing
-is added any more. `growth` measures, and carries out what this decides.
+is added any more. `auto_growth` measures, and carries out what this decides.
 """
 
 from __future__ import annotations

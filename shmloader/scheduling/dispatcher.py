@@ -23,7 +23,7 @@ from shmloader.slots.inspection import Inspection, Publication
 from shmloader.slots.inspection import wanted as inspection_wanted
 from shmloader.statistics import Counters
 from shmloader.supervisor import Worker, Workers, log_replacement, worker_timeout
-from shmloader.wire.messages import (
+from shmloader.wire.records import (
     ANSWER_NBYTES,
     INLINE_NBYTES,
     SPIN_NS,

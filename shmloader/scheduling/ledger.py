@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmloader.slots import Slot
-from shmloader.wire.messages import Published
+from shmloader.wire.records import Published
 
 
 class TaskState(enum.Enum):

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from shmloader.host.limits import memory_headroom
 from shmloader.shared_memory import Extent, MemfdSegment, Segment
-from shmloader.slots import messages
+from shmloader.slots import memory_warnings
 from shmloader.slots.budget import SPARE_SLOTS, Budget
 from shmloader.slots.slot import Lease, Slot, SlotState
 from shmloader.statistics import Counters
@@ -255,9 +255,11 @@ class SlotPool:
         image[:] = np.frombuffer(self.map(slot).buffer, np.uint8)[: slot.used_nbytes]
         self._count_spill(len(image))
         if self._leased + max(self.most_tasks, self.budget.tasks - 1) >= self._most_slots():
-            self._warn(messages.kept_beyond_slots, len(image), self._leased)
+            self._warn(memory_warnings.kept_beyond_slots, len(image), self._leased)
         else:
-            self._warn(messages.kept_beyond_budget, self.budget, self._wanted_tasks, len(image), self._leased)
+            self._warn(
+                memory_warnings.kept_beyond_budget, self.budget, self._wanted_tasks, len(image), self._leased
+            )
         self.give_back(slot)
         return image
 
@@ -284,12 +286,12 @@ class SlotPool:
         if nbytes > self.typical_nbytes:
             self._note_size(nbytes)
         if nbytes > slot.limit_nbytes:
-            self._warn(messages.larger_than_a_slot, self.budget, self._wanted_tasks, nbytes)
+            self._warn(memory_warnings.larger_than_a_slot, self.budget, self._wanted_tasks, nbytes)
         else:
             before = self.most_tasks
             self.budget.follow_host(self.reserved_nbytes())
             self._follow_budget(before)
-            self._warn(messages.refused_by_host, nbytes)
+            self._warn(memory_warnings.refused_by_host, nbytes)
 
     def give_back(self, slot: Slot) -> None:
         """Free a published slot at once: there is nothing in it to lease."""
@@ -392,12 +394,12 @@ class SlotPool:
         """Give back what the budget has no room for any more, if it holds fewer tasks than ``before``."""
         if self.most_tasks < before:
             self.warm_slots = self.base_slots
-            self._warn(messages.fewer_ahead, self.budget, before)
+            self._warn(memory_warnings.fewer_ahead, self.budget, before)
         self._discard_excess()
 
     def figures(self) -> str:
         """A sentence on what the slots take, for the error of a worker that was killed."""
-        return messages.figures(self.budget, self.reserved_nbytes())
+        return memory_warnings.figures(self.budget, self.reserved_nbytes())
 
     def _count_spill(self, nbytes: int) -> None:
         self._counters.spills += 1

@@ -5,22 +5,22 @@ only the two of them hold, so a worker that dies can leave neither a lock taken 
 death is an event of its own (a pidfd, elsewhere the process sentinel), waited for together with the pipes.
 
 * `shmloader.supervisor.choice`: which kind a loader has
-* `shmloader.supervisor.interface`: what the main process needs of either kind, and their life
+* `shmloader.supervisor.base`: what the main process needs of either kind, and their life
 * `shmloader.supervisor.processes`: all worker processes of one iterator
-* `shmloader.supervisor.process`: one worker process and its pipes
+* `shmloader.supervisor.worker_process`: one worker process and its pipes
 * `shmloader.supervisor.launch`: the start of a worker process, and its first line
 * `shmloader.supervisor.spawn_payload`: arguments of workers that start together, pickled once
 * `shmloader.supervisor.mapped_arrays`: arrays over files in such a pickle
 * `shmloader.supervisor.fork_server`, `fork_server_ready`: the fork server, and its last import
-* `shmloader.supervisor.reports`: messages about workers that died or do not answer
+* `shmloader.supervisor.death_reports`: messages about workers that died or do not answer
 * `shmloader.supervisor.threads`: all worker threads of one iterator
 * `shmloader.supervisor.thread_channel`: a worker thread's queues, and its revocable access to slots
-* `shmloader.supervisor.forks`: workers in processes that the program forks
+* `shmloader.supervisor.after_program_fork`: workers in processes that the program forks
 """
 
+from shmloader.supervisor.base import Worker, Workers
 from shmloader.supervisor.choice import start_workers
-from shmloader.supervisor.interface import Worker, Workers
-from shmloader.supervisor.reports import log_replacement, worker_timeout
+from shmloader.supervisor.death_reports import log_replacement, worker_timeout
 
 __all__ = [
     "Worker",

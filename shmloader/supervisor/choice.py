@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shmloader.arguments import THREAD, check_worker_type
-from shmloader.supervisor.interface import MakeArguments, Workers
+from shmloader.supervisor.base import MakeArguments, Workers
 from shmloader.supervisor.processes import ProcessWorkers
 from shmloader.supervisor.threads import ThreadWorkers
 

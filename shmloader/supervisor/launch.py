@@ -15,7 +15,7 @@ from shmloader.diagnostics.stacks import answer_with_stacks, report_start_error
 from shmloader.errors import WorkerDied
 from shmloader.supervisor.spawn_payload import take_arguments
 from shmloader.wire.channel import Pipes
-from shmloader.worker import watch
+from shmloader.worker import parent_watch
 from shmloader.worker.loop import run
 
 _DESCRIPTORS = 4  # pairs that starting a process may take for a moment
@@ -58,7 +58,7 @@ def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes) -> Any
 def _worker(given: Any, pipes: Pipes, main_pid: int, by_leader: bool) -> None:
     """A worker process: first what protects it and the user, then the dataset's modules, then its loop."""
     gc.freeze()  # as `run` does again: a collection would visit, and so copy, all that a fork shares
-    watch.begin(main_pid, by_leader)
+    parent_watch.begin(main_pid, by_leader)
     answer_with_stacks(pipes.stacks)
     try:
         arguments = take_arguments(given)

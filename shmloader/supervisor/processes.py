@@ -15,14 +15,14 @@ from shmloader.errors import LoaderClosed, WorkerDied
 from shmloader.host.interrupts import HeldInterrupts
 from shmloader.host.limits import oom_kills
 from shmloader.shared_memory import Descriptor
-from shmloader.supervisor import fork_server, forks
-from shmloader.supervisor.interface import MakeArguments, State, Worker, Workers, WorkersLifecycle
+from shmloader.supervisor import after_program_fork, fork_server
+from shmloader.supervisor.base import MakeArguments, State, Worker, Workers, WorkersLifecycle
+from shmloader.supervisor.death_reports import describe_death, explain_kill
 from shmloader.supervisor.launch import start_process
-from shmloader.supervisor.process import ProcessWorker
-from shmloader.supervisor.reports import describe_death, explain_kill
 from shmloader.supervisor.spawn_payload import SpawnPayload
+from shmloader.supervisor.worker_process import ProcessWorker
 from shmloader.wire.channel import Pipes
-from shmloader.wire.messages import SPIN_NS
+from shmloader.wire.records import SPIN_NS
 
 _STOP_S = 5.0  # how long a worker may take to finish its sample after its pipe was closed
 _LOOK_S = 0.1  # how often to look for a Ctrl-C meanwhile
@@ -69,7 +69,7 @@ class ProcessWorkers(Workers):
             except OSError:
                 self._stacks.close()
                 raise
-            forks.begin(self)
+            after_program_fork.begin(self)
         try:
             with self._payload() as payload:
                 for worker_id in range(num_workers):
@@ -231,7 +231,7 @@ class ProcessWorkers(Workers):
             workers = [worker for worker in self.workers if not worker.released]
             self.workers = []
             self._poller = None
-            forks.end(self)
+            after_program_fork.end(self)
             for worker in workers:
                 worker.close_pipes()
                 if not worker.heard and (worker.added or self._still_imports(worker)):

@@ -27,7 +27,7 @@ import torch.multiprocessing
 from shmloader.codec.layout import align
 from shmloader.errors import WorkerStartError
 from shmloader.shared_memory import Descriptor, map_copy_on_write
-from shmloader.supervisor.interface import MakeArguments
+from shmloader.supervisor.base import MakeArguments
 from shmloader.supervisor.mapped_arrays import MappedArrayReducers
 from shmloader.worker.loop import WorkerArguments
 

@@ -24,8 +24,8 @@ from torch.utils.data import Dataset
 from shmloader.diagnostics.exceptions import add_note, forget_frames
 from shmloader.errors import WorkerDied
 from shmloader.host.interrupts import HeldInterrupts
-from shmloader.supervisor import forks
-from shmloader.supervisor.interface import MakeArguments, State, Worker, Workers, WorkersLifecycle
+from shmloader.supervisor import after_program_fork
+from shmloader.supervisor.base import MakeArguments, State, Worker, Workers, WorkersLifecycle
 from shmloader.supervisor.thread_channel import RevocableSegment, ThreadLink, Wakeup
 from shmloader.worker.loop import run_in_thread
 
@@ -64,7 +64,7 @@ class ThreadWorkers(Workers):
         self.lifecycle = WorkersLifecycle()
         self._make_arguments = make_arguments
         self._wakeup = Wakeup()
-        forks.begin(self)
+        after_program_fork.begin(self)
         _end_with_program()
         _live.add(self)
         try:
@@ -151,7 +151,7 @@ class ThreadWorkers(Workers):
         self.lifecycle.end(State.CLOSED, because)
         with HeldInterrupts() as interrupts:
             workers, self.workers = self.workers, []
-            forks.end(self)
+            after_program_fork.end(self)
             _live.discard(self)
             for worker in workers:
                 worker.close()

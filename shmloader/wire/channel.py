@@ -12,7 +12,7 @@ import time
 from typing import NamedTuple, Protocol
 
 from shmloader.shared_memory import Descriptor
-from shmloader.wire.messages import REQUEST_NBYTES, SPIN_NS
+from shmloader.wire.records import REQUEST_NBYTES, SPIN_NS
 
 
 class Link(Protocol):

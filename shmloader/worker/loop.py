@@ -30,7 +30,7 @@ from shmloader.sampling.index_batches import unpack_index_batch
 from shmloader.shared_memory import Segment
 from shmloader.sources import why_per_sample
 from shmloader.wire.channel import Link, PipeLink, Pipes
-from shmloader.wire.messages import (
+from shmloader.wire.records import (
     INLINE_NBYTES,
     BeginEpoch,
     EpochBegun,

@@ -12,7 +12,7 @@ from protocol_main import COPIES, ENDS, INDICES, LEASE, LOST, ONE_HAND, ORDER, P
 from shmloader.scheduling.dispatcher import Dispatcher
 from shmloader.scheduling.ledger import Task, TaskState
 from shmloader.slots import Slot, SlotPool
-from shmloader.wire.messages import PartReady, Published
+from shmloader.wire.records import PartReady, Published
 
 SETTINGS = {
     "batches are kept and dropped": Setting(batches=5),

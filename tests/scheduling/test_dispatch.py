@@ -19,7 +19,7 @@ from shmloader import DataLoader
 from shmloader.scheduling.free_workers import FreeWorkers
 from shmloader.scheduling.ledger import Ledger
 from shmloader.slots import Slot
-from shmloader.wire.messages import Published
+from shmloader.wire.records import Published
 
 # three workers on two cores
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -82,7 +82,7 @@ def test_the_next_slow_batch_finds_the_window_wide() -> None:
         iterator = iter(loader)
         for _ in range(11):
             next(iterator)
-        wide = iterator._schedule.free_workers.window
+        wide = iterator._scheduler.free_workers.window
         assert 30 <= wide <= 70
         assert (
             4 < iterator._dispatcher.ledger.outstanding <= wide

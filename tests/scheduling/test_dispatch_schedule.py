@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from shmloader.scheduling.free_workers import FreeWorkers
 from shmloader.scheduling.ledger import Ledger
 from shmloader.slots import Slot
-from shmloader.wire.messages import Published
+from shmloader.wire.records import Published
 
 
 class Pool:
@@ -32,7 +32,7 @@ class Pool:
         return self.ledger.outstanding < self.most
 
 
-class Schedule:
+class Scheduler:
     """Plays an epoch; times are in milliseconds.
 
     Args:
@@ -121,26 +121,26 @@ def test_one_slow_batch_in_twenty_costs_less_than_ten_percent(compute: float, sh
     """With the defaults, over what two workers, or the program, must take at least."""
     costs = slow_ones(1000, shift)
     ideal = max(sum(costs) / 2, compute * len(costs))
-    dynamic = Schedule(costs, compute=compute)
+    dynamic = Scheduler(costs, compute=compute)
     assert dynamic.play() <= 1.06 * ideal
     assert dynamic.widest <= 30
-    assert Schedule(costs, compute=compute, dynamic=False).play() > 1.4 * ideal
+    assert Scheduler(costs, compute=compute, dynamic=False).play() > 1.4 * ideal
 
 
 def test_slow_batches_at_random_cost_little_where_the_program_is_not_the_bottleneck() -> None:
     chance = random.Random(3)
     costs = [100.0 if chance.random() < 0.05 else 5.0 for _ in range(1000)]
-    assert Schedule(costs).play() <= 1.06 * sum(costs) / 2
+    assert Scheduler(costs).play() <= 1.06 * sum(costs) / 2
 
 
 def test_batches_that_take_equally_long_need_no_more_slots_than_static_dispatch() -> None:
     """Nor where they differ a little, as all do."""
     chance = random.Random(3)
     for workers in (1, 2, 5):
-        even = Schedule([5.0] * 300, workers)
+        even = Scheduler([5.0] * 300, workers)
         assert even.play() == pytest.approx(5.0 * -(-300 // workers))
         assert even.widest == 2 * workers
-        uneven = Schedule([5.0 + chance.random() for _ in range(300)], workers)
+        uneven = Scheduler([5.0 + chance.random() for _ in range(300)], workers)
         uneven.play()
         assert uneven.widest == 2 * workers
 
@@ -167,9 +167,9 @@ def test_any_work_is_conserved(
 ) -> None:
     """No worker is idle before the sampler's end while slots are left, and never are more taken."""
     most = workers * prefetch + more
-    bounded = Schedule(costs, workers, prefetch, compute, most=most)
+    bounded = Scheduler(costs, workers, prefetch, compute, most=most)
     bounded.play()
     assert bounded.widest <= most
-    at_once = Schedule(costs, workers, prefetch, most=1000)
+    at_once = Scheduler(costs, workers, prefetch, most=1000)
     # From the sampler's end on each worker has at most prefetch batches left to make.
     assert at_once.play() <= sum(costs) / workers + prefetch * max(costs) + 1e-6

@@ -6,7 +6,7 @@ import functools
 import os
 import weakref
 
-from shmloader.supervisor.interface import Workers
+from shmloader.supervisor.base import Workers
 
 # Those whose main-side pipe ends, for one, a forked child of this process must not keep open.
 _live: weakref.WeakSet[Workers] = weakref.WeakSet()

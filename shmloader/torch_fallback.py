@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 from shmloader.arguments import AutoCount
-from shmloader.diagnostics.callers import level_of_the_program
+from shmloader.diagnostics.stack_level import level_of_the_program
 
 _WITHOUT_EFFECT = {
     "memory_budget_nbytes": None,

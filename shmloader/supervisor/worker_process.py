@@ -7,7 +7,7 @@ import select
 from collections import deque
 from typing import Any
 
-from shmloader.wire.messages import ANSWER_NBYTES
+from shmloader.wire.records import ANSWER_NBYTES
 
 _READ_NBYTES = ANSWER_NBYTES * 8
 _EXIT_CODE_S = 1.0  # how long a fork server may take to tell the exit code of a process that has ended

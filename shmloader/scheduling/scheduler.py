@@ -1,4 +1,4 @@
-"""The schedule of one iterator: when the sampler is asked for an index batch, and which worker gets it.
+"""The scheduler of one iterator: when the sampler is asked for an index batch, and which worker gets it.
 
 Main process only. With ``dispatch="static"`` both follow torch's ``_MultiProcessingDataLoaderIter`` step by
 step; with ``dispatch="dynamic"`` `FreeWorkers` decides.
@@ -10,18 +10,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from shmloader.arguments import is_dynamic
-from shmloader.sampling.next_epoch import NOTHING, next_epoch_for
+from shmloader.sampling.epoch_prefetch import NOTHING, next_epoch_for
 from shmloader.scheduling.auto import Auto
+from shmloader.scheduling.auto_growth import Growth
 from shmloader.scheduling.dispatcher import Dispatcher
 from shmloader.scheduling.free_workers import FreeWorkers
-from shmloader.scheduling.growth import Growth
 from shmloader.scheduling.ledger import Task
 from shmloader.scheduling.lifecycle import Lifecycle
 from shmloader.scheduling.turns import Turns
 from shmloader.statistics import Counters
 
 
-class Schedule:
+class Scheduler:
     """Sends tasks for one iterator, epoch after epoch.
 
     Args:

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from shmloader import torch_private
-from shmloader.diagnostics.callers import level_of_the_program
+from shmloader.diagnostics.stack_level import level_of_the_program
 from shmloader.sampling.array_samplers import index_arrays
 
 NOTHING: Any = object()
