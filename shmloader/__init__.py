@@ -10,6 +10,7 @@ from shmloader.errors import (
     LoaderClosed,
     LoaderError,
     NoGoodSample,
+    NotSharedWarning,
     SharedMemoryExhausted,
     ShareTimeout,
     SlotCorrupted,
@@ -21,9 +22,9 @@ from shmloader.errors import (
 from shmloader.loader import DataLoader
 from shmloader.sources import why_per_sample
 from shmloader.statistics import AutotuneReport, BadSample, LoaderStatistics
-from shmloader.store.files import open_store as open  # noqa: A004 - used as shmloader.open
+from shmloader.store.files import open_store as open  # noqa: A004, F401 - used as shmloader.open
 from shmloader.store.host import share_on_host
-from shmloader.store.sharing import share
+from shmloader.store.share import share
 from shmloader.worker.collate import empty
 
 __version__ = "0.1.0"
@@ -37,6 +38,7 @@ __all__ = [
     "LoaderError",
     "LoaderStatistics",
     "NoGoodSample",
+    "NotSharedWarning",
     "ShareTimeout",
     "SharedMemoryExhausted",
     "SlotCorrupted",
@@ -46,7 +48,6 @@ __all__ = [
     "WorkerTimeout",
     "__version__",
     "empty",
-    "open",
     "share",
     "share_on_host",
     "why_per_sample",

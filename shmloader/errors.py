@@ -46,6 +46,10 @@ class WorkerStartError(LoaderError):
     """A worker process could not be started with the arguments it was given."""
 
 
+class NotSharedWarning(UserWarning):
+    """Something large could not be shared: each process will have a copy of its own."""
+
+
 class SharedMemoryExhausted(LoaderError, MemoryError):
     """The host cannot give the shared memory that was asked for.
 

@@ -33,7 +33,7 @@ from shmloader.scheduling.auto_growth import auto_for
 from shmloader.shared_memory import why_unavailable
 from shmloader.slots import SlotState
 from shmloader.statistics import Counters, LoaderStatistics
-from shmloader.store.walk import share_for_loader
+from shmloader.store.attributes import share_for_loader
 from shmloader.torch_fallback import warn_of_torchs_way
 from shmloader.torch_private import BaseIterator, Feature, is_missing
 from shmloader.worker.epoch_settings import set_epoch_of

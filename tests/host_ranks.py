@@ -18,6 +18,16 @@ FORK = multiprocessing.get_context("fork")
 ROWS = [{"path": f"image {number}", "label": number} for number in range(5000)]
 
 
+class Building:
+    """Builds by some function, of which its fingerprint says nothing: in tests ranks build in several ways."""
+
+    def __init__(self, build: Callable[[], Any]) -> None:
+        self.build = build
+
+    def __call__(self) -> Any:
+        return self.build()
+
+
 class Rank:
     """A process that calls share_on_host, says what it got, and stays until it is told to end."""
 
@@ -29,7 +39,7 @@ class Rank:
 
     def _run(self, pipe: Any, name: str, build: Callable[[], Any], arguments: dict[str, Any]) -> None:
         self._ours.close()
-        built = []
+        built: list[bool] = []
 
         def counted() -> Any:
             built.append(True)
@@ -37,7 +47,7 @@ class Rank:
             return build()
 
         try:
-            shared = share_on_host(counted, name=name, **arguments)
+            shared = share_on_host(Building(counted), name=name, **arguments)
         except Exception as error:
             pipe.send((error, getattr(error, "__notes__", [])))
         else:

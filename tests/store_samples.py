@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from shmloader.store.conformance import identical
+from shmloader.testing import identical
 
 
 class Point(NamedTuple):

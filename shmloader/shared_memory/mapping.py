@@ -131,7 +131,15 @@ def address_of(space: mmap.mmap) -> int:
     return int(np.frombuffer(space, np.uint8, 1).ctypes.data)
 
 
-def map_over(space: mmap.mmap, nbytes: int, flags: int, fd: int, offset: int, begin: int = 0) -> int:
+def map_over(
+    space: mmap.mmap,
+    nbytes: int,
+    flags: int,
+    fd: int,
+    offset: int,
+    begin: int = 0,
+    protection: int = _READ_WRITE,
+) -> int:
     """Map a part of a file in address space, whose owner it then belongs to.
 
     Args:
@@ -141,6 +149,7 @@ def map_over(space: mmap.mmap, nbytes: int, flags: int, fd: int, offset: int, be
         fd: Of which file; may be closed afterwards.
         offset: From where in it, a multiple of the page size.
         begin: Where in the space, a multiple of the page size.
+        protection: ``PROT_*``.
 
     Returns:
         The address.
@@ -153,13 +162,13 @@ def map_over(space: mmap.mmap, nbytes: int, flags: int, fd: int, offset: int, be
             f"{nbytes:,} bytes from {begin:,} on do not fit into address space of {len(space):,}"
         )
     address = address_of(space) + begin
-    _map(address, nbytes, flags, fd, offset)
+    _map(address, nbytes, flags, fd, offset, protection)
     return address
 
 
-def _map(address: int, nbytes: int, flags: int, fd: int, offset: int) -> None:
+def _map(address: int, nbytes: int, flags: int, fd: int, offset: int, protection: int = _READ_WRITE) -> None:
     """Map at an address of which the caller holds the owner."""
-    if libc.mmap(address, nbytes, _READ_WRITE, flags | _MAP_FIXED, fd, offset) == _MAP_FAILED:
+    if libc.mmap(address, nbytes, protection, flags | _MAP_FIXED, fd, offset) == _MAP_FAILED:
         raise _refused(nbytes, ctypes.get_errno())
 
 

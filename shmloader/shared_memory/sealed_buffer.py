@@ -1,20 +1,25 @@
 """One object of shared memory that is filled once, sealed, and read by any number of processes.
 
 A `BufferBuilder` appends to it and grows it in place, so that a stream of unknown length is written
-without a second copy; `BufferBuilder.seal` turns it into a `SharedBuffer`. It is a memfd without a name,
-sealed against writing. The kernel frees it when the last process that maps it is gone, however that went.
+without a second copy; `BufferBuilder.seal` turns it into a `SharedBuffer`. It is a memfd, sealed against
+writing. It has no name. The kernel frees it when the last process that maps it is gone, however that went.
 
 Every process maps it privately and writably, and hands out read-only views. Reading shares the pages.
 A write that goes round the views (torch knows no read-only tensors) changes a page of that process alone,
-instead of ending the process with a segmentation fault; docs/decisions/0010 has the reasons.
+instead of ending the process with a segmentation fault.
+
+A view leads to its buffer, and so keeps the descriptor. `buffer_at` finds the buffer of an address: plain
+arrays over shared memory reach other processes by handle because of that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
 from pickle import PicklingError
@@ -55,9 +60,8 @@ Buffer = Any
 class SharedBuffer:
     """Sealed shared memory, as this process maps it.
 
-    Costs one descriptor and one mapping, from 2 MiB on a second one behind its end. The mapping lives as
-    long as any view of it, also after the buffer object is gone; the memory itself as long as any process
-    has either.
+    Costs one descriptor and one mapping, from 2 MiB on a second one behind its end. Both live as long as
+    the buffer or any view of it; the memory itself as long as any process has either.
 
     It reaches another process by handle: inherited by fork, or pickled while ``multiprocessing`` starts
     a process or sends through its own queues and pipes. Any other pickling is an error. A copy
@@ -68,21 +72,20 @@ class SharedBuffer:
             ``multiprocessing`` did not start, send it over a UNIX socket and call `SharedBuffer` there.
         nbytes: Length.
         mapping: The memory as a Python ``mmap``, whose slices are bytes: the quickest way to read some.
-            It may be longer than ``nbytes``.
-        view: Read-only memoryview of bytes.
-        private: Writable memoryview of the same memory: what is written stays in this process.
+            It may be longer than ``nbytes``, and does not keep the descriptor.
         address: Where it is mapped here.
     """
 
-    __slots__ = ("__weakref__", "address", "fd", "mapping", "nbytes", "private", "view")
+    __slots__ = ("__weakref__", "address", "fd", "mapping", "nbytes")
 
-    def __init__(self, fd: int, nbytes: int, offset: int = 0) -> None:
+    def __init__(self, fd: int, nbytes: int, protection: int = _READ_WRITE) -> None:
         """Map a sealed object.
 
         Args:
             fd: Its descriptor, which this buffer owns from now on and closes when it dies.
             nbytes: Its length.
-            offset: Where it begins in a file, a multiple of the page size.
+            protection: ``PROT_*``. Without ``PROT_WRITE`` there is no `private`, and nothing is charged for
+                it.
 
         Raises:
             SharedMemoryExhausted: If there is no address space for it.
@@ -93,10 +96,10 @@ class SharedBuffer:
         # Given the descriptor, Python's mmap would keep a duplicate of it. So it maps anonymous memory, of
         # which nothing is touched, and the store takes that memory's place.
         length = max(nbytes, 1)
-        self.mapping = _space_for(length)
-        self.private = memoryview(self.mapping)[:nbytes]
-        self.address = map_over(self.mapping, length, mmap.MAP_PRIVATE | MAP_NORESERVE, fd, offset)
-        self.view = self.private.toreadonly()
+        self.mapping = _space_for(length, protection)
+        flags = mmap.MAP_PRIVATE | MAP_NORESERVE
+        self.address = map_over(self.mapping, length, flags, fd, 0, protection=protection)
+        _buffers[self.address] = self
 
     def __del__(self, close: Any = os.close) -> None:
         # A Ctrl-C may have come before there was one; at the end, this module's names may be gone.
@@ -104,6 +107,18 @@ class SharedBuffer:
             close(self.fd)
         except (AttributeError, OSError):
             pass
+
+    @property
+    def private(self) -> memoryview:
+        """Writable memoryview of all bytes; what is written stays in this process. It keeps the buffer."""
+        memory: Any = (ctypes.c_ubyte * self.nbytes).from_address(self.address)
+        memory.owner = self
+        return memoryview(memory).cast("B")
+
+    @property
+    def view(self) -> memoryview:
+        """Read-only memoryview of all bytes, which keeps the buffer."""
+        return SharedBuffer.private.fget(self).toreadonly()  # type: ignore[attr-defined,no-any-return]
 
     def touch(self) -> None:
         """Map every page in this process, by reading one byte of each.
@@ -130,6 +145,17 @@ class SharedBuffer:
 
     def __repr__(self) -> str:
         return f"<SharedBuffer of {self.nbytes:,} bytes>"
+
+
+_buffers: weakref.WeakValueDictionary[int, SharedBuffer] = weakref.WeakValueDictionary()
+
+
+def buffer_at(address: int, nbytes: int) -> SharedBuffer | None:
+    """The buffer of this process that holds ``nbytes`` bytes at an address; None if none does."""
+    for buffer in list(_buffers.values()):
+        if buffer.address <= address and address + nbytes <= buffer.address + buffer.nbytes:
+            return buffer
+    return None
 
 
 def _reduce_by_handle(buffer: SharedBuffer) -> tuple[Any, tuple[Any, ...]]:
@@ -297,7 +323,7 @@ class BufferBuilder:
         self.close()
 
 
-def _space_for(nbytes: int) -> mmap.mmap:
+def _space_for(nbytes: int, protection: int) -> mmap.mmap:
     """Take address space for a store, of which nothing is touched.
 
     Linux (6.7) begins a mapping of whole huge pages at a multiple of their size, so there is a little more
@@ -305,8 +331,8 @@ def _space_for(nbytes: int) -> mmap.mmap:
     """
     if nbytes >= HUGE_NBYTES:
         with contextlib.suppress(SharedMemoryExhausted):  # there is not that much
-            return take_space(-(-nbytes // HUGE_NBYTES) * HUGE_NBYTES, _READ_WRITE)
-    return take_space(nbytes, _READ_WRITE)
+            return take_space(-(-nbytes // HUGE_NBYTES) * HUGE_NBYTES, protection)
+    return take_space(nbytes, protection)
 
 
 def _bytes_of(buffer: Buffer) -> memoryview:

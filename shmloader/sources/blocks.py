@@ -11,12 +11,10 @@ from torch.utils.data import default_collate
 
 from shmloader.codec.layout import CODE_OF_NUMPY_DTYPE, DTYPES
 from shmloader.sources.base import Make, NotGathered, Rows, Source, within
-from shmloader.store.arrays import Array, array_of_tensor, kind_of_tensor
-from shmloader.store.whole import SharedArray, SharedTensor
+from shmloader.store.columns.arrays import Array, array_of_tensor, kind_of_tensor
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-_ARRAYS = (np.ndarray, np.memmap, SharedArray)
-_TENSORS = (torch.Tensor, SharedTensor)
+_ARRAYS = (np.ndarray, np.memmap)
 
 
 class ArrayBlock(Source):
@@ -66,7 +64,7 @@ class StridedBlock(Source):
 
 def is_array(dataset: object) -> bool:
     """Whether `block_of` may know a dataset."""
-    return type(dataset) in _ARRAYS or type(dataset) in _TENSORS
+    return type(dataset) in _ARRAYS or type(dataset) is torch.Tensor
 
 
 def block_of(data: Any) -> Source:
@@ -75,7 +73,7 @@ def block_of(data: Any) -> Source:
     Raises:
         NotGathered: If its rows, collated one by one, might give anything else.
     """
-    if type(data) in _TENSORS:
+    if type(data) is torch.Tensor:
         return _block_of_tensor(data)
     if type(data) in _ARRAYS:
         return _block_of_array(np.asarray(data).view(np.ndarray))
@@ -85,8 +83,6 @@ def block_of(data: Any) -> Source:
 def _block_of_tensor(tensor: torch.Tensor) -> Source:
     if tensor.requires_grad:
         raise NotGathered("a tensor requires grad")
-    if type(tensor) is SharedTensor:
-        tensor = tensor.as_subclass(torch.Tensor)
     kind = kind_of_tensor(tensor)
     named = any(getattr(tensor, "names", ()))  # in the releases of torch that have named tensors
     if kind is None or not tensor.dim() or tensor.is_inference() or named:

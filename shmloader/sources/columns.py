@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 from shmloader.codec.layout import CODE_OF_NUMPY_DTYPE, DTYPES
 from shmloader.sources.base import Make, NotGathered, Rows, Source, within
 from shmloader.sources.blocks import joined_dtype
-from shmloader.store.arrays import kind_of_tensor
+from shmloader.store.columns.arrays import kind_of_tensor
 
 _HF_FORMATS = (None, "numpy", "torch")  # others may be the program's own functions, or draw random numbers
 
@@ -100,30 +100,3 @@ def _is_read_as_stored(feature: Any) -> bool:
     if name in ("List", "LargeList", "Sequence"):
         return _is_read_as_stored(feature.feature)
     return name in ("Value", "ClassLabel")
-
-
-def join_arrow(taken: Any, make: Make) -> Any:
-    """Join the rows of a ``pyarrow`` table, as dicts, or of one column, as ``to_pylist`` has them."""
-    import pyarrow as pa
-
-    if isinstance(taken, pa.Table):
-        names = taken.column_names
-        if not names or len(set(names)) != len(names):
-            raise NotGathered("a table without columns, or with two of one name")
-        return {name: _join_arrow(taken.column(name), make) for name in names}
-    return _join_arrow(taken, make)
-
-
-def _join_arrow(column: Any, make: Make) -> Any:
-    from pyarrow import types
-
-    kind = column.type
-    if column.null_count:
-        raise NotGathered("a column with nulls")
-    whole = types.is_integer(kind) and not types.is_uint64(kind)
-    if whole or types.is_float32(kind) or types.is_float64(kind) or types.is_boolean(kind):
-        dtype = torch.int64 if whole else torch.bool if types.is_boolean(kind) else torch.float64
-        out = make(len(column), (), dtype)
-        out.numpy()[...] = column.to_numpy()
-        return out
-    return default_collate(column.to_pylist())

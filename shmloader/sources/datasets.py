@@ -15,7 +15,6 @@ from shmloader.sources.base import Make, NotGathered, Rows, Source, as_sample_fi
 from shmloader.sources.blocks import block_of
 from shmloader.sources.merge import merge
 from shmloader.store.base import Store
-from shmloader.store.whole import SharedArray
 
 Recognise = Callable[[Any], Source]
 """Gives the source for a dataset inside another; `NotGathered` where there is none."""
@@ -203,7 +202,7 @@ def pick_from(indices: Any) -> Pick:
     array: Any = None
     if kind is list or kind is tuple:
         array = plain_ints(list(indices))
-    elif kind in (np.ndarray, np.memmap, SharedArray):
+    elif kind in (np.ndarray, np.memmap):
         array = np.asarray(indices)
     elif kind is torch.Tensor and indices.device.type == "cpu" and indices.dtype is torch.int64:
         array = indices.detach().numpy()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,32 +11,22 @@ from torch.utils.data import default_collate
 
 from shmloader.codec.layout import CODE_OF_NUMPY_DTYPE, CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.sources.base import Make, NotGathered, Rows, Source, as_sample_field, within
-from shmloader.sources.blocks import block_of, joined_dtype
-from shmloader.sources.columns import join_arrow
-from shmloader.store.base import Store, StoreSlice
-from shmloader.store.rows import FieldStore, RowStore
-from shmloader.store.whole import ArrayStore, TensorStore
+from shmloader.sources.blocks import joined_dtype
+from shmloader.store.base import Selection, Store
+from shmloader.store.rows import RowStore
 
-_STORES = (RowStore, FieldStore, StoreSlice)
+_STORES = (RowStore, Selection)
 _SCALARS = {int: torch.int64, float: torch.float64, bool: torch.bool}
 
 
 def is_store(dataset: object) -> bool:
     """Whether `source_of_store` knows a dataset."""
-    return type(dataset) in (ArrayStore, TensorStore, *_STORES) or _is_of_arrow(dataset)
-
-
-def _is_of_arrow(dataset: object) -> bool:
-    # Its module imports pyarrow, which takes each spawned worker 0.15 s: only who has such a store has it.
-    tables = sys.modules.get("shmloader.store.tables")
-    return tables is not None and type(dataset) is tables.ArrowStore
+    return type(dataset) in _STORES
 
 
 def source_of_store(store: Any) -> Source:
     """The source for a store's rows."""
-    if type(store) is ArrayStore:
-        return block_of(np.asarray(store))
-    return block_of(store.tensor) if type(store) is TensorStore else _Rows(store)
+    return _Rows(store)
 
 
 class _Rows(Source):
@@ -57,7 +46,7 @@ class _Rows(Source):
             joined = [field.gather(rows, make) for field in fields]
             return _as_record(type(sample), joined)
         # Outputs only for what they can hold: `take` refuses rows of any other type or shape.
-        outs = None if _is_of_arrow(store) else _outputs_like(sample, len(rows), make)
+        outs = _outputs_like(sample, len(rows), make)
         if outs is not None:
             try:
                 return _join_taken(store.take(rows, outs), make)
@@ -70,8 +59,8 @@ class _Rows(Source):
         if not isinstance(sample, tuple) or type(self._store) is not RowStore:
             return None
         if self._fields is None:
-            agree = self._store.tuple_shape() == (type(sample), len(sample))
-            self._fields = [_Rows(self._store.column(n)) for n in range(len(sample))] if agree else []
+            length = self._store.tuple_length()
+            self._fields = [_Rows(self._store.column(n)) for n in range(length)]
         return self._fields
 
 
@@ -103,7 +92,7 @@ def _join_taken(taken: Any, make: Make) -> Any:
         return _as_record(kind, [_join_taken(column, make) for column in taken])
     if kind is list:  # samples that `take` does not put together
         return default_collate(taken)
-    return join_arrow(taken, make)
+    raise NotGathered(f"a {kind.__qualname__} was taken from a store")
 
 
 def _as_record(kind: type, joined: Sequence[Any]) -> Any:

@@ -1,6 +1,15 @@
 """`share()`: data in memory once, whatever the number of workers and ranks."""
 
-from shmloader.store.base import SharedObject, Store, StoreDescription
-from shmloader.store.sharing import share
+from shmloader.store.base import FieldDescription, SharedObject, Store, StoreDescription
+from shmloader.store.mapping import MappingStore, SetStore
+from shmloader.store.share import share
 
-__all__ = ["SharedObject", "Store", "StoreDescription", "share"]
+__all__ = [
+    "FieldDescription",
+    "MappingStore",
+    "SetStore",
+    "SharedObject",
+    "Store",
+    "StoreDescription",
+    "share",
+]

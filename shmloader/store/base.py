@@ -1,13 +1,12 @@
-"""What every store is: a read-only sequence (or mapping) over shared memory, passed on by handle."""
+"""The interface of stores: a read-only sequence over shared memory, passed on by handle."""
 
 from __future__ import annotations
 
 import operator
-import pickle
-import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from os import PathLike
 from typing import Any, Self, cast, overload
 
@@ -15,31 +14,61 @@ import numpy as np
 import torch
 
 from shmloader.sampling.index_batches import BY_VALUE
-from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
-from shmloader.store import saving
-from shmloader.store.advice import add_advice
-from shmloader.store.exact_dtypes import dumps
-from shmloader.store.parts import BufferPart
+from shmloader.store.columns.pickles import add_advice
+from shmloader.store.memory import share_array
+from shmloader.store.saving import save
+
+_MOST_SHOWN = 5  # rows in the table of a repr
+_MOST_CHARACTERS = 40  # of a value in it
+
+Rows = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class FieldDescription:
+    """One field of the rows of a store.
+
+    Attributes:
+        name: The field; empty where rows have no fields.
+        type: The Arrow type, or the name of the Python type that it stands for; several where they change.
+        nbytes: Bytes of shared memory.
+        pickled: Why values are pickled: the classes that have no column. None where none are.
+    """
+
+    name: str
+    type: str
+    nbytes: int
+    pickled: str | None = None
 
 
 @dataclass(frozen=True)
 class StoreDescription:
-    """What a store is and what it saves.
+    """The kind of a store, and the memory that it saves.
 
     Attributes:
-        kind: How it represents its rows: ``numbers``, ``strings``, ``bytes``, ``records``, ``arrays``,
-            ``lists``, ``objects`` or ``mixed`` for rows of Python objects; ``array``, ``tensor``,
-            ``table`` or ``column`` where one such object was shared; ``mapping`` for a dict.
+        kind: ``records`` for rows with fields, ``mapping`` or ``set``; else the type of the rows, such as
+            ``int64`` or ``shmloader.tuple``.
         rows: Rows (items of a mapping).
         nbytes: Bytes of shared memory, once on the host.
         python_nbytes: Estimate of the bytes that the rows take as Python objects, in each process that
-            has a copy of its own; from a sample of the rows.
+            has a copy of its own; from a sample of the rows. 0 where rows were never Python objects.
+        fields: Each field of the rows.
     """
 
     kind: str
     rows: int
     nbytes: int
     python_nbytes: int
+    fields: tuple[FieldDescription, ...] = field(default=())
+
+    def __str__(self) -> str:
+        lines = [f"{self.rows:,} rows of kind {self.kind!r}, {self.nbytes:,} bytes"]
+        if self.python_nbytes:
+            lines[0] += f" ({self.python_nbytes:,} as Python objects)"
+        for one in self.fields:
+            pickled = f", pickled: {one.pickled}" if one.pickled else ""
+            lines.append(f"  {one.name or 'rows'}: {one.type}, {one.nbytes:,} bytes{pickled}")
+        return "\n".join(lines)
 
 
 class SharedObject(ABC):
@@ -52,23 +81,37 @@ class SharedObject(ABC):
 
     @abstractmethod
     def describe(self) -> StoreDescription:
-        """What the store is, and what the same data would take as Python objects."""
+        """The kind and size of the store, and what the same data would take as Python objects."""
 
     @abstractmethod
     def to_arrow(self) -> Any:
-        """The ``pyarrow`` object over the same memory, without a copy.
+        """A ``pyarrow`` object with the same rows, over the same memory where chunks agree in their types.
+
+        Values that Arrow has no type for have extension types of shmloader's over ordinary ones.
 
         Raises:
-            TypeError: If the rows have no common Arrow type.
+            TypeError: If this kind of store has none.
         """
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the store to a file that ``shmloader.open`` opens, on any host.
+        """Write the store to a file that ``shmloader.open`` and any Arrow program open.
+
+        The file appears under its name when it is complete and on the disk; one that was there is replaced.
 
         Args:
-            path: Where to. Its suffix chooses the format.
+            path: Where to. ``.arrow``, ``.ipc`` and ``.feather`` are Arrow IPC, ``.parquet`` is Parquet.
+
+        Raises:
+            ValueError: If the suffix is another one.
+            TypeError: If the kind of store has no Arrow form.
+            OSError: If the file cannot be written.
         """
-        saving.save(self, path)
+        save(self, path)
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """What a saved file says of itself beyond its columns."""
+        return {}
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +140,7 @@ class Store(SharedObject, Sequence[Any]):
         """Read one row.
 
         Args:
-            index: Which one, ``0 <= index < len(self)``; not checked.
+            index: Its number, ``0 <= index < len(self)``; not checked.
         """
 
     @abstractmethod
@@ -111,60 +154,65 @@ class Store(SharedObject, Sequence[Any]):
                 `shmloader.empty` gives; for records a dict of those, by column.
 
         Returns:
-            ``out``; or without it the rows in the form that the store has them in: ndarrays (also for
-            numbers), tensors, Arrow tables, lists of anything else, and for records a dict of these.
+            ``out``; or without it the rows in columns: ndarrays (also for numbers), tensors, lists of
+            anything else, and for records a dict of these.
 
         Raises:
             IndexError: If an index is out of range.
             TypeError: If the rows do not fit in ``out``.
         """
 
-    def alone(self, rows: Sequence[int]) -> Store:
-        """Copy some rows to a store of their own, with no other rows in its memory.
-
-        Runs in the calling process.
+    def column(self, name: str | int) -> Store:
+        """One field of all rows, as a store over the same memory.
 
         Args:
-            rows: Row numbers from 0 on.
+            name: A key of the dicts, or a position in the tuples.
 
         Raises:
-            TypeError: If this kind of store has no way to do so.
-            SharedMemoryExhausted: If the host has not the memory.
+            TypeError: If the store has no columns.
+            KeyError: If not all rows are records that have it.
         """
-        raise TypeError(
-            f"a part of a {type(self).__name__} cannot be saved by itself: save the whole, or share the "
-            "rows anew: shmloader.share(iter(part)).save(path)"
-        )
+        raise TypeError(f"a {type(self).__name__} has no columns: {name!r} cannot be one of them")
+
+    def select(self, indices: Any) -> Store:
+        """The rows of these numbers, in this order, over the same memory.
+
+        Args:
+            indices: Row numbers, as for `take`; or a mask: an array or tensor of bool, one for each row.
+
+        Raises:
+            IndexError: If an index is out of range, or a mask has another length.
+        """
+        rows = row_array(indices, len(self))
+        if rows.nbytes >= 1 << 16:  # else they would be copied into every process
+            rows = share_array(rows)
+        return Selection(self, rows)
 
     @overload
     def __getitem__(self, index: int) -> Any: ...
     @overload
-    def __getitem__(self, index: slice) -> Store: ...
+    def __getitem__(self, index: slice | str | Sequence[int] | Rows | torch.Tensor) -> Store: ...
     def __getitem__(self, index: Any) -> Any:
-        """One row; for a slice a view, without a copy."""
-        rows = len(self)
+        """One row; for a slice, a name, numbers or a mask a view, without a copy."""
         if isinstance(index, slice):
-            return StoreSlice(self, range(*index.indices(rows)))
-        return self.row(row_number(index, rows))
+            return Selection(self, range(*index.indices(len(self))))
+        if isinstance(index, str):
+            return self.column(index)
+        if isinstance(index, list | np.ndarray | torch.Tensor) and np.ndim(cast("Any", index)):
+            return self.select(index)
+        return self.row(row_number(index, len(self)))
 
     def __getitems__(self, indices: Any) -> list[Any]:
         """The rows of an index batch, as ``torch``'s fetcher asks for them."""
-        row = self.row
-        return [row(index) for index in row_numbers(indices, len(self))]
-
-    def read_in_order(self, numbers: Iterable[int]) -> Iterator[Any]:
-        """Read rows one by one, as iteration does.
-
-        Where rows are parts of one larger value (nodes of a tree), rows that come one after the other are
-        parts of the same one, as in the list that the store was made from.
-
-        Args:
-            numbers: Row numbers from 0 on; not checked.
-        """
-        return map(self.row, numbers)
+        return list(map(self.row, row_numbers(indices, len(self))))
 
     def __iter__(self) -> Iterator[Any]:
-        return self.read_in_order(range(len(self)))
+        return map(self.row, range(len(self)))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        if copy is False:
+            raise ValueError("the rows of a store become an array by a copy")
+        return np.asarray(self.take(np.arange(len(self))), dtype=dtype)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -190,11 +238,50 @@ class Store(SharedObject, Sequence[Any]):
         return sum(equal(row, value) for row in self)
 
     def __repr__(self) -> str:
-        what = self.describe()
-        return f"<{type(self).__name__}: {what.rows:,} rows of kind {what.kind!r}, {what.nbytes:,} bytes>"
+        return describe_rows(self, self, self.describe())
+
+    def _repr_html_(self) -> str:
+        """The table that a notebook shows."""
+        from html import escape
+
+        names, rows = _table(self)
+        head = "".join(f"<th>{escape(name)}</th>" for name in names)
+        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+        caption = escape(str(self.describe()).splitlines()[0])
+        return f"<table><caption>{caption}</caption><tr>{head}</tr>{body}</table>"
 
 
 BY_VALUE[Store] = list
+
+
+def describe_rows(store: Any, rows: Any, what: StoreDescription) -> str:
+    """A line about a store, and a table of its first rows."""
+    names, shown = _table(rows)
+    widths = [max(map(len, column)) for column in zip(names, *shown, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in (names, *shown)
+    ]
+    head = f"<{type(store).__name__}: {what.rows:,} rows of kind {what.kind!r}, {what.nbytes:,} bytes>"
+    return "\n".join([head, *(lines if shown else [])])
+
+
+def _table(rows: Any) -> tuple[list[str], list[list[str]]]:
+    """Names of columns, and the cells of the first rows."""
+    first = list(islice(rows, _MOST_SHOWN))
+    if first and all(isinstance(row, Mapping) and row for row in first):
+        names = list(dict.fromkeys(str(name) for row in first for name in row))
+        cells = [[_shown(row[name]) if name in row else "" for name in names] for row in first]
+    else:
+        names, cells = ["row"], [[_shown(row)] for row in first]
+    return names, cells
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, np.ndarray | torch.Tensor) and value.ndim:
+        return f"{type(value).__name__} {value.dtype} {tuple(value.shape)}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
 
 
 def row_number(index: Any, rows: int) -> int:
@@ -218,11 +305,17 @@ def row_numbers(indices: Any, rows: int) -> list[int]:
     return [row_number(number, rows) for number in numbers]
 
 
-def row_array(indices: Any, rows: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """As `row_numbers`, for ``take``."""
+def row_array(indices: Any, rows: int) -> Rows:
+    """Many indices, or a mask, as an array of row numbers from 0 on."""
     if isinstance(indices, torch.Tensor):
         indices = indices.numpy()
     array = np.asarray(indices)
+    if array.dtype == np.bool_ and array.ndim == 1:
+        if len(array) != rows:
+            raise IndexError(f"a mask of {len(array):,} items for a store with {rows:,} rows")
+        return np.flatnonzero(array)
+    if array.dtype == np.object_ and array.ndim == 1:  # numbers beyond 64 bits, or none at all
+        return np.array([row_number(number, rows) for number in array], np.int64)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise TypeError(f"rows are taken by a flat sequence of integers, not by {array.dtype} {array.shape}")
     numbers = array.astype(np.int64, copy=False)
@@ -272,142 +365,63 @@ def _equal_arrays(one: Any, other: Any) -> bool:
     return False
 
 
-class StoreSlice(Store):
-    """Some rows of a store, at equal distances: what slicing gives. Shares the store's memory."""
+class Selection(Store):
+    """Some rows of a store: the view that slices and `Store.select` give. Shares the store's memory."""
 
-    def __init__(self, store: Store, rows: range) -> None:
+    def __init__(self, store: Store, rows: range | Rows) -> None:
         """Look at ``rows`` of a store, which are row numbers from 0 on."""
         self._store = store
-        self._range = rows
-
-    @property
-    def whole(self) -> Store:
-        """The store of which these are some rows."""
-        return self._store
+        self._rows = rows
 
     def __len__(self) -> int:
-        return len(self._range)
+        return len(self._rows)
 
     def row(self, index: int) -> Any:
         """See `Store.row`."""
-        return self._store.row(self._range[index])
-
-    def alone(self, rows: Sequence[int]) -> Store:
-        """See `Store.alone`."""
-        return self._store.alone([self._range[number] for number in rows])
+        return self._store.row(int(self._rows[index]))
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return StoreSlice(self._store, self._range[index])
-        return self._store.row(self._range[row_number(index, len(self._range))])
+            return Selection(self._store, self._rows[index])
+        return super().__getitem__(index)
 
     def __getitems__(self, indices: Any) -> list[Any]:
-        numbers = row_numbers(indices, len(self._range))
-        return self._store.__getitems__(list(map(self._range.__getitem__, numbers)))
+        return self._store.__getitems__(self._whole_numbers(indices))
 
-    def read_in_order(self, numbers: Iterable[int]) -> Iterator[Any]:
-        """See `Store.read_in_order`."""
-        return self._store.read_in_order(map(self._range.__getitem__, numbers))
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._store.row, self._rows.tolist() if isinstance(self._rows, np.ndarray) else self._rows)
 
-    def column(self, field: str | int) -> StoreSlice:
-        """One field of these rows, over the same memory, where the store has columns; see `RowStore.column`.
+    def _whole_numbers(self, indices: Any) -> Rows:
+        """Row numbers of the whole store."""
+        numbers, rows = row_array(indices, len(self._rows)), self._rows
+        return rows.start + rows.step * numbers if isinstance(rows, range) else rows[numbers]
 
-        Raises:
-            TypeError: If the store has none.
-            KeyError: If not all rows of the store are records that have the field.
-        """
-        column = getattr(self._store, "column", None)
-        if column is None:
-            raise TypeError(f"a {type(self._store).__name__} has no columns: {field!r} cannot be one of them")
-        return StoreSlice(column(field), self._range)
+    def select(self, indices: Any) -> Store:
+        """See `Store.select`."""
+        return self._store.select(self._whole_numbers(indices))
+
+    def column(self, name: str | int) -> Store:
+        """See `Store.column`."""
+        return Selection(self._store.column(name), self._rows)
 
     def take(self, indices: Any, out: Any = None) -> Any:
         """See `Store.take`."""
-        rows = self._range
-        return self._store.take(rows.start + rows.step * row_array(indices, len(rows)), out)
+        return self._store.take(self._whole_numbers(indices), out)
 
     def describe(self) -> StoreDescription:
         """As the store's, of these rows; bytes in proportion, since memory is only freed as a whole."""
         whole = self._store.describe()
-        share = len(self._range) / max(1, whole.rows)
+        part = len(self._rows) / max(1, whole.rows)
         return StoreDescription(
-            whole.kind, len(self._range), round(whole.nbytes * share), round(whole.python_nbytes * share)
+            whole.kind, len(self._rows), round(whole.nbytes * part), round(whole.python_nbytes * part)
         )
 
     def to_arrow(self) -> Any:
         """See `SharedObject.to_arrow`; rows at a distance other than 1 are copied."""
-        rows, whole = self._range, self._store.to_arrow()
-        if rows.step == 1:
+        rows, whole = self._rows, self._store.to_arrow()
+        if isinstance(rows, range) and rows.step == 1:
             return whole.slice(rows.start, len(rows))
-        import pyarrow as pa
-
-        return whole.take(pa.array(rows, pa.int64()))
+        return whole.take(np.asarray(rows, np.int64))
 
     def __reduce__(self) -> Any:
-        return StoreSlice, (self._store, self._range)
-
-
-# The end of a buffer says what it holds, so that a buffer alone is enough to make its store:
-# [ what the store's class wrote | class, layout and first offset, pickled | length of that pickle | _MAGIC ]
-_MAGIC = b"shmstor1"
-_TAIL = struct.Struct("<q8s")
-
-
-class BufferStore(SharedObject):
-    """A store that has a buffer, or a part of one; its constructor takes the buffer and a layout.
-
-    Attributes:
-        buffer: The shared memory.
-    """
-
-    def __init__(self, buffer: SharedBuffer, layout: Any) -> None:
-        self.buffer = buffer
-
-    @property
-    def image(self) -> memoryview | None:
-        """Bytes of which `attach` makes this store anew, in any process; None if it needs others too."""
-        if not isinstance(self.buffer, BufferPart):
-            return self.buffer.view
-        return self.buffer.own if self.buffer.is_alone else None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of shared memory."""
-        return self.buffer.nbytes
-
-    def __reduce__(self) -> Any:
-        return attach, (self.buffer,)
-
-
-Written = tuple[type[BufferStore], Any]
-"""A store that has been written: its class, and what its constructor needs besides the buffer (small and
-picklable)."""
-
-
-def end_with(out: BufferBuilder, written: Written, begin: int = 0) -> None:
-    """Append what says which store the memory holds from ``begin`` on."""
-    pickled = dumps((*written, begin))
-    out.append(pickled + _TAIL.pack(len(pickled), _MAGIC), alignment=1)
-
-
-def finish(out: BufferBuilder, written: Written) -> Any:
-    """Seal what a store's class has appended, together with its layout; returns the store."""
-    end_with(out, written)
-    kind, layout = written
-    return kind(out.seal(), layout)
-
-
-def attach(buffer: SharedBuffer) -> Any:
-    """The store that a buffer holds.
-
-    Raises:
-        ValueError: If the buffer was not made by a store.
-    """
-    view = buffer.view
-    nbytes, magic = _TAIL.unpack(view[-_TAIL.size :]) if len(view) >= _TAIL.size else (0, b"")
-    if magic != _MAGIC or not 0 < nbytes <= len(view) - _TAIL.size:
-        raise ValueError(f"these {len(view):,} bytes are not a store of this version of shmloader")
-    kind, layout, begin = pickle.loads(view[-_TAIL.size - nbytes : -_TAIL.size])
-    if begin and not isinstance(buffer, BufferPart):  # of a part, the only one that was saved
-        buffer = BufferPart(buffer, 0, buffer.nbytes, first=begin)
-    return kind(buffer, layout)
+        return Selection, (self._store, self._rows)

@@ -1,37 +1,319 @@
-"""`open_store`: files as stores. What it takes to read them is imported when the first one is opened."""
+"""Files opened as stores, without running any code.
+
+A mapped file is read in place; all processes of the host share the pages that were read, and the kernel may
+drop them again. It reaches other processes by its path. What has to be decoded (Parquet, compressed IPC) goes
+into shared memory, batch by batch.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import glob
+import json
+import mmap
 import os
+import pickle
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 
-def open_store(path: str | os.PathLike[str]) -> Any:
-    """Open a file as a store, read-only.
+from shmloader.shared_memory.sealed_buffer import SharedBuffer
+from shmloader.store.chunks import Chunks
+from shmloader.store.columns.classes import Classes
+from shmloader.store.columns.types import VERSION, LinkType, PickleType, find_types
+from shmloader.store.handles import Fingerprint
+from shmloader.store.mapping import MappingStore, SetStore, index_of
+from shmloader.store.memory import MemoryWriter
+from shmloader.store.rows import RowStore
+from shmloader.store.saving import FACTORIES, FORM, IPC, PARQUET
+
+_PARQUET_MAGIC, _FILE_MAGIC, _STREAM_MAGIC = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
+_DAMAGES = (pa.ArrowException, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError)
+
+
+def open_store(
+    path: str | os.PathLike[str], *, columns: Sequence[str] | None = None, allow_pickle: bool = False
+) -> Any:
+    """Open files as a store, read-only.
 
     * Arrow IPC (``.arrow``, ``.feather``; file and stream format): mapped. Nothing is read until it is
-      needed, all processes of the host share the pages that were, and the kernel may drop them again: the
-      file may be larger than memory. If its buffers are compressed, they are unpacked into shared memory.
-    * What ``store.save(path)`` wrote: the same, and the store equals the one that was saved, for every kind
-      of store. Kinds that Arrow has no types for are unpickled: open such files only from sources that you
-      trust, as with ``torch.load``.
-    * Parquet: decoded into shared memory, piece by piece.
+      needed, and the file may be larger than memory. If its buffers are compressed, they are unpacked into
+      shared memory, batch by batch.
+    * Parquet: decoded into shared memory, in the same way.
+    * What ``store.save(path)`` wrote: the store equals the one that was saved. Classes of namedtuples,
+      dataclasses and enums are taken from modules that are loaded. Of those that are not there any more, a
+      class of the same name is made up, with the same fields. Nothing is imported.
 
     Runs in the calling process. Stores over mapped files reach workers by path, under every start method;
     the file must not be changed in place meanwhile (write a new one and rename it, as ``save`` does).
 
     Args:
-        path: The file. Its contents decide, not its name.
+        path: The file; its contents decide, not its name. Or a folder with such files, or a pattern such as
+            ``train/*.parquet``: the rows of all of them, in the order of their names.
+        columns: The fields to read; None for all.
+        allow_pickle: Whether values may be unpickled, which runs code: only from sources that you trust.
 
     Returns:
         The store. The rows of a table are dicts.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If it is neither Arrow IPC nor Parquet.
+        ValueError: If it is neither Arrow IPC nor Parquet, or damaged; if the files differ in their columns;
+            if it has pickled values that were not allowed, with their names.
+        KeyError: If a file has no such column.
         SharedMemoryExhausted: If what must be unpacked is larger than the host's memory.
     """
-    from shmloader.store.mapped_files import open_file
+    found = [str(Path(one).resolve()) for one in _files(os.fspath(path))]
+    schema = None
+    for one in found:
+        with _naming(one):
+            new = _schema_of(one)
+        if schema is not None and not new.equals(schema):
+            raise ValueError(f"{one} has other columns than {found[0]}: {new} instead of {schema}")
+        schema = new
+    assert schema is not None
+    with _naming(found[0]):
+        form = _form_of(schema)
+        _check(found[0], schema, columns, allow_pickle=allow_pickle)
+    if columns is not None and form["rows"] != "table":
+        raise ValueError(f"{found[0]} holds no records, so no columns can be chosen from it")
+    chunks = _chunks_of(found, columns, allow_pickle)
+    with _naming(found[0]):
+        store = RowStore(chunks)
+        if form["rows"] == "mapping":
+            missing = pickle.dumps(FACTORIES[form["missing"]]) if "missing" in form else b""
+            return MappingStore(store, index_of(store.column("key") if len(store) else store), missing)
+        return SetStore(store, index_of(store)) if form["rows"] == "set" else store
 
-    return open_file(str(Path(path).resolve()))
+
+def _files(path: str) -> list[str]:
+    """The files that a path or pattern means."""
+    if Path(path).is_dir():
+        found = sorted(str(one) for one in Path(path).iterdir() if one.suffix in IPC + PARQUET)
+    elif Path(path).exists() or not glob.has_magic(path):
+        return [path]
+    else:
+        found = sorted(glob.glob(path, recursive=True))  # noqa: PTH207 - a pattern may be absolute
+    if not found:
+        raise FileNotFoundError(f"{path} means no Arrow or Parquet file")
+    return found
+
+
+@contextlib.contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Errors of a damaged file name it."""
+    try:
+        yield
+    except _DAMAGES as error:
+        if path in str(error):
+            raise
+        raise ValueError(
+            f"{path} is damaged, or no file of Arrow's: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _magic_of(path: str) -> bytes:
+    with Path(path).open("rb") as file:
+        begin = file.read(len(_FILE_MAGIC))
+    for magic in (_PARQUET_MAGIC, _FILE_MAGIC, _STREAM_MAGIC):
+        if begin.startswith(magic):
+            return magic
+    raise ValueError(
+        f"{path} is neither Arrow IPC nor Parquet. A store is written by store.save(path); other data can be "
+        "read and passed to shmloader.share"
+    )
+
+
+def _schema_of(path: str) -> Any:
+    magic = _magic_of(path)
+    if magic == _PARQUET_MAGIC:
+        return pq.read_schema(path)
+    with (
+        pa.memory_map(path) as source,
+        pa.ipc.open_file(source) if magic == _FILE_MAGIC else pa.ipc.open_stream(source) as reader,
+    ):
+        return reader.schema
+
+
+def _form_of(schema: Any) -> dict[str, Any]:
+    said = (schema.metadata or {}).get(FORM)
+    form: dict[str, Any] = {"rows": "table"} if said is None else json.loads(said)
+    if form.get("version", VERSION) > VERSION:
+        raise ValueError(f"it was written by a newer shmloader (version {form['version']} of the format)")
+    names = {"table": None, "column": 1, "set": 1, "mapping": 2}
+    if form["rows"] not in names or names[form["rows"]] not in (None, len(schema.names)):
+        raise ValueError(
+            f"its metadata says that its rows are {form['rows']!r}, with {len(schema.names)} columns"
+        )
+    return form
+
+
+def _check(path: str, schema: Any, columns: Sequence[str] | None, *, allow_pickle: bool) -> None:
+    fields = [field for field in schema if columns is None or field.name in columns]
+    for name in columns or ():
+        if schema.names.count(name) != 1:
+            raise KeyError(f"{path} has no column {name!r}; it has {', '.join(schema.names)}")
+    pickled = [
+        name or "rows" for field in fields for name, _ in find_types(field.type, PickleType, field.name)
+    ]
+    if pickled and not allow_pickle:
+        raise ValueError(
+            f"{path} has pickled values ({', '.join(dict.fromkeys(pickled))}), and unpickling runs code. "
+            "If you trust the file's source: shmloader.open(path, allow_pickle=True); or choose "
+            "other columns, columns=[...]"
+        )
+    if any(find_types(field.type, LinkType) for field in fields):
+        raise ValueError("it has links to other columns, which no file has")
+
+
+def _chunks_of(paths: list[str], columns: Sequence[str] | None, allow_pickle: bool) -> Chunks:
+    if all(_magic_of(path) != _PARQUET_MAGIC for path in paths):
+        with _naming(paths[0]):
+            chunks = FileChunks([(path, Fingerprint.of(path)) for path in paths], columns, allow_pickle)
+            if chunks.is_mapped():
+                return chunks
+    with MemoryWriter() as writer:
+        table = writer.table()
+        for path in paths:
+            with _naming(path):
+                for batch in _batches_of(path, columns):
+                    batch.validate(full=True)
+                    table.append_batch(batch)
+        unpacked = writer.chunks(table, writer.seal())
+    unpacked.pickles = allow_pickle
+    return unpacked
+
+
+def _batches_of(path: str, columns: Sequence[str] | None) -> Iterator[Any]:
+    """The batches of a file that is decoded, one by one."""
+    if _magic_of(path) == _PARQUET_MAGIC:
+        with pq.ParquetFile(path) as parquet:
+            yield from parquet.iter_batches(columns=None if columns is None else list(columns))
+        return
+    file = _File(path, Fingerprint.of(path))
+    for number in range(len(file)):
+        batch = file.batch(number)
+        yield batch if columns is None else batch.select(list(columns))
+
+
+class FileBuffer(SharedBuffer):
+    """A mapped file. It is pickled by its path, to any process of any host that sees the file.
+
+    Attributes:
+        path: The file.
+    """
+
+    __slots__ = ("_fingerprint", "_writable", "path")
+
+    def __init__(self, path: str, fingerprint: Fingerprint) -> None:
+        """Map a file, which must still be the one with this fingerprint."""
+        fingerprint.check(path)
+        super().__init__(os.open(path, os.O_RDONLY | os.O_CLOEXEC), fingerprint.nbytes, mmap.PROT_READ)
+        fd, self.fd = self.fd, -1
+        os.close(fd)  # the mapping needs it no more, and there may be many files
+        self.path = path
+        self._fingerprint = fingerprint
+        self._writable: SharedBuffer | None = None
+
+    @property
+    def private(self) -> memoryview:
+        """See `SharedBuffer.private`: a mapping of its own, since only tensors need one."""
+        if self._writable is None:
+            self._fingerprint.check(self.path)
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            self._writable = SharedBuffer(fd, self._fingerprint.nbytes)
+        return self._writable.private
+
+    def __reduce__(self) -> Any:
+        return FileBuffer, (self.path, self._fingerprint)
+
+
+class _File:
+    """The record batches of a mapped Arrow IPC file or stream."""
+
+    def __init__(self, path: str, fingerprint: Fingerprint) -> None:
+        self.memory = FileBuffer(path, fingerprint)
+        whole = pa.py_buffer(self.memory.view)
+        if _magic_of(path) == _FILE_MAGIC:
+            self._reader: Any = pa.ipc.open_file(whole)
+            self._batches: list[Any] | None = None
+        else:
+            self._reader = None
+            self._batches = list(pa.ipc.open_stream(whole))
+
+    def __len__(self) -> int:
+        return self._reader.num_record_batches if self._batches is None else len(self._batches)
+
+    def batch(self, number: int) -> Any:
+        """A batch, of which lengths are checked, but no contents."""
+        batch = self._reader.get_batch(number) if self._batches is None else self._batches[number]
+        batch.validate()
+        return batch
+
+
+class FileChunks(Chunks):
+    """Chunks in mapped files: their record batches."""
+
+    def __init__(
+        self,
+        files: list[tuple[str, Fingerprint]],
+        columns: Sequence[str] | None,
+        pickles: bool,
+        classes: Classes | None = None,
+    ) -> None:
+        self._names, self._fields = files, columns
+        self._files = [_File(*one) for one in files]
+        self._places: list[tuple[_File, int]] = []
+        starts = [0]
+        for file in self._files:
+            for number in range(len(file)):
+                length = file.batch(number).num_rows
+                if length:
+                    self._places.append((file, number))
+                    starts.append(starts[-1] + length)
+        super().__init__(self._files[0].memory, starts, classes)
+        self.pickles = pickles
+
+    def batch(self, chunk: int) -> Any:
+        """See `Chunks.batch`."""
+        file, number = self._places[chunk]
+        batch = file.batch(number)
+        return batch if self._fields is None else batch.select(list(self._fields))
+
+    def memory(self, chunk: int) -> SharedBuffer:
+        """See `Chunks.memory`."""
+        return self._places[chunk][0].memory
+
+    def is_mapped(self) -> bool:
+        """Whether the first batch of each file lies in the file as it is, and is not compressed."""
+        firsts = {id(file): (file, number) for file, number in reversed(self._places)}
+        return all(_lies_in(file.batch(number), file.memory) for file, number in firsts.values())
+
+    @property
+    def python_nbytes(self) -> int:
+        """See `Chunks.python_nbytes`."""
+        return 0
+
+    @property
+    def nbytes(self) -> int:
+        """See `Chunks.nbytes`."""
+        return sum(file.memory.nbytes for file in self._files)
+
+    def __reduce__(self) -> Any:
+        if len(self.starts) > 1:
+            self.finder.find_all(self.batch(0).schema)
+        return FileChunks, (self._names, self._fields, self.pickles, self.finder.given())
+
+
+def _lies_in(batch: Any, memory: SharedBuffer) -> bool:
+    begin, end = memory.address, memory.address + memory.nbytes
+    buffers = [
+        buffer
+        for column in batch.columns
+        for buffer in column.buffers()
+        if buffer is not None and buffer.size
+    ]
+    return all(begin <= buffer.address < end for buffer in buffers)

@@ -46,3 +46,20 @@ def is_hugging_face(value: Any) -> bool:
 def _classes(names: Mapping[str, tuple[str, ...]]) -> tuple[type, ...]:
     found = [getattr(sys.modules.get(module), name, None) for module in names for name in names[module]]
     return tuple(kind for kind in found if isinstance(kind, type))  # not imported: then nothing is of it
+
+
+def table_in_memory(dataset: Any) -> Any:
+    """The Arrow table of a Hugging Face dataset, where it is not mapped from files."""
+    data = getattr(dataset, "data", None)
+    return data.table if data is not None and type(data).__name__ == "InMemoryTable" else None
+
+
+def with_table(dataset: Any, table: Any) -> Any:
+    """A copy of a Hugging Face dataset with another Arrow table of the same contents."""
+    import copy
+
+    from datasets.table import InMemoryTable
+
+    shared = copy.copy(dataset)
+    vars(shared)["_data"] = InMemoryTable(table)
+    return shared

@@ -31,14 +31,15 @@ from shmloader.diagnostics.exceptions import capture, restore
 from shmloader.errors import LoaderError, ShareTimeout
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store import host_server
+from shmloader.store.handles import pack, unpack
 from shmloader.store.host_server import FAILED, HEADER, READY
-from shmloader.store.packing import pack, unpack
-from shmloader.store.sharing import share
+from shmloader.store.job import fingerprint_of, job_of_process
+from shmloader.store.share import share
 
 _log = logging.getLogger(__name__)
 
-_PROTOCOL = 1
-_JOB_VARIABLES = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID")
+_PROTOCOL = 2
+_MOST_COPIED_NBYTES = 16 << 20  # of what is not in shared memory, in each rank
 _RETRY_S = 0.005
 
 _listening: set[socket.socket] = set()  # held while this process builds
@@ -46,7 +47,9 @@ _building = threading.local()  # the names that this thread is building
 _kept: list[_Hold] = []  # of objects without any shared memory whose end could be waited for
 
 
-def share_on_host(build: Callable[[], Any], *, name: str, timeout_s: float = 1800.0) -> Any:
+def share_on_host(
+    build: Callable[[], Any], *, name: str, job: str | None = None, timeout_s: float = 1800.0
+) -> Any:
     """Build an object in one process of this host and attach to it in all others.
 
     Every rank calls this with the same ``name``. The first one to come runs ``build`` and shares what it
@@ -61,10 +64,11 @@ def share_on_host(build: Callable[[], Any], *, name: str, timeout_s: float = 180
     Args:
         build: Called without arguments in the process that comes first. What it returns is passed to
             `share` unless it is shared already, and must be picklable apart from its shared memory.
-        name: Stands for the object within the job. The job is known by ``TORCHELASTIC_RUN_ID``,
-            ``MASTER_ADDR``, ``MASTER_PORT`` and ``SLURM_JOB_ID``, as far as they are set. Where none is,
-            all processes of this user (and of one Python version) that use the name meet: put what
-            identifies the data into it.
+        name: Stands for the object within the run.
+        job: Stands for the run, where its launcher gives it no identity: what all of its ranks know and no
+            other run has. Runs are told apart under torchrun, srun, ``multiprocessing``, Lightning's launcher
+            and other launchers that are written in Python, and by ``MASTER_ADDR`` and ``MASTER_PORT``. A
+            process that was started as no rank of anything is a run of its own.
         timeout_s: Most seconds that a rank waits for the building one. The death of that process needs
             no timeout: the next in line builds instead.
 
@@ -77,20 +81,22 @@ def share_on_host(build: Callable[[], Any], *, name: str, timeout_s: float = 180
             a note. Ranks that come after the failure build anew.
         ShareTimeout: The building process lives, but was not done in time; the message names it.
         PermissionError: Another user's process holds the name.
-        LoaderError: This platform has no abstract sockets and memory files (it is not Linux), or ``build``
-            itself asks for its own ``name``.
+        LoaderError: This platform has no abstract sockets and memory files (it is not Linux); ``build``
+            itself asks for its own ``name``; the run cannot be told from others, and there is no ``job``;
+            another rank built the object in another way; or large parts of it are not in shared memory.
     """
     _check_platform()
-    address = _address(name)
+    address = _address(name, [job] if job is not None else job_of_process(name))
+    way = fingerprint_of(build)
     deadline_s = time.monotonic() + timeout_s
     with _never_within_itself(name):
         while True:
             listener = _bind(address)
             if listener is not None:
-                return _build_and_hand_over(build, name, listener)
+                return _build_and_hand_over(build, name, listener, way)
             answer = _ask(address, name, deadline_s, timeout_s)
             if answer is not None:
-                return _take(answer, name)
+                return _take(answer, name, way)
 
 
 def _check_platform() -> None:
@@ -106,12 +112,11 @@ def _check_platform() -> None:
         )
 
 
-def _address(name: str) -> str:
+def _address(name: str, job: Sequence[str]) -> str:
     """The abstract socket that stands for the object: user, job, Python version and name."""
     if not name:
         raise ValueError("share_on_host needs a name for the object, and got an empty one")
-    job = [os.environ.get(variable) for variable in _JOB_VARIABLES]
-    key = [_PROTOCOL, os.geteuid(), list(sys.version_info[:2]), job, name]
+    key = [_PROTOCOL, os.geteuid(), list(sys.version_info[:2]), list(job), name]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     return f"\0shmloader-{os.geteuid()}-{digest[:32]}"
 
@@ -158,13 +163,13 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_forked_child)
 
 
-def _build_and_hand_over(build: Callable[[], Any], name: str, listener: socket.socket) -> Any:
+def _build_and_hand_over(build: Callable[[], Any], name: str, listener: socket.socket, way: str) -> Any:
     began_s = time.monotonic()
     try:
         try:
             shared = share(build())
             _give_back_freed_memory()
-            packed, buffers = _pack(shared)
+            packed, buffers = _pack(shared, name, way)
             with contextlib.closing(_MemoryFile(packed)) as layout:
                 holder = _start_server(listener, [layout.fd, *(buffer.fd for buffer in buffers)])
         except Exception as error:
@@ -191,15 +196,22 @@ def _give_back_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _pack(shared: Any) -> tuple[bytes, list[SharedBuffer]]:
+def _pack(shared: Any, name: str, way: str) -> tuple[bytes, list[SharedBuffer]]:
     try:
-        return pack(shared)
+        packed, buffers = pack((way, shared))
     except Exception as error:
         error.add_note(
             f"The other processes of the host get the {type(shared).__qualname__} by pickling, without its "
             "shared memory. Whatever else it holds must be picklable: no lambdas, open files or locks."
         )
         raise
+    if len(packed) > _MOST_COPIED_NBYTES:
+        raise LoaderError(
+            f"share_on_host {name!r}: {len(packed):,} bytes of the {type(shared).__qualname__} that build "
+            "returned are not in shared memory, and would be copied into every rank. shmloader.share of it "
+            "warns of what could not be shared; leave that out, or keep it in arrays, lists or dicts"
+        )
+    return packed, buffers
 
 
 def _start_server(listener: socket.socket, fds: Sequence[int]) -> socket.socket:
@@ -322,7 +334,7 @@ def _too_few_descriptors(name: str, due: int) -> OSError:
     )
 
 
-def _take(answer: tuple[int, list[int], socket.socket], name: str) -> Any:
+def _take(answer: tuple[int, list[int], socket.socket], name: str, way: str) -> Any:
     """Attach to what was received."""
     kind, fds, connection = answer
     buffers = []
@@ -339,7 +351,12 @@ def _take(answer: tuple[int, list[int], socket.socket], name: str) -> Any:
         finally:
             for fd in fds:
                 os.close(fd)
-        shared = unpack(layout, buffers)
+        built, shared = unpack(layout, buffers)
+        if built != way:
+            raise LoaderError(
+                f"share_on_host {name!r}: another rank built this object with another function, or other "
+                "arguments. All ranks have to build the same: give different objects different names"
+            )
         _hold(connection, buffers)
     _log.info("share_on_host %r: attached to %s bytes", name, f"{_nbytes(buffers):,}")
     return shared

@@ -1,7 +1,7 @@
-"""dicts as stores: the items as rows, and an index of the keys' hashes beside them in shared memory.
+"""Mappings and sets as stores: their items as rows, and an index of the keys' hashes in shared memory.
 
-The index takes about 9 bytes per key, once on the host; no process builds a dict of its own. Python's hash
-of a str differs from process to process, so keys are hashed in a way that does not.
+The index takes eight bytes per key, once on the host; no process builds a dict of its own. Python's hash of a
+str differs from process to process, so keys are hashed in a way that does not.
 """
 
 from __future__ import annotations
@@ -10,21 +10,23 @@ import numbers
 import pickle
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from itertools import islice
 from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
+import pyarrow as pa
 
 from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
-from shmloader.store.base import BufferStore, Store, StoreDescription, Written, attach, equal, finish
-from shmloader.store.columns import items
-from shmloader.store.one_buffer import new_builder
-from shmloader.store.rows import RowLayout, RowStore, RowWriter
+from shmloader.store.base import SharedObject, Store, StoreDescription, describe_rows, equal
+from shmloader.store.memory import new_builder
+from shmloader.store.rows import RowStore
+from shmloader.store.saving import form_of_mapping
 
 _HASH_BITS = 32
+_MOST_BUCKET_BITS = 12  # 32 KB in each process that looks keys up
 _GOLDEN = 0x9E3779B97F4A7C15  # spreads consecutive numbers over all 64 bits
 
 
@@ -53,37 +55,118 @@ def hash_of(key: Any) -> int | None:
     return None
 
 
-class MappingLayout(NamedTuple):
-    """Where the parts of a `MappingStore` lie.
+class IndexLayout(NamedTuple):
+    """The place of an index in memory.
 
     Attributes:
-        pairs: The items, in order, as tuples.
         keys: How many keys are in the index.
         hashes: Offset of their hashes, ascending, 32 bits.
-        rows: Offset of the row of each of these, of type ``rows_code``.
-        rows_code: ``I`` or ``Q``.
-        buckets: Offset of ``2**bits + 1`` positions in the hashes, ``Q``: where hashes that begin with
-            these bits start.
-        bits: How many bits.
+        rows: Offset of the row of each of these, of type ``code``.
+        code: ``I`` or ``Q``.
         odd: Offset of the rows whose keys are not in the index, ``q``.
         odd_count: How many.
-        missing: What is called for a key that is not there, pickled; empty for KeyError.
     """
 
-    pairs: RowLayout
     keys: int
     hashes: int
     rows: int
-    rows_code: str
-    buckets: int
-    bits: int
+    code: str
     odd: int
     odd_count: int
-    missing: bytes
+
+
+class KeyHashes:
+    """The hashes of keys, while they are collected."""
+
+    def __init__(self) -> None:
+        self._hashes: list[np.ndarray[Any, np.dtype[np.int64]]] = []
+
+    def add(self, keys: Iterable[Any]) -> None:
+        """Add the keys of the next rows."""
+        hashes = [-1 if (hashed := hash_of(key)) is None else hashed for key in keys]
+        self._hashes.append(np.array(hashes, np.int64))
+
+    def write(self, out: BufferBuilder) -> IndexLayout:
+        """Append the index."""
+        hashes = np.concatenate([np.zeros(0, np.int64), *self._hashes])
+        odd = np.flatnonzero(hashes < 0)
+        rows = np.argsort(hashes, kind="stable")[len(odd) :]  # the odd ones, -1, come first
+        code = "I" if len(hashes) < 1 << 32 else "Q"
+        return IndexLayout(
+            len(rows),
+            out.append(hashes[rows].astype(np.uint32)),
+            out.append(rows.astype(code)),
+            code,
+            out.append(odd.astype(np.int64)),
+            len(odd),
+        )
+
+
+class KeyIndex:
+    """Finds the rows of keys."""
+
+    def __init__(self, keys: Store, buffer: SharedBuffer, layout: IndexLayout) -> None:
+        """Look into an index.
+
+        Args:
+            keys: The keys.
+            buffer: The memory of the index.
+            layout: Its place there.
+        """
+        self.keys = keys
+        self._buffer, self._layout = buffer, layout
+        self._hashes = self._numbers(layout.hashes, layout.keys, "I")
+        self._rows = self._numbers(layout.rows, layout.keys, layout.code)
+        bits = min(max(0, layout.keys.bit_length() - 3), _MOST_BUCKET_BITS)
+        self._shift = _HASH_BITS - bits
+        limits = np.arange((1 << bits) + 1, dtype=np.int64) << self._shift
+        self._buckets: list[int] = (
+            np.searchsorted(np.asarray(self._hashes), limits).tolist() if layout.keys else [0, 0]
+        )
+        self._odd: dict[Any, int] | None = None
+
+    def _numbers(self, offset: int, count: int, code: str) -> memoryview[Any]:
+        nbytes = count * np.dtype(code).itemsize
+        numbers: memoryview[Any] = self._buffer.view[offset : offset + nbytes].cast(code)  # type: ignore[call-overload]
+        return numbers
+
+    def row_of(self, key: Any) -> int:
+        """The row of a key, or -1."""
+        hashed = hash_of(key)
+        if hashed is None:
+            return self._odd_row_of(key)
+        bucket = hashed >> self._shift
+        end = self._buckets[bucket + 1]
+        place = bisect_left(self._hashes, hashed, self._buckets[bucket], end)
+        while place < end and self._hashes[place] == hashed:
+            row: int = self._rows[place]
+            found = self.keys[row]
+            if found is key or found == key:
+                return row
+            place += 1
+        return -1
+
+    def _odd_row_of(self, key: Any) -> int:
+        if self._odd is None:
+            rows = self._numbers(self._layout.odd, self._layout.odd_count, "q").tolist()
+            self._odd = {self.keys[row]: row for row in rows}
+        return self._odd.get(key, -1)
+
+    def __reduce__(self) -> Any:
+        return KeyIndex, (self.keys, self._buffer, self._layout)
+
+
+def index_of(keys: Store) -> KeyIndex:
+    """Make the index of keys that are in memory, or in a file, already."""
+    hashes = KeyHashes()
+    hashes.add(keys)
+    with new_builder() as out:
+        layout = hashes.write(out)
+        return KeyIndex(keys, out.seal(), layout)
 
 
 def pickled_missing(data: Mapping[Any, Any]) -> bytes:
-    """What a mapping calls for keys that it does not have, pickled; empty if that is a KeyError.
+    """The function that a mapping calls for keys that it does not have, pickled; empty if that is a KeyError.
 
     Raises:
         TypeError: If a store could not do the same.
@@ -112,7 +195,7 @@ def pickled_missing(data: Mapping[Any, Any]) -> bytes:
         ) from error
 
 
-class MappingStore(BufferStore, Mapping[Any, Any]):
+class MappingStore(SharedObject, Mapping[Any, Any]):
     """A read-only mapping in shared memory, in the order of the dict that it was made from.
 
     Keys whose types define a hash or an equality of their own are found through a dict, which each
@@ -122,67 +205,51 @@ class MappingStore(BufferStore, Mapping[Any, Any]):
     nothing is inserted.
     """
 
-    def __init__(self, buffer: SharedBuffer, layout: MappingLayout) -> None:
-        super().__init__(buffer, layout)
-        self._layout = layout
-        self._pairs = _Pairs(buffer, layout.pairs)
-        self._keys = self._pairs.column(0)
-        self._values = self._pairs.column(1)
-        self._hashes = items(buffer, layout.hashes, layout.keys, "I")
-        self._rows = items(buffer, layout.rows, layout.keys, layout.rows_code)
-        self._buckets = items(buffer, layout.buckets, (1 << layout.bits) + 1, "Q")
-        self._shift = _HASH_BITS - layout.bits
-        self._odd: dict[Any, int] | None = None
-        self._missing: Callable[[], Any] | None = None
+    def __init__(self, items: RowStore, index: KeyIndex, missing: bytes = b"") -> None:
+        """Read a mapping.
 
-    def _row_of(self, key: Any) -> int:
-        """The row of a key, or -1."""
-        hashed = hash_of(key)
-        if hashed is None:
-            return self._odd_row_of(key)
-        bucket = hashed >> self._shift
-        end = self._buckets[bucket + 1]
-        place = bisect_left(self._hashes, hashed, self._buckets[bucket], end)
-        while place < end and self._hashes[place] == hashed:
-            row: int = self._rows[place]
-            found = self._keys.row(row)
-            if found is key or found == key:
-                return row
-            place += 1
-        return -1
-
-    def _odd_row_of(self, key: Any) -> int:
-        if self._odd is None:
-            rows = items(self.buffer, self._layout.odd, self._layout.odd_count, "q").tolist()
-            self._odd = {self._keys.row(row): row for row in rows}
-        return self._odd.get(key, -1)
+        Args:
+            items: Records with the columns ``key`` and ``value``.
+            index: Of the keys.
+            missing: See `pickled_missing`.
+        """
+        self.records = items
+        self.missing = missing
+        self._index = index
+        self._values = items.column("value") if len(items) else items
+        self._factory: Callable[[], Any] | None = None
 
     def __getitem__(self, key: Any) -> Any:
-        row = self._row_of(key)
+        row = self._index.row_of(key)
         if row < 0:
             return self._missing_value(key)
-        return self._values.row(row)
+        return self._values[row]
 
     def _missing_value(self, key: Any) -> Any:
-        if not self._layout.missing:
+        if not self.missing:
             raise KeyError(key)
-        if self._missing is None:
-            self._missing = pickle.loads(self._layout.missing)
-        return self._missing()
+        if self._factory is None:
+            self._factory = pickle.loads(self.missing)
+        return self._factory()
+
+    @property
+    def buffer(self) -> SharedBuffer:
+        """The memory of the items."""
+        return self.records.buffer
 
     def get(self, key: Any, default: Any = None) -> Any:
         """The value of a key, or ``default``: as of a dict, also where ``[key]`` makes up a value."""
-        row = self._row_of(key)
-        return default if row < 0 else self._values.row(row)
+        row = self._index.row_of(key)
+        return default if row < 0 else self._values[row]
 
     def __contains__(self, key: object) -> bool:
-        return self._row_of(key) >= 0
+        return self._index.row_of(key) >= 0
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._keys)
+        return iter(self._index.keys)
 
     def __len__(self) -> int:
-        return len(self._pairs)
+        return len(self.records)
 
     def items(self) -> ItemsView[Any, Any]:
         """The items, in order."""
@@ -191,19 +258,6 @@ class MappingStore(BufferStore, Mapping[Any, Any]):
     def values(self) -> ValuesView[Any]:
         """The values, in order."""
         return _Values(self)
-
-    def alone(self, rows: Sequence[int]) -> MappingStore:
-        """Copy some items, by their numbers, to a store of their own; see `Store.alone`."""
-        with new_builder() as out:
-            pairs, writer = self._pairs.reading_shared(rows), RowWriter(out)
-            chunks = iter(lambda: list(islice(pairs, writer.chunk_rows())), [])
-            copy: MappingStore = finish(out, write_items(chunks, writer, out, self._layout.missing))
-            return copy
-
-    @property
-    def pairs(self) -> Store:
-        """The items as a sequence of tuples."""
-        return self._pairs
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -218,96 +272,77 @@ class MappingStore(BufferStore, Mapping[Any, Any]):
 
     def describe(self) -> StoreDescription:
         """See `SharedObject.describe`."""
-        return replace(self._pairs.describe(), kind="mapping")
+        return replace(self.records.describe(), kind="mapping")
 
     def to_arrow(self) -> Any:
         """A ``pyarrow.Table`` with the columns ``key`` and ``value``; see `SharedObject.to_arrow`."""
-        import pyarrow as pa
+        if not len(self):
+            return pa.table({"key": pa.nulls(0), "value": pa.nulls(0)})
+        return self.records.to_arrow()
 
-        return pa.table({"key": self._keys.to_arrow(), "value": self._values.to_arrow()})
+    @property
+    def form(self) -> dict[str, Any]:
+        """See `SharedObject.form`."""
+        return form_of_mapping(self.missing)
 
     def __repr__(self) -> str:
-        return f"<MappingStore: {len(self):,} items, {self.nbytes:,} bytes>"
-
-
-class _Pairs(RowStore):
-    @property
-    def image(self) -> None:
-        """None: what lies in memory is the mapping."""
-        return None
+        return describe_rows(self, self.records, self.describe())
 
     def __reduce__(self) -> Any:
-        return _pairs_of, (self.buffer,)
-
-
-def _pairs_of(buffer: SharedBuffer) -> Store:
-    mapping: MappingStore = attach(buffer)
-    return mapping.pairs
+        return MappingStore, (self.records, self._index, self.missing)
 
 
 class _Items(ItemsView[Any, Any]):
     _mapping: MappingStore
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        return iter(self._mapping.pairs)
+        return ((record["key"], record["value"]) for record in self._mapping.records)
 
 
 class _Values(ValuesView[Any]):
     _mapping: MappingStore
 
     def __iter__(self) -> Iterator[Any]:
-        return (value for _, value in self._mapping.pairs)
+        return (record["value"] for record in self._mapping.records)
 
 
-def write_items(
-    chunks: Iterable[list[tuple[Any, Any]]], writer: RowWriter, out: BufferBuilder, missing: bytes
-) -> Written:
-    """Write a mapping's items.
+class SetStore(SharedObject, AbstractSet[Any]):
+    """A read-only set in shared memory."""
 
-    Args:
-        chunks: The items.
-        writer: Appends them; nothing has been appended yet.
-        out: Where to.
-        missing: As in `MappingLayout`.
-    """
-    keys = _KeyHashes()
-    for chunk in chunks:
-        writer.append(chunk)
-        keys.add([key for key, _ in chunk])
-        del chunk  # before the next one is made
-    return MappingStore, keys.finish(writer, out, missing)
+    def __init__(self, members: RowStore, index: KeyIndex) -> None:
+        """Read a set: its members, and their index."""
+        self.members = members
+        self._index = index
 
+    def __contains__(self, value: object) -> bool:
+        return self._index.row_of(value) >= 0
 
-class _KeyHashes:
-    """The hashes of keys, while items are appended."""
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.members)
 
-    def __init__(self) -> None:
-        self._hashes: list[np.ndarray[Any, np.dtype[np.int64]]] = []
+    def __len__(self) -> int:
+        return len(self.members)
 
-    def add(self, keys: Iterable[Any]) -> None:
-        """Add the keys of the next rows."""
-        hashes = [-1 if (hashed := hash_of(key)) is None else hashed for key in keys]
-        self._hashes.append(np.array(hashes, np.int64))
+    @classmethod
+    def _from_iterable(cls, values: Iterable[Any]) -> Any:
+        """What ``&``, ``|`` and ``-`` give: sets of the calling process."""
+        return set(values)
 
-    def finish(self, writer: RowWriter, out: BufferBuilder, missing: bytes) -> MappingLayout:
-        """Append the index."""
-        hashes = np.concatenate([np.zeros(0, np.int64), *self._hashes])
-        odd = np.flatnonzero(hashes < 0)
-        rows = np.argsort(hashes, kind="stable")[len(odd) :]  # the odd ones, -1, come first
-        hashes = hashes[rows]
-        bits = max(0, len(rows).bit_length() - 3)  # four to eight keys in a bucket
-        limits = np.arange((1 << bits) + 1, dtype=np.int64) << (_HASH_BITS - bits)
-        code = "I" if writer.rows < 1 << 32 else "Q"
-        pairs = writer.finish()
-        return MappingLayout(
-            pairs,
-            len(rows),
-            out.append(hashes.astype(np.uint32)),
-            out.append(rows.astype(code)),
-            code,
-            out.append(np.searchsorted(hashes, limits).astype(np.uint64)),
-            bits,
-            out.append(odd.astype(np.int64)),
-            len(odd),
-            missing,
-        )
+    def describe(self) -> StoreDescription:
+        """See `SharedObject.describe`."""
+        return replace(self.members.describe(), kind="set")
+
+    def to_arrow(self) -> Any:
+        """The members; see `SharedObject.to_arrow`."""
+        return self.members.to_arrow()
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """See `SharedObject.form`."""
+        return {"rows": "set"}
+
+    def __repr__(self) -> str:
+        return describe_rows(self, self.members, self.describe())
+
+    def __reduce__(self) -> Any:
+        return SetStore, (self.members, self._index)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
+
+import numpy as np
 
 
 class Held(Protocol):
@@ -94,9 +97,11 @@ class Rebuilder:
         return type(value)._make(map(self._new, value))
 
     def _fill(self, original: Any, copy: Any) -> None:
-        if type(original) is list:
+        if isinstance(original, list | deque):
             copy.extend(map(self._new, original))
-        elif type(original) is dict:
+        elif isinstance(original, np.ndarray):
+            copy[:] = [self._new(value) for value in original]
+        elif isinstance(original, dict):
             copy.update((key, self._new(value)) for key, value in original.items())
         else:
             if hasattr(original, "__dict__"):
@@ -112,4 +117,10 @@ def _is_immutable(value: Any) -> bool:
 
 def _empty_like(value: Any) -> Any:
     kind = type(value)
-    return kind() if kind in (list, dict, types.SimpleNamespace) else object.__new__(kind)
+    if isinstance(value, defaultdict):
+        return kind(value.default_factory)
+    if isinstance(value, deque):
+        return kind(maxlen=value.maxlen)
+    if isinstance(value, np.ndarray):
+        return np.empty_like(value)
+    return kind() if isinstance(value, list | dict | types.SimpleNamespace) else object.__new__(kind)

@@ -1,180 +1,121 @@
-"""Writing a store to a file. Imports no other module of this package: every store calls it.
-
-The file is Arrow IPC. Where Arrow has types that give the rows back as they are (numbers, texts, bytes,
-None, dicts with the same keys, lists, and Arrow data itself) any program can read it. Other stores are
-written as they lie in memory, into the one cell of a table, and only `shmloader.open` reads them.
-"""
+"""Writing stores to files: ordinary Arrow IPC or Parquet, complete before they get their name."""
 
 from __future__ import annotations
 
-import mmap
+import contextlib
+import json
 import os
-import tempfile
+import pickle
+import secrets
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-SUFFIXES = (".arrow", ".ipc", ".feather")
-"""Names that a store is saved under; all of them mean the same format."""
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from shmloader.store.columns import merge
+from shmloader.store.columns.encode import Encoder
+from shmloader.store.columns.types import VERSION
+
+IPC, PARQUET = (".arrow", ".ipc", ".feather"), (".parquet", ".pq")
+"""Suffixes of files."""
 
 FORM = b"shmloader"
-"""Key of the schema's metadata that says what the table stands for."""
+"""Key of the schema's metadata."""
 
-TABLE, COLUMN, IMAGE = b"table", b"column", b"image"
-"""The rows are the table's; those of its only column; or what lies in its only cell as it is in memory."""
+FACTORIES = {kind.__name__: kind for kind in (int, float, str, bytes, list, dict, set, tuple, Counter)}
+"""What a file can name as the maker of missing values."""
 
-PADDING = b"padding"
-"""Key of the schema's metadata that lets an image begin with a page."""
-
-IMAGE_NAME = "shmloader store"
-"""Name of the column whose cell is an image."""
+_ENCODED_ROWS = 1 << 14
 
 
 def save(store: Any, path: str | os.PathLike[str]) -> None:
-    """Write a store; see `SharedObject.save`.
+    """Write a store; see `SharedObject.save`."""
+    target = Path(path)
+    if target.suffix not in IPC + PARQUET:
+        names = ", *".join(IPC + PARQUET)
+        raise ValueError(
+            f"a store is saved as Arrow IPC or Parquet, in a file named *{names}; not as {target.name!r}"
+        )
+    table = _table_of(store)
+    with _replacing(target) as file:
+        if target.suffix in PARQUET:
+            try:
+                pq.write_table(table, file)
+            except (pa.ArrowNotImplementedError, pa.ArrowInvalid) as error:
+                raise TypeError(f"Parquet cannot hold this store ({error}): save it as *.arrow") from error
+            return
+        with pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+
+
+def _table_of(store: Any) -> Any:
+    """The rows of a store as a table that says in its metadata what they are."""
+    try:
+        data = store.to_arrow()
+    except TypeError:  # a kind of store of one's own
+        rows, encoder = iter(store), Encoder()
+        chunks = iter(lambda: list(islice(rows, _ENCODED_ROWS)), [])
+        data = merge.joined([merge.rows_of(encoder.rows(chunk)) for chunk in chunks])
+    said: dict[str, Any] = {"version": VERSION, "rows": "table", **store.form}
+    if not isinstance(data, pa.Table):
+        said["rows"] = said["rows"] if said["rows"] == "set" else "column"
+        data = pa.Table.from_arrays([data], names=[""])
+    metadata = {**(data.schema.metadata or {}), FORM: json.dumps(said, sort_keys=True).encode()}
+    return data.replace_schema_metadata(metadata)
+
+
+def form_of_mapping(missing: bytes) -> dict[str, Any]:
+    """The metadata of a mapping.
 
     Args:
-        store: The store.
-        path: Where to. A file that is there is replaced, once the new one is complete.
+        missing: The function that makes up missing values, pickled; empty for none.
 
     Raises:
-        ValueError: If the suffix is none of `SUFFIXES`.
-        TypeError: If ``store`` is a part of another one that neither has an Arrow type nor can be copied.
-        SharedMemoryExhausted: If such a part has to be copied, and the host has not the memory.
-        OSError: If the file cannot be written.
+        TypeError: If a file cannot name that function.
     """
-    target = Path(path)
-    if target.suffix not in SUFFIXES:
-        raise ValueError(
-            f"a store is saved as Arrow IPC, in a file named *{', *'.join(SUFFIXES)}; not as {target.name!r}"
+    if not missing:
+        return {"rows": "mapping"}
+    factory = pickle.loads(missing)
+    if factory not in FACTORIES.values():
+        raise TypeError(
+            f"a file cannot say that missing keys are made by {factory!r}, since opening it would run that: "
+            "share and save a plain dict, shmloader.share(dict(data))"
         )
-    import pyarrow as pa
-
-    form = _arrow_form(store)
-    if form is None and getattr(store, "image", None) is None:
-        # A field, a slice, the items of a dict, or what refers to another store's memory.
-        store = store.alone(range(len(store)))
-        form = _arrow_form(store)
-    if form is None:
-        table = _image_of(store)
-    else:
-        data = store.to_arrow()
-        table = data if form == TABLE else pa.table({"": data})
-        table = table.replace_schema_metadata({**(table.schema.metadata or {}), FORM: form})
-    with _replacing(target) as file, pa.ipc.new_file(file, table.schema) as writer:
-        writer.write_table(table)
+    return {"rows": "mapping", "missing": factory.__name__}
 
 
-def _arrow_form(store: Any) -> bytes | None:
-    """How the rows are kept in Arrow's own types; None if those would not give them back as they are."""
-    store = getattr(store, "whole", store)  # of a slice, the store: types are as wide as all rows need
-    kind = store.describe().kind
-    if kind in ("table", "column"):
-        return TABLE if kind == "table" else COLUMN
-    if not hasattr(store, "column_of"):
-        return None
-    merged: Any = ()
-    for chunk in range(len(store.starts) - 1):
-        merged = _merge(merged, _signature(store.column_of(chunk)))
-    if not merged:
-        return None
-    return TABLE if merged[0] == "dict" else COLUMN
-
-
-# A signature says what rows are: a word, and for containers those of what is inside. None: not Arrow's.
-# () stands for no rows and for nothing but None, which any type may have beside its values.
-
-
-def _signature(column: Any) -> Any:
-    kind = type(column).__name__
-    if kind == "Nones":
-        return ()
-    if kind == "Bools":
-        return ("bool",)
-    if kind == "Numbers":
-        return ("float",) if column.code == "d" else ("int",)
-    if kind == "Strings":
-        return ("str",) if column.text else ("bytes",)
-    if kind == "Lists" and column.kind is list:
-        items = _signature(column.items)
-        return None if items is None else ("list", items)
-    if kind == "Dicts" and column.names and all(map(is_utf8, column.names)):
-        fields = tuple(_signature(field) for field in column.fields)
-        return None if None in fields else ("dict", column.names, *fields)
-    return None
-
-
-def is_utf8(name: str) -> bool:
-    """Whether Arrow can have a field of this name: lone surrogates have no UTF-8."""
-    return not any("\ud800" <= character <= "\udfff" for character in name)
-
-
-def _merge(one: Any, other: Any) -> Any:
-    if one is None or other is None:
-        return None
-    if not one or not other or one == other:
-        return one or other
-    if one[0] != other[0] or len(one) != len(other) or (one[0] == "dict" and one[1] != other[1]):
-        return None
-    words = 2 if one[0] == "dict" else 1
-    inner = tuple(map(_merge, one[words:], other[words:]))
-    # Chunks of different kinds inside: Arrow would convert some.
-    return None if not inner or None in inner else (*one[:words], *inner)
-
-
-def _image_of(store: Any) -> Any:
-    """A table of one cell: the memory of a store that consists of nothing else."""
-    import pyarrow as pa
-
-    # Written with a cell of one byte, the file tells where the cell will lie: lengths have fixed sizes.
-    sink = pa.BufferOutputStream()
-    small = _one_cell(b"\0", b"")
-    with pa.ipc.new_file(sink, small.schema) as writer:
-        writer.write_table(small)
-    written = sink.getvalue()
-    offset = pa.ipc.open_file(written).read_all().column(0).chunk(0).buffers()[2].address - written.address
-    return _one_cell(store.image, b" " * (-offset % mmap.ALLOCATIONGRANULARITY))
-
-
-def _one_cell(image: Any, padding: bytes) -> Any:
-    """A table of one cell; the padding, in the metadata that comes before it, lets it begin with a page."""
-    import numpy as np
-    import pyarrow as pa
-
-    ends = pa.py_buffer(np.array([0, memoryview(image).nbytes], np.int64))
-    cell = pa.Array.from_buffers(pa.large_binary(), 1, [None, ends, pa.py_buffer(image)])
-    return pa.table({IMAGE_NAME: cell}).replace_schema_metadata({FORM: IMAGE, PADDING: padding})
-
-
-@contextmanager
+@contextlib.contextmanager
 def _replacing(target: Path) -> Iterator[Any]:
-    """A file beside ``target`` that takes its name when it is complete.
+    """A file beside ``target`` that takes its name when it is complete and on the disk.
 
     Processes that have the old file mapped keep it; writing into it would change what they read, and
     shortening it would end them with a bus error.
     """
-    with _naming(target):
-        fd, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:50]}-")
-        try:
-            with os.fdopen(fd, "wb") as file:
-                yield file
-            mask = os.umask(0)
-            os.umask(mask)
-            Path(name).chmod(0o666 & ~mask)  # as of a file that open() makes
-            Path(name).replace(target)
-        except BaseException:
-            Path(name).unlink()
-            raise
-
-
-@contextmanager
-def _naming(target: Path) -> Iterator[None]:
-    """Errors of the system name the file that was asked for, not the one beside it."""
+    beside = target.parent / f".{target.name[:50]}-{secrets.token_hex(6)}"
     try:
-        yield
+        file = os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb")
+        try:
+            with file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(target)
+        except BaseException:
+            beside.unlink()
+            raise
+        folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     except OSError as error:
         if error.errno is None:  # not the system's
             raise
-        named = OSError(error.errno, error.strerror, os.fspath(target))  # of the class that goes with errno
-        raise named.with_traceback(error.__traceback__) from None
+        # Errors name the file that was asked for; they are of the class that goes with their number.
+        raise OSError(error.errno, error.strerror, os.fspath(target)).with_traceback(
+            error.__traceback__
+        ) from None

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from shmloader.errors import WorkerStartError
+from shmloader.store.handles import reduce_shared_array
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 _Mapped = np.memmap[Any, np.dtype[Any]]
@@ -44,7 +45,8 @@ class MappedArrayReducers:
         if owner is None or not self._is_in_its_file(owner):
             if type(array) is np.memmap:  # whose own pickle would hold the contents once for each worker
                 return np.ndarray.view, (np.asarray(array), np.memmap)
-            return array.__reduce_ex__(5)
+            reduced = reduce_shared_array(array)
+            return array.__reduce_ex__(5) if reduced is None else reduced
         if owner is array:
             path = Path(str(owner.filename))
             status = path.stat()

@@ -126,7 +126,7 @@ def stores(draw: st.DrawFn, rows: int) -> Any:
 
 def leaves(rows: int) -> st.SearchStrategy[Any]:
     tensor_datasets = st.lists(tensors(rows), min_size=1, max_size=3).map(lambda t: TensorDataset(*t))
-    shared = tensors(rows).map(lambda t: TensorDataset(shmloader.share(t).tensor))
+    shared = tensors(rows).map(lambda t: TensorDataset(shmloader.share(t)))
     return st.one_of(tensor_datasets, tensor_datasets, shared, stores(rows), tensors(rows), arrays(rows))
 
 

@@ -148,8 +148,6 @@ SHARED: dict[str, tuple[Any, Any]] = {
     "slice": (STORE[5:9], torch.arange(40)),
     "of an array": (shmloader.share(np.arange(8)), torch.arange(40)),
     "of a tensor": (shmloader.share(torch.arange(8)), torch.arange(40)),
-    "array": (shmloader.share(np.arange(8)).array, torch.arange(40)),
-    "tensor": (shmloader.share(torch.arange(8)).tensor, torch.arange(40)),
     "inside": ([STORE[5:7], STORE[9:]], FirstOf()),
     "inside a tuple, long": ((STORE[5:7], *[STORE] * 50), FirstOf()),
 }

@@ -12,7 +12,6 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,13 +19,13 @@ from hypothesis import strategies as st
 from store_samples import Colour, Point
 
 import shmloader
+from shmloader import open as shmloader_open
 from shmloader import share
 from shmloader.store import Store
-from shmloader.store.base import attach
-from shmloader.store.build import can_build
-from shmloader.store.conformance import identical
-from shmloader.store.gather import join
+from shmloader.store.handles import pack, unpack
 from shmloader.store.progress import BuildProgress
+from shmloader.store.take import join
+from shmloader.testing import identical
 
 ROWS = 5000
 
@@ -42,7 +41,7 @@ def stream(rows: int = ROWS) -> Any:
 @pytest.fixture(scope="module")
 def records() -> Store:
     store = share(stream())
-    assert len(store.starts) > 4
+    assert len(store.chunks.starts) > 4
     return store
 
 
@@ -103,10 +102,9 @@ WRONG_OUTPUTS = {
 
 
 @pytest.mark.parametrize("wrong", WRONG_OUTPUTS)
-@pytest.mark.parametrize("whole", [False, True])
-def test_an_output_that_does_not_fit_is_a_type_error(wrong: str, whole: bool) -> None:
+def test_an_output_that_does_not_fit_is_a_type_error(wrong: str) -> None:
     array = np.ones((5, 3), np.float32)
-    for store in (share(array), share(torch.from_numpy(array))) if whole else (share(list(array)),):
+    for store in (share(list(array)), share(list(torch.from_numpy(array)))):
         with pytest.raises(TypeError, match="gathered into"):
             store.take([0, 1, 2], WRONG_OUTPUTS[wrong])
 
@@ -119,10 +117,11 @@ def test_rows_that_are_no_numbers_have_no_output() -> None:
 
 
 def test_indices_that_are_no_integers_are_type_errors() -> None:
-    store = share(np.arange(5))
-    for wrong in ([0.5], [[1, 2]], ["a"], [True, False]):
+    store = share(list(range(5)))
+    for wrong in ([0.5], [[1, 2]], ["a"]):
         with pytest.raises(TypeError):
             store.take(wrong)
+    assert store.take(np.array([True, False, False, True, True])).tolist() == [0, 3, 4]
 
 
 def test_arrow_lies_over_the_same_memory(records: Store) -> None:
@@ -163,17 +162,11 @@ def test_chunks_of_different_widths_become_one_arrow_column() -> None:
     assert share(iter(rows)).to_arrow().to_pylist() == rows
 
 
-@pytest.mark.parametrize("rows", [[2**70], [{1}], [{1: 2}, {3: 4}], [{}], [np.zeros((2, 2))], ["\ud800"]])
-def test_what_arrow_has_not_is_a_type_error(rows: list[Any]) -> None:
-    with pytest.raises(TypeError, match="cannot be given to Arrow"):
-        share(rows).to_arrow()
-
-
 def test_a_field_is_a_store_of_its_own(records: Store) -> None:
     field = records.column("s")
     assert field[-1] == str(ROWS - 1)
     assert field == [str(n) for n in range(ROWS)]
-    assert field.describe().kind == "strings"
+    assert field.describe().kind == "string"
     assert records.column("n").take([5, -1]).tolist() == [5, ROWS - 1]
     assert share([(1, "a"), (2, "b")]).column(1) == ["a", "b"]
     for wrong in ("z", 0, None):
@@ -193,81 +186,21 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_description_tells_the_kind(kind: str) -> None:
-    what = share(KINDS[kind]).describe()
-    assert (what.kind, what.rows) == (kind, len(KINDS[kind]))
-
-
 def test_the_description_tells_what_is_saved() -> None:
     what = share({"path": f"{n:030d}", "label": n % 100} for n in range(20_000)).describe()
     dicts = 20_000 * (sys.getsizeof({"path": 1, "label": 2}) + sys.getsizeof("0" * 30) + 8)
     assert dicts <= what.python_nbytes <= 1.3 * dicts
     assert what.nbytes == pytest.approx(20_000 * (30 + 4 + 1), rel=0.1)
-    assert share(np.zeros(1000)).describe().python_nbytes == 8000
-
-
-def test_objects_share_their_arrays_without_a_copy() -> None:
-    """Also inside of what is pickled."""
-    store = share([OrderedDict(array=np.arange(1000), tensor=torch.arange(1000))])
-    begin, end = store.buffer.address, store.buffer.address + store.buffer.nbytes
-    row = store[0]
-    assert begin <= row["array"].__array_interface__["data"][0] < end
-    assert begin <= row["tensor"].data_ptr() < end
-    with pytest.raises(ValueError, match="read-only"):
-        row["array"][0] = 1
-    row["tensor"][0] = 1  # private to this process, and no error
 
 
 def test_a_tensor_has_a_storage_of_its_own_bytes() -> None:
     """So saving one sample does not write the store."""
-    for store in (share(torch.rand(1000, 3)), share([torch.rand(3) for _ in range(1000)])):
-        file = io.BytesIO()
-        torch.save(store[5], file)
-        assert len(file.getvalue()) < 3000
+    file = io.BytesIO()
+    torch.save(share([torch.rand(3) for _ in range(1000)])[5], file)
+    assert len(file.getvalue()) < 3000
 
 
 # Shared arrays and tensors as wholes.
-
-
-def test_a_shared_array_is_an_array() -> None:
-    source = np.random.rand(50, 4)
-    array = share(source).array
-    assert isinstance(array, np.ndarray)
-    assert np.array_equal(array, source)
-    for result in (array[3], array[3:5], array[[1, 2], 0], array + 1, array.mean(axis=0), np.exp(array)):
-        assert type(result) is np.ndarray
-    assert array.sum() == source.sum()
-    assert type(array.sum()) is np.float64
-    assert not array.flags.writeable
-    assert copy.deepcopy(array) is array
-    with pytest.raises(pickle.PicklingError):
-        pickle.dumps(array)
-    assert np.array_equal(pickle.loads(pickle.dumps(array.copy())), source)
-    assert share(array).array.__array_interface__ == array.__array_interface__
-
-
-def test_a_shared_tensor_is_a_tensor() -> None:
-    source = torch.rand(50, 4)
-    tensor = share(source).tensor
-    assert isinstance(tensor, torch.Tensor)
-    assert (tensor.shape, tensor.dtype, len(tensor)) == (source.shape, source.dtype, 50)
-    results = [
-        tensor[3],
-        tensor[3:5],
-        tensor + 1,
-        tensor.T,
-        tensor.detach(),
-        tensor.clone(),
-        *tensor.unbind()[:2],
-    ]
-    results += [tensor.max(0).values, torch.stack([tensor, tensor]), next(iter(tensor))]
-    assert {type(result) for result in results} == {torch.Tensor}
-    assert torch.equal(tensor, source)
-    assert copy.deepcopy(tensor) is tensor
-    assert torch.utils.data.TensorDataset(tensor)[7][0].equal(source[7])
-    with pytest.raises(pickle.PicklingError):
-        pickle.dumps(tensor)
 
 
 @pytest.mark.parametrize(
@@ -352,8 +285,13 @@ def test_a_counter_and_a_defaultdict_answer_for_keys_that_they_do_not_have(tmp_p
     made = defaultdict(counted_missing, {5: [1]})
     for original, value in ((counter, 0), (lists, []), (made, [7])):
         store = share(original)
-        store.save(tmp_path / "mapping.arrow")
-        again = attach(store.buffer), shmloader.open(tmp_path / "mapping.arrow")
+        again = [unpack(*pack(store))]
+        if original is made:
+            with pytest.raises(TypeError, match="missing keys are made by"):
+                store.save(tmp_path / "mapping.arrow")
+        else:
+            store.save(tmp_path / "mapping.arrow")
+            again.append(shmloader_open(tmp_path / "mapping.arrow"))
         for mapping in (store, *again):
             assert mapping["missing"] == value
             assert (
@@ -444,15 +382,8 @@ def test_a_stream_that_fails_leaves_nothing() -> None:
         share(rows())
 
 
-def test_what_is_no_container_is_walked_or_refused() -> None:
-    assert not any(map(can_build, ["text", b"bytes", 3, range(5), None, object(), Point(1)]))
-    assert all(map(can_build, [[], (), {}, iter([]), np.zeros(1), torch.zeros(1), pa.array([1])]))
-    store = share([1])
-    assert share(store) is store
-
-
 def test_progress_is_shown_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr("shmloader.store.progress._PATIENCE_S", 0.0)
+    monkeypatch.setattr("shmloader.store.progress._SHOWN_AFTER_S", 0.0)
     share((n for n in range(20_000)), progress=True)
     assert "20.0k rows" in capsys.readouterr().err
     share((n for n in range(20_000)), progress=False)

@@ -91,9 +91,11 @@ def test_a_view_outlives_its_store() -> None:
     row = store[1]
     descriptor = store.buffer.fd
     del store
+    os.fstat(descriptor)  # by which the view may be sent to another process
+    assert row.sum() == 499500
+    del row
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
-    assert row.sum() == 499500
 
 
 def test_no_cycle_of_references_keeps_a_store() -> None:
@@ -169,8 +171,7 @@ def test_inside_a_cgroup_the_limit_is_an_error_and_not_a_kill(source: str, limit
         command = [sys.executable, "-c", STREAM, source]
         done = run_in(entering(folder), command)
     assert done.returncode == 0, (done.returncode, done.stderr)
-    found = "which holds" if source == "stream" else "a store of these 24,000 rows needs about 240,"
-    assert found in done.stdout, done.stdout
+    assert "which holds" in done.stdout, done.stdout
     assert str(folder) in done.stdout
 
 

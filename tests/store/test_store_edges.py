@@ -22,9 +22,7 @@ from store_samples import Slotted, same
 from shmloader import open as open_store
 from shmloader import share
 from shmloader.store import Store
-from shmloader.store.packing import pack, unpack
-from shmloader.store.walk import share_attributes
-from shmloader.store.whole import SharedTensor
+from shmloader.store.handles import is_shared, pack, unpack
 
 # Types of NumPy.
 
@@ -34,30 +32,7 @@ AMBIGUOUS = [np.longlong, np.ulonglong, np.intc, np.int64, np.longdouble, np.clo
 def again(store: Any, folder: Path) -> list[Any]:
     """A store, and what other processes and files make of it."""
     store.save(folder / "again.arrow")
-    return [store, unpack(*pack(store)), open_store(folder / "again.arrow")]
-
-
-@pytest.mark.parametrize("kind", AMBIGUOUS)
-def test_types_that_are_equal_but_not_the_same_come_back_as_themselves(kind: Any, tmp_path: Path) -> None:
-    """``longlong`` equals ``int64``, and NumPy's own pickles make one of the other."""
-    array = np.arange(6).astype(kind)
-    record = np.zeros(3, [("a", kind), ("b", ">i2")])
-    rows = [kind(1), array, array.reshape(2, 3), [kind(2)], {"a": array}, Slotted("x", array), record]  # type: ignore[arg-type]
-    rows += [kind(3), np.int64(4), np.longlong(5), np.arange(3), np.arange(3).astype(np.longlong)]
-    for store in again(share(rows), tmp_path):
-        for found, row in zip(store, rows, strict=True):
-            assert same(found, row)
-            assert type(found) is type(row)
-        dtypes = [store[1].dtype, store[2].dtype, store[4]["a"].dtype, store[5].label.dtype]
-        assert [dtype.char for dtype in dtypes] == [array.dtype.char] * 4
-        assert store[6].dtype["a"].char == array.dtype.char
-        assert [row.dtype.char for row in store[7:]] == [row.dtype.char for row in rows[7:]]
-    for store in again(share(array), tmp_path):
-        assert store.dtype.char == array.dtype.char
-        assert type(store[0]) is kind
-        assert store.take([1, 2]).dtype.char == array.dtype.char
-    for store in again(share([array, array + kind(1)]), tmp_path):
-        assert store.take([1, 0, 0]).dtype.char == array.dtype.char
+    return [store, unpack(*pack(store)), open_store(folder / "again.arrow", allow_pickle=True)]
 
 
 @pytest.mark.parametrize("code", [">i2", ">i4", ">u8", ">f4", ">f8", ">c16", ">M8[s]", ">U3", "<i8"])
@@ -69,19 +44,11 @@ def test_byte_orders_come_back(code: str, tmp_path: Path) -> None:
     for store in again(share(rows), tmp_path):
         assert all(map(same, store, rows))
         assert store[0].dtype.byteorder == array.dtype.byteorder
-    for store in again(share(array), tmp_path):
-        assert same(np.asarray(store), array)
-        assert np.asarray(store).dtype.byteorder == array.dtype.byteorder
+    assert same(share(array), array)
+    for store in again(share(list(array)), tmp_path):
         assert same(store.take([2, 0]), array[[2, 0]])
         out = np.empty((2, 3), code)
         assert same(store.take([2, 0], out), array[[2, 0]])
-    for store in again(share(list(array)), tmp_path):
-        assert same(store.take([2, 0]), array[[2, 0]])
-    if code == ">f8":
-        with pytest.raises(TypeError, match="Arrow"):
-            share(array).to_arrow()
-        with pytest.raises(TypeError, match="Arrow"):
-            share(list(array)).to_arrow()
 
 
 # What describes a store.
@@ -89,9 +56,14 @@ def test_byte_orders_come_back(code: str, tmp_path: Path) -> None:
 
 def test_nothing_but_none_is_of_the_kind_that_none_is() -> None:
     store = share([{"a": None, "b": n} for n in range(100)])
-    assert store.column("a").describe().kind == "numbers"
-    assert share([None] * 5).describe().kind == "numbers"
-    assert share([{"a": None if n % 2 else "x"} for n in range(100)]).column("a").describe().kind == "strings"
+    assert store.column("a").describe().kind == "null"
+    assert share([None] * 5).describe().kind == "null"
+    assert (
+        share([{"a": None if n % 2 else "x"} for n in range(100)])
+        .column("a")
+        .describe()
+        .kind.startswith("string")
+    )
     assert share([]).describe().kind == "objects"
 
 
@@ -105,8 +77,8 @@ def test_a_slice_has_columns_where_its_store_has() -> None:
     assert list(unpack(*pack(column))) == list(column)
     with pytest.raises(KeyError):
         share(rows)[1:].column("c")
-    with pytest.raises(TypeError, match="ArrayStore has no columns: 'a'"):
-        share(np.arange(3))[1:].column("a")
+    with pytest.raises(KeyError):
+        share([1, 2, 3])[1:].column("a")
 
 
 # Attributes of objects that are more than their parts.
@@ -152,14 +124,14 @@ class Named(Pair):
 def test_attributes_of_a_namedtuple_are_kept_and_shared() -> None:
     original = Named(large(), 1)
     original.name, original.more = "texts", large()
-    shared = share_attributes(original)
+    shared = share(original)
     assert type(shared) is Named
     assert isinstance(shared.left, Store)
     assert shared.name == "texts"
     assert isinstance(shared.more, Store)
     only = Named(1, 2)
     only.more = large()
-    assert isinstance(share_attributes(only).more, Store)
+    assert isinstance(share(only).more, Store)
 
 
 def test_namespaces_are_objects_with_attributes() -> None:
@@ -195,12 +167,11 @@ def test_types_that_arrow_cannot_gather_are_taken_row_by_row(column: Any) -> Non
     values = column.to_pylist()
     numbers = [2, 0, 0, 1, -1]
     wanted = [values[number] for number in numbers]
-    assert share(column).take(numbers).to_pylist() == wanted
+    assert share(column).take(numbers) == wanted
     table = share(pa.table({"a": column, "n": [1, 2, 3]}))
-    assert table.take(numbers).to_pylist() == [
-        {"a": v, "n": n} for v, n in zip(wanted, [3, 1, 1, 2, 3], strict=True)
-    ]
-    assert len(table.take([])) == len(share(column).take([])) == 0
+    taken = table.take(numbers)
+    assert (taken["a"], taken["n"].tolist()) == (wanted, [3, 1, 1, 2, 3])
+    assert len(share(column).take([])) == 0
 
 
 # Sparse tensors.
@@ -211,9 +182,9 @@ def test_sparse_tensors_in_rows_are_compared_and_measured() -> None:
     store = share(sparse * 20)
     assert store == sparse * 20
     assert store != [torch.eye(3)] * 40
-    shared = share_attributes(SimpleNamespace(few=[*sparse, torch.zeros(1 << 19)]))
+    shared = share(SimpleNamespace(few=[*sparse, torch.zeros(1 << 19)]))
     assert shared.few[0] is sparse[0]
-    assert isinstance(shared.few[2], SharedTensor)
+    assert is_shared(shared.few[2])
 
 
 # What errors say.
@@ -235,7 +206,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "bytes": (b"text", r"not bytes\. bytes are one value: .* numpy.frombuffer\(data, numpy.uint8\)"),
     "a bytearray": (bytearray(b"text"), "bytearray are one value"),
     "a range": (range(10), r"not range\. A range takes no memory, .* share list\(range\(...\)\)"),
-    "a set": ({1, 2}, r"not set\. A set has no rows: share list\(data\)"),
     "a function": (large, "not function. Share what calling it returns"),
     "a class": (Pair, "not type. Share what calling it returns"),
     "a view of a dict": ({1: 2}.values(), r"not dict_values\. .* share iter\(data\)"),
@@ -296,7 +266,7 @@ def test_errors_of_save_name_the_file_that_was_asked_for(name: str, tmp_path: Pa
 
 def test_errors_while_a_file_is_written_name_it_too(tmp_path: Path) -> None:
     """As of a full disk; here files may not be larger than a limit."""
-    store = share(np.zeros(1 << 20))
+    store = share(list(np.zeros((64, 1 << 14))))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     try:

@@ -24,9 +24,8 @@ from torch.utils.data import ConcatDataset
 
 from shmloader import DataLoader, LoaderError
 from shmloader.store import Store, StoreDescription, share
-from shmloader.store.files import open_store
-from shmloader.store.mapped_files import ArrowFile
-from shmloader.store.tables import ArrowStore
+from shmloader.store.files import FileBuffer, open_store
+from shmloader.store.handles import pack, unpack
 
 
 class Point(NamedTuple):
@@ -90,10 +89,10 @@ def test_what_is_opened_equals_what_was_saved(tmp_path: Path, name: str) -> None
     data = (PLAIN | OTHERS)[name]
     store, path = share(data), tmp_path / "data.arrow"
     store.save(path)
-    opened = open_store(path)
+    opened = open_store(path, allow_pickle=True)
     assert same(opened, data)
     assert opened == store
-    again = pickle.loads(pickle.dumps(opened))
+    again = unpack(*pack(opened))  # by the path; the index of a dict's keys is in memory
     assert same(again, data)
 
 
@@ -117,14 +116,14 @@ JSON = st.recursive(
 def test_any_rows_are_the_same_after_a_file(tmp_path: Path, rows: list[Any], repeat: int) -> None:
     """Repeated, so that there are several chunks."""
     share(rows * repeat).save(tmp_path / "data.arrow")
-    assert same(open_store(tmp_path / "data.arrow"), rows * repeat)
+    assert same(open_store(tmp_path / "data.arrow", allow_pickle=True), rows * repeat)
 
 
 @pytest.mark.parametrize("data", [np.arange(1000).reshape(-1, 5), torch.arange(1000.0).reshape(-1, 5)])
 def test_arrays_and_tensors_are_the_same_after_a_file(tmp_path: Path, data: Any) -> None:
-    share(data).save(tmp_path / "data.arrow")
-    opened = open_store(tmp_path / "data.arrow")
-    assert opened.dtype == data.dtype
+    share(list(data)).save(tmp_path / "data.arrow")
+    opened = open_store(tmp_path / "data.arrow", allow_pickle=True)
+    assert opened[0].dtype == data.dtype
     assert len(opened) == len(data)
     assert all((row == other).all() for row, other in zip(opened, data, strict=True))
     if isinstance(data, np.ndarray):
@@ -132,7 +131,7 @@ def test_arrays_and_tensors_are_the_same_after_a_file(tmp_path: Path, data: Any)
             opened[0][0] = 1
     else:
         opened[0][0] = 77  # a tensor cannot refuse; the file must not change
-        assert open_store(tmp_path / "data.arrow")[0][0] == 0
+        assert open_store(tmp_path / "data.arrow", allow_pickle=True)[0][0] == 0
 
 
 TABLE = pa.table(
@@ -168,20 +167,20 @@ WRITERS: dict[str, Any] = {
 def test_files_of_other_programs_are_stores_of_dicts(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "data"  # the contents decide
     WRITERS[kind](TABLE, path)
-    store = open_store(path)
+    store = open_store(path, allow_pickle=True)
     assert list(store) == TABLE.to_pylist()
     assert store[-1] == TABLE.slice(4999).to_pylist()[0]
     assert store.to_arrow().equals(TABLE)
-    assert store.take([3, 4000]).to_pylist() == [store[3], store[4000]]
+    assert store.take([3, 4000])["label"].tolist() == [3, 4000]
     assert store.describe().rows == 5000
     is_mapped = kind in ("file", "stream")
-    assert isinstance(store, ArrowFile if is_mapped else ArrowStore)
+    assert isinstance(store.buffer, FileBuffer) is is_mapped
 
 
 def test_a_mapped_file_takes_no_memory_of_its_own(tmp_path: Path) -> None:
     before = pa.total_allocated_bytes()
     write_file(pa.table({"x": np.zeros(1 << 20)}), tmp_path / "data.arrow")
-    store = open_store(tmp_path / "data.arrow")
+    store = open_store(tmp_path / "data.arrow", allow_pickle=True)
     assert pa.total_allocated_bytes() - before < 1 << 20
     assert store[5] == {"x": 0.0}
 
@@ -209,7 +208,7 @@ def test_a_file_may_be_larger_than_what_memory_may_be_had(tmp_path: Path) -> Non
 
 def test_a_deep_copy_is_the_store_itself(tmp_path: Path) -> None:
     share(RECORDS).save(tmp_path / "data.arrow")
-    store = open_store(tmp_path / "data.arrow")
+    store = open_store(tmp_path / "data.arrow", allow_pickle=True)
     assert copy.deepcopy(store) is store
 
 
@@ -220,7 +219,9 @@ def test_workers_open_the_file_by_its_path(
     monkeypatch.chdir(tmp_path)
     for number, part in enumerate(parts):
         share(part).save(f"{number}.arrow")
-    dataset = ConcatDataset([open_store(f"{number}.arrow") for number in range(len(parts))])
+    dataset = ConcatDataset(
+        [open_store(f"{number}.arrow", allow_pickle=True) for number in range(len(parts))]
+    )
     monkeypatch.chdir("/")
     data = parts[0] + parts[1]
     loader = DataLoader(
@@ -239,7 +240,7 @@ def test_a_file_that_is_gone_is_an_error_that_says_so(tmp_path: Path, name: str)
     path = tmp_path / "data.arrow"
     data = (PLAIN | OTHERS)[name]
     share(data).save(path)
-    store = open_store(path)
+    store = open_store(path, allow_pickle=True)
     pickled = pickle.dumps(store)
     path.unlink()
     with pytest.raises(FileNotFoundError, match=f"{path}, which is not there"):
@@ -255,7 +256,7 @@ def test_a_file_that_has_changed_is_an_error_with_before_and_after(
     path = tmp_path / "data.arrow"
     data = (PLAIN | OTHERS)[name]
     share(data).save(path)
-    store = open_store(path)
+    store = open_store(path, allow_pickle=True)
     pickled, inode = pickle.dumps(store), path.stat().st_ino
     if how == "replaced":
         share(data).save(path)
@@ -272,10 +273,10 @@ def test_saving_over_the_file_of_an_open_store_leaves_that_store_as_it_was(tmp_p
     """A file that is shortened under a mapping is a bus error."""
     path = tmp_path / "data.arrow"
     share(RECORDS).save(path)
-    store = open_store(path)
+    store = open_store(path, allow_pickle=True)
     share(["short"]).save(path)
     assert list(store) == RECORDS
-    assert list(open_store(path)) == ["short"]
+    assert list(open_store(path, allow_pickle=True)) == ["short"]
 
 
 def test_a_failed_save_leaves_no_file_and_the_old_one_as_it_was(
@@ -292,7 +293,7 @@ def test_a_failed_save_leaves_no_file_and_the_old_one_as_it_was(
         share(["other"]).save(path)
     monkeypatch.undo()
     assert os.listdir(tmp_path) == ["data.arrow"]
-    assert list(open_store(path)) == RECORDS
+    assert list(open_store(path, allow_pickle=True)) == RECORDS
 
 
 def test_a_saved_file_has_the_rights_of_any_new_file(tmp_path: Path) -> None:
@@ -314,16 +315,8 @@ VIEWS: dict[str, Any] = {
         [1j * n for n in range(9)],
     ),
     "a part of a field": (lambda: share([{"a": (n,)} for n in range(9)]).column("a")[2:4], [(2,), (3,)]),
-    "rows of an array": (
-        lambda: share(np.arange(12).reshape(-1, 2))[1:3],
-        list(np.arange(12).reshape(-1, 2)[1:3]),
-    ),
-    "rows in Fortran order": (
-        lambda: share(np.asfortranarray(np.arange(12).reshape(-1, 2)))[::2],
-        list(np.arange(12).reshape(-1, 2)[::2]),
-    ),
     "rows of a table": (lambda: share(TABLE)[7:9], TABLE.to_pylist()[7:9]),
-    "the items of a dict": (lambda: share({"a": 1, (2,): "b"}).pairs, [("a", 1), ((2,), "b")]),
+    "chosen rows": (lambda: share(RECORDS).select([5, 3, -1]), [RECORDS[5], RECORDS[3], RECORDS[-1]]),
 }
 
 
@@ -331,25 +324,20 @@ VIEWS: dict[str, Any] = {
 def test_a_part_of_a_store_is_saved_as_just_that_part(tmp_path: Path, name: str) -> None:
     view, rows = VIEWS[name]
     view().save(tmp_path / "part.arrow")
-    assert same(open_store(tmp_path / "part.arrow"), rows)
-
-
-def test_a_part_of_a_tensor_is_saved_as_a_tensor(tmp_path: Path) -> None:
-    source = torch.arange(24).reshape(-1, 2).to(torch.bfloat16)
-    share(source)[3:1:-1].save(tmp_path / "part.arrow")
-    opened = open_store(tmp_path / "part.arrow")
-    assert torch.equal(opened.tensor, source[[3, 2]])
+    assert same(open_store(tmp_path / "part.arrow", allow_pickle=True), rows)
 
 
 def test_what_is_saved_of_a_part_is_no_larger_than_it(tmp_path: Path) -> None:
     shared = [str(number) * 10 for number in range(1000)]  # a list in each row, and the same one
     store = share([(number, shared, "x" * 2000) for number in range(2000)])
     store[1000:1100].save(tmp_path / "part.arrow")
-    assert list(open_store(tmp_path / "part.arrow")) == [(n, shared, "x" * 2000) for n in range(1000, 1100)]
+    assert list(open_store(tmp_path / "part.arrow", allow_pickle=True)) == [
+        (n, shared, "x" * 2000) for n in range(1000, 1100)
+    ]
     assert (tmp_path / "part.arrow").stat().st_size < 60_000
 
 
-def test_a_kind_of_store_that_cannot_be_copied_in_part_says_what_to_do(tmp_path: Path) -> None:
+def test_a_kind_of_store_of_ones_own_is_saved_by_its_rows(tmp_path: Path) -> None:
     class Squares(Store):
         def __len__(self) -> int:
             return 9
@@ -363,22 +351,21 @@ def test_a_kind_of_store_that_cannot_be_copied_in_part_says_what_to_do(tmp_path:
         def describe(self) -> StoreDescription:
             return StoreDescription("squares", 9, 0, 0)
 
-        to_arrow = None
+        def to_arrow(self) -> Any:
+            raise TypeError("squares are made when they are read")
 
-    with pytest.raises(TypeError, match=r"part of a Squares .*share\(iter\(part\)\)\.save"):
-        Squares()[1:].save(tmp_path / "part.arrow")
-    share(iter(Squares()[1:])).save(tmp_path / "part.arrow")
+    Squares()[1:].save(tmp_path / "part.arrow")
     assert list(open_store(tmp_path / "part.arrow")) == [n**2 for n in range(1, 9)]
 
 
 def test_a_store_from_a_file_is_saved_to_another_one(tmp_path: Path) -> None:
     for data in (RECORDS, OTHERS["namedtuples"]):
         share(data).save(tmp_path / "one.arrow")
-        open_store(tmp_path / "one.arrow").save(tmp_path / "two.arrow")
-        assert same(open_store(tmp_path / "two.arrow"), data)
+        open_store(tmp_path / "one.arrow", allow_pickle=True).save(tmp_path / "two.arrow")
+        assert same(open_store(tmp_path / "two.arrow", allow_pickle=True), data)
 
 
-@pytest.mark.parametrize("suffix", ["", ".parquet", ".pt"])
+@pytest.mark.parametrize("suffix", ["", ".pt"])
 def test_another_suffix_is_refused(tmp_path: Path, suffix: str) -> None:
     with pytest.raises(ValueError, match=r"named \*\.arrow, \*\.ipc, \*\.feather"):
         share(["a"]).save(tmp_path / f"data{suffix}")
@@ -391,9 +378,9 @@ def test_another_suffix_is_refused(tmp_path: Path, suffix: str) -> None:
 def test_what_is_no_table_is_refused(tmp_path: Path, contents: bytes) -> None:
     (tmp_path / "data").write_bytes(contents)
     with pytest.raises(ValueError, match=str(tmp_path / "data")):
-        open_store(tmp_path / "data")
+        open_store(tmp_path / "data", allow_pickle=True)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"nothing\.arrow"):
-        open_store(tmp_path / "nothing.arrow")
+        open_store(tmp_path / "nothing.arrow", allow_pickle=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import resource
@@ -17,7 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
-from host_ranks import FORK, ROWS, Box, Rank, build, build_never, build_slowly, servers, wait_for
+from host_ranks import FORK, ROWS, Box, Building, Rank, build, build_never, build_slowly, servers, wait_for
 
 from shmloader import ShareTimeout
 from shmloader.store import host_server, share
@@ -63,7 +64,7 @@ def test_a_later_rank_attaches_when_the_builder_is_gone_already(start: Any) -> N
 def test_the_object_is_built_anew_after_the_last_rank_has_dropped_it(name: str) -> None:
     inodes = []
     for _ in range(2):
-        shared = share_on_host(build, name=name)
+        shared = share_on_host(Building(build), name=name)
         (server,) = servers()
         inodes.append(os.fstat(shared.buffer.fd).st_ino)
         kept_part = shared[10:20]
@@ -75,7 +76,7 @@ def test_the_object_is_built_anew_after_the_last_rank_has_dropped_it(name: str) 
 
 
 def test_a_process_that_asks_twice_gets_the_same_memory(name: str) -> None:
-    first, second = share_on_host(build, name=name), share_on_host(build_never, name=name)
+    first, second = share_on_host(Building(build), name=name), share_on_host(Building(build_never), name=name)
     assert os.fstat(first.buffer.fd).st_ino == os.fstat(second.buffer.fd).st_ino
     assert first == second == ROWS
 
@@ -179,8 +180,8 @@ def test_what_build_raises_is_raised_in_every_waiting_rank(start: Any) -> None:
 
 def test_a_failed_build_may_be_tried_again(name: str) -> None:
     with pytest.raises(ZeroDivisionError):
-        share_on_host(lambda: 1 // 0, name=name)
-    assert share_on_host(build, name=name) == ROWS
+        share_on_host(Building(lambda: 1 // 0), name=name)
+    assert share_on_host(Building(build), name=name) == ROWS
 
 
 def test_an_interrupted_build_is_taken_over(start: Any) -> None:
@@ -202,24 +203,94 @@ def test_a_wait_ends_after_its_timeout_and_names_the_builder(start: Any, name: s
     assert builder.hear() == "building"
     began_s = time.monotonic()
     with pytest.raises(ShareTimeout, match=rf"process {builder.process.pid}, .* not done after 0\.2 s"):
-        share_on_host(build, name=name, timeout_s=0.2)
+        share_on_host(Building(build), name=name, timeout_s=0.2)
     assert time.monotonic() - began_s < 10
     assert issubclass(ShareTimeout, TimeoutError)
     builder.kill()
 
 
-def test_jobs_are_kept_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    inodes, kept = set(), []
-    for port in ("29500", "29501"):
-        monkeypatch.setenv("MASTER_PORT", port)
-        kept.append(share_on_host(build, name=name))
-        inodes.add(os.fstat(kept[-1].buffer.fd).st_ino)
-    assert len(inodes) == 2
+def test_runs_are_kept_apart(name: str) -> None:
+    kept = [share_on_host(Building(build), name=name, job=job) for job in ("one run", "another")]
+    assert len({os.fstat(shared.buffer.fd).st_ino for shared in kept}) == 2
+
+
+ASKS = "import sys; from shmloader.store.job import job_of_process; print(job_of_process('x'))"
+STARTS = (
+    "import os, subprocess, sys; from shmloader.store.job import job_of_process; mine = job_of_process('x')\n"
+    "os.environ.update(LOCAL_RANK='0', MASTER_ADDR='127.0.0.1', MASTER_PORT='29500')  # as late as Lightning\n"
+    "print(mine, mine == job_of_process('x'), flush=True)\n"
+    "subprocess.run([sys.executable, '-c', sys.argv[1]], env=os.environ | {'LOCAL_RANK': '1'})\n"
+)
+LAUNCHED: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "torchrun": (
+        {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "a", "MASTER_PORT": "1", "RANK": "0"},
+        {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "a", "MASTER_PORT": "2", "RANK": "0"},
+    ),
+    "srun": (
+        {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0"},
+        {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_PROCID": "0"},
+    ),
+}
+
+
+def asked(environment: dict[str, str], *command: str) -> list[str]:
+    """What processes with this environment, and those that they start, say of their run."""
+    command = command or (ASKS,)
+    done = subprocess.run(
+        [sys.executable, "-c", *command],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHED)
+def test_ranks_of_one_launcher_have_one_run(launcher: str) -> None:
+    one, other = LAUNCHED[launcher]
+    assert asked(one) == asked(one | {"RANK": "1", "SLURM_PROCID": "1", "LOCAL_RANK": "1"})
+    assert asked(one) != asked(other)
+
+
+def test_lightnings_first_rank_has_the_run_of_those_that_it_starts() -> None:
+    first, second = asked({}, STARTS, ASKS)
+    assert first == f"{second} True"
+    assert asked({}, STARTS, ASKS)[0] != first
+
+
+def test_a_rank_of_no_known_launcher_is_asked_for_its_run() -> None:
+    shell = f'{sys.executable} -c "{ASKS}"; true'
+    done = subprocess.run(
+        ["sh", "-c", shell], env=os.environ | {"RANK": "1"}, capture_output=True, text=True, check=False
+    )
+    assert "share_on_host(..., job=...)" in done.stderr
+
+
+def test_a_rank_that_builds_in_another_way_is_an_error(name: str) -> None:
+    rows = [{"n": number} for number in range(100)]
+    kept = share_on_host(functools.partial(make, rows, "train"), name=name)
+    assert share_on_host(functools.partial(make, rows, "train"), name=name) == kept
+    for other in (functools.partial(make, rows, "valid"), lambda: rows):
+        with pytest.raises(LoaderError, match="with another function, or other arguments"):
+            share_on_host(other, name=name)
+
+
+def make(rows: Any, split: str) -> Any:
+    return rows
+
+
+def test_what_would_be_copied_into_every_rank_is_refused_with_its_size(name: str) -> None:
+    with pytest.raises(
+        LoaderError, match=r"20,\d\d\d,\d\d\d bytes of the Box .* would be copied into every rank"
+    ):
+        share_on_host(lambda: Box(bytearray(20_000_000)), name=name)
 
 
 def test_the_server_is_in_a_session_of_its_own(name: str) -> None:
     """A Ctrl-C at the terminal, and a launcher that kills a process group, must not take it."""
-    shared = share_on_host(build, name=name)
+    shared = share_on_host(Building(build), name=name)
     (server,) = servers()
     assert os.getsid(server.pid) != os.getsid(0)
     assert server.ppid() != os.getpid()  # so nobody has to wait for it
@@ -231,8 +302,8 @@ def test_more_stores_than_one_message_carries(name: str) -> None:
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 3 * count + 50:
         pytest.skip("a descriptor for each store, on both sides and on its way (ulimit -n)")
     stores = [share([number]) for number in range(count)]
-    built = share_on_host(lambda: Box(stores), name=name)
-    attached = share_on_host(build_never, name=name)
+    built = share_on_host(Building(lambda: Box(stores)), name=name)
+    attached = share_on_host(Building(build_never), name=name)
     assert [list(store) for store in attached.content] == [[number] for number in range(count)]
     assert len(built.content) == count
 
@@ -242,7 +313,7 @@ def test_an_object_without_shared_memory_is_passed_on_too(name: str) -> None:
     ours, theirs = FORK.Pipe()
 
     def hold() -> None:
-        theirs.send(share_on_host(lambda: Box(5), name=name).content)
+        theirs.send(share_on_host(Building(lambda: Box(5)), name=name).content)
         theirs.recv()
 
     holder = FORK.Process(target=hold)
@@ -250,7 +321,7 @@ def test_an_object_without_shared_memory_is_passed_on_too(name: str) -> None:
     assert ours.recv() == 5
 
     def attach() -> None:
-        theirs.send(share_on_host(lambda: Box(6), name=name).content)
+        theirs.send(share_on_host(Building(lambda: Box(6)), name=name).content)
 
     attacher = FORK.Process(target=attach)
     attacher.start()
@@ -265,8 +336,8 @@ def test_an_object_without_shared_memory_is_passed_on_too(name: str) -> None:
 
 def test_what_was_done_is_logged(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "shmloader"):
-        shared = share_on_host(build, name=name)
-        share_on_host(build_never, name=name)
+        shared = share_on_host(Building(build), name=name)
+        share_on_host(Building(build_never), name=name)
     text = caplog.text
     assert f"built {shared.nbytes:,} bytes" in text
     assert f"attached to {shared.nbytes:,} bytes" in text
@@ -284,7 +355,7 @@ if sys.argv[2] == "gloo":
 def build():
     print("built", flush=True)
     return [{"number": n, "text": str(n)} for n in range(1000)]
-store = shmloader.share_on_host(build, name=sys.argv[1])
+store = shmloader.share_on_host(Building(build), name=sys.argv[1])
 class Numbers(torch.utils.data.Dataset):
     def __len__(self): return len(store)
     def __getitem__(self, index): return store[index]["number"]

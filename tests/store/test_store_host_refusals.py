@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from host_ranks import FORK, ROWS, Box, build, build_never, servers
+from host_ranks import FORK, ROWS, Box, Building, build, build_never, servers
 
 from shmloader import LoaderError, ShareTimeout
 from shmloader.store import host, share
 from shmloader.store.host import share_on_host
+from shmloader.store.job import job_of_process
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs abstract sockets")
 
@@ -37,33 +38,33 @@ class Unpicklable:
 
 def test_what_cannot_be_pickled_is_an_error_that_says_why_it_was_tried(name: str) -> None:
     with pytest.raises((AttributeError, TypeError)) as caught:
-        share_on_host(Unpicklable, name=name)
+        share_on_host(Building(Unpicklable), name=name)
     assert "must be picklable" in "".join(caught.value.__notes__)
     assert not servers()
 
 
 def test_a_name_that_is_bound_and_never_served_is_a_timeout(name: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
-        silent.bind(host._address(name))
+        silent.bind(host._address(name, job_of_process(name)))
         with pytest.raises(ShareTimeout, match="the process that holds its name"):
-            share_on_host(build, name=name, timeout_s=0.1)
+            share_on_host(Building(build), name=name, timeout_s=0.1)
 
 
 def test_a_build_that_waits_for_itself_is_refused(name: str) -> None:
     with pytest.raises(LoaderError, match="with the same name"):
-        share_on_host(lambda: share_on_host(build, name=name), name=name)
+        share_on_host(lambda: share_on_host(Building(build), name=name), name=name)
 
 
 def test_an_empty_name_is_refused() -> None:
     with pytest.raises(ValueError, match="needs a name"):
-        share_on_host(build, name="")
+        share_on_host(Building(build), name="")
 
 
 def test_a_frozen_program_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be started a second time, in the place of an interpreter."""
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     with pytest.raises(LoaderError, match="frozen program"):
-        share_on_host(build, name=name)
+        share_on_host(Building(build), name=name)
 
 
 def test_a_server_that_does_not_start_is_an_error_with_its_last_words(
@@ -71,9 +72,9 @@ def test_a_server_that_does_not_start_is_an_error_with_its_last_words(
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/ls")
     with pytest.raises(LoaderError, match=r"could not be started: .*\n.*ls: "):
-        share_on_host(build, name=name)
+        share_on_host(Building(build), name=name)
     monkeypatch.undo()
-    assert share_on_host(build, name=name) == ROWS
+    assert share_on_host(Building(build), name=name) == ROWS
 
 
 def as_nobody(pipe: Any, action: Callable[[], Any]) -> None:
@@ -106,8 +107,8 @@ def another_user(action: Callable[[], Any]) -> Iterator[Any]:
 
 @as_root
 def test_another_users_process_cannot_attach(name: str) -> None:
-    shared = share_on_host(build, name=name)
-    address = host._address(name)
+    shared = share_on_host(Building(build), name=name)
+    address = host._address(name, job_of_process(name))
 
     def connect() -> Any:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
@@ -118,13 +119,13 @@ def test_another_users_process_cannot_attach(name: str) -> None:
 
     with another_user(connect) as received:
         assert received == (b"", 0)
-    assert share_on_host(build_never, name=name) == shared  # it goes on serving
+    assert share_on_host(Building(build_never), name=name) == shared  # it goes on serving
 
 
 @as_root
 def test_another_user_that_takes_the_name_is_an_error(name: str) -> None:
     """It could send us any pickle."""
-    address = host._address(name)
+    address = host._address(name, job_of_process(name))
     held = []
 
     def squat() -> str:
@@ -136,17 +137,17 @@ def test_another_user_that_takes_the_name_is_an_error(name: str) -> None:
     with another_user(squat) as done:
         assert done == "bound"
         with pytest.raises(PermissionError, match=f"of user {NOBODY} holds its name"):
-            share_on_host(build, name=name, timeout_s=5)
+            share_on_host(Building(build), name=name, timeout_s=5)
 
 
 def test_too_few_descriptors_is_an_error_with_the_number_needed(name: str) -> None:
-    built = share_on_host(lambda: Box([share([n]) for n in range(30)]), name=name)
+    built = share_on_host(Building(lambda: Box([share([n]) for n in range(30)])), name=name)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 10, hard))
     try:
         with pytest.raises(OSError, match="needs 31 descriptors"):
-            share_on_host(build_never, name=name)
+            share_on_host(Building(build_never), name=name)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert len(built.content) == 30

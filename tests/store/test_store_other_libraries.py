@@ -16,7 +16,7 @@ import pytest
 from shmloader import DataLoader, share
 from shmloader import open as open_store
 from shmloader.store import Store
-from shmloader.store.conformance import identical
+from shmloader.testing import identical
 
 
 @pytest.fixture

@@ -135,12 +135,6 @@ def test_arrays_and_tensors_come_back(case: str) -> None:
     assert same(store[-1], rows[-1])
 
 
-def test_the_order_of_memory_is_kept_too() -> None:
-    store = share([np.asfortranarray(np.random.rand(3, 4))])
-    assert store[0].flags.f_contiguous
-    assert not store[0].flags.c_contiguous
-
-
 def test_a_sparse_tensor_comes_back() -> None:
     sparse = torch.eye(3).to_sparse()
     back = share([sparse])[0]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import logging
 import multiprocessing.context
 import os
 import subprocess
 import sys
-import threading
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,11 +29,9 @@ from walk_datasets import (
     mapped_stores,
 )
 
-from shmloader import DataLoader, SharedMemoryExhausted
-from shmloader import open as open_store
-from shmloader.store import SharedObject, Store, walk
-from shmloader.store.packing import pack, unpack
-from shmloader.store.walk import LEAST_NBYTES, share_attributes
+from shmloader import DataLoader, SharedMemoryExhausted, share
+from shmloader.store import SharedObject, Store, writing
+from shmloader.store.attributes import share_for_loader
 
 
 class Pair(NamedTuple):
@@ -66,7 +61,7 @@ def is_shared_array(value: Any) -> bool:
 def test_a_large_list_becomes_a_store_and_the_original_stays_as_it_was() -> None:
     original = Images()
     samples = original.samples
-    shared = share_attributes(original)
+    shared = share(original)
     assert type(shared) is Images
     assert isinstance(shared.samples, Store)
     assert shared.samples == samples
@@ -76,26 +71,15 @@ def test_a_large_list_becomes_a_store_and_the_original_stays_as_it_was() -> None
 
 def test_what_is_small_stays_the_same_object() -> None:
     original = Images()
-    shared = share_attributes(original)
+    shared = share(original)
     assert shared.classes is original.classes
     assert shared.size is original.size
-
-
-def test_an_object_with_nothing_large_is_returned_itself(caplog: pytest.LogCaptureFixture) -> None:
-    small = Images(10)
-    with caplog.at_level(logging.INFO, "shmloader"):
-        assert share_attributes(small) is small
-    assert f"nothing that can be shared in Images is as large as {LEAST_NBYTES:,} bytes" in caplog.text
-
-
-def test_the_least_size_can_be_chosen() -> None:
-    assert isinstance(share_attributes(Images(10), least_nbytes=100).samples, Store)
 
 
 def test_tuples_and_dicts_of_data_become_stores() -> None:
     rows = tuple(make_samples())
     table = {f"key {number}": number for number in range(ROWS)}
-    shared = share_attributes(Holder(rows=rows, table=table))
+    shared = share(Holder(rows=rows, table=table))
     assert isinstance(shared.rows, Store)
     assert shared.rows == rows
     assert isinstance(shared.table, SharedObject)
@@ -105,7 +89,7 @@ def test_tuples_and_dicts_of_data_become_stores() -> None:
 
 def test_arrays_stay_arrays_and_read_only() -> None:
     array = np.arange(1 << 18, dtype=np.float64).reshape(-1, 4)
-    shared = share_attributes(Holder(array=array)).array
+    shared = share(Holder(array=array)).array
     assert isinstance(shared, np.ndarray)
     assert shared.dtype == array.dtype
     assert np.array_equal(shared, array)
@@ -114,12 +98,12 @@ def test_arrays_stay_arrays_and_read_only() -> None:
     with pytest.raises(ValueError, match="read-only"):
         shared[0] = 1
     with pytest.raises(TypeError, match="item assignment"):
-        share_attributes(Images()).samples[0] = None
+        share(Images()).samples[0] = None
 
 
 def test_a_tensor_dataset_holds_tensors_over_shared_memory() -> None:
     original = TensorDataset(torch.randn(ROWS, 16), torch.arange(ROWS))
-    shared = share_attributes(original)
+    shared = share(original)
     assert type(shared.tensors) is tuple
     features, numbers = shared.tensors
     assert isinstance(features, torch.Tensor)
@@ -153,7 +137,7 @@ def test_a_tensor_dataset_holds_tensors_over_shared_memory() -> None:
 )
 def test_nested_datasets_are_found(wrap: Any, find: Any) -> None:
     original = wrap(Images())
-    shared = share_attributes(original)
+    shared = share(original)
     assert type(shared) is type(original)
     assert isinstance(find(shared).samples, Store)
     assert type(find(original).samples) is list
@@ -161,14 +145,14 @@ def test_nested_datasets_are_found(wrap: Any, find: Any) -> None:
 
 
 def test_the_indices_of_a_subset_are_shared_too() -> None:
-    shared = share_attributes(Subset(Images(10), list(range(10)) * ROWS))
+    shared = share(Subset(Images(10), list(range(10)) * ROWS))
     assert isinstance(shared.indices, Store)
     assert shared[11] == Images(10)[1]
 
 
 @pytest.mark.parametrize("kind", [Frozen, FrozenSlots])
 def test_frozen_dataclasses_are_copied(kind: Any) -> None:
-    shared = share_attributes(kind(make_samples()))
+    shared = share(kind(make_samples()))
     assert type(shared) is kind
     assert isinstance(shared.samples, Store)
     assert shared.name == "frozen"
@@ -176,7 +160,7 @@ def test_frozen_dataclasses_are_copied(kind: Any) -> None:
 
 def test_slots_are_followed_hidden_and_unset_ones_too() -> None:
     original = Slotted()
-    shared = share_attributes(original)
+    shared = share(original)
     assert isinstance(shared.samples, Store)
     assert isinstance(shared.hidden(), Store)
     assert shared.hidden() == original.hidden()
@@ -185,7 +169,7 @@ def test_slots_are_followed_hidden_and_unset_ones_too() -> None:
 
 def test_a_bound_method_is_bound_to_the_copy() -> None:
     """Else it would keep the original's list alive, and take it to every worker."""
-    shared = share_attributes(WithMethod())
+    shared = share(WithMethod())
     assert shared.read.__self__ is shared
     assert shared.read(3) == "folder/image-3.jpeg"
 
@@ -194,7 +178,7 @@ def test_a_few_large_containers_are_shared_one_by_one() -> None:
     """A mapping of two long lists as one store would rebuild a list at each access."""
     splits = {"train": make_samples(), "valid": make_samples(), "name": "images"}
     arrays = [np.zeros(1 << 18), np.ones(1 << 18)]
-    shared = share_attributes(Holder(splits=splits, arrays=arrays))
+    shared = share(Holder(splits=splits, arrays=arrays))
     assert type(shared.splits) is dict
     assert isinstance(shared.splits["train"], Store)
     assert shared.splits["name"] == "images"
@@ -208,7 +192,7 @@ def test_a_few_large_containers_are_shared_one_by_one() -> None:
 def test_what_is_referred_to_twice_is_shared_once() -> None:
     samples = make_samples()
     dataset = Images()
-    shared = share_attributes(Holder(a=samples, b=samples, c=dataset, d=[dataset]))
+    shared = share(Holder(a=samples, b=samples, c=dataset, d=[dataset]))
     assert shared.a is shared.b
     assert shared.c is shared.d[0]
 
@@ -217,7 +201,7 @@ def test_cycles_are_followed_once() -> None:
     one, other = Holder(samples=make_samples()), Holder()
     one.other, other.one = other, one
     one.everything = [one, (other, {"one": one})]
-    shared = share_attributes(one)
+    shared = share(one)
     assert isinstance(shared.samples, Store)
     assert shared.other.one is shared
     assert shared.everything[0] is shared
@@ -230,29 +214,20 @@ def test_a_tuple_in_a_cycle_is_copied_once() -> None:
     one = Holder(samples=make_samples())
     one.pair = Pair((one,), one)
     one.again = one.pair
-    shared = share_attributes(one)
+    shared = share(one)
     assert shared.pair is shared.again
     assert shared.pair.left[0] is shared
 
 
 def test_what_leads_to_nothing_shared_is_not_copied() -> None:
     beside = Holder(numbers=[1, 2, 3])
-    shared = share_attributes(Holder(images=Images(), beside=beside))
+    shared = share(Holder(images=Images(), beside=beside))
     assert shared.beside is beside
 
 
-def test_a_deep_copy_of_the_result_is_over_the_same_memory() -> None:
-    shared = share_attributes(Everything())
-    copied = copy.deepcopy(shared)
-    assert copied is not shared
-    assert copied.samples is shared.samples
-    for name in ("features", "weights"):
-        assert is_shared_array(getattr(copied, name))
-
-
 def test_sharing_again_changes_nothing() -> None:
-    shared = share_attributes(Everything())
-    assert share_attributes(shared) is shared
+    shared = share(Everything())
+    assert share(shared) is shared
 
 
 # What stays.
@@ -262,64 +237,21 @@ class Text(list):  # type: ignore[type-arg]
     pass
 
 
-def test_what_may_be_more_than_data_stays(tmp_path: Any) -> None:
-    memmap = np.memmap(tmp_path / "data", np.uint8, "w+", shape=LEAST_NBYTES * 2)
-    stays = {
-        "subclass": Text(make_samples()),
-        "objects": np.array([str(number) for number in range(ROWS * 10)], object),
-        "memmap": memmap,
-        "module": torch.nn.BatchNorm1d(1 << 20),
-        "parameter": torch.nn.Parameter(torch.zeros(1000, 1000)),
-        "learnt": torch.zeros(1000, 1000, requires_grad=True),
-        "sparse": torch.zeros(1000, 1000).to_sparse(),
-        "threads": [threading.Lock() for _ in range(ROWS)],
-        "thread": threading.Thread(target=print, args=make_samples(2)),
-        "function": make_samples,
-        "kind": Images,
-        "set": set(range(ROWS * 10)),
-    }
-    original = Holder(**stays, samples=make_samples())
-    shared = share_attributes(original)
-    for name, value in stays.items():
-        assert getattr(shared, name) is value, name
-
-
-def test_a_container_that_cannot_be_represented_stays_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """The sampled elements are data, another one is not."""
-    mixed: list[Any] = make_samples()
-    mixed[1] = threading.Lock()
-    original = Holder(mixed=mixed, samples=make_samples())
-    with caplog.at_level(logging.INFO, "shmloader"):
-        shared = share_attributes(original)
-    assert shared.mixed is mixed
-    assert isinstance(shared.samples, Store)
-    assert "left Holder.mixed: " in caplog.text
-
-
 def test_want_of_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not taken for a container that cannot be represented."""
 
     def exhausted(*_: Any, **__: Any) -> Any:
         raise SharedMemoryExhausted("too big")
 
-    monkeypatch.setattr(walk, "write_store", exhausted)
+    monkeypatch.setattr(writing, "write_sequence", exhausted)
     with pytest.raises(SharedMemoryExhausted):
-        share_attributes(Images())
+        share(Images())
 
 
 @pytest.mark.parametrize("root", [5, "text", None, print, np.float32(3), Images])
 def test_what_has_no_attributes_to_look_at_is_refused(root: Any) -> None:
     with pytest.raises(TypeError, match="share takes sequences"):
-        share_attributes(root)
-
-
-def test_what_was_done_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "shmloader"):
-        shared = share_attributes(ConcatDataset([Images()]))
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert "ConcatDataset.datasets[0].samples, a list" in line
-    assert f"{ROWS:,} rows" in line
-    assert f"{shared.datasets[0].samples.nbytes:,} bytes" in line
+        share(root)
 
 
 # To workers.
@@ -334,7 +266,7 @@ def test_a_shared_dataset_is_a_small_message_to_a_spawned_worker() -> None:
         def duplicate_for_child(self, fd: int) -> int:
             return fd
 
-    shared = share_attributes(Everything())
+    shared = share(Everything())
     multiprocessing.context.set_spawning_popen(Popen())
     try:
         assert len(ForkingPickler.dumps(shared)) < 16_000
@@ -381,38 +313,6 @@ def test_a_hundred_attributes_take_one_descriptor(start_method: str) -> None:
     assert done.stdout.split() == ["limit", "64", "descriptors", "1", "read", "True"], done.stderr
 
 
-def test_stores_of_one_buffer_are_stores_like_any_other(tmp_path: Any) -> None:
-    """Each describes its own part, is saved by itself, and keeps what it needs of the memory alive."""
-    shared = share_attributes(Everything())
-    whole = shared.samples.buffer.whole
-    assert shared.features.store.buffer.whole is whole
-    parts = [shared.samples, shared.features.store, shared.weights.store]
-    assert sum(part.nbytes for part in parts) <= whole.nbytes < sum(part.nbytes for part in parts) + 3 * 4096
-    assert [part.describe().nbytes for part in parts] == [part.nbytes for part in parts]
-    for number, part in enumerate(parts):
-        part.save(tmp_path / f"{number}.arrow")
-        opened = open_store(tmp_path / f"{number}.arrow")
-        assert len(opened) == ROWS
-        assert str(opened[-1]) == str(part[-1])
-    pickled, buffers = pack(shared)
-    assert buffers == [whole]
-    again = unpack(pickled, buffers)
-    assert again.samples == shared.samples
-    samples = shared.samples
-    del shared, parts, whole, again, buffers
-    assert list(samples) == make_samples()
-
-
-def test_what_cannot_be_shared_leaves_its_memory_to_the_next(caplog: pytest.LogCaptureFixture) -> None:
-    mixed: list[Any] = [f"text {number}" for number in range(100_000)]
-    mixed[-3] = threading.Lock()
-    shared = share_attributes(Holder(mixed=mixed, samples=make_samples()))
-    assert shared.mixed is mixed
-    assert shared.samples == make_samples()
-    assert shared.samples.buffer.begin == 0
-    assert shared.samples.buffer.whole.nbytes == shared.samples.nbytes
-
-
 def test_a_loader_shares_its_dataset_when_it_is_made() -> None:
     original = Images()
     loader = DataLoader(original, batch_size=100, share_dataset=True)
@@ -424,9 +324,10 @@ def test_a_loader_shares_its_dataset_when_it_is_made() -> None:
 
 @may_warn_of_read_only
 @pytest.mark.parametrize("dataset", [make_samples(), np.zeros((ROWS, 8)), torch.zeros(ROWS, 8)])
-def test_a_plain_container_as_dataset_becomes_a_store(dataset: Any) -> None:
+def test_a_plain_container_as_dataset_is_shared(dataset: Any) -> None:
     loader = DataLoader(dataset, batch_size=7, share_dataset=True)
-    assert isinstance(loader.dataset, Store)
+    shared = loader.dataset
+    assert isinstance(shared, Store) if isinstance(dataset, list) else is_shared_array(shared)
     assert len(loader.dataset) == len(dataset)
     assert str(next(iter(loader))) == str(next(iter(TorchLoader(dataset, 7))))
 
@@ -465,6 +366,6 @@ def test_a_loader_made_from_the_attributes_of_another_shares_nothing_again() -> 
 )
 def test_rows_of_nested_data_are_shared(row: Any) -> None:
     dataset = Subset([row(i) for i in range(9000)], range(10))
-    shared = walk.share_for_loader(dataset)
+    shared = share_for_loader(dataset)
     assert isinstance(shared.dataset, Store)
     assert shared.dataset[8999] == row(8999)

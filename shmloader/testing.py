@@ -1,4 +1,6 @@
-"""What every store keeps to, as checks that anybody's kind of store can be put through.
+"""Checks for stores of one's own: every kind of store passes them.
+
+    from shmloader.testing import CHECKS
 
     @pytest.mark.parametrize("check", CHECKS)
     def test_my_store(check):
@@ -23,8 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from shmloader.store.base import BufferStore, Store, StoreDescription, attach, equal
-from shmloader.store.packing import pack, unpack
+from shmloader.store.base import Store, StoreDescription, equal
+from shmloader.store.handles import pack, unpack
 
 Check = Callable[[Any, list[Any]], None]
 
@@ -114,13 +116,14 @@ def iteration_gives_the_rows(store: Any, rows: list[Any]) -> None:
 
 
 def wrong_indices_are_errors(store: Any, rows: list[Any]) -> None:
-    """IndexError beyond the ends, TypeError for what is no index."""
+    """IndexError beyond the ends, TypeError for what is no index, KeyError for columns that are not there."""
     for index in (len(rows), -len(rows) - 1, 1 << 70, -(1 << 70)):
         _raises(IndexError, operator.getitem, store, index)
         _raises(IndexError, store.__getitems__, [index])
         _raises((IndexError, OverflowError, TypeError), store.take, [index])
-    for wrong in ("0", 0.0, None):
+    for wrong in (0.0, None):
         _raises(TypeError, operator.getitem, store, wrong)
+    _raises((KeyError, TypeError), operator.getitem, store, "no such column")
 
 
 def slices_are_views(store: Any, rows: list[Any]) -> None:
@@ -178,6 +181,25 @@ def values_are_found(store: Any, rows: list[Any]) -> None:
     _raises(ValueError, store.index, stranger)
 
 
+def selections_are_views(store: Any, rows: list[Any]) -> None:
+    """``select``, lists, arrays and masks of indices: the rows in that order, without a copy of any."""
+    numbers = [*range(len(rows) - 1, -1, -2), *range(-len(rows), 0, 3)]
+    wanted = [rows[number] for number in numbers]
+    for indices in (numbers, np.array(numbers, np.int64), torch.tensor(numbers, dtype=torch.int64)):
+        view = store.select(indices)
+        assert isinstance(view, Store), f"a selection is a {type(view)}"
+        _agree(view, wanted)
+        _agree(store[indices] if len(indices) else view, wanted)
+        _agree(view[1:], wanted[1:])
+    mask = [number % 3 == 0 for number in range(len(rows))]
+    _agree(
+        store.select(np.array(mask, np.bool_)),
+        [row for row, chosen in zip(rows, mask, strict=True) if chosen],
+    )
+    _raises(IndexError, store.select, [len(rows)])
+    _raises(IndexError, store.select, np.zeros(len(rows) + 1, np.bool_))
+
+
 def many_rows_come_at_once(store: Any, rows: list[Any]) -> None:
     """``__getitems__`` with lists, arrays and tensors of indices, negative ones and repetitions."""
     numbers = [*range(len(rows)), *range(-len(rows), 0), *range(0, len(rows), 2)]
@@ -224,11 +246,14 @@ def _agree_taken(taken: Any, wanted: list[Any]) -> None:
 
 
 def arrays_are_read_only(store: Any, rows: list[Any]) -> None:
-    """Writing to an ndarray is a ValueError, and it cannot be made writeable."""
+    """Writing to an ndarray is a ValueError, and it cannot be made writeable; or it is a private copy."""
     for array in _find(list(store), np.ndarray):
-        if array.size and not array.dtype.hasobject:
+        if array.flags.writeable and array.size and not array.dtype.hasobject:
+            array[...] = (np.ones if array.dtype.kind in "biufcU" else np.zeros)((), array.dtype)
+        elif array.size and not array.dtype.hasobject:
             _raises(ValueError, operator.setitem, array, ..., 0)
             _raises(ValueError, array.setflags, True)
+    _agree(list(store), rows)
 
 
 def writing_to_tensors_harms_nobody(store: Any, rows: list[Any]) -> None:
@@ -271,17 +296,11 @@ def plain_pickling_is_an_error(store: Any, rows: list[Any]) -> None:
 def it_travels_without_its_data(store: Any, rows: list[Any]) -> None:
     """What is pickled for another process is a few hundred bytes, and gives the same rows there."""
     pickled, buffers = pack({"one": store, "again": store[1:]})
-    assert len(buffers) == 1
+    assert len(buffers) <= 1, f"{len(buffers)} buffers"
     assert len(pickled) < 4096, f"{len(pickled):,} bytes"
     there = unpack(pickled, buffers)
     _agree(there["one"], rows)
     _agree(there["again"], rows[1:])
-
-
-def its_memory_describes_itself(store: Any, rows: list[Any]) -> None:
-    """A buffer alone is enough to make the store."""
-    if isinstance(store, BufferStore) and store.__reduce__() == (attach, (store.buffer,)):
-        _agree(attach(store.buffer), rows)
 
 
 def it_says_what_it_is(store: Any, rows: list[Any]) -> None:
@@ -313,6 +332,7 @@ CHECKS: list[Check] = [
     it_is_a_read_only_sequence,
     it_equals_its_rows,
     values_are_found,
+    selections_are_views,
     many_rows_come_at_once,
     take_gathers_the_rows,
     arrays_are_read_only,
@@ -320,7 +340,6 @@ CHECKS: list[Check] = [
     copies_are_the_store,
     plain_pickling_is_an_error,
     it_travels_without_its_data,
-    its_memory_describes_itself,
     it_says_what_it_is,
     arrow_has_the_same_rows,
 ]

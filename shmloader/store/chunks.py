@@ -1,0 +1,188 @@
+"""Chunks: consecutive rows of a store as one record batch each, in memory or in a file.
+
+Each chunk is encoded by itself, by the types that occur in it: nothing that comes late changes what is there,
+and memory is only ever appended to. In memory a chunk is an Arrow IPC stream of one batch, in a file a batch
+of that file.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from shmloader.shared_memory.sealed_buffer import SharedBuffer
+from shmloader.store.columns import merge
+from shmloader.store.columns.classes import Classes, ClassFinder
+from shmloader.store.columns.read import Reader, Scope, make_reader
+
+Path = tuple[str | int, ...]
+"""Fields that lead from a row to a value in it."""
+
+
+class Chunks(ABC):
+    """The columns of a store.
+
+    Attributes:
+        buffer: The memory that they lie in.
+        starts: The first row of each chunk, and the number of rows.
+        finder: Finds the classes that they name.
+        links: The chunks that links of theirs lead to, by number.
+        pickles: Whether pickled values may be read.
+    """
+
+    def __init__(self, buffer: SharedBuffer, starts: list[int], classes: Classes | None = None) -> None:
+        self.buffer = buffer
+        self.starts = starts
+        self.finder = ClassFinder(classes)
+        self.links: Mapping[int, Chunks] = {}
+        self.pickles = True
+        self._columns: dict[int, Any] = {}
+
+    @abstractmethod
+    def batch(self, chunk: int) -> Any:
+        """A chunk as a record batch."""
+
+    def memory(self, chunk: int) -> SharedBuffer:
+        """The memory that a chunk lies in."""
+        return self.buffer
+
+    @property
+    @abstractmethod
+    def python_nbytes(self) -> int:
+        """Estimate of what the rows take as Python objects; 0 where unknown."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of memory, or of the file."""
+
+    def column(self, chunk: int) -> Any:
+        """The rows of a chunk as one array: a struct of the batch's columns, or its only column."""
+        column = self._columns.get(chunk)
+        if column is None:
+            column = self._columns[chunk] = merge.rows_of(self.batch(chunk))
+        return column
+
+    def field(self, chunk: int, path: Path) -> Any:
+        """The values in some field of the rows of a chunk; KeyError if not all rows have it."""
+        column = self.column(chunk)
+        for name in path:
+            column = field_of(column, name)
+        return column
+
+
+def field_of(column: Any, name: str | int) -> Any:
+    """One field of records; KeyError if not all of them have it."""
+    storage = column.storage if isinstance(column.type, pa.ExtensionType) else column
+    if pa.types.is_struct(storage.type) and not storage.null_count:
+        names = [field.name for field in storage.type]
+        place = name if isinstance(name, int) and isinstance(column.type, pa.ExtensionType) else None
+        if place is None and names.count(str(name)) == 1:
+            place = names.index(str(name))
+        if place is not None and 0 <= place < len(names):
+            return storage.field(place)
+    raise KeyError(name)
+
+
+class Layout(NamedTuple):
+    """The place of a store's chunks in memory.
+
+    Attributes:
+        rows: Rows in all chunks.
+        chunks: How many.
+        table: Offset of ``chunks + 1`` row numbers, 64 bits: where each chunk starts; and of ``2 * chunks``
+            offsets: where each begins and ends.
+        nbytes: Bytes that the store took.
+        python_nbytes: Estimate of what the rows take as Python objects.
+    """
+
+    rows: int
+    chunks: int
+    table: int
+    nbytes: int
+    python_nbytes: int
+
+
+class MemoryChunks(Chunks):
+    """Chunks in shared memory."""
+
+    def __init__(
+        self, buffer: SharedBuffer, layout: Layout, classes: Classes, links: Mapping[int, Chunks]
+    ) -> None:
+        count = layout.chunks
+        table = np.frombuffer(buffer.view, np.int64, 3 * count + 1, layout.table).tolist()
+        super().__init__(buffer, table[: count + 1], classes)
+        self.links = links
+        self._layout = layout
+        self._places = table[count + 1 :]
+
+    def batch(self, chunk: int) -> Any:
+        """See `Chunks.batch`."""
+        begin, end = self._places[2 * chunk : 2 * chunk + 2]
+        with pa.ipc.open_stream(pa.py_buffer(self.buffer.view[begin:end])) as reader:
+            return reader.read_next_batch()
+
+    @property
+    def python_nbytes(self) -> int:
+        """See `Chunks.python_nbytes`."""
+        return self._layout.python_nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """See `Chunks.nbytes`."""
+        return self._layout.nbytes
+
+    def __reduce__(self) -> Any:
+        return MemoryChunks, (self.buffer, self._layout, self.finder.found, self.links)
+
+
+class ChunkReaders:
+    """Reads rows by number: finds the chunk of a row and calls its reader.
+
+    A reader is made when a row of its chunk is first read. Readers do not refer to this object, so no cycle
+    of references keeps the memory.
+
+    Attributes:
+        starts: See `Chunks`.
+        readers: Chunk ``c``'s reader is at ``c + 1``, where bisecting the starts leads. Both ends stay None:
+            no such row.
+    """
+
+    def __init__(self, chunks: Chunks, path: Path = (), *, copy: bool = False) -> None:
+        self.starts = chunks.starts
+        self.readers: list[Reader | None] = [None] * (len(self.starts) + 1)
+        self._chunks = chunks
+        self._path = path
+        self._copy = copy
+        self._links: list[Reader] | None = None
+
+    def __call__(self, number: int) -> Any:
+        """Read one row."""
+        place = bisect_right(self.starts, number)
+        return (self.readers[place] or self.make(place))(number)
+
+    def scope(self, chunk: int) -> Scope:
+        """A new scope for expressions of a chunk's columns."""
+        chunks = self._chunks
+        if self._links is None:
+            most = max(chunks.links, default=-1) + 1
+            linked = map(chunks.links.get, range(most))
+            self._links = [_no_link if one is None else ChunkReaders(one, copy=self._copy) for one in linked]
+        return Scope(
+            chunks.memory(chunk), chunks.finder, self._links, copy=self._copy, pickles=chunks.pickles
+        )
+
+    def make(self, place: int) -> Reader:
+        """Make the reader of the chunk before a place."""
+        column = self._chunks.field(place - 1, self._path)
+        reader = self.readers[place] = make_reader(column, self.scope(place - 1), self.starts[place - 1])
+        return reader
+
+
+def _no_link(number: int) -> Any:
+    raise IndexError(f"there is no column for link {number}")

@@ -1,0 +1,163 @@
+"""Columns of ndarrays, tensors and NumPy scalars: one block where shapes agree, else one run of items.
+
+What is read is a view of shared memory. ndarrays are read-only. Tensors cannot be; they lie over the private
+mapping, so that a write changes what this process reads and nobody else, as it would in a list of tensors
+that a worker inherited. Each tensor has a storage of its own bytes alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
+from shmloader.store.columns.types import ArrayType, ScalarType
+
+Array = np.ndarray[Any, Any]
+
+_KINDS = "biufcmMSU"
+_TENSOR_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODE_OF_TORCH_DTYPE}
+
+
+class ArrayKind(NamedTuple):
+    """What arrays of one column have in common; for tensors the dtype is that of the NumPy carrier.
+
+    Attributes:
+        dtype: NumPy's.
+        ndim: Number of dimensions.
+        torch_dtype: For tensors, else None.
+    """
+
+    dtype: np.dtype[Any]
+    ndim: int
+    torch_dtype: torch.dtype | None = None
+
+
+def kind_of_array(array: Array) -> ArrayKind | None:
+    """What column an ndarray can be in; None if in no column of arrays."""
+    return ArrayKind(array.dtype, array.ndim) if has_plain_dtype(array) else None
+
+
+def has_plain_dtype(array: Any) -> bool:
+    """Whether the dtype of an array or scalar is told by its string."""
+    return array.dtype.kind in _KINDS and array.dtype.itemsize > 0 and array.dtype.names is None
+
+
+def kind_of_tensor(tensor: torch.Tensor) -> ArrayKind | None:
+    """What column a tensor can be in; None if in no column of arrays."""
+    code = CODE_OF_TORCH_DTYPE.get(tensor.dtype)
+    plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_nested
+    if code is None or not plain or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
+        return None
+    return ArrayKind(DTYPES[code].carrier, tensor.dim(), tensor.dtype)
+
+
+def array_of_tensor(tensor: torch.Tensor, carrier: np.dtype[Any]) -> Array:
+    """A tensor's items as a C-ordered ndarray of its carrier dtype; a view where it is contiguous."""
+    tensor = tensor.contiguous()
+    if DTYPES[CODE_OF_TORCH_DTYPE[tensor.dtype]].native:
+        return tensor.numpy()
+    flat: Array = tensor.reshape(-1).view(torch.uint8).numpy().view(carrier)
+    return flat.reshape(tensor.shape)
+
+
+def is_native(dtype: np.dtype[Any]) -> bool:
+    """Whether Arrow has the items of a dtype as numbers."""
+    return dtype.kind in "iuf" and dtype.itemsize <= 8 and dtype.isnative
+
+
+def items_of(flat: Array) -> Any:
+    """An Arrow array over the items of a flat, contiguous array: numbers, or bytes."""
+    return pa.array(flat if is_native(flat.dtype) else flat.view(np.uint8))
+
+
+def scalars_to_arrow(values: list[Any], dtype: np.dtype[Any]) -> Any:
+    """A column of NumPy scalars that all have this dtype."""
+    flat = np.array(values, dtype)
+    kind = ScalarType(
+        pa.from_numpy_dtype(dtype) if is_native(dtype) else pa.binary(dtype.itemsize), dtype=dtype.str
+    )
+    if is_native(dtype):
+        return kind.wrap(pa.array(flat))
+    return kind.wrap(
+        pa.Array.from_buffers(kind.storage_type, len(flat), [None, pa.py_buffer(flat.view(np.uint8))])
+    )
+
+
+def arrays_to_arrow(values: list[Any], kind: ArrayKind) -> Any:
+    """A column of ndarrays or tensors of one kind."""
+    if kind.torch_dtype is not None:
+        arrays = [array_of_tensor(value, kind.dtype) for value in values]
+    else:
+        arrays = values
+    shapes = {array.shape for array in arrays}
+    flat = np.concatenate([array.ravel() for array in arrays], dtype=kind.dtype)
+    items = items_of(flat)
+    width = 1 if is_native(kind.dtype) else kind.dtype.itemsize
+    names = {"dtype": kind.dtype.str}
+    if kind.torch_dtype is not None:
+        names["tensor"] = str(kind.torch_dtype).removeprefix("torch.")
+    if len(shapes) == 1:
+        shape = shapes.pop()
+        if math.prod(shape):
+            storage = pa.FixedSizeListArray.from_arrays(items, math.prod(shape) * width)
+        else:
+            storage = pa.nulls(len(arrays))  # Arrow cannot tell how many lists of no items there are
+        return ArrayType(storage.type, shape=list(shape), **names).wrap(storage)
+    sizes = np.array([array.shape for array in arrays], np.int64)
+    lists = lists_to_arrow(sizes.prod(axis=1) * width, items)
+    if kind.ndim > 1:
+        shape = pa.FixedSizeListArray.from_arrays(pa.array(sizes.reshape(-1)), kind.ndim)
+        lists = pa.StructArray.from_arrays([lists, shape], ["items", "shape"])
+    return ArrayType(lists.type, ndim=kind.ndim, **names).wrap(lists)
+
+
+def lists_to_arrow(lengths: Any, items: Any, absent: Any = None) -> Any:
+    """A column of lists of these lengths, over the items of all; ``absent`` tells where there is none."""
+    ends = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=ends[1:])
+    mask = None if absent is None else pa.array(absent)
+    if ends[-1] < 1 << 31:
+        return pa.ListArray.from_arrays(pa.array(ends.astype(np.int32)), items, mask=mask)
+    return pa.LargeListArray.from_arrays(pa.array(ends), items, mask=mask)
+
+
+def dtype_named(name: str) -> np.dtype[Any]:
+    """The dtype of a string in a column's type.
+
+    Raises:
+        ValueError: If it is none of those that columns have; one with Python objects would be pointers.
+    """
+    try:
+        dtype: np.dtype[Any] | None = np.dtype(name)
+    except (TypeError, SyntaxError, ValueError):
+        dtype = None
+    if dtype is None or dtype.kind not in _KINDS or dtype.hasobject or dtype.names or not dtype.itemsize:
+        raise ValueError(f"{name!r} is no dtype that a column can have")
+    return dtype
+
+
+def kind_of_type(kind: ArrayType) -> ArrayKind:
+    """What the arrays of a column are; ValueError where its type contradicts itself."""
+    parameters = kind.parameters
+    dtype, torch_dtype = dtype_named(parameters.get("dtype", "")), None
+    if "tensor" in parameters:
+        torch_dtype = _TENSOR_DTYPES.get(parameters["tensor"])
+        if torch_dtype is None or DTYPES[CODE_OF_TORCH_DTYPE[torch_dtype]].carrier != dtype:
+            raise ValueError(f"tensors of {parameters['tensor']!r} are not kept as {dtype}")
+    shape = parameters.get("shape")
+    return ArrayKind(dtype, len(shape) if shape is not None else int(parameters["ndim"]), torch_dtype)
+
+
+def shape_of_type(kind: ArrayType) -> tuple[int, ...] | None:
+    """The shape of all arrays of a column; None where they differ."""
+    shape = kind.parameters.get("shape")
+    if shape is None:
+        return None
+    if not all(isinstance(size, int) and size >= 0 for size in shape):
+        raise ValueError(f"{shape!r} is no shape")
+    return tuple(shape)

@@ -1,0 +1,156 @@
+"""Classes that columns name: which can be named, and how a name is looked up without running code."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shmloader.store.columns import types
+from shmloader.store.columns.types import find_types
+
+Classes = Mapping[str, type]
+"""Classes by the names that columns have them under."""
+
+_MAKES_AND_PICKLES = "__new__ __reduce__ __reduce_ex__ __getstate__ __setstate__ __getnewargs_ex__".split()
+_MAKES_AND_PICKLES += ["__getnewargs__"]
+
+
+def name_of_class(kind: type) -> str | None:
+    """Module and name of a class; None if it is not found there."""
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    return name if loaded_class(name) is kind else None
+
+
+def loaded_class(name: str) -> type | None:
+    """The class of a name in a module that is loaded; nothing is imported, and no module's own code runs."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, "__dict__", {}).get(part)
+    return found if isinstance(found, type) else None
+
+
+def is_plain_namedtuple(kind: type) -> bool:
+    """Whether ``kind`` is a namedtuple class whose instances are nothing but their items."""
+    return (
+        issubclass(kind, tuple)
+        and isinstance(getattr(kind, "_fields", None), tuple)
+        and not kind.__dictoffset__
+        and kind.__reduce_ex__ is object.__reduce_ex__
+        and kind.__reduce__ is object.__reduce__
+    )
+
+
+def is_plain_dataclass(kind: type) -> bool:
+    """Whether ``kind`` is a dataclass whose instances are nothing but their ``__dict__``."""
+    return (
+        "__dataclass_fields__" in vars(kind)
+        and all(not vars(base).get("__slots__") for base in kind.__mro__)
+        and all(getattr(kind, name, None) is getattr(object, name, None) for name in _MAKES_AND_PICKLES)
+    )
+
+
+class ClassFinder:
+    """Finds the classes that columns name.
+
+    Args:
+        given: Classes that came with the memory, from a process that knows them.
+    """
+
+    def __init__(self, given: Classes | None = None) -> None:
+        self.found: dict[str, type] = dict(given or {})
+
+    def _find(self, name: str, fits: Callable[[type], bool], make: Callable[[str], type]) -> type:
+        found = self.found.get(name)
+        if found is None:
+            loaded = loaded_class(name)
+            # A file may be older than its classes: then a class of the same name is made up.
+            found = loaded if loaded is not None and fits(loaded) else make(name.rpartition(":")[2])
+            self.found[name] = found
+        return found
+
+    def namedtuple(self, name: str, fields: Sequence[str]) -> type:
+        """A namedtuple class with these fields."""
+
+        def fits(kind: type) -> bool:
+            return is_plain_namedtuple(kind) and tuple(kind._fields) == tuple(fields)  # type: ignore[attr-defined]
+
+        return self._find(name, fits, lambda path: _made_namedtuple(_plain(path), fields))
+
+    def dataclass(self, name: str) -> type:
+        """A dataclass."""
+        return self._find(name, is_plain_dataclass, lambda path: _made_dataclass(_plain(path)))
+
+    def enum(self, name: str, members: Sequence[str]) -> list[Any]:
+        """Members of an enum."""
+
+        def fits(kind: type) -> bool:
+            return issubclass(kind, enum.Enum) and set(members) <= kind.__members__.keys()
+
+        kind: Any = self._find(name, fits, lambda path: enum.Enum(_plain(path), list(members)))  # type: ignore[arg-type,return-value]
+        return [kind.__members__[member] for member in members]
+
+    def given(self) -> dict[str, type]:
+        """The classes that other processes find by their names too; not those that were made up."""
+        return {name: kind for name, kind in self.found.items() if loaded_class(name) is kind}
+
+    def find_all(self, schema: Any) -> None:
+        """Find the classes that a schema's columns name."""
+        for field in schema:
+            for _, kind in find_types(field.type, types.NamedTupleType):
+                self.namedtuple(kind.parameters["python"], [one.name for one in kind.storage_type])
+            for _, kind in find_types(field.type, types.DataclassType):
+                self.dataclass(kind.parameters["python"])
+            for _, kind in find_types(field.type, types.EnumType):
+                self.enum(kind.parameters["python"], kind.parameters["members"])
+
+
+def _plain(path: str) -> str:
+    """A class's own name, or one in its place if it is none."""
+    name = path.rpartition(".")[2]
+    return name if name.isidentifier() else "Unknown"
+
+
+def _made_namedtuple(name: str, fields: Sequence[str]) -> type:
+    """A namedtuple class whose instances can be pickled without it."""
+    make: Any = collections.namedtuple  # noqa: PYI024 - its fields are those of a file
+    kind: type = make(name, fields, rename=True)
+    return type(name, (kind,), {"__slots__": (), "__reduce__": _reduce_tuple})
+
+
+def _reduce_tuple(made: Any) -> Any:
+    return _remake_tuple, (type(made).__name__, made._fields, tuple(made))
+
+
+def _remake_tuple(name: str, fields: tuple[str, ...], items: tuple[Any, ...]) -> Any:
+    return tuple.__new__(_made_namedtuple(name, fields), items)
+
+
+class MadeUp:
+    """An instance of a dataclass that is not there (any more): its attributes."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MadeUp) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+        )
+
+    def __reduce__(self) -> Any:
+        return _remake, (type(self).__name__, vars(self))
+
+
+def _made_dataclass(name: str) -> type:
+    return type(name, (MadeUp,), {})
+
+
+def _remake(name: str, state: dict[str, Any]) -> Any:
+    instance: Any = object.__new__(_made_dataclass(name))
+    instance.__dict__.update(state)
+    return instance

@@ -1,0 +1,118 @@
+"""The run that a process is a rank of, so that ranks of one run meet in `share_on_host`, and others never do.
+
+A run is known by what its launcher tells its processes, or by the process that started them. The environment
+that a process was started with is read, not the present one: Lightning's rank 0 sets its address late,
+when it has started the others, and frameworks set variables in all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import multiprocessing
+import os
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from shmloader.errors import LoaderError
+
+_RANK_VARIABLES = ("LOCAL_RANK", "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_PLAIN = (str, bytes, int, float, bool, type(None), Path)
+
+
+def job_of_process(name: str) -> list[str]:
+    """The identity of the run that this process is a rank of.
+
+    Args:
+        name: Of the object, for errors.
+
+    Raises:
+        LoaderError: If ranks were started by something that gives them no identity.
+    """
+    initial = _initial_environment()
+    if "TORCHELASTIC_RUN_ID" in initial:
+        names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+        return ["torchrun", *(initial.get(name, "") for name in names)]
+    if "SLURM_JOB_ID" in initial and initial.get("SLURM_STEP_ID", "").isdigit():  # started by srun
+        return ["slurm", initial["SLURM_JOB_ID"], initial["SLURM_STEP_ID"]]
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:  # torch.multiprocessing.spawn, notebooks' launchers
+        return ["process", _process(parent.pid)]
+    if not any(variable in initial for variable in _RANK_VARIABLES):
+        return ["process", _process(os.getpid())]  # alone, or the first of Lightning's ranks
+    if _is_python(os.getppid()):  # Lightning's other ranks, and those of launchers written in Python
+        return ["process", _process(os.getppid())]
+    if "MASTER_ADDR" in initial and "MASTER_PORT" in initial:
+        return ["address", initial["MASTER_ADDR"], initial["MASTER_PORT"]]
+    raise LoaderError(
+        f"share_on_host(name={name!r}): this process is a rank of a run, but its launcher does not tell runs "
+        "apart: two at a time would get each other's data. Name the run: share_on_host(..., job=...), with "
+        "what all of its ranks know and no other run has, such as its output folder"
+    )
+
+
+def _initial_environment() -> Mapping[str, str]:
+    """The environment that this process was started with."""
+    try:
+        entries = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:
+        return os.environ
+    return dict(entry.decode(errors="replace").split("=", 1) for entry in entries if b"=" in entry)
+
+
+def _process(pid: int) -> str:
+    """A process, also told from a later one with the same id."""
+    try:
+        return f"{pid} {psutil.Process(pid).create_time()}"
+    except psutil.Error:
+        return str(pid)
+
+
+def _is_python(pid: int) -> bool:
+    try:
+        return Path(psutil.Process(pid).exe()).name.startswith("python")
+    except psutil.Error:
+        return False
+
+
+def fingerprint_of(build: Callable[[], Any]) -> str:
+    """A fingerprint of a function without arguments: of its code, and of plain values that it is bound to."""
+    digest = hashlib.sha256()
+    for part in _parts_of(build):
+        digest.update(part.encode(errors="backslashreplace") + b"\0")
+    return digest.hexdigest()[:32]
+
+
+def _parts_of(value: Any) -> list[str]:
+    if isinstance(value, functools.partial):
+        arguments = [*value.args, *(item for pair in sorted(value.keywords.items()) for item in pair)]
+        return [*_parts_of(value.func), *(part for item in arguments for part in _parts_of(item))]
+    if isinstance(value, types.MethodType):
+        return _parts_of(value.__func__)
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        bound = [*(value.__defaults__ or ()), *cells]
+        return [*_code(value.__code__), *(part for item in bound for part in _parts_of(item))]
+    if isinstance(value, list | tuple):
+        return [part for item in value for part in _parts_of(item)]
+    return [repr(value)] if isinstance(value, _PLAIN) else [type(value).__qualname__]
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def _code(code: types.CodeType) -> list[str]:
+    constants = [
+        part
+        for item in code.co_consts
+        for part in (_code(item) if isinstance(item, types.CodeType) else [repr(item)])
+    ]
+    return [code.co_qualname, code.co_code.hex(), *map(str, code.co_names), *constants]

@@ -1,0 +1,222 @@
+"""Which objects can be shared, and as what: the one rule for `share`'s argument and for whatever it holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import decimal
+import enum
+import functools
+import itertools
+import logging
+import multiprocessing.process
+import pathlib
+import threading
+import types
+import uuid
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from shmloader.store.base import SharedObject
+from shmloader.store.columns.arrays import kind_of_tensor
+from shmloader.store.foreign import is_hugging_face, is_pandas_part
+from shmloader.store.rebuild import slots_of
+from shmloader.store.sizes import estimate_nbytes
+
+LEAST_NBYTES = 1 << 20
+"""What is held and smaller than this, in bytes as Python objects, is not worth a microsecond at each access:
+64 processes with a copy each would take 64 MiB."""
+
+MOST_WALKED = 10_000
+"""Elements of a container of objects that are walked through."""
+
+_MOST_LOOKED = 256  # parts of a value that are looked at
+_SAMPLED = 100  # elements of a container that are looked at
+_FEW = 32  # a container of so few large things is taken apart, not shared as a whole
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or by a C module that says so
+
+_SCALARS = (str, bytes, bytearray, int, float, complex, bool, type(None), np.generic, np.dtype, torch.dtype)
+_VALUES = (enum.Enum, dt.date, dt.time, dt.timedelta, decimal.Decimal, pathlib.PurePath)
+_DATA = (*_SCALARS, *_VALUES, uuid.UUID, np.ndarray, torch.Tensor)
+# Never looked into: they are no data, or know better than their attributes what belongs to them.
+_CLOSED = (
+    SharedObject,
+    torch.nn.Module,
+    logging.Logger,
+    multiprocessing.process.BaseProcess,
+    threading.Thread,
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    *_DATA,
+)
+_SEQUENCES, _MAPPINGS, _SETS = (
+    (list, tuple, deque),
+    (dict, OrderedDict, defaultdict, Counter),
+    (set, frozenset),
+)
+_WITHOUT_MEANING = {"__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__orig_bases__"}
+_WITHOUT_MEANING |= {
+    "__parameters__",
+    "__firstlineno__",
+    "__static_attributes__",
+    "__slots__",
+    "__annotations__",
+}
+_NO_CONTAINERS = (str, bytes, bytearray, memoryview, range)
+
+
+def container_kind(value: Any) -> type | None:
+    """``list``, ``dict`` or ``set`` for a container of Python objects that a store can stand for, else None.
+
+    A subclass is one if it adds nothing: neither methods nor attributes.
+    """
+    kind = plain_kind(value)
+    if kind in _SEQUENCES:
+        return list
+    if kind in _MAPPINGS:
+        return dict
+    if kind in _SETS:
+        return set
+    if type(value) is np.ndarray and value.dtype.hasobject and value.ndim == 1 and value.dtype.names is None:
+        return list
+    return None
+
+
+def plain_kind(value: Any) -> type:
+    """The type of a value, or the type that it is a subclass of that adds nothing."""
+    kind = type(value)
+    while (
+        set(vars(kind)) <= _WITHOUT_MEANING
+        and len(kind.__bases__) == 1
+        and not getattr(value, "__dict__", None)
+    ):
+        (kind,) = kind.__bases__
+    return kind
+
+
+def is_sequence(value: Any) -> bool:
+    """Whether `share` reads the rows of a sequence of a class of one's own."""
+    named = isinstance(value, tuple) and hasattr(value, "_fields")
+    return isinstance(value, Sequence | np.ndarray) and not isinstance(value, _NO_CONTAINERS) and not named
+
+
+def is_mapping(value: Any) -> bool:
+    """Whether `share` reads the items of a mapping of a class of one's own."""
+    return isinstance(value, Mapping)
+
+
+def is_shareable_tensor(value: torch.Tensor) -> bool:
+    """Whether a tensor is dense, on the CPU and without gradients."""
+    return kind_of_tensor(value) is not None and not value.is_quantized
+
+
+def some(container: Any) -> Iterator[Any]:
+    """Elements of a container, evenly spaced; of a dict the values."""
+    step = max(1, len(container) // _SAMPLED)
+    if isinstance(container, list | tuple | np.ndarray):
+        return iter(container[::step])
+    elements = container.values() if isinstance(container, dict) else container
+    return itertools.islice(elements, 0, None, step)
+
+
+def is_data(value: Any) -> bool:
+    """Whether a value is only data, so that a copy made at each access is as good as itself.
+
+    Of values with very many parts only the outer ones are looked at.
+    """
+    todo = deque([value])
+    looked = 0
+    while todo and looked < _MOST_LOOKED:
+        part = todo.popleft()
+        looked += 1
+        if isinstance(part, _DATA):
+            continue
+        if isinstance(part, list | tuple):
+            todo.extend(part[:_SAMPLED])
+        elif isinstance(part, dict | set | frozenset | deque):
+            todo.extend(some(part))
+        elif dataclasses.is_dataclass(part) and not isinstance(part, torch.utils.data.Dataset):
+            todo.extend(getattr(part, field.name, None) for field in dataclasses.fields(part))
+        else:
+            return False
+    return True
+
+
+def is_few_large(value: Any) -> bool:
+    """Whether a container has few elements, some of which are large ones themselves."""
+    if len(value) > _FEW or container_kind(value) is set:
+        return False
+    large = (np.ndarray, torch.Tensor)
+    return any(
+        estimate_nbytes(element) >= LEAST_NBYTES
+        for element in some(value)
+        if isinstance(element, large) or container_kind(element) is not None or is_pandas_part(element)
+    )
+
+
+def elements_of(container: Any) -> Iterable[tuple[Any, Any]]:
+    """The elements of a container, each with how it is reached from there."""
+    items = container.items() if isinstance(container, dict) else enumerate(container)
+    return (((key,), element) for key, element in items)
+
+
+def is_open(value: Any) -> bool:
+    """Whether to look at an object's attributes."""
+    if isinstance(value, types.MethodType | functools.partial) or type(value) is types.SimpleNamespace:
+        return True
+    if isinstance(value, tuple):
+        return hasattr(value, "_fields")
+    if isinstance(value, _CLOSED) and not isinstance(value, torch.utils.data.Dataset):
+        return False
+    if is_pandas_part(value) or is_hugging_face(value):
+        return False
+    return _is_all_python(type(value))
+
+
+def _is_all_python(kind: type) -> bool:
+    """Whether instances have no state beside their attributes, so that copying these copies the object."""
+    for base in kind.__mro__[:-1]:
+        new = base.__dict__.get("__new__", object.__new__)
+        written_in_python = isinstance(new, staticmethod) or new is object.__new__
+        if not (written_in_python and base.__flags__ & _HEAP_TYPE):
+            return False
+    return kind is not object
+
+
+def attributes_of(value: Any) -> Iterable[tuple[Any, Any]]:
+    """The attributes of an open object, each with how it is reached from there."""
+    if isinstance(value, types.MethodType):
+        return [(".__self__", value.__self__)]
+    held: Iterable[tuple[str, Any]] = getattr(value, "__dict__", {}).items()
+    if isinstance(value, functools.partial):
+        own = [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+        held = itertools.chain(own, held)
+    elif isinstance(value, tuple):
+        held = itertools.chain(zip(value._fields, value, strict=True), held)  # type: ignore[attr-defined]
+    else:
+        held = itertools.chain(held, slots_of(value))
+    return [(f".{name}", attribute) for name, attribute in held]
+
+
+def how_to_share(value: Any) -> str:
+    """A sentence on what of an object that is no container of rows can be shared; empty if there is none."""
+    name = type(value).__qualname__
+    if isinstance(value, str):
+        return "A text is one value: share a list of texts, such as text.splitlines()"
+    if isinstance(value, bytes | bytearray | memoryview):
+        return (
+            f"{name} are one value: share them in a list, or as an array, numpy.frombuffer(data, numpy.uint8)"
+        )
+    if isinstance(value, range):
+        return "A range takes no memory, however long it is: leave it as it is, or share list(range(...))"
+    if isinstance(value, type) or callable(value):
+        return "Share what calling it returns"
+    if hasattr(value, "__iter__"):
+        return "If iterating over it gives the rows, share iter(data)"
+    return ""

@@ -1,0 +1,358 @@
+"""Writing containers into one shared buffer: one descriptor and one mapping for all that one call shares.
+
+The memory is freed when the last of the stores, and the last array in it, is gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from shmloader.codec.leaves import wrap_tensor
+from shmloader.host.limits import open_files
+from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
+from shmloader.store.chunks import Layout, MemoryChunks
+from shmloader.store.columns.arrays import array_of_tensor, kind_of_tensor
+from shmloader.store.columns.encode import COLUMN, Encoder
+from shmloader.store.columns.links import POOL, Links
+from shmloader.store.columns.types import LinkType, find_types
+from shmloader.store.progress import BuildProgress
+from shmloader.store.sizes import nbytes_of_rows
+
+_FIRST_ROWS = 16  # of a stream's first chunk, when nothing is known of its rows
+_LEAST_ROWS, _MOST_ROWS = 1 << 14, 1 << 20
+_LEAST_STREAMED_ROWS = 1 << 12
+_LEAST_CHUNK_NBYTES, _MOST_CHUNK_NBYTES = 4 << 20, 64 << 20  # in shared memory, about
+
+Make = Callable[[SharedBuffer], Any]
+"""Makes what was written, once the memory is sealed."""
+
+
+class MemoryWriter:
+    """Shared memory while it is written to; a context manager that frees it unless it was sealed."""
+
+    def __init__(self) -> None:
+        """Make an empty buffer.
+
+        Raises:
+            OSError: If the process may open no more descriptors.
+        """
+        self.out = new_builder()
+        self._earlier: dict[int, tuple[int, int]] = {}
+        self._alive: list[Any] = []
+        self._links = Links(self._earlier)
+        self._pool = Table(self.out, Encoder())
+        self._tables: list[Table] = []
+        self._made: dict[int, MemoryChunks] = {}
+
+    def table(self, *, streamed: bool = False) -> Table:
+        """Begin the rows of another container.
+
+        Args:
+            streamed: Whether nobody keeps the rows while they are appended.
+        """
+        table = Table(self.out, Encoder(self._links), pool=self._pool, links=self._links, streamed=streamed)
+        self._tables.append(table)
+        return table
+
+    def remember(self, rows: Sequence[Any], table: Table) -> None:
+        """Let later containers refer to rows of a list that was written as a table.
+
+        Args:
+            rows: The list; only what something else refers to as well is remembered.
+            table: Where it was written.
+        """
+        link = self._tables.index(table) + 1
+        counts = map(sys.getrefcount, rows)
+        for number, (count, row) in enumerate(zip(counts, rows, strict=True)):
+            # The list, the loop and the calls have five; small immutable values are written as quickly.
+            if count > 3 and isinstance(row, dict | list | np.ndarray | torch.Tensor):
+                self._earlier.setdefault(id(row), (link, number))
+        self._alive.append(rows)
+
+    def chunks(self, table: Table, buffer: SharedBuffer) -> MemoryChunks:
+        """The chunks of a table, once the memory is sealed."""
+        number = -1 if table is self._pool else self._tables.index(table)
+        found = self._made.get(number)
+        if found is None:
+            links = {link: self.chunks(self._table_of(link), buffer) for link in sorted(table.links)}
+            found = self._made[number] = MemoryChunks(buffer, table.layout, table.classes, links)
+        return found
+
+    def _table_of(self, link: int) -> Table:
+        return self._pool if link == POOL else self._tables[link - 1]
+
+    def array(self, array: np.ndarray[Any, Any]) -> Callable[[SharedBuffer], np.ndarray[Any, Any]]:
+        """Write an ndarray without Python objects; returns what makes it, read-only."""
+        offset = self._items(array)
+        dtype, shape, size = array.dtype, array.shape, array.size
+
+        def make(buffer: SharedBuffer) -> np.ndarray[Any, Any]:
+            return np.frombuffer(buffer.view, dtype, size, offset).reshape(shape)
+
+        return make
+
+    def tensor(self, tensor: torch.Tensor) -> Callable[[SharedBuffer], torch.Tensor]:
+        """Write a dense CPU tensor; returns what makes it."""
+        kind = kind_of_tensor(tensor)
+        assert kind is not None
+        assert kind.torch_dtype is not None
+        torch_dtype, shape, size = kind.torch_dtype, tuple(tensor.shape), tensor.numel()
+        offset = self._items(array_of_tensor(tensor, kind.dtype))
+
+        def make(buffer: SharedBuffer) -> torch.Tensor:
+            flat = np.frombuffer(buffer.private, kind.dtype, size, offset)
+            return wrap_tensor(flat.reshape(shape), torch_dtype)
+
+        return make
+
+    def _items(self, array: np.ndarray[Any, Any]) -> int:
+        self.out.reserve(self.out.nbytes + array.nbytes)  # before any page is touched
+        return self.out.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+    def rewind(self, nbytes: int) -> None:
+        """Give up what was written last; the memory is the next one's."""
+        self.out.nbytes = nbytes
+        if self._tables and self._tables[-1].begin >= nbytes:
+            self._tables.pop()
+
+    def seal(self) -> SharedBuffer:
+        """End the writing."""
+        for table in (self._pool, *self._tables):
+            table.finish()
+        return self.out.seal()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.out.close()
+
+
+class Table:
+    """The rows of one container, while they are written chunk by chunk.
+
+    Attributes:
+        rows: Rows so far.
+        links: The links that its columns have.
+        classes: The classes that its columns name.
+        layout: The place of the chunks, once it is finished.
+        begin: Offset where it begins.
+    """
+
+    def __init__(
+        self,
+        out: BufferBuilder,
+        encoder: Encoder,
+        *,
+        pool: Table | None = None,
+        links: Links | None = None,
+        streamed: bool = False,
+    ) -> None:
+        self.rows = 0
+        self.links: set[int] = set()
+        self.begin = out.nbytes
+        self._out = out
+        self._encoder = encoder
+        self._pool = pool
+        self._found = links
+        self._streamed = streamed
+        self._starts = [0]
+        self._places: list[int] = []
+        self._python_nbytes = 0
+        self._nbytes = 0
+        self.layout: Layout
+
+    @property
+    def classes(self) -> dict[str, type]:
+        """The classes that its columns name."""
+        return self._encoder.classes
+
+    def chunk_rows(self, expected: int, row_nbytes: float) -> int:
+        """How many rows the next chunk should have.
+
+        A chunk's rows exist once more while it is encoded, and those of a stream exist for nothing else:
+        so they must be few beside what is there already. The number of chunks grows with the logarithm of
+        the number of rows.
+
+        Args:
+            expected: How many rows there will be, where that is known.
+            row_nbytes: About how large a row is; 0 where unknown.
+        """
+        wanted = max(self.rows // 96 if self._streamed else expected // 16, 1)
+        # A power of two: freed memory fits the next chunk, and is not left as holes that are too small.
+        wanted = 1 << (wanted.bit_length() - 1)
+        least = _LEAST_STREAMED_ROWS if self._streamed else _LEAST_ROWS
+        wanted = min(max(wanted, least), _MOST_ROWS)
+        most_nbytes = min(max(self._nbytes // 16, _LEAST_CHUNK_NBYTES), _MOST_CHUNK_NBYTES)
+        row_nbytes = self._nbytes / self.rows if self.rows else row_nbytes
+        wanted = max(1, min(wanted, int(most_nbytes / max(row_nbytes, 1))))
+        return min(wanted, 4 * self.rows or _FIRST_ROWS) if self._streamed else wanted
+
+    def append(self, values: list[Any]) -> None:
+        """Append one chunk of rows.
+
+        Raises:
+            SharedMemoryExhausted: If the host has not enough memory left.
+        """
+        self._python_nbytes += nbytes_of_rows(values)
+        self.append_batch(self._encoder.rows(values))
+
+    def append_items(self, items: list[tuple[Any, Any]]) -> None:
+        """Append one chunk of a mapping's items."""
+        self._python_nbytes += nbytes_of_rows(items)
+        columns = [self._encoder.encode([item[n] for item in items], 1) for n in (0, 1)]
+        self.append_batch(pa.RecordBatch.from_arrays(columns, ["key", "value"]))
+
+    def append_batch(self, batch: Any) -> None:
+        """Append one chunk that is encoded already."""
+        if self._found is not None and self._pool is not None:
+            if self._found.new:
+                self._pool.append_pooled(self._found.new)
+                self._found.new = []
+            if self._streamed:
+                self._found.forget()
+        begin = self._out.append(b"")
+        sink = pa.PythonFile(_Appender(self._out), "w")
+        with pa.ipc.new_stream(sink, batch.schema) as writer:
+            writer.write_batch(batch)
+        self._places += [begin, self._out.nbytes]
+        self._nbytes += self._out.nbytes - begin
+        self.rows += len(batch)
+        self._starts.append(self.rows)
+        for field in batch.schema:
+            self.links |= {kind.parameters["link"] for _, kind in find_types(field.type, LinkType)}
+
+    def append_pooled(self, values: list[Any]) -> None:
+        """Append values that rows of other tables link to."""
+        column = self._encoder.encode(values, 1)
+        schema = pa.schema([pa.field("", column.type)], COLUMN)
+        self.append_batch(pa.RecordBatch.from_arrays([column], schema=schema))
+
+    def finish(self) -> None:
+        """Append the table of the chunks; nothing may be appended after it."""
+        table = self._out.append(np.array([*self._starts, *self._places], np.int64))
+        chunks = len(self._starts) - 1
+        self.layout = Layout(self.rows, chunks, table, self._nbytes, self._python_nbytes)
+
+
+class _Appender:
+    """A file for Arrow to write to, which appends to shared memory."""
+
+    closed = False
+
+    def __init__(self, out: BufferBuilder) -> None:
+        self._out = out
+
+    def write(self, data: Any) -> int:
+        self._out.append(data, alignment=1)
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+
+def new_builder() -> BufferBuilder:
+    """Empty shared memory.
+
+    Raises:
+        OSError: If the process may open no more descriptors, with how many it has and what to do.
+    """
+    try:
+        return BufferBuilder()
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        files = open_files()
+        most = "an unknown number" if files is None or files.most is None else f"{files.most:,}"
+        raise OSError(
+            error.errno,
+            f"a store needs one descriptor, and this process has as many open as it may: {most}. Raise the "
+            "limit (ulimit -n), close what is not needed, or share what belongs together in one call: all "
+            "attributes of an object that shmloader.share(object) shares take one descriptor",
+        ) from error
+
+
+def write_sequence(data: Sequence[Any], writer: MemoryWriter, progress: bool | None) -> Table:
+    """Write the rows of a list, or of another sequence of known length."""
+    table = writer.table(streamed=not isinstance(data, list | tuple))
+    bar = BuildProgress(progress, len(data))
+    try:
+        if isinstance(data, list | tuple):
+            row_nbytes = nbytes_of_rows(data, 64) / max(1, len(data))
+            begin = 0
+            while begin < len(data):
+                end = begin + table.chunk_rows(len(data), row_nbytes)
+                table.append(list(data[begin:end]))
+                bar.show(table.rows)
+                begin = end
+        else:
+            _append_stream(data, table, table.append, bar)
+    finally:
+        bar.close()
+    return table
+
+
+def write_stream(data: Iterable[Any], writer: MemoryWriter, progress: bool | None) -> Table:
+    """Write the rows of an iterator, which is never held as a whole."""
+    table = writer.table(streamed=True)
+    bar = BuildProgress(progress, None)
+    try:
+        _append_stream(data, table, table.append, bar)
+    finally:
+        bar.close()
+    return table
+
+
+def write_items(
+    items: Iterable[tuple[Any, Any]],
+    length: int,
+    writer: MemoryWriter,
+    progress: bool | None,
+    on_keys: Callable[[list[Any]], None],
+) -> Table:
+    """Write the items of a mapping, whose keys ``on_keys`` gets chunk by chunk."""
+    table = writer.table()
+    bar = BuildProgress(progress, length)
+
+    def append(chunk: list[Any]) -> None:
+        on_keys([key for key, _ in chunk])
+        table.append_items(chunk)
+
+    try:
+        _append_stream(items, table, append, bar, length)
+    finally:
+        bar.close()
+    return table
+
+
+def _append_stream(
+    data: Iterable[Any],
+    table: Table,
+    append: Callable[[list[Any]], None],
+    bar: BuildProgress,
+    expected: int = 0,
+) -> None:
+    """Append in chunks. Nothing here refers to a chunk while the next one is made."""
+    stream: Iterator[Any] = iter(data)
+    while chunk := list(islice(stream, table.chunk_rows(expected, 0))):
+        append(chunk)
+        del chunk
+        bar.show(table.rows)
+
+
+def share_array(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """An ndarray without Python objects, in shared memory of its own."""
+    with MemoryWriter() as writer:
+        make = writer.array(array)
+        return make(writer.seal())

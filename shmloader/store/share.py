@@ -1,0 +1,73 @@
+"""`share`: the one function that most users call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar, overload
+
+import numpy as np
+import torch
+
+from shmloader.store.attributes import share_graph
+
+_Array = TypeVar("_Array", bound=np.ndarray[Any, Any])
+
+
+@overload
+def share(data: _Array, *, copy: bool = False, progress: bool | None = None) -> _Array: ...
+@overload
+def share(data: torch.Tensor, *, copy: bool = False, progress: bool | None = None) -> torch.Tensor: ...
+@overload
+def share(data: list[Any] | Iterator[Any], *, copy: bool = False, progress: bool | None = None) -> Any: ...
+@overload
+def share(data: Any, *, copy: bool = False, progress: bool | None = None) -> Any: ...
+def share(data: Any, *, copy: bool = False, progress: bool | None = None) -> Any:
+    """Put data into memory that all processes of this host share, once and read-only.
+
+    Call it in the main process, before the loader is made. Under fork workers inherit the memory; under
+    spawn and forkserver they get a descriptor, whatever the size. Workers read rows without writing to a
+    page, so nothing is copied on write. The memory is freed when the last process that has it is gone.
+
+    One rule holds for ``data`` itself and for whatever it holds, at any depth of attributes:
+
+    * A list, tuple, deque, iterator, or another sequence of Python objects (numbers, strings, bytes, dicts,
+      tuples, dataclasses, lists, arrays, tensors, or whatever pickle can write) becomes a `Store`, a sequence
+      whose rows equal the originals, with the same types; so does a one-dimensional ndarray of objects. An
+      iterator is consumed and never exists as a list.
+    * A dict becomes a `MappingStore`; a ``Counter`` and a ``defaultdict`` one that answers as these do for
+      keys that they do not have. A set becomes a `SetStore`.
+    * A container of at most 32 elements some of which are large containers themselves, such as
+      ``{"train": rows, "val": rows}`` or a COCO file, stays one of its kind, with these elements shared.
+    * An ndarray or a dense CPU tensor stays one, over shared memory. One that is mapped from a file stays
+      that.
+    * Arrow tables and arrays, pandas frames and Hugging Face datasets stay what they are, over shared memory
+      or the file that they are mapped from. Only ``data`` itself becomes a `Store` where it is an Arrow or
+      pandas object, with rows as in ``to_pylist()`` or as dicts.
+    * Any other object, such as a dataset, is copied with its large attributes shared. The original is not
+      modified.
+
+    Of what ``data`` holds, only what takes 1 MiB or more is shared. Large things that cannot be shared are
+    named in one `NotSharedWarning`. Objects that several rows or containers refer to are stored once. So a
+    generator must not change an object that it has yielded and yield it again.
+
+    Args:
+        data: The data.
+        copy: Whether arrays and tensors that are read from rows are private copies, for samples that are
+            changed in place. By default they are views: read-only arrays, and tensors to which a write stays
+            in the process.
+        progress: Whether to show a progress bar; None: if it takes long and stderr is a terminal or a
+            notebook.
+
+    Returns:
+        What takes the place of ``data``; ``data`` itself where it is shared already, or nothing in it is
+        large.
+
+    Raises:
+        SharedMemoryExhausted: If the host has not the memory, with what is needed and what there is.
+        TypeError: If ``data`` is one value, such as a str or an int; if a tensor is not dense, not on the
+            CPU, or requires grad; if a mapping makes up values for missing keys in a way that others could
+            not follow.
+        OSError: If the process may open no more descriptors: one is needed.
+        Exception: What pickling raises, for rows of types that are kept pickled.
+    """
+    return share_graph(data, copy=copy, progress=progress)
