@@ -19,7 +19,7 @@ ROWS = [{"path": f"image {number}", "label": number} for number in range(5000)]
 
 
 class Building:
-    """Builds by some function, of which its fingerprint says nothing: in tests ranks build in several ways."""
+    """Builds by some function, of which its fingerprint says nothing: ranks build in several ways here."""
 
     def __init__(self, build: Callable[[], Any]) -> None:
         self.build = build

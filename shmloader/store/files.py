@@ -20,6 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from shmloader.errors import LoaderError
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.chunks import Chunks
 from shmloader.store.columns.classes import Classes
@@ -107,8 +108,9 @@ def _naming(path: str) -> Iterator[None]:
     """Errors of a damaged file name it."""
     try:
         yield
-    except _DAMAGES as error:
-        if path in str(error):
+    except (*_DAMAGES, OSError, RecursionError) as error:
+        of_the_system = isinstance(error, OSError) and error.errno is not None
+        if path in str(error) or of_the_system or isinstance(error, LoaderError):
             raise
         raise ValueError(
             f"{path} is damaged, or no file of Arrow's: {type(error).__name__}: {error}"

@@ -95,11 +95,27 @@ class MappedItems(NamedTuple):
 def file_of(value: Any) -> str | None:
     """The path of the file that an array's or a tensor's items are mapped from; None if they are not."""
     if isinstance(value, torch.Tensor):
-        path = value.untyped_storage().filename if _is_dense(value) else None
-        # torch's own shared memory has names too, of which no file is.
-        return path if path is not None and Path(path).is_file() else None
+        found = _mapping_of(value)
+        return None if found is None else found[0]
     mapped = _memmap_of(value)
     return None if mapped is None or mapped.filename is None else str(mapped.filename)
+
+
+def _mapping_of(tensor: torch.Tensor) -> tuple[str, int, str] | None:
+    """The file that a tensor's items are mapped from, their offset in it, and the mode; None if from none.
+
+    torch keeps no path of a file that it has mapped for this process alone, so the system is asked.
+    """
+    if not _is_dense(tensor) or not tensor.untyped_storage().is_shared():
+        return None
+    address = tensor.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        bounds, rights, offset, _, _, *path = line.split(maxsplit=5)
+        begin, end = (int(bound, 16) for bound in bounds.split("-"))
+        # torch's own shared memory has names in /dev/shm, of which most are deleted.
+        if begin <= address < end and path and not path[0].startswith("/dev/shm") and Path(path[0]).is_file():
+            return path[0], int(offset, 16) + address - begin, "r+" if "s" in rights else "c"
+    return None
 
 
 def _memmap_of(array: Any) -> np.memmap[Any, Any] | None:
@@ -219,13 +235,10 @@ def _reduce_tensor(tensor: torch.Tensor, by_path: bool | None = None) -> Any:
     buffer = buffer_at(low, span)
     handle: Any = None if buffer is None else (buffer, low - buffer.address)
     by_path = get_spawning_popen() is not None if by_path is None else by_path
-    path = file_of(tensor) if handle is None and by_path else None
-    if path is not None:
-        path = os.path.realpath(path)
-        offset = int(tensor.storage_offset()) * size
-        handle = MappedItems(
-            path, Fingerprint.of(path), offset, "r+" if tensor.untyped_storage().is_shared() else "c"
-        )
+    found = _mapping_of(tensor) if handle is None and by_path else None
+    if found is not None:
+        path, offset, mode = found
+        handle = MappedItems(path, Fingerprint.of(path), offset, mode)
     if handle is None:
         return reduce_tensor(tensor)  # type: ignore[no-untyped-call]
     return _tensor_over, (

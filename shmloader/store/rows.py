@@ -13,7 +13,7 @@ from shmloader.store import take
 from shmloader.store.base import FieldDescription, Rows, Store, StoreDescription, row_array, row_numbers
 from shmloader.store.chunks import ChunkReaders, Chunks, Path
 from shmloader.store.columns import merge
-from shmloader.store.columns.types import PickleType, PythonType, children_of, find_types
+from shmloader.store.columns.types import LinkType, PickleType, PythonType, children_of, find_types
 
 _NOT_ONE_ROW = (slice, str, list, tuple)
 
@@ -83,17 +83,22 @@ class RowStore(Store):
 
     def _damaged(self, error: Exception, index: int | None) -> Exception:
         """What reading raised; for a file an error that names it."""
-        path = getattr(self.chunks.buffer, "path", None)
-        if path is None or self.has_pickles():
+        path = self._file
+        if path is None or self._has_pickles():
             return error
         which = "" if index is None else f"row {index:,} of "
         return ValueError(
             f"{which}{path} cannot be read, so the file is damaged: {type(error).__name__}: {error}"
         )
 
-    def has_pickles(self) -> bool:
+    @property
+    def _file(self) -> str | None:
+        """The file that the rows are read from; None if from memory."""
+        return getattr(self.chunks.buffer, "path", None)
+
+    def _has_pickles(self) -> bool:
         """Whether any values are pickled: reading them may raise whatever their classes do."""
-        return any(find_types(self.field(chunk).type, PickleType) for chunk in range(len(self._starts) - 1))
+        return self.chunks.pickles and bool(find_types(self.field(0).type, PickleType))
 
     def field(self, chunk: int) -> Any:
         """The values of a chunk, as an Arrow array."""
@@ -128,7 +133,7 @@ class RowStore(Store):
         try:
             return take.take(self, rows, out)
         except _DAMAGES as error:
-            if getattr(self.chunks.buffer, "path", None) is None or isinstance(error, TypeError):
+            if self._file is None or (isinstance(error, TypeError) and out is not None):
                 raise
             raise self._damaged(error, None) from error
 
@@ -139,18 +144,35 @@ class RowStore(Store):
         for column in columns:
             for name, part in _parts_of(column):
                 fields.setdefault(name, []).append(part)
-        described = tuple(_describe(name, parts) for name, parts in fields.items())
+        described = tuple(self._describe(name, parts) for name, parts in fields.items())
         kind = "records" if any(field.name for field in described) else _kind_of(columns)
         chunks = self.chunks
         return StoreDescription(kind, len(self), chunks.nbytes, chunks.python_nbytes, described)
 
+    def _describe(self, name: str, parts: list[Any]) -> FieldDescription:
+        kinds = list(dict.fromkeys(self._unlinked(part.type) for part in parts))
+        found = [one for kind in kinds for _, one in find_types(kind, PickleType)]
+        pickled = dict.fromkeys(kind for one in found for kind in one.parameters["types"])
+        why = f"no column gives back {', '.join(pickled)} as given" if pickled else None
+        nbytes = sum(part.nbytes for part in parts)
+        return FieldDescription(name, " or ".join(dict.fromkeys(map(type_name, kinds))), nbytes, why)
+
+    def _unlinked(self, kind: Any) -> Any:
+        """A type, or that of the values that it links to."""
+        if not isinstance(kind, LinkType):
+            return kind
+        return self.chunks.links[kind.parameters["link"]].column(0).type
+
     def to_arrow(self) -> Any:
         """See `SharedObject.to_arrow`: a ``Table`` of dict records, a ``ChunkedArray`` of anything else."""
-        columns = [merge.unlinked(self.field(chunk), self.link) for chunk in range(len(self._starts) - 1)]
-        if getattr(self.chunks.buffer, "path", None) is not None:
-            for column in columns:
-                column.validate(full=True)  # Arrow's functions trust their buffers
-        return merge.joined(columns)
+        try:
+            columns = [merge.unlinked(self.field(chunk), self.link) for chunk in range(len(self._starts) - 1)]
+            if self._file is not None:
+                for column in columns:
+                    column.validate(full=True)  # Arrow's functions trust their buffers
+            return merge.joined(columns)
+        except _DAMAGES as error:
+            raise self._damaged(error, None) from error
 
     def link(self, number: int) -> Any:
         """All values that a link leads to, as one Arrow array."""
@@ -162,7 +184,17 @@ class RowStore(Store):
         return RowStore, (self.chunks, self._path, self._copy)
 
 
-_DAMAGES = (IndexError, ValueError, KeyError, OverflowError, TypeError, AttributeError, pa.ArrowException)
+_DAMAGES: tuple[type[Exception], ...] = (
+    IndexError,
+    ValueError,
+    KeyError,
+    OverflowError,
+    TypeError,
+    AttributeError,
+    pa.ArrowException,
+    OSError,
+    RecursionError,
+)
 """What reading a damaged column may raise. An IndexError must not pass for the end of the store."""
 
 
@@ -171,17 +203,6 @@ def _parts_of(column: Any) -> list[tuple[str, Any]]:
     if pa.types.is_struct(storage.type) and storage.type.num_fields:
         return [(field.name, storage.field(number)) for number, field in enumerate(storage.type)]
     return [("", column)]
-
-
-def _describe(name: str, parts: list[Any]) -> FieldDescription:
-    pickled = dict.fromkeys(
-        kind
-        for part in parts
-        for _, found in find_types(part.type, PickleType)
-        for kind in found.parameters["types"]
-    )
-    why = f"no column gives back {', '.join(pickled)} as given" if pickled else None
-    return FieldDescription(name, " or ".join(_types(parts)), sum(part.nbytes for part in parts), why)
 
 
 def _kind_of(columns: list[Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -77,8 +78,10 @@ def estimate_nbytes(value: Any) -> int:
     Args:
         value: Any object; of a container only some items are looked at.
     """
-    if isinstance(value, list | tuple) and len(value) > _SAMPLED_ROWS:
-        return nbytes_of_rows(value, _SAMPLED_ROWS) + sys.getsizeof(())
+    if isinstance(value, list | tuple | deque) and len(value) > _SAMPLED_ROWS:
+        return nbytes_of_rows(
+            value if not isinstance(value, deque) else list(value), _SAMPLED_ROWS
+        ) + sys.getsizeof(())
     if isinstance(value, dict | set | frozenset) and len(value) > _SAMPLED_ROWS:
         step = len(value) // _SAMPLED_ROWS
         items: Any = value.items() if isinstance(value, dict) else value

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from host_ranks import FORK, ROWS, Box, Building, Rank, build, build_never, build_slowly, servers, wait_for
 
-from shmloader import ShareTimeout
+from shmloader import LoaderError, ShareTimeout
 from shmloader.store import host_server, share
 from shmloader.store.host import share_on_host
 
@@ -217,7 +217,7 @@ def test_runs_are_kept_apart(name: str) -> None:
 ASKS = "import sys; from shmloader.store.job import job_of_process; print(job_of_process('x'))"
 STARTS = (
     "import os, subprocess, sys; from shmloader.store.job import job_of_process; mine = job_of_process('x')\n"
-    "os.environ.update(LOCAL_RANK='0', MASTER_ADDR='127.0.0.1', MASTER_PORT='29500')  # as late as Lightning\n"
+    "os.environ.update(LOCAL_RANK='0', MASTER_ADDR='127.0.0.1', MASTER_PORT='29500')\n"
     "print(mine, mine == job_of_process('x'), flush=True)\n"
     "subprocess.run([sys.executable, '-c', sys.argv[1]], env=os.environ | {'LOCAL_RANK': '1'})\n"
 )
@@ -355,7 +355,7 @@ if sys.argv[2] == "gloo":
 def build():
     print("built", flush=True)
     return [{"number": n, "text": str(n)} for n in range(1000)]
-store = shmloader.share_on_host(Building(build), name=sys.argv[1])
+store = shmloader.share_on_host(build, name=sys.argv[1])
 class Numbers(torch.utils.data.Dataset):
     def __len__(self): return len(store)
     def __getitem__(self, index): return store[index]["number"]

@@ -38,7 +38,7 @@ class Links:
     def __init__(self, earlier: dict[int, tuple[int, int]] | None = None) -> None:
         self.new: list[Any] = []
         self.pooled = 0
-        self._earlier = earlier or {}
+        self._earlier = {} if earlier is None else earlier
         self._places: dict[int, int] = {}
         self._alive: list[Any] = []
 

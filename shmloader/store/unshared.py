@@ -1,0 +1,110 @@
+"""Notices data that forked workers copy merely by reading it, and says which line mends that.
+
+A plain list or dict of Python objects is copied into a forked worker page by page, since reading an object
+writes its reference count. The loader starts a `CopyWatch` where its dataset holds a large one, and asks once
+per epoch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shmloader.errors import NotSharedWarning
+from shmloader.store import kinds
+from shmloader.store.sizes import estimate_nbytes
+
+LEAST_NBYTES = 64 << 20
+"""Containers smaller than this, in bytes as Python objects, are not watched."""
+
+_LEAST_GROWN = 0.2  # of the container, in one worker: what reading it all copies is more than a half
+_MOST_LOOKED = 1000  # objects of a dataset that are looked at
+
+
+class Unshared(NamedTuple):
+    """A large container of Python objects that a dataset holds.
+
+    Attributes:
+        path: How it is reached.
+        nbytes: Its size as Python objects, estimated.
+    """
+
+    path: str
+    nbytes: int
+
+
+def largest_unshared(dataset: Any) -> Unshared | None:
+    """The largest container of Python objects in a dataset; None if there is none worth watching.
+
+    Takes microseconds per attribute: of containers some elements are looked at.
+    """
+    found: Unshared | None = None
+    todo: deque[tuple[Any, str]] = deque([(dataset, type(dataset).__qualname__)])
+    seen: set[int] = set()
+    while todo and len(seen) < _MOST_LOOKED:
+        value, path = todo.popleft()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if kinds.container_kind(value) is not None:
+            if kinds.is_few_large(value) or not all(map(kinds.is_data, kinds.some(value))):
+                held = list(kinds.elements_of(value)) if len(value) <= _MOST_LOOKED else []
+                todo.extend((element, f"{path}[{key!r:.40}]") for (key,), element in held)
+                continue
+            nbytes = estimate_nbytes(value)
+            if nbytes >= max(LEAST_NBYTES, 0 if found is None else found.nbytes):
+                found = Unshared(path, nbytes)
+        elif kinds.is_open(value):
+            todo.extend((held, f"{path}{label}") for label, held in kinds.attributes_of(value))
+    return found
+
+
+class CopyWatch:
+    """Compares the private memory of forked workers with what they had when they started.
+
+    Runs in the main process, and reads ``/proc/PID/smaps_rollup`` of each worker twice.
+
+    Attributes:
+        unshared: The container that is watched; None where there is none, and nothing is looked at.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        """Look for a large container in a loader's dataset."""
+        self.unshared = largest_unshared(dataset)
+        self._before: dict[int, int] = {}
+
+    def started(self, pids: Iterable[int]) -> None:
+        """Note what workers have that were just started, or have begun an epoch."""
+        if self.unshared is not None:
+            for pid in pids:
+                self._before.setdefault(pid, private_nbytes(pid))
+
+    def ended(self, pids: Iterable[int]) -> None:
+        """Look at workers when an epoch ends; warn once if they have copied what they read."""
+        if self.unshared is None:
+            return
+        grown = [private_nbytes(pid) - self._before[pid] for pid in pids if pid in self._before]
+        path, nbytes = self.unshared
+        if not grown or max(grown) < _LEAST_GROWN * nbytes:
+            return
+        self.unshared = None
+        warnings.warn(
+            f"each worker has copied up to {max(grown):,} bytes in this epoch ({sum(grown):,} in all): "
+            f"reading Python objects writes their reference counts, and {path} has about {nbytes:,} bytes of "
+            "them. DataLoader(..., share_dataset=True) keeps them in memory once, for all workers",
+            NotSharedWarning,
+            stacklevel=2,
+        )
+
+
+def private_nbytes(pid: int) -> int:
+    """Bytes of memory that a process has written and nobody else has; 0 where that cannot be read."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Private_Dirty:"):
+                return int(line.split()[1]) * 1024
+    return 0

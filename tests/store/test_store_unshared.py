@@ -1,0 +1,82 @@
+"""The loader notices: forked workers that copy a list by reading it are one warning with the line that mends
+it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import warnings
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmloader import NotSharedWarning, share
+from shmloader.store import unshared
+from shmloader.store.unshared import CopyWatch, largest_unshared
+
+FORK = multiprocessing.get_context("fork")
+
+
+class Dataset:
+    def __init__(self, samples: Any) -> None:
+        self.size = (224, 224)
+        self.images = {"samples": samples, "names": ["a", "b"]}
+        self.array = np.zeros(1 << 20)
+
+
+def make() -> list[dict[str, Any]]:
+    return [{"path": f"folder/image-{number}.jpeg", "label": number + 1000} for number in range(200_000)]
+
+
+def read(dataset: Dataset, pipe: Connection) -> None:
+    pipe.recv()
+    total = sum(sample["label"] for sample in dataset.images["samples"])
+    pipe.send(total)
+    pipe.recv()
+
+
+def warned(dataset: Dataset) -> list[warnings.WarningMessage]:
+    """What is said when a forked worker has read all samples, twice."""
+    watch = CopyWatch(dataset)
+    ours, theirs = FORK.Pipe()
+    worker = FORK.Process(target=read, args=(dataset, theirs))
+    worker.start()
+    try:
+        watch.started([worker.pid])
+        ours.send("read")
+        ours.recv()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            watch.ended([worker.pid])
+            watch.ended([worker.pid])
+    finally:
+        ours.send("end")
+        worker.join()
+        worker.close()
+        ours.close()
+        theirs.close()
+    return caught
+
+
+def test_a_list_that_a_worker_copies_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unshared, "LEAST_NBYTES", 16 << 20)
+    (warning,) = warned(Dataset(make()))
+    assert warning.category is NotSharedWarning
+    text = str(warning.message)
+    assert "Dataset.images['samples'] has about" in text
+    assert "DataLoader(..., share_dataset=True)" in text
+
+
+def test_a_store_in_its_place_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unshared, "LEAST_NBYTES", 16 << 20)
+    assert warned(Dataset(share(make()))) == []
+    assert largest_unshared(Dataset(share(make()))) is None
+
+
+def test_small_containers_are_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = CopyWatch(Dataset(make()[:1000]))
+    assert watch.unshared is None
+    monkeypatch.setattr(unshared, "private_nbytes", None)  # nothing is read for them
+    watch.started([1])
+    watch.ended([1])
