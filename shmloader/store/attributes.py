@@ -117,9 +117,10 @@ class Graph:
         value = node.value
         if isinstance(value, SharedObject) or is_hugging_face(value):
             return self._open(node)
+        if isinstance(value, np.ndarray | torch.Tensor) and is_shared(value):
+            return ()
         if type(value) in (np.ndarray, torch.Tensor) and kinds.container_kind(value) is None:
-            if not is_shared(value):
-                node.write = writing.array_writer(value)
+            node.write = writing.array_writer(value)
             return ()
         if isinstance(value, torch.utils.data.Dataset):
             return kinds.attributes_of(value)
@@ -216,7 +217,7 @@ class Graph:
         if not nodes:
             return {}
         made: list[tuple[Node, Make]] = []
-        with MemoryWriter() as writer:
+        with MemoryWriter(len(nodes)) as writer:
             for node in nodes:
                 make = self._write(node, writer)
                 if make is not None:

@@ -39,13 +39,17 @@ Make = Callable[[SharedBuffer], Any]
 class MemoryWriter:
     """Shared memory while it is written to; a context manager that frees it unless it was sealed."""
 
-    def __init__(self) -> None:
+    def __init__(self, containers: int = 1) -> None:
         """Make an empty buffer.
+
+        Args:
+            containers: How many will be written; where there is one, nothing has to be remembered.
 
         Raises:
             OSError: If the process may open no more descriptors.
         """
         self.out = new_builder()
+        self._containers = containers
         self._earlier: dict[int, tuple[int, int]] = {}
         self._alive: list[Any] = []
         self._links = Links(self._earlier)
@@ -70,6 +74,8 @@ class MemoryWriter:
             rows: The list; only what something else refers to as well is remembered.
             table: Where it was written.
         """
+        if self._containers < 2:
+            return
         link = self._tables.index(table) + 1
         counts = map(sys.getrefcount, rows)
         for number, (count, row) in enumerate(zip(counts, rows, strict=True)):

@@ -140,9 +140,7 @@ def _blocks(parts: list[_Part], store: Columns) -> tuple[list[Array], ArrayKind]
                 return [], _INTS
             arrays.append(found[0])
             kinds.add((found[1], found[0].shape[1:]))
-        elif not column.null_count and (
-            pa.types.is_signed_integer(column.type) or column.type == pa.float64()
-        ):
+        elif not column.null_count and _is_number(column.type):
             buffer = column.buffers()[1]
             dtype = np.dtype(column.type.to_pandas_dtype())
             arrays.append(np.frombuffer(buffer or b"", dtype)[column.offset : column.offset + len(column)])
@@ -150,6 +148,11 @@ def _blocks(parts: list[_Part], store: Columns) -> tuple[list[Array], ArrayKind]
         else:
             return [], _INTS
     return (arrays, kinds.pop()[0]) if len(kinds) == 1 else ([], _INTS)
+
+
+def _is_number(kind: Any) -> bool:
+    """Whether values of an Arrow type are Python's int, of at most 64 bits, or float."""
+    return bool(kind == pa.float64() or (pa.types.is_integer(kind) and kind != pa.uint64()))
 
 
 def _gather_blocks(parts: list[_Part], blocks: list[Array], kind: ArrayKind, count: int, out: Any) -> Any:

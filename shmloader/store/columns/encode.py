@@ -262,7 +262,7 @@ class Encoder:
             return union(
                 values, fit, lambda _, group: self._dicts(group, depth) if _ else self._maps(group, depth)
             )
-        return self._structs(values, present, names, absent, depth)
+        return self._structs(values, present, names, absent, depth, complete=fit is None)
 
     def _structs(
         self,
@@ -271,7 +271,10 @@ class Encoder:
         names: Sequence[str],
         absent: list[bool] | None,
         depth: int,
+        *,
+        complete: bool,
     ) -> Any:
+        """A struct of dicts with these keys, of which all have all if they are ``complete``."""
         if not names:
             if absent is not None:
                 raise _Unfit(lambda value: value is not None)
@@ -280,9 +283,9 @@ class Encoder:
             values = [value or _NO_KEYS for value in values]
         columns = []
         for name in names:
-            if absent is None and all(name in value for value in values):
+            if absent is None and (complete or all(name in value for value in values)):
                 columns.append(self.encode(list(map(itemgetter(name), values)), depth + 1))
-            elif all(name in value for value in present):
+            elif complete or all(name in value for value in present):
                 columns.append(self.encode([value.get(name) for value in values], depth + 1))
             else:
                 columns.append(self._optional([value.get(name, ABSENT) for value in values], depth))
@@ -365,7 +368,7 @@ def _ints(values: list[Any]) -> Any:
     numbers = wide.drop_null() if wide.null_count else wide
     found = numbers.to_numpy()
     least, most = int(found.min()), int(found.max())
-    code = next(code for code in "bhiq" if np.iinfo(code).min <= least and most <= np.iinfo(code).max)
+    code = next(code for code in "bBhHiIq" if np.iinfo(code).min <= least and most <= np.iinfo(code).max)
     return (
         pa.array(found.astype(code))
         if not wide.null_count

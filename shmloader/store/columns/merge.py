@@ -16,7 +16,8 @@ from pyarrow import types as arrow
 from shmloader.store.columns.links import POOL
 from shmloader.store.columns.types import LinkType, PickleType, PythonType
 
-_WIDTHS = [pa.int8(), pa.int16(), pa.int32(), pa.int64()]
+_SIGNED = [pa.int8(), pa.int16(), pa.int32(), pa.int64()]
+_UNSIGNED = [pa.uint8(), pa.uint16(), pa.uint32()]
 _LARGE = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
 
 
@@ -97,6 +98,13 @@ def _common(one: Any, other: Any) -> Any:
     return pa.dense_union([pa.field(str(number), child) for number, child in enumerate(found)])
 
 
+def _signed_width(kind: Any) -> int | None:
+    """The position of the signed type that holds all integers of a type; None if there is none."""
+    if kind in _UNSIGNED:
+        return _UNSIGNED.index(kind) + 1
+    return _SIGNED.index(kind) if kind in _SIGNED else None
+
+
 def _parts(kind: Any) -> list[Any]:
     return [field.type for field in kind] if arrow.is_union(kind) else [kind]
 
@@ -107,8 +115,9 @@ def _single(one: Any, other: Any) -> Any:
         return one
     if arrow.is_null(one) and not arrow.is_union(other):
         return other
-    if one in _WIDTHS and other in _WIDTHS:
-        return max(one, other, key=_WIDTHS.index)
+    widths = [width for width in map(_signed_width, (one, other)) if width is not None]
+    if len(widths) == 2:
+        return _SIGNED[max(widths)]
     if _is_of_texts(one) and _is_of_texts(other) and one.value_type == other.value_type:
         return pa.dictionary(pa.int32(), one.value_type)
     if arrow.is_dictionary(one) or arrow.is_dictionary(other):

@@ -244,22 +244,19 @@ def _struct(column: Any, scope: Scope) -> str:
 
 def _optional_reader(fields: list[tuple[str, Any]], scope: Scope) -> Reader:
     """Reads dicts that do not have all of the keys."""
-    lines = ["d = {}"]
+    lines = ["d = {}", "b = i >> 3", "m = 1 << (i & 7)"]
     for name, field in fields:
         if not isinstance(field.type, types.OptionalType):
             lines.append(f"d[{name!r}] = {expression(field, scope)}")
             continue
         storage = field.storage
-        inner = storage.field(0) if field.type.parameters.get("boxed") else storage
-        value = (
-            expression(inner, scope)
-            if inner is not storage or not storage.null_count
-            else _present(storage, scope)
-        )
+        boxed = field.type.parameters.get("boxed")
+        value = expression(storage.field(0), scope) if boxed else _present(storage, scope)
+        test = ""
         if storage.null_count:
-            lines.append(f"if {_is_valid(storage, scope)}: d[{name!r}] = {value}")
-        else:
-            lines.append(f"d[{name!r}] = {value}")
+            bits = scope.bind(_memory(storage, 0))
+            test = f"if {_bit(bits, storage.offset)}: " if storage.offset else f"if {bits}[b] & m: "
+        lines.append(f"{test}d[{name!r}] = {value}")
     return compile_reader([*lines, "return d"], scope)
 
 
