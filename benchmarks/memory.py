@@ -1,6 +1,6 @@
 """Measures what a dataset of Python records costs in memory with workers, ranks and spawned processes.
 
-Each measurement has a fresh process to itself. `docs/memory.md` says what is measured, and why so.
+Each measurement has a fresh process to itself. `docs/stores.md` says what is measured, and why so.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def test_the_pages_own_store_passes_the_checks(module: ModuleType) -> None:
 
 def test_it_is_saved_taken_into_outputs_and_read_by_workers(module: ModuleType, tmp_path: Path) -> None:
     values = np.arange(50.0)
-    store = module.Windows(shmloader.share(values).array, 8)
+    store = module.Windows(shmloader.share(values), 8)
     store[5:].save(tmp_path / "part.arrow")
     rows = [values[begin : begin + 8] for begin in range(43)]
     assert all(map(np.array_equal, shmloader.open(tmp_path / "part.arrow"), rows[5:]))
