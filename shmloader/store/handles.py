@@ -153,7 +153,7 @@ def _bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
 def _sends_handles() -> bool:
     """Whether a pickle is for a process that is being started, or comes from the main one.
 
-    What a worker sends back is sent by value: each handle would take a descriptor, and a thread that serves it.
+    What a worker sends back is sent by value: a handle would take a descriptor, and a thread that serves it.
     """
     return get_spawning_popen() is not None or parent_process() is None
 
