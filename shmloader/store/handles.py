@@ -106,7 +106,7 @@ def _mapping_of(tensor: torch.Tensor) -> tuple[str, int, str] | None:
 
     torch keeps no path of a file that it has mapped for this process alone, so the system is asked.
     """
-    if not _is_dense(tensor) or not tensor.untyped_storage().is_shared():
+    if not _is_dense(tensor):
         return None
     address = tensor.data_ptr()
     for line in Path("/proc/self/maps").read_text().splitlines():
