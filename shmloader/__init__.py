@@ -22,8 +22,8 @@ from shmloader.errors import (
 from shmloader.loader import DataLoader
 from shmloader.sources import why_per_sample
 from shmloader.statistics import AutotuneReport, BadSample, LoaderStatistics
-from shmloader.store.files import open_store as open  # noqa: A004, F401 - used as shmloader.open
 from shmloader.store.host import share_on_host
+from shmloader.store.opening import open_store as open  # noqa: A004, F401 - used as shmloader.open
 from shmloader.store.share import share
 from shmloader.worker.collate import empty
 

@@ -33,7 +33,6 @@ from shmloader.scheduling.auto_growth import auto_for
 from shmloader.shared_memory import why_unavailable
 from shmloader.slots import SlotState
 from shmloader.statistics import Counters, LoaderStatistics
-from shmloader.store.attributes import share_for_loader
 from shmloader.torch_fallback import warn_of_torchs_way
 from shmloader.torch_private import BaseIterator, Feature, is_missing
 from shmloader.worker.epoch_settings import set_epoch_of
@@ -213,6 +212,8 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         check_arguments(self, dataset, workers, persistent_workers)
         check_worker_type(self, dataset, multiprocessing_context)
         if share_dataset and why_unavailable() is None:
+            from shmloader.store.attributes import share_for_loader  # imports pyarrow
+
             dataset = share_for_loader(dataset)
         super().__init__(
             dataset,

@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 
 from shmloader.codec.layout import CODE_OF_NUMPY_DTYPE, DTYPES
 from shmloader.sources.base import Make, NotGathered, Rows, Source, within
-from shmloader.store.columns.arrays import Array, array_of_tensor, kind_of_tensor
+from shmloader.store.arrays import Array, array_of_tensor, kind_of_tensor
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _ARRAYS = (np.ndarray, np.memmap)

@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 from shmloader.codec.layout import CODE_OF_NUMPY_DTYPE, DTYPES
 from shmloader.sources.base import Make, NotGathered, Rows, Source, within
 from shmloader.sources.blocks import joined_dtype
-from shmloader.store.columns.arrays import kind_of_tensor
+from shmloader.store.arrays import kind_of_tensor
 
 _HF_FORMATS = (None, "numpy", "torch")  # others may be the program's own functions, or draw random numbers
 

@@ -14,7 +14,7 @@ from shmloader.sampling.index_batches import int_array
 from shmloader.sources.base import Make, NotGathered, Rows, Source, as_sample_field, make_private, within
 from shmloader.sources.blocks import block_of
 from shmloader.sources.merge import merge
-from shmloader.store.base import Store
+from shmloader.sources.stores import is_any_store
 
 Recognise = Callable[[Any], Source]
 """Gives the source for a dataset inside another; `NotGathered` where there is none."""
@@ -197,7 +197,7 @@ def pick_from(indices: Any) -> Pick:
     kind = type(indices)
     if kind is range:
         return lambda rows: indices.start + indices.step * within(rows, len(indices))
-    if isinstance(indices, Store):
+    if is_any_store(indices):
         return lambda rows: _pick_from_store(indices, rows)
     array: Any = None
     if kind is list or kind is tuple:
@@ -215,7 +215,7 @@ def pick_from(indices: Any) -> Pick:
     return lambda rows: array.take(within(rows, len(array))).astype(np.int64, copy=False)
 
 
-def _pick_from_store(store: Store, rows: Rows) -> Rows:
+def _pick_from_store(store: Any, rows: Rows) -> Rows:
     picked = store.take(within(rows, len(store)))
     if type(picked) is not np.ndarray or picked.dtype != np.int64 or picked.ndim != 1:
         raise NotGathered(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shmloader.sources.base import Make, NotGathered, Rows, is_strings
-from shmloader.store.columns.arrays import array_of_tensor, kind_of_tensor
+from shmloader.store.arrays import array_of_tensor, kind_of_tensor
 
 Part = tuple[Rows, Any]
 """Places in the batch, and the part of the batch that belongs there."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,16 +13,28 @@ from torch.utils.data import default_collate
 from shmloader.codec.layout import CODE_OF_NUMPY_DTYPE, CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.sources.base import Make, NotGathered, Rows, Source, as_sample_field, within
 from shmloader.sources.blocks import joined_dtype
-from shmloader.store.base import Selection, Store
-from shmloader.store.rows import RowStore
 
-_STORES = (RowStore, Selection)
+if TYPE_CHECKING:
+    from shmloader.store.base import Store
+
 _SCALARS = {int: torch.int64, float: torch.float64, bool: torch.bool}
 
 
 def is_store(dataset: object) -> bool:
     """Whether `source_of_store` knows a dataset."""
-    return type(dataset) in _STORES
+    kind = type(dataset)
+    return kind is _loaded("rows", "RowStore") or kind is _loaded("base", "Selection")
+
+
+def is_any_store(value: object) -> bool:
+    """Whether a value is a store, of whatever kind."""
+    kind = _loaded("base", "Store")
+    return kind is not None and isinstance(value, kind)
+
+
+def _loaded(module: str, name: str) -> Any:
+    """A class of the store's, which imports pyarrow; None in a process that has no stores."""
+    return getattr(sys.modules.get(f"shmloader.store.{module}"), name, None)
 
 
 def source_of_store(store: Any) -> Source:
@@ -56,11 +69,12 @@ class _Rows(Source):
 
     def _fields_of(self, sample: Any) -> list[_Rows] | None:
         """A source for each field of rows that are all tuples of one class and length."""
-        if not isinstance(sample, tuple) or type(self._store) is not RowStore:
+        if not isinstance(sample, tuple) or type(self._store) is not _loaded("rows", "RowStore"):
             return None
         if self._fields is None:
-            length = self._store.tuple_length()
-            self._fields = [_Rows(self._store.column(n)) for n in range(length)]
+            store: Any = self._store
+            length = store.tuple_length()
+            self._fields = [_Rows(store.column(n)) for n in range(length)]
         return self._fields
 
 

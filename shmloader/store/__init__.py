@@ -1,8 +1,18 @@
-"""`share()`: data in memory once, whatever the number of workers and ranks."""
+"""`share()`: data in memory once, whatever the number of workers and ranks.
 
-from shmloader.store.base import FieldDescription, SharedObject, Store, StoreDescription
-from shmloader.store.mapping import MappingStore, SetStore
-from shmloader.store.share import share
+Names are imported when they are first used: pyarrow takes each spawned worker 0.15 s, and only those with
+stores need it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shmloader.store.base import FieldDescription, SharedObject, Store, StoreDescription
+    from shmloader.store.mapping import MappingStore, SetStore
+    from shmloader.store.share import share
 
 __all__ = [
     "FieldDescription",
@@ -13,3 +23,12 @@ __all__ = [
     "StoreDescription",
     "share",
 ]
+
+_MAPPING = {"MappingStore", "SetStore"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "share" if name == "share" else "mapping" if name in _MAPPING else "base"
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

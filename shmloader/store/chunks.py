@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,9 @@ from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.columns import merge
 from shmloader.store.columns.classes import Classes, ClassFinder
 from shmloader.store.columns.read import Reader, Scope, make_reader
+from shmloader.store.handles import reduce_arrow_buffer
+
+ForkingPickler.register(pa.Buffer, reduce_arrow_buffer)  # here, since handles does without pyarrow
 
 Path = tuple[str | int, ...]
 """Fields that lead from a row to a value in it."""

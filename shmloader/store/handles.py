@@ -15,6 +15,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import sys
 from collections.abc import Sequence
 from multiprocessing import parent_process
 from multiprocessing.context import get_spawning_popen
@@ -23,7 +24,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
@@ -258,27 +258,28 @@ def _tensor_over(
     return flat.as_strided(shape, strides).detach()
 
 
-def _reduce_arrow_buffer(buffer: pa.Buffer) -> Any:
+def reduce_arrow_buffer(buffer: Any) -> Any:
     """See ``ForkingPickler``: tables and arrays of Arrow's are pickled by their buffers."""
     reduced = _reduce_arrow_buffer_by_handle(buffer) if _sends_handles() else None
     return buffer.__reduce_ex__(5) if reduced is None else reduced
 
 
-def _reduce_arrow_buffer_by_handle(buffer: pa.Buffer) -> Any:
+def _reduce_arrow_buffer_by_handle(buffer: Any) -> Any:
     found = buffer_at(buffer.address, buffer.size) if buffer.is_cpu and buffer.size >= _LEAST_NBYTES else None
     if found is None:
         return None
     return _arrow_buffer_over, (found, buffer.address - found.address, buffer.size)
 
 
-def _arrow_buffer_over(buffer: SharedBuffer, offset: int, nbytes: int) -> pa.Buffer:
+def _arrow_buffer_over(buffer: SharedBuffer, offset: int, nbytes: int) -> Any:
+    import pyarrow as pa
+
     return pa.py_buffer(buffer.view[offset : offset + nbytes])
 
 
 for _kind in (np.ndarray, np.memmap):
     ForkingPickler.register(_kind, _reduce_array)
 ForkingPickler.register(torch.Tensor, _reduce_tensor)
-ForkingPickler.register(pa.Buffer, _reduce_arrow_buffer)
 
 
 class _Packer(pickle.Pickler):
@@ -303,7 +304,9 @@ class _Packer(pickle.Pickler):
         if type(value) is torch.Tensor:
             reduced = _reduce_tensor(value, by_path=True)
             return reduced if reduced[0] is _tensor_over else NotImplemented
-        reduced = _reduce_arrow_buffer_by_handle(value) if type(value) is pa.Buffer else None
+        pyarrow = sys.modules.get("pyarrow")
+        is_arrow = pyarrow is not None and type(value) is pyarrow.Buffer
+        reduced = _reduce_arrow_buffer_by_handle(value) if is_arrow else None
         return NotImplemented if reduced is None else reduced
 
 

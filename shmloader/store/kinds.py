@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from shmloader.store.arrays import kind_of_tensor
 from shmloader.store.base import SharedObject
-from shmloader.store.columns.arrays import kind_of_tensor
 from shmloader.store.foreign import is_hugging_face, is_pandas_part
 from shmloader.store.rebuild import slots_of
 from shmloader.store.sizes import estimate_nbytes

@@ -19,8 +19,8 @@ import torch
 from shmloader.codec.leaves import wrap_tensor
 from shmloader.host.limits import open_files
 from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
+from shmloader.store.arrays import array_of_tensor, kind_of_tensor
 from shmloader.store.chunks import Layout, MemoryChunks
-from shmloader.store.columns.arrays import array_of_tensor, kind_of_tensor
 from shmloader.store.columns.encode import COLUMN, Encoder
 from shmloader.store.columns.links import POOL, Links
 from shmloader.store.columns.types import LinkType, find_types

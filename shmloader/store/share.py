@@ -8,8 +8,6 @@ from typing import Any, TypeVar, overload
 import numpy as np
 import torch
 
-from shmloader.store.attributes import share_graph
-
 _Array = TypeVar("_Array", bound=np.ndarray[Any, Any])
 
 
@@ -70,4 +68,6 @@ def share(data: Any, *, copy: bool = False, progress: bool | None = None) -> Any
         OSError: If the process may open no more descriptors: one is needed.
         Exception: What pickling raises, for rows of types that are kept pickled.
     """
+    from shmloader.store.attributes import share_graph  # imports pyarrow
+
     return share_graph(data, copy=copy, progress=progress)

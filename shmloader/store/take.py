@@ -11,8 +11,8 @@ import torch
 
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.leaves import wrap_tensor
+from shmloader.store.arrays import Array, ArrayKind, array_of_tensor, kind_of_array, kind_of_tensor
 from shmloader.store.chunks import ChunkReaders, Chunks
-from shmloader.store.columns.arrays import Array, ArrayKind, array_of_tensor, kind_of_array, kind_of_tensor
 from shmloader.store.columns.classes import is_plain_namedtuple
 from shmloader.store.columns.read import block_of, make_reader
 from shmloader.store.columns.types import ArrayType, NamedTupleType, OptionalType, TupleType

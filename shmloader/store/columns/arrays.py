@@ -8,61 +8,16 @@ that a worker inherited. Each tensor has a storage of its own bytes alone.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
+from shmloader.store.arrays import PLAIN_KINDS, Array, ArrayKind, array_of_tensor
 from shmloader.store.columns.types import ArrayType, ScalarType
 
-Array = np.ndarray[Any, Any]
-
-_KINDS = "biufcmMSU"
 _TENSOR_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODE_OF_TORCH_DTYPE}
-
-
-class ArrayKind(NamedTuple):
-    """What arrays of one column have in common; for tensors the dtype is that of the NumPy carrier.
-
-    Attributes:
-        dtype: NumPy's.
-        ndim: Number of dimensions.
-        torch_dtype: For tensors, else None.
-    """
-
-    dtype: np.dtype[Any]
-    ndim: int
-    torch_dtype: torch.dtype | None = None
-
-
-def kind_of_array(array: Array) -> ArrayKind | None:
-    """What column an ndarray can be in; None if in no column of arrays."""
-    return ArrayKind(array.dtype, array.ndim) if has_plain_dtype(array) else None
-
-
-def has_plain_dtype(array: Any) -> bool:
-    """Whether the dtype of an array or scalar is told by its string."""
-    return array.dtype.kind in _KINDS and array.dtype.itemsize > 0 and array.dtype.names is None
-
-
-def kind_of_tensor(tensor: torch.Tensor) -> ArrayKind | None:
-    """What column a tensor can be in; None if in no column of arrays."""
-    code = CODE_OF_TORCH_DTYPE.get(tensor.dtype)
-    plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_nested
-    if code is None or not plain or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
-        return None
-    return ArrayKind(DTYPES[code].carrier, tensor.dim(), tensor.dtype)
-
-
-def array_of_tensor(tensor: torch.Tensor, carrier: np.dtype[Any]) -> Array:
-    """A tensor's items as a C-ordered ndarray of its carrier dtype; a view where it is contiguous."""
-    tensor = tensor.contiguous()
-    if DTYPES[CODE_OF_TORCH_DTYPE[tensor.dtype]].native:
-        return tensor.numpy()
-    flat: Array = tensor.reshape(-1).view(torch.uint8).numpy().view(carrier)
-    return flat.reshape(tensor.shape)
 
 
 def is_native(dtype: np.dtype[Any]) -> bool:
@@ -136,7 +91,7 @@ def dtype_named(name: str) -> np.dtype[Any]:
         dtype: np.dtype[Any] | None = np.dtype(name)
     except (TypeError, SyntaxError, ValueError):
         dtype = None
-    if dtype is None or dtype.kind not in _KINDS or dtype.hasobject or dtype.names or not dtype.itemsize:
+    if dtype is None or dtype.kind not in PLAIN_KINDS or dtype.hasobject or dtype.names or not dtype.itemsize:
         raise ValueError(f"{name!r} is no dtype that a column can have")
     return dtype
 

@@ -25,15 +25,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from shmloader.store.arrays import has_plain_dtype, kind_of_array, kind_of_tensor
 from shmloader.store.columns import types
-from shmloader.store.columns.arrays import (
-    arrays_to_arrow,
-    has_plain_dtype,
-    kind_of_array,
-    kind_of_tensor,
-    lists_to_arrow,
-    scalars_to_arrow,
-)
+from shmloader.store.columns.arrays import arrays_to_arrow, lists_to_arrow, scalars_to_arrow
 from shmloader.store.columns.classes import is_plain_dataclass, is_plain_namedtuple, name_of_class
 from shmloader.store.columns.links import Links
 from shmloader.store.columns.pickles import pickles_to_arrow, refer_to_themselves

@@ -14,7 +14,7 @@ import torch
 
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.leaves import wrap_tensor
-from shmloader.store.columns.arrays import array_of_tensor, kind_of_tensor
+from shmloader.store.arrays import array_of_tensor, kind_of_tensor
 from shmloader.store.columns.classes import is_plain_dataclass, is_plain_namedtuple
 from shmloader.store.columns.types import PickleType
 

@@ -29,15 +29,9 @@ from pyarrow import types as arrow
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.leaves import wrap_tensor
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
+from shmloader.store.arrays import Array, ArrayKind
 from shmloader.store.columns import types
-from shmloader.store.columns.arrays import (
-    Array,
-    ArrayKind,
-    dtype_named,
-    is_native,
-    kind_of_type,
-    shape_of_type,
-)
+from shmloader.store.columns.arrays import dtype_named, is_native, kind_of_type, shape_of_type
 from shmloader.store.columns.classes import ClassFinder
 
 Reader = Callable[[int], Any]
