@@ -24,7 +24,7 @@ from shmloader.sources import why_per_sample
 from shmloader.statistics import AutotuneReport, BadSample, LoaderStatistics
 from shmloader.store.host import share_on_host
 from shmloader.store.opening import open_store as open  # noqa: A004, F401 - used as shmloader.open
-from shmloader.store.share import share
+from shmloader.store.sharing import share
 from shmloader.worker.collate import empty
 
 __version__ = "0.1.0"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shmloader.store.base import FieldDescription, SharedObject, Store, StoreDescription
     from shmloader.store.mapping import MappingStore, SetStore
-    from shmloader.store.share import share
+    from shmloader.store.sharing import share
 
 __all__ = [
     "FieldDescription",
@@ -30,5 +30,5 @@ _MAPPING = {"MappingStore", "SetStore"}
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "share" if name == "share" else "mapping" if name in _MAPPING else "base"
+    module = "sharing" if name == "share" else "mapping" if name in _MAPPING else "base"
     return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -34,7 +34,7 @@ from shmloader.store import host_server
 from shmloader.store.handles import pack, unpack
 from shmloader.store.host_server import FAILED, HEADER, READY
 from shmloader.store.job import fingerprint_of, job_of_process
-from shmloader.store.share import share
+from shmloader.store.sharing import share
 
 _log = logging.getLogger(__name__)
 
