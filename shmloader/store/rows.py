@@ -39,6 +39,7 @@ class RowStore(Store):
         self._path = path
         self._copy = copy
         self._read = ChunkReaders(chunks, path, copy=copy)
+        self.prepared: dict[int, take.Prepared] = {}
         self._starts = chunks.starts
         self._readers = self._read.readers
 

@@ -11,10 +11,11 @@ import torch
 
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.leaves import wrap_tensor
+from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.arrays import Array, ArrayKind, array_of_tensor, kind_of_array, kind_of_tensor
 from shmloader.store.chunks import ChunkReaders, Chunks
 from shmloader.store.columns.classes import is_plain_namedtuple
-from shmloader.store.columns.read import block_of, make_reader
+from shmloader.store.columns.read import Reader, block_of, make_reader
 from shmloader.store.columns.types import ArrayType, NamedTupleType, OptionalType, TupleType
 
 _ROWS_WORTH_A_CALL = 16  # NumPy's calls for a chunk cost about as much as reading so many rows
@@ -22,10 +23,46 @@ _INTS, _FLOATS = ArrayKind(np.dtype(np.int64), 0), ArrayKind(np.dtype(np.float64
 _KIND_OF_SCALAR = {int: _INTS, float: _FLOATS, bool: ArrayKind(np.dtype(np.bool_), 0)}
 
 
+class Prepared:
+    """A column of a chunk, looked at once: what gathering asks of it each time.
+
+    Attributes:
+        column: The Arrow array.
+        names: The keys of dicts that all have the same ones; else empty.
+        shape: See `tuple_shape`.
+        block: All values as one array and what they are; None where they cannot be one.
+    """
+
+    def __init__(self, column: Any, memory: SharedBuffer) -> None:
+        self.column = column
+        self.names = _keys(column)
+        self.shape = tuple_shape(column.type)
+        self.block = _block(column, memory)
+        self._memory = memory
+        self._fields: dict[int, Prepared] = {}
+        self._read: Reader | None = None
+
+    def field(self, number: int) -> Prepared:
+        """One field of records."""
+        found = self._fields.get(number)
+        if found is None:
+            column = self.column
+            storage = column.storage if isinstance(column.type, pa.ExtensionType) else column
+            found = self._fields[number] = Prepared(storage.field(number), self._memory)
+        return found
+
+    def reader(self, readers: ChunkReaders, chunk: int) -> Reader:
+        """The function that reads a row."""
+        if self._read is None:
+            self._read = make_reader(self.column, readers.scope(chunk))
+        return self._read
+
+
 class Columns(Protocol):
     """The store whose rows are gathered."""
 
     chunks: Chunks
+    prepared: dict[int, Prepared]
 
     def field(self, chunk: int) -> Any:
         """The values of a chunk, as an Arrow array."""
@@ -40,7 +77,7 @@ class _Part(NamedTuple):
     """What one chunk contributes: rows of its column, and where in the result they go."""
 
     chunk: int
-    column: Any
+    column: Prepared
     rows: Any
     positions: Any
 
@@ -58,41 +95,42 @@ def take(store: Columns, rows: np.ndarray[Any, Any], out: Any = None) -> Any:
         return join(store.__getitems__(rows), out)
     parts = []
     for chunk in present.tolist():
+        prepared = store.prepared.get(chunk)
+        if prepared is None:
+            prepared = store.prepared[chunk] = Prepared(store.field(chunk), store.chunks.memory(chunk))
         positions = np.flatnonzero(chunks == chunk)
-        parts.append(_Part(chunk, store.field(chunk), rows[positions] - starts[chunk], positions))
+        parts.append(_Part(chunk, prepared, rows[positions] - starts[chunk], positions))
     return _gather(parts, len(rows), store, out)
 
 
 def _gather(parts: list[_Part], count: int, store: Columns, out: Any) -> Any:
     """Gather ``count`` rows out of chunks that hold the same data in, perhaps, different columns."""
-    names = _names(parts)
-    if names is not None:
-        outs = outputs_by_name(out, names)
-        return {name: _gather(_fields(parts, n), count, store, outs[name]) for n, name in enumerate(names)}
-    length = _tuple_length(parts)
-    if length and out is None:
-        first = parts[0].column.type
+    first = parts[0].column
+    if first.names and all(part.column.names == first.names for part in parts):
+        outs = outputs_by_name(out, first.names)
+        return {
+            name: _gather(_fields(parts, n), count, store, outs[name]) for n, name in enumerate(first.names)
+        }
+    length = len(first.shape[1])
+    if length and out is None and all(part.column.shape == first.shape for part in parts):
         columns = [_gather(_fields(parts, n), count, store, None) for n in range(length)]
-        if isinstance(first, NamedTupleType):
-            fields = [field.name for field in first.storage_type]
-            return tuple.__new__(store.chunks.finder.namedtuple(first.parameters["python"], fields), columns)
+        if isinstance(first.column.type, NamedTupleType):
+            return tuple.__new__(store.chunks.finder.namedtuple(*first.shape), columns)
         return tuple(columns)
-    blocks, kind = _blocks(parts, store)
-    if blocks:
-        return _gather_blocks(parts, blocks, kind, count, out)
+    blocks = [part.column.block for part in parts if part.column.block is not None]
+    kinds = {(kind, block.shape[1:]) for block, kind in blocks}
+    if len(blocks) == len(parts) and len(kinds) == 1:
+        return _gather_blocks(parts, [block for block, _ in blocks], blocks[0][1], count, out)
     samples: list[Any] = [None] * count
     for part in parts:
-        read = make_reader(part.column, store.readers().scope(part.chunk))
+        read = part.column.reader(store.readers(), part.chunk)
         for position, row in zip(part.positions.tolist(), part.rows.tolist(), strict=True):
             samples[position] = read(row)
     return join(samples, out)
 
 
-def _names(parts: list[_Part]) -> list[str] | None:
-    """The keys of rows that are all dicts with the same ones; else None."""
-    found = {_keys(part.column) for part in parts}
-    names = found.pop()
-    return list(names) if names and not found else None
+def _fields(parts: list[_Part], number: int) -> list[_Part]:
+    return [_Part(chunk, column.field(number), rows, places) for chunk, column, rows, places in parts]
 
 
 def _keys(column: Any) -> tuple[str, ...]:
@@ -104,13 +142,6 @@ def _keys(column: Any) -> tuple[str, ...]:
     return names if len(set(names)) == len(names) else ()
 
 
-def _tuple_length(parts: list[_Part]) -> int:
-    """The length of rows that are all tuples of one class; else 0."""
-    return (
-        len(shapes.pop()[1]) if len(shapes := {tuple_shape(part.column.type) for part in parts}) == 1 else 0
-    )
-
-
 def tuple_shape(kind: Any) -> tuple[str, tuple[str, ...]]:
     """The class and the fields of tuples that all have the same; no fields for any other type."""
     if isinstance(kind, TupleType | NamedTupleType) and pa.types.is_struct(kind.storage_type):
@@ -118,36 +149,16 @@ def tuple_shape(kind: Any) -> tuple[str, tuple[str, ...]]:
     return "", ()
 
 
-def _fields(parts: list[_Part], number: int) -> list[_Part]:
-    found = []
-    for part in parts:
-        column = part.column
-        storage = column.storage if isinstance(column.type, pa.ExtensionType) else column
-        found.append(part._replace(column=storage.field(number)))
-    return found
-
-
-def _blocks(parts: list[_Part], store: Columns) -> tuple[list[Array], ArrayKind]:
-    """Each part's column as one array and what the rows are; no arrays where a column cannot be one."""
-    arrays: list[Array] = []
-    kinds = set()
-    for part in parts:
-        column = part.column
-        if isinstance(column.type, ArrayType):
-            is_block = not pa.types.is_dictionary(column.type.storage_type)
-            found = block_of(column, store.chunks.memory(part.chunk)) if is_block else None
-            if found is None:
-                return [], _INTS
-            arrays.append(found[0])
-            kinds.add((found[1], found[0].shape[1:]))
-        elif not column.null_count and _is_number(column.type):
-            buffer = column.buffers()[1]
-            dtype = np.dtype(column.type.to_pandas_dtype())
-            arrays.append(np.frombuffer(buffer or b"", dtype)[column.offset : column.offset + len(column)])
-            kinds.add((_FLOATS if dtype.kind == "f" else _INTS, ()))
-        else:
-            return [], _INTS
-    return (arrays, kinds.pop()[0]) if len(kinds) == 1 else ([], _INTS)
+def _block(column: Any, memory: SharedBuffer) -> tuple[Array, ArrayKind] | None:
+    """A column as one array and what its rows are; None where it cannot be one."""
+    kind = column.type
+    if isinstance(kind, ArrayType):
+        return None if pa.types.is_dictionary(kind.storage_type) else block_of(column, memory)
+    if column.null_count or not _is_number(kind):
+        return None
+    dtype = np.dtype(kind.to_pandas_dtype())
+    numbers = np.frombuffer(column.buffers()[1] or b"", dtype)[column.offset : column.offset + len(column)]
+    return numbers, _FLOATS if dtype.kind == "f" else _INTS
 
 
 def _is_number(kind: Any) -> bool:
