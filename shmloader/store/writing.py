@@ -184,7 +184,7 @@ def _write_frame(frame: Any, writer: MemoryWriter) -> Make:
             return made[0]
         import pandas as pd
 
-        shared = pd.concat(dict(enumerate(made)), axis=1, copy=False) if made else frame
+        shared = pd.DataFrame(dict(enumerate(made)), index=frame.index, copy=False)
         shared.columns = frame.columns
         return shared
 

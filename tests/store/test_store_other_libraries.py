@@ -16,6 +16,7 @@ import pytest
 from shmloader import DataLoader, share
 from shmloader import open as open_store
 from shmloader.store import Store
+from shmloader.store.handles import is_shared, pack, unpack
 from shmloader.testing import identical
 
 
@@ -66,7 +67,7 @@ def test_a_frame_has_the_rows_of_to_dict_and_a_series_those_of_tolist(pandas: An
         store = share(data)
         assert len(store) == 3
         store.save(tmp_path / f"{number}.arrow")
-        for found in (store, open_store(tmp_path / f"{number}.arrow")):
+        for found in (store, open_store(tmp_path / f"{number}.arrow", allow_pickle=True)):
             assert all(alike(pandas, one, other) for one, other in zip(found, rows, strict=True)), rows
 
 
@@ -85,20 +86,30 @@ def test_frames_of_odd_shapes_have_the_rows_of_to_dict(pandas: Any) -> None:
     assert store.take([5, 30_000])["n"].tolist() == [5, 30_000]
 
 
-def test_pandas_objects_in_a_dataset_stay_what_they_are(pandas: Any) -> None:
-    class Holder:
-        def __init__(self) -> None:
-            self.frame = pandas.DataFrame({"n": np.arange(300_000)})
-            self.series = self.frame["n"] * 2
-            self.index = pandas.Index(np.arange(300_000) * 3)
-            self.nullable = pandas.array([1, None] * 150_000, dtype="Int64")
-            self.rows = [{"n": n} for n in range(30_000)]
+class Frames:
+    def __init__(self, pandas: Any) -> None:
+        names = [f"image {n}.jpg" for n in range(300_000)]
+        self.frame = pandas.DataFrame(
+            {"n": np.arange(300_000), "name": names, "x": np.linspace(0, 1, 300_000)}
+        )
+        self.series = self.frame["n"] * 2
+        self.index = pandas.Index(np.arange(300_000) * 3)
 
-    original = Holder()
+
+def test_pandas_frames_in_a_dataset_are_frames_over_shared_memory(pandas: Any) -> None:
+    original = Frames(pandas)
     shared = share(original)
-    assert isinstance(shared.rows, Store)
-    for name in ("frame", "series", "index", "nullable"):
-        assert getattr(shared, name) is getattr(original, name)
+    assert type(shared.frame) is pandas.DataFrame
+    assert shared.frame is not original.frame
+    assert shared.frame["n"].equals(original.frame["n"])
+    assert shared.frame.iloc[7].to_dict() == original.frame.iloc[7].to_dict()
+    assert shared.series.equals(original.series)
+    assert shared.index is original.index
+    again = unpack(*pack(shared))
+    for frames in (shared, again):
+        for values in (frames.frame["n"], frames.frame["x"], frames.series):
+            assert is_shared(values.to_numpy())
+    assert again.frame.iloc[-1].to_dict() == original.frame.iloc[-1].to_dict()
 
 
 @pytest.fixture
