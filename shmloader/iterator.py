@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
+import torch.multiprocessing
 
 from shmloader import torch_private
 from shmloader.arguments import THREAD, is_dynamic
@@ -27,7 +28,7 @@ from shmloader.device.pinning import pin_batch
 from shmloader.diagnostics.bad_samples import LEFT_OUT, count, take_report, warn_of_bad_samples
 from shmloader.diagnostics.exceptions import restore
 from shmloader.diagnostics.stack_level import level_of_the_program
-from shmloader.errors import LoaderClosed, LoaderError, SpillWarning
+from shmloader.errors import LoaderClosed, LoaderError, NotSharedWarning, SpillWarning
 from shmloader.host.interrupts import HeldInterrupts
 from shmloader.sampling.array_samplers import index_arrays
 from shmloader.scheduling.auto import Auto
@@ -38,6 +39,7 @@ from shmloader.scheduling.restarts import RestartPolicy
 from shmloader.scheduling.scheduler import Scheduler
 from shmloader.slots import SlotPool
 from shmloader.statistics import Counters
+from shmloader.store.unshared import CopyWatch
 from shmloader.supervisor import Workers, start_workers
 from shmloader.wire.records import Published
 from shmloader.worker.epoch_settings import DatasetState, EpochSettings
@@ -103,6 +105,10 @@ class SlotIterator(torch_private.BaseIterator):
                     workers.close()
                 self.pool.close()
             raise
+        # Only forked workers share objects with this process until they read them.
+        self._copies = CopyWatch(self._dataset) if _are_forked(loader) else None
+        if self._copies is not None:
+            self._copies.started(process.pid for process in workers.processes)
         try:
             self._scheduler = Scheduler(
                 loader, self._index_sampler, self._dispatcher, counters, self._lifecycle, auto
@@ -261,9 +267,14 @@ class SlotIterator(torch_private.BaseIterator):
         raise self._end_epoch()
 
     def _end_epoch(self) -> StopIteration:
+        pids = [process.pid for process in self._crew.processes]
+        copied = "" if self._copies is None else self._copies.ended(pids)
         if not self._persistent_workers:
             self._shutdown_workers()
         try:
+            if copied and not self._counters.warned_of_copies:
+                self._counters.warned_of_copies = True
+                warnings.warn(copied, NotSharedWarning, stacklevel=level_of_the_program())
             warn_of_bad_samples(self._counters, self._on_error)
         except Warning as error:  # by the program's filters
             self._lifecycle.expect(error)
@@ -390,3 +401,8 @@ def _stop(owner_pid: int, workers: Workers, pool: SlotPool) -> None:
             pool.close()
     else:  # a copy in a forked child: the workers and the memory are the parent's
         workers.leave_to_parent()
+
+
+def _are_forked(loader: Any) -> bool:
+    context = loader.multiprocessing_context or torch.multiprocessing
+    return loader.worker_type != THREAD and bool(context.get_start_method() == "fork")

@@ -252,6 +252,7 @@ class Counters:
     workers_wait_for_slots_ns: int = 0
     warned_of_spills: bool = False
     warned_of_bad_samples: bool = False
+    warned_of_copies: bool = False
     left_out_in_a_row: int = 0
     left_out_after: int = 0  # `batches` when that row began
     began_ns: int = 0  # the moment at which the present epoch began

@@ -11,6 +11,7 @@ import itertools
 import logging
 import multiprocessing.process
 import pathlib
+import sys
 import threading
 import types
 import uuid
@@ -22,7 +23,6 @@ import numpy as np
 import torch
 
 from shmloader.store.arrays import kind_of_tensor
-from shmloader.store.base import SharedObject
 from shmloader.store.foreign import is_hugging_face, is_pandas_part
 from shmloader.store.rebuild import slots_of
 from shmloader.store.sizes import estimate_nbytes
@@ -44,7 +44,6 @@ _VALUES = (enum.Enum, dt.date, dt.time, dt.timedelta, decimal.Decimal, pathlib.P
 _DATA = (*_SCALARS, *_VALUES, uuid.UUID, np.ndarray, torch.Tensor)
 # Never looked into: they are no data, or know better than their attributes what belongs to them.
 _CLOSED = (
-    SharedObject,
     torch.nn.Module,
     logging.Logger,
     multiprocessing.process.BaseProcess,
@@ -69,6 +68,12 @@ _WITHOUT_MEANING |= {
     "__annotations__",
 }
 _NO_CONTAINERS = (str, bytes, bytearray, memoryview, range)
+
+
+def is_store(value: Any) -> bool:
+    """Whether a value is a store. Does not import the module of stores, which imports pyarrow."""
+    base = sys.modules.get("shmloader.store.base")
+    return base is not None and isinstance(value, base.SharedObject)
 
 
 def container_kind(value: Any) -> type | None:
@@ -172,7 +177,8 @@ def is_open(value: Any) -> bool:
         return True
     if isinstance(value, tuple):
         return hasattr(value, "_fields")
-    if isinstance(value, _CLOSED) and not isinstance(value, torch.utils.data.Dataset):
+    closed = isinstance(value, _CLOSED) or is_store(value)
+    if closed and not isinstance(value, torch.utils.data.Dataset):
         return False
     if is_pandas_part(value) or is_hugging_face(value):
         return False

@@ -8,13 +8,11 @@ per epoch.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shmloader.errors import NotSharedWarning
 from shmloader.store import kinds
 from shmloader.store.sizes import estimate_nbytes
 
@@ -83,21 +81,23 @@ class CopyWatch:
             for pid in pids:
                 self._before.setdefault(pid, private_nbytes(pid))
 
-    def ended(self, pids: Iterable[int]) -> None:
-        """Look at workers when an epoch ends; warn once if they have copied what they read."""
+    def ended(self, pids: Iterable[int]) -> str:
+        """Look at workers when an epoch ends.
+
+        Returns:
+            A warning for the program if they have copied what they read, once; else "".
+        """
         if self.unshared is None:
-            return
+            return ""
         grown = [private_nbytes(pid) - self._before[pid] for pid in pids if pid in self._before]
         path, nbytes = self.unshared
         if not grown or max(grown) < _LEAST_GROWN * nbytes:
-            return
+            return ""
         self.unshared = None
-        warnings.warn(
+        return (
             f"each worker has copied up to {max(grown):,} bytes in this epoch ({sum(grown):,} in all): "
             f"reading Python objects writes their reference counts, and {path} has about {nbytes:,} bytes of "
-            "them. DataLoader(..., share_dataset=True) keeps them in memory once, for all workers",
-            NotSharedWarning,
-            stacklevel=2,
+            "them. DataLoader(..., share_dataset=True) keeps them in memory once, for all workers"
         )
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from shmloader import NotSharedWarning, share
+from shmloader import DataLoader, NotSharedWarning, share
 from shmloader.store import unshared
 from shmloader.store.unshared import CopyWatch, largest_unshared
 
@@ -36,7 +37,7 @@ def read(dataset: Dataset, pipe: Connection) -> None:
     pipe.recv()
 
 
-def warned(dataset: Dataset) -> list[warnings.WarningMessage]:
+def warned(dataset: Dataset) -> list[str]:
     """What is said when a forked worker has read all samples, twice."""
     watch = CopyWatch(dataset)
     ours, theirs = FORK.Pipe()
@@ -46,24 +47,19 @@ def warned(dataset: Dataset) -> list[warnings.WarningMessage]:
         watch.started([worker.pid])
         ours.send("read")
         ours.recv()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            watch.ended([worker.pid])
-            watch.ended([worker.pid])
+        said = [watch.ended([worker.pid]) for _ in range(2)]
     finally:
         ours.send("end")
         worker.join()
         worker.close()
         ours.close()
         theirs.close()
-    return caught
+    return list(filter(None, said))
 
 
 def test_a_list_that_a_worker_copies_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unshared, "LEAST_NBYTES", 16 << 20)
-    (warning,) = warned(Dataset(make()))
-    assert warning.category is NotSharedWarning
-    text = str(warning.message)
+    (text,) = warned(Dataset(make()))
     assert "Dataset.images['samples'] has about" in text
     assert "DataLoader(..., share_dataset=True)" in text
 
@@ -80,3 +76,32 @@ def test_small_containers_are_not_watched(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(unshared, "private_nbytes", None)  # nothing is read for them
     watch.started([1])
     watch.ended([1])
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self) -> None:
+        self.rows = make()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> int:
+        return self.rows[index]["label"]
+
+
+def test_the_loader_warns_once_at_the_end_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unshared, "LEAST_NBYTES", 16 << 20)
+    loader = DataLoader(Rows(), batch_size=2000, num_workers=1, multiprocessing_context="fork")
+    with pytest.warns(NotSharedWarning, match=r"Rows\.rows has about .*share_dataset=True") as said:
+        assert sum(len(batch) for batch in loader) == 200_000
+        assert sum(len(batch) for batch in loader) == 200_000
+    assert len(said) == 1
+    assert said[0].filename == __file__
+    with (
+        DataLoader(
+            Rows(), batch_size=2000, num_workers=2, multiprocessing_context="fork", share_dataset=True
+        ) as shared,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error")
+        assert sum(len(batch) for batch in shared) == 200_000
