@@ -1,7 +1,8 @@
 """Plain arrays, tensors and Arrow buffers, which other processes get by handle.
 
 ``share(array)`` is an ordinary ndarray, and so is each view of it. Only ``multiprocessing``'s own pickler can
-pass descriptors; so it is told here to look at where an ndarray's, a tensor's or an Arrow buffer's items lie:
+pass descriptors; so it is told (`register_reducers`) to look at where the items of an ndarray, a tensor or an
+Arrow buffer lie:
 
 * in a buffer of shmloader's: the buffer's descriptor is sent, and the view is made anew over it;
 * in a file that NumPy or torch has mapped: the file's path is sent to a process that is being started.
@@ -25,8 +26,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.multiprocessing.reductions import reduce_tensor
 
+from shmloader import torch_private
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.leaves import wrap_tensor
 from shmloader.errors import LoaderError
@@ -228,7 +229,7 @@ def _reduce_tensor(tensor: torch.Tensor, by_path: bool | None = None) -> Any:
     )
     sends = by_path is not None or _sends_handles()
     if nbytes < _LEAST_NBYTES or not plain or not sends or not _is_dense(tensor):
-        return reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+        return torch_private.reduce_tensor(tensor)
     size = tensor.element_size()
     span = size * int(1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)))
     low = tensor.data_ptr()
@@ -240,7 +241,7 @@ def _reduce_tensor(tensor: torch.Tensor, by_path: bool | None = None) -> Any:
         path, offset, mode = found
         handle = MappedItems(path, Fingerprint.of(path), offset, mode)
     if handle is None:
-        return reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+        return torch_private.reduce_tensor(tensor)
     return _tensor_over, (
         handle,
         span,
@@ -277,9 +278,14 @@ def _arrow_buffer_over(buffer: SharedBuffer, offset: int, nbytes: int) -> Any:
     return pa.py_buffer(buffer.view[offset : offset + nbytes])
 
 
-for _kind in (np.ndarray, np.memmap):
-    ForkingPickler.register(_kind, _reduce_array)
-ForkingPickler.register(torch.Tensor, _reduce_tensor)
+def register_reducers() -> None:
+    """Have ``multiprocessing``'s pickler send arrays and tensors by handle.
+
+    Done by the modules of stores, so that a program without any pickles as it always did.
+    """
+    for kind in (np.ndarray, np.memmap):
+        ForkingPickler.register(kind, _reduce_array)
+    ForkingPickler.register(torch.Tensor, _reduce_tensor)
 
 
 class _Packer(pickle.Pickler):

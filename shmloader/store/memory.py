@@ -24,6 +24,7 @@ from shmloader.store.chunks import Layout, MemoryChunks
 from shmloader.store.columns.encode import COLUMN, Encoder
 from shmloader.store.columns.links import POOL, Links
 from shmloader.store.columns.types import LinkType, find_types
+from shmloader.store.handles import register_reducers
 from shmloader.store.progress import BuildProgress
 from shmloader.store.sizes import nbytes_of_rows
 
@@ -34,6 +35,8 @@ _LEAST_CHUNK_NBYTES, _MOST_CHUNK_NBYTES = 4 << 20, 64 << 20  # in shared memory,
 
 Make = Callable[[SharedBuffer], Any]
 """Makes what was written, once the memory is sealed."""
+
+register_reducers()
 
 
 class MemoryWriter:
