@@ -262,7 +262,7 @@ def _tensor_over(
 def reduce_arrow_buffer(buffer: Any) -> Any:
     """See ``ForkingPickler``: tables and arrays of Arrow's are pickled by their buffers."""
     reduced = _reduce_arrow_buffer_by_handle(buffer) if _sends_handles() else None
-    return buffer.__reduce_ex__(5) if reduced is None else reduced
+    return buffer.__reduce_ex__(4) if reduced is None else reduced  # no reducer is told the protocol
 
 
 def _reduce_arrow_buffer_by_handle(buffer: Any) -> Any:

@@ -17,6 +17,8 @@ import pyarrow as pa
 import torch
 from torch.utils.data import Dataset
 
+import shmloader.store.memory  # noqa: F401 - torch's loader must work in programs with stores, too
+
 from . import kinds as t
 
 BIG = 3000  # elements: past any size at which a leaf would be sent in the message itself
