@@ -165,6 +165,17 @@ def _check_iterator() -> None:
         disable(Feature.SLOTS, f"its iterators have no attribute {', '.join(absent)}")
 
 
+def iterator_of(loader: Any) -> Any:
+    """The iterator that a loader with ``persistent_workers`` keeps from epoch to epoch; None without one."""
+    return getattr(loader, "_iterator", None)
+
+
+def drop_iterator(loader: Any) -> None:
+    """Let a loader forget the iterator that it keeps, so that it begins its next epoch with a new one."""
+    if isinstance(iterator_of(loader), BaseIterator):
+        loader._iterator = None
+
+
 # --- DataPipes
 
 sharding_worker_init_fn = _find_function(Feature.DATAPIPES, _DATALOADER, "_sharding_worker_init_fn")
