@@ -19,6 +19,7 @@ from shmloader.errors import (
     WorkerTimeout,
 )
 from shmloader.loader import DataLoader
+from shmloader.sampling.sharded_sampler import ShardedSampler
 from shmloader.sources import why_per_sample
 from shmloader.statistics import AutotuneReport, BadSample, LoaderStatistics
 from shmloader.store.files import open_store as open  # noqa: A004 - used as shmloader.open
@@ -37,6 +38,7 @@ __all__ = [
     "LoaderError",
     "LoaderStatistics",
     "NoGoodSample",
+    "ShardedSampler",
     "ShareTimeout",
     "SharedMemoryExhausted",
     "SlotCorrupted",
