@@ -18,10 +18,9 @@ from shmloader.in_process import InProcessIterator
 from shmloader.iterator import SlotIterator
 from shmloader.scheduling.auto import Auto
 from shmloader.scheduling.auto_growth import auto_for
-from shmloader.shared_memory import why_unavailable
 from shmloader.slots import SlotState
 from shmloader.statistics import Counters, LoaderStatistics
-from shmloader.torch_fallback import warn_of_torchs_way
+from shmloader.torch_fallback import must_load_as_torch
 from shmloader.torch_private import Feature, drop_iterator, is_missing, iterator_of
 from shmloader.worker.epoch_settings import set_epoch_of
 
@@ -38,7 +37,6 @@ class Loading:
         iterators: Those that live.
         auto: Decides about what is ``"auto"``, if anything is.
         closes: How often the loader was closed.
-        warned_of_torchs_way: Whether it has said that it loads as torch's loader does.
     """
 
     loader_id: int
@@ -46,7 +44,6 @@ class Loading:
     iterators: weakref.WeakSet[SlotIterator] = field(default_factory=weakref.WeakSet)
     auto: Auto | None = None
     closes: int = 0
-    warned_of_torchs_way: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as None: a loader that is pickled, or copied deeply, arrives without it."""
@@ -70,19 +67,12 @@ class Loading:
         Raises:
             LoaderClosed: If the loader is closed while its workers are being started.
         """
-        level = level_of_the_program()
-        if is_missing(Feature.SLOTS, level):
+        if must_load_as_torch(loader):
             return None
         if loader.num_workers == 0:
             return InProcessIterator(loader, self.counters)
-        missing = why_unavailable()
-        if missing is not None:
-            if not self.warned_of_torchs_way:
-                self.warned_of_torchs_way = True
-                warn_of_torchs_way(loader, missing)
-            return None
         loader.check_worker_number_rationality()
-        is_missing(Feature.COLLATION, level)
+        is_missing(Feature.COLLATION, level_of_the_program())
         closes = self.closes
         if loader.prefetch_factor > 0:  # others the iterator refuses, in torch's words
             operator.index(loader.prefetch_factor)  # raises for a fraction, as torch's iterator does
