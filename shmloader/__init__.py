@@ -20,6 +20,7 @@ from shmloader.errors import (
     WorkerTimeout,
 )
 from shmloader.loader import DataLoader
+from shmloader.sampling.sharded_sampler import ShardedSampler
 from shmloader.sources import why_per_sample
 from shmloader.statistics import AutotuneReport, BadSample, LoaderStatistics
 from shmloader.store.host import share_on_host
@@ -39,6 +40,7 @@ __all__ = [
     "LoaderStatistics",
     "NoGoodSample",
     "NotSharedWarning",
+    "ShardedSampler",
     "ShareTimeout",
     "SharedMemoryExhausted",
     "SlotCorrupted",

@@ -134,7 +134,6 @@ class SlotIterator(torch_private.BaseIterator):
         make_arguments = functools.partial(
             WorkerArguments,
             num_workers=self._num_workers if auto is None else auto.most_workers,
-            main_pid=os.getpid(),
             segment=self.pool.segment,
             dataset=self._dataset,
             rules=rules,

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
@@ -23,19 +20,9 @@ from shmloader.arguments import (
     dispatch_of,
     number_or_auto,
 )
-from shmloader.diagnostics.bad_samples import warn_of_bad_samples
-from shmloader.diagnostics.stack_level import level_of_the_program
-from shmloader.errors import LoaderClosed
-from shmloader.in_process import InProcessIterator
-from shmloader.iterator import SlotIterator
-from shmloader.scheduling.auto import Auto
-from shmloader.scheduling.auto_growth import auto_for
+from shmloader.loading import loading_of
 from shmloader.shared_memory import why_unavailable
-from shmloader.slots import SlotState
-from shmloader.statistics import Counters, LoaderStatistics
-from shmloader.torch_fallback import warn_of_torchs_way
-from shmloader.torch_private import BaseIterator, Feature, is_missing
-from shmloader.worker.epoch_settings import set_epoch_of
+from shmloader.statistics import LoaderStatistics
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -48,27 +35,6 @@ else:
 
         def __class_getitem__(cls, _: object) -> type:
             return torch.utils.data.DataLoader
-
-
-@dataclass
-class _Own:
-    """State of one loader that copies of it do not share.
-
-    Attributes:
-        loader_id: The loader's identity.
-        counters: What it has counted.
-        iterators: Those that live.
-        auto: Decides about what is ``"auto"``, if anything is.
-        closes: How often the loader was closed.
-        warned_of_torchs_way: Whether it has said that it loads as torch's loader does.
-    """
-
-    loader_id: int
-    counters: Counters = field(default_factory=Counters)
-    iterators: weakref.WeakSet[SlotIterator] = field(default_factory=weakref.WeakSet)
-    auto: Auto | None = None
-    closes: int = 0
-    warned_of_torchs_way: bool = False
 
 
 class DataLoader(_Base[_T_co], Generic[_T_co]):
@@ -236,60 +202,12 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         )
 
     def __iter__(self) -> Any:
-        # A persistent iterator whose workers are gone (closed, or a worker died) cannot be resumed.
-        if isinstance(self._iterator, SlotIterator) and self._iterator.closed:
-            self._iterator.close("an exception interrupted it in the middle of its work")
-            self._iterator = None
-        warn_of_bad_samples(self._own().counters, self.on_error)  # of an epoch that was not finished
+        loading_of(self).begin_pass(self)
         return super().__iter__()
 
     def _get_iterator(self) -> Any:
-        level = level_of_the_program()
-        if is_missing(Feature.SLOTS, level):
-            return super()._get_iterator()
-        if self.num_workers == 0:
-            return InProcessIterator(self, self._own().counters)
-        own = self._own()
-        missing = why_unavailable()
-        if missing is not None:
-            if not own.warned_of_torchs_way:
-                own.warned_of_torchs_way = True
-                warn_of_torchs_way(self, missing)
-            return super()._get_iterator()
-        self.check_worker_number_rationality()
-        is_missing(Feature.COLLATION, level)
-        counters, closes = own.counters, own.closes
-        prefetch_factor: Any = self.prefetch_factor
-        if prefetch_factor > 0:  # others the iterator refuses, in torch's words
-            operator.index(prefetch_factor)  # raises for a fraction, as torch's iterator does
-            own.auto = auto_for(self, own.auto)
-        iterator = SlotIterator(self, counters, own.auto)
-        own.iterators.add(iterator)
-        if own.closes != closes:  # by another thread, or by the sampler
-            iterator.close("loader.close() was called")
-            raise LoaderClosed("the loader was closed while its workers were being started")
-        return iterator
-
-    # Not made in __init__: subclasses iterate inside their own __init__. By identity: frameworks copy
-    # __dict__ from loader to loader, and a copy must not close the original's iterators.
-
-    def _own(self) -> _Own:
-        own: _Own | None = self.__dict__.get("_owned")
-        if own is None or own.loader_id != id(self):
-            own = self.__dict__["_owned"] = _Own(id(self))
-        return own
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        state.pop("_owned", None)
-        return state
-
-    def _iterators(self) -> list[SlotIterator]:
-        while True:
-            try:
-                return list(self._own().iterators)
-            except RuntimeError:  # another thread has begun to iterate in this moment
-                continue
+        iterator = loading_of(self).make_iterator(self)
+        return super()._get_iterator() if iterator is None else iterator
 
     def close(self) -> None:
         """Stop all workers of this loader and free its slots.
@@ -297,15 +215,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         Batches that the program holds stay valid. Iterators that were live raise `LoaderClosed` from
         then on; ``iter(loader)`` starts anew. May be called any number of times.
         """
-        self._close()
-        warn_of_bad_samples(self._own().counters, self.on_error)
-
-    def _close(self) -> None:
-        self._own().closes += 1
-        for iterator in self._iterators():
-            iterator.close("loader.close() was called")
-        if isinstance(self._iterator, BaseIterator):  # torch's own ends its workers when it dies
-            self._iterator = None
+        loading_of(self).close(self)
 
     def __enter__(self) -> Self:
         """Use as ``with DataLoader(...) as loader``: `close` is called at the block's end."""
@@ -317,10 +227,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None:
-            self.close()
-        else:
-            self._close()  # a warning, where it is an error, would hide this one
+        loading_of(self).close(self, warn=error is None)  # a warning that is an error would hide this one
 
     def set_epoch(self, epoch: int) -> None:
         """Call ``set_epoch(epoch)`` of the sampler, the batch sampler and the dataset, where they have it.
@@ -332,53 +239,8 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         Args:
             epoch: The number.
         """
-        seen: set[int] = set()
-        for sampler in (self.sampler, self.batch_sampler, getattr(self.batch_sampler, "sampler", None)):
-            if callable(getattr(sampler, "set_epoch", None)) and id(sampler) not in seen:
-                seen.add(id(sampler))
-                sampler.set_epoch(epoch)  # type: ignore[union-attr]
-        set_epoch_of(self.dataset, epoch)
-        for iterator in self._iterators():
-            iterator.set_epoch(epoch)
+        loading_of(self).set_epoch(self, epoch)
 
     def statistics(self) -> LoaderStatistics:
         """Counters of the loader's life so far, and the slots that it holds now."""
-        counters, auto = self._own().counters, self._own().auto
-        # A copy, looked at and not touched: another thread may be iterating.
-        slots = [slot for iterator in self._iterators() for slot in list(iterator.pool.slots)]
-        states = [slot.state_now for slot in slots]
-        count = states.count
-        return LoaderStatistics(
-            slots_free=count(SlotState.FREE),
-            slots_granted=count(SlotState.GRANTED),
-            slots_published=count(SlotState.PUBLISHED),
-            slots_leased=count(SlotState.LEASED),
-            reserved_nbytes=sum(slot.nbytes for slot in slots),
-            used_nbytes=sum(
-                slot.used_nbytes
-                for slot, state in zip(slots, states, strict=True)
-                if state is not SlotState.FREE
-            ),
-            largest_batch_nbytes=counters.largest_batch_nbytes,
-            batches=counters.batches,
-            failures=counters.failures,
-            spills=counters.spills,
-            spilled_nbytes=counters.spilled_nbytes,
-            detached=counters.detached,
-            pin_copies=counters.pin_copies,
-            bad_samples=counters.bad_samples,
-            bad_sample_list=tuple(counters.bad_sample_list),
-            batches_left_out=counters.batches_left_out,
-            batches_one_by_one=counters.batches_one_by_one,
-            oldest_leases=tuple(text for iterator in self._iterators() for text in iterator.oldest_leases()),
-            worker_restarts=counters.worker_restarts,
-            tasks_ahead=counters.tasks_ahead,
-            epochs_prefetched=counters.epochs_prefetched,
-            epochs_in_vain=counters.epochs_in_vain,
-            iterating_s=counters.iterating_ns / 1e9,
-            wait_for_workers_s=counters.wait_for_workers_ns / 1e9,
-            wait_for_first_batches_s=counters.wait_for_first_batches_ns / 1e9,
-            in_process_s=counters.in_process_ns / 1e9,
-            workers_wait_for_slots_s=counters.workers_wait_for_slots_ns / 1e9,
-            autotune=None if auto is None else auto.report(),
-        )
+        return loading_of(self).statistics()

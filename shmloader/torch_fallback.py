@@ -1,4 +1,4 @@
-"""Loading as torch's loader does, on platforms without the shared memory that slots need."""
+"""Loading as torch's loader does, where torch or the platform lacks what slots need."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from shmloader.arguments import AutoCount
 from shmloader.diagnostics.stack_level import level_of_the_program
+from shmloader.shared_memory import why_unavailable
+from shmloader.torch_private import Feature, missing_message, why_missing
 
 _WITHOUT_EFFECT = {
     "memory_budget_nbytes": None,
@@ -19,14 +21,29 @@ _WITHOUT_EFFECT = {
 }
 """Options that torch's loader lacks, with the values that ask for nothing."""
 
+_told: set[str] = set()
 
-def warn_of_torchs_way(loader: Any, missing: str) -> None:
-    """Say why a loader's workers are torch's, and which of its options have no effect.
 
-    Args:
-        loader: The loader.
-        missing: What the platform lacks.
+def must_load_as_torch(loader: Any) -> bool:
+    """Whether a loader has to leave its batches to torch's own iterator.
+
+    The first time this warns, with what is missing and the loader's options that have no effect. Without
+    workers it does not matter what the platform lacks.
     """
+    if why_missing(Feature.SLOTS) is not None:
+        text = missing_message(Feature.SLOTS)
+    elif loader.num_workers and (lack := why_unavailable()) is not None:
+        text = missing_message(Feature.SLOTS, lack)
+    else:
+        return False
+    text += _options_without_effect(loader)
+    if text not in _told:
+        _told.add(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=level_of_the_program())
+    return True
+
+
+def _options_without_effect(loader: Any) -> str:
     ignored = [
         f"{name}='auto' (it is {value})"
         for name in ("num_workers", "prefetch_factor")
@@ -37,10 +54,4 @@ def warn_of_torchs_way(loader: Any, missing: str) -> None:
         for name, nothing in _WITHOUT_EFFECT.items()
         if (value := getattr(loader, name)) != nothing
     ]
-    options = f" Without effect: {', '.join(ignored)}." if ignored else ""
-    warnings.warn(
-        f"shmloader loads as torch's DataLoader does here, without slots in shared memory: {missing}. The "
-        f"batches are the same.{options}",
-        RuntimeWarning,
-        stacklevel=level_of_the_program(),
-    )
+    return f" Without effect: {', '.join(ignored)}." if ignored else ""

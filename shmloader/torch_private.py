@@ -39,7 +39,7 @@ class Feature(StrEnum):
 
 
 _INSTEAD = {
-    Feature.SLOTS: "Batches are loaded by torch's own workers, and shmloader's own arguments are ignored.",
+    Feature.SLOTS: "The loader loads as torch's DataLoader does, and the batches are the same.",
     Feature.COLLATION: "Batches are the same, but are copied into their slot after they have been collated.",
     Feature.ARRAY_SAMPLING: "Index batches are the same, but take 36 bytes for each sample of the dataset.",
     Feature.DATAPIPES: "Load from a map-style dataset or an IterableDataset.",
@@ -92,11 +92,19 @@ def is_missing(feature: Feature, stacklevel: int) -> bool:
     return True
 
 
-def missing_message(feature: Feature) -> str:
-    """A sentence for people about a feature that is not available: the reason, and the consequence."""
+def missing_message(feature: Feature, lack: str | None = None) -> str:
+    """Sentences for people about a feature that is not available: the reason, and the consequence.
+
+    Args:
+        feature: The feature.
+        lack: The reason, if it lies in the platform; None if in this torch.
+    """
+    text = f"shmloader: {feature} is not available"
+    if lack is not None:
+        return f"{text} on this platform: {lack}. {_INSTEAD[feature]}"
     return (
-        f"shmloader: {feature} is not available with torch {torch.__version__}, because "
-        f"{why_missing(feature)}. {_INSTEAD[feature]} It is available with torch 2.13."
+        f"{text} with torch {torch.__version__}, because {why_missing(feature)}. {_INSTEAD[feature]} It is "
+        "available with torch 2.13."
     )
 
 
@@ -163,6 +171,17 @@ def _check_iterator() -> None:
     absent = [name for name in _ITERATOR_ATTRIBUTES if not hasattr(iterator, name)]
     if absent:
         disable(Feature.SLOTS, f"its iterators have no attribute {', '.join(absent)}")
+
+
+def iterator_of(loader: Any) -> Any:
+    """The iterator that a loader with ``persistent_workers`` keeps from epoch to epoch; None without one."""
+    return getattr(loader, "_iterator", None)
+
+
+def drop_iterator(loader: Any) -> None:
+    """Let a loader forget the iterator that it keeps, so that it begins its next epoch with a new one."""
+    if isinstance(iterator_of(loader), BaseIterator):
+        loader._iterator = None
 
 
 # --- DataPipes

@@ -10,7 +10,6 @@ None for what this platform does not tell.
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,16 +43,11 @@ def memory_headroom() -> Headroom:
     """
     memory = psutil.virtual_memory()
     best = Headroom(memory.available, memory.total, "the machine's memory")
-    for folder in _memory_cgroups():
+    for folder in _cgroups("memory"):
         room = _cgroup_headroom(folder)
         if room is not None and room.available_nbytes < best.available_nbytes:
             best = room
     return best
-
-
-def _memory_cgroups() -> list[Path]:
-    """Folders of the memory cgroups that contain this process, innermost first."""
-    return _cgroups("memory")
 
 
 def _cgroups(controller: str) -> list[Path]:
@@ -114,7 +108,7 @@ def oom_kills() -> int | None:
     It counts victims, whether the limit of the cgroup, of one around it, or of the machine was reached. Where
     no cgroup counts, the number is the whole machine's.
     """
-    for folder in _memory_cgroups():
+    for folder in _cgroups("memory"):
         for name in ("memory.events", "memory.oom_control"):
             count = _field(folder / name, "oom_kill")
             if count is not None:
@@ -178,51 +172,37 @@ class Bound(NamedTuple):
     """Something that this process uses, and the most that it may.
 
     Attributes:
-        used: Units in use now, bytes or descriptors; None where unknown.
+        used: Units in use now, bytes or descriptors.
         most: What it may use now; None for no limit.
         reachable: Up to what it may raise ``most`` by itself; None for no limit.
     """
 
-    used: int | None
+    used: int
     most: int | None
     reachable: int | None
 
     @property
     def left(self) -> int | None:
-        """Units that it may still take; None for no limit, or where the use is not known."""
-        return None if self.most is None or self.used is None else max(0, self.most - self.used)
+        """Units that it may still take; None for no limit."""
+        return None if self.most is None else max(0, self.most - self.used)
 
 
 def open_files() -> Bound | None:
     """Descriptors: open now, the soft limit (``ulimit -n``) and the hard one."""
-    limits = _resource_limit("RLIMIT_NOFILE")
-    return limits and Bound(_count_entries("/proc/self/fd"), *limits)
+    if not psutil.LINUX:
+        return None
+    process = psutil.Process()
+    # Without the one by which they are counted.
+    return Bound(process.num_fds() - 1, *_finite(process.rlimit(psutil.RLIMIT_NOFILE)))
 
 
 def address_space() -> Bound | None:
     """Bytes of address space: mapped now, the soft limit (``ulimit -v``) and the hard one."""
-    limits = _resource_limit("RLIMIT_AS")
-    return limits and Bound(psutil.Process().memory_info().vms, *limits)
-
-
-def _resource_limit(name: str) -> tuple[int | None, int | None] | None:
-    """Soft and hard limit, None for no limit; None instead of both where the platform has no such thing."""
-    if sys.platform == "win32":
+    if not psutil.LINUX:
         return None
-    import resource
-
-    if not hasattr(resource, name):
-        return None
-    soft, hard = resource.getrlimit(getattr(resource, name))
-    return _finite(soft), _finite(hard)
+    process = psutil.Process()
+    return Bound(process.memory_info().vms, *_finite(process.rlimit(psutil.RLIMIT_AS)))
 
 
-def _finite(limit: int) -> int | None:
-    return None if limit < 0 or limit >= _UNLIMITED else limit  # RLIM_INFINITY is -1, or 2**63 - 1
-
-
-def _count_entries(folder: str) -> int | None:
-    try:
-        return sum(1 for _ in Path(folder).iterdir()) - 1  # without the one that reads the folder
-    except OSError:
-        return None
+def _finite(limits: tuple[int, int]) -> list[int | None]:
+    return [None if limit == psutil.RLIM_INFINITY else limit for limit in limits]

@@ -4,8 +4,7 @@ There are two kinds with one interface, processes and threads. Each worker proce
 only the two of them hold, so a worker that dies can leave neither a lock taken nor half a message behind. Its
 death is an event of its own (a pidfd, elsewhere the process sentinel), waited for together with the pipes.
 
-* `shmloader.supervisor.choice`: which kind a loader has
-* `shmloader.supervisor.base`: what the main process needs of either kind, and their life
+* `shmloader.supervisor.base`: the interface of either kind; processes that the program forks
 * `shmloader.supervisor.processes`: all worker processes of one iterator
 * `shmloader.supervisor.worker_process`: one worker process and its pipes
 * `shmloader.supervisor.launch`: the start of a worker process, and its first line
@@ -15,12 +14,19 @@ death is an event of its own (a pidfd, elsewhere the process sentinel), waited f
 * `shmloader.supervisor.death_reports`: messages about workers that died or do not answer
 * `shmloader.supervisor.threads`: all worker threads of one iterator
 * `shmloader.supervisor.thread_channel`: a worker thread's queues, and its revocable access to slots
-* `shmloader.supervisor.after_program_fork`: workers in processes that the program forks
 """
 
-from shmloader.supervisor.base import Worker, Workers
-from shmloader.supervisor.choice import start_workers
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shmloader.arguments import THREAD, check_worker_type
+from shmloader.supervisor.base import MakeArguments, Worker, Workers
 from shmloader.supervisor.death_reports import log_replacement, worker_timeout
+from shmloader.supervisor.processes import ProcessWorkers
+from shmloader.supervisor.threads import ThreadWorkers
 
 __all__ = [
     "Worker",
@@ -29,3 +35,22 @@ __all__ = [
     "start_workers",
     "worker_timeout",
 ]
+
+
+def start_workers(loader: Any, make_arguments: MakeArguments) -> Workers:
+    """Start the workers that a loader's arguments ask for.
+
+    Args:
+        loader: The loader. Its arguments are looked at again: some frameworks set them late.
+        make_arguments: See `MakeArguments`.
+
+    Raises:
+        ValueError: If worker threads cannot do what the arguments ask for.
+        WorkerStartError: If spawned workers could not import what they are given.
+        WorkerDied: If one ended at once.
+    """
+    if loader.worker_type == THREAD:
+        check_worker_type(loader, loader.dataset, loader.multiprocessing_context)
+        return ThreadWorkers(make_arguments, loader.num_workers)
+    context = loader.multiprocessing_context or torch.multiprocessing
+    return ProcessWorkers(context, make_arguments, loader.num_workers)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import enum
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -11,38 +12,6 @@ from shmloader.worker.loop import WorkerArguments
 
 MakeArguments = Callable[[int], WorkerArguments]
 """Makes a worker's arguments of its number."""
-
-
-class State(enum.Enum):
-    """States of the workers of one iterator. From the first one leads either of the others, for good."""
-
-    OPEN = "open"
-    """Workers run, and are replaced or added."""
-    CLOSED = "closed"
-    """All were told to end, and waited for."""
-    LEFT_TO_PARENT = "left to parent"
-    """This process was forked from the one whose workers they are."""
-
-
-class WorkersLifecycle:
-    """Life of the workers of one iterator.
-
-    Attributes:
-        state: See `State`.
-        reason: Why they were stopped, or are about to be; "" before.
-        interrupted: Whether somebody was told not to wait for them any more; stays so.
-    """
-
-    def __init__(self) -> None:
-        self.state = State.OPEN
-        self.reason = ""
-        self.interrupted = False
-
-    def end(self, state: State, reason: str) -> None:
-        """Leave ``OPEN``, if that is the state; the first reason stays."""
-        if self.state is State.OPEN:
-            self.state = state
-        self.reason = self.reason or reason
 
 
 class Worker(Protocol):
@@ -56,10 +25,7 @@ class Worker(Protocol):
 
     worker_id: int
     pid: int
-
-    @property
-    def place(self) -> str:
-        """See the class."""
+    place: str
 
     def send(self, record: bytes) -> None:
         """Send a packed request. Never waits; that the worker is dead is no error here."""
@@ -78,30 +44,18 @@ class Workers(Protocol):
         workers: By their number; empty after `close`.
         processes: Their ``multiprocessing`` process objects by number, if they are processes. They answer
             ``pid``, ``is_alive()`` and ``exitcode`` after the end too.
-        lifecycle: Whether they run.
+        closed_because: The reason why they were stopped, or are about to be; "" before.
+        interrupted: Whether `interrupt` was called.
         look_again_ns: How long to look for a record before `wait`, while records come quickly.
         given_nbytes: Bytes of large arrays that a worker started last was given for itself.
     """
 
     workers: Sequence[Worker]
     processes: list[Any]
-    lifecycle: WorkersLifecycle
-    look_again_ns: int
-    given_nbytes: int
-
-    @property
-    def closed_because(self) -> str:
-        """The reason why they were stopped, or are about to be."""
-        return self.lifecycle.reason
-
-    @closed_because.setter
-    def closed_because(self, reason: str) -> None:
-        self.lifecycle.reason = reason
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether `interrupt` was called."""
-        return self.lifecycle.interrupted
+    closed_because: str = ""
+    interrupted: bool = False
+    look_again_ns: int = 0
+    given_nbytes: int = 0
 
     def add(self) -> Worker:
         """Start one more worker, sent nothing yet; where that fails, the others are as they were."""
@@ -150,3 +104,19 @@ class Workers(Protocol):
 
     def leave_to_parent(self) -> None:
         """In a process that the program forked: forget the workers, which are the parent's."""
+
+
+live: weakref.WeakSet[Workers] = weakref.WeakSet()
+"""Workers that were started and not closed yet."""
+
+
+def _leave_all_to_parent() -> None:
+    for workers in list(live):
+        workers.leave_to_parent()
+    live.clear()
+
+
+# A child, of ours or of the user's program, that kept the write end of a task pipe would keep that worker
+# from seeing the main process close it.
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_leave_all_to_parent)

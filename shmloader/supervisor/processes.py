@@ -15,8 +15,8 @@ from shmloader.errors import LoaderClosed, WorkerDied
 from shmloader.host.interrupts import HeldInterrupts
 from shmloader.host.limits import oom_kills
 from shmloader.shared_memory import Descriptor
-from shmloader.supervisor import after_program_fork, fork_server
-from shmloader.supervisor.base import MakeArguments, State, Worker, Workers, WorkersLifecycle
+from shmloader.supervisor import fork_server
+from shmloader.supervisor.base import MakeArguments, Worker, Workers, live
 from shmloader.supervisor.death_reports import describe_death, explain_kill
 from shmloader.supervisor.launch import start_process
 from shmloader.supervisor.spawn_payload import SpawnPayload
@@ -37,13 +37,6 @@ class ProcessWorkers(Workers):
         context: ``multiprocessing`` context (or module) to start processes with.
         make_arguments: See `MakeArguments`.
         num_workers: How many.
-
-    Attributes:
-        workers: See `Workers`, also for the others.
-        processes: Likewise.
-        lifecycle: Likewise.
-        look_again_ns: Likewise.
-        given_nbytes: Likewise.
     """
 
     workers: list[ProcessWorker]
@@ -51,9 +44,7 @@ class ProcessWorkers(Workers):
 
     def __init__(self, context: Any, make_arguments: MakeArguments, num_workers: int) -> None:
         self.workers = []
-        self.processes: list[Any] = []
-        self.lifecycle = WorkersLifecycle()
-        self.given_nbytes = 0
+        self.processes = []
         self._context = context
         self._method: str = context.get_start_method()
         self._make_arguments = make_arguments
@@ -69,7 +60,7 @@ class ProcessWorkers(Workers):
             except OSError:
                 self._stacks.close()
                 raise
-            after_program_fork.begin(self)
+            live.add(self)
         try:
             with self._payload() as payload:
                 for worker_id in range(num_workers):
@@ -189,7 +180,7 @@ class ProcessWorkers(Workers):
 
     def interrupt(self) -> None:
         """See `Workers`."""
-        self.lifecycle.interrupted = True
+        self.interrupted = True
         if self._wake_fd >= 0:
             os.eventfd_write(self._wake_fd, 1)
 
@@ -225,13 +216,13 @@ class ProcessWorkers(Workers):
                 and a second later killed. One that has nothing to finish, since it is still starting, is
                 terminated at once.
         """
-        self.lifecycle.end(State.CLOSED, because)
+        self.closed_because = self.closed_because or because
         with HeldInterrupts() as interrupts:
             # One that is being replaced has been released already.
             workers = [worker for worker in self.workers if not worker.released]
             self.workers = []
             self._poller = None
-            after_program_fork.end(self)
+            live.discard(self)
             for worker in workers:
                 worker.close_pipes()
                 if not worker.heard and (worker.added or self._still_imports(worker)):
@@ -276,6 +267,4 @@ class ProcessWorkers(Workers):
             os.close(fd)
         self.workers, self.processes, self._starting = [], [], ()
         self._close_wake()
-        self.lifecycle.end(
-            State.LEFT_TO_PARENT, "its workers belong to the process that this one was forked from"
-        )
+        self.closed_because = "its workers belong to the process that this one was forked from"

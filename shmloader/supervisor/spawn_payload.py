@@ -44,12 +44,23 @@ class SpawnPayload:
     Args:
         method: The start method.
         make_arguments: Makes a worker's arguments of its number, in which nothing else may differ.
+
+    Attributes:
+        arrays_nbytes: Bytes of large arrays, which the workers that are started with this share with nobody
+            else.
     """
 
     def __init__(self, method: str, make_arguments: MakeArguments) -> None:
-        self._make_arguments = make_arguments
+        self.arrays_nbytes = 0
         self._method = method
-        self._pickled: _Pickled | None = None
+        self._make_arguments = make_arguments
+        self._stream_fd = -1  # the pickle, and behind it that of `_Place`s
+        self._stream_nbytes = 0  # where that one begins
+        self._arrays_fd = -1  # the memory of large arrays
+        self._passed: list[int] = []  # descriptors among the arguments, which belong to their owners
+        self._for_one = False  # whether only one process may unpickle it
+        self._taken = False  # whether one was given it
+        self._pickler: Any = None  # keeps alive what was made only to be pickled
 
     def __enter__(self) -> Self:
         if self._method != "fork":
@@ -61,29 +72,29 @@ class SpawnPayload:
     ) -> None:
         self._forget()
 
+    def __del__(self) -> None:
+        # A Ctrl-C may have cut `__enter__` short; at the interpreter's end this module's names may be gone.
+        try:  # noqa: SIM105
+            self._forget()
+        except (AttributeError, OSError):
+            pass
+
     def for_worker(self, worker_id: int) -> Any:
         """The object to start a worker's process with, for `take_arguments`."""
         if self._method == "fork":
             return self._make_arguments(worker_id)
-        pickled = self._pickled
-        if pickled is None or (pickled.taken and pickled.for_one):
-            pickled = self._pickle(worker_id)
-        pickled.taken = True
-        arrays = Descriptor(pickled.arrays_fd) if pickled.arrays_fd >= 0 else None
-        return _Sent(
-            worker_id, Descriptor(pickled.stream_fd), pickled.stream_nbytes, arrays, list(pickled.passed)
-        )
+        if self._taken and self._for_one:
+            self._pickle(worker_id)
+        self._taken = True
+        arrays = Descriptor(self._arrays_fd) if self._arrays_fd >= 0 else None
+        passed = list(map(Descriptor, self._passed))
+        return _Sent(worker_id, Descriptor(self._stream_fd), self._stream_nbytes, arrays, passed)
 
-    @property
-    def arrays_nbytes(self) -> int:
-        """Bytes of large arrays, which the workers that are started with this share with nobody else."""
-        pickled = self._pickled
-        return os.fstat(pickled.arrays_fd).st_size if pickled is not None and pickled.arrays_fd >= 0 else 0
-
-    def _pickle(self, worker_id: int) -> _Pickled:
+    def _pickle(self, worker_id: int) -> None:
         self._forget()
         try:
-            self._pickled = _Pickled(self._make_arguments(worker_id))
+            self._stream_fd = os.memfd_create("shmloader-arguments")
+            self._write(self._make_arguments(worker_id))
         except Exception as error:
             if isinstance(error, OSError) and error.errno in (errno.EFBIG, errno.ENOSPC, errno.ENOMEM):
                 error.add_note(
@@ -97,46 +108,8 @@ class SpawnPayload:
                     "pickles the dataset, collate_fn and worker_init_fn. Use classes and functions defined "
                     "at the top of a module (no lambdas), or multiprocessing_context='fork'."
                 )
+            self._forget()
             raise
-        return self._pickled
-
-    def _forget(self) -> None:
-        pickled, self._pickled = self._pickled, None
-        if pickled is not None:
-            pickled.close()
-
-
-class _Pickled:
-    """Arguments in files of the main process.
-
-    Attributes:
-        stream_fd: The pickle, and behind it that of `_Place`s.
-        stream_nbytes: Where that one begins.
-        arrays_fd: The memory of large arrays, or -1.
-        passed: Descriptors that are part of the arguments. They are their owners', which live until `close`.
-        for_one: Whether only one process may unpickle it.
-        taken: Whether one was given it.
-    """
-
-    def __init__(self, arguments: WorkerArguments) -> None:
-        self.stream_nbytes = 0
-        self.arrays_fd = self.stream_fd = -1
-        self.passed: list[int] = []
-        self.for_one = self.taken = False
-        self._alive: Any = None
-        try:
-            self.stream_fd = os.memfd_create("shmloader-arguments")
-            self._write(arguments)
-        except BaseException:
-            self.close()
-            raise
-
-    def __del__(self) -> None:
-        # A Ctrl-C may have cut its making short; at the interpreter's end this module's names may be gone.
-        try:  # noqa: SIM105
-            self.close()
-        except (AttributeError, OSError):
-            pass
 
     def _write(self, arguments: WorkerArguments) -> None:
         large: list[memoryview] = []
@@ -149,22 +122,21 @@ class _Pickled:
             large.append(buffer.raw())
             return False
 
-        with os.fdopen(self.stream_fd, "wb", closefd=False) as file:
+        with os.fdopen(self._stream_fd, "wb", closefd=False) as file:
             kind = _InteractivePickler if _main_is_interactive() else reduction.ForkingPickler
-            pickler = kind(file, 5, True, goes_into_the_stream)
-            table = pickler.dispatch_table
+            self._pickler = kind(file, 5, True, goes_into_the_stream)
+            table = self._pickler.dispatch_table
             table.update(self._noting_what_is_for_one(table))
             table.update(MappedArrayReducers().table())
             # For what is only pickled to a process that is being started, and for its descriptors.
-            receiver: Any = _Receiver(self.passed)
+            receiver: Any = _Receiver(self._passed)
             set_spawning_popen(receiver)
             try:
-                pickler.dump(arguments)
+                self._pickler.dump(arguments)
             finally:
                 set_spawning_popen(None)
-            self.stream_nbytes = file.tell()
+            self._stream_nbytes = file.tell()
             pickle.dump(self._write_arrays(large), file)
-        self._alive = pickler  # and with it what was made only to be pickled
 
     def _noting_what_is_for_one(self, table: Any) -> dict[type, Callable[[Any], Any]]:
         """Torch's reducers. It counts one receiver for an accelerator's memory, and for a named file's."""
@@ -172,7 +144,7 @@ class _Pickled:
         def noting(reduce: Callable[[Any], Any]) -> Callable[[Any], Any]:
             def note_and_reduce(value: Any) -> Any:
                 named = torch.multiprocessing.get_sharing_strategy() == "file_system"  # type: ignore[no-untyped-call]
-                self.for_one |= named or value.device.type != "cpu"
+                self._for_one |= named or value.device.type != "cpu"
                 return reduce(value)
 
             return note_and_reduce
@@ -184,24 +156,26 @@ class _Pickled:
         if not views:
             return []
         places: list[_Place] = []
-        end = 0
-        self.arrays_fd = os.memfd_create("shmloader-arrays")
-        with os.fdopen(self.arrays_fd, "wb", closefd=False) as file:
+        self._arrays_fd = os.memfd_create("shmloader-arrays")
+        with os.fdopen(self._arrays_fd, "wb", closefd=False) as file:
             for view in views:
-                begin = align(end)
-                end = begin + view.nbytes
+                begin = align(self.arrays_nbytes)
+                self.arrays_nbytes = begin + view.nbytes
                 file.seek(begin)
                 file.write(view)
-                places.append((begin, end))
+                places.append((begin, self.arrays_nbytes))
         return places
 
-    def close(self) -> None:
+    def _forget(self) -> None:
         """Close the files, once the processes have been given them."""
-        for fd in (self.stream_fd, self.arrays_fd):
+        for fd in (self._stream_fd, self._arrays_fd):
             if fd >= 0:
                 os.close(fd)
-        self.stream_fd = self.arrays_fd = -1
-        self._alive = None
+        self._stream_fd = self._arrays_fd = -1
+        self._passed.clear()
+        self._for_one = self._taken = False
+        self.arrays_nbytes = 0
+        self._pickler = None
 
 
 _Place = tuple[int, int]
@@ -230,16 +204,13 @@ class _InteractivePickler(reduction.ForkingPickler):
 
 @dataclasses.dataclass
 class _Sent:
-    """The part of a worker's arguments that goes through its pipe while it is started; see `_Pickled`."""
+    """The part of a worker's arguments that goes through its pipe while it is started."""
 
     worker_id: int
     stream: Descriptor
     stream_nbytes: int
     arrays: Descriptor | None
-    passed: list[Any]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"passed": [reduction.DupFd(fd) for fd in self.passed]}
+    passed: list[Descriptor]
 
 
 def take_arguments(given: Any) -> WorkerArguments:
@@ -251,7 +222,7 @@ def take_arguments(given: Any) -> WorkerArguments:
     if not isinstance(given, _Sent):
         arguments: WorkerArguments = given
         return arguments
-    _received[:] = [duplicate.detach() for duplicate in given.passed]
+    _received[:] = [descriptor.fd for descriptor in given.passed]
     # Not read(): the workers share the file's position.
     stream_view = memoryview(mmap.mmap(given.stream.fd, 0, access=mmap.ACCESS_READ))
     os.close(given.stream.fd)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
@@ -11,31 +10,11 @@ from queue import SimpleQueue
 from shmloader.shared_memory import Extent, Segment
 
 
-class Wakeup:
-    """Wakes the one thread that waits; called any number of times before, it wakes once.
-
-    The thread looks at what there is after it was woken, so that no call is lost.
-    """
-
-    def __init__(self) -> None:
-        self._uncalled = threading.Lock()  # held until the next call
-        self._uncalled.acquire()
-
-    def call(self) -> None:
-        """Wake the one who waits, or the next one who will."""
-        if self._uncalled.locked():
-            with contextlib.suppress(RuntimeError):  # another thread has called in this moment
-                self._uncalled.release()
-
-    def wait(self, timeout_s: float | None) -> bool:
-        """Wait for a call; whether there was one."""
-        if timeout_s is None:
-            return self._uncalled.acquire()
-        return self._uncalled.acquire(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
-
-
 class ThreadLink:
     """The `Link` of a worker thread: two queues of records.
+
+    Args:
+        wakeup: The queue at which the main process's thread waits; one item is enough to wake it.
 
     Attributes:
         tasks: Records for the worker.
@@ -46,7 +25,7 @@ class ThreadLink:
         closed: Likewise.
     """
 
-    def __init__(self, wakeup: Wakeup) -> None:
+    def __init__(self, wakeup: SimpleQueue[None]) -> None:
         self.tasks: SimpleQueue[bytes] = SimpleQueue()
         self.dones: deque[bytes] = deque()
         self.ended = False
@@ -69,7 +48,7 @@ class ThreadLink:
         if self.closed:
             raise BrokenPipeError("the main process wants nothing more")
         self.dones.append(record)
-        self._wakeup.call()
+        self._wake()
 
     def close(self) -> None:
         """In the main process's thread: let the worker find the link broken."""
@@ -79,7 +58,11 @@ class ThreadLink:
     def end(self, error: BaseException | None) -> None:
         """In the worker: it ends."""
         self.error, self.ended = error, True
-        self._wakeup.call()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._wakeup.empty():  # else it will look at the new records too
+            self._wakeup.put(None)
 
 
 class RevocableSegment:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import atexit
 import copy
 import dataclasses
-import functools
 import os
 import sys
 import threading
 import time
 import traceback
 import weakref
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -24,9 +24,8 @@ from torch.utils.data import Dataset
 from shmloader.diagnostics.exceptions import add_note, forget_frames
 from shmloader.errors import WorkerDied
 from shmloader.host.interrupts import HeldInterrupts
-from shmloader.supervisor import after_program_fork
-from shmloader.supervisor.base import MakeArguments, State, Worker, Workers, WorkersLifecycle
-from shmloader.supervisor.thread_channel import RevocableSegment, ThreadLink, Wakeup
+from shmloader.supervisor.base import MakeArguments, Worker, Workers, live
+from shmloader.supervisor.thread_channel import RevocableSegment, ThreadLink
 from shmloader.worker.loop import run_in_thread
 
 _CLOSE_S = 0.5  # how long `close` waits for threads to end
@@ -35,38 +34,27 @@ _EXIT_S = 2.0  # how long the end of the program does
 _MOST_CHARACTERS = 8000
 
 _unended: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # told to end, and not ended in time
-_live: weakref.WeakSet[ThreadWorkers] = weakref.WeakSet()
 
 
 class ThreadWorkers(Workers):
     """All worker threads of one iterator.
 
+    It has no ``processes``: what frameworks do with them, ending them, cannot be done with threads. And it
+    never looks again before it waits, which would hold the interpreter lock that the workers need.
+
     Args:
         make_arguments: See `MakeArguments`.
         num_workers: How many.
-
-    Attributes:
-        workers: See `Workers`, also for the others.
-        processes: None: what frameworks do with them, ending them, cannot be done with threads.
-        lifecycle: See `Workers`.
-        look_again_ns: 0. Looking again would hold the interpreter lock, which the worker that is waited for
-            needs.
-        given_nbytes: See `Workers`.
     """
 
     workers: list[ThreadWorker]
-    look_again_ns = 0
-    given_nbytes = 0
 
     def __init__(self, make_arguments: MakeArguments, num_workers: int) -> None:
         self.workers = []
         self.processes = []
-        self.lifecycle = WorkersLifecycle()
         self._make_arguments = make_arguments
-        self._wakeup = Wakeup()
-        after_program_fork.begin(self)
-        _end_with_program()
-        _live.add(self)
+        self._wakeup: SimpleQueue[None] = SimpleQueue()
+        live.add(self)
         try:
             for worker_id in range(num_workers):
                 with HeldInterrupts():
@@ -109,16 +97,19 @@ class ThreadWorkers(Workers):
         """See `Workers`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            spoke = [worker for worker in self.workers if worker.has_news()]
+            spoke = [worker for worker in self.workers if worker.link.dones or worker.link.ended]
             if spoke or self.interrupted:
                 return spoke
-            if not self._wakeup.wait(None if deadline is None else deadline - time.monotonic()):
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                self._wakeup.get(timeout=left_s)
+            except Empty:
                 return []
 
     def interrupt(self) -> None:
         """See `Workers`."""
-        self.lifecycle.interrupted = True
-        self._wakeup.call()
+        self.interrupted = True
+        self._wakeup.put(None)
 
     def stack_of(self, worker: Worker) -> str:
         """See `Workers`."""
@@ -148,11 +139,10 @@ class ThreadWorkers(Workers):
             because: The reason, kept in ``closed_because``.
             grace_s: Most seconds to wait.
         """
-        self.lifecycle.end(State.CLOSED, because)
+        self.closed_because = self.closed_because or because
         with HeldInterrupts() as interrupts:
             workers, self.workers = self.workers, []
-            after_program_fork.end(self)
-            _live.discard(self)
+            live.discard(self)
             for worker in workers:
                 worker.close()
             _join([worker.thread for worker in workers], max(grace_s, _LEAST_CLOSE_S), interrupts)
@@ -160,19 +150,16 @@ class ThreadWorkers(Workers):
     def leave_to_parent(self) -> None:
         """See `Workers`."""
         self.workers = []
-        self.lifecycle.end(
-            State.LEFT_TO_PARENT, "its workers are threads of the process that this one was forked from"
-        )
+        self.closed_because = "its workers are threads of the process that this one was forked from"
 
 
 class ThreadWorker:
     """One worker thread as the main process sees it; a `Worker`.
 
     Attributes:
-        worker_id: 0 to ``num_workers - 1``.
+        worker_id, pid, place: See `Worker`; the process is this one.
         thread: The thread.
         link: What connects it with the main process.
-        pid: The id of this process.
     """
 
     def __init__(
@@ -182,12 +169,8 @@ class ThreadWorker:
         self.thread = thread
         self.link = link
         self.pid = os.getpid()
+        self.place = f"thread {thread.name!r}"
         self._segment = segment
-
-    @property
-    def place(self) -> str:
-        """See `Worker`."""
-        return f"thread {self.thread.name!r}"
 
     def send(self, record: bytes) -> None:
         """See `Worker`."""
@@ -197,10 +180,6 @@ class ThreadWorker:
         """See `Worker`."""
         dones = self.link.dones
         return b"".join([dones.popleft() for _ in range(len(dones))])
-
-    def has_news(self) -> bool:
-        """Whether there is something to receive, or never will be."""
-        return bool(self.link.dones) or self.link.ended
 
     def is_dead(self) -> bool:
         """See `Worker`."""
@@ -274,18 +253,15 @@ def _join(threads: list[threading.Thread], grace_s: float, interrupts: HeldInter
             thread.join(min(left_s, _LEAST_CLOSE_S))
 
 
-@functools.cache
+@atexit.register
 def _end_with_program() -> None:
-    """Once: when the program ends, give worker threads time to end.
+    """When the program ends, give worker threads time to end.
 
     The interpreter stops a daemon thread wherever it is, and in some versions by unwinding its stack, which
     not all of torch's C++ functions survive.
     """
-    atexit.register(_end_all)
-
-
-def _end_all() -> None:
-    for workers in list(_live):
-        workers.interrupt()
-        workers.close("the program ends", grace_s=0.0)
+    for workers in list(live):
+        if isinstance(workers, ThreadWorkers):
+            workers.interrupt()
+            workers.close("the program ends", grace_s=0.0)
     _join(list(_unended), _EXIT_S)

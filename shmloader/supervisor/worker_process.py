@@ -32,16 +32,12 @@ class ProcessWorker:
         self.worker_id = worker_id
         self.process = process
         self.pid: int = process.pid
+        self.place = f"pid {self.pid}"
         self.tasks_fd = tasks_fd
         self.dones_fd = dones_fd
         self.death_fd = _open_death_fd(process)
         self.heard = self.added = self.released = False
         self._unsent: deque[bytes] = deque()
-
-    @property
-    def place(self) -> str:
-        """See `Worker`."""
-        return f"pid {self.pid}"
 
     def send(self, record: bytes) -> None:
         """Send a packed request; one that the pipe has no room for now is sent with the next call.

@@ -63,7 +63,6 @@ class WorkerArguments:
     Attributes:
         worker_id: 0 to ``num_workers - 1``.
         num_workers: Workers of this iterator.
-        main_pid: Process id of the main process, which the worker outlives by no more than a moment.
         segment: The iterator's shared memory, to attach to.
         dataset: The dataset.
         rules: How to fetch from it.
@@ -76,7 +75,6 @@ class WorkerArguments:
 
     worker_id: int
     num_workers: int
-    main_pid: int
     segment: Segment
     dataset: Any
     rules: FetchRules

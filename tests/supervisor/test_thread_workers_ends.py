@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 import loading
@@ -22,7 +23,7 @@ from thread_loaders import threads, workers_alive
 from torch.utils.data import default_collate
 
 from shmloader import DataLoader, LoaderClosed, WorkerDied
-from shmloader.supervisor.thread_channel import ThreadLink, Wakeup
+from shmloader.supervisor.thread_channel import ThreadLink
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
@@ -80,7 +81,7 @@ def test_no_thread_is_left(end: Callable[[DataLoader[Any]], None]) -> None:
 
 def test_a_closed_link_gives_no_task_and_takes_no_answer() -> None:
     """Also one that was sent before."""
-    link = ThreadLink(Wakeup())
+    link = ThreadLink(SimpleQueue())
     link.tasks.put(b"a task")
     link.close()
     with pytest.raises(BrokenPipeError):

@@ -1,0 +1,173 @@
+"""Loading through slots for any loader of torch's class: its iterators, their end, their statistics.
+
+`DataLoader` and, after ``install()``, torch's own class call this. Main process only.
+"""
+
+from __future__ import annotations
+
+import operator
+import types
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+from shmloader.diagnostics.bad_samples import warn_of_bad_samples
+from shmloader.diagnostics.stack_level import level_of_the_program
+from shmloader.errors import LoaderClosed
+from shmloader.in_process import InProcessIterator
+from shmloader.iterator import SlotIterator
+from shmloader.scheduling.auto import Auto
+from shmloader.scheduling.auto_growth import auto_for
+from shmloader.slots import SlotState
+from shmloader.statistics import Counters, LoaderStatistics
+from shmloader.torch_fallback import must_load_as_torch
+from shmloader.torch_private import Feature, drop_iterator, is_missing, iterator_of
+from shmloader.worker.epoch_settings import set_epoch_of
+
+_ATTRIBUTE = "_shmloader_loading"
+
+
+@dataclass
+class Loading:
+    """State of one loader that copies of it do not share.
+
+    Attributes:
+        loader_id: The loader's identity.
+        counters: Its counters.
+        iterators: Those that live.
+        auto: Decides about what is ``"auto"``, if anything is.
+        closes: How often the loader was closed.
+    """
+
+    loader_id: int
+    counters: Counters = field(default_factory=Counters)
+    iterators: weakref.WeakSet[SlotIterator] = field(default_factory=weakref.WeakSet)
+    auto: Auto | None = None
+    closes: int = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as None: a loader that is pickled, or copied deeply, arrives without it."""
+        return types.NoneType, ()
+
+    def begin_pass(self, loader: Any) -> None:
+        """Prepare for torch's ``__iter__``, and warn of bad samples in an epoch that was not finished.
+
+        A persistent iterator whose workers are gone (closed, or a worker died) cannot be resumed: the loader
+        forgets it.
+        """
+        iterator = iterator_of(loader)
+        if isinstance(iterator, SlotIterator) and iterator.closed:
+            iterator.close("an exception interrupted it in the middle of its work")
+            drop_iterator(loader)
+        warn_of_bad_samples(self.counters, loader.on_error)
+
+    def make_iterator(self, loader: Any) -> SlotIterator | InProcessIterator | None:
+        """An iterator over a loader; None where torch's own is to be taken, of which a warning tells.
+
+        Raises:
+            LoaderClosed: If the loader is closed while its workers are being started.
+        """
+        if must_load_as_torch(loader):
+            return None
+        if loader.num_workers == 0:
+            return InProcessIterator(loader, self.counters)
+        loader.check_worker_number_rationality()
+        is_missing(Feature.COLLATION, level_of_the_program())
+        closes = self.closes
+        if loader.prefetch_factor > 0:  # others the iterator refuses, in torch's words
+            operator.index(loader.prefetch_factor)  # raises for a fraction, as torch's iterator does
+            self.auto = auto_for(loader, self.auto)
+        iterator = SlotIterator(loader, self.counters, self.auto)
+        self.iterators.add(iterator)
+        if self.closes != closes:  # by another thread, or by the sampler
+            iterator.close("loader.close() was called")
+            raise LoaderClosed("the loader was closed while its workers were being started")
+        return iterator
+
+    def live(self) -> list[SlotIterator]:
+        """The iterators that live now."""
+        while True:
+            try:
+                return list(self.iterators)
+            except RuntimeError:  # another thread has begun to iterate in this moment
+                continue
+
+    def close(self, loader: Any, *, warn: bool = True) -> None:
+        """Stop all workers of a loader and free its slots.
+
+        Args:
+            loader: The loader.
+            warn: Whether to warn of bad samples.
+        """
+        self.closes += 1
+        for iterator in self.live():
+            iterator.close("loader.close() was called")
+        drop_iterator(loader)  # torch's own ends its workers when it dies
+        if warn:
+            warn_of_bad_samples(self.counters, loader.on_error)
+
+    def set_epoch(self, loader: Any, epoch: int) -> None:
+        """Tell the number of the next epoch to sampler, batch sampler and dataset, also in workers."""
+        seen: set[int] = set()
+        inner: Any = getattr(loader.batch_sampler, "sampler", None)
+        for sampler in (loader.sampler, loader.batch_sampler, inner):
+            if callable(getattr(sampler, "set_epoch", None)) and id(sampler) not in seen:
+                seen.add(id(sampler))
+                sampler.set_epoch(epoch)
+        set_epoch_of(loader.dataset, epoch)
+        for iterator in self.live():
+            iterator.set_epoch(epoch)
+
+    def statistics(self) -> LoaderStatistics:
+        """Counters of the loader's life so far, and the slots that it holds now."""
+        counters, iterators = self.counters, self.live()
+        # A copy, looked at and not touched: another thread may be iterating.
+        slots = [slot for iterator in iterators for slot in list(iterator.pool.slots)]
+        states = [slot.state_now for slot in slots]
+        count = states.count
+        return LoaderStatistics(
+            slots_free=count(SlotState.FREE),
+            slots_granted=count(SlotState.GRANTED),
+            slots_published=count(SlotState.PUBLISHED),
+            slots_leased=count(SlotState.LEASED),
+            reserved_nbytes=sum(slot.nbytes for slot in slots),
+            used_nbytes=sum(
+                slot.used_nbytes
+                for slot, state in zip(slots, states, strict=True)
+                if state is not SlotState.FREE
+            ),
+            largest_batch_nbytes=counters.largest_batch_nbytes,
+            batches=counters.batches,
+            failures=counters.failures,
+            spills=counters.spills,
+            spilled_nbytes=counters.spilled_nbytes,
+            detached=counters.detached,
+            pin_copies=counters.pin_copies,
+            bad_samples=counters.bad_samples,
+            bad_sample_list=tuple(counters.bad_sample_list),
+            batches_left_out=counters.batches_left_out,
+            batches_one_by_one=counters.batches_one_by_one,
+            oldest_leases=tuple(text for iterator in iterators for text in iterator.oldest_leases()),
+            worker_restarts=counters.worker_restarts,
+            tasks_ahead=counters.tasks_ahead,
+            epochs_prefetched=counters.epochs_prefetched,
+            epochs_in_vain=counters.epochs_in_vain,
+            iterating_s=counters.iterating_ns / 1e9,
+            wait_for_workers_s=counters.wait_for_workers_ns / 1e9,
+            wait_for_first_batches_s=counters.wait_for_first_batches_ns / 1e9,
+            in_process_s=counters.in_process_ns / 1e9,
+            workers_wait_for_slots_s=counters.workers_wait_for_slots_ns / 1e9,
+            autotune=None if self.auto is None else self.auto.report(),
+        )
+
+
+def loading_of(loader: Any) -> Loading:
+    """The `Loading` of a loader, made when it is first asked for: subclasses iterate inside ``__init__``.
+
+    By identity: frameworks copy ``__dict__`` from loader to loader, and a copy must not close the original's
+    iterators.
+    """
+    loading: Loading | None = vars(loader).get(_ATTRIBUTE)
+    if loading is None or loading.loader_id != id(loader):
+        loading = vars(loader)[_ATTRIBUTE] = Loading(id(loader))
+    return loading

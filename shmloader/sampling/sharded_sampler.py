@@ -1,0 +1,109 @@
+"""`ShardedSampler`: one global order per epoch, divided among ranks. Main process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.utils.data.distributed import DistributedSampler
+
+from shmloader.sampling.index_batches import IntArray
+
+Uneven = Literal["pad", "drop", "error"]
+
+
+class ShardedSampler(DistributedSampler[int]):
+    """A ``DistributedSampler`` whose epoch can be resumed by another number of ranks, or in other batches.
+
+    Each epoch has one global order, drawn from ``seed + epoch``. Of what is left of it, rank ``r`` of ``R``
+    takes every ``R``-th index, from the ``r``-th on. So when all ranks have taken equally many batches, a
+    prefix of the order is consumed, and its length says all about the place: a loader's state has it, and
+    the rest can be divided among any number of ranks. The indices of a whole epoch are those of torch's
+    ``DistributedSampler`` with the same arguments.
+
+    As with torch's, call ``set_epoch()`` (of the loader, or of this) before each epoch.
+
+    Args:
+        dataset: A dataset with a length.
+        num_replicas: Number of ranks; None asks ``torch.distributed``.
+        rank: This one; None asks ``torch.distributed``.
+        shuffle: Whether to draw a new order for each epoch; else it is that of the dataset.
+        seed: The same number on all ranks.
+        drop_last: As ``uneven="drop"``; torch's name for it.
+        uneven: What becomes of samples that are left where ranks cannot have equally many: ``"pad"`` repeats
+            the first ones of the order, fewer than there are ranks; ``"drop"`` leaves the last ones out;
+            ``"error"`` raises. None is ``"drop"`` with ``drop_last``, else ``"pad"``.
+
+    Attributes:
+        uneven: The rule that holds.
+
+    Raises:
+        ValueError: For an ``uneven`` that is none of these or contradicts ``drop_last``; with ``"error"``,
+            for a dataset that cannot be divided equally; and for what torch's refuses.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        uneven: Uneven | None = None,
+    ) -> None:
+        if uneven not in (None, "pad", "drop", "error"):
+            raise ValueError(f"uneven must be 'pad', 'drop' or 'error', not {uneven!r}")
+        self.uneven: Uneven = uneven or ("drop" if drop_last else "pad")
+        if drop_last and self.uneven != "drop":
+            raise ValueError(f"drop_last=True contradicts uneven={uneven!r}: leave one of them out")
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, self.uneven == "drop")
+        self._check_even(len(dataset))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices_after(0).tolist())
+
+    def indices_after(self, consumed: int) -> IntArray:
+        """This rank's indices of the rest of the epoch, int64.
+
+        Args:
+            consumed: Samples of the global order that the ranks have taken together.
+
+        Raises:
+            ValueError: With ``uneven="error"``, if the rest cannot be divided equally.
+        """
+        length, ranks = len(self.dataset), self.num_replicas  # type: ignore[arg-type]
+        if self.shuffle:
+            generator = torch.Generator()
+            generator.manual_seed(self.seed + self.epoch)
+            order = torch.randperm(length, generator=generator).numpy()
+        else:
+            order = np.arange(length, dtype=np.int64)
+        rest = order[consumed:]
+        self._check_even(len(rest))
+        if self.uneven == "drop":
+            rest = rest[: len(rest) // ranks * ranks]
+        elif len(rest) % ranks:
+            rest = np.concatenate([rest, np.resize(order, -len(rest) % ranks)])
+        return rest[self.rank :: ranks]
+
+    def consumed_by(self, batches: int, batch_size: int, before: int = 0) -> int:
+        """Samples of the global order that the ranks have taken together, counted from the epoch's begin.
+
+        Args:
+            batches: Batches that each rank has taken.
+            batch_size: Samples in each of them.
+            before: Samples that were consumed when the first of these batches was drawn.
+        """
+        length = len(self.dataset)  # type: ignore[arg-type]
+        return min(before + batches * batch_size * self.num_replicas, length)
+
+    def _check_even(self, left: int) -> None:
+        if self.uneven == "error" and left % self.num_replicas:
+            raise ValueError(
+                f"{left:,} samples cannot be divided equally among {self.num_replicas} ranks, and "
+                "uneven='error': change the number of ranks, or pass uneven='pad' or 'drop'"
+            )

@@ -1,0 +1,108 @@
+"""ShardedSampler: torch's indices, and the rest of an epoch divided anew among other ranks."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data.distributed import DistributedSampler
+
+import shmloader
+from shmloader import ShardedSampler
+
+LENGTHS = [1, 2, 7, 12, 100]
+
+
+@pytest.mark.parametrize(("shuffle", "drop_last"), list(itertools.product((False, True), repeat=2)))
+def test_a_whole_epoch_is_that_of_torchs_distributed_sampler(shuffle: bool, drop_last: bool) -> None:
+    """Index by index and length by length, in each epoch, also where ranks outnumber samples."""
+    for length, ranks in itertools.product(LENGTHS, (1, 2, 3, 5)):
+        for rank in range(ranks):
+            ours, torchs = (
+                kind(range(length), ranks, rank, shuffle, 3, drop_last)
+                for kind in (ShardedSampler, DistributedSampler)
+            )
+            for epoch in (0, 4):
+                ours.set_epoch(epoch)
+                torchs.set_epoch(epoch)
+                assert list(ours) == list(torchs), (length, ranks, rank)
+                assert len(ours) == len(torchs) == len(list(ours))
+    assert all(type(index) is int for index in ours)
+
+
+def test_it_takes_torchs_place() -> None:
+    """Frameworks look for the class, its attributes and ``set_epoch``."""
+    sampler = shmloader.ShardedSampler(range(10), num_replicas=2, rank=1, shuffle=False, seed=9)
+    assert isinstance(sampler, DistributedSampler)
+    assert (sampler.num_replicas, sampler.rank, sampler.num_samples, sampler.total_size) == (2, 1, 5, 10)
+    assert (sampler.seed, sampler.epoch, sampler.shuffle, sampler.drop_last) == (9, 0, False, False)
+
+
+def batches_of(sampler: ShardedSampler, consumed: int, batch_size: int) -> list[list[int]]:
+    indices = sampler.indices_after(consumed).tolist()
+    return [indices[begin : begin + batch_size] for begin in range(0, len(indices), batch_size)]
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_each_sample_comes_exactly_once_over_runs_of_any_ranks_and_batch_sizes(data: Any) -> None:
+    """Three runs, each with ranks and batches of its own, each but the last stopped anywhere."""
+    length = data.draw(st.integers(1, 200), "length")
+    uneven = data.draw(st.sampled_from(["pad", "drop"]), "uneven")
+    consumed, seen = 0, []
+    for run in range(3):
+        ranks = data.draw(st.integers(1, 7), "ranks")
+        batch_size = data.draw(st.integers(1, 9), "batch size")
+        samplers = [
+            ShardedSampler(range(length), ranks, rank, seed=5, uneven=uneven) for rank in range(ranks)
+        ]
+        per_rank = [batches_of(sampler, consumed, batch_size) for sampler in samplers]
+        assert len({tuple(map(len, batches)) for batches in per_rank}) == 1, "ranks differ in their batches"
+        most = len(per_rank[0])
+        taken = most if run == 2 else data.draw(st.integers(0, most), "batches taken")
+        # One batch of each rank makes a stretch of the global order.
+        for number in range(taken):
+            seen += [
+                index for at in zip(*(batches[number] for batches in per_rank), strict=True) for index in at
+            ]
+        consumed = samplers[0].consumed_by(taken, batch_size, consumed)
+        if taken == most:
+            break
+    generator = torch.Generator().manual_seed(5)
+    order = torch.randperm(length, generator=generator).tolist()
+    if uneven == "pad":
+        assert seen[:length] == order
+        assert len(seen) - length < ranks
+    else:
+        assert seen == order[: len(seen)]
+        assert length - len(seen) < ranks
+
+
+def test_what_cannot_be_divided_equally_is_an_error_where_it_is_asked_for() -> None:
+    """When the sampler is made, and when the rest is divided anew."""
+    with pytest.raises(ValueError, match="10 samples cannot be divided equally among 3 ranks"):
+        ShardedSampler(range(10), 3, 0, uneven="error")
+    sampler = ShardedSampler(range(12), 3, 0, uneven="error")
+    assert len(sampler.indices_after(3)) == 3
+    with pytest.raises(
+        ValueError, match=r"10 samples cannot be divided equally among 3 ranks.*'pad' or 'drop'"
+    ):
+        sampler.indices_after(2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"uneven": "padded"}, "must be 'pad', 'drop' or 'error', not 'padded'"),
+        ({"uneven": "pad", "drop_last": True}, "contradicts uneven='pad'"),
+        ({"rank": 2}, "Invalid rank 2"),
+    ],
+)
+def test_wrong_arguments_are_refused(given: dict[str, Any], message: str) -> None:
+    """In torch's words where torch has the argument."""
+    with pytest.raises(ValueError, match=message):
+        ShardedSampler(range(4), **{"num_replicas": 2, "rank": 0} | given)
