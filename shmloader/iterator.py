@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from threading import main_thread
 from typing import Any, NoReturn
 
-import numpy as np
-import numpy.typing as npt
 import torch.multiprocessing
 
 from shmloader import torch_private
@@ -41,7 +39,6 @@ from shmloader.slots import SlotPool
 from shmloader.statistics import Counters
 from shmloader.store.unshared import CopyWatch
 from shmloader.supervisor import Workers, start_workers
-from shmloader.wire.records import Published
 from shmloader.worker.epoch_settings import DatasetState, EpochSettings
 from shmloader.worker.fetch import FetchRules
 from shmloader.worker.loop import WorkerArguments
@@ -304,31 +301,30 @@ class SlotIterator(torch_private.BaseIterator):
         dispatcher.ledger.finish(task)
         self._scheduler.send_more()
         try:
-            batch = self._unpack(answer, anchor, header)
+            batch = self._decoder.decode(anchor, header)
+            del anchor
+            if answer.failed:
+                self._raise(batch)
+            if answer.reported:
+                batch = take_report(batch, self._counters)
+                if batch is LEFT_OUT:
+                    return batch
+            if self._pin_memory:
+                self._counters.pin_copies += 1
+                batch = pin_batch(batch, self._pin_memory_device)
         except Exception as error:
             self._lifecycle.expect(error)
             raise
-        del anchor
-        if self.pool.warning and batch is not LEFT_OUT:
+        self._counters.batches += 1
+        if self.pool.warning:
             self._warn(batch)
         return batch
 
-    def _unpack(self, answer: Published, anchor: npt.NDArray[np.uint8], header: bytes) -> Any:
-        """The batch of a worker's answer; the exception in its place is raised."""
-        batch = self._decoder.decode(anchor, header)
-        if answer.failed:
-            self._counters.failures += 1
-            count(batch.bad_samples, self._counters)
-            raise self._lifecycle.expect(restore(batch))
-        if answer.reported:
-            batch = take_report(batch, self._counters)
-            if batch is LEFT_OUT:
-                return batch
-        self._counters.batches += 1
-        if self._pin_memory:
-            self._counters.pin_copies += 1
-            batch = pin_batch(batch, self._pin_memory_device)
-        return batch
+    def _raise(self, failure: Any) -> NoReturn:
+        """Raise the exception that came in the place of a batch."""
+        self._counters.failures += 1
+        count(failure.bad_samples, self._counters)
+        raise restore(failure)
 
     def _warn(self, batch: Any) -> None:
         """Give the warning; where the program's filters make it an error, the batch comes next."""

@@ -122,6 +122,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert budget.tasks == len(self.granted) + len(self.published)
         promised_nbytes = budget.promised_tasks() * PAGE_NBYTES
         assert budget.used_nbytes + max(budget.free_nbytes, promised_nbytes) <= budget.nbytes
+        if budget.used_nbytes <= budget.ample_nbytes:
+            assert budget.next_limit() == budget.limit_nbytes
+            assert budget.has_room_for_lease()
 
     @invariant()
     def the_kernel_has_given_no_more_than_the_budget(self) -> None:

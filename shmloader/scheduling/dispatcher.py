@@ -29,11 +29,11 @@ from shmloader.wire.records import (
     SPIN_NS,
     BeginEpoch,
     EpochBegun,
-    MakeBatch,
     PartReady,
     Published,
     SendNextPart,
     StreamEnded,
+    pack_make_batch,
     unpack_answer,
 )
 
@@ -96,18 +96,19 @@ class Dispatcher:
         elif slot.nbytes == 0:
             pool.reserve(slot, 1)  # so that there is always room for a part, or for an error
         budget = pool.budget
-        request = MakeBatch(
-            task.epoch,
-            task.seq,
-            task.position,
-            slot.number,
-            slot.nbytes,
-            budget.typical_nbytes or budget.largest_nbytes,
-            slot.limit_nbytes,
-            nbytes,
-            payload,
+        worker.send(
+            pack_make_batch(
+                task.epoch,
+                task.seq,
+                task.position,
+                slot.number,
+                slot.nbytes,
+                budget.typical_nbytes or budget.largest_nbytes,
+                slot.limit_nbytes,
+                nbytes,
+                payload,
+            )
         )
-        worker.send(request.pack())
 
     def begin_epoch(self, settings: bytes) -> None:
         """Void all tasks, and have all workers begin a new epoch; returns when they have come to it.
@@ -256,13 +257,14 @@ class Dispatcher:
         if self.inspection is not None and not answer.spilled:
             self._inspect(self.inspection, worker, task, answer)
         used_nbytes = answer.header_offset + answer.header_nbytes
-        if answer.spilled and task.state is not VOID:
-            pool.note_parts(slot, used_nbytes)
-        pool.publish(slot, answer.slot_nbytes, 0 if answer.spilled else used_nbytes)
-        if used_nbytes > counters.largest_batch_nbytes:  # noqa: PLR1730 - for every batch; max() shows
-            counters.largest_batch_nbytes = used_nbytes
-        counters.detached += answer.detached
+        if answer.spilled:
+            if task.state is not VOID:
+                pool.note_parts(slot, used_nbytes)
+            used_nbytes = 0
+        pool.publish(slot, answer.slot_nbytes, used_nbytes)
         counters.workers_wait_for_slots_ns += answer.wait_ns
+        if answer.detached:
+            counters.detached += 1
         if task.state is VOID:
             self.ledger.finish(task)
             pool.give_back(slot)

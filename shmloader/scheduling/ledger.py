@@ -71,7 +71,6 @@ class Ledger:
         epoch: Number of the present epoch, over the iterator's life.
         outstanding: Tasks that were sent, and whose batch is wanted and was not returned yet.
         unanswered: By worker: tasks that it has not answered.
-        unreturned: By worker: tasks of this epoch that were sent to it and whose batch was not returned.
     """
 
     def __init__(self, num_workers: int) -> None:
@@ -80,14 +79,11 @@ class Ledger:
         self.epoch = 0
         self.outstanding = 0
         self.unanswered = [0] * num_workers
-        self.unreturned = [0] * num_workers
         self._sent = 0  # the next task's number
-        self._due = 0  # no wanted task has a smaller one
 
     def add_worker(self) -> None:
         """Make room for one more worker."""
         self.unanswered.append(0)
-        self.unreturned.append(0)
 
     # --- writing
 
@@ -98,7 +94,6 @@ class Ledger:
         self._sent = seq + 1
         self.outstanding += 1
         self.unanswered[worker_id] += 1
-        self.unreturned[worker_id] += 1
         return task
 
     def arrive(self, task: Task, answer: Published) -> None:
@@ -116,25 +111,25 @@ class Ledger:
             self.unanswered[task.worker_id] -= 1
         if task.state is not VOID:
             self.outstanding -= 1
-            self.unreturned[task.worker_id] -= 1
 
     def void(self, task: Task) -> None:
         """Note that nobody wants the batch that a worker is making."""
         task.state = VOID
         task.image = None
         self.outstanding -= 1
-        self.unreturned[task.worker_id] -= 1
 
     # --- reading
 
     def due(self) -> Task | None:
         """The task whose batch is next in order; None if none of this epoch is outstanding."""
-        while self._due < self._sent:
-            task = self.tasks.get(self._due)
-            if task is not None and task.state is not VOID:
+        for task in self.tasks.values():
+            if task.state is not VOID:
                 return task if task.epoch == self.epoch else None
-            self._due += 1
         return None
+
+    def unreturned_of(self, worker_id: int) -> int:
+        """How many tasks a worker was sent whose batch is wanted and was not returned yet."""
+        return sum(task.worker_id == worker_id and task.state is not VOID for task in self.tasks.values())
 
     def held_by(self, worker_id: int | None) -> list[Task]:
         """Tasks that a worker (or any, for None) has not answered and whose batch is wanted, oldest first."""

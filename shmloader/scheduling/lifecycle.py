@@ -63,18 +63,17 @@ class Lifecycle:
             raise Reentered("next() was called by this thread while it was inside next()")
         self._lock.acquire()
         self._thread = thread
-        if self.phase is not IDLE:
-            self._await_end_of_last_call()
-        if self.phase is IDLE:
+        if self.phase is IDLE or self._has_last_call_ended():
             self.phase = RUNNING
 
-    def _await_end_of_last_call(self) -> None:
-        """Wait for another thread's last assignment; see `leave`."""
+    def _has_last_call_ended(self) -> bool:
+        """Wait for another thread's last assignment (see `leave`); False if an exception has prevented it."""
         deadline = time.monotonic() + _LEAVE_S
         while self.phase is LEAVING and time.monotonic() < deadline:
             time.sleep(0)
         if self.phase is not IDLE:
             self.phase = BROKEN
+        return self.phase is IDLE
 
     def leave(self) -> None:
         """End a call that returns a batch: let other threads in. Then assign ``IDLE`` to ``phase``."""

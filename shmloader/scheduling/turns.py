@@ -43,7 +43,7 @@ class Turns:
         return None
 
     def _has_room(self, worker_id: int) -> bool:
-        return self._ledger.unreturned[worker_id] < self._most_tasks // len(self._active)
+        return self._ledger.unreturned_of(worker_id) < self._most_tasks // len(self._active)
 
     def is_active(self, worker_id: int) -> bool:
         """Whether a worker's iterable-style dataset is not exhausted in this epoch."""

@@ -41,6 +41,9 @@ class Budget:
         tasks: Slots that are granted or published now.
         used_nbytes: See above.
         free_nbytes: See above.
+        ample_nbytes: While ``used_nbytes`` are no more, `next_limit` is ``limit_nbytes`` and
+            `has_room_for_lease` is true, so neither is called.
+        limit_nbytes: The limit of a slot that is granted while there is room enough.
         largest_nbytes: Bytes of the largest batch so far.
         typical_nbytes: Bytes of the second largest: one batch that is larger than all others should not make
             every slot as large as itself.
@@ -77,8 +80,8 @@ class Budget:
         room_nbytes = self.nbytes - self.used_nbytes
         # The others should have room for a typical batch each; if there is not enough for all, the first has.
         limit_nbytes = room_nbytes - others * self._typical_slot_nbytes
-        if limit_nbytes >= self._limit_nbytes:
-            return self._limit_nbytes
+        if limit_nbytes >= self.limit_nbytes:
+            return self.limit_nbytes
         sure_nbytes = min(self._typical_slot_nbytes, room_nbytes - others * PAGE_NBYTES)
         return max(limit_nbytes, sure_nbytes, PAGE_NBYTES) // PAGE_NBYTES * PAGE_NBYTES
 
@@ -172,4 +175,5 @@ class Budget:
         if self.largest_nbytes:
             grown_nbytes = max(_BATCHES_IN_A_LIMIT * self.largest_nbytes, share_nbytes // _LIMITS_IN_A_SHARE)
             limit_nbytes = min(share_nbytes, whole_pages(grown_nbytes))
-        self._limit_nbytes = limit_nbytes
+        self.limit_nbytes = limit_nbytes
+        self.ample_nbytes = self.nbytes - limit_nbytes - (self.most_tasks + 1) * self._typical_slot_nbytes

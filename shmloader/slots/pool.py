@@ -149,9 +149,10 @@ class SlotPool:
         if self._released:
             self.collect()
         budget = self.budget
-        others = max(budget.most_tasks, budget.tasks - 1)
-        most_slots = budget.most_tasks + SPARE_SLOTS + RETAINED_SLOTS
-        return self._leased + 1 + others <= most_slots and budget.has_room_for_lease()
+        ahead = max(0, budget.tasks - 1 - budget.most_tasks)  # batches beyond `most_tasks` that are made
+        if self._leased + ahead >= SPARE_SLOTS + RETAINED_SLOTS:
+            return False
+        return budget.used_nbytes <= budget.ample_nbytes or budget.has_room_for_lease()
 
     def has_room_for_more(self) -> bool:
         """Whether a task beyond ``most_tasks`` can have a slot for the largest batch."""
@@ -186,7 +187,8 @@ class SlotPool:
             self.slots.append(slot)
         if self.on_granted is not None:
             self.on_granted(slot)
-        limit_nbytes = budget.next_limit()
+        ample = budget.used_nbytes <= budget.ample_nbytes
+        limit_nbytes = budget.limit_nbytes if ample else budget.next_limit()
         if slot.nbytes > limit_nbytes:
             self._shrink(slot, limit_nbytes)
         slot.state = _GRANTED
@@ -238,7 +240,9 @@ class SlotPool:
             SharedMemoryExhausted: If this process has no address space for it.
         """
         assert slot.state is _PUBLISHED, f"slot {slot.number} leased while {slot.state}"
-        extent = self.map(slot)
+        extent = slot.extent
+        if extent is None or extent.nbytes != slot.nbytes:
+            extent = self.map(slot)
         anchor = np.ndarray(extent.nbytes, np.uint8, extent.buffer)
         lease = Lease(anchor, self._released.append)
         lease.slot = slot
@@ -354,14 +358,15 @@ class SlotPool:
         return extent
 
     def _make_free(self, slot: Slot) -> None:
-        self.budget.used_nbytes -= slot.limit_nbytes
-        self.budget.free_nbytes += slot.nbytes
+        budget, nbytes = self.budget, slot.nbytes
+        budget.used_nbytes -= slot.limit_nbytes
+        budget.free_nbytes += nbytes
         slot.state = _FREE
-        slot.limit_nbytes = slot.nbytes
+        slot.limit_nbytes = nbytes
         slot.used_nbytes = 0
         if self.on_freed is not None:
             self.on_freed(slot)
-        (self._free if slot.nbytes else self._empty).append(slot)
+        (self._free if nbytes else self._empty).append(slot)
 
     def _discard_beyond(self, slots: int) -> None:
         """Take the memory from free slots until ``slots``, besides leased ones, have some. Coldest first."""
@@ -387,6 +392,8 @@ class SlotPool:
 
     def _note_size(self, nbytes: int) -> None:
         before = self.most_tasks
+        counters = self._counters
+        counters.largest_batch_nbytes = max(counters.largest_batch_nbytes, nbytes)
         self.budget.note_size(nbytes, self.reserved_nbytes())
         self._follow_budget(before)
 

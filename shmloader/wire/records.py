@@ -11,6 +11,7 @@ Requests go to a worker: `MakeBatch`, `SendNextPart`, `BeginEpoch`. Answers come
 
 from __future__ import annotations
 
+import functools
 import struct
 from typing import Any, NamedTuple
 
@@ -64,10 +65,6 @@ class MakeBatch(NamedTuple):
     payload_nbytes: int
     payload: bytes
 
-    def pack(self) -> bytes:
-        """The record."""
-        return _pack_make_batch(_MAKE_BATCH, *self)
-
 
 class SendNextPart(NamedTuple):
     """Permission to write the next part of a large batch: the last one was copied out of the slot.
@@ -111,7 +108,9 @@ _new = tuple.__new__  # as `_make` does it, in a third of the time
 
 _MAKE_BATCH, _NEXT_PART, _BEGIN_EPOCH = 1, 2, 3
 _MAKE_BATCH_LAYOUT = _request_layout(_MAKE_BATCH_FIELDS)
-_pack_make_batch = _MAKE_BATCH_LAYOUT.pack  # for every batch; and the same without the kind:
+pack_make_batch = functools.partial(_MAKE_BATCH_LAYOUT.pack, _MAKE_BATCH)
+"""Packs the fields of a `MakeBatch`: there is one for every batch, and no need for the object here."""
+# The same without the kind, for every batch:
 _unpack_make_batch = _request_layout(_MAKE_BATCH_FIELDS.replace("B3x", "4x")).unpack
 _NEXT_PART_LAYOUT = _request_layout("<B7xQ")
 # The payload begins where that of `MakeBatch` does, so that both may be as long.

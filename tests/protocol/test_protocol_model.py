@@ -92,7 +92,6 @@ class TakesStaleBatches(Dispatcher):
         if stale.state is TaskState.VOID:
             stale.state, stale.epoch = TaskState.MAKING, self.ledger.epoch
             self.ledger.outstanding += 1
-            self.ledger._due = min(self.ledger._due, stale.seq)
         super()._accept_batch(worker, answer)
 
 
