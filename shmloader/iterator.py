@@ -324,7 +324,7 @@ class SlotIterator(torch_private.BaseIterator):
         """Raise the exception that came in the place of a batch."""
         self._counters.failures += 1
         count(failure.bad_samples, self._counters)
-        raise restore(failure)
+        raise self._lifecycle.expect(restore(failure))
 
     def _warn(self, batch: Any) -> None:
         """Give the warning; where the program's filters make it an error, the batch comes next."""
