@@ -17,6 +17,7 @@ from shmloader.diagnostics.bad_samples import MODES as ON_ERROR
 OnError = Literal["raise", "skip", "replace"]
 Dispatch = Literal["static", "dynamic"]
 WorkerType = Literal["process", "thread"]
+Shard = Literal["auto"]
 
 AUTO: Final = "auto"
 STATIC: Final = "static"
@@ -95,6 +96,7 @@ def check_arguments(loader: Any, dataset: object, num_workers: object, persisten
             "prefetch_epochs=True needs persistent_workers=True: other workers end with their epoch"
         )
     _check_dispatch(loader.dispatch, dataset, num_workers)
+    _check_shard(loader.shard, dataset)
 
 
 def check_worker_type(loader: Any, dataset: object, multiprocessing_context: object) -> None:
@@ -142,6 +144,21 @@ def _check_dispatch(dispatch: str, dataset: object, num_workers: object) -> None
             "dispatch='dynamic' needs a map-style dataset: each worker has its own stream of an "
             "iterable-style one, so samples and their order would depend on which worker is free. "
             "Leave dispatch='static'"
+        )
+
+
+def _check_shard(shard: object, dataset: object) -> None:
+    if shard is None:
+        return
+    _check_word("shard", shard, (AUTO,))
+    if isinstance(dataset, torch_private.DATAPIPES):
+        raise ValueError(  # noqa: TRY004 - as everything that is refused for a shard
+            f"shard='auto' is not for a DataPipe ({type(dataset).__name__}): its sharding_filter() shards it"
+        )
+    if not isinstance(dataset, IterableDataset):
+        raise ValueError(  # noqa: TRY004
+            "shard='auto' needs an iterable-style dataset: workers share a map-style one by its indices, and "
+            "ranks by a shmloader.ShardedSampler"
         )
 
 

@@ -10,8 +10,10 @@ from typing import Any
 
 from shmloader import torch_private
 from shmloader.diagnostics.bad_samples import LEFT_OUT, Reported, count, take_report, warn_of_bad_samples
+from shmloader.scheduling.stream_progress import StreamProgress
 from shmloader.statistics import Counters
 from shmloader.worker.fetch import FetchRules, make_fetcher
+from shmloader.worker.streams import StreamRules
 
 
 class InProcessIterator(torch_private.SingleProcessIterator):
@@ -35,12 +37,15 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         self._counters = counters
         counters.begin_epoch()
         self._on_error: str = loader.on_error
+        iterable = self._dataset_kind == torch_private.ITERABLE_KIND
+        self._stream = StreamProgress(loader) if iterable else None
         rules = FetchRules(
-            iterable=self._dataset_kind == torch_private.ITERABLE_KIND,
+            iterable=iterable,
             auto_collation=self._auto_collation,
             drop_last=self._drop_last,
             collate_fn=self._collate_fn,
             on_error=self._on_error,
+            stream=StreamRules() if self._stream is None else self._stream.rules,
         )
         self._dataset_fetcher = make_fetcher(self._dataset, rules)
 
@@ -51,6 +56,8 @@ class InProcessIterator(torch_private.SingleProcessIterator):
                 index_batch = self._next_index()  # type: ignore[no-untyped-call]
                 batch = self._fetch(index_batch)
             except StopIteration:
+                if self._stream is not None:
+                    self._stream.end_epoch()
                 warn_of_bad_samples(self._counters, self._on_error)
                 raise
             if batch is not LEFT_OUT:
@@ -73,4 +80,10 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             self._counters.failures += 1
             count(self._dataset_fetcher.take_bad_samples(), self._counters)
             raise
-        return take_report(batch, self._counters) if type(batch) is Reported else batch
+        if self._stream is not None:
+            self._stream.count()
+        if type(batch) is not Reported:
+            return batch
+        if self._stream is not None and batch.place is not None:
+            self._stream.take(batch.place)
+        return take_report(batch, self._counters)

@@ -35,6 +35,7 @@ from shmloader.scheduling.ledger import ARRIVED, Task
 from shmloader.scheduling.lifecycle import BROKEN, IDLE, Lifecycle
 from shmloader.scheduling.restarts import RestartPolicy
 from shmloader.scheduling.scheduler import Scheduler
+from shmloader.scheduling.stream_progress import StreamProgress
 from shmloader.slots import SlotPool
 from shmloader.statistics import Counters
 from shmloader.store.unshared import CopyWatch
@@ -42,6 +43,7 @@ from shmloader.supervisor import Workers, start_workers
 from shmloader.worker.epoch_settings import DatasetState, EpochSettings
 from shmloader.worker.fetch import FetchRules
 from shmloader.worker.loop import WorkerArguments
+from shmloader.worker.streams import StreamRules
 
 
 @dataclass
@@ -83,6 +85,7 @@ class SlotIterator(torch_private.BaseIterator):
         self._on_error: str = loader.on_error
         self._counters = counters
         self._counts_samples = self._dataset_kind == torch_private.ITERABLE_KIND
+        self._stream = StreamProgress(loader) if self._counts_samples else None
         self._decoder = Decoder()
         self._lifecycle = Lifecycle()
         self._dataset_state = DatasetState(self._dataset)
@@ -122,11 +125,12 @@ class SlotIterator(torch_private.BaseIterator):
                 torch_private.sharding_worker_init_fn, init_fn, self._world_size, self._rank
             )
         rules = FetchRules(
-            iterable=self._dataset_kind == torch_private.ITERABLE_KIND,
+            iterable=self._counts_samples,
             auto_collation=self._auto_collation,
             drop_last=self._drop_last,
             collate_fn=self._collate_fn,
             on_error=loader.on_error,
+            stream=StreamRules() if self._stream is None else self._stream.rules,
         )
         make_arguments = functools.partial(
             WorkerArguments,
@@ -164,6 +168,8 @@ class SlotIterator(torch_private.BaseIterator):
 
     def _begin_epoch(self, loader: Any, *, first_iter: bool) -> None:
         scheduler = self._scheduler
+        if self._stream is not None:
+            self._stream.begin_epoch()
         self._held_back: list[Any] = []  # a batch whose warning was an error
         if first_iter:
             scheduler.begin_epoch(self._reset_sampler(loader, None, first_iter=True))
@@ -263,6 +269,7 @@ class SlotIterator(torch_private.BaseIterator):
         raise self._end_epoch()
 
     def _end_epoch(self) -> StopIteration:
+        self._compare_ends()
         pids = [process.pid for process in self._crew.processes]
         copied = "" if self._copies is None else self._copies.ended(pids)
         if not self._persistent_workers:
@@ -276,6 +283,16 @@ class SlotIterator(torch_private.BaseIterator):
             self._lifecycle.expect(error)
             raise
         return self._lifecycle.expect(StopIteration())
+
+    def _compare_ends(self) -> None:
+        """Compare the epoch's length with that of other ranks, where those may have others."""
+        if self._stream is None:
+            return
+        try:
+            self._stream.end_epoch()
+        except LoaderError as error:
+            self._lifecycle.expect(error)
+            raise
 
     def _await(self, task: Task) -> None:
         """Take in what workers have said, or wait for it, until the batch of a task may be here."""
@@ -300,12 +317,16 @@ class SlotIterator(torch_private.BaseIterator):
         anchor, header = dispatcher.take(task)
         dispatcher.ledger.finish(task)
         self._scheduler.send_more()
+        if self._stream is not None:
+            self._stream.count()
         try:
             batch = self._decoder.decode(anchor, header)
             del anchor
             if answer.failed:
                 self._raise(batch)
             if answer.reported:
+                if self._stream is not None and batch.place is not None:
+                    self._stream.take(batch.place)
                 batch = take_report(batch, self._counters)
                 if batch is LEFT_OUT:
                     return batch

@@ -14,6 +14,7 @@ from shmloader.arguments import (
     PROCESS,
     Dispatch,
     OnError,
+    Shard,
     WorkerType,
     check_arguments,
     check_worker_type,
@@ -117,6 +118,13 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         share_dataset: Move the dataset's large containers to shared memory first, as `shmloader.share`
             does: ``loader.dataset`` is then the shared dataset, and ``dataset`` itself is not changed.
             For the memory to be saved, nothing else (a sampler, a variable) may go on holding the original.
+        shard: ``"auto"`` divides an iterable-style dataset among all workers of all ranks, so that each item
+            comes once: by the dataset's ``shard(num_shards, index)``, or by its ``is_shardable()`` and
+            ``sharding_settings(total_num_of_shards, id_of_shard)``; else each worker iterates over all of it
+            and gives every so many items, which must be the same ones, in the same order, in all of them. A
+            dataset that reads ``get_worker_info().num_workers`` before its first item divides itself, and is
+            left alone. Ranks have equally many batches, or an error names one that has fewer. See
+            docs/sharding.md.
 
     Raises:
         TypeError: For a ``memory_budget_nbytes`` or ``worker_restarts`` that is no whole number (``1e9`` is a
@@ -126,7 +134,8 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             the three, for a ``dispatch`` that is neither of the two or dynamic with an iterable-style
             dataset, for another word than ``"auto"`` as ``num_workers`` or ``prefetch_factor``, for
             ``num_workers="auto"`` with static dispatch or an iterable-style dataset, for
-            ``prefetch_epochs`` without ``persistent_workers``, and for a ``worker_type`` that is neither of
+            ``prefetch_epochs`` without ``persistent_workers``, for a ``shard`` that is not ``"auto"`` or
+            with a dataset that is not iterable-style, and for a ``worker_type`` that is neither of
             the two or ``"thread"`` with what it is not for.
     """
 
@@ -137,6 +146,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
     prefetch_epochs: bool
     worker_type: WorkerType
     share_dataset: bool
+    shard: Shard | None
 
     def __init__(
         self,
@@ -165,6 +175,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         prefetch_epochs: bool = False,
         worker_type: WorkerType = PROCESS,
         share_dataset: bool = False,
+        shard: Shard | None = None,
     ) -> None:
         self.memory_budget_nbytes = memory_budget_nbytes
         self.worker_restarts = worker_restarts
@@ -175,6 +186,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         self.prefetch_epochs = prefetch_epochs
         self.worker_type = worker_type
         self.share_dataset = share_dataset
+        self.shard = shard
         check_arguments(self, dataset, workers, persistent_workers)
         check_worker_type(self, dataset, multiprocessing_context)
         if share_dataset and why_unavailable() is None:

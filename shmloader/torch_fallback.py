@@ -29,6 +29,9 @@ def must_load_as_torch(loader: Any) -> bool:
 
     The first time this warns, with what is missing and the loader's options that have no effect. Without
     workers it does not matter what the platform lacks.
+
+    Raises:
+        NotImplementedError: For a loader with ``shard="auto"``: its batches would be others.
     """
     if why_missing(Feature.SLOTS) is not None:
         text = missing_message(Feature.SLOTS)
@@ -36,6 +39,8 @@ def must_load_as_torch(loader: Any) -> bool:
         text = missing_message(Feature.SLOTS, lack)
     else:
         return False
+    if loader.shard is not None:
+        raise NotImplementedError(f"{text} It does not divide streams as shard={loader.shard!r} asks for.")
     text += _options_without_effect(loader)
     if text not in _told:
         _told.add(text)

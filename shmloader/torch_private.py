@@ -8,6 +8,7 @@ uses torch's public interface.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 import importlib
@@ -345,6 +346,52 @@ def _worker_info(*, rng: Any, worker_method: str, **known: Any) -> Any:
         return info
 
 
+def watched_worker_info(dataset: Any) -> tuple[Any, list[str]]:
+    """A worker info for a dataset to see, and a list that each read of its ``num_workers`` is noted in.
+
+    It is a copy of the worker's own; where there is no worker, that of worker 0 of 1.
+    """
+    reads: list[str] = []
+
+    def read(info: Any, name: str) -> Any:
+        if name == "num_workers":
+            reads.append(name)
+        return object.__getattribute__(info, name)
+
+    own = torch.utils.data.get_worker_info() or _worker_info(
+        id=0,
+        num_workers=1,
+        seed=torch.initial_seed(),
+        dataset=dataset,
+        rng=None,
+        worker_method="multiprocessing",
+    )
+    kind: Any = type(own)
+    names = {"__slots__": (), "__getattribute__": read, "__repr__": lambda _: repr(own)}
+    watched = copy.copy(own)
+    object.__setattr__(watched, "__class__", type(kind.__name__, (kind,), names))
+    return watched, reads
+
+
+def only_worker_info() -> Any:
+    """The worker's own worker info, as if there were no other worker; None where there is no worker."""
+    only = copy.copy(torch.utils.data.get_worker_info())
+    if only is not None:
+        object.__setattr__(only, "id", 0)
+        object.__setattr__(only, "num_workers", 1)
+    return only
+
+
+def show_worker_info(info: Any) -> None:
+    """Have ``get_worker_info()`` answer with ``info`` from now on: in this worker, or where there is none."""
+    names = vars(importlib.import_module(_WORKER))
+    in_threads: Any = names.get(_IN_THREADS)
+    if getattr(in_threads, "worker_info", None) is None:
+        names["_worker_info"] = info
+    else:
+        in_threads.worker_info = info
+
+
 @functools.cache
 def _have_worker_info_in_threads() -> Any:
     """Let ``get_worker_info()`` look at what the calling thread was given before it looks at the process's.
@@ -405,6 +452,11 @@ def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> TypedSto
 
 
 # --- the rest
+
+
+def default_store() -> Any:
+    """The store through which the ranks of ``torch.distributed`` found each other."""
+    return importlib.import_module("torch.distributed.distributed_c10d")._get_default_store()
 
 
 def profiler_enabled() -> bool:

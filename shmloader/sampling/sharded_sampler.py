@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -19,9 +19,9 @@ class ShardedSampler(DistributedSampler[int]):
 
     Each epoch has one global order, drawn from ``seed + epoch``. Of what is left of it, rank ``r`` of ``R``
     takes every ``R``-th index, from the ``r``-th on. So when all ranks have taken equally many batches, a
-    prefix of the order is consumed, and its length says all about the place: a loader's state has it, and
-    the rest can be divided among any number of ranks. The indices of a whole epoch are those of torch's
-    ``DistributedSampler`` with the same arguments.
+    prefix of the order is consumed, and its length says all about the place: `shmloader.DataLoader` has it
+    in its state, and the rest can be divided among any number of ranks. The indices of a whole epoch are
+    those of torch's ``DistributedSampler`` with the same arguments.
 
     As with torch's, call ``set_epoch()`` (of the loader, or of this) before each epoch.
 
@@ -62,19 +62,33 @@ class ShardedSampler(DistributedSampler[int]):
             raise ValueError(f"drop_last=True contradicts uneven={uneven!r}: leave one of them out")
         super().__init__(dataset, num_replicas, rank, shuffle, seed, self.uneven == "drop")
         self._check_even(len(dataset))
+        self._begin = self._loaded = (0, 0)  # samples consumed, batches of each rank: before this iteration
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.indices_after(0).tolist())
+        self._begin, self._loaded = self._loaded, (0, 0)
+        return iter(self._indices_after(self._begin[0]).tolist())
 
-    def indices_after(self, consumed: int) -> IntArray:
-        """This rank's indices of the rest of the epoch, int64.
+    def state_after(self, batches: int, batch_size: int) -> dict[str, int]:
+        """The state after a number of batches of the present epoch; takes no longer for more of them.
 
         Args:
-            consumed: Samples of the global order that the ranks have taken together.
-
-        Raises:
-            ValueError: With ``uneven="error"``, if the rest cannot be divided equally.
+            batches: Batches that each rank has had, those before a resumed state included.
+            batch_size: Samples in each of them since then.
         """
+        consumed, before = self._begin if batches >= self._begin[1] else (0, 0)
+        consumed += (batches - before) * batch_size * self.num_replicas
+        return {"consumed": min(consumed, len(self.dataset)), "batches": batches}  # type: ignore[arg-type]
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Have the next iteration go on in its epoch from a state, on whatever rank it was taken.
+
+        Args:
+            state_dict: As `state_after` has returned it: how many samples of the global order were consumed,
+                in how many batches of each rank.
+        """
+        self._loaded = int(state_dict["consumed"]), int(state_dict["batches"])
+
+    def _indices_after(self, consumed: int) -> IntArray:
         length, ranks = len(self.dataset), self.num_replicas  # type: ignore[arg-type]
         if self.shuffle:
             generator = torch.Generator()
@@ -89,17 +103,6 @@ class ShardedSampler(DistributedSampler[int]):
         elif len(rest) % ranks:
             rest = np.concatenate([rest, np.resize(order, -len(rest) % ranks)])
         return rest[self.rank :: ranks]
-
-    def consumed_by(self, batches: int, batch_size: int, before: int = 0) -> int:
-        """Samples of the global order that the ranks have taken together, counted from the epoch's begin.
-
-        Args:
-            batches: Batches that each rank has taken.
-            batch_size: Samples in each of them.
-            before: Samples that were consumed when the first of these batches was drawn.
-        """
-        length = len(self.dataset)  # type: ignore[arg-type]
-        return min(before + batches * batch_size * self.num_replicas, length)
 
     def _check_even(self, left: int) -> None:
         if self.uneven == "error" and left % self.num_replicas:

@@ -14,7 +14,7 @@ import copy
 import itertools
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
@@ -34,6 +34,7 @@ from shmloader.errors import NoGoodSample
 from shmloader.sampling.index_batches import PackedInts
 from shmloader.sources import NOT_GATHERED, Gatherer
 from shmloader.statistics import BadSample
+from shmloader.worker.streams import STRIDE, Place, Stream, StreamReport, StreamRules, Stride, say_position
 
 
 class FetchRules(NamedTuple):
@@ -45,6 +46,7 @@ class FetchRules(NamedTuple):
         drop_last: Whether an iterable dataset's last, shorter batch is left out.
         collate_fn: Joins samples (or converts the one sample, without auto collation).
         on_error: What becomes of a sample that raises: see ``DataLoader``.
+        stream: Of an iterable-style dataset: how it is divided, and where it is resumed.
     """
 
     iterable: bool
@@ -52,6 +54,7 @@ class FetchRules(NamedTuple):
     drop_last: bool
     collate_fn: Callable[[Any], Any]
     on_error: str = RAISE
+    stream: StreamRules = StreamRules()
 
 
 class Fetcher(ABC):
@@ -81,12 +84,11 @@ class Fetcher(ABC):
         return pack(bad)
 
 
-def make_fetcher(dataset: Any, rules: FetchRules) -> Fetcher:
+def make_fetcher(dataset: Any, rules: FetchRules, worker_id: int = 0, num_workers: int = 1) -> Fetcher:
     """The fetcher for a dataset; for an iterable one this calls ``iter(dataset)``."""
-    tolerant = rules.on_error != RAISE
     if rules.iterable:
-        return _TolerantIterableFetcher(dataset, rules) if tolerant else _IterableFetcher(dataset, rules)
-    return _TolerantMapFetcher(dataset, rules) if tolerant else _MapFetcher(dataset, rules)
+        return _PartsFetcher(dataset, rules, worker_id, num_workers)
+    return _MapFetcher(dataset, rules) if rules.on_error == RAISE else _TolerantMapFetcher(dataset, rules)
 
 
 # --- map-style datasets
@@ -250,32 +252,79 @@ def _take(samples: Sequence[Any], places: Sequence[int]) -> list[Any]:
 # --- iterable-style datasets
 
 
-class _IterableFetcher(Fetcher):
-    def __init__(self, dataset: Any, rules: FetchRules) -> None:
+class _PartsFetcher(Fetcher):
+    """Fetches from the parts of a stream that a worker has: one or, in a resumed epoch, any number."""
+
+    def __init__(self, dataset: Any, rules: FetchRules, worker_id: int, num_workers: int) -> None:
         super().__init__()
-        self._samples: Iterator[Any] = _Nexts(iter(dataset))
-        self._rules = rules
-        self._ended = False
-        self._position = 0  # of the next sample in the stream
+        self._dataset, self._rules = dataset, rules
+        self._worker_id, self._num_workers = worker_id, num_workers
+        self._parts = rules.stream.parts_of(worker_id, num_workers)
+        self._fetcher: _StreamFetcher | None = None
+        if self._parts:
+            self._begin_part()
+
+    def _begin_part(self) -> None:
+        rules, worker_id, num_workers = self._rules, self._worker_id, self._num_workers
+        self._part = self._parts.pop(0)
+        self._batches = 0
+        drawn = rules.stream.place_of(self._part).drawn
+        stream = self._stream = Stream(
+            self._dataset, rules.stream, self._part, rules.stream.parts(num_workers)
+        )
+        if stream.layout != STRIDE:
+            kind = _IterableFetcher if rules.on_error == RAISE else _TolerantIterableFetcher
+            self._fetcher = kind(stream, rules, drawn)
+            return
+        if rules.on_error != RAISE:
+            raise ValueError(
+                f"on_error={rules.on_error!r} cannot be had where shard='auto' deals out the samples of a "
+                "stream: ranks would have batches of other sizes. Give the dataset a method "
+                "shard(num_shards, index), or leave on_error='raise'"
+            )
+        stride = Stride(stream, rules.stream, worker_id, num_workers, rules.drop_last, drawn)
+        self._fetcher = _StrideFetcher(stride, rules)
 
     def fetch(self, index_batch: Any) -> Any:
-        if self._ended:
-            raise StopIteration
-        auto_collation, begin = self._rules.auto_collation, self._position
-        samples: list[Any] = []
-        size = len(index_batch) if auto_collation else 1
-        try:
-            samples.extend(itertools.islice(self._samples, size))
-        except BaseException as error:
-            self._position = begin + len(samples) + 1
-            add_note(error, f"raised by sample {self._position - 1} of the stream, counted from 0")
-            raise
-        self._position = begin + len(samples)
-        if len(samples) < size:
-            self._ended = auto_collation  # without it, torch asks the iterator again
-            if not samples or self._rules.drop_last:
-                raise StopIteration
-        return self._join(samples, range(begin, self._position))
+        while self._fetcher is not None:
+            try:
+                batch = self._fetcher.fetch(index_batch)
+            except StopIteration:
+                if not self._parts:
+                    raise
+                self._begin_part()
+            else:
+                return self._with_place(batch, self._fetcher.drawn)
+        raise StopIteration
+
+    def _with_place(self, batch: Any, drawn: int) -> Any:
+        """The batch, with the place behind it if the main process cannot tell that by counting."""
+        rules, stream = self._rules.stream, self._stream
+        self._batches += 1
+        state = stream.state() if self._batches % rules.snapshot_every == 0 else b""
+        reported = type(batch) is Reported
+        told = reported or state or (self._batches == 1 and (rules.shard or rules.places))
+        if not told:
+            return batch
+        place = StreamReport(self._part, stream.layout, Place(drawn, state, drawn if state else 0))
+        return (batch if reported else Reported(batch, False, False, b""))._replace(place=place)
+
+    def take_bad_samples(self) -> bytes:
+        return b"" if self._fetcher is None else self._fetcher.take_bad_samples()
+
+
+class _StreamFetcher(Fetcher):
+    """Fetches from one part of a stream.
+
+    Attributes:
+        drawn: Samples of the stream that are behind it.
+    """
+
+    drawn: int
+
+    def __init__(self, rules: FetchRules) -> None:
+        super().__init__()
+        self._rules = rules
 
     def _join(self, samples: list[Any], positions: Sequence[int]) -> Any:
         try:
@@ -285,20 +334,42 @@ class _IterableFetcher(Fetcher):
             raise
 
 
-class _Nexts:
-    """An iterator that is asked for nothing but its next item.
+class _StrideFetcher(_StreamFetcher):
+    def __init__(self, stride: Stride, rules: FetchRules) -> None:
+        super().__init__(rules)
+        self._stride = stride
 
-    ``islice`` calls ``iter()`` of what it is given. A dataset that is its own iterator begins anew then.
-    """
+    def fetch(self, index_batch: Any) -> Any:
+        samples, positions = self._stride.next_batch()
+        self.drawn = self._stride.drawn
+        return self._join(samples, positions)
 
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator = iterator
 
-    def __iter__(self) -> Iterator[Any]:
-        return self
+class _IterableFetcher(_StreamFetcher):
+    def __init__(self, stream: Stream, rules: FetchRules, drawn: int) -> None:
+        super().__init__(rules)
+        self._samples = stream
+        self._ended = False
+        self.drawn = drawn
 
-    def __next__(self) -> Any:
-        return next(self._iterator)
+    def fetch(self, index_batch: Any) -> Any:
+        if self._ended:
+            raise StopIteration
+        auto_collation, begin = self._rules.auto_collation, self.drawn
+        samples: list[Any] = []
+        size = len(index_batch) if auto_collation else 1
+        try:
+            samples.extend(itertools.islice(self._samples, size))
+        except BaseException as error:
+            self.drawn = begin + len(samples) + 1
+            say_position(error, self.drawn - 1)
+            raise
+        self.drawn = begin + len(samples)
+        if len(samples) < size:
+            self._ended = auto_collation  # without it, torch asks the iterator again
+            if not samples or self._rules.drop_last:
+                raise StopIteration
+        return self._join(samples, range(begin, self.drawn))
 
 
 class _TolerantIterableFetcher(_IterableFetcher):
@@ -324,30 +395,30 @@ class _TolerantIterableFetcher(_IterableFetcher):
         replaces = self._rules.on_error == REPLACE
         in_a_row = 0
         while size > 0:
-            begin = self._position
+            begin = self.drawn
             try:
                 samples.extend(itertools.islice(self._samples, size))
             except BaseException as error:
-                self._position += len(samples) - len(positions)
-                positions.extend(range(begin, self._position))
+                self.drawn += len(samples) - len(positions)
+                positions.extend(range(begin, self.drawn))
                 self._note_bad(error)
-                drawn = self._position - 1 - begin
+                drawn = self.drawn - 1 - begin
                 in_a_row = 1 if drawn else in_a_row + 1
                 if in_a_row >= MOST_IN_A_ROW:
                     raise NoGoodSample(f"{in_a_row:,} samples of a stream in a row raised") from error
                 size -= drawn if replaces else drawn + 1
             else:
-                self._position += len(samples) - len(positions)
-                positions.extend(range(begin, self._position))
-                return self._position - begin < size
+                self.drawn += len(samples) - len(positions)
+                positions.extend(range(begin, self.drawn))
+                return self.drawn - begin < size
         return False
 
     def _note_bad(self, error: BaseException) -> None:
         """Take what an iterator raised for a bad sample, or raise it."""
-        position = self._position
-        self._position += 1
+        position = self.drawn
+        self.drawn += 1
         if not isinstance(error, Exception) or not is_a_samples_fault(error):
-            add_note(error, f"raised by sample {position} of the stream, counted from 0")
+            say_position(error, position)
             raise error
         self._bad.append(describe(error, position, of_stream=True))
         forget_frames(error)

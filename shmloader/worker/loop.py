@@ -161,7 +161,7 @@ class _Worker:
             dataset = self._seeds.wrap(dataset, rules.collate_fn, auto_collation=rules.auto_collation)
         if self._in_thread and _is_fetched_one_by_one(self._dataset, rules):
             dataset = _UntilClosed(dataset, self._link)
-        return make_fetcher(dataset, rules)
+        return make_fetcher(dataset, rules, self._arguments.worker_id, self._arguments.num_workers)
 
     def _serve(self) -> None:
         """Answer one request."""

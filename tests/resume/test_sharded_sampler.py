@@ -42,8 +42,9 @@ def test_it_takes_torchs_place() -> None:
     assert (sampler.seed, sampler.epoch, sampler.shuffle, sampler.drop_last) == (9, 0, False, False)
 
 
-def batches_of(sampler: ShardedSampler, consumed: int, batch_size: int) -> list[list[int]]:
-    indices = sampler.indices_after(consumed).tolist()
+def batches_after(sampler: ShardedSampler, state: dict[str, int], batch_size: int) -> list[list[int]]:
+    sampler.load_state_dict(state)
+    indices = list(sampler)
     return [indices[begin : begin + batch_size] for begin in range(0, len(indices), batch_size)]
 
 
@@ -53,14 +54,14 @@ def test_each_sample_comes_exactly_once_over_runs_of_any_ranks_and_batch_sizes(d
     """Three runs, each with ranks and batches of its own, each but the last stopped anywhere."""
     length = data.draw(st.integers(1, 200), "length")
     uneven = data.draw(st.sampled_from(["pad", "drop"]), "uneven")
-    consumed, seen = 0, []
+    state, seen = {"consumed": 0, "batches": 0}, []
     for run in range(3):
         ranks = data.draw(st.integers(1, 7), "ranks")
         batch_size = data.draw(st.integers(1, 9), "batch size")
         samplers = [
             ShardedSampler(range(length), ranks, rank, seed=5, uneven=uneven) for rank in range(ranks)
         ]
-        per_rank = [batches_of(sampler, consumed, batch_size) for sampler in samplers]
+        per_rank = [batches_after(sampler, state, batch_size) for sampler in samplers]
         assert len({tuple(map(len, batches)) for batches in per_rank}) == 1, "ranks differ in their batches"
         most = len(per_rank[0])
         taken = most if run == 2 else data.draw(st.integers(0, most), "batches taken")
@@ -69,7 +70,9 @@ def test_each_sample_comes_exactly_once_over_runs_of_any_ranks_and_batch_sizes(d
             seen += [
                 index for at in zip(*(batches[number] for batches in per_rank), strict=True) for index in at
             ]
-        consumed = samplers[0].consumed_by(taken, batch_size, consumed)
+        states = [sampler.state_after(state["batches"] + taken, batch_size) for sampler in samplers]
+        state = states[0]
+        assert all(other == state for other in states), "ranks differ in their states"
         if taken == most:
             break
     generator = torch.Generator().manual_seed(5)
@@ -87,11 +90,24 @@ def test_what_cannot_be_divided_equally_is_an_error_where_it_is_asked_for() -> N
     with pytest.raises(ValueError, match="10 samples cannot be divided equally among 3 ranks"):
         ShardedSampler(range(10), 3, 0, uneven="error")
     sampler = ShardedSampler(range(12), 3, 0, uneven="error")
-    assert len(sampler.indices_after(3)) == 3
+    sampler.load_state_dict({"consumed": 3, "batches": 1})
+    assert len(list(sampler)) == 3
+    sampler.load_state_dict({"consumed": 2, "batches": 1})
     with pytest.raises(
         ValueError, match=r"10 samples cannot be divided equally among 3 ranks.*'pad' or 'drop'"
     ):
-        sampler.indices_after(2)
+        list(sampler)
+
+
+def test_an_epoch_after_a_resumed_one_is_whole() -> None:
+    """And its states count from its own beginning, also before it is drawn from."""
+    sampler = ShardedSampler(range(12), 2, 0, shuffle=False)
+    sampler.load_state_dict({"consumed": 8, "batches": 2})
+    assert list(sampler) == [8, 10]
+    assert sampler.state_after(3, 1) == {"consumed": 10, "batches": 3}
+    assert sampler.state_after(0, 1) == {"consumed": 0, "batches": 0}
+    assert list(sampler) == [0, 2, 4, 6, 8, 10]
+    assert sampler.state_after(3, 1) == {"consumed": 6, "batches": 3}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,76 @@
+"""The ranks of a distributed run: which this is, and whether their epochs are equally long. Main process."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+
+import torch.distributed as dist
+
+from shmloader.errors import LoaderError
+from shmloader.torch_private import default_store
+
+_WAIT_S = 300.0  # for the other ranks at the end of an epoch, where the loader has no timeout
+_LOOK_AGAIN_S = 0.02
+_ADVICE = (
+    "Let the dataset give each shard equally many samples, or leave it undivided: then shard='auto' deals "
+    "its samples out."
+)
+_ends = itertools.count()
+
+
+def rank_and_ranks() -> tuple[int, int]:
+    """This rank and the number of ranks: those of ``torch.distributed``, else those of the environment.
+
+    Raises:
+        ValueError: If ``RANK`` and ``WORLD_SIZE`` are no rank and no number of ranks.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    rank, ranks = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank is None or ranks is None:
+        return 0, 1
+    if not (rank.isdigit() and ranks.isdigit() and int(rank) < int(ranks)):
+        raise ValueError(f"RANK={rank!r} and WORLD_SIZE={ranks!r} in the environment are not a rank of a run")
+    return int(rank), int(ranks)
+
+
+def check_equal_ends(batches: int, timeout_s: float) -> None:
+    """Compare how many batches the ranks have had, at the end of an epoch whose stream they divided.
+
+    A rank that has more batches than others would wait for them in its next collective operation. So each
+    says at its end how many it has had, and waits until the others have said it too. All ranks have to come
+    to the ends of such epochs in the same order. Nothing is sent before the end; without
+    ``torch.distributed`` nothing is compared.
+
+    Args:
+        batches: Batches that this rank has had.
+        timeout_s: Most seconds to wait; 0 waits for five minutes.
+
+    Raises:
+        LoaderError: If another rank has had more or fewer, or has not come to its end in time.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    store, rank, ranks = default_store(), dist.get_rank(), dist.get_world_size()
+    end = next(_ends)
+    keys = {other: f"shmloader/end {end}/rank {other}" for other in range(ranks)}
+    store.set(keys[rank], str(batches))
+    wait_s = timeout_s or _WAIT_S
+    deadline = time.monotonic() + wait_s
+    while missing := [other for other, key in keys.items() if not store.check([key])]:
+        if time.monotonic() > deadline:
+            raise LoaderError(
+                f"rank {rank} came to the end of its epoch after {batches:,} batches, and rank "
+                f"{' and '.join(map(str, missing))} did not within {wait_s:g} s: with more batches than rank "
+                f"{rank} it waits for it. {_ADVICE}"
+            )
+        time.sleep(_LOOK_AGAIN_S)
+    counts = {other: int(store.get(key)) for other, key in keys.items()}
+    fewest = min(counts, key=lambda other: counts[other])
+    if max(counts.values()) > counts[fewest]:
+        others = ", ".join(f"rank {other}: {count:,}" for other, count in counts.items() if other != fewest)
+        raise LoaderError(
+            f"rank {fewest} ran out after {counts[fewest]:,} batches, before others ({others}). {_ADVICE}"
+        )

@@ -1,0 +1,302 @@
+"""Iterable-style datasets: the part that a worker takes of one, and the place that it has come to.
+
+Without ``shard="auto"`` a worker's part is the whole dataset, as torch has it: what to leave out is the
+dataset's own business. With it, the dataset is asked for a shard of itself, or the worker takes every so many
+samples of the whole stream (`Stride`). Runs in the worker, or without workers in the main process.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+from torch.utils.data import get_worker_info
+
+from shmloader.diagnostics.exceptions import add_note
+from shmloader.torch_private import only_worker_info, show_worker_info, watched_worker_info
+
+OWN, SHARD, STRIDE = "own", "shard", "stride"
+"""How a stream is divided: by the dataset itself or not at all; by its own shards; by `Stride`."""
+
+
+class Place(NamedTuple):
+    """A place in a stream.
+
+    Attributes:
+        drawn: Samples that were drawn from it.
+        state: States of the dataset and its iterator, pickled by `Stream.state`, or empty.
+        state_drawn: Samples that had been drawn when the states were taken.
+    """
+
+    drawn: int = 0
+    state: bytes = b""
+    state_drawn: int = 0
+
+
+class StreamRules(NamedTuple):
+    """What workers of an iterable-style dataset have to know besides how to fetch.
+
+    Attributes:
+        shard: Whether to divide the stream among ranks and workers (``shard="auto"``).
+        rank: This rank.
+        ranks: Number of ranks.
+        batch_size: Samples of a batch, 1 without batches.
+        snapshot_every: Batches of a worker from one state of the dataset to the next.
+        layout: How the stream was divided in the run that is resumed; empty in a fresh epoch.
+        places: To resume from: of each part, or with `Stride` one for the whole stream.
+    """
+
+    shard: bool = False
+    rank: int = 0
+    ranks: int = 1
+    batch_size: int = 1
+    snapshot_every: int = 1
+    layout: str = ""
+    places: tuple[Place, ...] = ()
+
+    def parts_of(self, worker_id: int, num_workers: int) -> list[int]:
+        """Numbers of the parts that a worker plays, one after another.
+
+        There is one part for each worker of the run that began the epoch.
+        """
+        return list(range(worker_id, self.parts(num_workers), num_workers))
+
+    def parts(self, num_workers: int) -> int:
+        """Number of parts of the stream of a rank."""
+        return num_workers if self.layout in ("", STRIDE) else len(self.places)
+
+    def place_of(self, part: int) -> Place:
+        """The place to resume a part from."""
+        if not self.places:
+            return Place()
+        return self.places[0 if self.layout == STRIDE else part]
+
+
+class StreamReport(NamedTuple):
+    """What the main process is told with a batch of a stream, so that it can be resumed behind it.
+
+    Attributes:
+        part: The part that the batch is of.
+        layout: How the stream is divided.
+        place: The place behind the batch; its state is empty if none was taken.
+    """
+
+    part: int
+    layout: str
+    place: Place
+
+
+class Stream:
+    """The samples of a dataset, or of its shard: an iterator.
+
+    Args:
+        dataset: The dataset.
+        rules: How to divide it, and where it was left.
+        part: The part to play.
+        parts: Parts on each rank.
+
+    Attributes:
+        layout: How the stream is divided.
+    """
+
+    def __init__(self, dataset: Any, rules: StreamRules, part: int, parts: int) -> None:
+        self.layout = OWN
+        self._info: Any = None  # that the dataset sees instead of the worker's, if anything
+        self._reads: list[str] = []  # of the number of workers in it
+        if rules.shard:
+            shard = shard_of(dataset, rules, part, parts)
+            self.layout = STRIDE if shard is None else SHARD
+            if shard is None and not _has(dataset, "shard"):
+                self._info, self._reads = watched_worker_info(dataset)
+            else:
+                self._info = only_worker_info()  # it must not divide itself once more
+            dataset = dataset if shard is None else shard
+        place = rules.place_of(part)
+        states = pickle.loads(place.state) if place.state else {}
+        self._dataset = dataset
+        if "dataset" in states:
+            dataset.load_state_dict(states["dataset"])
+        self._iterator: Iterator[Any] = self._call(iter, dataset)
+        if "iterator" in states:
+            self._iterator.load_state_dict(states["iterator"])
+        self._first: list[Any] = []
+        if self.layout == STRIDE:
+            self._first = list(islice(self, 1))
+            if self._reads:
+                self.layout = OWN
+        self._is_stateful = _is_stateful(dataset) or _is_stateful(self._iterator)
+        if rules.layout and rules.layout != self.layout:
+            raise RuntimeError(
+                f"the state was made with a stream that was divided by {_BY[rules.layout]}, and it is "
+                f"divided by {_BY[self.layout]} now: resume with the same dataset and the same shard="
+            )
+        self._skip(place.drawn - place.state_drawn, rules.ranks * rules.batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        # islice() calls it. A dataset that is its own iterator would begin anew.
+        return self
+
+    def __next__(self) -> Any:
+        if self._first:
+            return self._first.pop()
+        return next(self._iterator) if self._info is None else self._call(next, self._iterator)
+
+    def _call(self, function: Any, argument: Any) -> Any:
+        """Call ``iter`` or ``next``, with the worker info that the dataset is to see."""
+        if self._info is None:
+            return function(argument)
+        before = get_worker_info()
+        show_worker_info(self._info)
+        try:
+            return function(argument)
+        finally:
+            show_worker_info(before)
+
+    def _skip(self, count: int, of_a_batch: int) -> None:
+        skipped = sum(1 for _ in islice(self, count))
+        if skipped + of_a_batch <= count:
+            raise RuntimeError(
+                f"the stream to be resumed ended after {skipped:,} of the {count:,} samples that were drawn "
+                "from it before: the dataset has changed, or gives another number of samples each time"
+            )
+
+    def check_worker_info(self) -> None:
+        """Raise if the dataset has begun to shard itself after its first sample."""
+        if self.layout == STRIDE and self._reads:
+            raise RuntimeError(
+                f"{type(self._dataset).__name__} read get_worker_info().num_workers after its first sample, "
+                "when shard='auto' had begun to deal the samples out: read it before, or leave out shard"
+            )
+
+    def state(self) -> bytes:
+        """The states of the dataset and of its iterator, pickled; empty if neither has any."""
+        if not self._is_stateful:
+            return b""
+        states = {}
+        if _is_stateful(self._dataset) and self._dataset is not self._iterator:
+            states["dataset"] = self._dataset.state_dict()
+        if _is_stateful(self._iterator):
+            states["iterator"] = self._iterator.state_dict()  # type: ignore[attr-defined]
+        return pickle.dumps(states, 5)
+
+
+_BY = {
+    OWN: "nobody but the dataset itself",
+    SHARD: "its shard() or sharding_settings()",
+    STRIDE: "shmloader, sample by sample",
+}
+
+
+def _has(one: Any, *methods: str) -> bool:
+    return all(callable(getattr(one, name, None)) for name in methods)
+
+
+def _is_stateful(one: Any) -> bool:
+    return _has(one, "state_dict", "load_state_dict")
+
+
+def shard_of(dataset: Any, rules: StreamRules, part: int, parts: int) -> Any:
+    """A shard of a dataset, made by the dataset itself; None if it cannot make one.
+
+    A dataset that says by ``num_shards`` of how many files it is made, as Hugging Face's do, is not asked for
+    more shards than that, nor with several ranks for shards with unequally many files.
+
+    Args:
+        dataset: The dataset.
+        rules: The number of ranks, and this one.
+        part: The part of this rank's share.
+        parts: Parts of it.
+    """
+    shards, index = rules.ranks * parts, rules.rank * parts + part
+    if not _has(dataset, "shard"):
+        if not (_has(dataset, "is_shardable", "sharding_settings") and dataset.is_shardable()):
+            return None
+        dataset.sharding_settings(shards, index)
+        return dataset
+    files = getattr(dataset, "num_shards", None)
+    if isinstance(files, int) and (files < shards or (rules.ranks > 1 and files % shards)):
+        return None
+    shard = dataset.shard(shards, index)
+    epoch = getattr(dataset, "epoch", None)
+    if isinstance(epoch, int) and _has(shard, "set_epoch"):
+        shard.set_epoch(epoch)  # a new dataset of Hugging Face's begins with epoch 0
+    return shard
+
+
+class Stride:
+    """A worker's share of a stream that all workers of all ranks see whole.
+
+    The stream is cut into groups, one batch for each rank. A rank's batch ``n`` is made of group ``n``,
+    whichever worker makes it, so the batches do not depend on the number of workers, and ranks have equally
+    many. Rank ``r`` takes from a group the samples ``r``, ``r + ranks``, and so on. If the stream ends inside
+    a group, ``drop_last`` leaves it out; else ranks that lack a sample repeat one of the last ones.
+
+    Args:
+        stream: All samples from the place on that is resumed from.
+        rules: The number of ranks, and the size of a batch.
+        worker_id: Which worker this is.
+        num_workers: How many there are.
+        drop_last: Whether to leave out the last group if it is not complete.
+        drawn: Samples that were drawn from the stream before.
+
+    Attributes:
+        drawn: Samples of the stream up to the end of the latest group.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        rules: StreamRules,
+        worker_id: int,
+        num_workers: int,
+        drop_last: bool,
+        drawn: int,
+    ) -> None:
+        self._stream = stream
+        self._rules = rules
+        self._others, self._num_workers = worker_id, num_workers  # groups of other workers that come first
+        self._drop_last = drop_last
+        self._ended = False
+        self.drawn = drawn
+
+    def next_batch(self) -> tuple[list[Any], list[int]]:
+        """The samples of this rank's next batch, and their positions in the stream.
+
+        Raises:
+            StopIteration: If there is none.
+        """
+        batch_size = self._rules.batch_size
+        for _ in range(self._others * batch_size):
+            self._draw()
+        self._others = self._num_workers - 1
+        samples: list[Any] = []
+        positions: list[int] = []
+        while len(samples) < batch_size and (row := self._draw()):
+            place = self._rules.rank % len(row)  # of a row that is not complete some are taken twice
+            samples.append(row[place])
+            positions.append(self.drawn - len(row) + place)
+        self._stream.check_worker_info()
+        if not samples or (self._ended and self._drop_last):
+            raise StopIteration
+        return samples, positions
+
+    def _draw(self) -> list[Any]:
+        """One sample for each rank; fewer, and then none, where the stream ends."""
+        row: list[Any] = []
+        if self._ended:
+            return row
+        try:
+            row.extend(islice(self._stream, self._rules.ranks))
+        except BaseException as error:
+            say_position(error, self.drawn + len(row))
+            raise
+        self.drawn += len(row)
+        self._ended = len(row) < self._rules.ranks
+        return row
+
+
+def say_position(error: BaseException, position: int) -> None:
+    """Note on an exception which sample of a stream raised it."""
+    add_note(error, f"raised by sample {position} of the stream, counted from 0")

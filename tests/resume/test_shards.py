@@ -1,0 +1,239 @@
+"""shard="auto": each item exactly once over ranks and workers, equally many batches on each rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from stream_datasets import (
+    ByItself,
+    ByItselfTooLate,
+    BySettings,
+    ByShard,
+    ByShardAndItself,
+    Files,
+    Looks,
+    Numbers,
+    identity,
+)
+from torch.utils.data import ChainDataset, IterableDataset, get_worker_info
+
+from shmloader import DataLoader
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker")
+
+Batches = list[list[int]]
+
+
+def of_rank(patch: pytest.MonkeyPatch, rank: int, ranks: int) -> None:
+    """Have the environment say what torchrun says."""
+    patch.setenv("RANK", str(rank))
+    patch.setenv("WORLD_SIZE", str(ranks))
+
+
+def batches_by_rank(patch: pytest.MonkeyPatch, dataset: Any, ranks: int, **given: Any) -> list[Batches]:
+    batches = []
+    for rank in range(ranks):
+        of_rank(patch, rank, ranks)
+        batches.append(list(DataLoader(dataset, collate_fn=identity, shard="auto", **given)))
+    return batches
+
+
+def items(batches: list[Batches]) -> list[int]:
+    return sorted(item for of_rank in batches for batch in of_rank for item in batch)
+
+
+WAYS: dict[str, IterableDataset[int]] = {
+    "shard": ByShard(48),
+    "sharding_settings": BySettings(48),
+    "stride": Numbers(48),
+    "stride, not shardable": BySettings(48, shardable=False),
+    "stride, too few shards": ByShard(48, num_shards=3),
+    "stride, looks at its worker info": Looks(48),
+    "stride, too few shards that divide themselves": ByShardAndItself(48, num_shards=3),
+    "a chain, by stride": ChainDataset([Numbers(20), Numbers(28)]),
+    "by itself": ByItself(48),
+    "shard, and by itself": ByShardAndItself(48),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize("dataset", WAYS.values(), ids=WAYS)
+def test_each_item_comes_exactly_once_over_ranks_and_workers(
+    dataset: Any, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each rank has equally many batches, where items divide equally."""
+    for ranks in (1, 2):
+        batches = batches_by_rank(monkeypatch, dataset, ranks, batch_size=2, num_workers=workers)
+        expected = [*range(20), *range(28)] if isinstance(dataset, ChainDataset) else range(48)
+        assert items(batches) == sorted(expected), ranks
+        assert len({len(of_rank) for of_rank in batches}) == 1
+
+
+def test_files_that_cannot_be_divided_equally_are_not_given_to_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five files among two ranks: their items are dealt out instead. Workers of one rank may have any."""
+    dataset = Files([0, 1, 2, 3, 4])
+    batches = batches_by_rank(monkeypatch, dataset, 2, batch_size=2, num_workers=1)
+    assert batches == expected_by_stride(20, 2, 2, drop_last=False)
+    (of_files,) = batches_by_rank(monkeypatch, dataset, 1, batch_size=4, num_workers=2)
+    assert of_files == [list(range(4 * file, 4 * file + 4)) for file in (0, 1, 2, 3, 4)]
+
+
+def test_they_are_the_same_under_every_start_method(
+    start_method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spawned workers are told rank and ranks; their environment need not say it."""
+    given = {"num_workers": 1, "multiprocessing_context": start_method}
+    batches = batches_by_rank(monkeypatch, Numbers(24), 2, batch_size=3, **given)
+    assert batches == expected_by_stride(24, 2, 3, drop_last=False)
+
+
+def test_they_are_the_same_in_worker_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread has a copy of the dataset, and a worker info of its own."""
+    for dataset in WAYS.values():
+        if not isinstance(dataset, ChainDataset):
+            batches = batches_by_rank(monkeypatch, dataset, 2, num_workers=3, worker_type="thread")
+            assert items(batches) == list(range(48))
+    assert get_worker_info() is None
+
+
+def test_without_it_every_worker_has_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with torch: this is what shard="auto" is for."""
+    of_rank(monkeypatch, 1, 2)
+    batches = list(DataLoader(Numbers(6), 2, num_workers=2, collate_fn=identity))
+    assert items([batches]) == sorted([*range(6)] * 2)
+
+
+def test_the_log_tells_of_a_dataset_that_divides_itself(caplog: pytest.LogCaptureFixture) -> None:
+    """Once: one that reads the number of workers for another reason comes whole from each."""
+
+    class Divided(ByItself):
+        pass
+
+    for _ in range(2):
+        list(DataLoader(Divided(8), num_workers=1, shard="auto"))
+        list(DataLoader(ByItself(8), num_workers=1))
+    assert [record.message[:50] for record in caplog.records].count(
+        "Divided reads get_worker_info().num_workers, and s"
+    ) == 1
+
+
+# --- stride
+
+
+def expected_by_stride(length: int, ranks: int, size: int, drop_last: bool) -> list[Batches]:
+    """Group by group: rank r has every ranks-th item of it, from the r-th on, the last ones repeated."""
+    by_rank: list[Batches] = [[] for _ in range(ranks)]
+    for begin in range(0, length, ranks * size):
+        group = list(range(begin, min(begin + ranks * size, length)))
+        if drop_last and len(group) < ranks * size:
+            break
+        last = group[len(group) // ranks * ranks :]
+        while len(group) % ranks:
+            group.append(last[len(group) % ranks % len(last)])
+        for rank in range(ranks):
+            by_rank[rank].append(group[rank::ranks])
+    return by_rank
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("length", [0, 1, 2, 11, 12, 13, 40])
+def test_ranks_have_equal_batches_by_stride_whatever_the_length(
+    length: int, drop_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padded by fewer than ``ranks`` items or with the last group left out; the workers do not matter."""
+    for ranks, size, workers in [(1, 4, 2), (2, 3, 0), (2, 3, 1), (3, 2, 2), (4, 3, 3)]:
+        batches = batches_by_rank(
+            monkeypatch,
+            Numbers(length),
+            ranks,
+            batch_size=size,
+            num_workers=workers,
+            drop_last=drop_last,
+            worker_type="thread",
+        )
+        assert batches == expected_by_stride(length, ranks, size, drop_last)
+        assert len({tuple(map(len, of_rank)) for of_rank in batches}) == 1
+        assert drop_last or set(items(batches)) == set(range(length))
+        assert drop_last or len(items(batches)) - length < ranks
+
+
+def test_items_without_batches_come_in_the_streams_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``batch_size=None`` a group is one item for each rank."""
+    for workers in (0, 2):
+        loaders = batches_by_rank(monkeypatch, Numbers(7), 2, batch_size=None, num_workers=workers)
+        assert loaders == [[0, 2, 4, 6], [1, 3, 5, 6]]
+
+
+def test_persistent_workers_begin_each_epoch_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By stride, and with a shard, which is told the epoch of the dataset that it is made of."""
+    of_rank(monkeypatch, 0, 1)
+    for dataset in (Numbers(8), ByShard(8)):
+        loader = DataLoader(
+            dataset, 2, collate_fn=identity, num_workers=2, persistent_workers=True, shard="auto"
+        )
+        with loader:
+            for epoch in range(3):
+                loader.set_epoch(epoch)
+                base = 1000 * epoch if isinstance(dataset, ByShard) else 0
+                assert items([list(loader)]) == [base + number for number in range(8)]
+
+
+# --- what is refused
+
+
+def test_a_dataset_that_divides_itself_too_late_is_an_error() -> None:
+    """Its first numbers were dealt out already."""
+    loader = DataLoader(ByItselfTooLate(20), 4, num_workers=2, shard="auto", collate_fn=identity)
+    with pytest.raises(RuntimeError, match=r"ByItselfTooLate read .*num_workers after its first sample"):
+        list(loader)
+
+
+def test_an_error_of_the_stream_says_its_place_in_the_whole_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in what the worker has taken of it."""
+    of_rank(monkeypatch, 1, 2)
+    loader = DataLoader(Numbers(20, fails_at=13), 3, num_workers=2, shard="auto")
+    with pytest.raises(ValueError, match="no number 13") as caught:
+        list(loader)
+    assert "raised by sample 13 of the stream" in " ".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "given", "message"),
+    [
+        (Numbers(3), {"shard": "stride"}, "shard must be one of 'auto', not 'stride'"),
+        (torch.arange(3), {"shard": "auto"}, "needs an iterable-style dataset.*ShardedSampler"),
+    ],
+)
+def test_wrong_arguments_are_refused(dataset: Any, given: dict[str, Any], message: str) -> None:
+    """When the loader is made."""
+    with pytest.raises(ValueError, match=message):
+        DataLoader(dataset, **given)
+
+
+def test_bad_samples_cannot_be_left_out_by_stride(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks would have batches of other sizes; with shards of its own a dataset may."""
+    of_rank(monkeypatch, 0, 2)
+    with pytest.raises(ValueError, match="on_error='skip' cannot be had where shard='auto' deals out"):
+        list(DataLoader(Numbers(20), 4, num_workers=1, shard="auto", on_error="skip"))
+    assert list(DataLoader(ByShard(4), 4, shard="auto", on_error="skip", collate_fn=identity)) == [[0, 2]]
+
+
+def test_it_is_refused_where_torchs_own_workers_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would give every item as often as there are workers."""
+    monkeypatch.setattr("shmloader.torch_fallback.why_unavailable", lambda: "no memory files")
+    with pytest.raises(
+        NotImplementedError, match=r"no memory files.*does not divide streams as shard='auto'"
+    ):
+        iter(DataLoader(Numbers(4), num_workers=1, shard="auto"))
+    assert len(list(DataLoader(Numbers(4), shard="auto"))) == 4
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [("2", "2"), ("x", "2"), ("-1", "2")])
+def test_a_wrong_environment_is_refused(rank: str, ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what it says."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    with pytest.raises(ValueError, match=f"RANK='{rank}' and WORLD_SIZE='{ranks}'"):
+        iter(DataLoader(Numbers(4), shard="auto"))

@@ -1,0 +1,121 @@
+"""Iterable-style datasets, sharded and resumed in all ways that the loader knows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+
+def identity(samples: Any) -> Any:
+    return samples
+
+
+class Numbers(IterableDataset[int]):
+    """The numbers below ``length``, undivided; ``fails_at`` raises instead."""
+
+    def __init__(self, length: int, fails_at: int = -1) -> None:
+        self.length, self.fails_at = length, fails_at
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(self.length):
+            if number == self.fails_at:
+                raise ValueError(f"no number {number}")
+            yield number
+
+
+class ByShard(Numbers):
+    """Gives shards of itself: every so many numbers, or where ``uneven`` shards as long as their index."""
+
+    def __init__(self, length: int, num_shards: int | None = None, uneven: bool = False) -> None:
+        super().__init__(length)
+        self.part = 1, 0
+        self.epoch = 0
+        self.num_shards, self.uneven = num_shards, uneven
+
+    def shard(self, num_shards: int, index: int) -> ByShard:
+        shard = type(self)(self.length, self.num_shards, self.uneven)
+        shard.part = num_shards, index
+        return shard
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        shards, index = self.part
+        if self.uneven:
+            return iter([1000 * self.epoch + number for number in range(2 * index)])
+        return iter([1000 * self.epoch + number for number in range(index, self.length, shards)])
+
+
+class Files(Numbers):
+    """Is made of files with four numbers each, and gives some of them as a shard."""
+
+    def __init__(self, files: list[int]) -> None:
+        super().__init__(4 * len(files))
+        self.files, self.num_shards = files, len(files)
+
+    def shard(self, num_shards: int, index: int) -> Files:
+        return Files(self.files[index::num_shards])
+
+    def __iter__(self) -> Iterator[int]:
+        for file in self.files:
+            yield from range(4 * file, 4 * file + 4)
+
+
+class BySettings(Numbers):
+    """Is told its shard; ``shardable`` is what it says of itself."""
+
+    def __init__(self, length: int, shardable: bool = True) -> None:
+        super().__init__(length)
+        self.part = 1, 0
+        self.shardable = shardable
+
+    def is_shardable(self) -> bool:
+        return self.shardable
+
+    def sharding_settings(self, total_num_of_shards: int, id_of_shard: int) -> None:
+        self.part = total_num_of_shards, id_of_shard
+
+    def __iter__(self) -> Iterator[int]:
+        shards, index = self.part
+        yield from range(index, self.length, shards)
+
+
+class ByItself(Numbers):
+    """Divides itself among workers and ranks, as the documentation of torch shows it."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        index, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        yield from range(rank * workers + index, self.length, ranks * workers)
+
+
+class ByItselfTooLate(Numbers):
+    """Divides itself only after its first number."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield -1
+        yield from ByItself(self.length)
+
+
+class Looks(Numbers):
+    """Uses the worker's id and seed, and shows its worker info, but is not divided by it."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is None or (info.id >= 0 and info.seed >= 0 and "num_workers" in repr(info))
+        yield from range(self.length)
+
+
+class ByShardAndItself(ByShard):
+    """Gives shards of itself, and each divides itself among workers once more, as Hugging Face's do."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        index, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        numbers = list(super().__iter__())
+        yield from numbers[index::workers]
