@@ -64,6 +64,12 @@ def is_dynamic(loader: Any) -> bool:
     return loader.dispatch == DYNAMIC or isinstance(loader.num_workers, AutoCount)
 
 
+def seeds_samples(loader: Any) -> bool:
+    """Whether generators are seeded for each sample: as asked for, else as the dispatch needs it."""
+    wanted: bool | None = loader.seed_per_sample
+    return is_dynamic(loader) if wanted is None else wanted
+
+
 def check_arguments(loader: Any, dataset: object, num_workers: object, persistent_workers: bool) -> None:
     """Check all of the loader's own arguments.
 
@@ -83,6 +89,13 @@ def check_arguments(loader: Any, dataset: object, num_workers: object, persisten
     _check_whole("worker_restarts", loader.worker_restarts, 0, "a whole number", "3")
     for name in ("prefetch_epochs", "share_dataset"):
         _check_bool(name, getattr(loader, name))
+    if loader.seed_per_sample is not None:
+        _check_bool("seed_per_sample", loader.seed_per_sample)
+        if loader.seed_per_sample and isinstance(dataset, IterableDataset):
+            raise ValueError(
+                "seed_per_sample=True needs a map-style dataset: it seeds before dataset[index] is called, "
+                "and an iterable-style dataset is not asked for single samples"
+            )
     _check_word("on_error", loader.on_error, ON_ERROR)
     _check_word("dispatch", loader.dispatch, get_args(Dispatch))
     _check_word("worker_type", loader.worker_type, get_args(WorkerType))

@@ -72,6 +72,10 @@ class LoaderClosed(LoaderError):
     """The iterator was closed, by ``loader.close()`` or by leaving its ``with`` block."""
 
 
+class ResumeError(LoaderError, ValueError):
+    """A loader's state does not fit the loader, cannot be made, or cannot be resumed from."""
+
+
 class SpillWarning(RuntimeWarning):
     """Memory or slots are short: batches are copied to private memory, or fewer are made in advance."""
 

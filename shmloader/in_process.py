@@ -5,14 +5,19 @@ The fetcher goes on where a sample raises, if ``on_error`` says so, and says in 
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
 from shmloader import torch_private
+from shmloader.arguments import seeds_samples
 from shmloader.diagnostics.bad_samples import LEFT_OUT, Reported, count, take_report, warn_of_bad_samples
+from shmloader.resume import Resumption
+from shmloader.sampling.replay import generator_states
 from shmloader.scheduling.stream_progress import StreamProgress
 from shmloader.statistics import Counters
 from shmloader.worker.fetch import FetchRules, make_fetcher
+from shmloader.worker.random_state import Generators, SampleSeeds, worker_seeds
 from shmloader.worker.streams import StreamRules
 
 
@@ -22,12 +27,13 @@ class InProcessIterator(torch_private.SingleProcessIterator):
     Args:
         loader: The loader; its arguments are read now, as frameworks set some late.
         counters: The loader's counters.
+        resumption: The loader's states.
 
     Raises:
         AssertionError: If the loader has a timeout, as torch has it.
     """
 
-    def __init__(self, loader: Any, counters: Counters) -> None:
+    def __init__(self, loader: Any, counters: Counters, resumption: Resumption) -> None:
         # Not torch's own constructor: its fetcher would begin to iterate over the dataset.
         torch_private.BaseIterator.__init__(self, loader)
         if self._timeout != 0:
@@ -47,19 +53,43 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             on_error=self._on_error,
             stream=StreamRules() if self._stream is None else self._stream.rules,
         )
-        self._dataset_fetcher = make_fetcher(self._dataset, rules)
+        self._seeds: SampleSeeds | None = None
+        dataset = self._dataset
+        seeds = resumption.seeds(loader, int(self._base_seed))
+        self._base_seed = seeds[0]
+        if seeds_samples(loader) and not rules.iterable:
+            self._seeds = SampleSeeds(Generators(worker_seeds(seeds[0], 0)), *seeds, in_thread=False)
+            dataset = self._seeds.wrap(dataset, rules.collate_fn, auto_collation=rules.auto_collation)
+        self._dataset_fetcher = make_fetcher(dataset, rules)
+        self._read_states = functools.partial(generator_states, self._index_sampler, loader.generator)
+        batches, self._progress = resumption.begin_epoch(loader, self._sampler_iter, None, seeds)
+        self._behind = set(self._progress.behind)
+        self._position = self._progress.taken - 1  # of the last batch that was asked for
+        self._sampler_iter = batches
+
+    def _next_index(self) -> Any:
+        progress = self._progress
+        if progress.before is None:
+            progress.before = self._read_states()  # the sampler draws its order now
+        while True:
+            index_batch = next(self._sampler_iter)
+            self._position += 1
+            if self._position not in self._behind:
+                return index_batch
 
     def _next_data(self) -> Any:
         began_ns = time.perf_counter_ns()
         while True:
             try:
-                index_batch = self._next_index()  # type: ignore[no-untyped-call]
+                index_batch = self._next_index()
                 batch = self._fetch(index_batch)
             except StopIteration:
                 if self._stream is not None:
                     self._stream.end_epoch()
+                self._progress.finish()
                 warn_of_bad_samples(self._counters, self._on_error)
                 raise
+            self._note_taken()
             if batch is not LEFT_OUT:
                 break
         self._counters.batches += 1
@@ -73,10 +103,16 @@ class InProcessIterator(torch_private.SingleProcessIterator):
     def _fetch(self, index_batch: Any) -> Any:
         """A batch, or ``LEFT_OUT``."""
         try:
-            batch = self._dataset_fetcher.fetch(index_batch)
+            if self._seeds is None:
+                batch = self._dataset_fetcher.fetch(index_batch)
+            else:
+                with self._seeds.as_in_a_worker(self._position):
+                    batch = self._dataset_fetcher.fetch(index_batch)
         except StopIteration:
             raise
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception):  # not Ctrl-C: the program has not had this batch
+                self._note_taken()
             self._counters.failures += 1
             count(self._dataset_fetcher.take_bad_samples(), self._counters)
             raise
@@ -87,3 +123,9 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         if self._stream is not None and batch.place is not None:
             self._stream.take(batch.place)
         return take_report(batch, self._counters)
+
+    def _note_taken(self) -> None:
+        if self._behind:
+            self._progress.take(self._position)
+        else:
+            self._progress.place = self._position + 1

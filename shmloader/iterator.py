@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch.multiprocessing
 
 from shmloader import torch_private
-from shmloader.arguments import THREAD, is_dynamic
+from shmloader.arguments import THREAD, seeds_samples
 from shmloader.codec import Decoder
 from shmloader.device.pinning import pin_batch
 from shmloader.diagnostics.bad_samples import LEFT_OUT, count, take_report, warn_of_bad_samples
@@ -28,7 +28,9 @@ from shmloader.diagnostics.exceptions import restore
 from shmloader.diagnostics.stack_level import level_of_the_program
 from shmloader.errors import LoaderClosed, LoaderError, NotSharedWarning, SpillWarning
 from shmloader.host.interrupts import HeldInterrupts
+from shmloader.resume import Resumption
 from shmloader.sampling.array_samplers import index_arrays
+from shmloader.sampling.replay import generator_states
 from shmloader.scheduling.auto import Auto
 from shmloader.scheduling.dispatcher import Dispatcher
 from shmloader.scheduling.ledger import ARRIVED, Task
@@ -69,13 +71,16 @@ class SlotIterator(torch_private.BaseIterator):
     Args:
         loader: The loader; its arguments are read now, as frameworks set some late.
         counters: The loader's counters.
+        resumption: The loader's states.
         auto: Decides about the number of workers or of batches in advance, if that is ``"auto"``.
 
     Attributes:
         pool: The slots, for statistics.
     """
 
-    def __init__(self, loader: Any, counters: Counters, auto: Auto | None = None) -> None:
+    def __init__(
+        self, loader: Any, counters: Counters, resumption: Resumption, auto: Auto | None = None
+    ) -> None:
         super().__init__(loader)
         if loader.prefetch_factor <= 0:
             raise AssertionError(
@@ -89,6 +94,9 @@ class SlotIterator(torch_private.BaseIterator):
         self._decoder = Decoder()
         self._lifecycle = Lifecycle()
         self._dataset_state = DatasetState(self._dataset)
+        self._resumption = resumption
+        self._base_seed, epoch = resumption.seeds(loader, int(self._base_seed))
+        self._present = _Present(self._shared_seed, epoch)
         self._set_epoch: int | None = None
         num_workers, prefetch_factor = int(loader.num_workers), int(loader.prefetch_factor)
         self.pool = SlotPool.for_loader(num_workers, prefetch_factor, loader.memory_budget_nbytes, counters)
@@ -99,6 +107,7 @@ class SlotIterator(torch_private.BaseIterator):
             self._finalizer = weakref.finalize(self, _stop, os.getpid(), workers, self.pool)
             policy = RestartPolicy(loader.worker_restarts, self._timeout)
             self._dispatcher = Dispatcher(self.pool, workers, counters, policy, self._lifecycle)
+            self._dispatcher.ledger.epoch = epoch
         except BaseException:
             with HeldInterrupts():
                 if workers is not None:
@@ -140,9 +149,9 @@ class SlotIterator(torch_private.BaseIterator):
             rules=rules,
             base_seed=int(self._base_seed),
             init_fn=init_fn,
-            seeds_samples=is_dynamic(loader),
+            seeds_samples=seeds_samples(loader),
         )
-        present = self._present = _Present(self._shared_seed)  # not the iterator, which must die alone
+        present = self._present  # not the iterator, which must die alone
 
         def arguments_of(worker_id: int) -> WorkerArguments:
             return make_arguments(worker_id=worker_id, shared_seed=present.shared_seed, epoch=present.epoch)
@@ -170,9 +179,9 @@ class SlotIterator(torch_private.BaseIterator):
         scheduler = self._scheduler
         if self._stream is not None:
             self._stream.begin_epoch()
-        self._held_back: list[Any] = []  # a batch whose warning was an error
+        self._held_back: list[tuple[Any, int]] = []  # a batch whose warning was an error
         if first_iter:
-            scheduler.begin_epoch(self._reset_sampler(loader, None, first_iter=True))
+            scheduler.begin_epoch(self._reset_sampler(loader, None, first_iter=True), self._progress.place)
             return
         settings = EpochSettings(None, self._set_epoch, self._dataset_state.changes())
         early = scheduler.take_early(discard=settings != (None, None, {}))
@@ -194,15 +203,23 @@ class SlotIterator(torch_private.BaseIterator):
         try:
             if early is not None:
                 self._index_sampler = early  # then torch's iter() does not ask the sampler again
+                before = self._scheduler.states_before_early
+            else:
+                before = generator_states(index_sampler, loader.generator)
             super()._reset(loader, first_iter)
+            if early is None:
+                self._sampler_iter = index_arrays(index_sampler) or self._sampler_iter
+            seeds = int(self._base_seed), self._present.epoch + (not first_iter)
+            sampler_iter, self._progress = self._resumption.begin_epoch(
+                loader, self._sampler_iter, before, seeds
+            )
         except Exception as error:
-            self._lifecycle.expect(error)  # the sampler's own
+            self._lifecycle.expect(error)  # the sampler's own, or of a state that cannot be resumed from
             raise
         finally:
             self._index_sampler = index_sampler
-        if early is None:
-            self._sampler_iter = index_arrays(index_sampler) or self._sampler_iter
-        sampler_iter: Iterator[Any] = self._sampler_iter
+        # With batches out of order, or some that the program had in another order before it was resumed.
+        self._scattered = not self._in_order or bool(self._progress.behind)
         return sampler_iter
 
     def set_epoch(self, epoch: int) -> None:
@@ -213,6 +230,7 @@ class SlotIterator(torch_private.BaseIterator):
 
     def __next__(self) -> Any:
         lifecycle = self._lifecycle
+        place = self._progress.place
         try:
             lifecycle.enter()
             # torch's own __next__ opens a profiler range (10 us) and counts an IterableDataset's samples.
@@ -226,6 +244,8 @@ class SlotIterator(torch_private.BaseIterator):
             return batch  # noqa: TRY300 - an interrupt before the return must be caught
         except BaseException as error:
             lifecycle.fail(error)
+            if not isinstance(error, Exception):
+                self._progress.place = place  # Ctrl-C: the program has not had this batch
             # No local variable for an exception: it would refer to this frame, and so to itself.
             if self._is_led_to_by_close(error):
                 raise self._closed_meanwhile() from error
@@ -248,7 +268,9 @@ class SlotIterator(torch_private.BaseIterator):
         if self._lifecycle.phase is BROKEN:
             self._abandon()
         if self._held_back:
-            return self._held_back.pop()
+            batch, position = self._held_back.pop()
+            self._progress.take(position)
+            return batch
         ledger = self._dispatcher.ledger
         while True:
             task = ledger.due()
@@ -272,6 +294,7 @@ class SlotIterator(torch_private.BaseIterator):
         self._compare_ends()
         pids = [process.pid for process in self._crew.processes]
         copied = "" if self._copies is None else self._copies.ended(pids)
+        self._progress.finish(self._scheduler.states_before_early)
         if not self._persistent_workers:
             self._shutdown_workers()
         try:
@@ -329,16 +352,22 @@ class SlotIterator(torch_private.BaseIterator):
                     self._stream.take(batch.place)
                 batch = take_report(batch, self._counters)
                 if batch is LEFT_OUT:
+                    self._progress.take(task.position)
                     return batch
             if self._pin_memory:
                 self._counters.pin_copies += 1
                 batch = pin_batch(batch, self._pin_memory_device)
         except Exception as error:
+            self._progress.take(task.position)  # the next call goes on behind it
             self._lifecycle.expect(error)
             raise
         self._counters.batches += 1
         if self.pool.warning:
-            self._warn(batch)
+            self._warn(batch, task.position)
+        if self._scattered:
+            self._progress.take(task.position)
+        else:
+            self._progress.place = task.position + 1
         return batch
 
     def _raise(self, failure: Any) -> NoReturn:
@@ -347,10 +376,10 @@ class SlotIterator(torch_private.BaseIterator):
         count(failure.bad_samples, self._counters)
         raise self._lifecycle.expect(restore(failure))
 
-    def _warn(self, batch: Any) -> None:
+    def _warn(self, batch: Any, position: int) -> None:
         """Give the warning; where the program's filters make it an error, the batch comes next."""
         warning, self.pool.warning = self.pool.warning, ""
-        self._held_back.append(batch)
+        self._held_back.append((batch, position))
         try:
             warnings.warn(warning, SpillWarning, stacklevel=level_of_the_program())
         except SpillWarning as error:

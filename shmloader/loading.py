@@ -16,6 +16,7 @@ from shmloader.diagnostics.stack_level import level_of_the_program
 from shmloader.errors import LoaderClosed
 from shmloader.in_process import InProcessIterator
 from shmloader.iterator import SlotIterator
+from shmloader.resume import Resumption
 from shmloader.scheduling.auto import Auto
 from shmloader.scheduling.auto_growth import auto_for
 from shmloader.slots import SlotState
@@ -37,6 +38,7 @@ class Loading:
         iterators: Those that live.
         auto: Decides about what is ``"auto"``, if anything is.
         closes: How often the loader was closed.
+        resumption: Its states.
     """
 
     loader_id: int
@@ -44,6 +46,7 @@ class Loading:
     iterators: weakref.WeakSet[SlotIterator] = field(default_factory=weakref.WeakSet)
     auto: Auto | None = None
     closes: int = 0
+    resumption: Resumption = field(default_factory=Resumption)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as None: a loader that is pickled, or copied deeply, arrives without it."""
@@ -53,11 +56,14 @@ class Loading:
         """Prepare for torch's ``__iter__``, and warn of bad samples in an epoch that was not finished.
 
         A persistent iterator whose workers are gone (closed, or a worker died) cannot be resumed: the loader
-        forgets it.
+        forgets it. So it does before it goes on from a state, which has a base seed of its own.
         """
         iterator = iterator_of(loader)
-        if isinstance(iterator, SlotIterator) and iterator.closed:
-            iterator.close("an exception interrupted it in the middle of its work")
+        if isinstance(iterator, SlotIterator) and (iterator.closed or self.resumption.loaded is not None):
+            if iterator.closed:
+                iterator.close("an exception interrupted it in the middle of its work")
+            else:
+                iterator.close("load_state_dict() was called, and a new iterator goes on from there")
             drop_iterator(loader)
         warn_of_bad_samples(self.counters, loader.on_error)
 
@@ -70,14 +76,14 @@ class Loading:
         if must_load_as_torch(loader):
             return None
         if loader.num_workers == 0:
-            return InProcessIterator(loader, self.counters)
+            return InProcessIterator(loader, self.counters, self.resumption)
         loader.check_worker_number_rationality()
         is_missing(Feature.COLLATION, level_of_the_program())
         closes = self.closes
         if loader.prefetch_factor > 0:  # others the iterator refuses, in torch's words
             operator.index(loader.prefetch_factor)  # raises for a fraction, as torch's iterator does
             self.auto = auto_for(loader, self.auto)
-        iterator = SlotIterator(loader, self.counters, self.auto)
+        iterator = SlotIterator(loader, self.counters, self.resumption, self.auto)
         self.iterators.add(iterator)
         if self.closes != closes:  # by another thread, or by the sampler
             iterator.close("loader.close() was called")
@@ -108,6 +114,7 @@ class Loading:
 
     def set_epoch(self, loader: Any, epoch: int) -> None:
         """Tell the number of the next epoch to sampler, batch sampler and dataset, also in workers."""
+        self.resumption.set_epoch = epoch
         seen: set[int] = set()
         inner: Any = getattr(loader.batch_sampler, "sampler", None)
         for sampler in (loader.sampler, loader.batch_sampler, inner):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from shmloader.arguments import AutoCount
 from shmloader.diagnostics.stack_level import level_of_the_program
+from shmloader.errors import ResumeError
 from shmloader.shared_memory import why_unavailable
 from shmloader.torch_private import Feature, missing_message, why_missing
 
@@ -15,6 +18,7 @@ _WITHOUT_EFFECT = {
     "worker_restarts": 0,
     "on_error": "raise",
     "dispatch": "static",
+    "seed_per_sample": None,
     "prefetch_epochs": False,
     "worker_type": "process",
     "share_dataset": False,
@@ -46,6 +50,22 @@ def must_load_as_torch(loader: Any) -> bool:
         _told.add(text)
         warnings.warn(text, RuntimeWarning, stacklevel=level_of_the_program())
     return True
+
+
+def check_resumable(loader: Any) -> None:
+    """Refuse a loader whose states cannot be made.
+
+    Raises:
+        ResumeError: With the reason.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        raise ResumeError("state_dict() and load_state_dict() need a map-style dataset")
+    lack = why_missing(Feature.SLOTS) or (why_unavailable() if loader.num_workers else None)
+    if lack is not None:
+        raise ResumeError(
+            "torch's own iterator loads here, which tells nothing of how far the program has come: "
+            f"{lack}. With num_workers=0 and a torch that shmloader knows there is a state."
+        )
 
 
 def _options_without_effect(loader: Any) -> str:

@@ -20,7 +20,7 @@ from shmloader.sampling.index_batches import LEAST_PACKED, IntArray, PackedInts
 from shmloader.torch_private import Feature, disable, is_missing
 
 
-def index_arrays(index_sampler: Any) -> Iterator[PackedInts] | None:
+def index_arrays(index_sampler: Any, skip: int = 0) -> Iterator[PackedInts] | None:
     """Iterate over a sampler's index batches, as ``iter(index_sampler)`` does, with arrays in them.
 
     The same numbers come, from the same draws of the same generators at the same calls. It is called in the
@@ -28,11 +28,12 @@ def index_arrays(index_sampler: Any) -> Iterator[PackedInts] | None:
 
     Args:
         index_sampler: What a loader draws index batches from.
+        skip: Batches to leave out at the beginning; takes no longer for more of them.
 
     Returns:
-        None if this is not exactly torch's `BatchSampler`, with large batches, over a `SequentialSampler` or
-        a `RandomSampler` without replacement; also where the program has changed torch's classes, or torch
-        has (`check_against_torch`).
+        None if this is not exactly torch's `BatchSampler` over a `SequentialSampler` or a `RandomSampler`
+        without replacement, or if its batches are small and none is to be skipped; also where the program
+        has changed torch's classes, or torch has (`check_against_torch`).
     """
     if type(index_sampler) is not BatchSampler or type(index_sampler.batch_size) is not int:
         return None
@@ -40,12 +41,14 @@ def index_arrays(index_sampler: Any) -> Iterator[PackedInts] | None:
     known = type(inner) is SequentialSampler or (
         type(inner) is RandomSampler and not getattr(inner, "replacement", True)
     )
-    if not known or index_sampler.batch_size < LEAST_PACKED:
+    if not known or (index_sampler.batch_size < LEAST_PACKED and not skip):
         return None
     if not all(is_by_torch(kind.__iter__, kind) for kind in (BatchSampler, type(inner))):
         return None
     check_against_torch()
-    return None if is_missing(Feature.ARRAY_SAMPLING, level_of_the_program()) else _batches(index_sampler)
+    return (
+        None if is_missing(Feature.ARRAY_SAMPLING, level_of_the_program()) else _batches(index_sampler, skip)
+    )
 
 
 @functools.cache
@@ -98,12 +101,16 @@ def is_by_torch(method: Any, kind: type) -> bool:
     return getattr(method, "__globals__", {}).get("__name__") == kind.__module__
 
 
-def _batches(sampler: BatchSampler) -> Iterator[PackedInts]:
+def _batches(sampler: BatchSampler, skip: int = 0) -> Iterator[PackedInts]:
     """As ``BatchSampler.__iter__``: nothing is asked of the inner sampler before it is needed."""
     inner: Any = sampler.sampler
+    skip *= sampler.batch_size
     chunks = _permutations(inner) if type(inner) is RandomSampler else _ranges(inner, sampler.batch_size)
     chunk, begin = np.empty(0, np.int64), 0
     drop_last, batch_size = sampler.drop_last, sampler.batch_size
+    while skip and (found := next(chunks, None)) is not None:
+        chunk, begin = found, min(skip, len(found))
+        skip -= begin
     while True:
         if not drop_last:
             batch_size = sampler.batch_size  # which torch's reads for each batch here, and once above

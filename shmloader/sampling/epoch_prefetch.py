@@ -19,6 +19,13 @@ from torch.utils.data import IterableDataset, RandomSampler, SubsetRandomSampler
 from shmloader import torch_private
 from shmloader.diagnostics.stack_level import level_of_the_program
 from shmloader.sampling.array_samplers import index_arrays
+from shmloader.sampling.replay import (
+    GeneratorStates,
+    generator_states,
+    sampler_with_epoch,
+    track,
+    with_inner,
+)
 
 NOTHING: Any = object()
 """In the place of an index batch: there is none."""
@@ -36,7 +43,7 @@ def next_epoch_for(loader: Any, index_sampler: Any) -> NextEpoch | None:
         return None
     reason = _why_not(loader, index_sampler)
     if not reason:
-        return NextEpoch(index_sampler)
+        return NextEpoch(index_sampler, loader.generator)
     warnings.warn(
         f"prefetch_epochs=True has no effect for this loader: {reason}", stacklevel=level_of_the_program()
     )
@@ -48,7 +55,7 @@ def _why_not(loader: Any, index_sampler: Any) -> str:
         return "it needs in_order=True"
     if isinstance(loader.dataset, (IterableDataset, *torch_private.DATAPIPES)):
         return "an iterable-style dataset has no index batches"
-    for sampler in _with_inner(index_sampler):
+    for sampler in with_inner(index_sampler):
         if isinstance(sampler, _DRAWS) and sampler.generator is None:
             return (
                 f"its {type(sampler).__name__} draws from torch's global generator, from which the program "
@@ -57,21 +64,21 @@ def _why_not(loader: Any, index_sampler: Any) -> str:
     return ""
 
 
-def _with_inner(index_sampler: Any) -> list[Any]:
-    """A sampler of index batches, and the sampler that it takes indices from, if it has one."""
-    inner = getattr(index_sampler, "sampler", None)
-    return [index_sampler] if inner is None else [index_sampler, inner]
-
-
 class NextEpoch:
     """Draws early for one iterator, epoch after epoch.
 
     Args:
         index_sampler: The sampler that the loader draws index batches from.
+        generator: The loader's generator.
+
+    Attributes:
+        before: States of the generators before the epoch that was begun early; None if none was.
     """
 
-    def __init__(self, index_sampler: Any) -> None:
+    def __init__(self, index_sampler: Any, generator: torch.Generator | None) -> None:
+        self.before: GeneratorStates | None = None
         self._index_sampler = index_sampler
+        self._generator = generator
         self._iterator: Iterator[Any] | None = None
         self._discarded = 0  # epochs in a row
         self._states: list[tuple[torch.Generator, torch.Tensor]] = []  # as they were before drawing early
@@ -79,19 +86,10 @@ class NextEpoch:
         self._step = 1  # ... how much larger than the one before
         self._expected: int | None = None
 
-    @property
-    def _with_epoch(self) -> Any:
-        """The sampler with ``set_epoch()`` and the epoch as its attribute, or None."""
-        for sampler in _with_inner(self._index_sampler):
-            if callable(getattr(sampler, "set_epoch", None)) and isinstance(
-                getattr(sampler, "epoch", None), int
-            ):
-                return sampler
-        return None
-
     def begin_epoch(self) -> None:
         """Learn how the program counts epochs; called when one begins."""
-        sampler = self._with_epoch
+        self.before = None
+        sampler = sampler_with_epoch(self._index_sampler)
         if sampler is not None:
             if self._epoch is not None:
                 self._step = sampler.epoch - self._epoch
@@ -103,7 +101,7 @@ class NextEpoch:
             return NOTHING
         if self._iterator is not None:
             return next(self._iterator, NOTHING)
-        sampler = self._with_epoch
+        sampler = sampler_with_epoch(self._index_sampler)
         if sampler is None:
             return self._begin()
         epoch = sampler.epoch
@@ -115,9 +113,11 @@ class NextEpoch:
             sampler.set_epoch(epoch)
 
     def _begin(self) -> Any:
-        generators = [getattr(sampler, "generator", None) for sampler in _with_inner(self._index_sampler)]
+        generators = [getattr(sampler, "generator", None) for sampler in with_inner(self._index_sampler)]
         self._states = [(one, one.get_state()) for one in generators if isinstance(one, torch.Generator)]
-        self._iterator = index_arrays(self._index_sampler) or iter(self._index_sampler)
+        self.before = generator_states(self._index_sampler, self._generator)
+        batches = index_arrays(self._index_sampler) or iter(self._index_sampler)
+        self._iterator = track(self._index_sampler, batches)
         return next(self._iterator, NOTHING)  # with it, torch's samplers have drawn their order
 
     def take(self, *, discard: bool) -> Iterator[Any] | None:
@@ -132,7 +132,7 @@ class NextEpoch:
         iterator, self._iterator = self._iterator, None
         if iterator is None:
             return None
-        sampler = self._with_epoch
+        sampler = sampler_with_epoch(self._index_sampler)
         if discard or (sampler is not None and sampler.epoch != self._expected):
             self._discarded += 1
             for generator, state in self._states:

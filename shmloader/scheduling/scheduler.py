@@ -11,6 +11,7 @@ from typing import Any
 
 from shmloader.arguments import is_dynamic
 from shmloader.sampling.epoch_prefetch import NOTHING, next_epoch_for
+from shmloader.sampling.replay import GeneratorStates
 from shmloader.scheduling.auto import Auto
 from shmloader.scheduling.auto_growth import Growth
 from shmloader.scheduling.dispatcher import Dispatcher
@@ -56,7 +57,7 @@ class Scheduler:
         self._lifecycle = lifecycle
         self._next_epoch = next_epoch_for(loader, index_sampler)
         self._sampler_iter: Iterator[Any] = iter(())
-        self._sent = 0  # tasks of this epoch
+        self._sent = 0  # index batches of this epoch that were sent, or are not to be
         self._sent_early = 0  # tasks of the next epoch
         num_workers, prefetch_factor = int(loader.num_workers), int(loader.prefetch_factor)
         self._turns = Turns(ledger, num_workers, num_workers * prefetch_factor, in_order=loader.in_order)
@@ -69,15 +70,27 @@ class Scheduler:
 
     # --- epochs
 
-    def begin_epoch(self, sampler_iter: Iterator[Any]) -> None:
+    def begin_epoch(self, sampler_iter: Iterator[Any], place: int | tuple[int, ...] = 0) -> None:
         """Begin an epoch without a task, and send its first ones.
 
         Args:
             sampler_iter: Iterates over the epoch's index batches.
+            place: The place in the epoch that it begins at: see `Progress`.
         """
-        self._sent = 0
+        if isinstance(place, tuple):
+            place, *behind = place
+            sampler_iter = self._without(sampler_iter, set(behind))
+        self._sent = place
         self._policy.begin_epoch()
         self._fill(sampler_iter)
+
+    def _without(self, sampler_iter: Iterator[Any], done: set[int]) -> Iterator[Any]:
+        """Leave out the index batches at certain positions."""
+        for index_batch in sampler_iter:
+            if self._sent in done:
+                self._sent += 1
+            else:
+                yield index_batch
 
     def take_early(self, *, discard: bool) -> Iterator[Any] | None:
         """Give up what was made early of the next epoch, or begin that epoch with it.
@@ -97,6 +110,11 @@ class Scheduler:
             return None
         self._counters.epochs_prefetched += 1
         return early
+
+    @property
+    def states_before_early(self) -> GeneratorStates | None:
+        """States of the generators before the next epoch was begun early; None if it was not."""
+        return None if self._next_epoch is None else self._next_epoch.before
 
     def go_on(self, sampler_iter: Iterator[Any]) -> None:
         """Begin an epoch whose first tasks were sent early; see `take_early`."""

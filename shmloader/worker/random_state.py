@@ -5,18 +5,19 @@ them as torch's workers do. Worker threads share them with the whole program and
 that is to run in threads draws from ``torch.utils.data.get_worker_info().rng``, and may do so in worker
 processes too.
 
-With ``dispatch="dynamic"`` any worker may fetch any batch. All these generators are then seeded before each
-sample, or where a batch is not fetched sample by sample once for the batch, so that a sample draws the same
-numbers whichever worker fetches it. That takes 11 µs.
+With ``seed_per_sample``, and so with ``dispatch="dynamic"``, where any worker may fetch any batch, all these
+generators are seeded before each sample, or where a batch is not fetched sample by sample once for the batch,
+so that a sample draws the same numbers whichever worker fetches it. That takes 11 µs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import random
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,7 +73,7 @@ def seed_worker_process(base_seed: int, worker_id: int) -> None:
 
 
 def sample_seeds(base_seed: int, epoch: int, seq: int, position: int) -> Seeds:
-    """Seeds for the numbers that one sample draws, whichever worker fetches it (``dispatch="dynamic"``).
+    """Seeds for the numbers that one sample draws, whichever worker fetches it (``seed_per_sample``).
 
     They do not depend on the sample's index: a sampler that draws with replacement gives an index twice,
     and the two are to be augmented differently. They are taken from a cryptographic hash of all arguments,
@@ -126,7 +127,7 @@ class Generators:
 
 
 class SampleSeeds:
-    """Seeds this worker's generators for one sample after the other (``dispatch="dynamic"``).
+    """Seeds this worker's generators for one sample after the other (``seed_per_sample``).
 
     Args:
         generators: The worker's ``get_worker_info().rng``.
@@ -164,6 +165,18 @@ class SampleSeeds:
             torch.default_generator.manual_seed(seeds.torch_seed)
             random.seed(seeds.random_seed)
             np.random.seed(seeds.numpy_seed)  # noqa: NPY002 - what datasets draw from
+
+    @contextlib.contextmanager
+    def as_in_a_worker(self, seq: int) -> Iterator[None]:
+        """`begin` a batch in the main process; leaves the program's global generators as they were."""
+        states = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+        try:
+            self.begin(seq)
+            yield
+        finally:
+            torch.set_rng_state(states[0])
+            random.setstate(states[1])
+            np.random.set_state(states[2])  # noqa: NPY002
 
     def wrap(self, dataset: Any, collate_fn: Any, *, auto_collation: bool) -> Any:
         """A map-style dataset that is seeded before each sample; itself where `begin` is enough.

@@ -1,0 +1,59 @@
+"""States that the program's own samplers and datasets make, as one string inside the loader's state."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from typing import Any
+
+import torch
+
+from shmloader.errors import ResumeError
+
+
+def pack_user_state(state: Any, owner: str) -> str:
+    """A state as text: as JSON where that gives it back exactly, else as ``torch.save`` makes it.
+
+    Args:
+        state: What a ``state_dict()`` has returned.
+        owner: Whose, for the error.
+
+    Raises:
+        ResumeError: If it cannot be loaded again without running code that comes with it.
+    """
+    try:
+        text = json.dumps(state)
+        if _same(json.loads(text), state):
+            return text
+    except (TypeError, ValueError):
+        pass
+    file = io.BytesIO()
+    try:
+        torch.save(state, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception as error:
+        raise ResumeError(
+            f"the state_dict() of {owner} holds what cannot be saved, or what torch.load(weights_only=True) "
+            f"does not load: {error!s:.500}. Return numbers, strings, lists, dicts, tensors."
+        ) from error
+    return f"torch:{base64.b64encode(file.getvalue()).decode()}"
+
+
+def unpack_user_state(text: str) -> Any:
+    """The state that `pack_user_state` was given."""
+    if text.startswith("torch:"):
+        return torch.load(io.BytesIO(base64.b64decode(text[6:])), weights_only=True)
+    return json.loads(text)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are equal, types included: JSON makes lists of tuples, and strings of keys."""
+    if type(one) is not type(other):
+        return False
+    if type(one) is dict:
+        return list(one) == list(other) and all(_same(value, other[key]) for key, value in one.items())
+    if type(one) is list:
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)

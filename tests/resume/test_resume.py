@@ -1,0 +1,187 @@
+"""A resumed program gets what the uninterrupted one gets: drawn loaders, places, and ways to keep a state.
+
+The uninterrupted program and the resumed one go on for one more epoch. Batches are compared value by value,
+with what samples drew, and so is the state of torch's global generator at the end.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from resume_datasets import Drawing, OwnGenerator, Stateful, StatefulToTheEnd
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from shmloader import DataLoader
+
+SAMPLERS = "sequential random replacement subset weighted distributed stateful to_the_end own".split()
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the two loaders have in common, and the place of the stop."""
+
+    sampler: str
+    own_generator: bool
+    length: int
+    batch_size: int | None
+    drop_last: bool
+    skips: bool
+    epochs_before: int
+    taken: int | None  # batches before the stop; None for the epoch's end
+
+    def sampler_of(self, dataset: Drawing, generator: torch.Generator | None) -> Any:
+        length = self.length
+        return {
+            "sequential": lambda: SequentialSampler(dataset),
+            "random": lambda: RandomSampler(dataset, generator=generator),
+            "replacement": lambda: RandomSampler(dataset, True, length + 3, generator=generator),
+            "subset": lambda: SubsetRandomSampler(range(length), generator=generator),
+            "weighted": lambda: WeightedRandomSampler(torch.ones(length), length, generator=generator),
+            "distributed": lambda: DistributedSampler(dataset, num_replicas=2, rank=1, seed=4),
+            "stateful": lambda: Stateful(length),
+            "to_the_end": lambda: StatefulToTheEnd(length),
+            "own": lambda: OwnGenerator(length, generator or torch.Generator().manual_seed(3)),
+        }[self.sampler]()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What may differ between the loader that gives a state and the one that goes on from it."""
+
+    workers: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def loader(self, work: Work) -> DataLoader[Any]:
+        dataset = Drawing(work.length, bad=(1, 2) if work.skips else ())
+        generator = torch.Generator().manual_seed(7) if work.own_generator else None
+        kind: dict[str, Any] = {"batch_size": work.batch_size}
+        sampler = work.sampler_of(dataset, generator)
+        if work.batch_size is None:
+            kind["sampler"] = sampler
+        else:
+            kind = {"batch_sampler": BatchSampler(sampler, work.batch_size, work.drop_last)}
+        return DataLoader(
+            dataset,
+            **kind,
+            num_workers=self.workers,
+            generator=generator,
+            on_error="skip" if work.skips else "raise",
+            seed_per_sample=True,
+            **self.options,
+        )
+
+
+works = st.builds(
+    Work,
+    sampler=st.sampled_from(SAMPLERS),
+    own_generator=st.booleans(),
+    length=st.sampled_from([1, 7, 60]),
+    batch_size=st.sampled_from([None, 1, 4, 33]),
+    drop_last=st.booleans(),
+    skips=st.booleans(),
+    epochs_before=st.integers(0, 1),
+    taken=st.one_of(st.none(), st.integers(0, 6)),
+)
+with_workers = st.builds(
+    lambda workers, **options: Setting(workers, options),
+    workers=st.integers(1, 2),
+    prefetch_factor=st.integers(1, 3),
+    dispatch=st.sampled_from(["static", "dynamic"]),
+    multiprocessing_context=st.just("fork"),
+)
+settings_of_loaders = st.one_of(st.just(Setting()), with_workers)
+
+
+def by_json(state: dict[str, Any], _: Path, __: DataLoader[Any]) -> dict[str, Any]:
+    return dict(json.loads(json.dumps(state)))
+
+
+def by_torch(state: dict[str, Any], _: Path, __: DataLoader[Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return dict(torch.load(file, weights_only=True))
+
+
+def by_distributed_checkpoint(state: dict[str, Any], folder: Path, loader: DataLoader[Any]) -> dict[str, Any]:
+    """Loads only the keys that a new loader's own state has."""
+    torch.distributed.checkpoint.save({"loader": state}, checkpoint_id=folder, no_dist=True)
+    found = {"loader": loader.state_dict()}
+    torch.distributed.checkpoint.load(found, checkpoint_id=folder, no_dist=True)
+    return found["loader"]
+
+
+@dataclass
+class Rest:
+    """What comes behind a stop."""
+
+    epochs: list[list[torch.Tensor]]
+    at_end: torch.Tensor
+
+
+def run_to(loader: DataLoader[Any], work: Work) -> tuple[dict[str, Any], torch.Tensor, Rest]:
+    """Run a program to the stop, read state and generator, and go on to the end of the next epoch."""
+    for _ in range(work.epochs_before):
+        list(loader)
+    iterator = iter(loader)
+    if work.taken is None:
+        list(iterator)
+    else:
+        for _ in zip(range(work.taken), iterator, strict=False):
+            pass
+    state, drawn_so_far = loader.state_dict(), torch.get_rng_state()
+    assert state == loader.state_dict()
+    epochs = [[] if state["finished"] else list(iterator), list(loader)]
+    return state, drawn_so_far, Rest(epochs, torch.get_rng_state())
+
+
+def assert_same(found: Rest, expected: Rest) -> None:
+    for epoch, wanted in zip(found.epochs, expected.epochs, strict=True):
+        assert [batch.tolist() for batch in epoch] == [batch.tolist() for batch in wanted]
+    assert torch.equal(found.at_end, expected.at_end)
+
+
+@pytest.mark.filterwarnings("ignore::shmloader.BadSampleWarning")
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    work=works,
+    first=settings_of_loaders,
+    second=settings_of_loaders,
+    keep=st.sampled_from([by_json, by_torch]),
+)
+def test_the_remainder_is_that_of_the_uninterrupted_program(
+    work: Work, first: Setting, second: Setting, keep: Any, tmp_path: Path
+) -> None:
+    torch.manual_seed(11)
+    with first.loader(work) as loader:
+        state, drawn_so_far, expected = run_to(loader, work)
+    assert len(json.dumps(state)) < 1024 or not is_known(work)
+    torch.manual_seed(99)  # another program, that restores torch's generator and the loader's state
+    torch.rand(3)
+    with second.loader(work) as loader:
+        loader.load_state_dict(keep(state, tmp_path, loader))
+        assert loader.state_dict() == state
+        torch.set_rng_state(drawn_so_far)
+        epochs = [[] if state["finished"] else list(loader), list(loader)]
+        assert_same(Rest(epochs, torch.get_rng_state()), expected)
+
+
+def is_known(work: Work) -> bool:
+    """Whether the sampler is torch's."""
+    return work.sampler not in {"stateful", "to_the_end", "own"}

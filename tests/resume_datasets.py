@@ -1,0 +1,132 @@
+"""Datasets and samplers of the tests of `state_dict()`, which workers under every start method can import."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Sampler
+
+
+class Drawing(Dataset[torch.Tensor]):
+    """Sample ``i`` is ``i`` and what it draws from the three global generators.
+
+    Args:
+        length: Samples.
+        bad: Indices whose samples raise.
+        log: A file that gets a line for each index that is fetched.
+    """
+
+    def __init__(self, length: int, bad: tuple[int, ...] = (), log: Path | None = None) -> None:
+        self.length, self.bad, self.log = length, bad, log
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.log is not None:
+            with self.log.open("a") as file:
+                file.write(f"{int(index)}\n")
+        if index in self.bad:
+            raise ValueError(f"sample {index} is bad")
+        drawn = torch.randint(1 << 30, ()).item(), random.getrandbits(30), np.random.randint(1 << 30)
+        return torch.tensor([index, *drawn])
+
+
+class Plain(Drawing):
+    """Sample ``i`` is ``i``, and draws nothing."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.log is not None:
+            with self.log.open("a") as file:
+                file.write(f"{int(index)}\n")
+        return torch.tensor([index])
+
+
+class Stateful(Sampler[int]):
+    """A permutation by seed and epoch, which counts epochs by itself and can tell how far it has come.
+
+    At an epoch's end its state is that of the next one's beginning.
+    """
+
+    def __init__(self, length: int, seed: int = 0) -> None:
+        self.length, self.seed = length, seed
+        self.epoch_now, self.position, self.resumed = 0, 0, False
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.resumed:
+            self.position = 0
+        self.resumed = False
+        order = np.random.default_rng([self.seed, self.epoch_now]).permutation(self.length)
+        while self.position < self.length:
+            self.position += 1
+            yield int(order[self.position - 1])
+        self.epoch_now, self.position = self.epoch_now + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch_now, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch_now, self.position, self.resumed = state["epoch"], state["position"], True
+
+
+class StatefulToTheEnd(Sampler[int]):
+    """A permutation by its own generator, as torchdata has it: at an epoch's end all was given, once."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.generator = torch.Generator().manual_seed(5)
+        self.given, self.to_skip = 0, 0
+        self.before = self.generator.get_state()
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        self.before = self.generator.get_state()
+        order = torch.randperm(self.length, generator=self.generator).tolist()
+        self.given, self.to_skip = self.to_skip, 0
+        while self.given < self.length:
+            self.given += 1
+            yield order[self.given - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given, "generator": self.before}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.to_skip = state["given"]
+        self.generator.set_state(state["generator"])
+
+
+class OwnGenerator(Sampler[int]):
+    """Draws one index after the other from its generator, or from torch's global one."""
+
+    def __init__(self, length: int, generator: torch.Generator | None) -> None:
+        self.length, self.generator = length, generator
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        for index in torch.randperm(self.length, generator=self.generator).tolist():
+            yield (index + int(torch.randint(2, (), generator=self.generator))) % self.length
+
+
+class FromRandom(Sampler[int]):
+    """Draws from ``random``, which no state knows of."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        yield from random.sample(range(self.length), self.length)
