@@ -15,7 +15,7 @@ SOAK_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast test-all lint bench soak clean
+.PHONY: help demo test test-fast test-all test-integrations lint bench soak clean
 
 # The fast set leaves out what starts interpreters (spawned workers, programs, the command line, the benchmarks), and
 # what waits for deaths, timeouts and the clock.
@@ -25,7 +25,7 @@ FAST := -k 'not spawn and not forkserver and not program and not interpreter' \
 	$(foreach path,$(SLOW),--ignore tests/$(path))
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.stamp-demo ## Run the demonstration (DEMO_ARGS=...)
 	$(BIN)/python -m shmloader demo $(DEMO_ARGS)
@@ -39,6 +39,11 @@ test-fast: lint ## The same without tests that start interpreters: under 3 minut
 test-all: lint ## The same with the long tests: programs killed, confined and interrupted
 	SHMLOADER_LONG=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# An environment of its own, so that `make test` needs none of these libraries.
+test-integrations: ## The tests with accelerate, Trainer, Lightning, ignite, PyG, MONAI and others
+	$(MAKE) VENV=.venv-integrations .venv-integrations/.stamp-integrations
+	.venv-integrations/bin/python -m pytest tests/integrations $(PYTEST_ARGS)
+
 lint: $(VENV)/.stamp-test ## Lint, check formatting, check types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -51,7 +56,7 @@ soak: $(VENV)/.stamp-test ## Kill, break off and hold for 30 minutes (SOAK_ARGS=
 	PYTHONPATH=tests $(BIN)/python -m robustness.soak --minutes 30 $(SOAK_ARGS)
 
 clean: ## Remove the environment, builds and caches
-	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-integrations build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp per extra, inside the environment so that both go together. setuptools comes with torch, so

@@ -20,6 +20,7 @@ from shmloader.errors import (
     WorkerStartError,
     WorkerTimeout,
 )
+from shmloader.integrations import install, uninstall
 from shmloader.loader import DataLoader
 from shmloader.sampling.sharded_sampler import ShardedSampler
 from shmloader.sources import why_per_sample
@@ -52,7 +53,9 @@ __all__ = [
     "WorkerTimeout",
     "__version__",
     "empty",
+    "install",
     "share",
     "share_on_host",
+    "uninstall",
     "why_per_sample",
 ]

@@ -7,6 +7,7 @@ attributes late.
 from __future__ import annotations
 
 import operator
+import threading
 from typing import Any, Final, Literal, get_args
 
 from torch.utils.data import IterableDataset
@@ -135,6 +136,27 @@ def check_worker_type(loader: Any, dataset: object, multiprocessing_context: obj
         raise ValueError(  # noqa: TRY004 - as everything that is refused for a worker_type
             f"worker_type='thread' cannot load from a DataPipe ({type(dataset).__name__}): workers shard and "
             "seed the pipe itself, and each needs one of its own. Use worker_type='process'."
+        )
+
+
+def threads_of(context: object) -> type | None:
+    """The class of thread that a ``multiprocessing`` context starts in the place of a process, if it does."""
+    kind = getattr(context, "Process", None)
+    return kind if isinstance(kind, type) and issubclass(kind, threading.Thread) else None
+
+
+def check_context(context: object) -> None:
+    """Refuse a ``multiprocessing`` context whose processes are threads, such as MONAI's.
+
+    Raises:
+        ValueError: With its name, and what to pass instead.
+    """
+    kind = threads_of(context)
+    if kind is not None:
+        raise ValueError(
+            f"multiprocessing_context={type(context).__qualname__}: its workers are threads that pose as "
+            f"processes ({kind.__module__}.{kind.__qualname__}), which cannot write to slots. Pass "
+            "worker_type='thread' for worker threads (with MONAI: no use_thread_workers), or no context"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
@@ -17,11 +18,13 @@ from shmloader.arguments import (
     Shard,
     WorkerType,
     check_arguments,
+    check_context,
     check_worker_type,
     dispatch_of,
     number_or_auto,
 )
 from shmloader.loading import loading_of
+from shmloader.rebuilds import PREPARED_FLAG, list_options, replace_in_records
 from shmloader.shared_memory import why_unavailable
 from shmloader.statistics import LoaderStatistics
 from shmloader.torch_fallback import check_resumable
@@ -154,6 +157,15 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
     share_dataset: bool
     shard: Shard | None
     seed_per_sample: bool | None
+    is_shmloader = True  # accelerate copies it, under install()
+    _is_accelerate_prepared = PREPARED_FLAG
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keep the loader's own options where Lightning builds a subclass anew that takes ``**kwargs``."""
+        super().__init_subclass__(**kwargs)
+        torchs = inspect.signature(torch.utils.data.DataLoader.__init__).parameters
+        ours = inspect.signature(DataLoader.__init__).parameters
+        list_options(cls, {name: option for name, option in ours.items() if name not in torchs})
 
     def __init__(
         self,
@@ -198,10 +210,12 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         self.seed_per_sample = seed_per_sample
         check_arguments(self, dataset, workers, persistent_workers)
         check_worker_type(self, dataset, multiprocessing_context)
+        check_context(multiprocessing_context)
         if share_dataset and why_unavailable() is None:
             from shmloader.store.attributes import share_for_loader  # imports pyarrow
 
-            dataset = share_for_loader(dataset)
+            original, dataset = dataset, share_for_loader(dataset)
+            replace_in_records(self, original, dataset)
         super().__init__(
             dataset,
             batch_size=batch_size,

@@ -13,7 +13,7 @@ from shmloader.errors import ResumeError
 from shmloader.shared_memory import why_unavailable
 from shmloader.torch_private import Feature, missing_message, why_missing
 
-_WITHOUT_EFFECT = {
+OWN_DEFAULTS: dict[str, Any] = {
     "memory_budget_nbytes": None,
     "worker_restarts": 0,
     "on_error": "raise",
@@ -22,6 +22,7 @@ _WITHOUT_EFFECT = {
     "prefetch_epochs": False,
     "worker_type": "process",
     "share_dataset": False,
+    "shard": None,
 }
 """Options that torch's loader lacks, with the values that ask for nothing."""
 
@@ -45,7 +46,8 @@ def must_load_as_torch(loader: Any) -> bool:
         return False
     if loader.shard is not None:
         raise NotImplementedError(f"{text} It does not divide streams as shard={loader.shard!r} asks for.")
-    text += _options_without_effect(loader)
+    if ignored := options_asked_for(loader):
+        text += f" Without effect: {', '.join(ignored)}."
     if text not in _told:
         _told.add(text)
         warnings.warn(text, RuntimeWarning, stacklevel=level_of_the_program())
@@ -68,15 +70,15 @@ def check_resumable(loader: Any) -> None:
         )
 
 
-def _options_without_effect(loader: Any) -> str:
-    ignored = [
+def options_asked_for(loader: Any) -> list[str]:
+    """The options of a loader that torch's does not have, as texts, but for those that ask for nothing."""
+    automatic = [
         f"{name}='auto' (it is {value})"
         for name in ("num_workers", "prefetch_factor")
         if isinstance(value := getattr(loader, name), AutoCount)
     ]
-    ignored += [
+    return automatic + [
         f"{name}={value!r}"
-        for name, nothing in _WITHOUT_EFFECT.items()
+        for name, nothing in OWN_DEFAULTS.items()
         if (value := getattr(loader, name)) != nothing
     ]
-    return f" Without effect: {', '.join(ignored)}." if ignored else ""

@@ -31,6 +31,7 @@ class Feature(StrEnum):
     """A part of shmloader that needs certain names of torch; the value is what messages call it."""
 
     SLOTS = "loading through shared-memory slots"
+    INSTALL = "shmloader.install()"
     COLLATION = "collating straight into a slot"
     ARRAY_SAMPLING = "drawing index batches as arrays"
     DATAPIPES = "sharding and seeding DataPipes"
@@ -41,6 +42,7 @@ class Feature(StrEnum):
 
 _INSTEAD = {
     Feature.SLOTS: "The loader loads as torch's DataLoader does, and the batches are the same.",
+    Feature.INSTALL: "Loaders of torch's class load torch's way; shmloader.DataLoader is not concerned.",
     Feature.COLLATION: "Batches are the same, but are copied into their slot after they have been collated.",
     Feature.ARRAY_SAMPLING: "Index batches are the same, but take 36 bytes for each sample of the dataset.",
     Feature.DATAPIPES: "Load from a map-style dataset or an IterableDataset.",
@@ -172,6 +174,15 @@ def _check_iterator() -> None:
     absent = [name for name in _ITERATOR_ATTRIBUTES if not hasattr(iterator, name)]
     if absent:
         disable(Feature.SLOTS, f"its iterators have no attribute {', '.join(absent)}")
+
+
+GET_ITERATOR = "_get_iterator"
+"""The method of torch's class that makes an iterator, for `install`, which replaces it."""
+
+if GET_ITERATOR not in getattr(
+    getattr(torch.utils.data.DataLoader.__iter__, "__code__", None), "co_names", ()
+):
+    disable(Feature.INSTALL, f"its DataLoader.__iter__ does not call {GET_ITERATOR}()")
 
 
 def iterator_of(loader: Any) -> Any:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from shmloader.arguments import THREAD, check_worker_type
+from shmloader.arguments import THREAD, check_context, check_worker_type
 from shmloader.supervisor.base import MakeArguments, Worker, Workers
 from shmloader.supervisor.death_reports import log_replacement, worker_timeout
 from shmloader.supervisor.processes import ProcessWorkers
@@ -52,5 +52,6 @@ def start_workers(loader: Any, make_arguments: MakeArguments) -> Workers:
     if loader.worker_type == THREAD:
         check_worker_type(loader, loader.dataset, loader.multiprocessing_context)
         return ThreadWorkers(make_arguments, loader.num_workers)
+    check_context(loader.multiprocessing_context)
     context = loader.multiprocessing_context or torch.multiprocessing
     return ProcessWorkers(context, make_arguments, loader.num_workers)

@@ -1,0 +1,82 @@
+"""accelerate under ``install()``: the loaders that it builds in the place of others keep their options.
+
+`accelerate.data_loader` copies those attributes of a loader that a dict of its names, and builds a loader
+of torch's class from them. The dict is extended by the loader's own options, and the class is replaced, in
+that module only.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from typing import Any
+
+import torch.utils.data
+
+from shmloader.diagnostics.stack_level import level_of_the_program
+from shmloader.integrations.patches import Patches
+from shmloader.loader import DataLoader
+from shmloader.torch_fallback import OWN_DEFAULTS
+
+_MODULE = "accelerate.data_loader"
+_ARGUMENTS = "_PYTORCH_DATALOADER_KWARGS"
+_IS_OURS = "is_shmloader"
+
+
+class Accelerate:
+    """Patches accelerate, if it has been imported."""
+
+    def __init__(self, patches: Patches) -> None:
+        self._patches = patches
+        self._done = False
+
+    def patch(self) -> None:
+        """Patch accelerate's module of loaders, once; warn if this version of it cannot be patched."""
+        module = sys.modules.get(_MODULE)
+        if self._done or module is None:
+            return
+        self._done = True
+        arguments: Any = getattr(module, _ARGUMENTS, None)
+        adapter: Any = getattr(module, "DataLoaderAdapter", None)
+        torchs = getattr(module, "DataLoader", None) is _TORCHS
+        if not (torchs and isinstance(arguments, dict) and isinstance(adapter, type)):
+            warnings.warn(
+                f"shmloader.install() cannot patch this version of accelerate: {_MODULE} lacks a dict "
+                f"{_ARGUMENTS}, a DataLoader that is torch's, or a class DataLoaderAdapter. Its loaders load "
+                "from slots, but with the options of install(), not those of the loader that they replace.",
+                RuntimeWarning,
+                stacklevel=level_of_the_program(),
+            )
+            return
+        self._patches.replace(module, _ARGUMENTS, {**arguments, **OWN_DEFAULTS, _IS_OURS: False})
+        self._patches.replace(module, "DataLoader", _build)
+        self._patches.replace(adapter, "__init__", _init_for_torchdata(adapter))
+
+
+_TORCHS = torch.utils.data.DataLoader
+
+
+def _build(dataset: Any, *args: Any, **kwargs: Any) -> Any:
+    """Build a loader of the class that the original had: `DataLoader`, or torch's."""
+    if kwargs.pop(_IS_OURS, False):
+        return DataLoader(dataset, *args, **kwargs)
+    return _TORCHS(dataset, *args, **_without_options(kwargs))
+
+
+def _init_for_torchdata(adapter_class: Any) -> Any:
+    """An ``__init__`` that keeps our options from torchdata's class, where accelerate is asked for that."""
+    init = adapter_class.__init__
+
+    @functools.wraps(init)
+    def __init__(adapter: Any, dataset: Any, use_stateful_dataloader: bool = False, **kwargs: Any) -> None:  # noqa: N807
+        if use_stateful_dataloader:
+            kwargs.pop(_IS_OURS, None)
+            kwargs = _without_options(kwargs)
+        init(adapter, dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+
+    return __init__
+
+
+def _without_options(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name not in OWN_DEFAULTS}

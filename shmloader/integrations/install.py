@@ -1,0 +1,229 @@
+"""``install()``: every loader of torch's class loads through slots, whoever made it. Main process only.
+
+The class itself stays, so that ``isinstance`` goes on working; its method that makes an iterator is replaced,
+which subclasses inherit, also those that were imported before.
+"""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace, TracebackType
+from typing import Any, Self
+
+import torch.utils.data
+
+from shmloader.arguments import check_arguments, check_worker_type, dispatch_of, threads_of
+from shmloader.diagnostics.stack_level import level_of_the_program
+from shmloader.integrations.accelerate import Accelerate
+from shmloader.integrations.patches import Patches
+from shmloader.loader import DataLoader
+from shmloader.loading import loading_of
+from shmloader.rebuilds import PREPARED_FLAG, warn_of_torchs_class
+from shmloader.statistics import LoaderStatistics
+from shmloader.torch_fallback import OWN_DEFAULTS
+from shmloader.torch_private import GET_ITERATOR, Feature, is_missing
+
+_TORCHS = torch.utils.data.DataLoader
+
+
+class Installation:
+    """What `install` returns: a context manager that restores at its end what was there before.
+
+    Args:
+        options: Defaults for all loaders, by name.
+        before: The options of the installation that this one replaces, if there is one.
+    """
+
+    def __init__(self, options: dict[str, Any], before: dict[str, Any] | None) -> None:
+        self.options = options
+        self._before = before
+
+    def __enter__(self) -> Self:
+        """Use as ``with install():``."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._before is None:
+            uninstall()
+        else:
+            install(**self._before)
+
+
+def install(**options: Any) -> Installation:
+    """Let every ``torch.utils.data.DataLoader`` of this process load through slots.
+
+    It holds for the program's own loaders, for those that frameworks make (accelerate, Trainer, Lightning,
+    ignite) and for all subclasses (PyG, MONAI, timm), also if they were imported or made before. Batches are
+    the same. Each such loader gets ``statistics()`` and ``close()``. Iterators that live go on as they began.
+
+    Two kinds of loader stay as they are: those whose iterator is not torch's (``StatefulDataLoader`` of
+    torchdata), and, with one warning, those whose workers are threads that pose as processes
+    (``ThreadDataLoader`` of MONAI with ``use_thread_workers``).
+
+    Call it at the top of the program, or as ``with shmloader.install():``. A second call replaces the
+    options.
+
+    Args:
+        **options: Defaults for `DataLoader`'s own options: ``memory_budget_nbytes``, ``worker_restarts``,
+            ``on_error``, ``dispatch``, ``prefetch_epochs``, ``worker_type``. A `DataLoader` has those that it
+            was made with. A loader that cannot have one of them (``worker_restarts`` with an iterable-style
+            dataset) loads without it, with one warning.
+
+    Returns:
+        A context manager; it need not be used.
+
+    Raises:
+        TypeError: For an option that does not exist or is of a wrong type.
+        ValueError: For a wrong value, for two options that exclude each other, and for ``share_dataset`` and
+            ``shard``, which belong to one loader.
+    """
+    global _options  # noqa: PLW0603 - there is one torch
+    unknown = options.keys() - OWN_DEFAULTS.keys()
+    if unknown:
+        known = ", ".join(name for name in OWN_DEFAULTS if name not in _OF_ONE_LOADER)
+        raise TypeError(f"install() has no option {', '.join(sorted(unknown))}: it has {known}")
+    for name, instead in _OF_ONE_LOADER.items():
+        if options.get(name, OWN_DEFAULTS[name]) != OWN_DEFAULTS[name]:
+            raise ValueError(f"install({name}={options[name]!r}) is not possible: {instead}")
+    _check(options, torch.utils.data.Dataset(), True, None)
+    before = _options
+    if not is_missing(Feature.INSTALL, level_of_the_program()):
+        if before is None:
+            _patch()
+        _options = options
+        _warned.clear()
+        _accelerate.patch()
+    return Installation(options, before)
+
+
+def uninstall() -> None:
+    """Undo `install`: loaders of torch's class load torch's way from their next iterator on.
+
+    Iterators that live go on, and persistent workers stay with their loader. Without `install` before it, it
+    does nothing.
+    """
+    global _options, _accelerate  # noqa: PLW0603
+    _options = None
+    PREPARED_FLAG.notify = warn_of_torchs_class
+    _patches.undo()
+    _accelerate = Accelerate(_patches)
+
+
+_OF_ONE_LOADER = {
+    "share_dataset": "the loaders have their dataset already. Call shmloader.share(dataset) before",
+    "shard": "batches would be others than torch's. Make the loader with shmloader.DataLoader(shard=...)",
+}
+"""Options that are not for all loaders, with what to do instead."""
+
+_options: dict[str, Any] | None = None
+_warned: set[str] = set()
+_patches = Patches()
+_accelerate = Accelerate(_patches)
+
+
+def _patch() -> None:
+    torchs_iter, torchs_get_iterator = _TORCHS.__iter__, getattr(_TORCHS, GET_ITERATOR)
+
+    def __iter__(loader: Any) -> Any:  # noqa: N807
+        if _options is not None and not isinstance(loader, DataLoader):
+            loading_of(loader).begin_pass(loader)
+        return torchs_iter(loader)
+
+    def get_iterator(loader: Any) -> Any:
+        iterator = None
+        if _options is not None and not isinstance(loader, DataLoader) and not _has_threads(loader):
+            _warn_of_options(loader)
+            iterator = loading_of(loader).make_iterator(loader)
+        return torchs_get_iterator(loader) if iterator is None else iterator
+
+    for name in OWN_DEFAULTS:
+        _patches.replace(_TORCHS, name, _Default(name))
+    _patches.replace(_TORCHS, "__iter__", __iter__)
+    _patches.replace(_TORCHS, GET_ITERATOR, get_iterator)
+    _patches.replace(_TORCHS, "statistics", _statistics)
+    _patches.replace(_TORCHS, "close", _close)
+    _patches.replace(_TORCHS, "_is_accelerate_prepared", PREPARED_FLAG)
+    PREPARED_FLAG.notify = lambda _: _accelerate.patch()  # which may have been imported meanwhile
+
+
+def _statistics(loader: Any) -> LoaderStatistics:
+    """Counters of the loader's life since ``install()``, and the slots that it holds now."""
+    return loading_of(loader).statistics()
+
+
+def _close(loader: Any) -> None:
+    """Stop all workers of the loader and free its slots; see `DataLoader.close`."""
+    loading_of(loader).close(loader)
+
+
+class _Default:
+    """An option as an attribute of loaders that were not made with it: `DataLoader` has its own."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, loader: Any, owner: type | None = None) -> Any:
+        return OWN_DEFAULTS[self._name] if loader is None else _value(self._name, loader)
+
+
+def _value(name: str, loader: Any) -> Any:
+    """The value of an option for a loader: as installed, or what asks for nothing where it cannot have it."""
+    default = OWN_DEFAULTS[name]
+    value = (_options or {}).get(name)
+    if name == "dispatch":
+        value = dispatch_of(value, loader.num_workers)
+    return default if value is None or _why_not(name, value, loader) else value
+
+
+def _why_not(name: str, value: Any, loader: Any) -> str | None:
+    """The reason why a loader cannot have the value of an option; None if it can."""
+    if value == OWN_DEFAULTS[name]:
+        return None
+    try:
+        _check({name: value}, loader.dataset, loader.persistent_workers, loader.multiprocessing_context)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _check(options: dict[str, Any], dataset: Any, persistent_workers: bool, context: Any) -> None:
+    given = SimpleNamespace(**{**OWN_DEFAULTS, **options})
+    given.dispatch = dispatch_of(given.dispatch, 1)
+    check_arguments(given, dataset, 1, persistent_workers)
+    check_worker_type(given, dataset, context)
+
+
+def _warn_of_options(loader: Any) -> None:
+    """Say once of each option that it has no effect on a loader that cannot have it."""
+    for name, value in (_options or {}).items():
+        reason = None if name in _warned or not loader.num_workers else _why_not(name, value, loader)
+        if reason is not None:
+            _warned.add(name)
+            _warn(
+                f"install({name}={value!r}) has no effect on a loader of {_type(loader.dataset)}: {reason}."
+            )
+
+
+def _has_threads(loader: Any) -> bool:
+    """Whether the workers of a loader are threads that pose as processes; the first such loader warns."""
+    kind = threads_of(loader.multiprocessing_context)
+    if kind is not None and "multiprocessing_context" not in _warned:
+        _warned.add("multiprocessing_context")
+        _warn(
+            f"shmloader.install() leaves {_type(loader)} to torch: its workers are threads that pose as "
+            f"processes ({kind.__qualname__}), which cannot write to slots."
+        )
+    return kind is not None
+
+
+def _type(instance: object) -> str:
+    return type(instance).__qualname__
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=level_of_the_program())

@@ -1,0 +1,30 @@
+"""Attributes of other libraries' classes and modules that are replaced for a while."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_ABSENT: Any = object()
+
+
+class Patches:
+    """Replaced attributes, with what was there before."""
+
+    def __init__(self) -> None:
+        self._before: dict[tuple[int, str], tuple[Any, Any, Any]] = {}
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of a class or module, and remember what it was."""
+        self._before[id(owner), name] = owner, vars(owner).get(name, _ABSENT), value
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        """Restore everything, but for what somebody else has replaced since."""
+        for (_, name), (owner, before, ours) in self._before.items():
+            if vars(owner).get(name) is not ours:
+                continue
+            if before is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+        self._before.clear()

@@ -1,0 +1,96 @@
+"""Support for frameworks that build a loader anew from another one: Lightning, accelerate, ignite.
+
+Nothing here imports a framework.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from shmloader.diagnostics.stack_level import level_of_the_program
+from shmloader.torch_fallback import options_asked_for
+
+
+def list_options(kind: type, options: dict[str, inspect.Parameter]) -> None:
+    """Give a subclass whose ``__init__`` takes ``**kwargs`` a signature that lists the loader's own options.
+
+    Lightning builds a loader anew from those attributes that the signature lists. Where there is ``**kwargs``
+    it adds the arguments of torch's loader, and no others.
+
+    Args:
+        kind: The subclass. Its ``__init__`` may be inherited from a library, and is left alone then.
+        options: Parameters of the loader that torch's does not have.
+    """
+    init: Any = kind.__init__  # type: ignore[misc]
+    listed = list(inspect.signature(init).parameters.values())
+    if not listed or listed[-1].kind is not inspect.Parameter.VAR_KEYWORD:
+        return
+    names = {parameter.name for parameter in listed}
+    added = [parameter for name, parameter in options.items() if name not in names]
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        init(self, *args, **kwargs)
+
+    __init__.__signature__ = inspect.Signature([*listed[:-1], *added, listed[-1]])  # type: ignore[attr-defined]
+    kind.__init__ = __init__  # type: ignore[misc]
+
+
+def replace_in_records(loader: Any, original: object, shared: object) -> None:
+    """Replace the dataset in the arguments that Lightning notes on a loader before its ``__init__`` runs.
+
+    Lightning builds the loader anew from them: the original would be shared a second time, and stay alive.
+    """
+    for name, record in list(vars(loader).items()):
+        if name.startswith("__pl_saved_") and isinstance(record, tuple):
+            vars(loader)[name] = tuple(shared if value is original else value for value in record)
+        elif name.startswith("__pl_saved_") and isinstance(record, dict):
+            vars(loader)[name] = {
+                key: shared if value is original else value for key, value in record.items()
+            }
+
+
+class PreparedFlag:
+    """The attribute that accelerate reads of a loader before it builds one of its own in its place.
+
+    An attribute that accelerate or the program sets on the loader takes precedence.
+
+    Attributes:
+        notify: Called with the loader when the attribute is read.
+    """
+
+    notify: Callable[[Any], None]
+
+    def __init__(self) -> None:
+        self.notify = warn_of_torchs_class
+        self.warned = False
+
+    def __get__(self, loader: Any, owner: type | None = None) -> bool:
+        """False: the loader is not prepared yet."""
+        if loader is not None:
+            self.notify(loader)
+        return False
+
+
+def warn_of_torchs_class(loader: Any) -> None:
+    """Say once that accelerate builds a loader of torch's class in the place of this one."""
+    lost = options_asked_for(loader)
+    if PREPARED_FLAG.warned or "accelerate" not in sys.modules or not (lost or loader.num_workers):
+        return
+    PREPARED_FLAG.warned = True
+    options = f" and without its options ({', '.join(lost)})" if lost else ""
+    warnings.warn(
+        "accelerate builds a loader of torch's class in the place of this shmloader.DataLoader: batches come "
+        f"without slots{options}. Call shmloader.install() before accelerator.prepare().",
+        RuntimeWarning,
+        stacklevel=level_of_the_program(),
+    )
+
+
+PREPARED_FLAG = PreparedFlag()
+"""The one `PreparedFlag` of all loaders."""

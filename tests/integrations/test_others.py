@@ -1,0 +1,55 @@
+"""skorch, torchmetrics, Hugging Face datasets, torchdata: the programs of their pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import shmloader
+from integrations.pages import assert_page_loads_from_slots, needs
+from integrations.rows import OPTIONS, Rows, forbid_torchs_workers, options_of
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.mark.parametrize("framework", ["skorch", "torchmetrics", "datasets"])
+def test_the_pages_program(framework: str) -> None:
+    needs(framework)
+    assert_page_loads_from_slots(f"{framework}.md")
+
+
+def test_skorch_passes_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To each loader that it makes, for each epoch one; under install to torch's too."""
+    skorch = needs("skorch")
+    forbid_torchs_workers(monkeypatch)
+    made: list[Any] = []
+
+    class Noted(skorch.NeuralNetRegressor):
+        def get_iterator(self, dataset: Any, training: bool = False) -> Any:
+            made.append(super().get_iterator(dataset, training=training))
+            return made[-1]
+
+    def fit(**arguments: Any) -> None:
+        net = Noted(torch.nn.Linear, module__in_features=1, module__out_features=1, verbose=0, **arguments)
+        net.fit(torch.randn(24, 1), torch.randn(24, 1))
+
+    given = {f"iterator_train__{name}": value for name, value in OPTIONS.items() if name != "prefetch_epochs"}
+    fit(iterator_train=shmloader.DataLoader, iterator_train__num_workers=1, max_epochs=1, **given)
+    assert options_of(made[0]) == OPTIONS | {"prefetch_epochs": False}
+    with shmloader.install(worker_restarts=2):
+        fit(iterator_train__num_workers=1, max_epochs=1)
+        assert made[-2].worker_restarts == 2
+        assert made[-2].statistics().batches > 0
+
+
+def test_torchdatas_loader_stays_torchdatas() -> None:
+    needs("torchdata")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    with shmloader.install():
+        loader = StatefulDataLoader(Rows(), batch_size=4, num_workers=1)
+        assert torch.cat(list(loader)).flatten().tolist() == list(range(24))
+        assert loader.state_dict()
+        assert loader.statistics().batches == 0

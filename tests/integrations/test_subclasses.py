@@ -1,0 +1,187 @@
+"""``class X(LibraryLoader, shmloader.DataLoader)``, in the styles of several libraries."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+import shmloader
+from integrations.pages import assert_page_loads_from_slots
+from integrations.rows import OPTIONS, Rows, forbid_torchs_workers, options_of
+
+
+class Repeat:
+    """An endless batch sampler, as timm and Ultralytics have it."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from self.sampler
+
+
+class Timm(DataLoader):
+    """Unlocks the attributes by torch's private flag, and iterates in its constructor."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._DataLoader__initialized = False
+        self.batch_sampler = Repeat(self.batch_sampler)
+        self._DataLoader__initialized = True
+        self.iterator = super().__iter__()
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+
+class Ultralytics(DataLoader):
+    """Goes past __setattr__, ends the workers itself, and makes its iterator anew."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        object.__setattr__(self, "batch_sampler", Repeat(self.batch_sampler))
+        self.iterator = super().__iter__()
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+    def reset(self) -> None:
+        for worker in self.iterator._workers:
+            if worker.is_alive():
+                worker.terminate()
+        self.iterator._shutdown_workers()
+        self.iterator = self._get_iterator()
+
+
+class Graphs(DataLoader):
+    """DGL: methods as collate_fn and worker_init_fn, a sampler of its own, an iterator around torch's."""
+
+    def __init__(
+        self, dataset: Any, collate_fn: Any = None, use_ddp: bool = False, ddp_seed: int = 0, **kwargs: Any
+    ) -> None:
+        self.user_collate = collate_fn or torch.stack
+        if use_ddp:
+            self.dist_sampler = DistributedSampler(dataset, 1, 0, kwargs.pop("shuffle", False), seed=ddp_seed)
+            kwargs["sampler"] = self.dist_sampler
+        super().__init__(dataset, collate_fn=self.collate, worker_init_fn=self.begin_worker, **kwargs)
+
+    def collate(self, samples: list[Any]) -> Any:
+        return self.user_collate(samples)
+
+    def begin_worker(self, worker_id: int) -> None:
+        assert worker_id < self.num_workers
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.dist_sampler.set_epoch(epoch)
+
+
+class OurTimm(Timm, shmloader.DataLoader):
+    pass
+
+
+class OurUltralytics(Ultralytics, shmloader.DataLoader):
+    pass
+
+
+class OurGraphs(Graphs, shmloader.DataLoader):
+    pass
+
+
+STYLES = [(Timm, OurTimm, {}), (Ultralytics, OurUltralytics, {}), (Graphs, OurGraphs, {"use_ddp": True})]
+
+
+def two_epochs(loader: Any) -> list[Any]:
+    return [batch.flatten().tolist() for _ in range(2) for batch in loader]
+
+
+def make(kind: Any, **more: Any) -> Any:
+    torch.manual_seed(4)
+    return kind(Rows(), batch_size=4, shuffle=True, num_workers=2, **more)
+
+
+@pytest.mark.parametrize(("theirs", "ours", "more"), STYLES)
+def test_a_second_base_class_gives_slots_and_options(
+    theirs: Any, ours: Any, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = two_epochs(make(theirs, **more))
+    forbid_torchs_workers(monkeypatch)
+    loader = make(ours, **more, persistent_workers=True, **OPTIONS, generator=torch.Generator())
+    assert options_of(loader) == OPTIONS
+    loader.close()
+    loader = make(ours, **more)
+    assert two_epochs(loader) == wanted
+    assert loader.statistics().batches == 12
+    loader.close()
+
+
+@pytest.mark.parametrize(("theirs", "ours", "more"), STYLES)
+def test_the_librarys_own_class_loads_from_slots_under_install(
+    theirs: Any, ours: Any, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = two_epochs(make(theirs, **more))
+    forbid_torchs_workers(monkeypatch)
+    with shmloader.install():
+        loader = make(theirs, **more)
+        assert two_epochs(loader) == wanted
+        assert loader.statistics().batches == 12
+        loader.close()
+
+
+@pytest.mark.parametrize("kind", [Ultralytics, OurUltralytics])
+def test_a_reset_ends_the_workers_and_starts_others(kind: Any) -> None:
+    with shmloader.install():
+        loader = make(kind)
+        next(iter(loader))
+        before = [psutil.Process(worker.pid) for worker in loader.iterator._workers]
+        loader.reset()
+        assert not psutil.wait_procs(before, timeout=5)[1]
+        assert len(list(loader)) == 6
+        loader.close()
+
+
+class Variadic(shmloader.DataLoader):
+    def __init__(self, *args: Any, on_error: str = "skip", **kwargs: Any) -> None:
+        super().__init__(*args, on_error=on_error, **kwargs)
+
+
+def test_the_signature_of_a_variadic_subclass_lists_the_options() -> None:
+    """Once, with the subclass's own defaults; the library's function is left alone."""
+    assert list(inspect.signature(Variadic.__init__).parameters)[:3] == ["self", "args", "on_error"]
+    for kind in (Variadic, OurGraphs, OurTimm):
+        parameters = inspect.signature(kind.__init__).parameters
+        assert parameters.keys() >= OPTIONS.keys()
+        assert [each.kind for each in parameters.values()][-1] is inspect.Parameter.VAR_KEYWORD
+    assert inspect.signature(Variadic.__init__).parameters["on_error"].default == "skip"
+    assert not inspect.signature(Graphs.__init__).parameters.keys() & OPTIONS.keys()
+    assert Variadic(Rows()).on_error == "skip"
+
+
+def test_a_subclass_without_variadic_arguments_keeps_its_constructor() -> None:
+    def __init__(self: Any, rows: int) -> None:
+        shmloader.DataLoader.__init__(self, Rows(rows))
+
+    kind = type("Plain", (shmloader.DataLoader,), {"__init__": __init__})
+    assert kind.__init__ is __init__
+    assert len(kind(3)) == 3
+
+
+def test_the_pages_program() -> None:
+    assert_page_loads_from_slots("library-authors.md")
