@@ -16,11 +16,13 @@ import torch.utils.data
 
 from shmloader.diagnostics.stack_level import level_of_the_program
 from shmloader.integrations.patches import Patches
+from shmloader.integrations.states import states_unwanted
 from shmloader.loader import DataLoader
 from shmloader.torch_fallback import OWN_DEFAULTS
 
 _MODULE = "accelerate.data_loader"
 _ARGUMENTS = "_PYTORCH_DATALOADER_KWARGS"
+_UPDATE = "_update_state_dict"
 _IS_OURS = "is_shmloader"
 
 
@@ -40,18 +42,19 @@ class Accelerate:
         arguments: Any = getattr(module, _ARGUMENTS, None)
         adapter: Any = getattr(module, "DataLoaderAdapter", None)
         torchs = getattr(module, "DataLoader", None) is _TORCHS
-        if not (torchs and isinstance(arguments, dict) and isinstance(adapter, type)):
+        if not (torchs and isinstance(arguments, dict) and hasattr(adapter, _UPDATE)):
             warnings.warn(
                 f"shmloader.install() cannot patch this version of accelerate: {_MODULE} lacks a dict "
-                f"{_ARGUMENTS}, a DataLoader that is torch's, or a class DataLoaderAdapter. Its loaders load "
-                "from slots, but with the options of install(), not those of the loader that they replace.",
+                f"{_ARGUMENTS}, a DataLoader that is torch's, or DataLoaderAdapter.{_UPDATE}. Its loaders "
+                "load from slots, but with the options of install(), not of the loader that they replace.",
                 RuntimeWarning,
                 stacklevel=level_of_the_program(),
             )
             return
         self._patches.replace(module, _ARGUMENTS, {**arguments, **OWN_DEFAULTS, _IS_OURS: False})
         self._patches.replace(module, "DataLoader", _build)
-        self._patches.replace(adapter, "__init__", _init_for_torchdata(adapter))
+        self._patches.replace(adapter, "__init__", _init_of(adapter))
+        self._patches.replace(adapter, _UPDATE, _update_of(adapter))
 
 
 _TORCHS = torch.utils.data.DataLoader
@@ -61,22 +64,33 @@ def _build(dataset: Any, *args: Any, **kwargs: Any) -> Any:
     """Build a loader of the class that the original had: `DataLoader`, or torch's."""
     if kwargs.pop(_IS_OURS, False):
         return DataLoader(dataset, *args, **kwargs)
-    return _TORCHS(dataset, *args, **_without_options(kwargs))
+    return _TORCHS(dataset, *args, **{name: kwargs[name] for name in kwargs.keys() - OWN_DEFAULTS.keys()})
 
 
-def _init_for_torchdata(adapter_class: Any) -> Any:
-    """An ``__init__`` that keeps our options from torchdata's class, where accelerate is asked for that."""
+def _init_of(adapter_class: Any) -> Any:
+    """``__init__`` of accelerate's loaders; with ``use_stateful_dataloader`` they are torchdata's no more.
+
+    accelerate asks each loader for its state, whether the program wants it or not. So there an error about it
+    counts only if the program does.
+    """
     init = adapter_class.__init__
 
     @functools.wraps(init)
     def __init__(adapter: Any, dataset: Any, use_stateful_dataloader: bool = False, **kwargs: Any) -> None:  # noqa: N807
-        if use_stateful_dataloader:
-            kwargs.pop(_IS_OURS, None)
-            kwargs = _without_options(kwargs)
-        init(adapter, dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        kwargs[_IS_OURS] = use_stateful_dataloader or kwargs.get(_IS_OURS, False)
+        with states_unwanted(not use_stateful_dataloader):
+            init(adapter, dataset, **kwargs)
+        adapter.use_stateful_dataloader = use_stateful_dataloader
 
     return __init__
 
 
-def _without_options(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in arguments.items() if name not in OWN_DEFAULTS}
+def _update_of(adapter_class: Any) -> Any:
+    update = getattr(adapter_class, _UPDATE)
+
+    @functools.wraps(update)
+    def _update_state_dict(adapter: Any) -> None:
+        with states_unwanted(not adapter.use_stateful_dataloader):
+            update(adapter)
+
+    return _update_state_dict

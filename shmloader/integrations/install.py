@@ -6,6 +6,7 @@ which subclasses inherit, also those that were imported before.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from types import SimpleNamespace, TracebackType
 from typing import Any, Self
@@ -16,6 +17,7 @@ from shmloader.arguments import check_arguments, check_worker_type, dispatch_of,
 from shmloader.diagnostics.stack_level import level_of_the_program
 from shmloader.integrations.accelerate import Accelerate
 from shmloader.integrations.patches import Patches
+from shmloader.integrations.states import load_state_dict, state_dict
 from shmloader.loader import DataLoader
 from shmloader.loading import loading_of
 from shmloader.rebuilds import PREPARED_FLAG, warn_of_torchs_class
@@ -59,7 +61,8 @@ def install(**options: Any) -> Installation:
 
     It holds for the program's own loaders, for those that frameworks make (accelerate, Trainer, Lightning,
     ignite) and for all subclasses (PyG, MONAI, timm), also if they were imported or made before. Batches are
-    the same. Each such loader gets ``statistics()`` and ``close()``. Iterators that live go on as they began.
+    the same. Each such loader gets ``statistics()``, ``close()``, ``state_dict()`` and ``load_state_dict()``.
+    Iterators that live go on as they began.
 
     Two kinds of loader stay as they are: those whose iterator is not torch's (``StatefulDataLoader`` of
     torchdata), and, with one warning, those whose workers are threads that pose as processes
@@ -131,7 +134,9 @@ def _patch() -> None:
 
     def __iter__(loader: Any) -> Any:  # noqa: N807
         if _options is not None and not isinstance(loader, DataLoader):
-            loading_of(loader).begin_pass(loader)
+            loading = loading_of(loader)
+            loading.begin_pass(loader)
+            return loading.resumption.iterate(loader, functools.partial(torchs_iter, loader))
         return torchs_iter(loader)
 
     def get_iterator(loader: Any) -> Any:
@@ -147,6 +152,8 @@ def _patch() -> None:
     _patches.replace(_TORCHS, GET_ITERATOR, get_iterator)
     _patches.replace(_TORCHS, "statistics", _statistics)
     _patches.replace(_TORCHS, "close", _close)
+    _patches.replace(_TORCHS, "state_dict", state_dict)
+    _patches.replace(_TORCHS, "load_state_dict", load_state_dict)
     _patches.replace(_TORCHS, "_is_accelerate_prepared", PREPARED_FLAG)
     PREPARED_FLAG.notify = lambda _: _accelerate.patch()  # which may have been imported meanwhile
 

@@ -38,7 +38,7 @@ def described(loader: Any) -> dict[str, Any]:
     samplers = with_inner(index_sampler_of(loader))
     batch_size = loader.batch_size
     if batch_size is None and isinstance(loader.batch_sampler, BatchSampler):
-        batch_size = loader.batch_sampler.batch_size
+        batch_size = getattr(loader.batch_sampler, "batch_size", None)  # accelerate's subclasses have none
     return {
         "version": VERSION,
         "kind": "map",

@@ -21,6 +21,7 @@ OPTIONS: dict[str, Any] = {
     "worker_type": "process",
     "share_dataset": True,
     "shard": None,
+    "seed_per_sample": True,
 }
 ARGUMENTS: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
 

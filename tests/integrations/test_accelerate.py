@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,3 +130,54 @@ def test_an_accelerate_that_has_changed_loads_from_slots_without_options(
     prepared = accelerator().prepare(make())
     assert (prepared.worker_restarts, prepared.on_error) == (1, "raise")
     assert values(prepared) == list(range(24))
+
+
+def test_a_stateful_loader_is_ours_and_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchdata's is not built; save_state and load_state in the middle of a shuffled epoch."""
+    forbid_torchs_workers(monkeypatch)
+    shmloader.install()
+    for make_one, plain in ((make, {"prefetch_epochs": False}), (stock, {})):
+        torch.manual_seed(7)
+        first = accelerator(use_stateful_dataloader=True)
+        prepared = first.prepare(make_one(shuffle=True, **plain))
+        assert type(prepared.base_dataloader) is shmloader.DataLoader
+        assert prepared.use_stateful_dataloader
+        iterator = iter(prepared)
+        taken = torch.cat([next(iterator) for _ in range(2)]).flatten().tolist()
+        first.save_state(str(tmp_path))
+        iterator.close()
+        prepared.base_dataloader.close()
+        accelerate.state.AcceleratorState._reset_state(True)
+        torch.manual_seed(8)
+        second = accelerator(use_stateful_dataloader=True)
+        resumed = second.prepare(make_one(shuffle=True, **plain))
+        second.load_state(str(tmp_path))
+        rest = values(resumed)
+        assert len(rest) == 16
+        assert sorted(taken + rest) == list(range(24))
+        assert resumed.base_dataloader.statistics().batches == 4
+        resumed.base_dataloader.close()
+        accelerate.state.AcceleratorState._reset_state(True)
+
+
+def stock(**more: Any) -> Any:
+    return torch.utils.data.DataLoader(Rows(), batch_size=4, num_workers=2, **more)
+
+
+class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(24.0).reshape(24, 1))
+
+
+@pytest.mark.parametrize("kind", [shmloader.DataLoader, torch.utils.data.DataLoader])
+def test_a_stream_needs_no_state(kind: Any) -> None:
+    """accelerate asks each loader for it; whether there is one matters to those who want it."""
+    shmloader.install()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepared = accelerator(dispatch_batches=False).prepare(kind(Stream(), batch_size=4, num_workers=1))
+        assert values(prepared) == list(range(24))
+    with pytest.raises(shmloader.ResumeError, match="map-style"):
+        accelerator(use_stateful_dataloader=True).prepare(kind(Stream(), batch_size=4, num_workers=1))

@@ -327,3 +327,23 @@ def test_what_somebody_else_replaces_later_stays() -> None:
         assert DataLoader._get_iterator is over_ours
     finally:
         DataLoader._get_iterator = torchs
+
+
+def test_loaders_of_torchs_class_have_states() -> None:
+    """The rest of a shuffled epoch, in another loader; what cannot be had is empty, with a warning."""
+    shmloader.install()
+    loader = make(shuffle=True)
+    whole = batches(loader)
+    torch.manual_seed(3)
+    iterator = iter(loader)
+    taken = [next(iterator).tolist() for _ in range(2)]
+    state = loader.state_dict()
+    again = make(shuffle=True)
+    again.load_state_dict(state)
+    rest = indices(again)
+    assert taken == whole[:2]
+    assert rest == [[int(row[0]) for row in batch] for batch in whole[2:]]
+    for cannot in (make(dataset=Stream()), make(multiprocessing_context=ThreadContext())):
+        with pytest.warns(RuntimeWarning, match="the state of a loader of .* is empty"):
+            assert cannot.state_dict() == {}
+        cannot.load_state_dict({})

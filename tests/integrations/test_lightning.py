@@ -186,3 +186,32 @@ def test_two_ranks_share_the_samples(strategy: str, tmp_path: Path) -> None:
     ranks = [list(map(float, (tmp_path / f"rank{rank}").read_text().split())) for rank in (0, 1)]
     assert [len(rank) for rank in ranks] == [32, 32]
     assert sorted(ranks[0] + ranks[1]) == list(range(64))
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_a_run_goes_on_in_the_middle_of_an_epoch(
+    stock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From Lightning's checkpoint: every sample of the epoch once; torch's loader alone loses 24 of 64."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    def run(max_steps: int, checkpoint: str | None = None) -> list[float]:
+        model = Model()
+        kind = DataLoader if stock else shmloader.DataLoader
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_steps=max_steps,
+            logger=False,
+            enable_progress_bar=False,
+            callbacks=[ModelCheckpoint(tmp_path, every_n_train_steps=6, filename="six", save_top_k=-1)],
+        )
+        trainer.fit(model, kind(Rows(64), batch_size=4, shuffle=True, num_workers=2), ckpt_path=checkpoint)
+        return torch.cat(model.seen).flatten().tolist()
+
+    forbid_torchs_workers(monkeypatch)
+    with shmloader.install():
+        begun = run(6)
+        rest = run(16, str(tmp_path / "six.ckpt"))
+    assert (len(begun), len(rest)) == (24, 40)
+    assert sorted(begun + rest) == list(range(64))

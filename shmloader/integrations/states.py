@@ -1,0 +1,71 @@
+"""States of loaders of torch's class, under ``install()``.
+
+Frameworks ask every loader that has ``state_dict()`` for its state, whether the program wants it or not. So a
+loader whose place cannot be told gives an empty state, which does nothing when it is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch.utils.data
+
+from shmloader.arguments import threads_of
+from shmloader.diagnostics.stack_level import level_of_the_program
+from shmloader.errors import ResumeError
+from shmloader.loading import loading_of
+from shmloader.torch_fallback import check_resumable
+from shmloader.torch_private import GET_ITERATOR
+
+_TORCHS = torch.utils.data.DataLoader
+
+
+class _Asking:
+    """Whether the program wants the state that is asked for."""
+
+    unwanted = False
+
+
+def state_dict(loader: Any) -> dict[str, Any]:
+    """The place to which the program has come; see `DataLoader.state_dict`.
+
+    Where it cannot be told the state is empty. That is warned of, unless nobody wants it.
+    """
+    try:
+        own_iterator = getattr(type(loader), GET_ITERATOR) is not getattr(_TORCHS, GET_ITERATOR)
+        if own_iterator or threads_of(loader.multiprocessing_context) is not None:
+            raise ResumeError("its batches do not come from slots")
+        check_resumable(loader)
+        return loading_of(loader).resumption.state(loader)
+    except ResumeError as error:
+        if not _Asking.unwanted:
+            dataset = type(loader.dataset).__qualname__
+            warnings.warn(
+                f"the state of a loader of {dataset} is empty, and cannot be resumed: {error}",
+                RuntimeWarning,
+                stacklevel=level_of_the_program(),
+            )
+        return {}
+
+
+def load_state_dict(loader: Any, state_dict: Mapping[str, Any]) -> None:
+    """Have the next ``iter(loader)`` go on from a state; see `DataLoader.load_state_dict`."""
+    if state_dict:
+        check_resumable(loader)
+    loading_of(loader).resumption.load(loader, state_dict)
+
+
+@contextlib.contextmanager
+def states_unwanted(unwanted: bool) -> Iterator[None]:
+    """Let states be asked for in vain: one that cannot be told is neither an error nor a warning."""
+    before, _Asking.unwanted = _Asking.unwanted, unwanted
+    try:
+        yield
+    except ResumeError:
+        if not unwanted:
+            raise
+    finally:
+        _Asking.unwanted = before
