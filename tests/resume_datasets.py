@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,13 +41,46 @@ class Drawing(Dataset[torch.Tensor]):
 
 
 class Plain(Drawing):
-    """Sample ``i`` is ``i``, and draws nothing."""
+    """Sample ``i`` is ``i``, and draws nothing. The one at ``interrupt_at`` is interrupted by Ctrl-C."""
+
+    interrupt_at = -1
 
     def __getitem__(self, index: int) -> torch.Tensor:
+        if index == self.interrupt_at:
+            raise KeyboardInterrupt
         if self.log is not None:
             with self.log.open("a") as file:
                 file.write(f"{int(index)}\n")
         return torch.tensor([index])
+
+
+class Late(Plain):
+    """The first sample waits until twelve others were fetched, where there is a worker for them."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        assert self.log is not None
+        info = torch.utils.data.get_worker_info()
+        deadline_s = time.monotonic() + 30
+        while index == 0 and info is not None and info.num_workers > 1:
+            if self.log.exists() and len(self.log.read_text().split()) >= 12:
+                break
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        return super().__getitem__(index)
+
+
+class DiesOnce(Drawing):
+    """The worker that fetches sample 9 first is killed; a file tells that it was."""
+
+    def __init__(self, length: int, died: Path) -> None:
+        super().__init__(length)
+        self.died = died
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 9 and not self.died.exists():
+            self.died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
 
 
 class Stateful(Sampler[int]):

@@ -76,16 +76,16 @@ def go_to(place: str, generator: torch.Generator) -> None:
         ValueError: If the text is no place, or one of another version of torch.
     """
     kind, _, rest = place.partition(" ")
-    if kind == _DRAWN:
-        seed, drawn = map(int, rest.split())
+    if kind == _DRAWN and all(map(str.isdigit, numbers := rest.split())) and len(numbers) == 2:
+        seed, drawn = map(int, numbers)
         if drawn > _MOST_DRAWS:
             raise ValueError(f"a generator's place is not {drawn:,} draws from its seed: {place!r}")
         generator.set_state(_draw(torch.Generator().manual_seed(seed), drawn).get_state())
     elif kind == _WHOLE:
-        state = zlib.decompress(base64.b64decode(rest))
         try:
+            state = zlib.decompress(base64.b64decode(rest))
             generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-        except RuntimeError as error:
+        except (RuntimeError, ValueError, zlib.error) as error:
             raise ValueError(f"this torch does not take the generator's state: {error}") from error
     else:
         raise ValueError(f"no place of a generator: {place!r:.100}")

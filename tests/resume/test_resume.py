@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from resume_datasets import Drawing, OwnGenerator, Stateful, StatefulToTheEnd
+from resume_datasets import Drawing, OwnGenerator, Plain, Stateful, StatefulToTheEnd
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -79,11 +79,10 @@ class Setting:
         return DataLoader(
             dataset,
             **kind,
-            num_workers=self.workers,
             generator=generator,
             on_error="skip" if work.skips else "raise",
             seed_per_sample=True,
-            **self.options,
+            **{"num_workers": self.workers} | self.options,
         )
 
 
@@ -108,11 +107,11 @@ with_workers = st.builds(
 settings_of_loaders = st.one_of(st.just(Setting()), with_workers)
 
 
-def by_json(state: dict[str, Any], _: Path, __: DataLoader[Any]) -> dict[str, Any]:
+def by_json(state: dict[str, Any]) -> dict[str, Any]:
     return dict(json.loads(json.dumps(state)))
 
 
-def by_torch(state: dict[str, Any], _: Path, __: DataLoader[Any]) -> dict[str, Any]:
+def by_torch(state: dict[str, Any]) -> dict[str, Any]:
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -166,7 +165,7 @@ def assert_same(found: Rest, expected: Rest) -> None:
     keep=st.sampled_from([by_json, by_torch]),
 )
 def test_the_remainder_is_that_of_the_uninterrupted_program(
-    work: Work, first: Setting, second: Setting, keep: Any, tmp_path: Path
+    work: Work, first: Setting, second: Setting, keep: Any
 ) -> None:
     torch.manual_seed(11)
     with first.loader(work) as loader:
@@ -175,7 +174,7 @@ def test_the_remainder_is_that_of_the_uninterrupted_program(
     torch.manual_seed(99)  # another program, that restores torch's generator and the loader's state
     torch.rand(3)
     with second.loader(work) as loader:
-        loader.load_state_dict(keep(state, tmp_path, loader))
+        loader.load_state_dict(keep(state))
         assert loader.state_dict() == state
         torch.set_rng_state(drawn_so_far)
         epochs = [[] if state["finished"] else list(loader), list(loader)]
@@ -185,3 +184,72 @@ def test_the_remainder_is_that_of_the_uninterrupted_program(
 def is_known(work: Work) -> bool:
     """Whether the sampler is torch's."""
     return work.sampler not in {"stateful", "to_the_end", "own"}
+
+
+KINDS: dict[str, Setting] = {
+    "spawn": Setting(2, {"multiprocessing_context": "spawn"}),
+    "forkserver": Setting(1, {"multiprocessing_context": "forkserver"}),
+    "auto": Setting(0, {"num_workers": "auto", "prefetch_factor": "auto"}),
+    "persistent": Setting(2, {"persistent_workers": True}),
+    "early": Setting(2, {"persistent_workers": True, "prefetch_epochs": True}),
+    "out of order": Setting(1, {"in_order": False}),
+    "restarts": Setting(2, {"worker_restarts": 2}),
+    "static": Setting(2, {"dispatch": "static", "timeout": 60}),
+}
+SHUFFLED = Work("random", True, 60, 4, False, False, 0, 5)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_of_every_kind_go_on(kind: str, tmp_path: Path) -> None:
+    """From the state of a loader without workers, in the epoch of the stop, by a distributed checkpoint."""
+    torch.manual_seed(11)
+    state, drawn_so_far, expected = run_to(Setting().loader(SHUFFLED), SHUFFLED)
+    torch.manual_seed(12)
+    with KINDS[kind].loader(SHUFFLED) as loader:
+        loader.load_state_dict(by_distributed_checkpoint(state, tmp_path, loader))
+        torch.set_rng_state(drawn_so_far)
+        assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in expected.epochs[0]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loader_without_workers_goes_on_from_workers_of_every_kind(kind: str) -> None:
+    torch.manual_seed(11)
+    with KINDS[kind].loader(SHUFFLED) as loader:
+        state, drawn_so_far, expected = run_to(loader, SHUFFLED)
+    torch.manual_seed(12)
+    other = Setting().loader(SHUFFLED)
+    other.load_state_dict(state)
+    torch.set_rng_state(drawn_so_far)
+    assert [batch.tolist() for batch in other] == [batch.tolist() for batch in expected.epochs[0]]
+
+
+@pytest.mark.parametrize("taken", [0, 5, None])
+@pytest.mark.parametrize(("first", "second"), [(0, 2), (2, 2), (2, 0)])
+def test_worker_threads_go_on(first: int, second: int, taken: int | None) -> None:
+    def make(workers: int) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(7)
+        kind = {"worker_type": "thread"} if workers else {}
+        return DataLoader(Plain(60), 4, True, num_workers=workers, generator=generator, **kind)
+
+    with make(first) as loader:
+        state, _, expected = run_to(loader, replace(SHUFFLED, taken=taken))
+    with make(second) as other:
+        other.load_state_dict(state)
+        epochs = [[] if taken is None else list(other), list(other)]
+    found = [[batch.tolist() for batch in epoch] for epoch in epochs]
+    assert found == [[batch.tolist() for batch in epoch] for epoch in expected.epochs]
+
+
+def test_a_program_that_comes_to_the_same_line_ends_as_the_uninterrupted_one() -> None:
+    """It is seeded as before, restores no generator, and what `iter()` draws is part of it."""
+    for sampler in SAMPLERS:
+        for workers in (0, 2):
+            work = Work(sampler, False, 60, 4, False, False, 0, 5)
+            torch.manual_seed(11)
+            with Setting(workers).loader(work) as loader:
+                state, _, expected = run_to(loader, work)
+            torch.manual_seed(11)
+            with Setting(2 - workers).loader(work) as loader:
+                loader.load_state_dict(state)
+                assert_same(Rest([list(loader), list(loader)], torch.get_rng_state()), expected)
