@@ -33,8 +33,8 @@ from shmloader.wire.records import (
     EpochBegun,
     MakeBatch,
     PartReady,
-    Published,
     SendNextPart,
+    pack_published,
     unpack_request,
 )
 
@@ -197,7 +197,7 @@ class Model:
         else:
             full_of = stamp(task.epoch, task.position)
             nbytes = 2 * PAGE_NBYTES if in_parts else 100
-            record = Published(task.seq, reserved, 0, nbytes, 0, spilled=in_parts).pack()
+            record = pack_published(task.seq, reserved, 0, nbytes, 0, False, False, in_parts, False)
             after = process._replace(doing="idle", task=b"", part=0)
             what = "publishes"
         after = after._replace(dones=(*process.dones, (record, task.slot, full_of)))

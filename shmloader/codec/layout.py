@@ -76,7 +76,6 @@ LONE_LEAF = pickle.dumps(pickle.PickleBuffer(bytearray(1)), 5, buffer_callback=l
 
 _ROW = struct.Struct("<BBxxIq")
 """Kind, dtype code, number of dimensions, offset; the sizes of the dimensions follow, as i64."""
-_TABLE_NBYTES = struct.Struct("<I")
 
 
 class Leaf(NamedTuple):
@@ -114,10 +113,9 @@ def unpack_table(table: bytes) -> list[Leaf]:
 def join_header(structure: Iterable[bytes], rows: Iterable[bytes]) -> bytes:
     """A header of a pickled structure, in pieces, and packed leaves."""
     table = b"".join(rows)
-    return b"".join((*structure, table, _TABLE_NBYTES.pack(len(table))))
+    return b"".join((*structure, table, len(table).to_bytes(4, "little")))
 
 
 def table_of(header: bytes) -> bytes:
     """The leaf table of a header. The structure is read where it is: a pickle says itself where it ends."""
-    end = len(header) - _TABLE_NBYTES.size
-    return header[end - _TABLE_NBYTES.unpack_from(header, end)[0] : end]
+    return header[-4 - int.from_bytes(header[-4:], "little") : -4]

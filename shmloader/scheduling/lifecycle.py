@@ -7,10 +7,10 @@ if nothing had happened. `Lifecycle` tells such exceptions from those that ``nex
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import threading
 import time
-from threading import get_ident
 from typing import TypeVar
 
 from shmloader.errors import LoaderError
@@ -48,8 +48,7 @@ class Lifecycle:
 
     def __init__(self) -> None:
         self.phase: Phase = IDLE
-        self._lock = threading.RLock()
-        self._thread = 0  # the thread inside, or 0
+        self._lock = threading.RLock()  # held by the thread inside
         self._expected: BaseException | None = None
 
     def enter(self) -> None:
@@ -58,16 +57,14 @@ class Lifecycle:
         Raises:
             Reentered: If this thread is inside already.
         """
-        thread = get_ident()
-        if self._thread == thread:
-            raise Reentered("next() was called by this thread while it was inside next()")
         self._lock.acquire()
-        self._thread = thread
         if self.phase is IDLE or self._has_last_call_ended():
             self.phase = RUNNING
 
     def _has_last_call_ended(self) -> bool:
         """Wait for another thread's last assignment (see `leave`); False if an exception has prevented it."""
+        if self.phase in (RUNNING, WAITING):  # and this thread has got the lock
+            raise Reentered("next() was called by this thread while it was inside next()")
         deadline = time.monotonic() + _LEAVE_S
         while self.phase is LEAVING and time.monotonic() < deadline:
             time.sleep(0)
@@ -78,7 +75,6 @@ class Lifecycle:
     def leave(self) -> None:
         """End a call that returns a batch: let other threads in. Then assign ``IDLE`` to ``phase``."""
         self.phase = LEAVING
-        self._thread = 0
         self._lock.release()
 
     def expect(self, error: _Error) -> _Error:
@@ -88,14 +84,14 @@ class Lifecycle:
 
     def fail(self, error: BaseException) -> None:
         """End a call that raises."""
-        if type(error) is Reentered:
-            return
+        if not self._lock.acquire(blocking=False):
+            return  # another thread is inside: this one had not come in, or has left
         expected, self._expected = self._expected, None
-        on_purpose = error is expected or self.phase is WAITING
-        if self.phase is not BROKEN:
+        on_purpose = error is expected or self.phase in (WAITING, IDLE)
+        if type(error) is not Reentered and self.phase is not BROKEN:
             self.phase = IDLE if on_purpose else BROKEN
-        if self._thread == get_ident():
-            self._thread = 0
+        self._lock.release()
+        with contextlib.suppress(RuntimeError):  # `enter` had not taken it, or `leave` has given it back
             self._lock.release()
 
     @property
@@ -105,7 +101,5 @@ class Lifecycle:
 
     def await_others(self) -> None:
         """Wait a moment until other threads have left, after the workers' wait was interrupted."""
-        this_thread = get_ident()
-        deadline = time.monotonic() + _LEAVE_S
-        while self._thread not in (0, this_thread) and time.monotonic() < deadline:
-            time.sleep(0.001)
+        if self._lock.acquire(timeout=_LEAVE_S):
+            self._lock.release()

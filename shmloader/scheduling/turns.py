@@ -33,9 +33,12 @@ class Turns:
         """Begin with the first worker; all have something to give again."""
         self._turn = itertools.cycle(range(self._num_workers))
         self._active = set(range(self._num_workers))
+        self._all_give = self._in_order  # no worker has to be left out
 
     def choose(self) -> int | None:
         """The worker that gets the next task; None if no worker can take one."""
+        if self._all_give:
+            return next(self._turn)
         for _ in range(self._num_workers):
             worker_id = next(self._turn)
             if worker_id in self._active and (self._in_order or self._has_room(worker_id)):
@@ -54,4 +57,5 @@ class Turns:
         if worker_id not in self._active:
             return False
         self._active.discard(worker_id)
+        self._all_give = False
         return True

@@ -155,10 +155,6 @@ class Published(NamedTuple):
     spilled: bool = False
     reported: bool = False
 
-    def pack(self) -> bytes:
-        """The record."""
-        return _PUBLISHED_LAYOUT.pack(_PUBLISHED, *self)
-
 
 class PartReady(NamedTuple):
     """A part of a batch that is larger than its slot, at the slot's start.
@@ -214,6 +210,8 @@ Answer = Published | PartReady | StreamEnded | EpochBegun
 
 _PUBLISHED, _PART, _STREAM_ENDED, _EPOCH_BEGUN = 1, 2, 3, 4
 _PUBLISHED_LAYOUT = _answer_layout("<B7xQQQQQ????")
+pack_published = functools.partial(_PUBLISHED_LAYOUT.pack, _PUBLISHED)
+"""Packs the fields of a `Published`; see `pack_make_batch`."""
 _PART_LAYOUT = _answer_layout("<B7xQQQQ")
 _STREAM_ENDED_LAYOUT = _answer_layout("<B7xQQ")
 _EPOCH_BEGUN_LAYOUT = _answer_layout("<B3xI")

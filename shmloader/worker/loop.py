@@ -36,10 +36,10 @@ from shmloader.wire.records import (
     EpochBegun,
     MakeBatch,
     PartReady,
-    Published,
     Request,
     SendNextPart,
     StreamEnded,
+    pack_published,
     unpack_request,
 )
 from shmloader.worker.collate import install_slot_collate
@@ -235,18 +235,18 @@ class _Worker:
             self._send_parts(task, image)
             spilled = True
         detached |= writer.release()
-        answer = Published(
+        answer = pack_published(
             task.seq,
             writer.nbytes,
             header_offset,
             header_nbytes,
             self._wait_ns,
-            failed=failed,
-            detached=detached,
-            spilled=spilled,
-            reported=reported,
+            failed,
+            detached,
+            spilled,
+            reported,
         )
-        self._link.send(answer.pack())
+        self._link.send(answer)
 
     def _make(self, index_batch: Any) -> Any:
         """Fetch and collate, allocating in the slot; sets ``_ended`` instead of returning a batch."""
