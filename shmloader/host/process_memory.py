@@ -83,9 +83,6 @@ def sample_until_exit(process: subprocess.Popen[bytes], interval_s: float) -> li
         The samples in order of time; empty where PSS is not available.
     """
     samples: list[MemorySample] = []
-    if not pss_available():
-        process.wait()
-        return samples
     while process.poll() is None:
         started_s = time.monotonic()
         sample = sample_memory(process.pid)

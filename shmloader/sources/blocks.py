@@ -77,20 +77,28 @@ def block_of(data: Any) -> Source:
         return _block_of_tensor(data)
     if type(data) in _ARRAYS:
         return _block_of_array(np.asarray(data).view(np.ndarray))
-    raise NotGathered(f"a {type(data).__qualname__} is no plain tensor")
+    raise NotGathered(
+        f"a {type(data).__qualname__} may make its rows in a way of its own. Pass tensors of the class "
+        "torch.Tensor itself (tensor.detach() of a Parameter)"
+    )
 
 
 def _block_of_tensor(tensor: torch.Tensor) -> Source:
     if tensor.requires_grad:
-        raise NotGathered("a tensor requires grad")
+        raise NotGathered("a tensor requires grad, and so do its rows. Pass tensor.detach()")
     kind = kind_of_tensor(tensor)
     named = any(getattr(tensor, "names", ()))  # in the releases of torch that have named tensors
     if kind is None or not tensor.dim() or tensor.is_inference() or named:
-        raise NotGathered(f"a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device} is not plain")
+        lazy = ", conjugated" if tensor.is_conj() else ""
+        raise NotGathered(
+            f"a tensor of {tensor.dtype}, {tensor.layout}, {tensor.dim()}-d{lazy}, on {tensor.device} cannot "
+            "be gathered by rows. Pass a dense tensor on the CPU, of one dimension or more "
+            "(tensor.to_dense(), tensor.cpu(), tensor.resolve_conj())"
+        )
     if tensor.is_contiguous():
         return ArrayBlock(array_of_tensor(tensor, kind.dtype), tensor.dtype)
     if not _is_row_major(tensor.shape[1:], tensor.stride()[1:]):
-        raise NotGathered("the rows of a tensor are not contiguous")
+        raise NotGathered("the rows of a tensor are not contiguous. Pass tensor.contiguous()")
     return StridedBlock(tensor)
 
 
@@ -104,19 +112,31 @@ def _is_row_major(shape: torch.Size, strides: tuple[int, ...]) -> bool:
 
 
 def _block_of_array(array: Array) -> Source:
-    code = CODE_OF_NUMPY_DTYPE.get(array.dtype)
-    if code is None or not array.ndim or not array.flags.c_contiguous:
-        order = "" if array.flags.c_contiguous else ", not contiguous"
-        raise NotGathered(f"an array of {array.dtype} with shape {array.shape}{order}, is not plain")
-    dtype = DTYPES[code].torch_dtype
-    if array.ndim == 1 and joined_dtype(array.dtype) is not dtype:
-        raise NotGathered(f"NumPy's scalars of {array.dtype} are joined to something else")
+    if not array.ndim or not array.flags.c_contiguous:
+        raise NotGathered(
+            f"the rows of an array of shape {array.shape}, strides {array.strides} are not contiguous. Pass "
+            "np.ascontiguousarray(array)"
+        )
+    dtype = joined_dtype(array)
+    if dtype is None:
+        raise NotGathered(
+            f"torch joins single rows of {array.dtype} to another dtype, or refuses them. Pass an array of a "
+            "dtype that torch has, as a tensor (torch.from_numpy(array)) if it has one dimension"
+        )
     return ArrayBlock(array, dtype)
 
 
+def joined_dtype(array: Array) -> torch.dtype | None:
+    """The dtype that ``default_collate`` gives the rows of an array; None if it is not the array's own."""
+    code = CODE_OF_NUMPY_DTYPE.get(array.dtype)
+    if code is None:
+        return None
+    dtype = DTYPES[code].torch_dtype
+    return dtype if array.ndim > 1 or _dtype_of_joined_scalars(array.dtype) is dtype else None
+
+
 @functools.lru_cache(maxsize=64)
-def joined_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
-    """The dtype that ``default_collate`` gives NumPy's scalars of a dtype; None if it refuses them."""
+def _dtype_of_joined_scalars(dtype: np.dtype[Any]) -> torch.dtype | None:
     try:
         joined: torch.Tensor = default_collate([np.zeros((), dtype)[()]] * 2)
     except (TypeError, ValueError, RuntimeError):

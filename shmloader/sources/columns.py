@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from shmloader.codec.layout import CODE_OF_NUMPY_DTYPE, DTYPES
 from shmloader.sources.base import Make, NotGathered, Rows, Source, within
 from shmloader.sources.blocks import joined_dtype
 from shmloader.store.arrays import kind_of_tensor
@@ -39,13 +38,11 @@ def _join(column: Any, count: int, make: Make) -> Any:
         if kind_of_tensor(column) is not None and (column.dim() < 4 or column.is_contiguous()):
             return make(count, column.shape[1:], column.dtype).copy_(column)
     elif type(column) is np.ndarray:
-        code = CODE_OF_NUMPY_DTYPE.get(column.dtype)
-        if code is not None and column.flags.c_contiguous:
-            dtype = DTYPES[code].torch_dtype
-            if column.ndim > 1 or joined_dtype(column.dtype) is dtype:
-                out = make(count, column.shape[1:], dtype)
-                out.numpy()[...] = column
-                return out
+        dtype = joined_dtype(column)
+        if dtype is not None and column.flags.c_contiguous:
+            out = make(count, column.shape[1:], dtype)
+            out.numpy()[...] = column
+            return out
     return default_collate(list(column))
 
 
@@ -63,14 +60,15 @@ class HuggingFace(Source):
     def __init__(self, dataset: Any, *, by_row: bool) -> None:
         kind = dataset.format["type"]
         if kind not in _HF_FORMATS:
-            raise NotGathered(f"the format {kind!r} of a Hugging Face dataset may be anything")
-        if by_row and kind is not None:
             raise NotGathered(
-                f"in a ConcatDataset torch reads rows of a Hugging Face dataset by themselves, for which the "
-                f"format {kind!r} has other dtypes than for batches"
+                f"the format {kind!r} of a Hugging Face dataset may make anything of its rows. Use "
+                'dataset.with_format(None), "numpy" or "torch"'
             )
-        if by_row and not _is_read_as_stored(dict(dataset.features)):
-            raise NotGathered("in a ConcatDataset a Hugging Face dataset decodes its rows by themselves")
+        if by_row:
+            raise NotGathered(
+                "in a ConcatDataset torch reads rows of a Hugging Face dataset by themselves, which may have "
+                "other dtypes than in a batch. Use datasets.concatenate_datasets() instead of ConcatDataset"
+            )
         self._dataset = dataset
 
     def gather(self, rows: Rows, make: Make) -> Any:
@@ -78,7 +76,7 @@ class HuggingFace(Source):
         rows = within(rows, len(self._dataset))
         columns = self._dataset[rows.tolist()]
         if not columns or not isinstance(columns, dict):
-            raise NotGathered("a Hugging Face dataset without columns")
+            raise NotGathered("the Hugging Face dataset has no columns")
         return join_columns(dict(columns), len(rows), make)
 
 
@@ -87,16 +85,3 @@ def is_hugging_face(dataset: Any) -> bool:
     package = sys.modules.get("datasets")
     kind = None if package is None else getattr(package, "Dataset", None)
     return kind is not None and type(dataset) is kind and "__getitems__" not in vars(dataset)
-
-
-def _is_read_as_stored(feature: Any) -> bool:
-    """Whether values of a Hugging Face feature are what Arrow makes of them, in a row as in a batch."""
-    if type(feature) in (dict, list):
-        return all(map(_is_read_as_stored, feature.values() if type(feature) is dict else feature))
-    package = sys.modules["datasets"]
-    name = type(feature).__name__
-    if type(feature) is not getattr(package, name, None):
-        return False
-    if name in ("List", "LargeList", "Sequence"):
-        return _is_read_as_stored(feature.feature)
-    return name in ("Value", "ClassLabel")

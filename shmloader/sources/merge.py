@@ -10,6 +10,8 @@ import torch
 from shmloader.sources.base import Make, NotGathered, Rows, is_strings
 from shmloader.store.arrays import array_of_tensor, kind_of_tensor
 
+_UNLIKE = "one batch has rows of several datasets of a ConcatDataset, and these have samples"
+
 Part = tuple[Rows, Any]
 """Places in the batch, and the part of the batch that belongs there."""
 
@@ -28,20 +30,18 @@ def merge(parts: Sequence[Part], count: int, make: Make) -> Any:
     first = parts[0][1]
     kind = type(first)
     if any(type(value) is not kind for _, value in parts):
-        raise NotGathered("the datasets of a ConcatDataset have samples of different types")
+        raise NotGathered(f"{_UNLIKE} of different types")
     if kind is torch.Tensor:
         return _merge_tensors(parts, count, make)
     if kind is dict:
         if any(list(value) != list(first) for _, value in parts):
-            raise NotGathered(
-                "the datasets of a ConcatDataset have samples with different keys, or in another order"
-            )
+            raise NotGathered(f"{_UNLIKE} with different keys, or keys in another order")
         return {name: merge([(at, value[name]) for at, value in parts], count, make) for name in first}
     if kind is list or isinstance(first, tuple):
         if all(is_strings(value) for _, value in parts):
             return _merge_strings(parts, count, kind)
         if kind is tuple or any(len(value) != len(first) for _, value in parts):
-            raise NotGathered("the datasets of a ConcatDataset have samples of different lengths")
+            raise NotGathered(f"{_UNLIKE} of different lengths")
         fields = [merge([(at, value[n]) for at, value in parts], count, make) for n in range(len(first))]
         return fields if kind is list else kind(*fields)
     raise NotGathered(f"parts of type {kind.__qualname__} cannot be merged")
@@ -52,7 +52,7 @@ def _merge_tensors(parts: Sequence[Part], count: int, make: Make) -> torch.Tenso
     kind, shape = kind_of_tensor(first), first.shape[1:]
     for at, value in parts:
         if kind is None or kind_of_tensor(value) != kind or value.shape != (len(at), *shape):
-            raise NotGathered("the datasets of a ConcatDataset have tensors of different dtypes or shapes")
+            raise NotGathered(f"{_UNLIKE} of different dtypes or shapes")
     assert kind is not None
     out = make(count, shape, first.dtype)
     target = array_of_tensor(out, kind.dtype)

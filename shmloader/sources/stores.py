@@ -115,12 +115,14 @@ def _as_record(kind: type, joined: Sequence[Any]) -> Any:
     if kind is tuple:
         return fields
     if getattr(kind, "__iter__", None) is not tuple.__iter__:
-        raise NotGathered(f"{kind.__qualname__} iterates in a way of its own")
+        raise NotGathered(
+            f"{kind.__qualname__} has an __iter__ of its own, which only single rows can be asked for. Share "
+            "plain tuples or namedtuples"
+        )
     return kind(*fields)
 
 
 def _join_array(array: np.ndarray[Any, Any]) -> Any:
-    code = CODE_OF_NUMPY_DTYPE.get(array.dtype)
-    if code is None or (array.ndim == 1 and joined_dtype(array.dtype) is not DTYPES[code].torch_dtype):
-        raise NotGathered(f"rows of {array.dtype} are joined one by one")
+    if joined_dtype(array) is None:
+        raise NotGathered(f"torch joins single rows of {array.dtype} to another dtype, or refuses them")
     return torch.from_numpy(np.ascontiguousarray(array))

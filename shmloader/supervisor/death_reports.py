@@ -81,8 +81,15 @@ def describe_death(worker: Worker, code: int | None, indices: tuple[object, ...]
         # torch/utils/data/dataloader.py, _try_get_data
         torchs = f"DataLoader worker (pid(s) {worker.pid}) exited unexpectedly. "
         how = "ended" if code is None else f"exited with code {code}"
-    held = f" It held {len(indices)} index batch(es): {_shorten(indices)}." if indices else ""
-    return f"{torchs}{name} {how}.{held}{hint}"
+    return f"{torchs}{name} {how}.{describe_held(indices)}{hint}"
+
+
+def describe_held(indices: tuple[object, ...]) -> str:
+    """A sentence on the index batches that a dead worker held, or ""."""
+    text = ", ".join(map(repr, indices))
+    if len(text) > _MOST_CHARACTERS:
+        text = f"{text[: _MOST_CHARACTERS - 3]}..."
+    return text and f" It held {len(indices)} index batch(es): {text}."
 
 
 def explain_kill(oom_kills_before: int | None, memory: str) -> str:
@@ -102,8 +109,3 @@ def explain_kill(oom_kills_before: int | None, memory: str) -> str:
         f"{room.limit_nbytes:,} bytes are available in {room.source}. {memory} Use fewer workers, a "
         "smaller batch_size or prefetch_factor, or less memory per sample in the dataset."
     )
-
-
-def _shorten(indices: tuple[object, ...]) -> str:
-    text = ", ".join(map(repr, indices))
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."

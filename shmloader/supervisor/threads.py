@@ -25,7 +25,9 @@ from shmloader.diagnostics.exceptions import add_note, forget_frames
 from shmloader.errors import WorkerDied
 from shmloader.host.interrupts import HeldInterrupts
 from shmloader.supervisor.base import MakeArguments, Worker, Workers, live
+from shmloader.supervisor.death_reports import describe_held
 from shmloader.supervisor.thread_channel import RevocableSegment, ThreadLink
+from shmloader.worker.epoch_settings import datasets_in
 from shmloader.worker.loop import run_in_thread
 
 _CLOSE_S = 0.5  # how long `close` waits for threads to end
@@ -76,7 +78,7 @@ class ThreadWorkers(Workers):
         arguments = self._make_arguments(worker_id)
         segment = RevocableSegment(arguments.segment)
         link = ThreadLink(self._wakeup)
-        own = dataclasses.replace(arguments, segment=segment, dataset=_copy_dataset(arguments.dataset, {}))
+        own = dataclasses.replace(arguments, segment=segment, dataset=_copy_dataset(arguments.dataset))
         name = f"shmloader-worker-{worker_id}"
         thread = threading.Thread(target=_run, args=(own, link), name=name, daemon=True)
         thread.start()
@@ -118,9 +120,8 @@ class ThreadWorkers(Workers):
     def died(self, worker: Worker, indices: tuple[object, ...], memory: str, why: str = "") -> WorkerDied:
         """See `Workers`."""
         cause = self.workers[worker.worker_id].link.error
-        held = f" It held {len(indices)} index batch(es): {indices!s:.300}." if indices else ""
         error = WorkerDied(
-            f"shmloader worker {worker.worker_id} ({worker.place}) ended: {cause!r}.{held}",
+            f"shmloader worker {worker.worker_id} ({worker.place}) ended: {cause!r}.{describe_held(indices)}",
             worker_id=worker.worker_id,
             pid=worker.pid,
             indices=indices,
@@ -199,33 +200,33 @@ class ThreadWorker:
         self._segment.revoke()
 
 
-def _copy_dataset(dataset: Any, copies: dict[int, Any]) -> Any:
+def _copy_dataset(dataset: Any) -> Any:
     """A dataset for one worker: what its code assigns to ``self`` is the worker's own, as in a process.
 
-    All that the attributes refer to is shared, except for datasets that are wrapped in it.
-
-    Args:
-        dataset: The dataset; one that is none of torch's is shared as it is.
-        copies: Those made so far, by the identity of the original.
+    All that the attributes refer to is shared, except for datasets that are wrapped in it. A dataset that is
+    none of torch's is shared as it is.
     """
-    if not isinstance(dataset, Dataset):
-        return dataset
-    if id(dataset) not in copies:
-        try:
-            twin = copies[id(dataset)] = copy.copy(dataset)
-        except Exception as error:
-            add_note(
-                error,
-                f"raised by copy.copy() of a {type(dataset).__name__}: each worker thread has a shallow copy "
-                "of it. A __copy__ that returns self would have the threads share it.",
-            )
-            raise
-        for name, value in getattr(twin, "__dict__", {}).items():
-            if isinstance(value, Dataset):
-                twin.__dict__[name] = _copy_dataset(value, copies)
-            elif type(value) in (list, tuple) and value and all(isinstance(one, Dataset) for one in value):
-                twin.__dict__[name] = type(value)(_copy_dataset(one, copies) for one in value)
-    return copies[id(dataset)]
+    copies = {id(one): _copy_shallowly(one) for _, one in datasets_in(dataset) if isinstance(one, Dataset)}
+    for twin in copies.values():
+        attributes = getattr(twin, "__dict__", {})
+        for name, value in attributes.items():
+            if id(value) in copies:
+                attributes[name] = copies[id(value)]
+            elif type(value) in (list, tuple) and any(id(one) in copies for one in value):
+                attributes[name] = type(value)(copies.get(id(one), one) for one in value)
+    return copies.get(id(dataset), dataset)
+
+
+def _copy_shallowly(dataset: Dataset[Any]) -> Dataset[Any]:
+    try:
+        return copy.copy(dataset)
+    except Exception as error:
+        add_note(
+            error,
+            f"raised by copy.copy() of a {type(dataset).__name__}: each worker thread has a shallow copy of "
+            "it. A __copy__ that returns self would have the threads share it.",
+        )
+        raise
 
 
 def _run(arguments: Any, link: ThreadLink) -> None:

@@ -114,12 +114,13 @@ PER_SAMPLE = {
     "list": ([1, 2, 3, 4], "list"),
     "another's __getbatch__": (made.OtherSamples(), "no __getbatch__"),
     "another's __getbatch__, in bulk": (made.OtherSamplesInBulk(), "no __getbatch__"),
-    "requires grad": (TensorDataset(X.clone().requires_grad_()), "requires grad"),
-    "sparse": (TensorDataset(X.to_sparse()), "not plain"),
-    "conjugate": (TensorDataset(torch.ones(ROWS, 2, dtype=torch.complex64).conj()), "not plain"),
+    "requires grad": (TensorDataset(X.clone().requires_grad_()), "Pass tensor.detach()"),
+    "sparse": (TensorDataset(X.to_sparse()), "Pass a dense tensor"),
+    "conjugate": (TensorDataset(torch.ones(ROWS, 2, dtype=torch.complex64).conj()), "tensor.resolve_conj()"),
     "a tensor's subclass": (TensorDataset(torch.nn.Parameter(X, requires_grad=False)), "Parameter"),
-    "permuted rows": (TensorDataset(torch.rand(4, 3, ROWS).permute(2, 1, 0)), "not contiguous"),
-    "objects": (np.array([{}] * ROWS), "not plain"),
+    "permuted rows": (TensorDataset(torch.rand(4, 3, ROWS).permute(2, 1, 0)), "Pass tensor.contiguous()"),
+    "objects": (np.array([{}] * ROWS), "Pass an array of a dtype that torch has"),
+    "columns in memory": (np.ones((4, ROWS)).T, "np.ascontiguousarray(array)"),
     "indices that are no ints": (Subset(TensorDataset(X), "abc"), "str"),
 }
 
