@@ -18,10 +18,8 @@ import psutil
 
 from shmloader.shared_memory import Descriptor
 
-# A real-time signal where there are such: programs and batch systems use SIGUSR1 and SIGUSR2 themselves.
-_SIGNAL = int(getattr(signal, "SIGRTMIN", getattr(signal, "SIGUSR2", 0))) + (
-    6 if hasattr(signal, "SIGRTMIN") else 0
-)
+# A real-time signal: programs and batch systems use SIGUSR1 and SIGUSR2 themselves.
+_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 6
 _MOST_CHARACTERS = 8000
 _START_ERROR = b"\0process %d could not start\0"
 # The thread of `shmloader.worker.parent_watch` as faulthandler shows it.
@@ -44,7 +42,7 @@ class StackFile:
             wait_s: Most seconds to wait for its answer.
         """
         fd = self.descriptor.fd
-        if fd < 0 or not _SIGNAL:
+        if fd < 0:
             return ""
         begin = end = os.fstat(fd).st_size
         try:
@@ -98,8 +96,7 @@ def answers(pid: int) -> bool:
 
 def answer_with_stacks(descriptor: Descriptor) -> None:
     """In a worker: write all threads' stacks to the main process's `StackFile` whenever it asks."""
-    if _SIGNAL:
-        faulthandler.register(_SIGNAL, file=descriptor.fd, all_threads=True, chain=False)
+    faulthandler.register(_SIGNAL, file=descriptor.fd, all_threads=True, chain=False)
 
 
 def report_start_error(descriptor: Descriptor) -> None:

@@ -18,6 +18,7 @@ import psutil
 SURE_NBYTES = 4 << 20
 """Bytes that are taken without asking for the headroom first: reading a cgroup's files would cost more."""
 
+_CGROUPS = Path("/sys/fs/cgroup")  # where systemd and containers mount them
 _UNLIMITED = 1 << 60  # version 1 writes "no limit" as a number near 2**63
 
 
@@ -54,34 +55,22 @@ def _cgroups(controller: str) -> list[Path]:
     """Folders of the cgroups of a controller that contain this process, innermost first."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
-        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:
         return []
     folders: list[Path] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        wanted = "cgroup2" if controllers == "" else "cgroup"
-        if wanted == "cgroup" and controller not in controllers.split(","):
+        if controllers == "":  # version 2, whose place is another one where version 1 is there too
+            top = _CGROUPS / "unified" if (_CGROUPS / "unified").is_dir() else _CGROUPS
+        elif controller in controllers.split(","):
+            top = (_CGROUPS / controller).resolve()
+        else:
             continue
-        for mount in mounts:
-            fields, _, tail = mount.partition(" - ")
-            kind, _, options = tail.split(" ", 2)
-            if kind == wanted and (kind == "cgroup2" or controller in options.split(",")):
-                folders += _walk_up(Path(fields.split()[4]), fields.split()[3], path)
+        folder = (top / path.lstrip("/")).resolve()
+        if not folder.is_relative_to(top) or not folder.is_dir():
+            folder = top  # in a container: the path is the host's, of which only a part can be seen
+        folders += [folder, *(parent for parent in folder.parents if parent.is_relative_to(top))]
     return folders
-
-
-def _walk_up(mount_point: Path, mount_root: str, path: str) -> list[Path]:
-    """The cgroup at ``path`` and its parents, as folders below ``mount_point``.
-
-    In a container the mount shows a subtree (``mount_root``) or a namespace whose paths begin with "/..";
-    then only what lies below the mount point can be read.
-    """
-    relative = os.path.relpath(path, mount_root) if path.startswith(mount_root) else "."
-    folder = (mount_point / relative).resolve()
-    if not folder.is_relative_to(mount_point) or not folder.is_dir():
-        folder = mount_point
-    return [folder, *(p for p in folder.parents if p.is_relative_to(mount_point))]
 
 
 def _cgroup_headroom(folder: Path) -> Headroom | None:

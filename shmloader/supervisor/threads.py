@@ -206,6 +206,8 @@ def _copy_dataset(dataset: Any) -> Any:
     All that the attributes refer to is shared, except for datasets that are wrapped in it. A dataset that is
     none of torch's is shared as it is.
     """
+    if not isinstance(dataset, Dataset):
+        return dataset
     copies = {id(one): _copy_shallowly(one) for _, one in datasets_in(dataset) if isinstance(one, Dataset)}
     for twin in copies.values():
         attributes = getattr(twin, "__dict__", {})
@@ -214,7 +216,7 @@ def _copy_dataset(dataset: Any) -> Any:
                 attributes[name] = copies[id(value)]
             elif type(value) in (list, tuple) and any(id(one) in copies for one in value):
                 attributes[name] = type(value)(copies.get(id(one), one) for one in value)
-    return copies.get(id(dataset), dataset)
+    return copies[id(dataset)]
 
 
 def _copy_shallowly(dataset: Dataset[Any]) -> Dataset[Any]:
