@@ -9,6 +9,7 @@ None for what this platform does not tell.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -161,37 +162,40 @@ class Bound(NamedTuple):
     """Something that this process uses, and the most that it may.
 
     Attributes:
-        used: Units in use now, bytes or descriptors.
+        used: Units in use now, bytes or descriptors; None where they cannot be counted.
         most: What it may use now; None for no limit.
         reachable: Up to what it may raise ``most`` by itself; None for no limit.
     """
 
-    used: int
+    used: int | None
     most: int | None
     reachable: int | None
 
     @property
     def left(self) -> int | None:
-        """Units that it may still take; None for no limit."""
-        return None if self.most is None else max(0, self.most - self.used)
+        """Units that it may still take; None for no limit, or where the use is not known."""
+        return None if self.most is None or self.used is None else max(0, self.most - self.used)
 
 
 def open_files() -> Bound | None:
     """Descriptors: open now, the soft limit (``ulimit -n``) and the hard one."""
-    if not psutil.LINUX:
+    if os.name != "posix":
         return None
-    process = psutil.Process()
-    # Without the one by which they are counted.
-    return Bound(process.num_fds() - 1, *_finite(process.rlimit(psutil.RLIMIT_NOFILE)))
+    used: int | None = None
+    with contextlib.suppress(OSError):  # there may be none left to count them with
+        used = psutil.Process().num_fds() - 1  # without the one by which they are counted
+    return Bound(used, *_resource_limits("RLIMIT_NOFILE"))
 
 
 def address_space() -> Bound | None:
     """Bytes of address space: mapped now, the soft limit (``ulimit -v``) and the hard one."""
-    if not psutil.LINUX:
+    if os.name != "posix":
         return None
-    process = psutil.Process()
-    return Bound(process.memory_info().vms, *_finite(process.rlimit(psutil.RLIMIT_AS)))
+    return Bound(psutil.Process().memory_info().vms, *_resource_limits("RLIMIT_AS"))
 
 
-def _finite(limits: tuple[int, int]) -> list[int | None]:
-    return [None if limit == psutil.RLIM_INFINITY else limit for limit in limits]
+def _resource_limits(name: str) -> list[int | None]:
+    import resource  # not on Windows
+
+    limits = resource.getrlimit(getattr(resource, name))
+    return [None if limit == resource.RLIM_INFINITY else limit for limit in limits]

@@ -6,11 +6,12 @@ from shmloader.errors import SharedMemoryExhausted
 from shmloader.host.limits import SURE_NBYTES, Headroom, memory_headroom
 
 _MOST_SPARE_NBYTES = 64 << 20
+_ADVICE = "Use a smaller batch_size, fewer workers or a smaller prefetch_factor, or raise the limit."
 
 _unchecked_nbytes = 0  # taken by this process since it last asked for the headroom
 
 
-def check_headroom(nbytes: int, purpose: str) -> None:
+def check_headroom(nbytes: int, purpose: str, *, spare: int = 0, advice: str = _ADVICE) -> None:
     """Refuse to take more memory than the host has, before anything is taken.
 
     The last of it is left to the program, whose next allocation the OOM killer would answer otherwise. What
@@ -19,33 +20,38 @@ def check_headroom(nbytes: int, purpose: str) -> None:
     Args:
         nbytes: Bytes that are about to be taken.
         purpose: How the message begins, such as "a slot needs 8,192 more bytes of shared memory".
+        spare: Bytes to leave to the program, where that is more than `spare_nbytes`.
+        advice: How the message ends: what to change.
 
     Raises:
         SharedMemoryExhausted: If the host has less.
     """
-    global _unchecked_nbytes  # noqa: PLW0603 - what this process takes, whichever iterator it is for
+    global _unchecked_nbytes  # noqa: PLW0603 - what this process takes, whatever it is for
     if _unchecked_nbytes + nbytes < SURE_NBYTES:
         _unchecked_nbytes += max(0, nbytes)
         return
-    _unchecked_nbytes = 0
     room = memory_headroom()
-    if nbytes + spare_nbytes(room) > room.available_nbytes:
-        raise exhausted(purpose, nbytes, room)
+    if nbytes + max(spare, spare_nbytes(room)) > room.available_nbytes:
+        raise exhausted(purpose, nbytes, room, spare=spare, advice=advice)
+    _unchecked_nbytes = 0
 
 
-def exhausted(what: str, nbytes: int, room: Headroom | None = None) -> SharedMemoryExhausted:
+def exhausted(
+    what: str, nbytes: int, room: Headroom | None = None, *, spare: int = 0, advice: str = _ADVICE
+) -> SharedMemoryExhausted:
     """The error for memory that the host does not give, with what it has and what to change.
 
     Args:
         what: How the message begins: what failed, or what needs the memory.
         nbytes: Bytes that were asked for.
         room: What the host has; None to ask it now.
+        spare: As for `check_headroom`.
+        advice: Likewise.
     """
     room = room or memory_headroom()
     return SharedMemoryExhausted(
         f"{what}, but only {room.available_nbytes:,} of {room.limit_nbytes:,} bytes are available in "
-        f"{room.source}, of which {spare_nbytes(room):,} are left to the program. Use a smaller batch_size, "
-        "fewer workers or a smaller prefetch_factor, or raise the limit.",
+        f"{room.source}, of which {max(spare, spare_nbytes(room)):,} are left to the program. {advice}",
         needed_nbytes=nbytes,
         available_nbytes=room.available_nbytes,
     )

@@ -20,7 +20,6 @@ import errno
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
 from pickle import PicklingError
 from types import TracebackType
@@ -29,7 +28,6 @@ from typing import Any, Self
 import numpy as np
 
 from shmloader.errors import SharedMemoryExhausted
-from shmloader.host.limits import SURE_NBYTES, memory_headroom
 from shmloader.shared_memory import (
     HUGE_NBYTES,
     MAP_NORESERVE,
@@ -40,15 +38,18 @@ from shmloader.shared_memory import (
     take_space,
     whole_pages,
 )
+from shmloader.shared_memory.headroom import check_headroom, exhausted
 
 ALIGNMENT = 64
 """Default alignment of what is appended, in bytes: a cache line, and what Arrow recommends."""
 
+_ADVICE = (
+    "Share less of it, raise the limit, or keep the data in a file: shmloader.open(path) maps Arrow IPC "
+    "files that may be larger than memory."
+)
 _MOST_GROWTH_NBYTES = 256 << 20
 _LEAST_WORKING_NBYTES = 16 << 20
-_MOST_BUFFERS = 1024  # IOV_MAX: buffers in one pwritev
 _MOST_WRITE_NBYTES = 1 << 30  # Linux writes at most 2 GiB at a time
-_LARGE_BUFFER_NBYTES = 1 << 12  # worth its own element of a pwritev
 
 _READ_WRITE = 0x1 | 0x2  # not from Python's `mmap`: on Windows it lacks them
 
@@ -120,15 +121,6 @@ class SharedBuffer:
         """Read-only memoryview of all bytes, which keeps the buffer."""
         return SharedBuffer.private.fget(self).toreadonly()  # type: ignore[attr-defined,no-any-return]
 
-    def touch(self) -> None:
-        """Map every page in this process, by reading one byte of each.
-
-        A page that only one process has mapped is counted as that process's private memory. Touched by
-        the builder, no page is ever counted as private to a worker.
-        """
-        if self.nbytes:
-            np.frombuffer(self.view, np.uint8)[::PAGE_NBYTES].max()
-
     def __copy__(self) -> Self:
         return self
 
@@ -181,25 +173,11 @@ class BufferBuilder:
         reserved_nbytes: Bytes reserved so far.
     """
 
-    def __init__(self, reserve_nbytes: int = 0) -> None:
-        """Make empty shared memory.
-
-        Args:
-            reserve_nbytes: Bytes to reserve now, where the total is known beforehand.
-
-        Raises:
-            SharedMemoryExhausted: If the host has not that much; nothing was touched.
-        """
+    def __init__(self) -> None:
         self.nbytes = 0
         self.reserved_nbytes = 0
-        self._unchecked_nbytes = 0
         self._asks_for_huge_pages = True  # until they cannot be had quickly
         self._fd = os.memfd_create("shmloader-store", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            self.reserve(reserve_nbytes)
-        except BaseException:
-            self.close()
-            raise
 
     def reserve(self, nbytes: int) -> None:
         """Make sure that the memory can be ``nbytes`` long in all.
@@ -210,10 +188,11 @@ class BufferBuilder:
         grow_nbytes = nbytes - self.reserved_nbytes
         if grow_nbytes <= 0:
             return
-        self._unchecked_nbytes += grow_nbytes
-        if self._unchecked_nbytes >= SURE_NBYTES:
-            self._check_headroom(grow_nbytes)
-            self._unchecked_nbytes = 0
+        already = f", which holds {self.nbytes:,} bytes already," if self.nbytes else ""
+        # To work with: the kernel kills for whatever allocation is one too many.
+        spare = min(max(self.reserved_nbytes // 8, _LEAST_WORKING_NBYTES), _MOST_GROWTH_NBYTES)
+        purpose = f"a store{already} needs {grow_nbytes:,} more bytes of shared memory"
+        check_headroom(grow_nbytes, purpose, spare=spare, advice=_ADVICE)
         try:
             if self._asks_for_huge_pages:
                 self._asks_for_huge_pages = take_huge_pages(self._fd, 0, self.reserved_nbytes, nbytes)
@@ -223,37 +202,9 @@ class BufferBuilder:
                 os.ftruncate(self._fd, self.reserved_nbytes)  # gives back what came before the error
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
-            raise self._exhausted(grow_nbytes, error.strerror or "") from error
+            failed = f"reserving {grow_nbytes:,} bytes of shared memory for a store failed: {error.strerror}"
+            raise exhausted(failed, grow_nbytes, spare=spare, advice=_ADVICE) from error
         self.reserved_nbytes = nbytes
-
-    def _check_headroom(self, grow_nbytes: int) -> None:
-        room = memory_headroom()
-        working_nbytes = self._working_nbytes()
-        if grow_nbytes + working_nbytes > room.available_nbytes:
-            already = f", which holds {self.nbytes:,} bytes already," if self.nbytes else ""
-            raise SharedMemoryExhausted(
-                f"a store{already} needs {grow_nbytes:,} more bytes of shared memory, and {working_nbytes:,} "
-                f"to work with, but only {room.available_nbytes:,} of {room.limit_nbytes:,} bytes are "
-                f"available in {room.source}. "
-                "Share less of it, raise the limit, or keep the data in a file: shmloader.open(path) maps "
-                "Arrow IPC files that may be larger than memory.",
-                needed_nbytes=grow_nbytes,
-                available_nbytes=room.available_nbytes,
-            )
-
-    def _working_nbytes(self) -> int:
-        """Bytes left to whoever fills this: the kernel kills for whatever allocation is one too many."""
-        return min(max(self.reserved_nbytes // 8, _LEAST_WORKING_NBYTES), _MOST_GROWTH_NBYTES)
-
-    def _exhausted(self, grow_nbytes: int, reason: str) -> SharedMemoryExhausted:
-        room = memory_headroom()
-        return SharedMemoryExhausted(
-            f"reserving {grow_nbytes:,} bytes of shared memory for a store failed: {reason}; "
-            f"{room.available_nbytes:,} bytes are available in {room.source}. Share less of it, or raise the "
-            "limit.",
-            needed_nbytes=grow_nbytes,
-            available_nbytes=room.available_nbytes,
-        )
 
     def _make_room(self, nbytes: int, alignment: int) -> int:
         """The offset of the next ``nbytes`` aligned bytes, reserved."""
@@ -277,19 +228,13 @@ class BufferBuilder:
         Raises:
             SharedMemoryExhausted: If the host has not that much left.
         """
-        return self.append_all([data], alignment)
-
-    def append_all(self, buffers: Sequence[Buffer], alignment: int = ALIGNMENT) -> int:
-        """Append many contiguous buffers without gaps between them; see `append`."""
-        views = [_bytes_of(buffer) for buffer in buffers]
-        nbytes = sum(map(len, views))
-        offset = self._make_room(nbytes, alignment)
-        self.nbytes = offset + nbytes
-        if len(views) > 1 and nbytes < _LARGE_BUFFER_NBYTES * len(views):
-            views = [memoryview(b"".join(views))]
-        at = offset
-        for begin in range(0, len(views), _MOST_BUFFERS):
-            at += _write(self._fd, views[begin : begin + _MOST_BUFFERS], at)
+        view = memoryview(data)
+        view = view.cast("B") if view.nbytes else memoryview(b"")  # a zero in its shape cannot be cast
+        offset = self._make_room(view.nbytes, alignment)
+        self.nbytes = offset + view.nbytes
+        done = 0
+        while done < view.nbytes:
+            done += os.pwrite(self._fd, view[done : done + _MOST_WRITE_NBYTES], offset + done)
         return offset
 
     def fileno(self) -> int:
@@ -305,7 +250,10 @@ class BufferBuilder:
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
         fd, self._fd = self._fd, -1
         buffer = SharedBuffer(fd, self.nbytes)
-        buffer.touch()
+        if buffer.nbytes:
+            # A page that only one process has mapped is counted as that one's private memory. One byte of
+            # each is read here, so that none is ever counted as private to a worker.
+            np.frombuffer(buffer.view, np.uint8)[::PAGE_NBYTES].max()
         return buffer
 
     def close(self) -> None:
@@ -333,23 +281,3 @@ def _space_for(nbytes: int, protection: int) -> mmap.mmap:
         with contextlib.suppress(SharedMemoryExhausted):  # there is not that much
             return take_space(-(-nbytes // HUGE_NBYTES) * HUGE_NBYTES, protection)
     return take_space(nbytes, protection)
-
-
-def _bytes_of(buffer: Buffer) -> memoryview:
-    view = memoryview(buffer)
-    if view.nbytes == 0:  # cannot be cast: a zero in its shape
-        return memoryview(b"")
-    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
-
-
-def _write(fd: int, views: list[memoryview], offset: int) -> int:
-    nbytes = sum(map(len, views))
-    if len(views) > 1 and os.pwritev(fd, views, offset) == nbytes:
-        return nbytes
-    at = offset
-    for view in views:  # one, or more than one call writes
-        done = 0
-        while done < len(view):
-            done += os.pwrite(fd, view[done : done + _MOST_WRITE_NBYTES], at + done)
-        at += done
-    return nbytes

@@ -30,7 +30,7 @@ def filled(data: bytes) -> SharedBuffer:
 def test_what_is_appended_is_read_back_at_its_offset() -> None:
     with BufferBuilder() as out:
         places = [(out.append(bytes([n]) * n, alignment=1 << n % 7), n) for n in range(1, 256)]
-        big = out.append_all([bytes([n % 251]) * 5000 for n in range(2000)])
+        big = out.append(b"".join(bytes([n % 251]) * 5000 for n in range(2000)))
         buffer = out.seal()
     assert all(offset % (1 << n % 7) == 0 for offset, n in places)
     assert all(buffer.view[offset : offset + n] == bytes([n]) * n for offset, n in places)
@@ -136,10 +136,13 @@ def test_an_abandoned_builder_frees_its_memory() -> None:
 
 def test_too_much_is_an_error_with_both_numbers_before_a_page_is_touched() -> None:
     before = Path("/proc/self/smaps_rollup").read_text().split()[3]
-    with pytest.raises(
-        SharedMemoryExhausted, match=r"needs 1,125,899,906,842,624 more bytes.*only [\d,]+ of"
-    ) as caught:
-        BufferBuilder(1 << 50)
+    with (
+        BufferBuilder() as out,
+        pytest.raises(
+            SharedMemoryExhausted, match=r"needs 1,125,899,906,842,624 more bytes.*only [\d,]+ of"
+        ) as caught,
+    ):
+        out.reserve(1 << 50)
     assert caught.value.needed_nbytes == 1 << 50
     assert 0 < caught.value.available_nbytes < 1 << 50
     assert isinstance(caught.value, MemoryError)
