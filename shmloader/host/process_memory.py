@@ -6,7 +6,6 @@ its workers may be added up. RSS may not: it counts a shared page once in every 
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 from dataclasses import dataclass
@@ -44,11 +43,6 @@ def read_memory(pid: int) -> dict[str, int]:
     except OSError:
         return {}
     return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
-
-
-def pss_available() -> bool:
-    """Tell whether this platform reports PSS."""
-    return "Pss" in read_memory(os.getpid())
 
 
 def sample_memory(root_pid: int) -> MemorySample | None:

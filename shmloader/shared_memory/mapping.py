@@ -162,14 +162,9 @@ def map_over(
             f"{nbytes:,} bytes from {begin:,} on do not fit into address space of {len(space):,}"
         )
     address = address_of(space) + begin
-    _map(address, nbytes, flags, fd, offset, protection)
-    return address
-
-
-def _map(address: int, nbytes: int, flags: int, fd: int, offset: int, protection: int = _READ_WRITE) -> None:
-    """Map at an address of which the caller holds the owner."""
     if libc.mmap(address, nbytes, protection, flags | _MAP_FIXED, fd, offset) == _MAP_FAILED:
         raise _refused(nbytes, ctypes.get_errno())
+    return address
 
 
 def _refused(nbytes: int, code: int) -> SharedMemoryExhausted:

@@ -24,7 +24,7 @@ from shmloader.sources.base import (
 from shmloader.sources.blocks import block_of, is_array
 from shmloader.sources.columns import HuggingFace, is_hugging_face, join_columns
 from shmloader.sources.datasets import Own, has_getbatch, kind_of_dataset, plain_ints, source_of
-from shmloader.sources.stores import is_store, source_of_store
+from shmloader.sources.stores import StoreRows, is_store
 from shmloader.torch_private import Feature, missing_message, why_missing
 
 _log = logging.getLogger("shmloader")
@@ -56,7 +56,7 @@ def recognise(dataset: Any, *, by_row: bool = False) -> Source:
     if has_getbatch(dataset):
         return Own(dataset)
     if is_store(dataset):
-        return source_of_store(dataset)
+        return StoreRows(dataset)
     if is_array(dataset):
         return block_of(dataset)
     kind = kind_of_dataset(dataset)

@@ -21,7 +21,7 @@ _SCALARS = {int: torch.int64, float: torch.float64, bool: torch.bool}
 
 
 def is_store(dataset: object) -> bool:
-    """Whether `source_of_store` knows a dataset."""
+    """Whether a dataset is a store whose rows `StoreRows` can take."""
     kind = type(dataset)
     return kind is _loaded("rows", "RowStore") or kind is _loaded("base", "Selection")
 
@@ -37,17 +37,12 @@ def _loaded(module: str, name: str) -> Any:
     return getattr(sys.modules.get(f"shmloader.store.{module}"), name, None)
 
 
-def source_of_store(store: Any) -> Source:
-    """The source for a store's rows."""
-    return _Rows(store)
-
-
-class _Rows(Source):
+class StoreRows(Source):
     """Rows of a store of any kind, by its ``take``."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._fields: list[_Rows] | None = None
+        self._fields: list[StoreRows] | None = None
 
     def gather(self, rows: Rows, make: Make) -> Any:
         """See `Source.gather`."""
@@ -67,14 +62,14 @@ class _Rows(Source):
                 pass
         return _join_taken(store.take(rows), make)
 
-    def _fields_of(self, sample: Any) -> list[_Rows] | None:
+    def _fields_of(self, sample: Any) -> list[StoreRows] | None:
         """A source for each field of rows that are all tuples of one class and length."""
         if not isinstance(sample, tuple) or type(self._store) is not _loaded("rows", "RowStore"):
             return None
         if self._fields is None:
             store: Any = self._store
             length = store.tuple_length()
-            self._fields = [_Rows(store.column(n)) for n in range(length)]
+            self._fields = [StoreRows(store.column(n)) for n in range(length)]
         return self._fields
 
 

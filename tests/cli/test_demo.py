@@ -28,9 +28,11 @@ from shmloader.cli.demo.corpus import (
     pad_batch,
     split_source,
 )
-from shmloader.host.process_memory import pss_available, read_memory, sample_memory
+from shmloader.host.process_memory import read_memory, sample_memory
 
-needs_pss = pytest.mark.skipif(not pss_available(), reason="the platform does not report PSS")
+needs_pss = pytest.mark.skipif(
+    "Pss" not in read_memory(os.getpid()), reason="the platform does not report PSS"
+)
 
 _MARK = "SHMLOADER_TEST_MARK"
 _SMALL = ["--max-bytes", "200K", "--batch-size", "8"]
