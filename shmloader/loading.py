@@ -127,7 +127,7 @@ class Loading:
 
     def statistics(self) -> LoaderStatistics:
         """Counters of the loader's life so far, and the slots that it holds now."""
-        counters, iterators = self.counters, self.live()
+        iterators = self.live()
         # A copy, looked at and not touched: another thread may be iterating.
         slots = [slot for iterator in iterators for slot in list(iterator.pool.slots)]
         states = [slot.state_now for slot in slots]
@@ -143,28 +143,9 @@ class Loading:
                 for slot, state in zip(slots, states, strict=True)
                 if state is not SlotState.FREE
             ),
-            largest_batch_nbytes=counters.largest_batch_nbytes,
-            batches=counters.batches,
-            failures=counters.failures,
-            spills=counters.spills,
-            spilled_nbytes=counters.spilled_nbytes,
-            detached=counters.detached,
-            pin_copies=counters.pin_copies,
-            bad_samples=counters.bad_samples,
-            bad_sample_list=tuple(counters.bad_sample_list),
-            batches_left_out=counters.batches_left_out,
-            batches_one_by_one=counters.batches_one_by_one,
             oldest_leases=tuple(text for iterator in iterators for text in iterator.oldest_leases()),
-            worker_restarts=counters.worker_restarts,
-            tasks_ahead=counters.tasks_ahead,
-            epochs_prefetched=counters.epochs_prefetched,
-            epochs_in_vain=counters.epochs_in_vain,
-            iterating_s=counters.iterating_ns / 1e9,
-            wait_for_workers_s=counters.wait_for_workers_ns / 1e9,
-            wait_for_first_batches_s=counters.wait_for_first_batches_ns / 1e9,
-            in_process_s=counters.in_process_ns / 1e9,
-            workers_wait_for_slots_s=counters.workers_wait_for_slots_ns / 1e9,
             autotune=None if self.auto is None else self.auto.report(),
+            **self.counters.figures(),
         )
 
 

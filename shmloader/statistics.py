@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import html
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-_LEAST_WAIT = (
-    0.1  # of the time; where next() waited for less, more workers could not make the loop much faster
-)
+_LEAST_WAIT = 0.1  # of the time: where next() waited for less, more workers could not help much
 _MOST_BAD_SAMPLES = 3  # that a table shows
 
 
@@ -269,6 +268,14 @@ class Counters:
     def note_first_batch(self) -> None:
         """Count the wait for the first batch of an epoch."""
         self.wait_for_first_batches_ns += self.wait_for_workers_ns - self.waited_before_ns
+
+    def figures(self) -> dict[str, Any]:
+        """Those fields of `LoaderStatistics` that are counted here, nanoseconds as seconds."""
+        found: dict[str, Any] = vars(self) | {"iterating_ns": self.iterating_ns}
+        found["bad_sample_list"] = tuple(self.bad_sample_list)
+        for name in [name for name in found if name.endswith("_ns")]:
+            found[name.removesuffix("_ns") + "_s"] = found[name] / 1e9
+        return {one.name: found[one.name] for one in fields(LoaderStatistics) if one.name in found}
 
     @property
     def iterating_ns(self) -> int:

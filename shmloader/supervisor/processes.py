@@ -208,13 +208,10 @@ class ProcessWorkers(Workers):
         )
 
     def close(self, because: str = "its workers were stopped", grace_s: float = _STOP_S) -> None:
-        """Stop all workers and close all descriptors. Only the first call does anything.
+        """See `Workers`. Closes all descriptors.
 
-        Args:
-            because: The reason, kept in ``closed_because``.
-            grace_s: Seconds that workers may take to finish the sample at hand before they are terminated,
-                and a second later killed. One that has nothing to finish, since it is still starting, is
-                terminated at once.
+        Workers that have not ended after ``grace_s`` are terminated, and a second later killed. One that has
+        nothing to finish, since it is still starting, is terminated at once.
         """
         self.closed_because = self.closed_because or because
         with HeldInterrupts() as interrupts:
@@ -230,10 +227,8 @@ class ProcessWorkers(Workers):
             deadline = time.monotonic() + grace_s
             for worker in workers:
                 # A second Ctrl-C means that the user will not wait.
-                while not worker.is_dead() and not interrupts.came:
-                    if time.monotonic() >= deadline:
-                        break
-                    worker.process.join(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
+                while not (worker.is_dead() or interrupts.came or time.monotonic() >= deadline):
+                    worker.process.join(_LOOK_S)
             self._end(workers)
             self._stacks.close()
             self._close_wake()

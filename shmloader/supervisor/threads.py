@@ -130,15 +130,10 @@ class ThreadWorkers(Workers):
         return error
 
     def close(self, because: str = "its workers were stopped", grace_s: float = _CLOSE_S) -> None:
-        """Tell all threads to end, and wait for them a moment.
+        """See `Workers`. Tells all threads to end, and waits for them a moment.
 
         One that is in the middle of a batch ends after it, by itself; nothing that the loader owns depends on
-        when. Only the first call does anything. May run in a worker thread, if that is where the iterator
-        is found to be garbage.
-
-        Args:
-            because: The reason, kept in ``closed_because``.
-            grace_s: Most seconds to wait.
+        when. May run in a worker thread, if that is where the iterator is found to be garbage.
         """
         self.closed_because = self.closed_because or because
         with HeldInterrupts() as interrupts:
