@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -42,7 +43,8 @@ def explain_collation(error: BaseException, samples: Any, indices: Any, *, of_st
     with contextlib.suppress(Exception):  # the user's indices: a lack of notes is no error
         names = _names(indices, of_stream)
     with contextlib.suppress(Exception):  # the user's samples
-        by_default_collate = _came_through(error, _DEFAULT_COLLATE)
+        frames = traceback.walk_tb(error.__traceback__)
+        by_default_collate = any(frame.f_globals.get("__name__") in _DEFAULT_COLLATE for frame, _ in frames)
         if by_default_collate or _OF_SIZES.search(str(error)):
             # Shapes first, everywhere: they are the reason more often than dtypes are.
             both = (_find(list(samples), "batch", _MOST_NESTED, describe) for describe in (_shape, _format))
@@ -71,16 +73,6 @@ def _join(names: list[str]) -> str:
 
 def _shorten(text: str) -> str:
     return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
-
-
-def _came_through(error: BaseException, modules: tuple[str, ...]) -> bool:
-    """Whether the traceback leads through one of the modules."""
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_globals.get("__name__") in modules:
-            return True
-        trace = trace.tb_next
-    return False
 
 
 # --- finding
