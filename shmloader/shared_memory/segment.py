@@ -51,6 +51,9 @@ class Segment(Protocol):
         Nothing may be reading what is given back.
         """
 
+    def duplicate(self) -> Segment:
+        """The same memory by a descriptor of its own, for a worker thread, which may outlive the owner."""
+
     def close(self) -> None:
         """Drop the owner's hold on all slots; mapped extents live on while they are used."""
 
@@ -106,6 +109,10 @@ class MemfdSegment:
         """See `Segment.discard`."""
         begin = slot * SLOT_STRIDE + kept_nbytes
         libc.fallocate(self._descriptor.fd, _KEEP_SIZE_PUNCH_HOLE, begin, nbytes - kept_nbytes)
+
+    def duplicate(self) -> MemfdSegment:
+        """See `Segment.duplicate`. The descriptor is closed when the object dies."""
+        return MemfdSegment(Descriptor(os.dup(self._descriptor.fd)))
 
     def close(self) -> None:
         """See `Segment.close`."""

@@ -1,13 +1,10 @@
-"""A worker thread's connection with the main process's own thread: two queues, and access to the slots."""
+"""A worker thread's connection with the main process's own thread: two queues."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from queue import SimpleQueue
-
-from shmloader.shared_memory import Extent, Segment
 
 
 class ThreadLink:
@@ -63,52 +60,3 @@ class ThreadLink:
     def _wake(self) -> None:
         if self._wakeup.empty():  # else it will look at the new records too
             self._wakeup.put(None)
-
-
-class RevocableSegment:
-    """The iterator's `Segment` as a worker thread has it, until that is revoked.
-
-    A worker process has descriptors of its own. A thread that went on using those of an iterator that was
-    closed could meet another file under the same number, or make an object that nobody removes.
-    """
-
-    def __init__(self, segment: Segment) -> None:
-        self._segment = segment
-        self._revoked = False
-        # Reentrant: the iterator may be found to be garbage in the middle of a call, and revokes this.
-        self._lock = threading.RLock()
-
-    def reserve(self, slot: int, held_nbytes: int, nbytes: int) -> int:
-        """See `Segment.reserve`."""
-        with self._lock:
-            self._check()
-            reserved_nbytes = self._segment.reserve(slot, held_nbytes, nbytes)
-            if self._revoked:
-                self._segment.discard(slot, reserved_nbytes)
-            self._check()
-            return reserved_nbytes
-
-    def map(self, slot: int, nbytes: int) -> Extent:
-        """See `Segment.map`."""
-        with self._lock:
-            self._check()
-            return self._segment.map(slot, nbytes)
-
-    def discard(self, slot: int, nbytes: int, kept_nbytes: int = 0) -> None:
-        """See `Segment.discard`."""
-        with self._lock:
-            self._check()
-            self._segment.discard(slot, nbytes, kept_nbytes)
-
-    def close(self) -> None:
-        """The owner's: a worker that closed the segment would take the slots from all others."""
-        raise NotImplementedError("only the iterator closes its segment")
-
-    def revoke(self) -> None:
-        """From now on refuse everything, as a broken link does; returns when no call is under way."""
-        with self._lock:
-            self._revoked = True
-
-    def _check(self) -> None:
-        if self._revoked:
-            raise BrokenPipeError("the loader was closed")

@@ -1,8 +1,8 @@
 """Worker threads: the same loop, slots and records as worker processes, without a process and its pipes.
 
 A thread cannot be ended from outside. It is told that nobody waits for it any more, and ends when the sample,
-and with it the batch, that it is at is done. Until then it writes to memory that it maps itself, and can
-neither take nor give back any of the loader's.
+and with it the batch, that it is at is done. Until then it writes to memory that it maps itself, by a
+descriptor of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shmloader.errors import WorkerDied
 from shmloader.host.interrupts import HeldInterrupts
 from shmloader.supervisor.base import MakeArguments, Worker, Workers, live
 from shmloader.supervisor.death_reports import describe_held
-from shmloader.supervisor.thread_channel import RevocableSegment, ThreadLink
+from shmloader.supervisor.thread_channel import ThreadLink
 from shmloader.worker.epoch_settings import datasets_in
 from shmloader.worker.loop import run_in_thread
 
@@ -76,13 +76,14 @@ class ThreadWorkers(Workers):
 
     def _start(self, worker_id: int) -> ThreadWorker:
         arguments = self._make_arguments(worker_id)
-        segment = RevocableSegment(arguments.segment)
         link = ThreadLink(self._wakeup)
-        own = dataclasses.replace(arguments, segment=segment, dataset=_copy_dataset(arguments.dataset))
+        own = dataclasses.replace(
+            arguments, segment=arguments.segment.duplicate(), dataset=_copy_dataset(arguments.dataset)
+        )
         name = f"shmloader-worker-{worker_id}"
         thread = threading.Thread(target=_run, args=(own, link), name=name, daemon=True)
         thread.start()
-        worker = ThreadWorker(worker_id, thread, link, segment)
+        worker = ThreadWorker(worker_id, thread, link)
         self.workers.append(worker)
         return worker
 
@@ -140,7 +141,7 @@ class ThreadWorkers(Workers):
             workers, self.workers = self.workers, []
             live.discard(self)
             for worker in workers:
-                worker.close()
+                worker.link.close()
             _join([worker.thread for worker in workers], max(grace_s, _LEAST_CLOSE_S), interrupts)
 
     def leave_to_parent(self) -> None:
@@ -158,15 +159,12 @@ class ThreadWorker:
         link: What connects it with the main process.
     """
 
-    def __init__(
-        self, worker_id: int, thread: threading.Thread, link: ThreadLink, segment: RevocableSegment
-    ) -> None:
+    def __init__(self, worker_id: int, thread: threading.Thread, link: ThreadLink) -> None:
         self.worker_id = worker_id
         self.thread = thread
         self.link = link
         self.pid = os.getpid()
         self.place = f"thread {thread.name!r}"
-        self._segment = segment
 
     def send(self, record: bytes) -> None:
         """See `Worker`."""
@@ -188,11 +186,6 @@ class ThreadWorker:
         if frame is None:
             return "(it has ended)"
         return "".join(traceback.format_stack(frame)).rstrip()[-_MOST_CHARACTERS:]
-
-    def close(self) -> None:
-        """Tell the thread to end. When this returns it has no access to the loader's segment any more."""
-        self.link.close()
-        self._segment.revoke()
 
 
 def _copy_dataset(dataset: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -17,7 +18,6 @@ from torch.utils.data import default_collate
 
 from shmloader import SpillWarning
 from shmloader.shared_memory import MemfdSegment
-from shmloader.supervisor.thread_channel import RevocableSegment
 from shmloader.worker.collate import install_slot_collate
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -140,10 +140,16 @@ def test_memory_that_is_detached_never_reads_as_anything_else() -> None:
     assert not wrong
 
 
-def test_what_only_the_iterator_may_do_is_refused_to_a_thread() -> None:
-    """A thread that closed the segment would take the slots from all."""
+def test_a_threads_segment_outlives_the_owners_and_dies_with_the_thread() -> None:
+    """A thread that ends late writes to its own slot, whatever file has the number of the owner's by then."""
     segment = MemfdSegment()
-    gate = RevocableSegment(segment)
-    with pytest.raises(NotImplementedError, match="only the iterator"):
-        gate.close()
+    before = len(os.listdir("/proc/self/fd"))
+    own = segment.duplicate()
+    nbytes = segment.reserve(0, 0, 1)
+    segment.map(0, nbytes).view[:3] = b"abc"
     segment.close()
+    with open(os.devnull, "rb"):
+        assert bytes(own.map(0, nbytes).view[:3]) == b"abc"
+        assert own.reserve(0, nbytes, 5 * nbytes) == 5 * nbytes
+    del own
+    assert len(os.listdir("/proc/self/fd")) == before - 1
