@@ -12,8 +12,7 @@ death is an event of its own (a pidfd, elsewhere the process sentinel), waited f
 * `shmloader.supervisor.mapped_arrays`: arrays over files in such a pickle
 * `shmloader.supervisor.fork_server`, `fork_server_ready`: the fork server, and its last import
 * `shmloader.supervisor.death_reports`: messages about workers that died or do not answer
-* `shmloader.supervisor.threads`: all worker threads of one iterator
-* `shmloader.supervisor.thread_channel`: a worker thread's queues
+* `shmloader.supervisor.threads`: all worker threads of one iterator, and their queues
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections import deque
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -26,7 +27,6 @@ from shmloader.errors import WorkerDied
 from shmloader.host.interrupts import HeldInterrupts
 from shmloader.supervisor.base import MakeArguments, Worker, Workers, live
 from shmloader.supervisor.death_reports import describe_held
-from shmloader.supervisor.thread_channel import ThreadLink
 from shmloader.worker.epoch_settings import datasets_in
 from shmloader.worker.loop import run_in_thread
 
@@ -186,6 +186,61 @@ class ThreadWorker:
         if frame is None:
             return "(it has ended)"
         return "".join(traceback.format_stack(frame)).rstrip()[-_MOST_CHARACTERS:]
+
+
+class ThreadLink:
+    """The `Link` of a worker thread: two queues of records.
+
+    Args:
+        wakeup: The queue at which the main process's thread waits; one item is enough to wake it.
+
+    Attributes:
+        tasks: Records for the worker.
+        dones: Records for the main process, which is woken after each.
+        ended: Whether the thread has ended.
+        error: What it has ended by, if that was not the main process.
+        wait_ns: See `Link`.
+        closed: Likewise.
+    """
+
+    def __init__(self, wakeup: SimpleQueue[None]) -> None:
+        self.tasks: SimpleQueue[bytes] = SimpleQueue()
+        self.dones: deque[bytes] = deque()
+        self.ended = False
+        self.error: BaseException | None = None
+        self.wait_ns = 0
+        self.closed = False
+        self._wakeup = wakeup
+
+    def receive(self) -> bytes:
+        """See `Link.receive`."""
+        began_ns = time.perf_counter_ns()
+        record = self.tasks.get()
+        self.wait_ns = time.perf_counter_ns() - began_ns
+        if self.closed:
+            raise BrokenPipeError("the main process wants nothing more")
+        return record
+
+    def send(self, record: bytes) -> None:
+        """See `Link.send`."""
+        if self.closed:
+            raise BrokenPipeError("the main process wants nothing more")
+        self.dones.append(record)
+        self._wake()
+
+    def close(self) -> None:
+        """In the main process's thread: let the worker find the link broken."""
+        self.closed = True
+        self.tasks.put(b"")
+
+    def end(self, error: BaseException | None) -> None:
+        """In the worker: it ends."""
+        self.error, self.ended = error, True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._wakeup.empty():  # else it will look at the new records too
+            self._wakeup.put(None)
 
 
 def _copy_dataset(dataset: Any) -> Any:

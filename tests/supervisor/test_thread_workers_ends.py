@@ -23,7 +23,7 @@ from thread_loaders import threads, workers_alive
 from torch.utils.data import default_collate
 
 from shmloader import DataLoader, LoaderClosed, WorkerDied
-from shmloader.supervisor.thread_channel import ThreadLink
+from shmloader.supervisor.threads import ThreadLink
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
