@@ -18,7 +18,7 @@ from shmloader.scheduling.stream_progress import StreamProgress
 from shmloader.statistics import Counters
 from shmloader.worker.fetch import FetchRules, make_fetcher
 from shmloader.worker.random_state import Generators, SampleSeeds, worker_seeds
-from shmloader.worker.streams import StreamRules
+from shmloader.worker.streams import StreamReport, StreamRules
 
 
 class InProcessIterator(torch_private.SingleProcessIterator):
@@ -44,7 +44,8 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         counters.begin_epoch()
         self._on_error: str = loader.on_error
         iterable = self._dataset_kind == torch_private.ITERABLE_KIND
-        self._stream = StreamProgress(loader) if iterable else None
+        self._stream = StreamProgress(loader, resumption.stream_place) if iterable else None
+        self._report: StreamReport | None = None  # of the batch that was fetched last
         rules = FetchRules(
             iterable=iterable,
             auto_collation=self._auto_collation,
@@ -63,6 +64,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         self._dataset_fetcher = make_fetcher(dataset, rules)
         self._read_states = functools.partial(generator_states, self._index_sampler, loader.generator)
         batches, self._progress = resumption.begin_epoch(loader, self._sampler_iter, None, seeds)
+        self._progress.stream = self._stream
         self._behind = set(self._progress.behind)
         self._position = self._progress.taken - 1  # of the last batch that was asked for
         self._sampler_iter = batches
@@ -85,7 +87,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
                 batch = self._fetch(index_batch)
             except StopIteration:
                 if self._stream is not None:
-                    self._stream.end_epoch()
+                    self._stream.end_epoch(self._progress)
                 self._progress.finish()
                 warn_of_bad_samples(self._counters, self._on_error)
                 raise
@@ -102,6 +104,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
 
     def _fetch(self, index_batch: Any) -> Any:
         """A batch, or ``LEFT_OUT``."""
+        self._report = None
         try:
             if self._seeds is None:
                 batch = self._dataset_fetcher.fetch(index_batch)
@@ -116,16 +119,15 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             self._counters.failures += 1
             count(self._dataset_fetcher.take_bad_samples(), self._counters)
             raise
-        if self._stream is not None:
-            self._stream.count()
         if type(batch) is not Reported:
             return batch
-        if self._stream is not None and batch.place is not None:
-            self._stream.take(batch.place)
+        self._report = batch.place
         return take_report(batch, self._counters)
 
     def _note_taken(self) -> None:
-        if self._behind:
+        if self._stream is not None:
+            self._stream.take(self._progress, 0, self._report)
+        elif self._behind:
             self._progress.take(self._position)
         else:
             self._progress.place = self._position + 1

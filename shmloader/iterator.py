@@ -45,7 +45,7 @@ from shmloader.supervisor import Workers, start_workers
 from shmloader.worker.epoch_settings import DatasetState, EpochSettings
 from shmloader.worker.fetch import FetchRules
 from shmloader.worker.loop import WorkerArguments
-from shmloader.worker.streams import StreamRules
+from shmloader.worker.streams import StreamReport, StreamRules
 
 
 @dataclass
@@ -90,7 +90,7 @@ class SlotIterator(torch_private.BaseIterator):
         self._on_error: str = loader.on_error
         self._counters = counters
         self._counts_samples = self._dataset_kind == torch_private.ITERABLE_KIND
-        self._stream = StreamProgress(loader) if self._counts_samples else None
+        self._stream = StreamProgress(loader, resumption.stream_place) if self._counts_samples else None
         self._decoder = Decoder()
         self._lifecycle = Lifecycle()
         self._dataset_state = DatasetState(self._dataset)
@@ -177,12 +177,16 @@ class SlotIterator(torch_private.BaseIterator):
 
     def _begin_epoch(self, loader: Any, *, first_iter: bool) -> None:
         scheduler = self._scheduler
-        if self._stream is not None:
-            self._stream.begin_epoch()
-        self._held_back: list[tuple[Any, int]] = []  # a batch whose warning was an error
+        self._held_back: list[
+            tuple[Any, Task, StreamReport | None]
+        ] = []  # a batch whose warning was an error
         if first_iter:
-            scheduler.begin_epoch(self._reset_sampler(loader, None, first_iter=True), self._progress.place)
+            sampler_iter = self._reset_sampler(loader, None, first_iter=True)
+            first_worker = 0 if self._stream is None else self._stream.first_worker
+            scheduler.begin_epoch(sampler_iter, self._progress.place, first_worker)
             return
+        if self._stream is not None:
+            self._stream = StreamProgress(loader)
         settings = EpochSettings(None, self._set_epoch, self._dataset_state.changes())
         early = scheduler.take_early(discard=settings != (None, None, {}))
         sampler_iter = self._reset_sampler(loader, early, first_iter=False)
@@ -218,8 +222,10 @@ class SlotIterator(torch_private.BaseIterator):
             raise
         finally:
             self._index_sampler = index_sampler
+        self._progress.stream = self._stream
         # With batches out of order, or some that the program had in another order before it was resumed.
-        self._scattered = not self._in_order or bool(self._progress.behind)
+        # What streams have given is counted by worker.
+        self._scattered = not self._in_order or bool(self._progress.behind) or self._counts_samples
         return sampler_iter
 
     def set_epoch(self, epoch: int) -> None:
@@ -268,8 +274,8 @@ class SlotIterator(torch_private.BaseIterator):
         if self._lifecycle.phase is BROKEN:
             self._abandon()
         if self._held_back:
-            batch, position = self._held_back.pop()
-            self._progress.take(position)
+            batch, held_task, report = self._held_back.pop()
+            self._take(held_task, report)
             return batch
         ledger = self._dispatcher.ledger
         while True:
@@ -312,7 +318,7 @@ class SlotIterator(torch_private.BaseIterator):
         if self._stream is None:
             return
         try:
-            self._stream.end_epoch()
+            self._stream.end_epoch(self._progress)
         except LoaderError as error:
             self._lifecycle.expect(error)
             raise
@@ -340,35 +346,40 @@ class SlotIterator(torch_private.BaseIterator):
         anchor, header = dispatcher.take(task)
         dispatcher.ledger.finish(task)
         self._scheduler.send_more()
-        if self._stream is not None:
-            self._stream.count()
+        report: StreamReport | None = None
         try:
             batch = self._decoder.decode(anchor, header)
             del anchor
             if answer.failed:
                 self._raise(batch)
             if answer.reported:
-                if self._stream is not None and batch.place is not None:
-                    self._stream.take(batch.place)
+                report = batch.place
                 batch = take_report(batch, self._counters)
                 if batch is LEFT_OUT:
-                    self._progress.take(task.position)
+                    self._take(task, report)
                     return batch
             if self._pin_memory:
                 self._counters.pin_copies += 1
                 batch = pin_batch(batch, self._pin_memory_device)
         except Exception as error:
-            self._progress.take(task.position)  # the next call goes on behind it
+            self._take(task, report)  # the next call goes on behind it
             self._lifecycle.expect(error)
             raise
         self._counters.batches += 1
         if self.pool.warning:
-            self._warn(batch, task.position)
+            self._warn(batch, task, report)
         if self._scattered:
-            self._progress.take(task.position)
+            self._take(task, report)
         else:
             self._progress.place = task.position + 1
         return batch
+
+    def _take(self, task: Task, report: StreamReport | None) -> None:
+        """Note that the program has a task's batch, or what came in its place."""
+        if self._stream is None:
+            self._progress.take(task.position)
+        else:
+            self._stream.take(self._progress, task.worker_id, report)
 
     def _raise(self, failure: Any) -> NoReturn:
         """Raise the exception that came in the place of a batch."""
@@ -376,10 +387,10 @@ class SlotIterator(torch_private.BaseIterator):
         count(failure.bad_samples, self._counters)
         raise self._lifecycle.expect(restore(failure))
 
-    def _warn(self, batch: Any, position: int) -> None:
+    def _warn(self, batch: Any, task: Task, report: StreamReport | None) -> None:
         """Give the warning; where the program's filters make it an error, the batch comes next."""
         warning, self.pool.warning = self.pool.warning, ""
-        self._held_back.append((batch, position))
+        self._held_back.append((batch, task, report))
         try:
             warnings.warn(warning, SpillWarning, stacklevel=level_of_the_program())
         except SpillWarning as error:

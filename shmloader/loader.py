@@ -129,6 +129,9 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             dataset that reads ``get_worker_info().num_workers`` before its first item divides itself, and is
             left alone. Ranks have equally many batches, or an error names one that has fewer. See
             docs/sharding.md.
+        snapshot_every_n_steps: Of an iterable-style dataset with a ``state_dict()``, itself or its iterator:
+            how many batches each worker makes from one call of it to the next. What came since the last call
+            is drawn again when the loader goes on from a state.
         seed_per_sample: Seed the generators of torch, NumPy and ``random`` in the worker before each sample,
             from the base seed, the epoch and the sample's place in it. Random augmentation is then the same
             with any number of workers, 0 included, and after `load_state_dict`. It takes 11 µs per sample,
@@ -156,6 +159,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
     worker_type: WorkerType
     share_dataset: bool
     shard: Shard | None
+    snapshot_every_n_steps: int
     seed_per_sample: bool | None
     is_shmloader = True  # accelerate copies it, under install()
     _is_accelerate_prepared = PREPARED_FLAG
@@ -195,6 +199,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         worker_type: WorkerType = PROCESS,
         share_dataset: bool = False,
         shard: Shard | None = None,
+        snapshot_every_n_steps: int = 1,
         seed_per_sample: bool | None = None,
     ) -> None:
         self.memory_budget_nbytes = memory_budget_nbytes
@@ -207,6 +212,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         self.worker_type = worker_type
         self.share_dataset = share_dataset
         self.shard = shard
+        self.snapshot_every_n_steps = snapshot_every_n_steps
         self.seed_per_sample = seed_per_sample
         check_arguments(self, dataset, workers, persistent_workers)
         check_worker_type(self, dataset, multiprocessing_context)
@@ -284,11 +290,12 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
 
         Returns:
             A new flat dict of numbers, strings and None, under 1 KB but for states of the program's own
-            samplers, with the same keys at any moment.
+            samplers and datasets, with the same keys at any moment.
 
         Raises:
-            ResumeError: For an iterable-style dataset, where torch's own workers load, while two iterators
-                are in use at once, and for a sampler whose own state cannot be saved.
+            ResumeError: Where torch's own workers load, while two iterators are in use at once, for a sampler
+                or a dataset whose own state cannot be saved, and with ``in_order=False`` where
+                ``shard="auto"`` deals out samples to several workers.
         """
         check_resumable(self)
         return loading_of(self).resumption.state(self)
@@ -306,9 +313,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         Raises:
             ResumeError: If the state does not fit this loader, with the differences.
         """
-        if state_dict:
-            check_resumable(self)
-        loading_of(self).resumption.load(self, state_dict)
+        loading_of(self).load_state_dict(self, state_dict)
 
     def statistics(self) -> LoaderStatistics:
         """Counters of the loader's life so far, and the slots that it holds now."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 import types
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +20,10 @@ from shmloader.iterator import SlotIterator
 from shmloader.resume import Resumption
 from shmloader.scheduling.auto import Auto
 from shmloader.scheduling.auto_growth import auto_for
+from shmloader.scheduling.stream_progress import rules_for
 from shmloader.slots import SlotState
 from shmloader.statistics import Counters, LoaderStatistics
-from shmloader.torch_fallback import must_load_as_torch
+from shmloader.torch_fallback import check_resumable, must_load_as_torch
 from shmloader.torch_private import Feature, drop_iterator, is_missing, iterator_of
 from shmloader.worker.epoch_settings import set_epoch_of
 
@@ -124,6 +126,14 @@ class Loading:
         set_epoch_of(loader.dataset, epoch)
         for iterator in self.live():
             iterator.set_epoch(epoch)
+
+    def load_state_dict(self, loader: Any, state: Mapping[str, Any]) -> None:
+        """Have the next iterator go on from a state; see `DataLoader.load_state_dict`."""
+        if state:
+            check_resumable(loader)
+            if state.get("stream"):
+                rules_for(loader, state["stream"])  # raises where it does not fit
+        self.resumption.load(loader, state)
 
     def statistics(self) -> LoaderStatistics:
         """Counters of the loader's life so far, and the slots that it holds now."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from torch.utils.data import IterableDataset
-
 from shmloader.arguments import AutoCount
 from shmloader.diagnostics.stack_level import level_of_the_program
 from shmloader.errors import ResumeError
@@ -23,6 +21,7 @@ OWN_DEFAULTS: dict[str, Any] = {
     "worker_type": "process",
     "share_dataset": False,
     "shard": None,
+    "snapshot_every_n_steps": 1,
 }
 """Options that torch's loader lacks, with the values that ask for nothing."""
 
@@ -60,8 +59,6 @@ def check_resumable(loader: Any) -> None:
     Raises:
         ResumeError: With the reason.
     """
-    if isinstance(loader.dataset, IterableDataset):
-        raise ResumeError("state_dict() and load_state_dict() need a map-style dataset")
     lack = why_missing(Feature.SLOTS) or (why_unavailable() if loader.num_workers else None)
     if lack is not None:
         raise ResumeError(

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 
@@ -119,3 +120,97 @@ class ByShardAndItself(ByShard):
         index, workers = (0, 1) if info is None else (info.id, info.num_workers)
         numbers = list(super().__iter__())
         yield from numbers[index::workers]
+
+
+class Stateful(Numbers):
+    """Has a state: the next number. Each item tells at which number this iteration began."""
+
+    def __init__(self, length: int, tensors: bool = False) -> None:
+        super().__init__(length)
+        self.next, self.tensors = 0, tensors
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        began = self.next
+        while self.next < self.length:
+            self.next += 1
+            yield self.next - 1, began
+        self.next = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": torch.tensor(self.next) if self.tensors else self.next, "nested": {"kind": (1, 2)}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["nested"] == {"kind": (1, 2)}
+        self.next = int(state["next"])
+
+
+class StatefulIterator(Iterator[tuple[int, int]]):
+    def __init__(self, length: int) -> None:
+        self.length, self.next, self.began = length, 0, 0
+
+    def __next__(self) -> tuple[int, int]:
+        if self.next >= self.length:
+            raise StopIteration
+        self.next += 1
+        return self.next - 1, self.began
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = self.began = state["next"]
+
+
+class WithStatefulIterator(Numbers):
+    """Its iterators have a state; the dataset has none."""
+
+    def __iter__(self) -> StatefulIterator:
+        return StatefulIterator(self.length)
+
+
+class StatefulShards(Stateful):
+    """Has a state, and gives shards of itself."""
+
+    def __init__(self, length: int, part: tuple[int, int] = (1, 0)) -> None:
+        super().__init__(length)
+        self.part = part
+
+    def shard(self, num_shards: int, index: int) -> StatefulShards:
+        return StatefulShards(self.length, (num_shards, index))
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        shards, index = self.part
+        return ((number, began) for number, began in super().__iter__() if number % shards == index)
+
+
+class Uneven(Numbers):
+    """Each worker has a stream of its own, of another length."""
+
+    def __init__(self, *lengths: int) -> None:
+        super().__init__(sum(lengths))
+        self.lengths = lengths
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        worker = 0 if info is None else info.id
+        yield from range(100 * worker, 100 * worker + self.lengths[worker])
+
+
+class GoesOn(Iterator[int]):
+    def __init__(self, length: int) -> None:
+        self.length, self.next = length, 0
+
+    def __next__(self) -> int:
+        if self.next >= self.length:
+            raise StopIteration
+        self.next += 1
+        if self.next % 5 == 0:
+            raise ValueError(f"bad sample {self.next - 1}")
+        return self.next - 1
+
+
+class WithBadSamples(Numbers):
+    """Every fifth sample raises, and the iterator goes on behind it."""
+
+    def __iter__(self) -> GoesOn:
+        return GoesOn(self.length)

@@ -53,9 +53,7 @@ def state_dict(loader: Any) -> dict[str, Any]:
 
 def load_state_dict(loader: Any, state_dict: Mapping[str, Any]) -> None:
     """Have the next ``iter(loader)`` go on from a state; see `DataLoader.load_state_dict`."""
-    if state_dict:
-        check_resumable(loader)
-    loading_of(loader).resumption.load(loader, state_dict)
+    loading_of(loader).load_state_dict(loader, state_dict)
 
 
 @contextlib.contextmanager

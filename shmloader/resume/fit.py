@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, IterableDataset
 
 from shmloader.errors import ResumeError
 from shmloader.sampling.replay import index_sampler_of, is_torchs, sampler_by_count, with_inner
@@ -31,6 +31,7 @@ _OF_THE_RUN = {"batch_size", "sampler's num_replicas", "sampler's rank", "sample
 """What may differ where the sampler counts samples of all ranks."""
 _OF_THE_PLACE = {"dataset_len", "batch_size", "drop_last", "sampler's samples"}
 """What matters in mid-epoch only."""
+_KINDS = {False: "a map-style", True: "an iterable-style"}
 
 
 def described(loader: Any) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def described(loader: Any) -> dict[str, Any]:
         batch_size = getattr(loader.batch_sampler, "batch_size", None)  # accelerate's subclasses have none
     return {
         "version": VERSION,
-        "kind": "map",
+        "kind": "iterable" if isinstance(loader.dataset, IterableDataset) else "map",
         "dataset_len": _len(loader.dataset),
         "batch_size": batch_size,
         "drop_last": bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last)),
@@ -95,11 +96,13 @@ def check_fit(state: Mapping[str, Any], loader: Any, keys: AbstractSet[str]) -> 
     missing, unknown = keys - state.keys(), state.keys() - keys - ADDED_BY_OTHERS
     if missing or unknown:
         raise ResumeError(
-            f"this is no state of a shmloader.DataLoader with a map-style dataset: it lacks "
+            f"this is no state of a shmloader.DataLoader with {_KINDS['stream' in keys]} dataset: it lacks "
             f"{sorted(missing)}, and has {sorted(map(str, unknown))}. Pass what state_dict() returned."
         )
     index_sampler = index_sampler_of(loader)
     may_differ = set(_OF_THE_RUN) if sampler_by_count(index_sampler) is not None else set()
+    if "stream" in keys:
+        may_differ |= {"batch_size"}
     if state["finished"] or state["base_seed"] is None:
         may_differ |= _OF_THE_PLACE
     here, then = _with_settings(described(loader)), _with_settings(state)

@@ -28,6 +28,7 @@ class Progress:
         before: States of the generators before the sampler drew the order; None if it has not yet.
         before_next: The same for the next epoch, if that was begun early.
         tracked: The sampler's batches, if their place cannot be told from their number.
+        stream: Of an iterable-style dataset: the `StreamProgress`; `place` is then a number.
         constant: All of a state that stays the same in this epoch, once it was asked for.
     """
 
@@ -43,6 +44,7 @@ class Progress:
         self.before: GeneratorStates | None = None
         self.before_next: GeneratorStates | None = None
         self.tracked: TrackedBatches | None = None
+        self.stream: Any = None
         self.constant: dict[str, Any] | None = None
 
     def take(self, position: int) -> None:

@@ -75,15 +75,19 @@ class Resumption:
             state["batches"] = place
         else:
             state["batches"], state["batches_behind"] = place[0], ",".join(map(str, place[1:]))
-        if state["sampler_state"] is not None or progress.tracked is not None:
+        if progress.stream is not None:
+            state |= progress.stream.state(progress)
+        elif state["sampler_state"] is not None or progress.tracked is not None:
             state |= _of_sampler(loader, progress)
         return state
 
     def _constant(self, loader: Any, progress: Progress) -> State:
         """All of a state that stays the same in an epoch."""
         index_sampler, before = index_sampler_of(loader), progress.before
-        if before is None:  # without workers, the order is drawn with the first batch
-            places = self._own_places(loader, None)
+        if before is None or progress.stream is not None:
+            places = self._own_places(
+                loader, before
+            )  # without workers, the order is drawn with the first batch
         elif before.sampler is not None and draws_one_seed(index_sampler):
             generator = torch.Generator()
             generator.set_state(before.sampler)
@@ -114,22 +118,32 @@ class Resumption:
         return state
 
     def _state(self, loader: Any, progress: Progress | None, places: tuple[str, str]) -> State:
-        return described(loader) | {
-            "set_epoch": self.set_epoch,
-            "sampler_epoch": getattr(sampler_with_epoch(index_sampler_of(loader)), "epoch", None),
-            "base_seed": None if progress is None else progress.base_seed,
-            "iterator_epoch": 0 if progress is None else progress.iterator_epoch,
-            "persistent_workers": bool(loader.persistent_workers),
-            "sampler_generator": places[0],
-            "loader_generator": places[1],
-            "global_generator": "",
-            "batches": 0,
-            "batches_behind": "",
-            "finished": False,
-            "sampler_checksum": None,
-            "sampler_state": None,
-            "sampler_ended": False,
-        }
+        return (
+            described(loader)
+            | {
+                "set_epoch": self.set_epoch,
+                "sampler_epoch": getattr(sampler_with_epoch(index_sampler_of(loader)), "epoch", None),
+                "base_seed": None if progress is None else progress.base_seed,
+                "iterator_epoch": 0 if progress is None else progress.iterator_epoch,
+                "persistent_workers": bool(loader.persistent_workers),
+                "sampler_generator": places[0],
+                "loader_generator": places[1],
+                "global_generator": "",
+                "batches": 0,
+                "batches_behind": "",
+                "finished": False,
+                "sampler_checksum": None,
+                "sampler_state": None,
+                "sampler_ended": False,
+            }
+            | ({"stream": ""} if isinstance(loader.dataset, IterableDataset) else {})
+        )
+
+    @property
+    def stream_place(self) -> str:
+        """The place in a stream that the next iterator goes on from; empty for its beginning."""
+        loaded = self.loaded
+        return "" if loaded is None or loaded["finished"] else loaded["stream"]
 
     def _own_places(self, loader: Any, states: GeneratorStates | None) -> tuple[str, str]:
         """The places of the sampler's and the loader's generators, without torch's global one."""
@@ -185,7 +199,7 @@ class Resumption:
                 _set_generators(loader, loaded)
             return make_iterator()
         self._repeats_iter = digest_of(before) == loaded["global_generator"]
-        draws_now = not loaded["batches"] and not loaded["sampler_generator"]
+        draws_now = not loaded["batches"] and not loaded["sampler_generator"] and "stream" not in loaded
         try:
             return make_iterator()
         finally:

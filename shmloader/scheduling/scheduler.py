@@ -70,18 +70,23 @@ class Scheduler:
 
     # --- epochs
 
-    def begin_epoch(self, sampler_iter: Iterator[Any], place: int | tuple[int, ...] = 0) -> None:
+    def begin_epoch(
+        self, sampler_iter: Iterator[Any], place: int | tuple[int, ...] = 0, first_worker: int = 0
+    ) -> None:
         """Begin an epoch without a task, and send its first ones.
 
         Args:
             sampler_iter: Iterates over the epoch's index batches.
             place: The place in the epoch that it begins at: see `Progress`.
+            first_worker: Whose turn it is first, with static dispatch.
         """
         if isinstance(place, tuple):
             place, *behind = place
             sampler_iter = self._without(sampler_iter, set(behind))
         self._sent = place
         self._policy.begin_epoch()
+        if first_worker:
+            self._turns.begin_epoch(first_worker)
         self._fill(sampler_iter)
 
     def _without(self, sampler_iter: Iterator[Any], done: set[int]) -> Iterator[Any]:

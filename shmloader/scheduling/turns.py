@@ -29,9 +29,9 @@ class Turns:
         self._in_order = in_order
         self.begin_epoch()
 
-    def begin_epoch(self) -> None:
-        """Begin with the first worker; all have something to give again."""
-        self._turn = itertools.cycle(range(self._num_workers))
+    def begin_epoch(self, first_worker: int = 0) -> None:
+        """Begin with a worker; all have something to give again."""
+        self._turn = itertools.islice(itertools.cycle(range(self._num_workers)), first_worker, None)
         self._active = set(range(self._num_workers))
         self._all_give = self._in_order  # no worker has to be left out
 

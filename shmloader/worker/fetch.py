@@ -270,7 +270,11 @@ class _PartsFetcher(Fetcher):
         self._batches = 0
         drawn = rules.stream.place_of(self._part).drawn
         stream = self._stream = Stream(
-            self._dataset, rules.stream, self._part, rules.stream.parts(num_workers)
+            self._dataset,
+            rules.stream,
+            self._part,
+            rules.stream.parts(num_workers),
+            tolerant=rules.on_error != RAISE,
         )
         if stream.layout != STRIDE:
             kind = _IterableFetcher if rules.on_error == RAISE else _TolerantIterableFetcher
@@ -294,10 +298,10 @@ class _PartsFetcher(Fetcher):
                     raise
                 self._begin_part()
             else:
-                return self._with_place(batch, self._fetcher.drawn)
+                return self._with_place(batch, self._fetcher)
         raise StopIteration
 
-    def _with_place(self, batch: Any, drawn: int) -> Any:
+    def _with_place(self, batch: Any, fetcher: _StreamFetcher) -> Any:
         """The batch, with the place behind it if the main process cannot tell that by counting."""
         rules, stream = self._rules.stream, self._stream
         self._batches += 1
@@ -306,8 +310,9 @@ class _PartsFetcher(Fetcher):
         told = reported or state or (self._batches == 1 and (rules.shard or rules.places))
         if not told:
             return batch
-        place = StreamReport(self._part, stream.layout, Place(drawn, state, drawn if state else 0))
-        return (batch if reported else Reported(batch, False, False, b""))._replace(place=place)
+        place = Place(fetcher.drawn, state, fetcher.drawn if state else 0, fetcher.ended)
+        report = StreamReport(self._part, stream.layout, place)
+        return (batch if reported else Reported(batch, False, False, b""))._replace(place=report)
 
     def take_bad_samples(self) -> bytes:
         return b"" if self._fetcher is None else self._fetcher.take_bad_samples()
@@ -318,9 +323,11 @@ class _StreamFetcher(Fetcher):
 
     Attributes:
         drawn: Samples of the stream that are behind it.
+        ended: Whether the stream is known to have ended.
     """
 
-    drawn: int
+    drawn = 0
+    ended = False
 
     def __init__(self, rules: FetchRules) -> None:
         super().__init__()
@@ -341,7 +348,7 @@ class _StrideFetcher(_StreamFetcher):
 
     def fetch(self, index_batch: Any) -> Any:
         samples, positions = self._stride.next_batch()
-        self.drawn = self._stride.drawn
+        self.drawn, self.ended = self._stride.drawn, self._stride.ended
         return self._join(samples, positions)
 
 
@@ -349,11 +356,10 @@ class _IterableFetcher(_StreamFetcher):
     def __init__(self, stream: Stream, rules: FetchRules, drawn: int) -> None:
         super().__init__(rules)
         self._samples = stream
-        self._ended = False
         self.drawn = drawn
 
     def fetch(self, index_batch: Any) -> Any:
-        if self._ended:
+        if self.ended:
             raise StopIteration
         auto_collation, begin = self._rules.auto_collation, self.drawn
         samples: list[Any] = []
@@ -366,7 +372,7 @@ class _IterableFetcher(_StreamFetcher):
             raise
         self.drawn = begin + len(samples)
         if len(samples) < size:
-            self._ended = auto_collation  # without it, torch asks the iterator again
+            self.ended = auto_collation  # without it, torch asks the iterator again
             if not samples or self._rules.drop_last:
                 raise StopIteration
         return self._join(samples, range(begin, self.drawn))
@@ -377,12 +383,12 @@ class _TolerantIterableFetcher(_IterableFetcher):
 
     def fetch(self, index_batch: Any) -> Any:
         self._bad = []
-        if self._ended:
+        if self.ended:
             raise StopIteration
         samples: list[Any] = []
         positions: list[int] = []
         ended = self._fill(len(index_batch) if self._rules.auto_collation else 1, samples, positions)
-        self._ended = ended
+        self.ended = ended
         if not samples or (ended and self._rules.drop_last):
             if not self._bad:
                 raise StopIteration

@@ -179,6 +179,7 @@ class _Worker:
         """Begin a new epoch with the same dataset object, as torch's persistent workers do."""
         if request.payload_nbytes:  # else this worker was started with the settings
             self._ended = False
+            self._rules = self._rules._replace(stream=self._rules.stream.from_the_beginning())
             try:
                 settings: EpochSettings = pickle.loads(self._read_settings(request))
                 settings.apply(self._dataset)

@@ -28,11 +28,13 @@ class Place(NamedTuple):
         drawn: Samples that were drawn from it.
         state: States of the dataset and its iterator, pickled by `Stream.state`, or empty.
         state_drawn: Samples that had been drawn when the states were taken.
+        ended: Whether the stream is known to have ended; states of datasets need not tell.
     """
 
     drawn: int = 0
     state: bytes = b""
     state_drawn: int = 0
+    ended: bool = False
 
 
 class StreamRules(NamedTuple):
@@ -56,12 +58,17 @@ class StreamRules(NamedTuple):
     layout: str = ""
     places: tuple[Place, ...] = ()
 
+    def from_the_beginning(self) -> StreamRules:
+        """The same rules for an epoch that is not resumed."""
+        return self._replace(layout="", places=())
+
     def parts_of(self, worker_id: int, num_workers: int) -> list[int]:
-        """Numbers of the parts that a worker plays, one after another.
+        """Numbers of the parts that a worker plays, one after another, without those that have ended.
 
         There is one part for each worker of the run that began the epoch.
         """
-        return list(range(worker_id, self.parts(num_workers), num_workers))
+        parts = range(worker_id, self.parts(num_workers), num_workers)
+        return [part for part in parts if not self.place_of(part).ended]
 
     def parts(self, num_workers: int) -> int:
         """Number of parts of the stream of a rank."""
@@ -96,12 +103,13 @@ class Stream:
         rules: How to divide it, and where it was left.
         part: The part to play.
         parts: Parts on each rank.
+        tolerant: Whether samples that raise are left out.
 
     Attributes:
         layout: How the stream is divided.
     """
 
-    def __init__(self, dataset: Any, rules: StreamRules, part: int, parts: int) -> None:
+    def __init__(self, dataset: Any, rules: StreamRules, part: int, parts: int, *, tolerant: bool) -> None:
         self.layout = OWN
         self._info: Any = None  # that the dataset sees instead of the worker's, if anything
         self._reads: list[str] = []  # of the number of workers in it
@@ -132,7 +140,8 @@ class Stream:
                 f"the state was made with a stream that was divided by {_BY[rules.layout]}, and it is "
                 f"divided by {_BY[self.layout]} now: resume with the same dataset and the same shard="
             )
-        self._skip(place.drawn - place.state_drawn, rules.ranks * rules.batch_size)
+        of_a_batch = rules.batch_size * (rules.ranks if self.layout == STRIDE else 1)
+        self._skip(place.drawn - place.state_drawn, of_a_batch, tolerant=tolerant)
 
     def __iter__(self) -> Iterator[Any]:
         # islice() calls it. A dataset that is its own iterator would begin anew.
@@ -154,12 +163,22 @@ class Stream:
         finally:
             show_worker_info(before)
 
-    def _skip(self, count: int, of_a_batch: int) -> None:
-        skipped = sum(1 for _ in islice(self, count))
-        if skipped + of_a_batch <= count:
+    def _skip(self, count: int, of_a_batch: int, *, tolerant: bool) -> None:
+        """Draw samples that the program has had; with ``tolerant``, some of them raised and were left out."""
+        left = count
+        while left:
+            try:
+                for _ in islice(self, left):
+                    left -= 1
+                break
+            except Exception:
+                if not tolerant:
+                    raise
+                left -= 1
+        if left >= of_a_batch:
             raise RuntimeError(
-                f"the stream to be resumed ended after {skipped:,} of the {count:,} samples that were drawn "
-                "from it before: the dataset has changed, or gives another number of samples each time"
+                f"the stream to be resumed ended after {count - left:,} of the {count:,} samples that were "
+                "drawn from it before: the dataset has changed, or gives another number of samples each time"
             )
 
     def check_worker_info(self) -> None:
@@ -243,6 +262,7 @@ class Stride:
 
     Attributes:
         drawn: Samples of the stream up to the end of the latest group.
+        ended: Whether it has ended.
     """
 
     def __init__(
@@ -258,7 +278,7 @@ class Stride:
         self._rules = rules
         self._others, self._num_workers = worker_id, num_workers  # groups of other workers that come first
         self._drop_last = drop_last
-        self._ended = False
+        self.ended = False
         self.drawn = drawn
 
     def next_batch(self) -> tuple[list[Any], list[int]]:
@@ -278,14 +298,14 @@ class Stride:
             samples.append(row[place])
             positions.append(self.drawn - len(row) + place)
         self._stream.check_worker_info()
-        if not samples or (self._ended and self._drop_last):
+        if not samples or (self.ended and self._drop_last):
             raise StopIteration
         return samples, positions
 
     def _draw(self) -> list[Any]:
         """One sample for each rank; fewer, and then none, where the stream ends."""
         row: list[Any] = []
-        if self._ended:
+        if self.ended:
             return row
         try:
             row.extend(islice(self._stream, self._rules.ranks))
@@ -293,7 +313,7 @@ class Stride:
             say_position(error, self.drawn + len(row))
             raise
         self.drawn += len(row)
-        self._ended = len(row) < self._rules.ranks
+        self.ended = len(row) < self._rules.ranks
         return row
 
 

@@ -343,7 +343,21 @@ def test_loaders_of_torchs_class_have_states() -> None:
     rest = indices(again)
     assert taken == whole[:2]
     assert rest == [[int(row[0]) for row in batch] for batch in whole[2:]]
-    for cannot in (make(dataset=Stream()), make(multiprocessing_context=ThreadContext())):
-        with pytest.warns(RuntimeWarning, match="the state of a loader of .* is empty"):
-            assert cannot.state_dict() == {}
-        cannot.load_state_dict({})
+    cannot = make(multiprocessing_context=ThreadContext())
+    with pytest.warns(RuntimeWarning, match="the state of a loader of .* is empty"):
+        assert cannot.state_dict() == {}
+    cannot.load_state_dict({})
+
+
+@pytest.mark.filterwarnings("ignore:to go on, 1 samples")
+def test_loaders_of_streams_have_states_too() -> None:
+    """Of one with a worker, one sample was taken; three follow in another loader, of the same workers."""
+    shmloader.install()
+    loader = make(dataset=Stream(), batch_size=1, num_workers=1)
+    next(iter(loader))
+    state = loader.state_dict()
+    again = make(dataset=Stream(), batch_size=1, num_workers=1)
+    again.load_state_dict(state)
+    assert [int(batch[0]) for batch in again] == [1, 2, 3]
+    with pytest.raises(shmloader.ResumeError, match="made with 1 worker"):
+        make(dataset=Stream(), batch_size=1, num_workers=2).load_state_dict(state)

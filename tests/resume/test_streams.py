@@ -1,0 +1,284 @@
+"""Iterable-style datasets go on: by their own states, by counting, with other workers, on other ranks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from stream_datasets import (
+    ByItself,
+    ByShard,
+    Files,
+    Numbers,
+    Stateful,
+    StatefulShards,
+    Uneven,
+    WithBadSamples,
+    WithStatefulIterator,
+    identity,
+)
+
+from shmloader import DataLoader, ResumeError
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:This DataLoader will create", "ignore:to go on, .* samples", "ignore:.*bad sample"
+)
+
+State = dict[str, Any]
+
+
+def loader_of(dataset: Any, **given: Any) -> DataLoader[Any]:
+    return DataLoader(dataset, **{"batch_size": 3, "collate_fn": identity} | given)
+
+
+def stopped_after(loader: DataLoader[Any], batches: int) -> tuple[list[Any], State]:
+    """The first batches, and the state behind them, as a file of JSON gives it back."""
+    iterator = iter(loader)
+    had = [next(iterator) for _ in range(batches)]
+    state = json.loads(json.dumps(loader.state_dict()))
+    loader.close()
+    return had, state
+
+
+def rest_after(loader: DataLoader[Any], state: State) -> list[Any]:
+    loader.load_state_dict(state)
+    rest = list(loader)
+    loader.close()
+    return rest
+
+
+def numbers(batches: list[Any]) -> list[Any]:
+    """The same batches without what their items tell of the iteration."""
+    return [[item[0] if isinstance(item, tuple) else item for item in batch] for batch in batches]
+
+
+def items(batches: list[Any]) -> list[Any]:
+    return list(itertools.chain.from_iterable(numbers(batches)))
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "counted": lambda: Numbers(20),
+    "dataset's state": lambda: Stateful(20),
+    "dataset's state with tensors": lambda: Stateful(20, tensors=True),
+    "iterator's state": lambda: WithStatefulIterator(20),
+    "divided by itself": lambda: ByItself(20),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+def test_the_rest_comes_from_every_place(make: Callable[[], Any], workers: int) -> None:
+    """Batch by batch, in order, wherever it was stopped, the end included."""
+    given = {"num_workers": workers, "worker_type": "thread" if workers > 1 else "process"}
+    whole = numbers(list(loader_of(make(), **given)))
+    for stop in range(len(whole) + 1):
+        had, state = stopped_after(loader_of(make(), **given), stop)
+        assert numbers(had) == whole[:stop]
+        assert numbers(rest_after(loader_of(make(), **given), state)) == whole[stop:], stop
+
+
+@pytest.mark.parametrize("shard", [None, "auto"])
+@pytest.mark.parametrize("kind", [Stateful, WithStatefulIterator])
+def test_with_a_state_nothing_is_drawn_again(kind: Any, shard: Any) -> None:
+    """Each item tells where its iteration began."""
+    _, state = stopped_after(loader_of(kind(40), num_workers=2, shard=shard), 4)
+    for batch in rest_after(loader_of(kind(40), num_workers=2, shard=shard), state):
+        assert all(began >= 6 for _, began in batch), batch
+
+
+def test_without_a_state_one_warning_tells_how_much_is_drawn_again() -> None:
+    """Of the two workers' samples, three batches of three; none for a state."""
+    for dataset, expected in ((Numbers(20), 1), (Stateful(20), 0)):
+        _, state = stopped_after(loader_of(dataset, num_workers=2), 3)
+        loader = loader_of(dataset, num_workers=2)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            rest_after(loader, state)
+        found = [str(one.message) for one in caught if "drawn once more" in str(one.message)]
+        assert len(found) == expected
+        assert all("9 samples of the stream" in text and "Numbers" in text for text in found)
+
+
+def test_workers_with_streams_of_other_lengths_go_on_in_turn() -> None:
+    """Some have ended when the program stops, or end before their turn comes."""
+    for lengths in ((2, 11, 5), (0, 4, 9), (9, 0, 1), (3, 3, 3)):
+        given = {"num_workers": 3, "worker_type": "thread"}
+        whole = list(loader_of(Uneven(*lengths), **given))
+        for stop in range(len(whole) + 1):
+            _, state = stopped_after(loader_of(Uneven(*lengths), **given), stop)
+            assert rest_after(loader_of(Uneven(*lengths), **given), state) == whole[stop:], (lengths, stop)
+
+
+def test_a_resumed_epoch_is_stopped_and_resumed_again() -> None:
+    """By states and by counting, with one state for each further batch."""
+    for make in (lambda: Numbers(20), lambda: Stateful(20), lambda: StatefulShards(20)):
+        shard = "auto" if isinstance(make(), StatefulShards) else None
+        given = {"num_workers": 2, "shard": shard}
+        whole = numbers(list(loader_of(make(), **given)))
+        found, state = stopped_after(loader_of(make(), **given), 1)
+        for _ in range(3):
+            loader = loader_of(make(), **given)
+            loader.load_state_dict(state)
+            more, state = stopped_after(loader, 1)
+            found += more
+        assert numbers(found + rest_after(loader_of(make(), **given), state)) == whole
+
+
+# --- the moment of the state
+
+
+def test_a_state_holds_for_what_was_returned_and_not_for_what_was_made() -> None:
+    """Before the first batch, between two, twice, after a break, at the end; and once it is loaded."""
+    loader = loader_of(Stateful(20), num_workers=2, prefetch_factor=4)
+    before = loader.state_dict()
+    assert numbers(rest_after(loader_of(Stateful(20)), before | {"stream": ""})) == numbers(
+        list(loader_of(Stateful(20)))
+    )
+    whole = numbers(list(loader_of(Stateful(20), num_workers=2)))
+    for batch in loader:
+        first = loader.state_dict()
+        assert loader.state_dict() == first
+        assert first is not loader.state_dict()
+        assert numbers([batch]) == whole[:1]
+        break
+    assert loader.state_dict() == first
+    loader.load_state_dict(first)
+    assert {name: loader.state_dict()[name] for name in first} == first
+    assert numbers(list(loader)) == whole[1:]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("make", [lambda: Numbers(12), lambda: Stateful(12), lambda: ByShard(12)])
+def test_epochs_after_a_resumed_one_are_whole(make: Callable[[], Any], persistent: bool) -> None:
+    """Also in workers that persist, which were started with the place; and after a finished state."""
+    shard = "auto" if isinstance(make(), ByShard) else None
+    given = {"num_workers": 2, "persistent_workers": persistent, "shard": shard}
+    whole = numbers(list(loader_of(make(), **given)))
+    _, state = stopped_after(loader_of(make(), **given), 2)
+    loader = loader_of(make(), **given)
+    loader.load_state_dict(state)
+    assert numbers(list(loader)) == whole[2:]
+    finished = loader.state_dict()
+    assert numbers(list(loader)) == whole
+    iterator = iter(loader)
+    assert numbers([next(iterator)]) == whole[:1]
+    in_the_third = loader.state_dict()
+    assert numbers(rest_after(loader_of(make(), **given), in_the_third)) == whole[1:]
+    assert numbers(rest_after(loader_of(make(), **given), finished)) == whole
+    loader.close()
+
+
+def test_states_may_be_taken_every_few_batches() -> None:
+    """What was drawn since the last one is drawn again, and nothing before it."""
+    given = {"num_workers": 2, "snapshot_every_n_steps": 3}
+    whole = list(loader_of(Stateful(60), **given))
+    for stop in (1, 5, 6, 7, 13):
+        _, state = stopped_after(loader_of(Stateful(60), **given), stop)
+        rest = rest_after(loader_of(Stateful(60), **given), state)
+        assert numbers(rest) == numbers(whole)[stop:]
+        per_worker = stop // 2 // 3 * 9
+        assert all(began in (per_worker, per_worker + 9) for batch in rest for _, began in batch)
+
+
+# --- with another configuration
+
+
+@pytest.mark.parametrize("make", [lambda: Numbers(40), lambda: Stateful(40)])
+def test_dealt_out_samples_go_on_with_any_workers_ranks_and_batches(
+    make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks stop after two batches of three; three ranks go on with batches of four, in the order."""
+    found: list[int] = []
+    for workers, again in ((0, 2), (2, 1), (3, 0)):
+        found = []
+        for rank in range(2):
+            of_rank(monkeypatch, rank, 2)
+            had, state = stopped_after(loader_of(make(), num_workers=workers, shard="auto"), 2)
+            found += items(had)
+        for rank in range(3):
+            of_rank(monkeypatch, rank, 3)
+            rest = rest_after(loader_of(make(), batch_size=4, num_workers=again, shard="auto"), state)
+            found += items(rest)
+        assert set(found) == set(range(40))
+        assert len(found) - 40 < 3
+
+
+def of_rank(patch: pytest.MonkeyPatch, rank: int, ranks: int) -> None:
+    patch.setenv("RANK", str(rank))
+    patch.setenv("WORLD_SIZE", str(ranks))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: ByShard(40), lambda: StatefulShards(40), lambda: Files([*range(10)])]
+)
+def test_shards_of_the_datasets_own_go_on_with_any_number_of_workers(make: Callable[[], Any]) -> None:
+    """Each worker plays the shards that it has one after another; some may have none."""
+    for workers, others in ((4, (1, 3, 0)), (1, (2,)), (2, (3, 1, 2))):
+        found, state = stopped_after(loader_of(make(), num_workers=workers, shard="auto"), 3)
+        for other in others[:-1]:
+            loader = loader_of(make(), num_workers=other, shard="auto")
+            loader.load_state_dict(state)
+            more, state = stopped_after(loader, 2)
+            found += more
+        found += rest_after(loader_of(make(), num_workers=others[-1], shard="auto"), state)
+        assert sorted(items(found)) == list(range(40)), (workers, others)
+
+
+def test_batches_that_come_out_of_order_are_resumed_as_a_set() -> None:
+    """Each worker's come in its own order; where samples are dealt out, it is refused by name."""
+    given = {"num_workers": 3, "in_order": False}
+    had, state = stopped_after(loader_of(ByItself(60), **given), 7)
+    found = had + rest_after(loader_of(ByItself(60), **given), state)
+    assert sorted(items(found)) == list(range(60))
+    with pytest.raises(ResumeError, match="in_order=False where shard='auto' deals samples out"):
+        stopped_after(loader_of(Numbers(60), shard="auto", **given), 4)
+
+
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_that_were_left_out_count(on_error: Any, workers: int) -> None:
+    """A place is told in draws, bad ones included."""
+    given = {"on_error": on_error, "num_workers": workers}
+    whole = list(loader_of(WithBadSamples(30), **given))
+    for stop in range(0, len(whole) + 1, 2):
+        _, state = stopped_after(loader_of(WithBadSamples(30), **given), stop)
+        assert rest_after(loader_of(WithBadSamples(30), **given), state) == whole[stop:], stop
+
+
+# --- what is refused
+
+
+def test_another_number_of_workers_is_an_error_that_names_both() -> None:
+    """Without shmloader's sharding each had a stream of its own."""
+    _, state = stopped_after(loader_of(Numbers(20), num_workers=2), 2)
+    loader = loader_of(Numbers(20), num_workers=3)
+    with pytest.raises(ResumeError, match=r"made with 2 worker\(s\), and this loader has 3"):
+        loader.load_state_dict(state)
+    assert len(rest_after(loader_of(Numbers(20), num_workers=2), state)) == 12
+
+
+def test_a_state_of_another_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ranks have places of their own."""
+    for dataset, shard in ((ByItself(40), None), (ByShard(40), "auto")):
+        of_rank(monkeypatch, 0, 2)
+        _, state = stopped_after(loader_of(dataset, shard=shard), 2)
+        for rank, ranks in ((1, 2), (0, 1)):
+            of_rank(monkeypatch, rank, ranks)
+            with pytest.raises(ResumeError, match=f"of rank 0 of 2, and this is rank {rank} of {ranks}"):
+                loader_of(dataset, shard=shard).load_state_dict(state)
+
+
+def test_a_stream_that_is_shorter_now_is_refused() -> None:
+    """And one that is divided in another way."""
+    _, state = stopped_after(loader_of(Numbers(20)), 4)
+    with pytest.raises(RuntimeError, match="ended after 5 of the 12 samples"):
+        rest_after(loader_of(Numbers(5)), state)
+    _, state = stopped_after(loader_of(Numbers(20), shard="auto"), 4)
+    with pytest.raises(ResumeError, match="made with shard='auto', and this loader has no shard"):
+        loader_of(Numbers(20)).load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"divided by shmloader.*divided by its shard\(\)"):
+        rest_after(loader_of(ByShard(20), shard="auto"), state)
