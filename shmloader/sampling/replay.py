@@ -28,8 +28,9 @@ from shmloader.errors import ResumeError
 from shmloader.sampling.array_samplers import index_arrays
 from shmloader.sampling.generator_places import go_to, seed_of
 from shmloader.sampling.index_batches import pack_index_batch
+from shmloader.sampling.sharded_sampler import ShardedSampler
 
-_WITHOUT_DRAWS = (SequentialSampler, DistributedSampler)
+_WITHOUT_DRAWS = (SequentialSampler, DistributedSampler, ShardedSampler)
 _TORCHS = (*_WITHOUT_DRAWS, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _MOST_NESTED = 8
 _ADVICE = (
@@ -83,7 +84,7 @@ def sampler_by_count(index_sampler: Any) -> Any:
 
 
 def is_torchs(index_sampler: Any) -> bool:
-    """Whether a sampler is one of torch's, or torch's `BatchSampler` over one."""
+    """Whether a sampler is one of torch's (or `ShardedSampler`), or torch's `BatchSampler` over one."""
     inner = index_sampler.sampler if type(index_sampler) is BatchSampler else index_sampler
     return type(inner) in _TORCHS
 

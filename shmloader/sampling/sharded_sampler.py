@@ -86,7 +86,7 @@ class ShardedSampler(DistributedSampler[int]):
             state_dict: As `state_after` has returned it: how many samples of the global order were consumed,
                 in how many batches of each rank.
         """
-        self._loaded = int(state_dict["consumed"]), int(state_dict["batches"])
+        self._begin = self._loaded = int(state_dict["consumed"]), int(state_dict["batches"])
 
     def _indices_after(self, consumed: int) -> IntArray:
         length, ranks = len(self.dataset), self.num_replicas  # type: ignore[arg-type]

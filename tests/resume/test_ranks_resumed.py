@@ -1,0 +1,113 @@
+"""ShardedSampler in a loader: other ranks, batch sizes and workers go on with an epoch."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stream_datasets import identity
+from torch.utils.data import DistributedSampler
+
+from shmloader import DataLoader, ResumeError, ShardedSampler
+
+State = dict[str, Any]
+
+
+def loader_of(length: int, ranks: int, rank: int, **arguments: Any) -> DataLoader[Any]:
+    sampler = ShardedSampler(range(length), ranks, rank, seed=3)
+    return DataLoader(range(length), sampler=sampler, collate_fn=identity, **arguments)  # type: ignore[arg-type]
+
+
+def taken(loader: DataLoader[Any], batches: int) -> tuple[list[Any], State]:
+    iterator = iter(loader)
+    had = list(itertools.islice(iterator, batches))
+    state = json.loads(json.dumps(loader.state_dict()))
+    loader.close()
+    return had, state
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_each_sample_comes_exactly_once_over_three_runs(data: Any) -> None:
+    """Each with ranks, batches and workers of its own, and a state of any rank of the run before."""
+    length = data.draw(st.integers(1, 90), "length")
+    seen: list[int] = []
+    state: State = {}
+    for run in range(3):
+        ranks, size = data.draw(st.integers(1, 4), "ranks"), data.draw(st.integers(1, 7), "batch size")
+        workers = data.draw(st.sampled_from([0, 0, 1, 2]), "workers")
+        given = {
+            "batch_size": size,
+            "num_workers": workers,
+            "worker_type": "thread" if workers else "process",
+        }
+        stop = 1000 if run == 2 else data.draw(st.integers(0, 6), "batches taken")
+        by_rank, states = [], []
+        for rank in range(ranks):
+            loader = loader_of(length, ranks, rank, **given)
+            loader.load_state_dict(state)
+            had, after = taken(loader, stop)
+            by_rank.append(had)
+            states.append(after)
+        assert len({tuple(map(len, had)) for had in by_rank}) == 1, "ranks differ in their batches"
+        seen += [index for had in zip(*by_rank, strict=True) for at in zip(*had, strict=True) for index in at]
+        state = data.draw(st.sampled_from(states), "state")
+        if len(seen) >= length:
+            break
+    assert sorted(seen[:length]) == list(range(length))
+    assert len(seen) - length < ranks
+
+
+def test_the_same_ranks_go_on_bit_for_bit_and_then_begin_the_next_epoch() -> None:
+    """As an uninterrupted loader, with large batches, which are slices of arrays, too."""
+    for size in (3, 40):
+        given = {"batch_size": size, "num_workers": 1}
+        whole = loader_of(200, 2, 1, **given)
+        epochs = []
+        for epoch in range(2):
+            whole.set_epoch(epoch)
+            epochs.append(list(whole))
+        _, state = taken(loader_of(200, 2, 1, **given), 2)
+        loader = loader_of(200, 2, 1, **given)
+        loader.load_state_dict(state)
+        assert list(loader) == epochs[0][2:]
+        loader.set_epoch(1)
+        assert list(loader) == epochs[1]
+        whole.close()
+
+
+def test_its_state_is_small_and_does_not_grow() -> None:
+    """Under 1 KB, at batch 5 and at batch 900."""
+    loader = loader_of(10_000, 2, 0, batch_size=5)
+    sizes = []
+    for number, _ in enumerate(loader):
+        if number in (5, 900):
+            sizes.append(len(json.dumps(loader.state_dict())))
+    assert max(sizes) < 1024
+    assert max(sizes) - min(sizes) <= 6  # the digits of the numbers
+
+
+def test_torchs_sampler_refuses_the_state_of_another_rank() -> None:
+    """Each rank has an order of its own there; with a ShardedSampler the state of any rank will do."""
+
+    def distributed(rank: int) -> DataLoader[Any]:
+        sampler = DistributedSampler(range(20), 2, rank)  # type: ignore[arg-type]
+        return DataLoader(range(20), 2, sampler=sampler, collate_fn=identity)  # type: ignore[arg-type]
+
+    _, state = taken(distributed(0), 3)
+    with pytest.raises(ResumeError, match="rank is 0 in the state and 1 in this loader"):
+        distributed(1).load_state_dict(state)
+
+
+def test_another_seed_or_length_is_refused() -> None:
+    """The order would be another one."""
+    _, state = taken(loader_of(20, 2, 0, batch_size=2), 3)
+    with pytest.raises(ResumeError, match="dataset_len is 20 in the state and 24"):
+        loader_of(24, 2, 0, batch_size=2).load_state_dict(state)
+    sampler = ShardedSampler(range(20), 2, 0, seed=4)
+    with pytest.raises(ResumeError, match="seed is 3 in the state and 4"):
+        DataLoader(range(20), 2, sampler=sampler).load_state_dict(state)  # type: ignore[arg-type]
