@@ -28,6 +28,7 @@ from benchmarks import (  # noqa: E402
     memory,
     per_batch,
     processor_time,
+    resume,
     stores,
 )
 from benchmarks.loaders import LOADERS  # noqa: E402
@@ -86,6 +87,7 @@ NUMBERS = {
     collector: {"--turns": "0", "--lists": "-5"},
     memory: {"--rows": "1", "--workers": "0", "--blocks": "0", "--repeats": "0", "--cgroup-limit": "0"},
     per_batch: {"--batches": "1"},
+    resume: {"--batches": "10", "--turns": "0"},
     processor_time: {"--seconds": "nan", "--workers": "0"},
     stores: {"--rows": "0"},
 }

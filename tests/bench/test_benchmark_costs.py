@@ -15,7 +15,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the benchmarks are a package of the checkout, not of the library
 
-from benchmarks import checkouts, collector, per_batch  # noqa: E402
+import shmloader  # noqa: E402
+from benchmarks import checkouts, collector, per_batch, resume  # noqa: E402
 from benchmarks.checkout_process import Turn  # noqa: E402
 from benchmarks.processor_time import costs, functions_of  # noqa: E402
 
@@ -200,3 +201,12 @@ def test_ratios_are_taken_within_a_turn() -> None:
 def test_a_change_may_cost_three_percent(here_per_s: float, here_us: float, ok: bool) -> None:
     turns = [(Turn(here_per_s, 1.0, here_us, 0.0), Turn(100.0, 1.0, 100.0, 0.0))]
     assert checkouts.compare_turns("rows", turns).ok == ok
+
+
+def test_the_costs_of_states_are_measured() -> None:
+    costs = resume.measure(shmloader.DataLoader, batches=400, turns=1, epoch=50)
+    assert 0 < costs.state_s < costs.first_s
+    assert 100 < costs.nbytes < 1024
+    assert costs.throughput > 0
+    state = resume.build(shmloader.DataLoader, 400).state_dict()
+    assert resume.at_batch(state, 300)["batches"] == 300
