@@ -58,7 +58,7 @@ def contestants() -> dict[str, Callable[..., Any]]:
     try:
         from torchdata.stateful_dataloader import StatefulDataLoader
     except ImportError:
-        print("torchdata is not installed: pip install -c constraints.txt torchdata --no-deps")
+        print("torchdata is not installed: pip install -c constraints.txt torchdata")
     else:
         found["torchdata"] = StatefulDataLoader
     return found

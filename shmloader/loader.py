@@ -297,8 +297,10 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
                 or a dataset whose own state cannot be saved, and with ``in_order=False`` where
                 ``shard="auto"`` deals out samples to several workers.
         """
-        check_resumable(self)
-        return loading_of(self).resumption.state(self)
+        resumption = loading_of(self).resumption
+        if not resumption.begun:
+            check_resumable(self)
+        return resumption.state(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Have the next ``iter(loader)`` go on from a state: with the batch behind those that were returned.

@@ -53,6 +53,11 @@ class Resumption:
 
     # --- making a state
 
+    @property
+    def begun(self) -> bool:
+        """Whether the loader has begun an epoch."""
+        return self._progress is not None
+
     def state(self, loader: Any) -> State:
         """The state of a loader, now. Takes microseconds; longer at the first call in an epoch.
 
@@ -85,9 +90,8 @@ class Resumption:
         """All of a state that stays the same in an epoch."""
         index_sampler, before = index_sampler_of(loader), progress.before
         if before is None or progress.stream is not None:
-            places = self._own_places(
-                loader, before
-            )  # without workers, the order is drawn with the first batch
+            # Without workers, the order is drawn with the first batch.
+            places = self._own_places(loader, before)
         elif before.sampler is not None and draws_one_seed(index_sampler):
             generator = torch.Generator()
             generator.set_state(before.sampler)
