@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +39,20 @@ class Loaders(transformers.TrainerCallback):
 ROWS = [{"features": torch.tensor([float(n)]), "labels": torch.tensor([1.0])} for n in range(24)]
 
 
-def train(folder: Path, resume: str | None = None, **more: Any) -> tuple[Model, Any]:
+def train(folder: Path, resume: str | None = None, *callbacks: Any, **more: Any) -> tuple[Model, Any]:
     arguments = transformers.TrainingArguments(
         str(folder),
-        num_train_epochs=1,
         per_device_train_batch_size=4,
         dataloader_num_workers=2,
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
-        **{"save_strategy": "no"} | more,
+        **{"save_strategy": "no", "num_train_epochs": 1} | more,
     )
     torch.manual_seed(0)
     model, loaders = Model(), Loaders()
     trainer = transformers.Trainer(
-        model, arguments, train_dataset=ROWS, eval_dataset=ROWS[:8], callbacks=[loaders]
+        model, arguments, train_dataset=ROWS, eval_dataset=ROWS[:8], callbacks=[loaders, *callbacks]
     )
     trainer.train(resume_from_checkpoint=resume)
     trainer.evaluate()
@@ -100,3 +100,32 @@ def test_a_resumed_epoch_comes_from_slots(tmp_path: Path, monkeypatch: pytest.Mo
         checkpoint = str(tmp_path / "ours" / "checkpoint-2")
         resumed, _ = train(tmp_path / "resumed", checkpoint)
     assert resumed.seen == whole.seen[2:]
+
+
+@pytest.mark.parametrize("step", [2, 6, 8])
+def test_the_callback_goes_on_from_the_loaders_state(
+    step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first epoch, at its end, in the second: the batches of the whole run, none fetched twice."""
+    from shmloader.integrations.trainer import LoaderState
+
+    forbid_torchs_workers(monkeypatch)
+    two = {"num_train_epochs": 2, "ignore_data_skip": True}
+    with shmloader.install():
+        whole, _ = train(tmp_path, None, LoaderState(), save_strategy="steps", save_steps=2, **two)
+        checkpoint = str(tmp_path / f"checkpoint-{step}")
+        assert json.loads((tmp_path / f"checkpoint-{step}" / "loader_state_0.json").read_text())
+        resumed, loader = train(tmp_path / "resumed", checkpoint, LoaderState(checkpoint), **two)
+        assert resumed.seen == whole.seen[step:]
+        assert loader.base_dataloader.statistics().batches == 12 - step
+
+
+def test_the_callback_says_what_it_needs(tmp_path: Path) -> None:
+    from shmloader.integrations.trainer import LoaderState
+
+    with pytest.raises(RuntimeError, match=r"needs shmloader.install\(\)"):
+        train(tmp_path, None, LoaderState())
+    with shmloader.install():
+        train(tmp_path, None, LoaderState(), save_strategy="steps", save_steps=2)
+        with pytest.raises(ValueError, match="ignore_data_skip=True"):
+            train(tmp_path, str(tmp_path / "checkpoint-2"), LoaderState())
