@@ -172,12 +172,24 @@ class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
 
 
 @pytest.mark.parametrize("kind", [shmloader.DataLoader, torch.utils.data.DataLoader])
-def test_a_stream_needs_no_state(kind: Any) -> None:
-    """accelerate asks each loader for it; whether there is one matters to those who want it."""
+def test_states_that_nobody_wants_are_neither_errors_nor_warnings(kind: Any) -> None:
+    """accelerate asks each loader at each batch; during two passes at once there is none."""
     shmloader.install()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        prepared = accelerator(dispatch_batches=False).prepare(kind(Stream(), batch_size=4, num_workers=1))
-        assert values(prepared) == list(range(24))
-    with pytest.raises(shmloader.ResumeError, match="map-style"):
-        accelerator(use_stateful_dataloader=True).prepare(kind(Stream(), batch_size=4, num_workers=1))
+        stream = accelerator(dispatch_batches=False).prepare(kind(Stream(), batch_size=4, num_workers=1))
+        assert values(stream) == list(range(24))
+        rows = accelerator().prepare(kind(Rows(), batch_size=4, num_workers=1))
+        pairs = [(one.tolist(), other.tolist()) for one, other in zip(rows, rows, strict=True)]
+    assert all(one == other for one, other in pairs)
+    assert len(pairs) == 6
+
+
+def test_states_that_are_wanted_and_cannot_be_had_are_errors() -> None:
+    shmloader.install()
+    rows = accelerator(use_stateful_dataloader=True).prepare(
+        make(persistent_workers=False, prefetch_epochs=False)
+    )
+    with pytest.raises(shmloader.ResumeError):
+        list(zip(rows, rows, strict=True))
+    rows.base_dataloader.close()
