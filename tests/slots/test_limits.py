@@ -1,23 +1,25 @@
 """What this host allows is read right: against limits that are really set, in places really made small."""
 
+import contextlib
 import json
 import mmap
 import os
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from small_places import cgroup, entering, memory_cgroup, run_in
 
+from shmloader import SharedMemoryExhausted
 from shmloader.host import limits
+from shmloader.shared_memory import headroom
 
 MIB = 2**20
 
 
-@contextmanager
+@contextlib.contextmanager
 def soft_limit(kind: int, value: int) -> Iterator[None]:
     before = resource.getrlimit(kind)
     resource.setrlimit(kind, (value, before[1]))
@@ -36,6 +38,19 @@ def test_open_files_counts_descriptors_and_reads_both_limits() -> None:
     assert before.used == len(os.listdir("/proc/self/fd")) - 1
     assert during == (before.used + 2, 512, before.reachable)
     assert during.left == 512 - during.used
+
+
+def test_open_files_tells_the_limits_where_no_descriptor_is_left_to_count_with() -> None:
+    before, held = limits.open_files(), contextlib.ExitStack()
+    assert before
+    assert before.used
+    with held, soft_limit(resource.RLIMIT_NOFILE, before.used + 20):
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                held.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        during = limits.open_files()
+    assert during == (None, before.used + 20, before.reachable)
+    assert during.left is None
 
 
 def test_address_space_follows_ulimit_v() -> None:
@@ -163,3 +178,12 @@ def test_a_memory_cgroup_bounds_the_headroom_and_counts_its_victims() -> None:
         assert limit == 512 * MIB
         assert 0 < available < 512 * MIB
         assert str(folder) in source
+
+
+def test_after_a_refusal_the_next_request_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that is refused room in advance asks for less at once, which may be too much as well."""
+    monkeypatch.setattr(headroom, "memory_headroom", lambda: limits.Headroom(MIB, 1 << 30, "a test"))
+    monkeypatch.setattr(headroom, "_unchecked_nbytes", limits.SURE_NBYTES - 1)
+    for nbytes in (3 * MIB, 2 * MIB):
+        with pytest.raises(SharedMemoryExhausted, match=f"{nbytes:,} bytes, but only 1,048,576 of"):
+            headroom.check_headroom(nbytes, f"a test needs {nbytes:,} bytes")
