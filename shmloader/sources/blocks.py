@@ -93,7 +93,8 @@ def _block_of_tensor(tensor: torch.Tensor) -> Source:
         raise NotGathered(
             f"a tensor of {tensor.dtype}, {tensor.layout}, {tensor.dim()}-d{lazy}, on {tensor.device} cannot "
             "be gathered by rows. Pass a dense tensor on the CPU, of one dimension or more "
-            "(tensor.to_dense(), tensor.cpu(), tensor.resolve_conj())"
+            "(tensor.to_dense(), tensor.cpu(), tensor.resolve_conj(); tensor.clone() if it was made in "
+            "inference mode)"
         )
     if tensor.is_contiguous():
         return ArrayBlock(array_of_tensor(tensor, kind.dtype), tensor.dtype)
