@@ -220,9 +220,10 @@ class ProcessWorkers(Workers):
             self.workers = []
             self._poller = None
             live.discard(self)
+            forked = self._method == "fork"  # such a worker comes to its first line at once
             for worker in workers:
                 worker.close_pipes()
-                if not worker.heard and (worker.added or self._still_imports(worker)):
+                if not worker.heard and (worker.added or not (forked or answers(worker.pid))):
                     worker.process.terminate()
             deadline = time.monotonic() + grace_s
             for worker in workers:
@@ -232,10 +233,6 @@ class ProcessWorkers(Workers):
             self._end(workers)
             self._stacks.close()
             self._close_wake()
-
-    def _still_imports(self, worker: ProcessWorker) -> bool:
-        """Whether a worker has not come to its first line, which one that is forked does at once."""
-        return self._method != "fork" and not answers(worker.pid)
 
     def _end(self, workers: list[ProcessWorker]) -> None:
         """End what has not ended by itself, and close what is left of it."""
