@@ -13,12 +13,14 @@ import base64
 import hashlib
 import zlib
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 _MOST_DRAWS = 1 << 27
 """Numbers that are drawn again at most, to find a place or to go to it: half a second."""
 
-_FIRST_CHUNK, _CHUNK = 1 << 14, 1 << 20
+_CHUNK = 1 << 14  # few enough for one thread: torch's others would wait for work on busy cores
 _NEXT = 8  # numbers that tell a place: 31 bits of each
 _DRAWN, _WHOLE, _SEED = "drawn", "state", "seed"
 
@@ -35,6 +37,7 @@ class Places:
         self._state: torch.Tensor | None = None  # the last one that was asked for, and ...
         self._place = ""
         self._known: tuple[int, torch.Tensor] | None = None  # numbers drawn, and the state then
+        self._step = 0  # how many it was further than the one before: most epochs draw alike
         self._lost: int | None = None  # the seed from which a place was not found
 
     def place_of(self, state: torch.Tensor) -> str:
@@ -50,8 +53,9 @@ class Places:
         if self._known is not None and _with_state(self._known[1]).initial_seed() == seed:
             starts.insert(0, self._known)
         for drawn, known in [] if seed == self._lost else starts:
-            further = _draws_between(known, state, _MOST_DRAWS - drawn)
+            further = _draws_between(known, state, _MOST_DRAWS - drawn, self._step)
             if further is not None:
+                self._step = further
                 self._known = drawn + further, state
                 return f"{_DRAWN} {seed} {drawn + further}"
         self._lost = seed
@@ -97,26 +101,40 @@ def _with_state(state: torch.Tensor) -> torch.Generator:
     return generator
 
 
+def _numbers(generator: torch.Generator, count: int) -> npt.NDArray[np.int32]:
+    """The next numbers, of 31 bits."""
+    numbers: npt.NDArray[np.int32] = (
+        torch.empty(count, dtype=torch.int32).random_(generator=generator).numpy()
+    )
+    return numbers
+
+
 def _draw(generator: torch.Generator, draws: int) -> torch.Generator:
-    chunk = torch.empty(min(_CHUNK, draws), dtype=torch.int32)
     for begin in range(0, draws, _CHUNK):
-        chunk[: draws - begin].random_(generator=generator)
+        _numbers(generator, min(_CHUNK, draws - begin))
     return generator
 
 
-def _draws_between(earlier: torch.Tensor, later: torch.Tensor, most: int) -> int | None:
-    """How many numbers lead from one state to another; None if it is not by drawing so many."""
-    following = torch.empty(_NEXT, dtype=torch.int32).random_(generator=_with_state(later))
+def _draws_between(earlier: torch.Tensor, later: torch.Tensor, most: int, guess: int) -> int | None:
+    """How many numbers lead from one state to another; None if it is not by drawing so many.
+
+    Args:
+        earlier: The one state.
+        later: The other.
+        most: Numbers to draw at most.
+        guess: What to try first.
+    """
+    if guess <= most and torch.equal(_draw(_with_state(earlier), guess).get_state(), later):
+        return guess
+    following = _numbers(_with_state(later), _NEXT)
     generator = _with_state(earlier)
-    window = torch.empty(_NEXT, dtype=torch.int32).random_(generator=generator)
-    begin, chunk = 0, _FIRST_CHUNK
-    while begin <= most:
-        window = torch.cat([window, torch.empty(chunk, dtype=torch.int32).random_(generator=generator)])
-        for place in (window[:chunk] == following[0]).nonzero().flatten().tolist():
-            if torch.equal(window[place : place + _NEXT], following):
-                draws = begin + int(place)
+    window = _numbers(generator, _NEXT)
+    for begin in range(0, most + 1, _CHUNK):
+        window = np.concatenate([window, _numbers(generator, _CHUNK)])
+        for place in np.flatnonzero(window[:_CHUNK] == following[0]).tolist():
+            if np.array_equal(window[place : place + _NEXT], following):
+                draws = begin + place
                 same = torch.equal(_draw(_with_state(earlier), draws).get_state(), later)
                 return draws if same and draws <= most else None
-        window = window[chunk:]
-        begin, chunk = begin + chunk, _CHUNK
+        window = window[_CHUNK:]
     return None
