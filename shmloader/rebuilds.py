@@ -27,11 +27,14 @@ def list_options(kind: type, options: dict[str, inspect.Parameter]) -> None:
         options: Parameters of the loader that torch's does not have.
     """
     init: Any = kind.__init__  # type: ignore[misc]
-    listed = list(inspect.signature(init).parameters.values())
-    if not listed or listed[-1].kind is not inspect.Parameter.VAR_KEYWORD:
+    try:
+        parameters = inspect.signature(init).parameters
+    except ValueError:  # a compiled __init__ that does not say
         return
-    names = {parameter.name for parameter in listed}
-    added = [parameter for name, parameter in options.items() if name not in names]
+    listed = list(parameters.values())
+    added = [option for name, option in options.items() if name not in parameters]
+    if not added or listed[-1].kind is not inspect.Parameter.VAR_KEYWORD:
+        return
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -70,6 +73,29 @@ def test_options_survive_prepare_and_skip_first_batches(
     assert prepared.base_dataloader.statistics().batches == 6
     for loader in (prepared, rest):
         loader.base_dataloader.close()
+
+
+def test_two_ranks_get_what_torchs_loader_gives_them(tmp_path: Path) -> None:
+    """Each way to divide batches among ranks, whole and resumed by skip_first_batches."""
+    program = Path(__file__).with_name("accelerate_ranks.py")
+    found = []
+    for mode in ("slots", "torch"):
+        folder = tmp_path / mode
+        folder.mkdir()
+        launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        done = subprocess.run(
+            [*launched, str(program), str(folder), mode],
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        found.append([json.loads((folder / f"rank{rank}").read_text()) for rank in (0, 1)])
+    assert found[0] == found[1]
+    first, second = found[0]
+    assert sorted({n for batch in first[0] + second[0] for n in batch}) == list(range(26))
 
 
 def test_a_torch_loader_has_the_options_of_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,6 +174,24 @@ def test_the_signature_of_a_variadic_subclass_lists_the_options() -> None:
     assert Variadic(Rows()).on_error == "skip"
 
 
+def test_a_subclass_of_a_subclass_is_not_wrapped_twice() -> None:
+    assert type("Again", (Variadic,), {}).__init__ is Variadic.__init__
+
+
+def test_a_constructor_without_a_signature_stays() -> None:
+    """As compiled ones have none."""
+
+    class Compiled:
+        __signature__ = property(lambda _: (_ for _ in ()).throw(ValueError("no signature")))
+
+        def __call__(self, *_: Any, **__: Any) -> None: ...
+
+    init = Compiled()
+    with pytest.raises(ValueError, match="no signature"):
+        inspect.signature(init)
+    assert type("Kind", (shmloader.DataLoader,), {"__init__": init}).__init__ is init
+
+
 def test_a_subclass_without_variadic_arguments_keeps_its_constructor() -> None:
     def __init__(self: Any, rows: int) -> None:
         shmloader.DataLoader.__init__(self, Rows(rows))

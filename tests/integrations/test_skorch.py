@@ -1,4 +1,4 @@
-"""skorch, torchmetrics, Hugging Face datasets, torchdata: the programs of their pages."""
+"""skorch: a loader for each epoch, made with the arguments that the net was given."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ import torch
 
 import shmloader
 from integrations.pages import assert_page_loads_from_slots, needs
-from integrations.rows import OPTIONS, Rows, forbid_torchs_workers, options_of
+from integrations.rows import OPTIONS, forbid_torchs_workers, options_of
 
+skorch = needs("skorch")
 pytestmark = pytest.mark.filterwarnings("default")
 
 
-@pytest.mark.parametrize("framework", ["skorch", "torchmetrics", "datasets"])
-def test_the_pages_program(framework: str) -> None:
-    needs(framework)
-    assert_page_loads_from_slots(f"{framework}.md")
+def test_the_pages_program() -> None:
+    assert_page_loads_from_slots("skorch.md")
 
 
 def test_skorch_passes_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """To each loader that it makes, for each epoch one; under install to torch's too."""
-    skorch = needs("skorch")
     forbid_torchs_workers(monkeypatch)
     made: list[Any] = []
 
@@ -42,14 +40,3 @@ def test_skorch_passes_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
         fit(iterator_train__num_workers=1, max_epochs=1)
         assert made[-2].worker_restarts == 2
         assert made[-2].statistics().batches > 0
-
-
-def test_torchdatas_loader_stays_torchdatas() -> None:
-    needs("torchdata")
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    with shmloader.install():
-        loader = StatefulDataLoader(Rows(), batch_size=4, num_workers=1)
-        assert torch.cat(list(loader)).flatten().tolist() == list(range(24))
-        assert loader.state_dict()
-        assert loader.statistics().batches == 0
