@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+
+import shmloader
 
 PAGE = Path(__file__).parents[2] / "docs" / "resume.md"
 DEADLINE_S = 120
@@ -94,3 +100,79 @@ def test_a_killed_training_loop_goes_on_from_its_last_checkpoint(workers: list[i
         lines = [line for line in whole[:done] + rest if line.startswith(f"{epoch} ")]
         indices = [int(index) for line in lines for index in re.findall(r"\d+", line.split("]")[0])[1:]]
         assert sorted(indices) == list(range(300))
+
+
+@pytest.mark.parametrize("workers", [[2, 1, 3], [0, 2, 0]], ids=str)
+def test_a_killed_program_goes_on_in_its_stream(workers: list[int], tmp_path: Path) -> None:
+    """With the same batches and sums as one that nobody killed, each run with other workers."""
+    text = program("Streams")
+    path = tmp_path / "train.py"
+    done, total = 0, 0
+    for number, after in zip(workers, (7, 9, 40), strict=True):
+        path.write_text(
+            f"import warnings; warnings.simplefilter('ignore')\n{text}".replace("=2,", f"={number},")
+        )
+        printed = kill_after(path, after)
+        for step, line in enumerate(printed, done):
+            numbers = list(range(10 * step, 10 * step + 10))
+            total = sum(range(10 * step + 10))
+            assert line == f"{numbers} {total}"
+        if after == 40:
+            assert done + len(printed) == 40
+            return
+        checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+        done = checkpoint["loader"]["batches"]
+        assert checkpoint["total"] == sum(range(10 * done))
+
+
+Batch = tuple[int, int, list[int]]
+"""Rank, step and indices."""
+
+
+def run_ranks(path: Path, ranks: int, batch_size: int, kill_after: int | None = None) -> list[Batch]:
+    """Run a program by torchrun, kill it when it has printed so many lines, and return what it printed."""
+    logs = path.parent / f"logs of {ranks}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    process = subprocess.Popen(
+        [*command, "--log-dir", str(logs), "--redirects", "1", path.name],
+        cwd=path.parent,
+        env=os.environ | {"BATCH_SIZE": str(batch_size), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline_s = time.monotonic() + DEADLINE_S
+    while process.poll() is None and (kill_after is None or len(printed_by_ranks(logs)) < kill_after):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    if process.poll() is None:
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        for one in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+    assert (process.wait(DEADLINE_S) == 0) == (kill_after is None)
+    return printed_by_ranks(logs)
+
+
+def printed_by_ranks(logs: Path) -> list[Batch]:
+    lines = [line for log in logs.glob("**/stdout.log") for line in log.read_text().splitlines(keepends=True)]
+    found = [re.fullmatch(r"(\d) (\d+) (\[.*\])\n", line) for line in lines]
+    return [(int(one[1]), int(one[2]), json.loads(one[3])) for one in found if one]
+
+
+def test_three_ranks_go_on_where_two_were_killed(tmp_path: Path) -> None:
+    """With batches of another size: each sample of the epoch comes once, over both runs."""
+    path = tmp_path / "train.py"
+    path.write_text(program("Several ranks"))
+    first = run_ranks(path, 2, 8, kill_after=24)
+    batches = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["loader"]["batches"]
+    assert batches >= 4
+    had = []
+    for rank in range(2):
+        indices = list(shmloader.ShardedSampler(range(480), 2, rank, seed=7))[: 8 * batches]
+        had += indices
+        printed = [(step, one) for of_rank, step, one in first if of_rank == rank and step < batches]
+        assert len(printed) >= batches - 1  # the last line may be missing of the rank that saves nothing
+        assert all(one == indices[8 * step : 8 * step + 8] for step, one in printed)
+    rest = [index for _, _, indices in run_ranks(path, 3, 5) for index in indices]
+    assert set(had + rest) == set(range(480))
+    assert len(had + rest) - 480 < 3
