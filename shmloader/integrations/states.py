@@ -37,7 +37,9 @@ def state_dict(loader: Any) -> dict[str, Any]:
     try:
         own_iterator = getattr(type(loader), GET_ITERATOR) is not getattr(_TORCHS, GET_ITERATOR)
         if own_iterator or threads_of(loader.multiprocessing_context) is not None:
-            raise ResumeError("its batches do not come from slots")
+            raise ResumeError(
+                "it makes its iterator itself, or its workers are threads that pose as processes"
+            )
         check_resumable(loader)
         return loading_of(loader).resumption.state(loader)
     except ResumeError as error:

@@ -13,7 +13,8 @@ from integrations.rows import ARGUMENTS, OPTIONS, forbid_torchs_workers, options
 
 needs("torch_geometric")
 from torch_geometric.data import Data  # noqa: E402
-from torch_geometric.loader import DataLoader, DenseDataLoader, RandomNodeLoader  # noqa: E402
+from torch_geometric.loader import DataLoader, DenseDataLoader, NodeLoader, RandomNodeLoader  # noqa: E402
+from torch_geometric.sampler import BaseSampler, SamplerOutput  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -46,16 +47,30 @@ def test_a_second_base_class_gives_options_and_slots(monkeypatch: pytest.MonkeyP
         assert hasattr(next(iter(loader)), "x_batch")
 
 
+class AllNodes(BaseSampler):
+    """The nodes that were asked for, without neighbours: other samplers need compiled extensions."""
+
+    def sample_from_nodes(self, inputs: Any, **_: Any) -> SamplerOutput:
+        edges = torch.arange(len(inputs.node))
+        return SamplerOutput(
+            node=inputs.node, row=edges, col=edges, edge=None, metadata=(inputs.input_id, inputs.time)
+        )
+
+    def sample_from_edges(self, *_: Any, **__: Any) -> SamplerOutput:
+        raise NotImplementedError
+
+
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_its_loaders_load_from_slots_under_install(context: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spawned workers are sent a method of the loader, and so the loader."""
+    """Spawned workers are sent a method of the loader, and so the loader. NodeLoader wraps the iterator."""
     whole = Data(x=torch.randn(20, 3), edge_index=torch.randint(20, (2, 60)))
     kinds = [
         lambda **more: DataLoader(graphs(), batch_size=4, shuffle=True, **more),
-        lambda **more: RandomNodeLoader(whole, num_parts=4, **more),
+        lambda **more: NodeLoader(whole, AllNodes(), batch_size=4, shuffle=True, **more),
     ]
     if context == "fork":
         kinds.append(lambda **more: DenseDataLoader(graphs(), batch_size=4, **more))
+        kinds.append(lambda **more: RandomNodeLoader(whole, num_parts=4, **more))
     wanted = [features(kind(num_workers=1)) for kind in kinds]
     forbid_torchs_workers(monkeypatch)
     with shmloader.install(worker_restarts=1):
