@@ -86,10 +86,11 @@ class Lifecycle:
         """End a call that raises."""
         if not self._lock.acquire(blocking=False):
             return  # another thread is inside: this one had not come in, or has left
-        expected, self._expected = self._expected, None
-        on_purpose = error is expected or self.phase in (WAITING, IDLE)
-        if type(error) is not Reentered and self.phase is not BROKEN:
-            self.phase = IDLE if on_purpose else BROKEN
+        if type(error) is not Reentered:  # of which the outer call knows nothing
+            expected, self._expected = self._expected, None
+            on_purpose = error is expected or self.phase is WAITING
+            if self.phase is not BROKEN:
+                self.phase = IDLE if on_purpose else BROKEN
         self._lock.release()
         with contextlib.suppress(RuntimeError):  # `enter` had not taken it, or `leave` has given it back
             self._lock.release()
