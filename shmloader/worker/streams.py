@@ -114,7 +114,8 @@ class Stream:
         self._info: Any = None  # that the dataset sees instead of the worker's, if anything
         self._reads: list[str] = []  # of the number of workers in it
         if rules.shard:
-            shard = shard_of(dataset, rules, part, parts)
+            # With another number of workers the dataset might have been asked for shards.
+            shard = None if rules.layout == STRIDE else shard_of(dataset, rules, part, parts)
             self.layout = STRIDE if shard is None else SHARD
             if shard is None and not _has(dataset, "shard"):
                 self._info, self._reads = watched_worker_info(dataset)
@@ -123,17 +124,20 @@ class Stream:
             dataset = dataset if shard is None else shard
         place = rules.place_of(part)
         states = pickle.loads(place.state) if place.state else {}
-        self._dataset = dataset
         if "dataset" in states:
             dataset.load_state_dict(states["dataset"])
+        self._dataset = dataset
         self._iterator: Iterator[Any] = self._call(iter, dataset)
         if "iterator" in states:
             self._iterator.load_state_dict(states["iterator"])
         self._first: list[Any] = []
-        if self.layout == STRIDE:
+        hugging_face = type(dataset).__module__.partition(".")[0] == "datasets"
+        if self.layout == STRIDE or (hugging_face and states):
             self._first = list(islice(self, 1))
-            if self._reads:
-                self.layout = OWN
+        if self._reads:
+            self.layout = OWN
+        if hugging_face and states:
+            dataset.load_state_dict({})  # with its first row it has begun; the next epoch would, there, too
         self._is_stateful = _is_stateful(dataset) or _is_stateful(self._iterator)
         if rules.layout and rules.layout != self.layout:
             raise RuntimeError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from typing import Any
 
 import pytest
@@ -50,3 +52,36 @@ def test_a_shard_is_shuffled_by_the_epoch_of_its_dataset(monkeypatch: pytest.Mon
     assert epochs[0] != epochs[1]
     for batches in epochs:
         assert sorted(row for batch in batches for row in batch) == list(range(48))
+
+
+@pytest.mark.parametrize(
+    ("files", "shard", "workers"), [(4, "auto", [2, 0, 3]), (1, "auto", [2, 3, 0]), (4, None, [2, 2, 2])]
+)
+def test_its_own_states_resume_it(files: int, shard: Any, workers: list[int]) -> None:
+    """By files, dealt out, and divided by itself; each run but the last is stopped after three batches."""
+    rows: list[int] = []
+    state: dict[str, Any] = {}
+    for number, stop in zip(workers, (3, 3, 100), strict=True):
+        loader = DataLoader(stream(files), 3, num_workers=number, shard=shard, collate_fn=identity)
+        loader.load_state_dict(state)
+        for batch in itertools.islice(loader, stop):
+            rows += [row["a"] for row in batch]
+        state = json.loads(json.dumps(loader.state_dict()))
+        loader.close()
+    assert sorted(rows) == list(range(48))
+    assert state["finished"]
+
+
+def test_workers_that_persist_give_the_next_epoch_whole() -> None:
+    """The state that the dataset was set to belongs to the epoch that was resumed."""
+    for workers in (0, 2):
+        given = {"num_workers": workers, "persistent_workers": workers > 0, "collate_fn": identity}
+        loader = DataLoader(stream(4), 4, **given)
+        next(iter(loader))
+        state = loader.state_dict()
+        loader.close()
+        again = DataLoader(stream(4), 4, **given)
+        again.load_state_dict(state)
+        assert len(list(again)) == 11
+        assert sorted(row["a"] for batch in again for row in batch) == list(range(48))
+        again.close()

@@ -280,5 +280,5 @@ def test_a_stream_that_is_shorter_now_is_refused() -> None:
     _, state = stopped_after(loader_of(Numbers(20), shard="auto"), 4)
     with pytest.raises(ResumeError, match="made with shard='auto', and this loader has no shard"):
         loader_of(Numbers(20)).load_state_dict(state)
-    with pytest.raises(RuntimeError, match=r"divided by shmloader.*divided by its shard\(\)"):
-        rest_after(loader_of(ByShard(20), shard="auto"), state)
+    with pytest.raises(RuntimeError, match=r"divided by shmloader.*divided by nobody but the dataset itself"):
+        rest_after(loader_of(ByItself(20), shard="auto"), state)
