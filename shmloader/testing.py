@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from shmloader.store.base import Store, StoreDescription, equal
+from shmloader.store.base import Store, equal
+from shmloader.store.description import StoreDescription
 from shmloader.store.handles import pack, unpack
 
 Check = Callable[[Any, list[Any]], None]

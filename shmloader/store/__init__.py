@@ -10,7 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shmloader.store.base import FieldDescription, SharedObject, Store, StoreDescription
+    from shmloader.store.base import SharedObject, Store
+    from shmloader.store.description import FieldDescription, StoreDescription
     from shmloader.store.mapping import MappingStore, SetStore
     from shmloader.store.sharing import share
 
@@ -24,11 +25,18 @@ __all__ = [
     "share",
 ]
 
-_MAPPING = {"MappingStore", "SetStore"}
+_MODULES = {
+    "FieldDescription": "description",
+    "MappingStore": "mapping",
+    "SetStore": "mapping",
+    "SharedObject": "base",
+    "Store": "base",
+    "StoreDescription": "description",
+    "share": "sharing",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "sharing" if name == "share" else "mapping" if name in _MAPPING else "base"
-    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -13,7 +13,7 @@ import reprlib
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,8 @@ from shmloader.errors import NotSharedWarning
 from shmloader.store import kinds, writing
 from shmloader.store.base import SharedObject
 from shmloader.store.columns.encode import Encoder
-from shmloader.store.foreign import is_arrow, is_hugging_face, is_pandas
 from shmloader.store.handles import is_shared
+from shmloader.store.mapped_files import MappedFiles
 from shmloader.store.memory import Make, MemoryWriter
 from shmloader.store.rebuild import Rebuilder
 from shmloader.store.sizes import estimate_nbytes
@@ -93,6 +93,7 @@ class Graph:
         self.left: list[str] = []
         self._copy = copy
         self._progress = progress
+        self._files = MappedFiles()
 
     def add_root(self, root: Any, *, is_asked_for: bool = True) -> None:
         """Look at an object and all that it holds.
@@ -115,16 +116,16 @@ class Graph:
     def _open_root(self, node: Node) -> Iterable[tuple[_Label, Any]]:
         """As `_open`, for what is shared whatever its size."""
         value = node.value
-        if isinstance(value, SharedObject) or is_hugging_face(value):
+        if isinstance(value, SharedObject) or kinds.is_hugging_face(value):
             return self._open(node)
-        if isinstance(value, np.ndarray | torch.Tensor) and is_shared(value):
+        if isinstance(value, np.ndarray | torch.Tensor) and is_shared(value, self._files):
             return ()
         if type(value) in (np.ndarray, torch.Tensor) and kinds.container_kind(value) is None:
             node.write = writing.array_writer(value)
             return ()
         if isinstance(value, torch.utils.data.Dataset):
             return kinds.attributes_of(value)
-        if is_arrow(value) or is_pandas(value) or isinstance(value, Iterator):
+        if kinds.is_arrow(value) or kinds.is_pandas(value) or isinstance(value, Iterator):
             node.write = writing.rows_writer(value, self._copy, self._progress)
             return ()
         kind = kinds.container_kind(value)
@@ -151,12 +152,12 @@ class Graph:
             return self._open_container(node)
         if type(value) is np.ndarray or type(value) is torch.Tensor:
             self._add_array(node)
-        elif is_arrow(value) or is_pandas(value) or is_hugging_face(value):
+        elif kinds.is_arrow(value) or kinds.is_pandas_part(value) or kinds.is_hugging_face(value):
             if estimate_nbytes(value) >= kinds.LEAST_NBYTES:
                 node.write = writing.foreign_writer(value)
         elif kinds.is_open(value):
             return kinds.attributes_of(value)
-        elif not (isinstance(value, np.ndarray | torch.Tensor) and is_shared(value)):
+        elif not (isinstance(value, np.ndarray | torch.Tensor) and is_shared(value, self._files)):
             nbytes = None
             with contextlib.suppress(Exception):  # whatever a property raises
                 nbytes = getattr(value, "nbytes", None)
@@ -171,7 +172,7 @@ class Graph:
     def _add_array(self, node: Node) -> None:
         value = node.value
         nbytes = estimate_nbytes(value)
-        if nbytes < kinds.LEAST_NBYTES or is_shared(value):
+        if nbytes < kinds.LEAST_NBYTES or is_shared(value, self._files):
             return
         if isinstance(value, np.ndarray):
             if value.dtype.hasobject:
@@ -240,6 +241,8 @@ class Graph:
             raise
         except Exception as error:
             if node.holder is None:
+                if isinstance(node.value, Sized):
+                    error.add_note(f"shmloader: {_blame(node.value, _can_be_kept, 'which cannot be kept')}")
                 raise
             # As text: whoever keeps the warning must not keep the frames, and with them the stores.
             said = f"which cannot be kept ({type(error).__name__}: {error})"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Iterator, Sequence
 from os import PathLike
 from typing import Any, Self, cast, overload
 
@@ -15,60 +13,12 @@ import torch
 
 from shmloader.sampling.index_batches import BY_VALUE
 from shmloader.store.columns.pickles import add_advice
+from shmloader.store.description import StoreDescription, describe_rows, table_of
 from shmloader.store.memory import share_array
 from shmloader.store.saving import save
 
-_MOST_SHOWN = 5  # rows in the table of a repr
-_MOST_CHARACTERS = 40  # of a value in it
-
+_INT64 = np.dtype(np.int64)
 Rows = np.ndarray[Any, np.dtype[np.int64]]
-
-
-@dataclass(frozen=True)
-class FieldDescription:
-    """One field of the rows of a store.
-
-    Attributes:
-        name: The field; empty where rows have no fields.
-        type: The Arrow type, or the name of the Python type that it stands for; several where they change.
-        nbytes: Bytes of shared memory.
-        pickled: Why values are pickled: the classes that have no column. None where none are.
-    """
-
-    name: str
-    type: str
-    nbytes: int
-    pickled: str | None = None
-
-
-@dataclass(frozen=True)
-class StoreDescription:
-    """The kind of a store, and the memory that it saves.
-
-    Attributes:
-        kind: ``records`` for rows with fields, ``mapping`` or ``set``; else the type of the rows, such as
-            ``int64`` or ``shmloader.tuple``.
-        rows: Rows (items of a mapping).
-        nbytes: Bytes of shared memory, once on the host.
-        python_nbytes: Estimate of the bytes that the rows take as Python objects, in each process that
-            has a copy of its own; from a sample of the rows. 0 where rows were never Python objects.
-        fields: Each field of the rows.
-    """
-
-    kind: str
-    rows: int
-    nbytes: int
-    python_nbytes: int
-    fields: tuple[FieldDescription, ...] = field(default=())
-
-    def __str__(self) -> str:
-        lines = [f"{self.rows:,} rows of kind {self.kind!r}, {self.nbytes:,} bytes"]
-        if self.python_nbytes:
-            lines[0] += f" ({self.python_nbytes:,} as Python objects)"
-        for one in self.fields:
-            pickled = f", pickled: {one.pickled}" if one.pickled else ""
-            lines.append(f"  {one.name or 'rows'}: {one.type}, {one.nbytes:,} bytes{pickled}")
-        return "\n".join(lines)
 
 
 class SharedObject(ABC):
@@ -244,7 +194,7 @@ class Store(SharedObject, Sequence[Any]):
         """The table that a notebook shows."""
         from html import escape
 
-        names, rows = _table(self)
+        names, rows = table_of(self)
         head = "".join(f"<th>{escape(name)}</th>" for name in names)
         body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
         caption = escape(str(self.describe()).splitlines()[0])
@@ -252,36 +202,6 @@ class Store(SharedObject, Sequence[Any]):
 
 
 BY_VALUE[Store] = list
-
-
-def describe_rows(store: Any, rows: Any, what: StoreDescription) -> str:
-    """A line about a store, and a table of its first rows."""
-    names, shown = _table(rows)
-    widths = [max(map(len, column)) for column in zip(names, *shown, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in (names, *shown)
-    ]
-    head = f"<{type(store).__name__}: {what.rows:,} rows of kind {what.kind!r}, {what.nbytes:,} bytes>"
-    return "\n".join([head, *(lines if shown else [])])
-
-
-def _table(rows: Any) -> tuple[list[str], list[list[str]]]:
-    """Names of columns, and the cells of the first rows."""
-    first = list(islice(rows, _MOST_SHOWN))
-    if first and all(isinstance(row, Mapping) and row for row in first):
-        names = list(dict.fromkeys(str(name) for row in first for name in row))
-        cells = [[_shown(row[name]) if name in row else "" for name in names] for row in first]
-    else:
-        names, cells = ["row"], [[_shown(row)] for row in first]
-    return names, cells
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, np.ndarray | torch.Tensor) and value.ndim:
-        return f"{type(value).__name__} {value.dtype} {tuple(value.shape)}"
-    text = " ".join(repr(value).split())
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
 
 
 def row_number(index: Any, rows: int) -> int:
@@ -310,6 +230,10 @@ def row_array(indices: Any, rows: int) -> Rows:
     if isinstance(indices, torch.Tensor):
         indices = indices.numpy()
     array = np.asarray(indices)
+    # As unsigned numbers the negative ones are large: one pass tells that there are none, and none too large.
+    is_plain = array.dtype == _INT64 and array.ndim == 1 and array.size and array.flags.c_contiguous
+    if is_plain and int(np.maximum.reduce(array.view(np.uint64))) < rows:
+        return array
     if array.dtype == np.bool_ and array.ndim == 1:
         if len(array) != rows:
             raise IndexError(f"a mask of {len(array):,} items for a store with {rows:,} rows")
@@ -320,9 +244,6 @@ def row_array(indices: Any, rows: int) -> Rows:
         raise TypeError(f"rows are taken by a flat sequence of integers, not by {array.dtype} {array.shape}")
     numbers = array.astype(np.int64, copy=False)
     if not numbers.size:
-        return numbers
-    # As unsigned numbers the negative ones are large: one pass tells that there are none, and none too large.
-    if numbers.flags.c_contiguous and int(numbers.view(np.uint64).max()) < rows:
         return numbers
     if array.dtype == np.uint64 and int(array.max()) >= rows:  # as int64 the largest would be negative
         raise IndexError(f"row {int(array.max())} of a store with {rows:,} rows")

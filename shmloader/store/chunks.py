@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,10 +18,12 @@ import pyarrow as pa
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.columns import merge
 from shmloader.store.columns.classes import Classes, ClassFinder
-from shmloader.store.columns.read import Reader, Scope, make_reader
-from shmloader.store.handles import reduce_arrow_buffer
+from shmloader.store.columns.compiled import Reader, Scope
+from shmloader.store.columns.read import make_reader
+from shmloader.store.columns.types import LinkType, dictionary_outside, storage_of
+from shmloader.store.handles import reduce_arrow_buffer, register
 
-ForkingPickler.register(pa.Buffer, reduce_arrow_buffer)  # here, since handles does without pyarrow
+register(pa.Buffer, reduce_arrow_buffer)  # here, since handles does without pyarrow
 
 Path = tuple[str | int, ...]
 """Fields that lead from a row to a value in it."""
@@ -76,16 +77,32 @@ class Chunks(ABC):
         """The values in some field of the rows of a chunk; KeyError if not all rows have it."""
         column = self.column(chunk)
         for name in path:
-            column = field_of(column, name)
+            column = field_of(self._without_link(column), name)
         return column
+
+    def _without_link(self, column: Any) -> Any:
+        return self.without_links(column) if isinstance(column.type, LinkType) else column
+
+    def without_links(self, column: Any) -> Any:
+        """A column in which the rows that links lead to are copied."""
+
+        def rows_of(link: int) -> Any:
+            chunks = self.links[link]
+            columns = [chunks.without_links(chunks.column(n)) for n in range(len(chunks.starts) - 1)]
+            return pa.concat_arrays(merge.united(columns))
+
+        return merge.unlinked(column, rows_of)
 
 
 def field_of(column: Any, name: str | int) -> Any:
     """One field of records; KeyError if not all of them have it."""
-    storage = column.storage if isinstance(column.type, pa.ExtensionType) else column
+    column = dictionary_outside(column)
+    if pa.types.is_dictionary(column.type):
+        return pa.DictionaryArray.from_arrays(column.indices, field_of(column.dictionary, name))
+    storage = storage_of(column)
     if pa.types.is_struct(storage.type) and not storage.null_count:
         names = [field.name for field in storage.type]
-        place = name if isinstance(name, int) and isinstance(column.type, pa.ExtensionType) else None
+        place = name if isinstance(name, int) and storage is not column else None
         if place is None and names.count(str(name)) == 1:
             place = names.index(str(name))
         if place is not None and 0 <= place < len(names):
@@ -155,6 +172,7 @@ class ChunkReaders:
         starts: See `Chunks`.
         readers: Chunk ``c``'s reader is at ``c + 1``, where bisecting the starts leads. Both ends stay None:
             no such row.
+        copy: Whether arrays and tensors are private copies.
     """
 
     def __init__(self, chunks: Chunks, path: Path = (), *, copy: bool = False) -> None:
@@ -162,7 +180,7 @@ class ChunkReaders:
         self.readers: list[Reader | None] = [None] * (len(self.starts) + 1)
         self._chunks = chunks
         self._path = path
-        self._copy = copy
+        self.copy = copy
         self._links: list[Reader] | None = None
 
     def __call__(self, number: int) -> Any:
@@ -176,10 +194,8 @@ class ChunkReaders:
         if self._links is None:
             most = max(chunks.links, default=-1) + 1
             linked = map(chunks.links.get, range(most))
-            self._links = [_no_link if one is None else ChunkReaders(one, copy=self._copy) for one in linked]
-        return Scope(
-            chunks.memory(chunk), chunks.finder, self._links, copy=self._copy, pickles=chunks.pickles
-        )
+            self._links = [_no_link if one is None else ChunkReaders(one, copy=self.copy) for one in linked]
+        return Scope(chunks.memory(chunk), chunks.finder, self._links, copy=self.copy, pickles=chunks.pickles)
 
     def make(self, place: int) -> Reader:
         """Make the reader of the chunk before a place."""

@@ -23,9 +23,10 @@ import pyarrow.parquet as pq
 from shmloader.errors import LoaderError
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.chunks import Chunks
+from shmloader.store.columns import types
 from shmloader.store.columns.classes import Classes
 from shmloader.store.columns.types import VERSION, LinkType, PickleType, find_types
-from shmloader.store.handles import Fingerprint
+from shmloader.store.mapped_files import Fingerprint
 from shmloader.store.mapping import MappingStore, SetStore, index_of
 from shmloader.store.memory import MemoryWriter
 from shmloader.store.rows import RowStore
@@ -38,19 +39,25 @@ _DAMAGES = (pa.ArrowException, ValueError, KeyError, TypeError, AttributeError, 
 def open_store(
     path: str | os.PathLike[str], *, columns: Sequence[str] | None = None, allow_pickle: bool = False
 ) -> Any:
-    """Open files as a store; see `shmloader.store.opening.open_store`."""
+    """Open files as a store; see `shmloader.store.sharing.open_store`."""
     found = [str(Path(one).resolve()) for one in _files(os.fspath(path))]
-    schema = None
+    form: dict[str, Any] = {}
+    names: list[str] = []
     for one in found:
         with _naming(one):
-            new = _schema_of(one)
-        if schema is not None and not new.equals(schema):
-            raise ValueError(f"{one} has other columns than {found[0]}: {new} instead of {schema}")
-        schema = new
-    assert schema is not None
-    with _naming(found[0]):
-        form = _form_of(schema)
-        _check(found[0], schema, columns, allow_pickle=allow_pickle)
+            schema = _schema_of(one)
+            _check(one, schema, columns, allow_pickle=allow_pickle)
+            new_form = _form_of(schema)
+        new_names = [name for name in schema.names if name != types.KeysType.NAME]
+        is_alike = new_names == names and all(
+            new_form.get(key) == form.get(key) for key in ("rows", "missing")
+        )
+        if one != found[0] and not is_alike:
+            raise ValueError(
+                f"{one} has other rows than {found[0]}: {new_form['rows']} of {', '.join(new_names)} "
+                f"instead of {form['rows']} of {', '.join(names)}"
+            )
+        names, form = new_names, new_form
     if columns is not None and form["rows"] != "table":
         raise ValueError(f"{found[0]} holds no records, so no columns can be chosen from it")
     chunks = _chunks_of(found, columns, allow_pickle)
@@ -165,12 +172,21 @@ def _batches_of(path: str, columns: Sequence[str] | None) -> Iterator[Any]:
     """The batches of a file that is decoded, one by one."""
     if _magic_of(path) == _PARQUET_MAGIC:
         with pq.ParquetFile(path) as parquet:
-            yield from parquet.iter_batches(columns=None if columns is None else list(columns))
+            chosen = None if columns is None else [*columns, types.KeysType.NAME]
+            yield from parquet.iter_batches(columns=chosen)
         return
     file = _File(path, Fingerprint.of(path))
     for number in range(len(file)):
         batch = file.batch(number)
-        yield batch if columns is None else batch.select(list(columns))
+        yield _chosen(batch, columns)
+
+
+def _chosen(batch: Any, columns: Sequence[str] | None) -> Any:
+    """Some columns of a batch, and which keys its rows have."""
+    if columns is None:
+        return batch
+    keys = [name for name in batch.schema.names if name == types.KeysType.NAME and name not in columns]
+    return batch.select([*columns, *keys])
 
 
 class FileBuffer(SharedBuffer):
@@ -255,7 +271,7 @@ class FileChunks(Chunks):
         """See `Chunks.batch`."""
         file, number = self._places[chunk]
         batch = file.batch(number)
-        return batch if self._fields is None else batch.select(list(self._fields))
+        return _chosen(batch, self._fields)
 
     def memory(self, chunk: int) -> SharedBuffer:
         """See `Chunks.memory`."""
@@ -277,8 +293,9 @@ class FileChunks(Chunks):
         return sum(file.memory.nbytes for file in self._files)
 
     def __reduce__(self) -> Any:
-        if len(self.starts) > 1:
-            self.finder.find_all(self.batch(0).schema)
+        for file in self._files:
+            if len(file):
+                self.finder.find_all(file.batch(0).schema)
         return FileChunks, (self._names, self._fields, self.pickles, self.finder.given())
 
 

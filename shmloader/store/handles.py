@@ -5,7 +5,7 @@ pass descriptors; so it is told (`register_reducers`) to look at where the items
 Arrow buffer lie:
 
 * in a buffer of shmloader's: the buffer's descriptor is sent, and the view is made anew over it;
-* in a file that NumPy or torch has mapped: the file's path is sent to a process that is being started.
+* in a mapped file (`MappedFiles`): the file's path is sent to a process that is being started.
 
 All others are pickled as before. ``pickle.dumps``, ``torch.save`` and ``copy.deepcopy`` copy the items, as of
 any array.
@@ -14,15 +14,13 @@ any array.
 from __future__ import annotations
 
 import io
-import os
 import pickle
-import sys
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from multiprocessing import parent_process
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,125 +28,49 @@ import torch
 from shmloader import torch_private
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.leaves import wrap_tensor
-from shmloader.errors import LoaderError
 from shmloader.shared_memory.sealed_buffer import SharedBuffer, buffer_at
+from shmloader.store.mapped_files import MappedFiles, MappedItems
 
 _LEAST_NBYTES = 1 << 12  # smaller ones are sent by value: a descriptor costs more
 
 
-class Fingerprint(NamedTuple):
-    """Detects whether a file has changed."""
-
-    nbytes: int
-    mtime_ns: int
-    inode: int
-
-    @classmethod
-    def of(cls, path: str) -> Fingerprint:
-        """Look at a file."""
-        status = Path(path).stat()
-        return cls(status.st_size, status.st_mtime_ns, status.st_ino)
-
-    def check(self, path: str) -> None:
-        """Make sure that a path still means the file that was opened.
-
-        Raises:
-            FileNotFoundError: If there is none any more.
-            LoaderError: If it is another one, or has been written to.
-        """
-        try:
-            now = Fingerprint.of(path)
-        except FileNotFoundError:
-            raise FileNotFoundError(
-                f"data was mapped from {path}, which is not there (any more): a process that gets such "
-                "data opens the file by its path. Keep it until all workers have started, on a path that "
-                "every process sees"
-            ) from None
-        if now != self:
-            raise LoaderError(
-                f"{path} has changed since data was mapped from it: then {self.nbytes:,} bytes, inode "
-                f"{self.inode}, written at {self.mtime_ns} ns; now {now.nbytes:,} bytes, inode "
-                f"{now.inode}, written at {now.mtime_ns} ns. Open it anew in the main process"
-            )
+_Array = np.ndarray[Any, Any]
 
 
-class MappedItems(NamedTuple):
-    """An array that lies in a mapped file.
-
-    Attributes:
-        path: The file.
-        fingerprint: Of the file when it was pickled.
-        offset: Of the array's lowest byte in the file.
-        mode: As of ``numpy.memmap``.
-    """
-
-    path: str
-    fingerprint: Fingerprint
-    offset: int
-    mode: str
-
-    def items(self, nbytes: int) -> np.ndarray[Any, Any]:
-        """The bytes, mapped anew."""
-        self.fingerprint.check(self.path)
-        return np.memmap(self.path, np.uint8, self.mode, self.offset, (nbytes,))  # type: ignore[call-overload,no-any-return]
-
-
-def file_of(value: Any) -> str | None:
-    """The path of the file that an array's or a tensor's items are mapped from; None if they are not."""
-    if isinstance(value, torch.Tensor):
-        found = _mapping_of(value)
-        return None if found is None else found[0]
-    mapped = _memmap_of(value)
-    return None if mapped is None or mapped.filename is None else str(mapped.filename)
-
-
-def _mapping_of(tensor: torch.Tensor) -> tuple[str, int, str] | None:
-    """The file that a tensor's items are mapped from, their offset in it, and the mode; None if from none.
-
-    torch keeps no path of a file that it has mapped for this process alone, so the system is asked.
-    """
-    if not _is_dense(tensor):
-        return None
-    address = tensor.data_ptr()
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        bounds, rights, offset, _, _, *path = line.split(maxsplit=5)
-        begin, end = (int(bound, 16) for bound in bounds.split("-"))
-        # torch's own shared memory has names in /dev/shm, of which most are deleted.
-        if begin <= address < end and path and not path[0].startswith("/dev/shm") and Path(path[0]).is_file():
-            return path[0], int(offset, 16) + address - begin, "r+" if "s" in rights else "c"
-    return None
-
-
-def _memmap_of(array: Any) -> np.memmap[Any, Any] | None:
-    """The memmap at the end of the chain of views that an array is one of."""
-    found = None
-    while isinstance(array, np.ndarray):
-        found = array if isinstance(array, np.memmap) and array.filename is not None else found
-        array = array.base
-    return found
-
-
-def is_shared(value: Any) -> bool:
+def is_shared(value: Any, files: MappedFiles) -> bool:
     """Whether an ndarray or a tensor lies in shared memory of shmloader's, or in a mapped file."""
-    if isinstance(value, np.ndarray):
-        low, high = _bounds(value)
-    elif _is_dense(value):
-        low = high = value.data_ptr()
-    else:
+    if isinstance(value, torch.Tensor) and not _is_dense(value):
         return False
-    return buffer_at(low, high - low) is not None or file_of(value) is not None
+    low, high = _bounds(value)
+    if buffer_at(low, high - low) is not None:
+        return True
+    return _may_be_mapped(value) and files.items_at(low, high) is not None
+
+
+def _may_be_mapped(value: Any) -> bool:
+    """Whether items may lie in a mapped file. NumPy's views lead to their memmap; of tensors nobody knows."""
+    while isinstance(value, np.ndarray):
+        if isinstance(value, np.memmap):
+            return bool(value.nbytes)
+        value = value.base
+    return isinstance(value, torch.Tensor)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and tensor.device.type == "cpu"
 
 
-def _bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
-    """The addresses of an array's lowest byte, and of the first one behind it."""
-    low = high = array.__array_interface__["data"][0]
-    for size, step in zip(array.shape, array.strides, strict=True):
+def _bounds(value: Any) -> tuple[int, int]:
+    """The addresses of the lowest byte of an array or a tensor, and of the first one behind it."""
+    if isinstance(value, torch.Tensor):
+        low, item = value.data_ptr(), value.element_size()
+        strides: Sequence[int] = [step * item for step in value.stride()]
+    else:
+        low, item, strides = value.__array_interface__["data"][0], value.itemsize, value.strides
+    high = low + item
+    for size, step in zip(value.shape, strides, strict=True):
         low, high = low + min(0, (size - 1) * step), high + max(0, (size - 1) * step)
-    return low, high + array.itemsize
+    return low, high
 
 
 def _sends_handles() -> bool:
@@ -159,113 +81,121 @@ def _sends_handles() -> bool:
     return get_spawning_popen() is not None or parent_process() is None
 
 
-def reduce_shared_array(array: np.ndarray[Any, Any]) -> Any:
-    """The pickle of an array over shared memory, by handle; None for any other, and for small ones."""
-    return _reduce_by_handle(array, None)
+def _handle(value: Any, files: MappedFiles | None) -> tuple[int, Any]:
+    """The lowest address of an array or tensor, and a handle of its memory.
+
+    Returns:
+        A buffer and an offset, or `MappedItems`; None where it is sent by its contents.
+    """
+    low, high = _bounds(value)
+    buffer = buffer_at(low, high - low) if high - low >= _LEAST_NBYTES else None
+    if buffer is not None:
+        return low, (buffer, low - buffer.address, high - low)
+    return low, files.items_at(low, high) if files is not None and _may_be_mapped(value) else None
 
 
-def _reduce_by_handle(array: np.ndarray[Any, Any], mapped: Any) -> Any:
-    if array.nbytes < _LEAST_NBYTES or array.dtype.hasobject:
+def reduce_array(array: _Array, files: MappedFiles | None) -> Any:
+    """The pickle of an array by handle; None where it is sent by its contents.
+
+    Args:
+        array: Any ndarray.
+        files: The mapped files, where the other process may open them by their paths.
+    """
+    if array.dtype.hasobject or not array.size:
         return None
-    low, high = _bounds(array)
-    handle = _handle(low, high, mapped)
+    low, handle = _handle(array, files)
     if handle is None:
         return None
     begin = array.__array_interface__["data"][0] - low
-    layout = array.dtype, array.shape, array.strides
-    return _array_over, (handle, high - low, begin, *layout, array.flags.writeable)
+    layout = array.shape, array.dtype, begin, array.strides
+    offset = array.offset if type(array) is np.memmap else None
+    return _array_over, (handle, layout, array.flags.writeable, offset)
 
 
-def _reduce_array(array: np.ndarray[Any, Any], by_path: bool | None = None) -> Any:
-    """See ``ForkingPickler``. Files are sent ``by_path``; None: while a process is being started."""
-    if by_path is None and not _sends_handles():
-        return array.__reduce_ex__(4)
-    by_path = get_spawning_popen() is not None if by_path is None else by_path
-    reduced = _reduce_by_handle(array, _memmap_of(array) if by_path else None)
-    return array.__reduce_ex__(4) if reduced is None else reduced
-
-
-def _handle(low: int, high: int, mapped: Any) -> Any:
-    """A handle of some memory: a buffer and an offset, or a file; None if there is none."""
-    buffer = buffer_at(low, high - low)
-    if buffer is not None:
-        return buffer, low - buffer.address
-    if mapped is not None:
-        path = os.path.realpath(mapped.filename)
-        offset = mapped.offset + low - mapped.__array_interface__["data"][0]
-        mode = "c" if mapped.mode == "w+" else mapped.mode
-        return MappedItems(path, Fingerprint.of(path), offset, "r+" if mapped.mode == "w+" else mode)
-    return None
-
-
-def _bytes_over(handle: Any, nbytes: int, *, writable: bool) -> np.ndarray[Any, Any]:
-    if isinstance(handle, MappedItems):
-        return np.asarray(handle.items(nbytes))
-    buffer, offset = handle
-    return np.frombuffer(buffer.private if writable else buffer.view, np.uint8, nbytes, offset)
-
-
-def _array_over(
-    handle: Any,
-    nbytes: int,
-    begin: int,
-    dtype: np.dtype[Any],
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    writable: bool,
-) -> np.ndarray[Any, Any]:
-    octets = _bytes_over(handle, nbytes, writable=writable)
+def _array_over(handle: Any, layout: Any, writeable: bool, offset: int | None) -> _Array:
+    shape, dtype, begin, strides = layout
+    octets = _bytes_over(handle, writable=writeable)
     # Over an array, not over the memory: it cannot be made writeable then.
-    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, octets, begin, strides)
-    array.flags.writeable = array.flags.writeable and writable
+    array: _Array = np.ndarray(shape, dtype, octets, begin, strides)
+    if offset is not None:
+        array = array.view(np.memmap)
+        array.__array_finalize__(octets)  # file name and mode
+        array.offset = offset  # type: ignore[attr-defined]
+    if not writeable:
+        array.flags.writeable = False
     return array
 
 
-def _reduce_tensor(tensor: torch.Tensor, by_path: bool | None = None) -> Any:
-    """See `_reduce_array`."""
-    nbytes = tensor.numel() * tensor.element_size()
-    plain = tensor.dtype in CODE_OF_TORCH_DTYPE and not (
-        tensor.requires_grad or tensor.is_conj() or tensor.is_neg()
-    )
-    sends = by_path is not None or _sends_handles()
-    if nbytes < _LEAST_NBYTES or not plain or not sends or not _is_dense(tensor):
-        return torch_private.reduce_tensor(tensor)
-    size = tensor.element_size()
-    span = size * int(1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)))
-    low = tensor.data_ptr()
-    buffer = buffer_at(low, span)
-    handle: Any = None if buffer is None else (buffer, low - buffer.address)
-    by_path = get_spawning_popen() is not None if by_path is None else by_path
-    found = _mapping_of(tensor) if handle is None and by_path else None
-    if found is not None:
-        path, offset, mode = found
-        handle = MappedItems(path, Fingerprint.of(path), offset, mode)
+def _reduce_array(array: _Array) -> Any:
+    """See ``ForkingPickler``."""
+    reduced = reduce_array(array, _files_to_send()) if _sends_handles() else None
+    return array.__reduce_ex__(4) if reduced is None else reduced
+
+
+_last: list[Any] = [lambda: None, None]  # the process that is being started, and the files then
+
+
+def _files_to_send() -> MappedFiles | None:
+    """The mapped files while a process is being started, to which they are sent by path."""
+    popen = get_spawning_popen()
+    if popen is None:
+        return None
+    if _last[0]() is not popen:
+        _last[:] = weakref.ref(popen), MappedFiles()
+    return _last[1]  # type: ignore[no-any-return]
+
+
+def _bytes_over(handle: Any, *, writable: bool) -> Any:
+    if isinstance(handle, MappedItems):
+        return handle.map()
+    buffer, offset, nbytes = handle
+    return np.frombuffer(buffer.private if writable else buffer.view, np.uint8, nbytes, offset)
+
+
+def _reduce_tensor_by_handle(tensor: torch.Tensor, files: MappedFiles | None) -> Any:
+    if tensor.requires_grad or tensor.dtype not in CODE_OF_TORCH_DTYPE or not _is_dense(tensor):
+        return None
+    if tensor.is_conj() or tensor.is_neg() or tensor.nbytes < _LEAST_NBYTES:
+        return None
+    _, handle = _handle(tensor, files)
     if handle is None:
-        return torch_private.reduce_tensor(tensor)
-    return _tensor_over, (
-        handle,
-        span,
-        CODE_OF_TORCH_DTYPE[tensor.dtype],
-        tuple(tensor.shape),
-        tensor.stride(),
-    )
+        return None
+    return _tensor_over, (handle, CODE_OF_TORCH_DTYPE[tensor.dtype], tuple(tensor.shape), tensor.stride())
 
 
-def _tensor_over(
-    handle: Any, nbytes: int, code: int, shape: tuple[int, ...], strides: tuple[int, ...]
-) -> torch.Tensor:
+def _reduce_tensor(tensor: torch.Tensor) -> Any:
+    """See ``ForkingPickler``."""
+    reduced = _reduce_tensor_by_handle(tensor, _files_to_send()) if _sends_handles() else None
+    return torch_private.reduce_tensor(tensor) if reduced is None else reduced
+
+
+def _tensor_over(handle: Any, code: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
     dtype = DTYPES[code]
-    flat = wrap_tensor(_bytes_over(handle, nbytes, writable=True).view(dtype.carrier), dtype.torch_dtype)
-    return flat.as_strided(shape, strides).detach()
+    octets = np.asarray(_bytes_over(handle, writable=True))
+    return wrap_tensor(octets.view(dtype.carrier), dtype.torch_dtype).as_strided(shape, strides).detach()
+
+
+_others: dict[type, Callable[[Any], Any]] = {}
+
+
+def register(kind: type, reduce: Callable[[Any], Any]) -> None:
+    """Have objects of another library's type sent in a way that leads to shared memory.
+
+    Args:
+        kind: The type, exactly.
+        reduce: Gives the pickle of one; None where it is pickled as ever.
+    """
+
+    def reduce_or_copy(value: Any) -> Any:
+        reduced = reduce(value) if _sends_handles() else None
+        return value.__reduce_ex__(4) if reduced is None else reduced  # no reducer is told the protocol
+
+    _others[kind] = reduce
+    ForkingPickler.register(kind, reduce_or_copy)
 
 
 def reduce_arrow_buffer(buffer: Any) -> Any:
-    """See ``ForkingPickler``: tables and arrays of Arrow's are pickled by their buffers."""
-    reduced = _reduce_arrow_buffer_by_handle(buffer) if _sends_handles() else None
-    return buffer.__reduce_ex__(4) if reduced is None else reduced  # no reducer is told the protocol
-
-
-def _reduce_arrow_buffer_by_handle(buffer: Any) -> Any:
+    """The pickle of a buffer of Arrow's, of which tables and arrays are made; for `register`."""
     found = buffer_at(buffer.address, buffer.size) if buffer.is_cpu and buffer.size >= _LEAST_NBYTES else None
     if found is None:
         return None
@@ -293,6 +223,7 @@ class _Packer(pickle.Pickler):
         super().__init__(file, 5)
         self._buffers = buffers
         self._numbers: dict[int, int] = {}
+        self._files = MappedFiles()
 
     def persistent_id(self, value: Any) -> int | None:
         """See ``pickle.Pickler``: buffers stay out of the pickle."""
@@ -305,14 +236,13 @@ class _Packer(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """See ``pickle.Pickler``."""
+        reduced = None
         if type(value) in (np.ndarray, np.memmap):
-            return _reduce_array(value, by_path=True)
-        if type(value) is torch.Tensor:
-            reduced = _reduce_tensor(value, by_path=True)
-            return reduced if reduced[0] is _tensor_over else NotImplemented
-        pyarrow = sys.modules.get("pyarrow")
-        is_arrow = pyarrow is not None and type(value) is pyarrow.Buffer
-        reduced = _reduce_arrow_buffer_by_handle(value) if is_arrow else None
+            reduced = reduce_array(value, self._files)
+        elif type(value) is torch.Tensor:
+            reduced = _reduce_tensor_by_handle(value, self._files)
+        elif type(value) in _others:
+            reduced = _others[type(value)](value)
         return NotImplemented if reduced is None else reduced
 
 

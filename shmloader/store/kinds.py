@@ -23,7 +23,6 @@ import numpy as np
 import torch
 
 from shmloader.store.arrays import kind_of_tensor
-from shmloader.store.foreign import is_hugging_face, is_pandas_part
 from shmloader.store.rebuild import slots_of
 from shmloader.store.sizes import estimate_nbytes
 
@@ -54,6 +53,20 @@ _CLOSED = (
     types.BuiltinFunctionType,
     *_DATA,
 )
+# Classes of libraries that may not be installed, where these define them: a program may have a package
+# ``datasets`` of its own. None is imported for it.
+_ARROW = {"pyarrow": ("Table", "RecordBatch", "Array", "ChunkedArray")}
+_PANDAS_ROWS = {"pandas": ("Series", "DataFrame")}
+_PANDAS = {
+    **_PANDAS_ROWS,
+    "pandas.api.extensions": ("ExtensionArray",),
+    "pandas.core.indexes.base": ("Index",),
+}
+_HUGGING_FACE = {
+    "datasets.arrow_dataset": ("Dataset",),
+    "datasets.dataset_dict": ("DatasetDict", "IterableDatasetDict"),
+    "datasets.iterable_dataset": ("IterableDataset",),
+}
 _SEQUENCES, _MAPPINGS, _SETS = (
     (list, tuple, deque),
     (dict, OrderedDict, defaultdict, Counter),
@@ -74,6 +87,31 @@ def is_store(value: Any) -> bool:
     """Whether a value is a store. Does not import the module of stores, which imports pyarrow."""
     base = sys.modules.get("shmloader.store.base")
     return base is not None and isinstance(value, base.SharedObject)
+
+
+def is_arrow(value: Any) -> bool:
+    """Whether a value is Arrow data: a table, a batch or a column."""
+    return isinstance(value, _classes(_ARROW))
+
+
+def is_pandas(value: Any) -> bool:
+    """Whether a value is a pandas Series or DataFrame."""
+    return isinstance(value, _classes(_PANDAS_ROWS))
+
+
+def is_pandas_part(value: Any) -> bool:
+    """Whether a value is a pandas object of any kind, an index or an array too."""
+    return isinstance(value, _classes(_PANDAS))
+
+
+def is_hugging_face(value: Any) -> bool:
+    """Whether a value is a dataset of Hugging Face's ``datasets``."""
+    return isinstance(value, _classes(_HUGGING_FACE))
+
+
+def _classes(names: Mapping[str, tuple[str, ...]]) -> tuple[type, ...]:
+    found = [getattr(sys.modules.get(module), name, None) for module in names for name in names[module]]
+    return tuple(kind for kind in found if isinstance(kind, type))  # not imported: then nothing is of it
 
 
 def container_kind(value: Any) -> type | None:

@@ -20,7 +20,8 @@ import numpy as np
 import pyarrow as pa
 
 from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
-from shmloader.store.base import SharedObject, Store, StoreDescription, describe_rows, equal
+from shmloader.store.base import SharedObject, Store, equal
+from shmloader.store.description import StoreDescription, describe_rows
 from shmloader.store.memory import new_builder
 from shmloader.store.rows import RowStore
 from shmloader.store.saving import form_of_mapping

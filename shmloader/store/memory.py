@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, ItemsView, Iterable, Sequence, Sized
 from itertools import islice
 from types import TracebackType
 from typing import Any, Self
@@ -18,11 +18,11 @@ import torch
 
 from shmloader.codec.leaves import wrap_tensor
 from shmloader.host.limits import open_files
+from shmloader.shared_memory import PAGE_NBYTES
 from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
 from shmloader.store.arrays import array_of_tensor, kind_of_tensor
 from shmloader.store.chunks import Layout, MemoryChunks
-from shmloader.store.columns.encode import COLUMN, Encoder
-from shmloader.store.columns.links import POOL, Links
+from shmloader.store.columns.encode import Encoder
 from shmloader.store.columns.types import LinkType, find_types
 from shmloader.store.handles import register_reducers
 from shmloader.store.progress import BuildProgress
@@ -55,8 +55,6 @@ class MemoryWriter:
         self._containers = containers
         self._earlier: dict[int, tuple[int, int]] = {}
         self._alive: list[Any] = []
-        self._links = Links(self._earlier)
-        self._pool = Table(self.out, Encoder())
         self._tables: list[Table] = []
         self._made: dict[int, MemoryChunks] = {}
 
@@ -66,7 +64,7 @@ class MemoryWriter:
         Args:
             streamed: Whether nobody keeps the rows while they are appended.
         """
-        table = Table(self.out, Encoder(self._links), pool=self._pool, links=self._links, streamed=streamed)
+        table = Table(self.out, Encoder(self._earlier), streamed=streamed)
         self._tables.append(table)
         return table
 
@@ -79,7 +77,7 @@ class MemoryWriter:
         """
         if self._containers < 2:
             return
-        link = self._tables.index(table) + 1
+        link = self._tables.index(table)
         counts = map(sys.getrefcount, rows)
         for number, (count, row) in enumerate(zip(counts, rows, strict=True)):
             # The list, the loop and the calls have five; small immutable values are written as quickly.
@@ -89,15 +87,11 @@ class MemoryWriter:
 
     def chunks(self, table: Table, buffer: SharedBuffer) -> MemoryChunks:
         """The chunks of a table, once the memory is sealed."""
-        number = -1 if table is self._pool else self._tables.index(table)
-        found = self._made.get(number)
-        if found is None:
-            links = {link: self.chunks(self._table_of(link), buffer) for link in sorted(table.links)}
-            found = self._made[number] = MemoryChunks(buffer, table.layout, table.classes, links)
-        return found
-
-    def _table_of(self, link: int) -> Table:
-        return self._pool if link == POOL else self._tables[link - 1]
+        number = self._tables.index(table)
+        if number not in self._made:
+            links = {link: self.chunks(self._tables[link], buffer) for link in sorted(table.links)}
+            self._made[number] = MemoryChunks(buffer, table.layout, table.classes, links)
+        return self._made[number]
 
     def array(self, array: np.ndarray[Any, Any]) -> Callable[[SharedBuffer], np.ndarray[Any, Any]]:
         """Write an ndarray without Python objects; returns what makes it, read-only."""
@@ -135,7 +129,7 @@ class MemoryWriter:
 
     def seal(self) -> SharedBuffer:
         """End the writing."""
-        for table in (self._pool, *self._tables):
+        for table in self._tables:
             table.finish()
         return self.out.seal()
 
@@ -159,22 +153,12 @@ class Table:
         begin: Offset where it begins.
     """
 
-    def __init__(
-        self,
-        out: BufferBuilder,
-        encoder: Encoder,
-        *,
-        pool: Table | None = None,
-        links: Links | None = None,
-        streamed: bool = False,
-    ) -> None:
+    def __init__(self, out: BufferBuilder, encoder: Encoder, *, streamed: bool = False) -> None:
         self.rows = 0
         self.links: set[int] = set()
         self.begin = out.nbytes
         self._out = out
         self._encoder = encoder
-        self._pool = pool
-        self._found = links
         self._streamed = streamed
         self._starts = [0]
         self._places: list[int] = []
@@ -199,13 +183,13 @@ class Table:
             row_nbytes: About how large a row is; 0 where unknown.
         """
         wanted = max(self.rows // 96 if self._streamed else expected // 16, 1)
-        # A power of two: freed memory fits the next chunk, and is not left as holes that are too small.
-        wanted = 1 << (wanted.bit_length() - 1)
         least = _LEAST_STREAMED_ROWS if self._streamed else _LEAST_ROWS
         wanted = min(max(wanted, least), _MOST_ROWS)
         most_nbytes = min(max(self._nbytes // 16, _LEAST_CHUNK_NBYTES), _MOST_CHUNK_NBYTES)
         row_nbytes = self._nbytes / self.rows if self.rows else row_nbytes
         wanted = max(1, min(wanted, int(most_nbytes / max(row_nbytes, 1))))
+        # A power of two: freed memory fits the next chunk, and the chunk of a row is found quickly.
+        wanted = 1 << (wanted.bit_length() - 1)
         return min(wanted, 4 * self.rows or _FIRST_ROWS) if self._streamed else wanted
 
     def append(self, values: list[Any]) -> None:
@@ -225,13 +209,7 @@ class Table:
 
     def append_batch(self, batch: Any) -> None:
         """Append one chunk that is encoded already."""
-        if self._found is not None and self._pool is not None:
-            if self._found.new:
-                self._pool.append_pooled(self._found.new)
-                self._found.new = []
-            if self._streamed:
-                self._found.forget()
-        begin = self._out.append(b"")
+        begin = self._out.append(b"", PAGE_NBYTES)  # rows of 64 bytes, or 256, lie at multiples of that
         sink = pa.PythonFile(_Appender(self._out), "w")
         with pa.ipc.new_stream(sink, batch.schema) as writer:
             writer.write_batch(batch)
@@ -241,12 +219,6 @@ class Table:
         self._starts.append(self.rows)
         for field in batch.schema:
             self.links |= {kind.parameters["link"] for _, kind in find_types(field.type, LinkType)}
-
-    def append_pooled(self, values: list[Any]) -> None:
-        """Append values that rows of other tables link to."""
-        column = self._encoder.encode(values, 1)
-        schema = pa.schema([pa.field("", column.type)], COLUMN)
-        self.append_batch(pa.RecordBatch.from_arrays([column], schema=schema))
 
     def finish(self) -> None:
         """Append the table of the chunks; nothing may be appended after it."""
@@ -292,72 +264,35 @@ def new_builder() -> BufferBuilder:
         ) from error
 
 
-def write_sequence(data: Sequence[Any], writer: MemoryWriter, progress: bool | None) -> Table:
-    """Write the rows of a list, or of another sequence of known length."""
-    table = writer.table(streamed=not isinstance(data, list | tuple))
-    bar = BuildProgress(progress, len(data))
-    try:
-        if isinstance(data, list | tuple):
-            row_nbytes = nbytes_of_rows(data, 64) / max(1, len(data))
-            begin = 0
-            while begin < len(data):
-                end = begin + table.chunk_rows(len(data), row_nbytes)
-                table.append(list(data[begin:end]))
-                bar.show(table.rows)
-                begin = end
-        else:
-            _append_stream(data, table, table.append, bar)
-    finally:
-        bar.close()
-    return table
-
-
-def write_stream(data: Iterable[Any], writer: MemoryWriter, progress: bool | None) -> Table:
-    """Write the rows of an iterator, which is never held as a whole."""
-    table = writer.table(streamed=True)
-    bar = BuildProgress(progress, None)
-    try:
-        _append_stream(data, table, table.append, bar)
-    finally:
-        bar.close()
-    return table
-
-
-def write_items(
-    items: Iterable[tuple[Any, Any]],
-    length: int,
+def write_rows(
+    rows: Iterable[Any],
     writer: MemoryWriter,
     progress: bool | None,
-    on_keys: Callable[[list[Any]], None],
+    on_chunk: Callable[[list[Any]], None] | None = None,
 ) -> Table:
-    """Write the items of a mapping, whose keys ``on_keys`` gets chunk by chunk."""
-    table = writer.table()
-    bar = BuildProgress(progress, length)
+    """Write rows chunk by chunk. An iterator is never held as a whole.
 
-    def append(chunk: list[Any]) -> None:
-        on_keys([key for key, _ in chunk])
-        table.append_items(chunk)
-
-    try:
-        _append_stream(items, table, append, bar, length)
-    finally:
-        bar.close()
+    Args:
+        rows: The rows, or the items of a mapping.
+        writer: Where to.
+        progress: See `shmloader.share`.
+        on_chunk: Called with each chunk before it is written.
+    """
+    expected = len(rows) if isinstance(rows, Sized) else None
+    is_list = isinstance(rows, list | tuple)
+    row_nbytes = nbytes_of_rows(rows, 64) / max(1, len(rows)) if isinstance(rows, list | tuple) else 0
+    table = writer.table(streamed=not is_list and not isinstance(rows, ItemsView))
+    append = table.append_items if isinstance(rows, ItemsView) else table.append
+    stream = iter(rows)
+    with BuildProgress(progress, expected) as bar:
+        # Nothing here refers to a chunk while the next one is made.
+        while chunk := list(islice(stream, table.chunk_rows(expected or 0, row_nbytes))):
+            if on_chunk is not None:
+                on_chunk(chunk)
+            append(chunk)
+            del chunk
+            bar.show(table.rows)
     return table
-
-
-def _append_stream(
-    data: Iterable[Any],
-    table: Table,
-    append: Callable[[list[Any]], None],
-    bar: BuildProgress,
-    expected: int = 0,
-) -> None:
-    """Append in chunks. Nothing here refers to a chunk while the next one is made."""
-    stream: Iterator[Any] = iter(data)
-    while chunk := list(islice(stream, table.chunk_rows(expected, 0))):
-        append(chunk)
-        del chunk
-        bar.show(table.rows)
 
 
 def share_array(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

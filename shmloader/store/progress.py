@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
+from typing import Any, Self
 
 _SHOWN_AFTER_S = 1.5  # builds that are over by then show nothing
 
 
 class BuildProgress:
-    """Counts rows, and shows them once the build has lasted a while.
+    """Counts rows, and shows them once the build has lasted a while; a context manager.
 
     Args:
         wanted: Whether to show a bar; None: if stderr is a terminal, or this is a notebook,
@@ -32,8 +32,10 @@ class BuildProgress:
         if self._bar is not None:
             self._bar.update(rows - self._bar.n)
 
-    def close(self) -> None:
-        """Leave the bar as it is."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         if self._bar is not None:
             self._bar.close()
 

@@ -9,11 +9,12 @@ from typing import Any
 import pyarrow as pa
 
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
-from shmloader.store import take
-from shmloader.store.base import FieldDescription, Rows, Store, StoreDescription, row_array, row_numbers
+from shmloader.store.base import Rows, Store, row_array, row_numbers
 from shmloader.store.chunks import ChunkReaders, Chunks, Path
 from shmloader.store.columns import merge
-from shmloader.store.columns.types import LinkType, PickleType, PythonType, children_of, find_types
+from shmloader.store.columns.types import PickleType, find_types
+from shmloader.store.description import StoreDescription, describe_columns
+from shmloader.store.take import Gatherer, tuple_shape
 
 _NOT_ONE_ROW = (slice, str, list, tuple)
 
@@ -39,7 +40,7 @@ class RowStore(Store):
         self._path = path
         self._copy = copy
         self._read = ChunkReaders(chunks, path, copy=copy)
-        self.prepared: dict[int, take.Prepared] = {}
+        self._gather: Gatherer | None = None
         self._starts = chunks.starts
         self._readers = self._read.readers
 
@@ -121,18 +122,16 @@ class RowStore(Store):
 
     def tuple_length(self) -> int:
         """The length of the rows where all are tuples of one class and length; else 0."""
-        shapes = {take.tuple_shape(self.field(chunk).type) for chunk in range(len(self._starts) - 1)}
+        shapes = {tuple_shape(self.field(chunk)) for chunk in range(len(self._starts) - 1)}
         return len(shapes.pop()[1]) if len(shapes) == 1 else 0
-
-    def readers(self) -> ChunkReaders:
-        """The functions that read the rows."""
-        return self._read
 
     def take(self, indices: Any, out: Any = None) -> Any:
         """See `Store.take`."""
         rows: Rows = row_array(indices, len(self))
         try:
-            return take.take(self, rows, out)
+            if self._gather is None:
+                self._gather = Gatherer(self.chunks, self._path, copy=self._copy)
+            return self._gather(rows, out)
         except _DAMAGES as error:
             if self._file is None or (isinstance(error, TypeError) and out is not None):
                 raise
@@ -140,46 +139,21 @@ class RowStore(Store):
 
     def describe(self) -> StoreDescription:
         """See `SharedObject.describe`."""
-        columns = [self.field(chunk) for chunk in range(len(self._starts) - 1)]
-        fields: dict[str, list[Any]] = {}
-        for column in columns:
-            for name, part in _parts_of(column):
-                fields.setdefault(name, []).append(part)
-        described = tuple(self._describe(name, parts) for name, parts in fields.items())
-        kind = "records" if any(field.name for field in described) else _kind_of(columns)
         chunks = self.chunks
-        return StoreDescription(kind, len(self), chunks.nbytes, chunks.python_nbytes, described)
-
-    def _describe(self, name: str, parts: list[Any]) -> FieldDescription:
-        kinds = list(dict.fromkeys(self._unlinked(part.type) for part in parts))
-        found = [one for kind in kinds for _, one in find_types(kind, PickleType)]
-        pickled = dict.fromkeys(kind for one in found for kind in one.parameters["types"])
-        why = f"no column gives back {', '.join(pickled)} as given" if pickled else None
-        nbytes = sum(part.nbytes for part in parts)
-        return FieldDescription(name, " or ".join(dict.fromkeys(map(type_name, kinds))), nbytes, why)
-
-    def _unlinked(self, kind: Any) -> Any:
-        """A type, or that of the values that it links to."""
-        if not isinstance(kind, LinkType):
-            return kind
-        return self.chunks.links[kind.parameters["link"]].column(0).type
+        columns = [self.field(chunk) for chunk in range(len(self._starts) - 1)]
+        kind, fields = describe_columns(columns, lambda link: chunks.links[link].column(0).type)
+        return StoreDescription(kind, len(self), chunks.nbytes, chunks.python_nbytes, fields)
 
     def to_arrow(self) -> Any:
         """See `SharedObject.to_arrow`: a ``Table`` of dict records, a ``ChunkedArray`` of anything else."""
         try:
-            columns = [merge.unlinked(self.field(chunk), self.link) for chunk in range(len(self._starts) - 1)]
+            columns = [self.chunks.without_links(self.field(chunk)) for chunk in range(len(self._starts) - 1)]
             if self._file is not None:
                 for column in columns:
                     column.validate(full=True)  # Arrow's functions trust their buffers
             return merge.joined(columns)
         except _DAMAGES as error:
             raise self._damaged(error, None) from error
-
-    def link(self, number: int) -> Any:
-        """All values that a link leads to, as one Arrow array."""
-        chunks = self.chunks.links[number]
-        columns = [chunks.column(chunk) for chunk in range(len(chunks.starts) - 1)]
-        return merge.joined_array([merge.unlinked(column, self.link) for column in columns])
 
     def __reduce__(self) -> Any:
         return RowStore, (self.chunks, self._path, self._copy)
@@ -197,40 +171,3 @@ _DAMAGES: tuple[type[Exception], ...] = (
     RecursionError,
 )
 """What reading a damaged column may raise. An IndexError must not pass for the end of the store."""
-
-
-def _parts_of(column: Any) -> list[tuple[str, Any]]:
-    storage = column.storage if isinstance(column.type, pa.ExtensionType) else column
-    if pa.types.is_struct(storage.type) and storage.type.num_fields:
-        return [(field.name, storage.field(number)) for number, field in enumerate(storage.type)]
-    return [("", column)]
-
-
-def _kind_of(columns: list[Any]) -> str:
-    """The type of rows without fields, in a word where it has many parts."""
-    if any(pa.types.is_union(column.type) for column in columns):
-        return "mixed"
-    return " or ".join(_types(columns)) or "objects"
-
-
-def _types(columns: list[Any]) -> list[str]:
-    return list(dict.fromkeys(type_name(column.type) for column in columns))
-
-
-def type_name(kind: Any) -> str:
-    """A type for people: of shmloader's own without the storage."""
-    if isinstance(kind, PythonType):
-        said = kind.parameters
-        parts = [str(said[key]) for key in ("python", "tensor", "dtype", "shape", "kind") if key in said]
-        if "tensor" in said:
-            return f"tensor {said['tensor']} {said.get('shape', '')}".strip()
-        inner = f" of {type_name(kind.storage_type)}" if kind.NAME == "shmloader.optional" else ""
-        return " ".join([kind.NAME.removeprefix("shmloader."), *parts]) + inner
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return f"list of {type_name(kind.value_type)}"
-    if pa.types.is_struct(kind) or pa.types.is_union(kind):
-        joint = ", " if pa.types.is_struct(kind) else " or "
-        return ("struct of " if joint == ", " else "") + joint.join(map(type_name, children_of(kind)))
-    if pa.types.is_dictionary(kind):
-        return f"{type_name(kind.value_type)}, each once"
-    return str(kind)

@@ -1,9 +1,10 @@
-"""Gathering rows of a `RowStore` by columns, with one call for each chunk of a column."""
+"""Gathering rows of a `RowStore` by columns, with one call for each column."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,138 +14,194 @@ from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.leaves import wrap_tensor
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.arrays import Array, ArrayKind, array_of_tensor, kind_of_array, kind_of_tensor
-from shmloader.store.chunks import ChunkReaders, Chunks
+from shmloader.store.chunks import ChunkReaders, Chunks, Path
+from shmloader.store.columns.arrays import block_of
 from shmloader.store.columns.classes import is_plain_namedtuple
-from shmloader.store.columns.read import Reader, block_of, make_reader
-from shmloader.store.columns.types import ArrayType, NamedTupleType, OptionalType, TupleType
+from shmloader.store.columns.types import ArrayType, KeysType, NamedTupleType, TupleType
 
-_ROWS_WORTH_A_CALL = 16  # NumPy's calls for a chunk cost about as much as reading so many rows
+_ROWS_WORTH_A_CALL = 16  # gathering a column costs about as much as reading so many rows
+_MOST_SECTIONS = 4096
 _INTS, _FLOATS = ArrayKind(np.dtype(np.int64), 0), ArrayKind(np.dtype(np.float64), 0)
 _KIND_OF_SCALAR = {int: _INTS, float: _FLOATS, bool: ArrayKind(np.dtype(np.bool_), 0)}
 
+Rows = np.ndarray[Any, np.dtype[np.int64]]
 
-class Prepared:
-    """A column of a chunk, looked at once: what gathering asks of it each time.
 
-    Attributes:
-        column: The Arrow array.
-        names: The keys of dicts that all have the same ones; else empty.
-        shape: See `tuple_shape`.
-        block: All values as one array and what they are; None where they cannot be one.
+class Gatherer:
+    """Gathers rows of the columns of a store; made once, so that each call does only what its rows need.
+
+    Rows are divided into sections, of which each lies in one chunk.
     """
 
-    def __init__(self, column: Any, memory: SharedBuffer) -> None:
-        self.column = column
-        self.names = _keys(column)
-        self.shape = tuple_shape(column.type)
-        self.block = _block(column, memory)
-        self._memory = memory
-        self._fields: dict[int, Prepared] = {}
-        self._read: Reader | None = None
+    def __init__(self, chunks: Chunks, path: Path, *, copy: bool = False) -> None:
+        """Look at the columns in some field of a store's rows; see `ChunkReaders`."""
+        self._read = ChunkReaders(chunks, path, copy=copy)
+        self._ends = np.asarray(chunks.starts[1:-1])
+        # Starts of chunks are multiples of a power of two: a shift is quicker than a binary search.
+        inside = math.gcd(*chunks.starts[1:-1])
+        self._shift = (inside & -inside).bit_length() - 1 if inside else 62
+        count = (chunks.starts[-1] >> self._shift) + 1
+        if count <= _MOST_SECTIONS:
+            chunk_of = np.searchsorted(self._ends, np.arange(count) << self._shift, "right")
+        else:
+            self._shift, chunk_of = -1, np.arange(len(chunks.starts) - 1)
+        self._column = _Column(chunks, path, self._read, chunk_of) if len(chunks.starts) > 1 else None
 
-    def field(self, number: int) -> Prepared:
-        """One field of records."""
-        found = self._fields.get(number)
+    def __call__(self, rows: Rows, out: Any = None) -> Any:
+        """Gather rows, numbered from 0 on; see `Store.take`."""
+        if self._column is None:
+            return [] if out is None else out
+        if 0 < len(rows) < _ROWS_WORTH_A_CALL:
+            return join(list(map(self._read, rows.tolist())), out)
+        sections = rows >> self._shift if self._shift >= 0 else np.searchsorted(self._ends, rows, "right")
+        return self._column.gather(rows, sections, out)
+
+
+class _Column:
+    """A column in all chunks: of records, of items that can be gathered, or of values read one by one."""
+
+    def __init__(self, chunks: Chunks, path: Path, read: ChunkReaders, chunk_of: Rows) -> None:
+        columns = [chunks.field(number, path) for number in range(len(chunks.starts) - 1)]
+        self._read = read
+        self._fields: dict[Any, _Column] = {}
+        self._make: Callable[[list[Any]], Any] | None = None  # of tuples
+        self._pieces: _Pieces | None = None
+        keys, shapes = set(map(_keys, columns)), set(map(tuple_shape, columns))
+        (names, *_), (shape, *_) = keys, shapes
+        if len(keys) == 1 and names:
+            inner: Iterable[Any] = names
+        elif len(shapes) == 1 and shape[1]:
+            inner = range(len(shape[1]))
+            is_named = isinstance(columns[0].type, NamedTupleType)
+            kind = chunks.finder.namedtuple(*shape) if is_named else tuple
+            self._make = lambda items: tuple.__new__(kind, items)
+        else:
+            inner = ()
+            self._pieces = _pieces_of(columns, chunks, chunk_of)
+        for name in inner:
+            reader = ChunkReaders(chunks, (*path, name), copy=read.copy)
+            self._fields[name] = _Column(chunks, (*path, name), reader, chunk_of)
+
+    def gather(self, rows: Rows, sections: Rows, out: Any) -> Any:
+        """Gather rows of these sections."""
+        if self._fields and self._make is None:
+            outs = outputs_by_name(out, self._fields)
+            return {name: field.gather(rows, sections, outs[name]) for name, field in self._fields.items()}
+        if self._make is not None and out is None:
+            return self._make([field.gather(rows, sections, None) for field in self._fields.values()])
+        if self._pieces is not None:
+            return self._pieces.gather(rows, sections, out)
+        return join(list(map(self._read, rows.tolist())), out)
+
+
+class _Pieces:
+    """A column whose rows all have one kind: its chunks, by dtype and memory."""
+
+    def __init__(self, kind: ArrayKind, shape: tuple[int, ...], pieces: list[_Piece], piece_of: Rows) -> None:
+        self._kind = kind
+        self._shape = shape
+        self._pieces = pieces
+        self._piece_of = piece_of
+
+    def gather(self, rows: Rows, sections: Rows, out: Any) -> Any:
+        """Gather rows of these sections into one array or tensor."""
+        kind, shape = self._kind, (len(rows), *self._shape)
+        target = np.empty(shape, kind.dtype) if out is None else output_array(out, shape, kind)
+        if target.size and len(self._pieces) == 1:
+            self._pieces[0].gather(rows, sections, target)
+        elif target.size:
+            numbers = self._piece_of[sections]
+            for number, piece in enumerate(self._pieces):
+                chosen = np.flatnonzero(numbers == number)
+                part = np.empty((len(chosen), *self._shape), piece.dtype)
+                piece.gather(rows[chosen], sections[chosen], part)
+                target[chosen] = part
+        return _finished(target, kind) if out is None else out
+
+
+class _Piece:
+    """Chunks of a column whose items have one dtype and lie in one piece of memory.
+
+    That memory is seen as rows which begin at each multiple of so many bytes that every row of the column is
+    one of them. So rows of all chunks are gathered with one call.
+    """
+
+    def __init__(self, blocks: dict[int, Array], chunks: Chunks, chunk_of: Rows) -> None:
+        chunk, first = next(iter(blocks.items()))
+        memory, starts = chunks.memory(chunk), chunks.starts
+        self.dtype = first.dtype
+        size = first.dtype.itemsize * math.prod(first.shape[1:])
+        addresses = {chunk: _address(block) for chunk, block in blocks.items()}
+        low = min(addresses.values())
+        nbytes = max(address + blocks[chunk].nbytes for chunk, address in addresses.items()) - low
+        unit = math.gcd(size, *(address - low for address in addresses.values()))
+        word = math.gcd(unit, 8)
+        inner = 1 if size == word else 2  # dimensions
+        shape, strides = ((nbytes - size) // unit + 1, size // word)[:inner], (unit, word)[:inner]
+        self._word = np.dtype(f"i{word}")
+        items: Array = np.ndarray(shape, self._word, memory.private, low - memory.address, strides)
+        self._items = torch.from_numpy(items)
+        self._step = size // unit
+        bases = np.zeros(len(starts) - 1, np.int64)
+        for chunk, address in addresses.items():
+            bases[chunk] = (address - low) // unit - starts[chunk] * self._step
+        self._bases = bases[chunk_of]
+
+    def gather(self, rows: Rows, sections: Rows, target: Array) -> None:
+        """Gather rows of these sections into an array, converted where its dtype is another."""
+        places = self._bases.take(sections)
+        places += rows * self._step if self._step > 1 else rows
+        is_direct = target.dtype == self.dtype and target.flags.c_contiguous
+        array = target if is_direct else np.empty(target.shape, self.dtype)
+        words: Array = np.ndarray((len(rows), *self._items.shape[1:]), self._word, array)
+        torch.index_select(self._items, 0, torch.from_numpy(places), out=torch.from_numpy(words))
+        if not is_direct:
+            target[...] = array
+
+
+def _address(array: Array) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _pieces_of(columns: list[Any], chunks: Chunks, chunk_of: Rows) -> _Pieces | None:
+    """The pieces of a column; None where its rows are not all of one kind, or not numbers and arrays."""
+    alike: dict[Any, dict[int, Array]] = {}
+    kinds = set()
+    for chunk, column in enumerate(columns):
+        memory = chunks.memory(chunk)
+        found = _block(column, memory)
         if found is None:
-            column = self.column
-            storage = column.storage if isinstance(column.type, pa.ExtensionType) else column
-            found = self._fields[number] = Prepared(storage.field(number), self._memory)
-        return found
-
-    def reader(self, readers: ChunkReaders, chunk: int) -> Reader:
-        """The function that reads a row."""
-        if self._read is None:
-            self._read = make_reader(self.column, readers.scope(chunk))
-        return self._read
-
-
-class Columns(Protocol):
-    """The store whose rows are gathered."""
-
-    chunks: Chunks
-    prepared: dict[int, Prepared]
-
-    def field(self, chunk: int) -> Any:
-        """The values of a chunk, as an Arrow array."""
-
-    def readers(self) -> ChunkReaders:
-        """The functions that read the rows."""
-
-    def __getitems__(self, indices: Any) -> list[Any]: ...
-
-
-class _Part(NamedTuple):
-    """What one chunk contributes: rows of its column, and where in the result they go."""
-
-    chunk: int
-    column: Prepared
-    rows: Any
-    positions: Any
-
-
-def take(store: Columns, rows: np.ndarray[Any, Any], out: Any = None) -> Any:
-    """Gather rows, numbered from 0 on; see `Store.take`."""
-    starts = np.asarray(store.chunks.starts)
-    chunks = np.searchsorted(starts, rows, "right") - 1
-    present = np.unique(chunks)
-    if not len(rows) and len(starts) > 1:
-        present = np.zeros(1, np.int64)  # nothing of the first chunk: of the right type
-    if not len(present):
-        return [] if out is None else out
-    if 0 < len(rows) < _ROWS_WORTH_A_CALL * len(present):
-        return join(store.__getitems__(rows), out)
-    parts = []
-    for chunk in present.tolist():
-        prepared = store.prepared.get(chunk)
-        if prepared is None:
-            prepared = store.prepared[chunk] = Prepared(store.field(chunk), store.chunks.memory(chunk))
-        positions = np.flatnonzero(chunks == chunk)
-        parts.append(_Part(chunk, prepared, rows[positions] - starts[chunk], positions))
-    return _gather(parts, len(rows), store, out)
-
-
-def _gather(parts: list[_Part], count: int, store: Columns, out: Any) -> Any:
-    """Gather ``count`` rows out of chunks that hold the same data in, perhaps, different columns."""
-    first = parts[0].column
-    if first.names and all(part.column.names == first.names for part in parts):
-        outs = outputs_by_name(out, first.names)
-        return {
-            name: _gather(_fields(parts, n), count, store, outs[name]) for n, name in enumerate(first.names)
-        }
-    length = len(first.shape[1])
-    if length and out is None and all(part.column.shape == first.shape for part in parts):
-        columns = [_gather(_fields(parts, n), count, store, None) for n in range(length)]
-        if isinstance(first.column.type, NamedTupleType):
-            return tuple.__new__(store.chunks.finder.namedtuple(*first.shape), columns)
-        return tuple(columns)
-    blocks = [part.column.block for part in parts if part.column.block is not None]
-    kinds = {(kind, block.shape[1:]) for block, kind in blocks}
-    if len(blocks) == len(parts) and len(kinds) == 1:
-        return _gather_blocks(parts, [block for block, _ in blocks], blocks[0][1], count, out)
-    samples: list[Any] = [None] * count
-    for part in parts:
-        read = part.column.reader(store.readers(), part.chunk)
-        for position, row in zip(part.positions.tolist(), part.rows.tolist(), strict=True):
-            samples[position] = read(row)
-    return join(samples, out)
-
-
-def _fields(parts: list[_Part], number: int) -> list[_Part]:
-    return [_Part(chunk, column.field(number), rows, places) for chunk, column, rows, places in parts]
+            return None
+        block, kind = found
+        kinds.add((kind, block.shape[1:]))
+        inside = 0 <= _address(block) - memory.address <= memory.nbytes - block.nbytes
+        if len(kinds) > 1 or len(block) != len(column) or not (inside or not block.nbytes):
+            return None
+        alike.setdefault((block.dtype, id(memory)), {})[chunk] = block
+    ((kind, shape),) = kinds
+    piece_of = np.zeros(len(columns), np.int64)
+    for number, blocks in enumerate(alike.values()):
+        piece_of[list(blocks)] = number
+    pieces = [_Piece(blocks, chunks, chunk_of) for blocks in alike.values() if math.prod(shape)]
+    return _Pieces(kind, shape, pieces, piece_of[chunk_of])
 
 
 def _keys(column: Any) -> tuple[str, ...]:
+    """The keys of dicts that all have the same ones; else nothing."""
     if not pa.types.is_struct(column.type) or column.null_count:
         return ()
-    if any(isinstance(field.type, OptionalType) for field in column.type):
+    if any(isinstance(field.type, KeysType) for field in column.type):
         return ()
     names = tuple(field.name for field in column.type)
     return names if len(set(names)) == len(names) else ()
 
 
-def tuple_shape(kind: Any) -> tuple[str, tuple[str, ...]]:
-    """The class and the fields of tuples that all have the same; no fields for any other type."""
-    if isinstance(kind, TupleType | NamedTupleType) and pa.types.is_struct(kind.storage_type):
+def tuple_shape(column: Any) -> tuple[str, tuple[str, ...]]:
+    """The class and the fields of a column's tuples, if all have the same; no fields for any other column."""
+    kind = column.type
+    is_tuple = isinstance(kind, TupleType | NamedTupleType) and pa.types.is_struct(kind.storage_type)
+    if is_tuple and not column.storage.null_count:
         return kind.parameters.get("python", ""), tuple(field.name for field in kind.storage_type)
     return "", ()
 
@@ -153,7 +210,9 @@ def _block(column: Any, memory: SharedBuffer) -> tuple[Array, ArrayKind] | None:
     """A column as one array and what its rows are; None where it cannot be one."""
     kind = column.type
     if isinstance(kind, ArrayType):
-        return None if pa.types.is_dictionary(kind.storage_type) else block_of(column, memory)
+        storage = column.storage
+        is_whole = not storage.null_count or pa.types.is_null(storage.type)  # of arrays without items
+        return block_of(column, memory) if is_whole and not pa.types.is_dictionary(storage.type) else None
     if column.null_count or not _is_number(kind):
         return None
     dtype = np.dtype(kind.to_pandas_dtype())
@@ -164,20 +223,6 @@ def _block(column: Any, memory: SharedBuffer) -> tuple[Array, ArrayKind] | None:
 def _is_number(kind: Any) -> bool:
     """Whether values of an Arrow type are Python's int, of at most 64 bits, or float."""
     return bool(kind == pa.float64() or (pa.types.is_integer(kind) and kind != pa.uint64()))
-
-
-def _gather_blocks(parts: list[_Part], blocks: list[Array], kind: ArrayKind, count: int, out: Any) -> Any:
-    shape = (count, *blocks[0].shape[1:])
-    target = np.empty(shape, kind.dtype) if out is None else output_array(out, shape, kind)
-    for part, block in zip(parts, blocks, strict=True):
-        if len(block) <= part.rows.max(initial=-1):
-            raise IndexError(f"a column of {len(block):,} items ends before row {part.rows.max():,}")
-    if len(parts) == 1 and blocks[0].dtype == kind.dtype:
-        blocks[0].take(parts[0].rows, axis=0, out=target, mode="clip")  # "raise" would buffer; checked before
-    else:
-        for part, block in zip(parts, blocks, strict=True):
-            target[part.positions] = block.take(part.rows, axis=0)
-    return _finished(target, kind) if out is None else out
 
 
 def _finished(array: Array, kind: ArrayKind) -> Any:
@@ -239,7 +284,7 @@ def output_array(out: Any, shape: tuple[int, ...], kind: ArrayKind) -> Array:
         TypeError: If rows cannot be gathered into it.
     """
     if type(out) is torch.Tensor and out.dtype is kind.torch_dtype and out.shape == shape:
-        if out.layout is torch.strided and out.is_contiguous() and out.device.type == "cpu":
+        if out.is_cpu and out.layout is torch.strided and out.is_contiguous():
             return array_of_tensor(out.detach(), kind.dtype)
     elif isinstance(out, torch.Tensor):
         found = kind_of_tensor(out)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copyreg
+import io
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -11,16 +14,10 @@ import pyarrow as pa
 import torch
 
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
-from shmloader.store import foreign, kinds
+from shmloader.store import kinds
+from shmloader.store.handles import register
 from shmloader.store.mapping import KeyHashes, KeyIndex, MappingStore, SetStore, pickled_missing
-from shmloader.store.memory import (
-    Make,
-    MemoryWriter,
-    Table,
-    write_items,
-    write_sequence,
-    write_stream,
-)
+from shmloader.store.memory import Make, MemoryWriter, Table, write_rows
 from shmloader.store.rows import RowStore
 
 Write = Callable[[MemoryWriter], Make]
@@ -55,12 +52,12 @@ def array_writer(value: Any) -> Write:
 
 def rows_writer(value: Any, copy: bool, progress: bool | None) -> Write:
     """The writer of what becomes a store: containers of objects, iterators, Arrow and pandas data."""
-    if foreign.is_arrow(value):
+    if kinds.is_arrow(value):
         return lambda writer: _store(writer, _write_arrow(value, writer), copy)
-    if foreign.is_pandas(value):
-        return lambda writer: _store(writer, write_stream(_pandas_rows(value), writer, progress), copy)
+    if kinds.is_pandas(value):
+        return lambda writer: _store(writer, write_rows(_pandas_rows(value), writer, progress), copy)
     if isinstance(value, Iterator):
-        return lambda writer: _store(writer, write_stream(value, writer, progress), copy)
+        return lambda writer: _store(writer, write_rows(value, writer, progress), copy)
     if kinds.container_kind(value) is set:
         return lambda writer: _write_set(value, writer, progress)
     if isinstance(value, Mapping):
@@ -73,7 +70,7 @@ def _store(writer: MemoryWriter, table: Table, copy: bool) -> Make:
 
 
 def _write_rows(value: Any, writer: MemoryWriter, copy: bool, progress: bool | None) -> Make:
-    table = write_sequence(value, writer, progress)
+    table = write_rows(value, writer, progress)
     if isinstance(value, list | tuple):
         writer.remember(value, table)
     return _store(writer, table, copy)
@@ -81,7 +78,7 @@ def _write_rows(value: Any, writer: MemoryWriter, copy: bool, progress: bool | N
 
 def _write_mapping(value: Any, writer: MemoryWriter, copy: bool, progress: bool | None) -> Make:
     missing, hashes = pickled_missing(value), KeyHashes()
-    table = write_items(value.items(), len(value), writer, progress, hashes.add)
+    table = write_rows(value.items(), writer, progress, lambda chunk: hashes.add(key for key, _ in chunk))
     layout = hashes.write(writer.out)
 
     def make(buffer: SharedBuffer) -> MappingStore:
@@ -96,7 +93,7 @@ def _write_mapping(value: Any, writer: MemoryWriter, copy: bool, progress: bool 
 def _write_set(value: Any, writer: MemoryWriter, progress: bool | None) -> Make:
     members, hashes = list(value), KeyHashes()
     hashes.add(members)
-    table = write_sequence(members, writer, progress)
+    table = write_rows(members, writer, progress)
     layout = hashes.write(writer.out)
 
     def make(buffer: SharedBuffer) -> SetStore:
@@ -130,22 +127,22 @@ def _pandas_rows(data: Any) -> Iterator[Any]:
 
 
 def foreign_writer(value: Any) -> Write | None:
-    """The writer of Arrow data, a pandas frame or a Hugging Face dataset, which keeps its class.
+    """The writer of Arrow data, a pandas object or a Hugging Face dataset, which keeps its class.
 
     Returns:
         None where its data is mapped from a file already.
     """
-    if foreign.is_arrow(value):
+    if kinds.is_arrow(value):
         return lambda writer: _write_in_place(value, writer)
-    if foreign.is_pandas(value):
-        return lambda writer: _write_frame(value, writer)
-    table = foreign.table_in_memory(value)
+    if kinds.is_pandas_part(value):
+        return lambda writer: _write_pandas(value, writer)
+    table = _table_in_memory(value)
     if table is None:
         return None
 
     def write(writer: MemoryWriter) -> Make:
         make = _write_in_place(table, writer)
-        return lambda buffer: foreign.with_table(value, make(buffer))
+        return lambda buffer: _with_table(value, make(buffer))
 
     return write
 
@@ -162,49 +159,88 @@ def _write_in_place(data: Any, writer: MemoryWriter) -> Make:
         if isinstance(data, pa.Table):
             return pa.Table.from_batches(batches, data.schema)
         columns = pa.chunked_array([batch.column(0) for batch in batches], data.type)
-        return (
-            columns
-            if isinstance(data, pa.ChunkedArray)
-            else columns.combine_chunks()
-            if not batches
-            else batches[0].column(0)
-        )
+        if isinstance(data, pa.ChunkedArray):
+            return columns
+        return columns.chunk(0) if batches else columns.combine_chunks()
 
     return make
 
 
-def _write_frame(frame: Any, writer: MemoryWriter) -> Make:
-    """Write a pandas Series or DataFrame: numbers as arrays, texts and other objects as Arrow has them."""
-    columns = [frame] if frame.ndim == 1 else [frame.iloc[:, number] for number in range(frame.shape[1])]
-    makes = [_write_series(column, writer) for column in columns]
+def _write_pandas(value: Any, writer: MemoryWriter) -> Make:
+    """Write a pandas object as it pickles itself, with the memory of its arrays beside the pickle."""
+    out: list[pickle.PickleBuffer] = []
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, 5, buffer_callback=out.append)
+    pickler.dispatch_table = {**copyreg.dispatch_table, np.ndarray: _reduce_with_times}
+    pickler.dump(_with_texts_in_arrow(value))
+    pickled = file.getvalue()
+    if len(pickled) >= kinds.LEAST_NBYTES:
+        raise TypeError(
+            f"{len(pickled):,} bytes of it are Python objects, not arrays: convert these columns, or keep "
+            "them in a list or a dict"
+        )
+    views = [buffer.raw() for buffer in out]
+    writer.out.reserve(writer.out.nbytes + sum(view.nbytes for view in views))  # before any page is touched
+    places = [(writer.out.append(view), view.nbytes) for view in views]
 
     def make(buffer: SharedBuffer) -> Any:
-        made = [one(buffer) for one in makes]
-        if frame.ndim == 1:
-            return made[0]
-        import pandas as pd
-
-        shared = pd.DataFrame(dict(enumerate(made)), index=frame.index, copy=False)
-        shared.columns = frame.columns
-        return shared
+        view = buffer.view
+        return pickle.loads(pickled, buffers=[view[begin : begin + nbytes] for begin, nbytes in places])
 
     return make
 
 
-def _write_series(series: Any, writer: MemoryWriter) -> Make:
+def _reduce_with_times(array: np.ndarray[Any, Any]) -> Any:
+    """The pickle of an array, whose memory NumPy itself leaves in the pickle where it holds times."""
+    if array.dtype.kind in "mM":
+        return np.ndarray.view, (array.view(np.int64), array.dtype)
+    return array.__reduce_ex__(5)
+
+
+def _reduce_arrow_backed(array: Any) -> Any:
+    """The pickle of a pandas array over Arrow's, which would copy that first."""
+    return _arrow_backed, (array.dtype, array.__arrow_array__())
+
+
+def _arrow_backed(dtype: Any, data: Any) -> Any:
+    return dtype.__from_arrow__(data)
+
+
+def _with_texts_in_arrow(value: Any) -> Any:
+    """A pandas object whose columns of Python's texts are Arrow's."""
     import pandas as pd
 
-    if isinstance(series.dtype, np.dtype) and not series.dtype.hasobject:
-        array = writer.array(series.to_numpy())
-        return lambda buffer: pd.Series(array(buffer), index=series.index, name=series.name, copy=False)
-    try:
-        arrow = pa.chunked_array([pa.array(series, from_pandas=True)])
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
-        return lambda buffer: series  # values of no common type
-    column = _write_in_place(arrow, writer)
+    for kind in (pd.arrays.ArrowExtensionArray, pd.arrays.ArrowStringArray):
+        register(kind, _reduce_arrow_backed)
 
-    def make(buffer: SharedBuffer) -> Any:
-        values = pd.arrays.ArrowExtensionArray(column(buffer))
-        return pd.Series(values, index=series.index, name=series.name, copy=False)
+    def texts(series: Any) -> Any:
+        is_of_objects = getattr(series.dtype, "hasobject", False)
+        if not is_of_objects or pd.api.types.infer_dtype(series, skipna=True) != "string":
+            return series
+        return series.astype(pd.ArrowDtype(pa.large_string()))
 
-    return make
+    if isinstance(value, pd.Series):
+        return texts(value)
+    if isinstance(value, pd.DataFrame):
+        value = value.copy(deep=False)
+        for number, kind in enumerate(value.dtypes):
+            if getattr(kind, "hasobject", False):
+                value.isetitem(number, texts(value.iloc[:, number]))
+    return value
+
+
+def _table_in_memory(dataset: Any) -> Any:
+    """The Arrow table of a Hugging Face dataset, where it is not mapped from files."""
+    data = getattr(dataset, "data", None)
+    return data.table if data is not None and type(data).__name__ == "InMemoryTable" else None
+
+
+def _with_table(dataset: Any, table: Any) -> Any:
+    """A copy of a Hugging Face dataset with another Arrow table of the same contents."""
+    import copy
+
+    from datasets.table import InMemoryTable
+
+    shared = copy.copy(dataset)
+    vars(shared)["_data"] = InMemoryTable(table)
+    return shared

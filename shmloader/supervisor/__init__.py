@@ -9,7 +9,6 @@ death is an event of its own (a pidfd, elsewhere the process sentinel), waited f
 * `shmloader.supervisor.worker_process`: one worker process and its pipes
 * `shmloader.supervisor.launch`: the start of a worker process, and its first line
 * `shmloader.supervisor.spawn_payload`: arguments of workers that start together, pickled once
-* `shmloader.supervisor.mapped_arrays`: arrays over files in such a pickle
 * `shmloader.supervisor.fork_server`, `fork_server_ready`: the fork server, and its last import
 * `shmloader.supervisor.death_reports`: messages about workers that died or do not answer
 * `shmloader.supervisor.threads`: all worker threads of one iterator, and their queues

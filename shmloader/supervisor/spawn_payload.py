@@ -21,14 +21,16 @@ from multiprocessing.context import set_spawning_popen
 from types import FunctionType, TracebackType
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.multiprocessing
 
 from shmloader.codec.layout import align
-from shmloader.errors import WorkerStartError
+from shmloader.errors import LoaderError, WorkerStartError
 from shmloader.shared_memory import Descriptor, map_copy_on_write
+from shmloader.store.handles import reduce_array
+from shmloader.store.mapped_files import MappedFiles
 from shmloader.supervisor.base import MakeArguments
-from shmloader.supervisor.mapped_arrays import MappedArrayReducers
 from shmloader.worker.loop import WorkerArguments
 
 _LARGE_NBYTES = 64 << 10  # an array that is worth a place of its own
@@ -102,7 +104,7 @@ class SpawnPayload:
                     "lift the limit on the size of files (ulimit -f), free memory, or use "
                     "multiprocessing_context='fork'."
                 )
-            elif not isinstance(error, WorkerStartError):
+            elif not isinstance(error, LoaderError):
                 error.add_note(
                     f"A shmloader worker could not be started with start method {self._method!r}, which "
                     "pickles the dataset, collate_fn and worker_init_fn. Use classes and functions defined "
@@ -127,7 +129,7 @@ class SpawnPayload:
             self._pickler = kind(file, 5, True, goes_into_the_stream)
             table = self._pickler.dispatch_table
             table.update(self._noting_what_is_for_one(table))
-            table.update(MappedArrayReducers().table())
+            table.update(_array_reducers())
             # For what is only pickled to a process that is being started, and for its descriptors.
             receiver: Any = _Receiver(self._passed)
             set_spawning_popen(receiver)
@@ -176,6 +178,21 @@ class SpawnPayload:
         self._for_one = self._taken = False
         self.arrays_nbytes = 0
         self._pickler = None
+
+
+def _array_reducers() -> dict[type, Callable[[Any], Any]]:
+    """Reducers of arrays by type: those in shared memory or mapped files are sent by handle."""
+    files = MappedFiles()
+
+    def reduce(array: Any) -> Any:
+        reduced = reduce_array(array, files)
+        if reduced is not None:
+            return reduced
+        if type(array) is np.memmap:  # whose own pickle would hold the contents once for each worker
+            return np.ndarray.view, (np.asarray(array), np.memmap)
+        return array.__reduce_ex__(5)
+
+    return {np.ndarray: reduce, np.memmap: reduce}
 
 
 _Place = tuple[int, int]

@@ -36,7 +36,7 @@ def test_growth_is_compared_with_the_list(tmp_path: Path, capsys: pytest.Capture
     assert theirs["data_nbytes"] > 20_000 * 100  # a dict, a string and two references at the least
     assert len(ours["growth_nbytes"]) == 1
     assert "of the list" in output
-    assert "a worker grows by under 5% of the list" in output
+    assert "a worker grows by under 1% of the list" in output
     assert report["targets"][0]["figure"].endswith("%")
     assert report["machine"]["cores"] >= 1
 

@@ -392,7 +392,6 @@ def test_progress_is_shown_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch, c
 
 
 def test_short_builds_show_nothing(capsys: Any) -> None:
-    progress = BuildProgress(True, 10)
-    progress.show(5)
-    progress.close()
+    with BuildProgress(True, 10) as progress:
+        progress.show(5)
     assert capsys.readouterr().err == ""

@@ -23,6 +23,7 @@ from shmloader import open as open_store
 from shmloader import share
 from shmloader.store import Store
 from shmloader.store.handles import is_shared, pack, unpack
+from shmloader.store.mapped_files import MappedFiles
 
 # Types of NumPy.
 
@@ -184,7 +185,7 @@ def test_sparse_tensors_in_rows_are_compared_and_measured() -> None:
     assert store != [torch.eye(3)] * 40
     shared = share(SimpleNamespace(few=[*sparse, torch.zeros(1 << 19)]))
     assert shared.few[0] is sparse[0]
-    assert is_shared(shared.few[2])
+    assert is_shared(shared.few[2], MappedFiles())
 
 
 # What errors say.
@@ -197,8 +198,9 @@ def test_what_cannot_be_pickled_is_an_error_that_says_what_and_why() -> None:
     for value in (lambda: 1, Local()):
         with pytest.raises((AttributeError, pickle.PicklingError)) as raised:
             share([value])
-        (note,) = raised.value.__notes__
-        assert f"pickling a {type(value).__qualname__}, as values are kept" in note
+        why, which = raised.value.__notes__
+        assert f"pickling a {type(value).__qualname__}, as values are kept" in why
+        assert f"element [0] is a {type(value).__qualname__}" in which
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

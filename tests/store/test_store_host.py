@@ -339,8 +339,8 @@ def test_what_was_done_is_logged(name: str, caplog: pytest.LogCaptureFixture) ->
         shared = share_on_host(Building(build), name=name)
         share_on_host(Building(build_never), name=name)
     text = caplog.text
-    assert f"built {shared.nbytes:,} bytes" in text
-    assert f"attached to {shared.nbytes:,} bytes" in text
+    assert f"built {shared.buffer.nbytes:,} bytes" in text
+    assert f"attached to {shared.buffer.nbytes:,} bytes" in text
 
 
 # Real ranks: programs of their own.

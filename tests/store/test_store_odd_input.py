@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import resource
@@ -62,6 +63,7 @@ def test_a_list_whose_elements_raise_anything_when_pickled_stays() -> None:
 
 
 def test_want_of_descriptors_is_an_error_with_the_limit_and_what_to_do() -> None:
+    gc.collect()  # or descriptors of earlier tests may be closed on the way
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = os.dup(0)
     os.close(highest)

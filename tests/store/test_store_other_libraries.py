@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmloader import DataLoader, share
+from shmloader import DataLoader, NotSharedWarning, share
 from shmloader import open as open_store
 from shmloader.store import Store
 from shmloader.store.handles import is_shared, pack, unpack
+from shmloader.store.mapped_files import MappedFiles
 from shmloader.testing import identical
 
 
@@ -104,12 +105,41 @@ def test_pandas_frames_in_a_dataset_are_frames_over_shared_memory(pandas: Any) -
     assert shared.frame["n"].equals(original.frame["n"])
     assert shared.frame.iloc[7].to_dict() == original.frame.iloc[7].to_dict()
     assert shared.series.equals(original.series)
-    assert shared.index is original.index
+    assert shared.index.equals(original.index)
+    assert is_shared(shared.index.to_numpy(), MappedFiles())
     again = unpack(*pack(shared))
     for frames in (shared, again):
         for values in (frames.frame["n"], frames.frame["x"], frames.series):
-            assert is_shared(values.to_numpy())
+            assert is_shared(values.to_numpy(), MappedFiles())
     assert again.frame.iloc[-1].to_dict() == original.frame.iloc[-1].to_dict()
+
+
+def test_frames_keep_their_types_and_their_index(pandas: Any) -> None:
+    count = 100_000
+    names = [f"image {n}.jpg" for n in range(count)]
+    columns = {
+        "texts": names,
+        "categories": pandas.Categorical(["a", "b"] * (count // 2)),
+        "times": pandas.date_range("2020", periods=count, freq="s"),
+        "nullable": pandas.array([1, None] * (count // 2), dtype="Int64"),
+    }
+    holder = Frames(pandas)
+    holder.frame = pandas.DataFrame(columns, index=pandas.MultiIndex.from_arrays([names, np.arange(count)]))
+    shared = share(holder)
+    assert shared.frame.equals(holder.frame)
+    assert shared.frame.dtypes.equals(holder.frame.dtypes)
+    assert len(pack(shared)[0]) < 20_000
+
+
+def test_a_frame_of_python_objects_is_left_with_a_warning(pandas: Any) -> None:
+    holder = Frames(pandas)
+    holder.frame["odd"] = pandas.Series([(n, "x") for n in range(300_000)], dtype=object)
+    with pytest.warns(
+        NotSharedWarning, match=r"Frames\.frame, a DataFrame .* are Python objects, not arrays"
+    ):
+        shared = share(holder)
+    assert shared.frame is holder.frame
+    assert shared.series is not holder.series
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ import torch
 
 from shmloader import DataLoader, NotSharedWarning, share
 from shmloader.store import MappingStore, SetStore, Store
-from shmloader.store.handles import file_of, is_shared, pack, unpack
+from shmloader.store.handles import is_shared, pack, unpack
+from shmloader.store.mapped_files import MappedFiles
 
 ROWS = 30_000
 
@@ -189,17 +190,21 @@ def test_all_that_could_not_be_shared_is_one_warning() -> None:
 # Arrays, tensors, Arrow data and files.
 
 
+def in_memory_once(value: Any) -> bool:
+    return is_shared(value, MappedFiles())
+
+
 def test_an_array_and_a_tensor_stay_what_they_are() -> None:
     for shared in either_way(np.arange(1 << 18)):
         assert type(shared) is np.ndarray
-        assert is_shared(shared)
-        assert is_shared(shared[5:100])
+        assert in_memory_once(shared)
+        assert in_memory_once(shared[5:100])
         assert not shared.flags.writeable
         assert share(shared) is shared
     for tensor in either_way(torch.arange(1 << 18)):
         assert type(tensor) is torch.Tensor
-        assert is_shared(tensor)
-        assert is_shared(tensor[3:])
+        assert in_memory_once(tensor)
+        assert in_memory_once(tensor[3:])
 
 
 def test_a_shared_tensor_of_a_dataset_is_saved_by_torch(tmp_path: Path) -> None:
@@ -231,9 +236,16 @@ def mapped(folder: Path) -> dict[str, Any]:
     return {"memmap": array, "asarray": np.asarray(array)[3:], "tensor": tensor, "strided": array[::-7]}
 
 
+def path_of(value: Any) -> str | None:
+    """The file that an array or a tensor is mapped from."""
+    address = np.asarray(value).__array_interface__["data"][0]
+    items = MappedFiles().items_at(address, address + 8)
+    return None if items is None else items.path
+
+
 def read_mapped(holder: Any, pipe: Connection) -> None:
     values = vars(holder)
-    pipe.send({name: (int(value[5]), len(value), file_of(value)) for name, value in values.items()})
+    pipe.send({name: (int(value[5]), len(value), path_of(value)) for name, value in values.items()})
 
 
 def test_mapped_files_stay_files_and_are_sent_by_path(tmp_path: Path) -> None:

@@ -243,7 +243,7 @@ def test_want_of_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def exhausted(*_: Any, **__: Any) -> Any:
         raise SharedMemoryExhausted("too big")
 
-    monkeypatch.setattr(writing, "write_sequence", exhausted)
+    monkeypatch.setattr(writing, "write_rows", exhausted)
     with pytest.raises(SharedMemoryExhausted):
         share(Images())
 

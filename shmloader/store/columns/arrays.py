@@ -12,9 +12,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
+from pyarrow import types as arrow
 
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
+from shmloader.codec.leaves import wrap_tensor
+from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.arrays import PLAIN_KINDS, Array, ArrayKind, array_of_tensor
+from shmloader.store.columns.compiled import Scope, numbers_of
 from shmloader.store.columns.types import ArrayType, ScalarType
 
 _TENSOR_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODE_OF_TORCH_DTYPE}
@@ -71,14 +76,13 @@ def arrays_to_arrow(values: list[Any], kind: ArrayKind) -> Any:
     return ArrayType(lists.type, ndim=kind.ndim, **names).wrap(lists)
 
 
-def lists_to_arrow(lengths: Any, items: Any, absent: Any = None) -> Any:
-    """A column of lists of these lengths, over the items of all; ``absent`` tells where there is none."""
+def lists_to_arrow(lengths: Any, items: Any) -> Any:
+    """A column of lists of these lengths, over the items of all."""
     ends = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=ends[1:])
-    mask = None if absent is None else pa.array(absent)
     if ends[-1] < 1 << 31:
-        return pa.ListArray.from_arrays(pa.array(ends.astype(np.int32)), items, mask=mask)
-    return pa.LargeListArray.from_arrays(pa.array(ends), items, mask=mask)
+        return pa.ListArray.from_arrays(pa.array(ends.astype(np.int32)), items)
+    return pa.LargeListArray.from_arrays(pa.array(ends), items)
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
@@ -116,3 +120,91 @@ def shape_of_type(kind: ArrayType) -> tuple[int, ...] | None:
     if not all(isinstance(size, int) and size >= 0 for size in shape):
         raise ValueError(f"{shape!r} is no shape")
     return tuple(shape)
+
+
+# Reading.
+
+
+def block_of(column: Any, memory: SharedBuffer | None = None) -> tuple[Array, ArrayKind] | None:
+    """All arrays of a column as one, where they have one shape; None where they differ.
+
+    Raises:
+        ValueError: If the type contradicts itself, or the storage is too short.
+    """
+    kind, shape = kind_of_type(column.type), shape_of_type(column.type)
+    if shape is None:
+        return None
+    storage = column.storage
+    if arrow.is_null(storage.type):
+        return np.empty((len(storage), *shape), kind.dtype), kind
+    if not arrow.is_fixed_size_list(storage.type):
+        raise ValueError(f"arrays of shape {shape} over {storage.type} mean nothing")
+    width = storage.type.list_size
+    size = _size_of(storage.type.value_type, kind)
+    flat = _flat(storage.values, kind, memory)
+    begin = storage.offset * width // size
+    return flat[begin : begin + len(storage) * width // size].reshape(len(storage), *shape), kind
+
+
+def _size_of(items: Any, kind: ArrayKind) -> int:
+    """How many items of Arrow are one of NumPy."""
+    if items == (pa.from_numpy_dtype(kind.dtype) if is_native(kind.dtype) else None):
+        return 1
+    if items == pa.uint8():
+        return kind.dtype.itemsize
+    raise ValueError(f"arrays of {kind.dtype} over {items} mean nothing")
+
+
+def _flat(values: Any, kind: ArrayKind, memory: SharedBuffer | None) -> Array:
+    """All items of a column; writable for tensors in shared memory."""
+    buffer = values.buffers()[1]
+    if buffer is None or not buffer.size:
+        return np.empty(0, kind.dtype)
+    offset = 0
+    source: Any = buffer
+    if (
+        kind.torch_dtype is not None
+        and memory is not None
+        and 0 <= buffer.address - memory.address < memory.nbytes
+    ):
+        source, offset = memory.private, buffer.address - memory.address
+    nbytes = (len(values) + values.offset) * values.type.bit_width // 8
+    # Not np.ndarray(shape, dtype, source): that looks behind a read-only view.
+    return np.frombuffer(source, kind.dtype, min(nbytes, buffer.size) // kind.dtype.itemsize, offset)
+
+
+def array_expression(column: Any, scope: Scope) -> str:
+    """Source of the array or tensor in row ``i``."""
+    found = block_of(column, scope.memory)
+    if found is not None:
+        block, kind = found
+        dots = "" if kind.ndim else ", ..."  # else a scalar
+        return _as_rows(f"{scope.bind(block)}[i{dots}]", kind, scope)
+    kind = kind_of_type(column.type)
+    storage = column.storage
+    lists = storage.field(0) if arrow.is_struct(storage.type) else storage
+    if not (arrow.is_list(lists.type) or arrow.is_large_list(lists.type)):
+        raise ValueError(f"arrays over {storage.type} mean nothing")
+    size = _size_of(lists.type.value_type, kind)
+    ends: Any = numbers_of(lists, 1, "i" if arrow.is_list(lists.type) else "q", len(lists) + 1)
+    if size > 1:
+        ends = np.asarray(ends) // size
+    named = scope.bind(ends)
+    value = f"{scope.bind(_flat(lists.values, kind, scope.memory))}[{named}[i] : {named}[i + 1]]"
+    if kind.ndim > 1:
+        sizes = storage.field(1)
+        flat = np.asarray(numbers_of(sizes.values, 1, "q", len(sizes.values)))
+        shapes = flat[sizes.offset * kind.ndim :][: len(sizes) * kind.ndim].reshape(len(sizes), kind.ndim)
+        value += f".reshape({scope.bind(shapes)}[i])"
+    return _as_rows(value, kind, scope)
+
+
+def _as_rows(array: str, kind: ArrayKind, scope: Scope) -> str:
+    """The expression of what a stored array stands for."""
+    if scope.copy:
+        array += ".copy()"
+    if kind.torch_dtype is None:
+        return array
+    if DTYPES[CODE_OF_TORCH_DTYPE[kind.torch_dtype]].native:
+        return f"{scope.bind(torch.from_numpy)}({array})"
+    return f"{scope.bind(wrap_tensor)}({array}, {scope.bind(kind.torch_dtype)})"

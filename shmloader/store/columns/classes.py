@@ -45,12 +45,45 @@ def is_plain_namedtuple(kind: type) -> bool:
 
 
 def is_plain_dataclass(kind: type) -> bool:
-    """Whether ``kind`` is a dataclass whose instances are nothing but their ``__dict__``."""
-    return (
-        "__dataclass_fields__" in vars(kind)
-        and all(not vars(base).get("__slots__") for base in kind.__mro__)
-        and all(getattr(kind, name, None) is getattr(object, name, None) for name in _MAKES_AND_PICKLES)
-    )
+    """Whether ``kind`` is a dataclass whose instances are nothing but their ``__dict__``, or their slots."""
+    if "__dataclass_fields__" not in vars(kind):
+        return False
+    slots = [name for base in kind.__mro__ for name in vars(base).get("__slots__", ())]
+    if slots and (kind.__dictoffset__ or sorted(slots) != sorted(vars(kind)["__dataclass_fields__"])):
+        return False
+    return all(_is_own(getattr(kind, name, None), getattr(object, name, None)) for name in _MAKES_AND_PICKLES)
+
+
+def _is_own(found: Any, usual: Any) -> bool:
+    """Whether a method is Python's: also that which ``dataclass`` writes for frozen classes with slots."""
+    return found is usual or getattr(found, "__module__", None) == "dataclasses"
+
+
+def state_of(value: Any) -> dict[str, Any]:
+    """What a plain dataclass is restored from; AttributeError where a slot is empty."""
+    kind: Any = type(value)
+    if kind.__dictoffset__:
+        state: dict[str, Any] = vars(value)
+        return state
+    return {name: getattr(value, name) for name in kind.__dataclass_fields__}
+
+
+def maker_of(kind: type) -> Callable[[dict[str, Any]], Any]:
+    """The function that makes an instance of a plain dataclass of its state, as pickle does it."""
+    new, set_slot = object.__new__, object.__setattr__  # frozen dataclasses let nothing else through
+
+    def make(state: dict[str, Any]) -> Any:
+        instance: Any = new(kind)
+        instance.__dict__.update(state)
+        return instance
+
+    def make_with_slots(state: dict[str, Any]) -> Any:
+        instance: Any = new(kind)
+        for name, value in state.items():
+            set_slot(instance, name, value)
+        return instance
+
+    return make if kind.__dictoffset__ else make_with_slots
 
 
 class ClassFinder:

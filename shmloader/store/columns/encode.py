@@ -2,21 +2,21 @@
 
 Columns are chosen from the exact types of the values, so that what is read equals what was given.
 
-Each type has one column. Values of several types are a dense union of these; None beside another type is
-Arrow's null where that type has nulls. Subclasses of the types that columns know (an ``OrderedDict``, a
-``str`` subclass) are pickled, and so is everything else that no column gives back as it was.
+Each type has one column. Values of several types are a dense union of these; None is Arrow's null. Subclasses
+of the types that columns know (an ``OrderedDict``, a ``str`` subclass) are pickled, and so is everything else
+that no column gives back as it was.
+
+An object that occurs several times is kept once: in a dictionary where it repeats in a column of a chunk (at
+least half of the values), and as a link where it is a row of a container that was written before (COCO's
+annotations are in a list, in a dict by id, and in a dict of lists by image).
 """
 
 from __future__ import annotations
 
-import datetime as dt
-import decimal
 import enum
-import pathlib
-import uuid
-import zoneinfo
-from array import array
-from collections.abc import Callable, Hashable, Sequence
+import sys
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 from itertools import chain, compress, cycle, pairwise
 from operator import is_, itemgetter
 from typing import Any
@@ -28,9 +28,14 @@ import torch
 from shmloader.store.arrays import has_plain_dtype, kind_of_array, kind_of_tensor
 from shmloader.store.columns import types
 from shmloader.store.columns.arrays import arrays_to_arrow, lists_to_arrow, scalars_to_arrow
-from shmloader.store.columns.classes import is_plain_dataclass, is_plain_namedtuple, name_of_class
-from shmloader.store.columns.links import Links
+from shmloader.store.columns.classes import (
+    is_plain_dataclass,
+    is_plain_namedtuple,
+    name_of_class,
+    state_of,
+)
 from shmloader.store.columns.pickles import pickles_to_arrow, refer_to_themselves
+from shmloader.store.columns.values import ENCODERS, UnfitError, is_unicode
 
 _NONE = type(None)
 _MOST_KINDS = 127  # as many as Arrow's union has
@@ -38,45 +43,27 @@ _MOST_DEPTH = 12  # of containers in containers; also what ends the walk into a 
 _MOST_FIELDS = 4096
 _LEAST_FILLED = 0.125  # of optional fields: if fewer are there, each dict keeps its own keys
 _MOST_TUPLE = 64
-_SAMPLED_TEXTS = 256
-_MOST_WORDS = 4096  # different texts of a column that are kept once each
-_EPOCH = dt.datetime(1970, 1, 1)  # noqa: DTZ001 - Arrow's
-_MICROSECOND = dt.timedelta(microseconds=1)
+_SAMPLED = 64
+_LEAST_ROWS, _LARGE_NBYTES = 64, 1 << 12  # of a column, or of a value in it, that may repeat
+_OWN_REFERENCES = 3  # of a value that only its list and its record refer to: those two, and the argument
 
-ABSENT: Any = object()
-"""Stands for the value of a key that a dict does not have."""
+Place = tuple[int, int]
+"""A row of a container that was written before: the number of the container, and of the row."""
 
 
 class Encoder:
     """Makes columns of values, and of the values inside them.
 
     Args:
-        links: Where values that occur several times are kept once; None to keep each in its place.
+        earlier: Rows of containers that were written before, by the ``id`` of each object.
 
     Attributes:
         classes: The classes that columns name, by these names.
     """
 
-    def __init__(self, links: Links | None = None) -> None:
+    def __init__(self, earlier: Mapping[int, Place] | None = None) -> None:
         self.classes: dict[str, type] = {}
-        self._links = links
-        self._scalars: dict[type, Callable[[list[Any]], Any]] = {
-            int: _ints,
-            float: lambda values: _numbers(values, "d"),
-            bool: lambda values: pa.array(values, pa.bool_()),
-            str: _texts,
-            bytes: _octets,
-            dt.date: lambda values: pa.array(values, pa.date32()),
-            dt.time: _times,
-            dt.timedelta: lambda values: pa.array(values, pa.duration("us")),
-            dt.datetime: _datetimes,
-            decimal.Decimal: lambda values: types.DecimalType(pa.string()).wrap(_as_texts(values)),
-            uuid.UUID: lambda values: types.UuidType(pa.binary(16)).wrap(
-                pa.array([None if value is None else value.bytes for value in values], pa.binary(16))
-            ),
-        }
-        for kind in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath):
-            self._scalars[kind] = _paths
+        self._earlier = {} if earlier is None else earlier
         self._containers: dict[type, Callable[[list[Any], int], Any]] = {
             dict: self._dicts,
             list: self._lists,
@@ -101,82 +88,69 @@ class Encoder:
             Exception: What pickling a value raises that no other column holds.
         """
         kinds = set(map(type, values))
-        if len(kinds) > 1:
-            return self._several(kinds, values, depth)
-        if not kinds or _NONE in kinds:
+        if kinds <= {_NONE}:
             return pa.nulls(len(values))
-        return self._of_kind(kinds.pop(), values, depth)
-
-    def _several(self, kinds: set[type], values: list[Any], depth: int) -> Any:
+        if len(kinds) == 1:
+            return self._of_kind(kinds.pop(), values, depth)
         if len(kinds) == 2 and _NONE in kinds:
-            (kind,) = kinds - {_NONE}
-            scalars = self._scalars.get(kind)
-            if scalars is not None or kind in (dict, list):
-                try:
-                    return scalars(values) if scalars is not None else self._containers[kind](values, depth)
-                except _Unfit:
-                    pass
-            if issubclass(kind, enum.Enum):
-                return self._of_kind(kind, values, depth)
+            filled = np.array([value is not None for value in values])
+            return with_nulls(self.encode(list(compress(values, filled)), depth), filled)
         if len(kinds) > _MOST_KINDS:
             return pickles_to_arrow(values)
         return union(values, list(map(type, values)), lambda _, group: self.encode(group, depth))
 
     def _of_kind(self, kind: type, values: list[Any], depth: int) -> Any:
-        """A column of values that are all exactly of one type; enums beside None."""
-        scalars = self._scalars.get(kind)
-        if scalars is not None:
+        """A column of values that are all exactly of one type."""
+        if kind in ENCODERS:
             try:
-                return scalars(values)
-            except _Unfit as unfit:
-                return self._some_pickled(values, unfit.fits)
-        if issubclass(kind, np.generic) and len({value.dtype for value in values}) == 1:
-            return (
-                scalars_to_arrow(values, values[0].dtype)
-                if has_plain_dtype(values[0])
-                else pickles_to_arrow(values)
-            )
+                return ENCODERS[kind](values)
+            except UnfitError as unfit:
+                return union(
+                    values,
+                    list(map(unfit.fits, values)),
+                    lambda fits, group: self.encode(group) if fits else pickles_to_arrow(group),
+                )
         if issubclass(kind, enum.Enum):
             return self._enums(kind, values)
-        if self._links is not None:
-            linked = self._links.column(values, depth, self.encode)
-            if linked is not None:
-                return linked
+        if issubclass(kind, np.generic):
+            return union(values, [value.dtype for value in values], _scalars)
+        linked = [self._earlier.get(id(value)) for value in values] if self._earlier else []
+        if any(linked):
+            links = [None if place is None else place[0] for place in linked]
+            return union(values, links, lambda link, group: self._linked(link, kind, group, depth))
+        repeated = _repeated(values)
+        if repeated is not None:
+            places, different = repeated
+            return pa.DictionaryArray.from_arrays(places, self._each(kind, different, depth))
         return self._each(kind, values, depth)
 
+    def _linked(self, link: int | None, kind: type, values: list[Any], depth: int) -> Any:
+        if link is None:
+            return self._each(kind, values, depth)
+        rows = pa.array(np.array([self._earlier[id(value)][1] for value in values], np.uint32))
+        return types.LinkType(rows.type, link=link).wrap(rows)
+
     def _each(self, kind: type, values: list[Any], depth: int) -> Any:
+        """A column that has each value where it is."""
         if depth >= _MOST_DEPTH:
             return pickles_to_arrow(values)
-        if issubclass(kind, np.generic):
-            return union(
-                values, [value.dtype for value in values], lambda _, group: self.encode(group, depth)
-            )
-        container = self._containers.get(kind)
         is_record = is_plain_namedtuple(kind) or is_plain_dataclass(kind)
         if (is_record or kind in (list, dict, tuple)) and refer_to_themselves(values):
             return pickles_to_arrow(values)
-        if container is not None:
-            return container(values, depth)
+        if kind in self._containers:
+            return self._containers[kind](values, depth)
         name = name_of_class(kind) if is_record else None
-        if name is not None:
-            column = self._records(kind, name, values, depth)
-            if column is not None:
-                self.classes[name] = kind
-                return column
-        return pickles_to_arrow(values)
-
-    def _some_pickled(self, values: list[Any], fits: Callable[[Any], bool]) -> Any:
-        return union(
-            values,
-            list(map(fits, values)),
-            lambda fit, group: self.encode(group) if fit else pickles_to_arrow(group),
-        )
+        column = None if name is None else self._records(kind, name, values, depth)
+        if name is None or column is None:
+            return pickles_to_arrow(values)
+        self.classes[name] = kind
+        return column
 
     def _enums(self, kind: Any, values: list[Any]) -> Any:
         name = name_of_class(kind)
         members = list(kind.__members__)
         places = {id(kind.__members__[member]): place for place, member in reversed(list(enumerate(members)))}
-        numbers = [None if value is None else places.get(id(value), -1) for value in values]
+        numbers = [places.get(id(value), -1) for value in values]
         if name is None or -1 in numbers:  # combined flags
             return pickles_to_arrow(values)
         self.classes[name] = kind
@@ -194,11 +168,8 @@ class Encoder:
         )
 
     def _lists(self, values: list[Any], depth: int) -> Any:
-        absent = [value is None for value in values] if None in values else None
-        if absent is not None:
-            values = [value or () for value in values]
         lengths = np.fromiter(map(len, values), np.int64, len(values))
-        return lists_to_arrow(lengths, self.encode(list(chain.from_iterable(values)), depth + 1), absent)
+        return lists_to_arrow(lengths, self.encode(list(chain.from_iterable(values)), depth + 1))
 
     def _sets(self, values: list[Any], depth: int) -> Any:
         lists = self._lists(list(map(list, values)), depth)
@@ -207,99 +178,64 @@ class Encoder:
     def _tuples(self, values: list[Any], depth: int) -> Any:
         lengths = set(map(len, values))
         if len(lengths) == 1 and 0 < max(lengths) <= _MOST_TUPLE:
-            storage = self._fields(values, [str(n) for n in range(len(values[0]))], depth)
+            storage = self._items(values, [str(n) for n in range(len(values[0]))], depth)
         else:
             storage = self._lists(values, depth)
         return types.TupleType(storage.type).wrap(storage)
 
-    def _fields(self, values: list[Any], names: Sequence[str], depth: int) -> Any:
-        """A struct of the items of tuples of one length."""
-        columns = [self.encode(list(map(itemgetter(n), values)), depth + 1) for n in range(len(names))]
+    def _items(
+        self, values: list[Any], names: Sequence[str], depth: int, keys: Iterable[Any] | None = None
+    ) -> Any:
+        """A struct of the items that all values have, at places from 0 on or at ``keys``."""
+        places = range(len(names)) if keys is None else keys
+        columns = [self.encode(list(map(itemgetter(place), values)), depth + 1) for place in places]
         return pa.StructArray.from_arrays(columns, list(names))
 
     def _records(self, kind: type, name: str, values: list[Any], depth: int) -> Any:
+        """A column of namedtuples or dataclasses; None if they have no fields of their own."""
         if issubclass(kind, tuple):
             fields = kind._fields  # type: ignore[attr-defined]
             if not fields or {len(fields)} != set(map(len, values)):
                 return None
-            storage = self._fields(values, fields, depth)
+            storage = self._items(values, fields, depth)
             return types.NamedTupleType(storage.type, python=name).wrap(storage)
-        state = self._dicts(list(map(vars, values)), depth)
-        # Arrow has no extension types over others.
-        return (
-            types.DataclassType(state.type, python=name).wrap(state)
-            if pa.types.is_struct(state.type)
-            else None
-        )
+        try:
+            storage = self._dicts(list(map(state_of, values)), depth)
+        except AttributeError:  # an empty slot
+            return None
+        if not pa.types.is_struct(storage.type):  # Arrow has no extension types over others
+            return None
+        return types.DataclassType(storage.type, python=name).wrap(storage)
 
     def _dicts(self, values: list[Any], depth: int) -> Any:
-        absent = [value is None for value in values] if None in values else None
-        present = values if absent is None else [value for value in values if value is not None]
-        first = tuple(present[0])
-        if _all_have_the_keys(present, first):
-            names, fit = first, None
-        else:
-            key_tuples = list(map(tuple, present))
-            names = _merged(dict.fromkeys(key_tuples))
-            places = {key: place for place, key in enumerate(names)}
-            ordered = {keys: _ascend([places[key] for key in keys]) for keys in set(key_tuples)}
-            fit = [ordered[keys] for keys in key_tuples]
-            if sum(map(len, present)) < _LEAST_FILLED * len(present) * len(names):
-                return self._maps(values, depth)
-        if len(names) > _MOST_FIELDS or not all(type(key) is str and _is_unicode(key) for key in names):
+        """A struct where the keys are texts in one order, else a list of keys and values each."""
+        names, keys = tuple(values[0]), None
+        if not _all_have_the_keys(values, names):
+            keys = list(map(tuple, values))
+            names = merged_order(dict.fromkeys(keys))
+        if not _are_fields(names, keys) or (
+            keys is not None and sum(map(len, keys)) < _LEAST_FILLED * len(values) * len(names)
+        ):
             return self._maps(values, depth)
-        if fit is not None and not all(map(_exact_keys, present)):
-            return self._maps(values, depth)
-        if fit is not None and not all(fit):  # the same keys in several orders
-            if absent is not None:
-                raise _Unfit(lambda value: value is not None)
-            return union(
-                values, fit, lambda _, group: self._dicts(group, depth) if _ else self._maps(group, depth)
-            )
-        return self._structs(values, present, names, absent, depth, complete=fit is None)
-
-    def _structs(
-        self,
-        values: list[Any],
-        present: list[Any],
-        names: Sequence[str],
-        absent: list[bool] | None,
-        depth: int,
-        *,
-        complete: bool,
-    ) -> Any:
-        """A struct of dicts with these keys, of which all have all if they are ``complete``."""
         if not names:
-            if absent is not None:
-                raise _Unfit(lambda value: value is not None)
             return pa.array([{}] * len(values), pa.struct([]))
-        if absent is not None:
-            values = [value or _NO_KEYS for value in values]
-        columns = []
-        for name in names:
-            if absent is None and (complete or all(name in value for value in values)):
-                columns.append(self.encode(list(map(itemgetter(name), values)), depth + 1))
-            elif complete or all(name in value for value in present):
-                columns.append(self.encode([value.get(name) for value in values], depth + 1))
-            else:
-                columns.append(self._optional([value.get(name, ABSENT) for value in values], depth))
-        mask = None if absent is None else pa.array(absent)
-        return pa.StructArray.from_arrays(columns, list(names), mask=mask)
-
-    def _optional(self, values: list[Any], depth: int) -> Any:
-        """A column of values some of which are ``ABSENT``."""
-        column = self.encode([None if value is ABSENT else value for value in values], depth + 1)
-        kind = column.type
-        if None in map(_none_or_other, values) or not _has_nulls(kind):
-            mask = pa.array([value is ABSENT for value in values])
-            column = pa.StructArray.from_arrays([column], ["value"], mask=mask)
-            return types.OptionalType(column.type, boxed=True).wrap(column)
-        return types.OptionalType(kind, boxed=False).wrap(column)
+        if keys is None or set(keys) == {names}:
+            return self._items(values, names, depth, names)
+        places = {name: place for place, name in enumerate(names)}
+        ascends = {some: _ascend([places[name] for name in some]) for some in set(keys)}
+        if not all(ascends.values()):
+            return union(
+                values,
+                [ascends[some] for some in keys],
+                lambda fits, group: self._dicts(group, depth) if fits else self._maps(group, depth),
+            )
+        columns = [self.encode([value.get(name) for value in values], depth + 1) for name in names]
+        bits = {some: sum(1 << places[name] for name in some) for some in ascends}
+        columns.append(keys_to_arrow([bits[some] for some in keys], names))
+        return pa.StructArray.from_arrays(columns, [*names, types.KeysType.NAME])
 
     def _maps(self, values: list[Any], depth: int) -> Any:
         """Any dicts: a list of keys and values each."""
-        if None in values:
-            raise _Unfit(lambda value: value is not None)
         lengths = np.fromiter(map(len, values), np.int64, len(values))
         keys = self.encode(list(chain.from_iterable(values)), depth + 1)
         items = self.encode([item for value in values for item in value.values()], depth + 1)
@@ -309,16 +245,6 @@ class Encoder:
 
 COLUMN = {b"shmloader": b'{"rows": "column", "version": 1}'}
 """Metadata of a schema whose one column has the rows."""
-
-_NO_KEYS: dict[str, Any] = {}
-
-
-class _Unfit(Exception):
-    """Not all values fit into a column of their type; ``fits`` tells which do."""
-
-    def __init__(self, fits: Callable[[Any], bool]) -> None:
-        super().__init__()
-        self.fits = fits
 
 
 def union(values: list[Any], keys: Sequence[Hashable], encode: Callable[[Any, list[Any]], Any]) -> Any:
@@ -346,142 +272,90 @@ def union(values: list[Any], keys: Sequence[Hashable], encode: Callable[[Any, li
     return pa.UnionArray.from_dense(pa.array(tags), pa.array(places), children)
 
 
-def _numbers(values: list[Any], code: str) -> Any:
-    try:
-        return pa.array(np.frombuffer(array(code, values), code))
-    except TypeError:  # None
-        return pa.array(values, pa.float64() if code == "d" else pa.int64())
+def with_nulls(column: Any, filled: np.ndarray[Any, np.dtype[np.bool_]]) -> Any:
+    """A column with None between its values, where it is not ``filled``."""
+    kind = column.type
+    if not can_be_null(kind):
+        places = np.where(filled, np.cumsum(filled), np.cumsum(~filled)) - 1
+        children = [pa.nulls(len(filled) - len(column)), column]
+        return pa.UnionArray.from_dense(
+            pa.array(filled.astype(np.int8)), pa.array(places.astype(np.int32)), children
+        )
+    places = pa.array(np.maximum(np.cumsum(filled) - 1, 0), mask=~filled)
+    taken = types.storage_of(column).take(places)
+    return kind.wrap(taken) if isinstance(kind, types.PythonType) else taken
 
 
-def _ints(values: list[Any]) -> Any:
-    """Integers, in as few bits as they need."""
-    try:
-        wide = _numbers(values, "q")
-    except (OverflowError, pa.ArrowInvalid):
-        raise _Unfit(lambda value: value is not None and -(1 << 63) <= value < 1 << 63) from None
-    numbers = wide.drop_null() if wide.null_count else wide
-    found = numbers.to_numpy()
-    least, most = int(found.min()), int(found.max())
-    code = next(code for code in "bBhHiIq" if np.iinfo(code).min <= least and most <= np.iinfo(code).max)
-    return (
-        pa.array(found.astype(code))
-        if not wide.null_count
-        else wide.cast(pa.from_numpy_dtype(np.dtype(code)))
-    )
+def can_be_null(kind: Any) -> bool:
+    """Whether a column of a type can have nulls beside its values."""
+    if isinstance(kind, types.PythonType):
+        return can_be_null(kind.storage_type)
+    return not (pa.types.is_union(kind) or pa.types.is_null(kind))
 
 
-def _texts(values: list[Any]) -> Any:
-    try:
-        column = pa.array(values, pa.string())
-    except UnicodeEncodeError:
-        raise _Unfit(lambda value: value is not None and _is_unicode(value)) from None
-    except (pa.ArrowInvalid, pa.ArrowCapacityError):
-        return pa.array(values, pa.large_string())
-    if isinstance(column, pa.ChunkedArray):
-        return pa.array(values, pa.large_string())
-    return _each_once(values, column)
-
-
-def _octets(values: list[Any]) -> Any:
-    column = pa.array(values, pa.binary())
-    if isinstance(column, pa.ChunkedArray):
-        return pa.array(values, pa.large_binary())
-    return _each_once(values, column)
-
-
-def _each_once(values: list[Any], column: Any) -> Any:
-    """Texts as a dictionary, where there are few different ones."""
-    step = max(1, len(values) // _SAMPLED_TEXTS)
-    if len(values) < 16 or len(set(values[::step])) * 4 > len(values[::step]):
-        return column
-    found = column.dictionary_encode()
-    if len(found.dictionary) > min(_MOST_WORDS, len(values) // 4):
-        return column
-    places = found.indices.cast(pa.int8() if len(found.dictionary) < 128 else pa.int16())
-    return pa.DictionaryArray.from_arrays(places, found.dictionary)
-
-
-def _as_texts(values: list[Any]) -> Any:
-    return pa.array([None if value is None else str(value) for value in values], pa.string())
-
-
-def _paths(values: list[Any]) -> Any:
-    kind = next(type(value) for value in values if value is not None)
-    try:
-        return types.PathType(pa.string(), kind=kind.__name__).wrap(_as_texts(values))
-    except UnicodeEncodeError:
-        raise _Unfit(lambda value: value is not None and _is_unicode(str(value))) from None
-
-
-def _times(values: list[Any]) -> Any:
-    if any(value is not None and (value.tzinfo is not None or value.fold) for value in values):
-        raise _Unfit(lambda value: value is not None and value.tzinfo is None and not value.fold)
-    return pa.array(values, pa.time64("us"))
-
-
-def _datetimes(values: list[Any]) -> Any:
-    """Naive ones as Arrow's timestamps; of one time zone with that zone's name."""
-    zone = next(value.tzinfo for value in values if value is not None)
-
-    def fits(value: Any) -> bool:
-        found = value.tzinfo if value is not None else None
-        return value is not None and not value.fold and (type(found), str(found)) == (type(zone), str(zone))
-
-    if not all(value is None or fits(value) for value in values):
-        raise _Unfit(fits)
-    if zone is None:
-        return pa.array(values, pa.timestamp("us"))
-    named: dict[str, Any]
-    offset = zone.utcoffset(None)
-    if type(zone) is dt.timezone and offset is not None and str(zone) == str(dt.timezone(offset)):
-        named = {"offset_s": offset.total_seconds()}
-    elif type(zone) is zoneinfo.ZoneInfo and zone.key and all(map(_is_in_no_gap, values)):
-        named = {"key": zone.key}
+def keys_to_arrow(bits: Sequence[int], names: Sequence[str]) -> Any:
+    """The column of the keys that dicts have."""
+    nbytes = next((size for size in (1, 2, 4, 8) if len(names) <= 8 * size), -(-len(names) // 8))
+    if nbytes <= 8:
+        storage = pa.array(np.array(bits, f"u{nbytes}"))
     else:
-        raise _Unfit(lambda value: False)
-    epoch = _EPOCH.replace(tzinfo=dt.UTC)
-    numbers = [None if value is None else (value - epoch) // _MICROSECOND for value in values]
-    storage = pa.array(numbers, pa.timestamp("us", "UTC"))
-    return types.DatetimeType(storage.type, **named).wrap(storage)
+        storage = pa.array([one.to_bytes(nbytes, "little") for one in bits], pa.binary(nbytes))
+    return types.KeysType(storage.type, names=list(names)).wrap(storage)
 
 
-def _is_in_no_gap(value: Any) -> bool:
-    """Whether a time comes back from UTC as it was: an hour that a zone leaves out does not."""
-    return value is None or value.astimezone(dt.UTC).astimezone(value.tzinfo).replace(fold=0) == value
+def merged_order(name_tuples: Iterable[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """All names in an order that is, if there is one, that of every tuple."""
+    sorter: TopologicalSorter[Any] = TopologicalSorter()
+    found: dict[Any, None] = {}
+    for names in name_tuples:
+        found.update(dict.fromkeys(names))
+        for name, following in pairwise(names):
+            sorter.add(following, name)
+    try:
+        order = [name for name in sorter.static_order() if name in found]
+    except CycleError:
+        order = []
+    return tuple(dict.fromkeys([*order, *found]))
 
 
-def _has_nulls(kind: Any) -> bool:
-    """Whether a column can have nulls, and be the storage of another type."""
-    return not (isinstance(kind, types.PythonType) or pa.types.is_union(kind) or pa.types.is_null(kind))
+def _scalars(dtype: Any, values: list[Any]) -> Any:
+    return scalars_to_arrow(values, dtype) if has_plain_dtype(values[0]) else pickles_to_arrow(values)
 
 
-def _none_or_other(value: Any) -> Any:
-    """None, or something that can be compared with it."""
-    return None if value is None else ABSENT
+def _repeated(values: list[Any]) -> tuple[Any, list[Any]] | None:
+    """Where in a list of the different objects each value is; None if less than half of them repeat."""
+    if len(values) < _LEAST_ROWS and not _is_large(values[0]):
+        return None
+    sample = {*range(min(_SAMPLED, len(values))), *range(0, len(values), max(1, len(values) // _SAMPLED))}
+    if not any(sys.getrefcount(values[number]) > _OWN_REFERENCES for number in sample):
+        return None
+    different = {id(value): value for value in values}
+    if 2 * len(different) > len(values):
+        return None
+    place_of = {key: place for place, key in enumerate(different)}
+    return pa.array([place_of[id(value)] for value in values], pa.int32()), list(different.values())
 
 
-def _merged(key_tuples: Sequence[tuple[Any, ...]] | dict[tuple[Any, ...], Any]) -> tuple[Any, ...]:
-    """All keys in an order that is, if there is one, that of every tuple."""
-    order: list[Any] = []
-    known: set[Any] = set()
-    for keys in key_tuples:
-        at = 0
-        for key in keys:
-            if key in known:
-                at = order.index(key) + 1
-            else:
-                order.insert(at, key)
-                known.add(key)
-                at += 1
-    return tuple(order)
+def _is_large(value: Any) -> bool:
+    """Whether a value is worth keeping once where only few rows refer to it."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size() >= _LARGE_NBYTES
+    return (value.nbytes if isinstance(value, np.ndarray) else sys.getsizeof(value, 0)) >= _LARGE_NBYTES
+
+
+def _are_fields(names: Sequence[Any], keys: list[tuple[Any, ...]] | None) -> bool:
+    """Whether keys can be the names of a struct's fields."""
+    kinds = set(map(type, names if keys is None else chain.from_iterable(keys)))
+    return (
+        kinds <= {str}
+        and len(names) <= _MOST_FIELDS
+        and types.KeysType.NAME not in names
+        and all(map(is_unicode, names))
+    )
 
 
 def _ascend(places: list[int]) -> bool:
     return all(one < other for one, other in pairwise(places))
-
-
-def _exact_keys(value: dict[Any, Any]) -> bool:
-    return set(map(type, value)) <= {str}
 
 
 def _all_have_the_keys(values: list[dict[Any, Any]], keys: tuple[Any, ...]) -> bool:
@@ -489,11 +363,3 @@ def _all_have_the_keys(values: list[dict[Any, Any]], keys: tuple[Any, ...]) -> b
     if set(map(len, values)) != {len(keys)}:
         return False
     return all(map(is_, chain.from_iterable(values), cycle(keys)))
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

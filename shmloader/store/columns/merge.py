@@ -1,222 +1,247 @@
-"""Columns of one type out of chunks that differ: for Arrow's tables and for files, which have one schema.
+"""Chunks that differ in their types as columns of one type: for Arrow's tables and for files.
 
-Integers get the width that all need, and nulls are taken over. Where chunks hold different things, the common
-type is a dense union of what they have, so that no value changes.
+Integers get the width that all need, and nulls are taken over. Dictionaries are joined. Where chunks hold
+different things, the common type is a dense union of what they have, so that no value changes.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyarrow import types as arrow
 
-from shmloader.store.columns.links import POOL
-from shmloader.store.columns.types import LinkType, PickleType, PythonType
+from shmloader.store.columns.encode import can_be_null, keys_to_arrow, merged_order
+from shmloader.store.columns.types import (
+    KeysType,
+    LinkType,
+    PickleType,
+    PythonType,
+    children_of,
+    dictionary_outside,
+    storage_of,
+)
 
-_SIGNED = [pa.int8(), pa.int16(), pa.int32(), pa.int64()]
-_UNSIGNED = [pa.uint8(), pa.uint16(), pa.uint32()]
-_LARGE = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
+_INTS = {
+    pa.int8(): 1,
+    pa.int16(): 2,
+    pa.int32(): 4,
+    pa.int64(): 8,
+    pa.uint8(): 2,
+    pa.uint16(): 4,
+    pa.uint32(): 8,
+}
+"""Integers, with the bytes that their values need as integers with a sign."""
+
+_SIGNED = {1: pa.int8(), 2: pa.int16(), 4: pa.int32(), 8: pa.int64()}
 
 
 def joined(columns: list[Any]) -> Any:
     """Chunks of rows as a ``Table``, where all are records with fields, else as a ``ChunkedArray``."""
-    kind = common_type([column.type for column in columns])
-    is_table = arrow.is_struct(kind) and kind.num_fields and not any(column.null_count for column in columns)
-    if len(columns) > 1:
-        # A file has one dictionary for all batches, and Arrow joins only those that are a field's own.
-        fields = (
-            [pa.field(field.name, _with_one_dictionary(field.type)) for field in kind] if is_table else []
-        )
-        kind = pa.struct(fields) if is_table else _with_one_dictionary(kind)
-    arrays = [as_type(column, kind) for column in columns]
-    if not is_table:
-        return _unified(pa.chunked_array(arrays, kind))
-    table = pa.Table.from_batches(list(map(pa.RecordBatch.from_struct_array, arrays)), pa.schema(list(kind)))
-    return pa.Table.from_arrays(list(map(_unified, table.columns)), schema=table.schema)
+    columns = united(columns)
+    kind = columns[0].type if columns else pa.null()
+    if not arrow.is_struct(kind) or not kind.num_fields or any(column.null_count for column in columns):
+        return pa.chunked_array(columns, kind)
+    batches = [pa.RecordBatch.from_struct_array(column) for column in columns]
+    return pa.Table.from_batches(batches, pa.schema(list(kind)))
 
 
-def _unified(column: Any) -> Any:
-    """A column whose chunks have one dictionary, where they have dictionaries of texts."""
-    return column.unify_dictionaries() if _is_of_texts(column.type) else column
-
-
-def _is_of_texts(kind: Any) -> bool:
-    return bool(arrow.is_dictionary(kind)) and kind.value_type in (pa.string(), pa.binary())
-
-
-def _with_one_dictionary(kind: Any) -> Any:
-    """A column's type with room for the texts of all chunks; dictionaries inside of it are decoded."""
-    return pa.dictionary(pa.int32(), kind.value_type) if _is_of_texts(kind) else _decoded(kind)
-
-
-def _decoded(kind: Any) -> Any:
-    """A type without dictionaries of texts."""
-    if _is_of_texts(kind):
-        return kind.value_type
-    if isinstance(kind, PythonType):
-        return kind.over(_decoded(kind.storage_type))
-    if arrow.is_struct(kind) or arrow.is_union(kind):
-        fields = [pa.field(field.name, _decoded(field.type)) for field in kind]
-        return pa.struct(fields) if arrow.is_struct(kind) else pa.dense_union(fields)
-    if arrow.is_list(kind) or arrow.is_large_list(kind):
-        return (pa.list_ if arrow.is_list(kind) else pa.large_list)(_decoded(kind.value_type))
-    return kind
-
-
-def joined_array(columns: list[Any]) -> Any:
-    """Chunks of rows as one array."""
-    kind = common_type([column.type for column in columns])
-    return pa.concat_arrays([as_type(column, kind) for column in columns])
-
-
-def common_type(kinds: list[Any]) -> Any:
-    """The type that can hold the values of several, each as it is."""
-    found = list(dict.fromkeys(kinds))
-    common = found[0] if found else pa.null()
-    for kind in found[1:]:
-        common = _common(common, kind)
-    return common
-
-
-def _common(one: Any, other: Any) -> Any:
-    """The common type of two: a union of their parts where there is no other."""
-    single = _single(one, other)
-    if single is not None:
-        return single
-    found: list[Any] = []
-    for child in [child for kind in (one, other) for child in _parts(kind)]:
-        for place, known in enumerate(found):
-            single = _single(known, child)
-            if single is not None:
-                found[place] = single
-                break
-        else:
-            found.append(child)
-    return pa.dense_union([pa.field(str(number), child) for number, child in enumerate(found)])
-
-
-def _signed_width(kind: Any) -> int | None:
-    """The position of the signed type that holds all integers of a type; None if there is none."""
-    if kind in _UNSIGNED:
-        return _UNSIGNED.index(kind) + 1
-    return _SIGNED.index(kind) if kind in _SIGNED else None
-
-
-def _parts(kind: Any) -> list[Any]:
-    return [field.type for field in kind] if arrow.is_union(kind) else [kind]
-
-
-def _single(one: Any, other: Any) -> Any:
-    """The common type of two, if that is not a union of both; else None."""
-    if one == other or (arrow.is_null(other) and not arrow.is_union(one)):
-        return one
-    if arrow.is_null(one) and not arrow.is_union(other):
-        return other
-    widths = [width for width in map(_signed_width, (one, other)) if width is not None]
-    if len(widths) == 2:
-        return _SIGNED[max(widths)]
-    if _is_of_texts(one) and _is_of_texts(other) and one.value_type == other.value_type:
-        return pa.dictionary(pa.int32(), one.value_type)
-    if arrow.is_dictionary(one) or arrow.is_dictionary(other):
-        return _single(*(kind.value_type if arrow.is_dictionary(kind) else kind for kind in (one, other)))
-    if _LARGE.get(one) == other or _LARGE.get(other) == one:
-        return _LARGE.get(one, one)
-    return _common_inside(one, other)
-
-
-def _common_inside(one: Any, other: Any) -> Any:
-    """The common type of two of one form; None if they are not."""
-    if isinstance(one, PickleType) and isinstance(other, PickleType):
-        names = sorted({*one.parameters["types"], *other.parameters["types"]})
-        return PickleType(_common(one.storage_type, other.storage_type), types=names)
-    if isinstance(one, PythonType) or isinstance(other, PythonType):
-        alike = type(one) is type(other) and one.parameters == other.parameters
-        if not alike:
-            return None
-        storage = _common(one.storage_type, other.storage_type)
-        return None if arrow.is_union(storage) else one.over(storage)
-    if arrow.is_struct(one) and arrow.is_struct(other):
-        names = [field.name for field in one]
-        if names != [field.name for field in other]:
-            return None
-        pairs = zip(one, other, strict=True)
-        return pa.struct([pa.field(a.name, _common(a.type, b.type)) for a, b in pairs])
-    lists = (arrow.is_list, arrow.is_large_list)
-    if any(fits(one) for fits in lists) and any(fits(other) for fits in lists):
-        make = pa.list_ if arrow.is_list(one) and arrow.is_list(other) else pa.large_list
-        return make(_common(one.value_type, other.value_type))
-    return None
-
-
-def as_type(column: Any, kind: Any) -> Any:
-    """A column as one of a type that `common_type` gave; the very column where it is of that type."""
-    found = column.type
-    if found == kind:
-        return column
-    if arrow.is_null(found):
-        return _nulls(len(column), kind)
-    if arrow.is_union(kind):
-        return _as_union(column, kind)
-    if arrow.is_dictionary(found) and arrow.is_dictionary(kind):
-        return pa.DictionaryArray.from_arrays(column.indices.cast(kind.index_type), column.dictionary)
-    if arrow.is_dictionary(found):
-        return as_type(column.dictionary.take(column.indices), kind)
-    if isinstance(kind, PythonType):
-        return kind.wrap(as_type(column.storage, kind.storage_type))
-    if arrow.is_struct(kind):
-        fields = [as_type(column.field(number), field.type) for number, field in enumerate(kind)]
-        mask = column.is_null() if column.null_count else None
-        return pa.StructArray.from_arrays(fields, fields=list(kind), mask=mask)
-    if arrow.is_list(kind) or arrow.is_large_list(kind):
-        ends = np.asarray(column.offsets)
-        items = as_type(column.values, kind.value_type)
-        make = pa.ListArray if arrow.is_list(kind) else pa.LargeListArray
-        ends = ends.astype(np.int32 if arrow.is_list(kind) else np.int64)
-        mask = column.is_null() if column.null_count else None
-        return make.from_arrays(pa.array(ends), items, mask=mask)
-    return column.cast(kind)
-
-
-def _nulls(count: int, kind: Any) -> Any:
-    """Nothing but None, as a column of a type: of a union with a null of its own kind."""
-    if arrow.is_union(kind) or (isinstance(kind, PythonType) and arrow.is_union(kind.storage_type)):
-        return _as_union(pa.nulls(count), kind)
-    if isinstance(kind, PythonType):
-        return kind.wrap(_nulls(count, kind.storage_type))
-    return pa.nulls(count, kind)
-
-
-def _as_union(column: Any, kind: Any) -> Any:
-    """A column as a union that has its type, or those of its own kinds, among others."""
-    children = [field.type for field in kind]
-    if arrow.is_union(column.type):
-        parts = [column.field(number) for number in range(column.type.num_fields)]
-        tags, places = (np.frombuffer(column.buffers()[n], code) for n, code in ((1, np.int8), (2, np.int32)))
-        tags = tags[column.offset : column.offset + len(column)]
-        places = places[column.offset : column.offset + len(column)].copy()
+def united(parts: list[Any]) -> list[Any]:
+    """Arrays with the values of these, all of one type."""
+    if len(parts) < 2 or (len({part.type for part in parts}) == 1 and not _has_dictionary(parts[0])):
+        return parts
+    parts = list(map(dictionary_outside, parts))
+    filled = [part for part in parts if not arrow.is_null(part.type)]
+    if all(arrow.is_dictionary(part.type) for part in filled):
+        result = _united_dictionaries(filled)
     else:
-        parts, tags, places = [column], np.zeros(len(column), np.int8), np.arange(len(column), dtype=np.int32)
-    arrays: list[list[Any]] = [[] for _ in children]
-    codes = np.empty(len(tags), np.int8)
-    for number, part in enumerate(parts):
-        place = next(n for n, child in enumerate(children) if _single(part.type, child) == child)
-        chosen = tags == number
-        codes[chosen] = place
-        places[chosen] += sum(map(len, arrays[place]))
-        arrays[place].append(as_type(part, children[place]))
-    inside = [
-        pa.concat_arrays(some) if some else _nulls(0, child)
-        for some, child in zip(arrays, children, strict=True)
+        filled = [_decoded(part) for part in filled]
+        forms = {_form(part.type) for part in filled}
+        is_single = len(forms) == 1 and not arrow.is_union(filled[0].type)
+        if not is_single or (len(filled) < len(parts) and not can_be_null(filled[0].type)):
+            return _united_unions([_decoded(part) for part in parts])
+        result = _united_alike(filled)
+    rest = iter(result)
+    return [_nulls_like(result[0], len(part)) if arrow.is_null(part.type) else next(rest) for part in parts]
+
+
+def _nulls_like(column: Any, count: int) -> Any:
+    """Nothing but None, as a column of the type, and with the dictionaries, of another."""
+    nulls = storage_of(column).take(pa.nulls(count, pa.int64()))
+    return column.type.wrap(nulls) if isinstance(column.type, PythonType) else nulls
+
+
+def _has_dictionary(column: Any) -> bool:
+    todo = [column.type]
+    while todo:
+        kind = todo.pop()
+        if arrow.is_dictionary(kind):
+            return True
+        todo += children_of(kind)
+    return False
+
+
+def _decoded(column: Any) -> Any:
+    return column.dictionary.take(column.indices) if arrow.is_dictionary(column.type) else column
+
+
+def _form(kind: Any) -> Any:
+    """What two types have in common whose values fit into one that is no union."""
+    if kind in _INTS:
+        return "int"
+    if arrow.is_string(kind) or arrow.is_large_string(kind):
+        return "text"
+    if arrow.is_binary(kind) or arrow.is_large_binary(kind):
+        return "bytes"
+    if arrow.is_list(kind) or arrow.is_large_list(kind):
+        return "list"
+    if arrow.is_struct(kind):
+        return "struct"
+    if arrow.is_dictionary(kind):
+        return _form(kind.value_type)
+    if not isinstance(kind, PythonType):
+        return str(kind)
+    storage, said = kind.storage_type, kind.parameters
+    names = [field.name for field in storage] if arrow.is_struct(storage) and "python" not in said else []
+    said = {} if isinstance(kind, PickleType | KeysType) else said
+    return kind.NAME, json.dumps(said, sort_keys=True), _form(storage), *names
+
+
+def _united_alike(parts: list[Any]) -> list[Any]:
+    """Arrays of one form as arrays of one type."""
+    kind = parts[0].type
+    if isinstance(kind, PythonType):
+        if isinstance(kind, PickleType):
+            names = sorted({name for part in parts for name in part.type.parameters["types"]})
+            kind = PickleType(kind.storage_type, types=names)
+        storages = united([part.storage for part in parts])
+        return [kind.over(storage.type).wrap(storage) for storage in storages]
+    if arrow.is_struct(kind):
+        return _united_structs(parts)
+    if _form(kind) == "list":
+        return _united_lists(parts)
+    kinds = {part.type for part in parts}
+    if kind in _INTS:
+        kind = _SIGNED[max(map(_INTS.__getitem__, kinds))] if len(kinds) > 1 else kind
+    else:
+        kind = next((one for one in kinds if one in (pa.large_string(), pa.large_binary())), kind)
+    return [part.cast(kind) for part in parts]
+
+
+def _united_structs(parts: list[Any]) -> list[Any]:
+    """Structs with the fields of all, and a column of the keys where not all have all."""
+    names_of = [tuple(field.name for field in part.type) for part in parts]
+    names = merged_order([tuple(n for n in some if n != KeysType.NAME) for some in names_of])
+    columns = []
+    for name in names:
+        found = [
+            part.field(some.index(name)) if name in some else pa.nulls(len(part))
+            for part, some in zip(parts, names_of, strict=True)
+        ]
+        columns.append(united(found))
+    if len(set(names_of)) > 1 or KeysType.NAME in names_of[0]:
+        columns.append([_keys_of(part, some, names) for part, some in zip(parts, names_of, strict=True)])
+        names = (*names, KeysType.NAME)
+    return [
+        pa.StructArray.from_arrays(list(some), list(names), mask=_mask(part))
+        for part, *some in zip(parts, *columns, strict=True)
     ]
-    names = [field.name for field in kind]
-    return pa.UnionArray.from_dense(pa.array(codes), pa.array(places), inside, names)
+
+
+def _keys_of(part: Any, found: tuple[str, ...], names: tuple[str, ...]) -> Any:
+    """The keys of a struct's rows, as bits of other names."""
+    if KeysType.NAME not in found:
+        return keys_to_arrow([sum(1 << names.index(name) for name in found)] * len(part), names)
+    keys = part.field(found.index(KeysType.NAME))
+    bits = [1 << names.index(name) for name in keys.type.parameters["names"]]
+    numbers = [
+        int.from_bytes(one, "little") if isinstance(one, bytes) else one or 0
+        for one in keys.storage.to_pylist()
+    ]
+    there = {one: sum(bit for place, bit in enumerate(bits) if one >> place & 1) for one in set(numbers)}
+    return keys_to_arrow([there[one] for one in numbers], names)
+
+
+def _united_lists(parts: list[Any]) -> list[Any]:
+    items = united([part.values for part in parts])
+    make, code = pa.ListArray, "i4"
+    if any(arrow.is_large_list(part.type) for part in parts):
+        make, code = pa.LargeListArray, "i8"
+    return [
+        make.from_arrays(pa.array(np.asarray(part.offsets).astype(code)), some, mask=_mask(part))
+        for part, some in zip(parts, items, strict=True)
+    ]
+
+
+def _mask(column: Any) -> Any:
+    return column.is_null() if column.null_count else None
+
+
+def _united_dictionaries(parts: list[Any]) -> list[Any]:
+    """Dictionaries as ones over the same values: a file has one for all batches."""
+    words = pa.concat_arrays(united([part.dictionary for part in parts]))
+    places = pa.array(np.arange(len(words), dtype=np.int32))
+    if _form(words.type) in ("text", "bytes"):
+        encoded = words.dictionary_encode()
+        words, places = encoded.dictionary, encoded.indices
+    begin, result = 0, []
+    for part in parts:
+        found = places.take(pc.add(part.indices.cast(pa.int32()), pa.scalar(begin, pa.int32())))
+        result.append(pa.DictionaryArray.from_arrays(found, words))
+        begin += len(part.dictionary)
+    return result
+
+
+def _united_unions(parts: list[Any]) -> list[Any]:
+    """Arrays of any types as dense unions of all that they have."""
+    alike: dict[Any, list[tuple[int, Any]]] = {}  # arrays of one form, each with the part that it is of
+    taken = [_union_of(part) for part in parts]
+    codes: list[dict[int, tuple[int, int]]] = []
+    for number, (_, _, children) in enumerate(taken):
+        codes.append({})
+        for tag, child in enumerate(children):
+            group = alike.setdefault(_form(child.type), [])
+            before = sum(len(other) for part, other in group if part == number)
+            codes[-1][tag] = list(alike).index(_form(child.type)), before
+            group.append((number, child))
+    inside = []
+    for group in alike.values():
+        arrays = united([child for _, child in group])
+        empty = arrays[0][:0]
+        inside.append(
+            [
+                pa.concat_arrays(
+                    [one for (part, _), one in zip(group, arrays, strict=True) if part == number] or [empty]
+                )
+                for number in range(len(parts))
+            ]
+        )
+    result = []
+    for number, (tags, places, children) in enumerate(taken):
+        new_tags, new_places = tags.copy(), places.copy()
+        for tag in range(len(children)):
+            new_tags[tags == tag], before = codes[number][tag]
+            new_places[tags == tag] += before
+        columns = [some[number] for some in inside]
+        result.append(pa.UnionArray.from_dense(pa.array(new_tags), pa.array(new_places), columns))
+    return result
+
+
+def _union_of(column: Any) -> tuple[Any, Any, list[Any]]:
+    """Tags, places and children of a union; of any other column as a union of itself alone."""
+    if not arrow.is_union(column.type):
+        return np.zeros(len(column), np.int8), np.arange(len(column), dtype=np.int32), [column]
+    buffers, whole = column.buffers(), slice(column.offset, column.offset + len(column))
+    tags, places = np.frombuffer(buffers[1], np.int8)[whole], np.frombuffer(buffers[2], np.int32)[whole]
+    return tags, places, [column.field(number) for number in range(column.type.num_fields)]
 
 
 def unlinked(column: Any, values_of: Callable[[int], Any]) -> Any:
-    """A column without links: each is replaced by the values that it leads to.
+    """A column without links: each is replaced by the row that it leads to.
 
     Args:
         column: The column.
@@ -224,40 +249,27 @@ def unlinked(column: Any, values_of: Callable[[int], Any]) -> Any:
     """
     kind = column.type
     if isinstance(kind, LinkType):
-        link = kind.parameters["link"]
-        values = values_of(link)
-        # What repeats stays there once; rows of another store are that store's, and are copied.
-        return (
-            pa.DictionaryArray.from_arrays(column.storage, values)
-            if link == POOL
-            else values.take(column.storage)
-        )
+        return values_of(kind.parameters["link"]).take(column.storage)
     if not _has_links(kind):
         return column
     if isinstance(kind, PythonType):
         storage = unlinked(column.storage, values_of)
         return kind.over(storage.type).wrap(storage)
+    if arrow.is_dictionary(kind):
+        return pa.DictionaryArray.from_arrays(column.indices, unlinked(column.dictionary, values_of))
     if arrow.is_struct(kind):
         fields = [unlinked(column.field(number), values_of) for number in range(kind.num_fields)]
-        mask = column.is_null() if column.null_count else None
-        return pa.StructArray.from_arrays(fields, [field.name for field in kind], mask=mask)
+        return pa.StructArray.from_arrays(fields, [field.name for field in kind], mask=_mask(column))
     if arrow.is_union(kind):
-        children = [unlinked(column.field(number), values_of) for number in range(kind.num_fields)]
-        tags, places = (np.frombuffer(column.buffers()[n], code) for n, code in ((1, np.int8), (2, np.int32)))
-        names = [field.name for field in kind]
-        return pa.UnionArray.from_dense(pa.array(tags), pa.array(places), children, names)
-    items = unlinked(column.values, values_of)
+        tags, places, children = _union_of(column)
+        children = [unlinked(child, values_of) for child in children]
+        return pa.UnionArray.from_dense(pa.array(tags), pa.array(places), children)
     make = pa.ListArray if arrow.is_list(kind) else pa.LargeListArray
-    mask = column.is_null() if column.null_count else None
-    return make.from_arrays(column.offsets, items, mask=mask)
+    return make.from_arrays(column.offsets, unlinked(column.values, values_of), mask=_mask(column))
 
 
 def _has_links(kind: Any) -> bool:
-    if isinstance(kind, LinkType):
-        return True
-    if isinstance(kind, PythonType):
-        return _has_links(kind.storage_type)
-    return any(_has_links(kind.field(number).type) for number in range(kind.num_fields))
+    return isinstance(kind, LinkType) or any(map(_has_links, children_of(kind)))
 
 
 def rows_of(batch: Any) -> Any:

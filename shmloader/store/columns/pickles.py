@@ -15,7 +15,7 @@ import torch
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.leaves import wrap_tensor
 from shmloader.store.arrays import array_of_tensor, kind_of_tensor
-from shmloader.store.columns.classes import is_plain_dataclass, is_plain_namedtuple
+from shmloader.store.columns.classes import is_plain_dataclass, is_plain_namedtuple, state_of
 from shmloader.store.columns.types import PickleType
 
 _SAMPLED = 4
@@ -127,4 +127,7 @@ def _parts(value: Any) -> Iterable[Any]:
         return value
     if isinstance(value, dict):
         return value.values()
-    return vars(value).values() if hasattr(value, "__dict__") else ()
+    try:
+        return state_of(value).values()
+    except AttributeError:
+        return ()

@@ -107,10 +107,10 @@ class DictType(PythonType):
     NAME = "shmloader.dict"
 
 
-class OptionalType(PythonType):
-    """Fields that not all dicts have: null is absent; with ``boxed`` the value is inside a struct."""
+class KeysType(PythonType):
+    """The keys that each of some dicts has, beside their fields: bit ``k`` stands for ``names[k]``."""
 
-    NAME = "shmloader.optional"
+    NAME = "shmloader.keys"
 
 
 class ScalarType(PythonType):
@@ -168,7 +168,7 @@ _TYPES: tuple[type[PythonType], ...] = (
     EnumType,
     SetType,
     DictType,
-    OptionalType,
+    KeysType,
     ScalarType,
     ArrayType,
     DatetimeType,
@@ -180,6 +180,20 @@ _TYPES: tuple[type[PythonType], ...] = (
 
 for _kind in _TYPES:
     pa.register_extension_type(_kind(pa.null()))
+
+
+def storage_of(column: Any) -> Any:
+    """The values that a column of a Python type is kept as; any other column itself."""
+    return column.storage if isinstance(column.type, pa.ExtensionType) else column
+
+
+def dictionary_outside(column: Any) -> Any:
+    """A column whose dictionary is outermost: Arrow puts a Python type over its dictionary."""
+    kind = column.type
+    if not (isinstance(kind, PythonType) and pa.types.is_dictionary(kind.storage_type)):
+        return column
+    words = column.storage.dictionary
+    return pa.DictionaryArray.from_arrays(column.storage.indices, kind.over(words.type).wrap(words))
 
 
 def children_of(kind: Any) -> list[Any]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from shmloader import DataLoader, WorkerDied, WorkerStartError
+from shmloader import DataLoader, LoaderError, WorkerDied
 
 ROWS, COLUMNS = 50, 1 << 17  # 50 MB of int64
 NBYTES = ROWS * COLUMNS * 8
@@ -156,7 +156,7 @@ def test_a_shortened_file_is_an_error(file: Path, warm_helpers: None) -> None:
     array = np.load(file, mmap_mode="r")
     with file.open("r+b") as opened:
         opened.truncate(200)
-    with pytest.raises(WorkerStartError, match=r"rows\.npy' was shortened: it has 200 bytes.* first 896"):
+    with pytest.raises(LoaderError, match=r"rows\.npy' was shortened: it has 200 bytes.* first 896"):
         samples(Rows(array))
 
 
@@ -179,7 +179,7 @@ class Replaces:
 
 
 def test_a_file_that_is_replaced_while_workers_start_is_an_error(file: Path, warm_helpers: None) -> None:
-    with pytest.raises(WorkerDied, match="was replaced by another one while workers were being started"):
+    with pytest.raises(WorkerDied, match="was replaced by another one while processes were being started"):
         samples(ReplacesItself(np.load(file, mmap_mode="r"), file))
 
 

@@ -1,0 +1,99 @@
+"""Functions that are compiled for the columns of a chunk, and what their source may refer to.
+
+A column gives a Python *expression* of the value in row ``i``. The expressions of a chunk become one
+function, since a call per column would cost more than the reading does. Numbers are read through memoryviews,
+texts as slices of the memory: no scalar of Arrow is made.
+
+The source of such a function is made of this package's own text and of ``repr`` of field names; values reach
+it only as arguments. Memoryviews, slices and NumPy check their bounds: buffers of a damaged file can give
+wrong values or an exception, but no access beyond the memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from shmloader.shared_memory.sealed_buffer import SharedBuffer
+from shmloader.store.columns.classes import ClassFinder
+
+Reader = Callable[[int], Any]
+"""Reads one row of a column, by its number."""
+
+
+class Scope:
+    """What an expression may refer to.
+
+    Attributes:
+        memory: Where the buffers lie; None for any place.
+        finder: Finds the classes that columns name.
+        links: Readers of the columns that links lead to, in order.
+        copy: Whether arrays and tensors are private copies, which may be changed.
+        pickles: Whether pickled values may be read.
+        values: The objects that have been given names, in order.
+    """
+
+    def __init__(
+        self,
+        memory: SharedBuffer | None = None,
+        finder: ClassFinder | None = None,
+        links: Sequence[Reader] = (),
+        *,
+        copy: bool = False,
+        pickles: bool = True,
+    ) -> None:
+        self.memory = memory
+        self.finder = ClassFinder() if finder is None else finder
+        self.links = links
+        self.copy = copy
+        self.pickles = pickles
+        self.values: list[object] = []
+
+    def bind(self, value: object) -> str:
+        """A name for an object."""
+        self.values.append(value)
+        return f"v{len(self.values) - 1}"
+
+    def inner(self) -> Scope:
+        """A scope of the same memory, for another function."""
+        return Scope(self.memory, self.finder, self.links, copy=self.copy, pickles=self.pickles)
+
+
+def compile_reader(lines: Sequence[str], scope: Scope, first: int = 0) -> Reader:
+    """Compile a function of the row ``i``.
+
+    Args:
+        lines: Its statements, in terms of names that ``scope`` gave.
+        scope: The scope.
+        first: Number of its first row.
+    """
+    if first:
+        lines = ["i -= first", *lines]
+    reader: Reader = _factory("\n  ".join(lines), len(scope.values))(first, *scope.values)
+    return reader
+
+
+@functools.lru_cache(maxsize=256)  # chunks of one store nearly always have the same source
+def _factory(body: str, names: int) -> Callable[..., Reader]:
+    arguments = "".join(f", v{n}" for n in range(names))
+    source = f"def make(first{arguments}):\n def read(i):\n  {body}\n return read"
+    namespace: dict[str, Any] = {}
+    exec(compile(source, "<reader of a shmloader column>", "exec"), namespace)
+    make: Callable[..., Reader] = namespace["make"]
+    return make
+
+
+def octets_of(array: Any, number: int) -> memoryview[Any]:
+    """A buffer of an Arrow array as bytes; empty if the array has none."""
+    buffer = array.buffers()[number]
+    return memoryview(b"" if buffer is None else buffer).cast("B")
+
+
+def numbers_of(array: Any, buffer: int, code: str, count: int) -> memoryview[Any]:
+    """``count`` numbers of a buffer, from the array's first row on."""
+    octets, size = octets_of(array, buffer), np.dtype(code).itemsize
+    whole: memoryview[Any] = octets[: len(octets) // size * size].cast(code)  # type: ignore[call-overload]
+    return whole[array.offset : array.offset + count]

@@ -1,0 +1,162 @@
+"""What stores say about themselves: their fields, their sizes, and a table of their first rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from shmloader.store.columns.types import (
+    KeysType,
+    LinkType,
+    PickleType,
+    PythonType,
+    children_of,
+    find_types,
+    storage_of,
+)
+
+_MOST_SHOWN = 5  # rows in the table of a repr
+_MOST_CHARACTERS = 40  # of a value in it
+
+
+@dataclass(frozen=True)
+class FieldDescription:
+    """One field of the rows of a store.
+
+    Attributes:
+        name: The field; empty where rows have no fields.
+        type: The Arrow type, or the name of the Python type that it stands for; several where they change.
+        nbytes: Bytes of shared memory.
+        pickled: Why values are pickled: the classes that have no column. None where none are.
+    """
+
+    name: str
+    type: str
+    nbytes: int
+    pickled: str | None = None
+
+
+@dataclass(frozen=True)
+class StoreDescription:
+    """The kind of a store, and the memory that it saves.
+
+    Attributes:
+        kind: ``records`` for rows with fields, ``mapping`` or ``set``; else the type of the rows, such as
+            ``int64`` or ``shmloader.tuple``.
+        rows: Rows (items of a mapping).
+        nbytes: Bytes of shared memory, once on the host.
+        python_nbytes: Estimate of the bytes that the rows take as Python objects, in each process that
+            has a copy of its own; from a sample of the rows. 0 where rows were never Python objects.
+        fields: Each field of the rows.
+    """
+
+    kind: str
+    rows: int
+    nbytes: int
+    python_nbytes: int
+    fields: tuple[FieldDescription, ...] = field(default=())
+
+    def __str__(self) -> str:
+        lines = [f"{self.rows:,} rows of kind {self.kind!r}, {self.nbytes:,} bytes"]
+        if self.python_nbytes:
+            lines[0] += f" ({self.python_nbytes:,} as Python objects)"
+        for one in self.fields:
+            pickled = f", pickled: {one.pickled}" if one.pickled else ""
+            lines.append(f"  {one.name or 'rows'}: {one.type}, {one.nbytes:,} bytes{pickled}")
+        return "\n".join(lines)
+
+
+def describe_rows(store: Any, rows: Any, what: StoreDescription) -> str:
+    """A line about a store, and a table of its first rows."""
+    names, shown = table_of(rows)
+    widths = [max(map(len, column)) for column in zip(names, *shown, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in (names, *shown)
+    ]
+    head = f"<{type(store).__name__}: {what.rows:,} rows of kind {what.kind!r}, {what.nbytes:,} bytes>"
+    return "\n".join([head, *(lines if shown else [])])
+
+
+def table_of(rows: Any) -> tuple[list[str], list[list[str]]]:
+    """Names of columns, and the cells of the first rows."""
+    first = list(islice(rows, _MOST_SHOWN))
+    if first and all(isinstance(row, Mapping) and row for row in first):
+        names = list(dict.fromkeys(str(name) for row in first for name in row))
+        cells = [[_shown(row[name]) if name in row else "" for name in names] for row in first]
+    else:
+        names, cells = ["row"], [[_shown(row)] for row in first]
+    return names, cells
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, np.ndarray | torch.Tensor) and value.ndim:
+        return f"{type(value).__name__} {value.dtype} {tuple(value.shape)}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
+
+
+def describe_columns(
+    columns: list[Any], type_of_link: Callable[[int], Any]
+) -> tuple[str, tuple[FieldDescription, ...]]:
+    """The kind and the fields of rows.
+
+    Args:
+        columns: The rows of each chunk.
+        type_of_link: Gives the type of the values that a link leads to.
+    """
+    fields: dict[str, list[Any]] = {}
+    for column in columns:
+        for name, part in _parts_of(column):
+            fields.setdefault(name, []).append(part)
+    described = tuple(_describe(name, parts, type_of_link) for name, parts in fields.items())
+    return ("records" if any(fields) else _kind_of(columns)), described
+
+
+def _describe(name: str, parts: list[Any], type_of_link: Callable[[int], Any]) -> FieldDescription:
+    found = dict.fromkeys(part.type for part in parts)
+    kinds = [type_of_link(one.parameters["link"]) if isinstance(one, LinkType) else one for one in found]
+    pickles = [one for kind in kinds for _, one in find_types(kind, PickleType)]
+    classes = dict.fromkeys(name for one in pickles for name in one.parameters["types"])
+    why = f"no column gives back {', '.join(classes)} as given" if classes else None
+    nbytes = sum(part.nbytes for part in parts)
+    return FieldDescription(name, " or ".join(dict.fromkeys(map(type_name, kinds))), nbytes, why)
+
+
+def _parts_of(column: Any) -> list[tuple[str, Any]]:
+    storage = storage_of(column)
+    if pa.types.is_struct(storage.type) and storage.type.num_fields:
+        fields = [(field.name, storage.field(number)) for number, field in enumerate(storage.type)]
+        return [(name, field) for name, field in fields if not isinstance(field.type, KeysType)]
+    return [("", column)]
+
+
+def _kind_of(columns: list[Any]) -> str:
+    """The type of rows without fields, in a word where it has many parts."""
+    if any(pa.types.is_union(column.type) for column in columns):
+        return "mixed"
+    return " or ".join(dict.fromkeys(type_name(column.type) for column in columns)) or "objects"
+
+
+def type_name(kind: Any) -> str:
+    """A type for people: of shmloader's own without the storage."""
+    if isinstance(kind, PythonType):
+        said = kind.parameters
+        parts = [str(said[key]) for key in ("python", "tensor", "dtype", "shape", "kind") if key in said]
+        if "tensor" in said:
+            return f"tensor {said['tensor']} {said.get('shape', '')}".strip()
+        return " ".join([kind.NAME.removeprefix("shmloader."), *parts])
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return f"list of {type_name(kind.value_type)}"
+    if pa.types.is_struct(kind) or pa.types.is_union(kind):
+        joint = ", " if pa.types.is_struct(kind) else " or "
+        return ("struct of " if joint == ", " else "") + joint.join(map(type_name, children_of(kind)))
+    if pa.types.is_dictionary(kind):
+        return f"{type_name(kind.value_type)}, each once"
+    return str(kind)
