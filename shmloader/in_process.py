@@ -16,7 +16,8 @@ from shmloader.resume import Resumption
 from shmloader.sampling.replay import generator_states
 from shmloader.scheduling.stream_progress import StreamProgress
 from shmloader.statistics import Counters
-from shmloader.worker.fetch import FetchRules, make_fetcher
+from shmloader.worker.fetch import make_fetcher
+from shmloader.worker.fetcher import FetchRules
 from shmloader.worker.random_state import Generators, SampleSeeds, worker_seeds
 from shmloader.worker.streams import StreamReport, StreamRules
 

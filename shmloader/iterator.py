@@ -43,7 +43,7 @@ from shmloader.statistics import Counters
 from shmloader.store.unshared import CopyWatch
 from shmloader.supervisor import Workers, start_workers
 from shmloader.worker.epoch_settings import DatasetState, EpochSettings
-from shmloader.worker.fetch import FetchRules
+from shmloader.worker.fetcher import FetchRules
 from shmloader.worker.loop import WorkerArguments
 from shmloader.worker.streams import StreamReport, StreamRules
 

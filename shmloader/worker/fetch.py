@@ -1,4 +1,4 @@
-"""Batches for index batches: map-style datasets, ``__getitems__`` and iterable-style datasets.
+"""Batches for index batches: of map-style datasets, and of those with ``__getitems__``.
 
 The rules are those of torch's fetchers (``torch/utils/data/_utils/fetch.py``), so that batches are
 identical. Where a dataset's rows can be gathered, no samples are made (see `sources`). With ``on_error``
@@ -11,83 +11,31 @@ from __future__ import annotations
 import bisect
 import contextlib
 import copy
-import itertools
 import operator
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from torch.utils.data import Dataset
 
 from shmloader.diagnostics.bad_samples import (
-    MOST_IN_A_ROW,
     RAISE,
     REPLACE,
     Reported,
     describe,
     is_a_samples_fault,
-    pack,
 )
 from shmloader.diagnostics.exceptions import add_note, forget_frames
 from shmloader.diagnostics.mismatches import explain_collation
-from shmloader.errors import NoGoodSample
 from shmloader.sampling.index_batches import PackedInts
 from shmloader.sources import NOT_GATHERED, Gatherer
-from shmloader.statistics import BadSample
-from shmloader.worker.streams import STRIDE, Place, Stream, StreamReport, StreamRules, Stride, say_position
-
-
-class FetchRules(NamedTuple):
-    """The loader's arguments that bear on fetching.
-
-    Attributes:
-        iterable: Whether the dataset is iterable-style.
-        auto_collation: Whether an index batch is a list of indices; else it is one index.
-        drop_last: Whether an iterable dataset's last, shorter batch is left out.
-        collate_fn: Joins samples (or converts the one sample, without auto collation).
-        on_error: What becomes of a sample that raises: see ``DataLoader``.
-        stream: Of an iterable-style dataset: how it is divided, and where it is resumed.
-    """
-
-    iterable: bool
-    auto_collation: bool
-    drop_last: bool
-    collate_fn: Callable[[Any], Any]
-    on_error: str = RAISE
-    stream: StreamRules = StreamRules()
-
-
-class Fetcher(ABC):
-    """Makes one batch for one index batch.
-
-    A list of bad samples is begun anew for each batch, so that none is reported twice.
-    """
-
-    def __init__(self) -> None:
-        self._bad: list[BadSample] = []
-
-    @abstractmethod
-    def fetch(self, index_batch: Any) -> Any:
-        """Fetch and collate.
-
-        Returns:
-            The batch, for the encoder where there is a slot: with placeholders for the leaves that lie there
-            already. `Reported` where there is something to report.
-
-        Raises:
-            StopIteration: If an iterable dataset is exhausted.
-        """
-
-    def take_bad_samples(self) -> bytes:
-        """The bad samples, packed, that no report has told of yet: of a batch for which `fetch` raised."""
-        bad, self._bad = self._bad, []
-        return pack(bad)
+from shmloader.worker.fetch_streams import PartsFetcher
+from shmloader.worker.fetcher import Fetcher, FetchRules
 
 
 def make_fetcher(dataset: Any, rules: FetchRules, worker_id: int = 0, num_workers: int = 1) -> Fetcher:
     """The fetcher for a dataset; for an iterable one this calls ``iter(dataset)``."""
     if rules.iterable:
-        return _PartsFetcher(dataset, rules, worker_id, num_workers)
+        return PartsFetcher(dataset, rules, worker_id, num_workers)
     return _MapFetcher(dataset, rules) if rules.on_error == RAISE else _TolerantMapFetcher(dataset, rules)
 
 
@@ -247,184 +195,3 @@ def _take(samples: Sequence[Any], places: Sequence[int]) -> list[Any]:
         seen.add(place)
         taken.append(sample)
     return taken
-
-
-# --- iterable-style datasets
-
-
-class _PartsFetcher(Fetcher):
-    """Fetches from the parts of a stream that a worker has: one or, in a resumed epoch, any number."""
-
-    def __init__(self, dataset: Any, rules: FetchRules, worker_id: int, num_workers: int) -> None:
-        super().__init__()
-        self._dataset, self._rules = dataset, rules
-        self._worker_id, self._num_workers = worker_id, num_workers
-        self._parts = rules.stream.parts_of(worker_id, num_workers)
-        self._fetcher: _StreamFetcher | None = None
-        if self._parts:
-            self._begin_part()
-
-    def _begin_part(self) -> None:
-        rules, worker_id, num_workers = self._rules, self._worker_id, self._num_workers
-        self._part = self._parts.pop(0)
-        self._batches = 0
-        drawn = rules.stream.place_of(self._part).drawn
-        stream = self._stream = Stream(
-            self._dataset,
-            rules.stream,
-            self._part,
-            rules.stream.parts(num_workers),
-            tolerant=rules.on_error != RAISE,
-        )
-        if stream.layout != STRIDE:
-            kind = _IterableFetcher if rules.on_error == RAISE else _TolerantIterableFetcher
-            self._fetcher = kind(stream, rules, drawn)
-            return
-        if rules.on_error != RAISE:
-            raise ValueError(
-                f"on_error={rules.on_error!r} cannot be had where shard='auto' deals out the samples of a "
-                "stream: ranks would have batches of other sizes. Give the dataset a method "
-                "shard(num_shards, index), or leave on_error='raise'"
-            )
-        stride = Stride(stream, rules.stream, worker_id, num_workers, rules.drop_last, drawn)
-        self._fetcher = _StrideFetcher(stride, rules)
-
-    def fetch(self, index_batch: Any) -> Any:
-        while self._fetcher is not None:
-            try:
-                batch = self._fetcher.fetch(index_batch)
-            except StopIteration:
-                if not self._parts:
-                    raise
-                self._begin_part()
-            else:
-                return self._with_place(batch, self._fetcher)
-        raise StopIteration
-
-    def _with_place(self, batch: Any, fetcher: _StreamFetcher) -> Any:
-        """The batch, with the place behind it if the main process cannot tell that by counting."""
-        rules, stream = self._rules.stream, self._stream
-        self._batches += 1
-        state = stream.state() if self._batches % rules.snapshot_every == 0 else b""
-        reported = type(batch) is Reported
-        told = reported or state or (self._batches == 1 and (rules.shard or rules.places))
-        if not told:
-            return batch
-        place = Place(fetcher.drawn, state, fetcher.drawn if state else 0, fetcher.ended)
-        report = StreamReport(self._part, stream.layout, place)
-        return (batch if reported else Reported(batch, False, False, b""))._replace(place=report)
-
-    def take_bad_samples(self) -> bytes:
-        return b"" if self._fetcher is None else self._fetcher.take_bad_samples()
-
-
-class _StreamFetcher(Fetcher):
-    """Fetches from one part of a stream.
-
-    Attributes:
-        drawn: Samples of the stream that are behind it.
-        ended: Whether the stream is known to have ended.
-    """
-
-    drawn = 0
-    ended = False
-
-    def __init__(self, rules: FetchRules) -> None:
-        super().__init__()
-        self._rules = rules
-
-    def _join(self, samples: list[Any], positions: Sequence[int]) -> Any:
-        try:
-            return self._rules.collate_fn(samples if self._rules.auto_collation else samples[0])
-        except Exception as error:
-            explain_collation(error, samples, positions, of_stream=True)
-            raise
-
-
-class _StrideFetcher(_StreamFetcher):
-    def __init__(self, stride: Stride, rules: FetchRules) -> None:
-        super().__init__(rules)
-        self._stride = stride
-
-    def fetch(self, index_batch: Any) -> Any:
-        samples, positions = self._stride.next_batch()
-        self.drawn, self.ended = self._stride.drawn, self._stride.ended
-        return self._join(samples, positions)
-
-
-class _IterableFetcher(_StreamFetcher):
-    def __init__(self, stream: Stream, rules: FetchRules, drawn: int) -> None:
-        super().__init__(rules)
-        self._samples = stream
-        self.drawn = drawn
-
-    def fetch(self, index_batch: Any) -> Any:
-        if self.ended:
-            raise StopIteration
-        auto_collation, begin = self._rules.auto_collation, self.drawn
-        samples: list[Any] = []
-        size = len(index_batch) if auto_collation else 1
-        try:
-            samples.extend(itertools.islice(self._samples, size))
-        except BaseException as error:
-            self.drawn = begin + len(samples) + 1
-            say_position(error, self.drawn - 1)
-            raise
-        self.drawn = begin + len(samples)
-        if len(samples) < size:
-            self.ended = auto_collation  # without it, torch asks the iterator again
-            if not samples or self._rules.drop_last:
-                raise StopIteration
-        return self._join(samples, range(begin, self.drawn))
-
-
-class _TolerantIterableFetcher(_IterableFetcher):
-    """Goes on where the stream's iterator raises: with the stream's next sample, if there is one."""
-
-    def fetch(self, index_batch: Any) -> Any:
-        self._bad = []
-        if self.ended:
-            raise StopIteration
-        samples: list[Any] = []
-        positions: list[int] = []
-        ended = self._fill(len(index_batch) if self._rules.auto_collation else 1, samples, positions)
-        self.ended = ended
-        if not samples or (ended and self._rules.drop_last):
-            if not self._bad:
-                raise StopIteration
-            return Reported(None, True, False, self.take_bad_samples())  # its end is said at the next task
-        batch = self._join(samples, positions)
-        return Reported(batch, False, False, self.take_bad_samples()) if self._bad else batch
-
-    def _fill(self, size: int, samples: list[Any], positions: list[int]) -> bool:
-        """Draw ``size`` samples or, to leave bad ones out, that many times; whether the stream has ended."""
-        replaces = self._rules.on_error == REPLACE
-        in_a_row = 0
-        while size > 0:
-            begin = self.drawn
-            try:
-                samples.extend(itertools.islice(self._samples, size))
-            except BaseException as error:
-                self.drawn += len(samples) - len(positions)
-                positions.extend(range(begin, self.drawn))
-                self._note_bad(error)
-                drawn = self.drawn - 1 - begin
-                in_a_row = 1 if drawn else in_a_row + 1
-                if in_a_row >= MOST_IN_A_ROW:
-                    raise NoGoodSample(f"{in_a_row:,} samples of a stream in a row raised") from error
-                size -= drawn if replaces else drawn + 1
-            else:
-                self.drawn += len(samples) - len(positions)
-                positions.extend(range(begin, self.drawn))
-                return self.drawn - begin < size
-        return False
-
-    def _note_bad(self, error: BaseException) -> None:
-        """Take what an iterator raised for a bad sample, or raise it."""
-        position = self.drawn
-        self.drawn += 1
-        if not isinstance(error, Exception) or not is_a_samples_fault(error):
-            say_position(error, position)
-            raise error
-        self._bad.append(describe(error, position, of_stream=True))
-        forget_frames(error)

@@ -44,7 +44,8 @@ from shmloader.wire.records import (
 )
 from shmloader.worker.collate import install_slot_collate
 from shmloader.worker.epoch_settings import EpochSettings
-from shmloader.worker.fetch import Fetcher, FetchRules, make_fetcher
+from shmloader.worker.fetch import make_fetcher
+from shmloader.worker.fetcher import Fetcher, FetchRules
 from shmloader.worker.random_state import (
     Generators,
     SampleSeeds,

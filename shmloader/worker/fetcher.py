@@ -1,0 +1,58 @@
+"""`Fetcher`, the base of all fetchers, and the rules that they follow."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from shmloader.diagnostics.bad_samples import RAISE, pack
+from shmloader.statistics import BadSample
+from shmloader.worker.streams import StreamRules
+
+
+class FetchRules(NamedTuple):
+    """The loader's arguments that bear on fetching.
+
+    Attributes:
+        iterable: Whether the dataset is iterable-style.
+        auto_collation: Whether an index batch is a list of indices; else it is one index.
+        drop_last: Whether an iterable dataset's last, shorter batch is left out.
+        collate_fn: Joins samples (or converts the one sample, without auto collation).
+        on_error: What becomes of a sample that raises: see ``DataLoader``.
+        stream: Of an iterable-style dataset: how it is divided, and where it is resumed.
+    """
+
+    iterable: bool
+    auto_collation: bool
+    drop_last: bool
+    collate_fn: Callable[[Any], Any]
+    on_error: str = RAISE
+    stream: StreamRules = StreamRules()
+
+
+class Fetcher(ABC):
+    """Makes one batch for one index batch.
+
+    A list of bad samples is begun anew for each batch, so that none is reported twice.
+    """
+
+    def __init__(self) -> None:
+        self._bad: list[BadSample] = []
+
+    @abstractmethod
+    def fetch(self, index_batch: Any) -> Any:
+        """Fetch and collate.
+
+        Returns:
+            The batch, for the encoder where there is a slot: with placeholders for the leaves that lie there
+            already. `Reported` where there is something to report.
+
+        Raises:
+            StopIteration: If an iterable dataset is exhausted.
+        """
+
+    def take_bad_samples(self) -> bytes:
+        """The bad samples, packed, that no report has told of yet: of a batch for which `fetch` raised."""
+        bad, self._bad = self._bad, []
+        return pack(bad)
