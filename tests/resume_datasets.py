@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,19 @@ class StatefulToTheEnd(Sampler[int]):
         self.generator.set_state(state["generator"])
 
 
+class Buckets(Sampler[list[int]]):
+    """Batches of a batch sampler of one's own that draws three of them ahead and sorts them."""
+
+    def __init__(self, sampler: Sampler[int], batch_size: int) -> None:
+        self.sampler, self.batch_size = sampler, batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = iter(self.sampler)
+        while several := sorted(itertools.islice(indices, 3 * self.batch_size)):
+            for begin in range(0, len(several), self.batch_size):
+                yield several[begin : begin + self.batch_size]
+
+
 class OwnGenerator(Sampler[int]):
     """Draws one index after the other from its generator, or from torch's global one."""
 
@@ -166,3 +180,15 @@ class FromRandom(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         yield from random.sample(range(self.length), self.length)
+
+
+class FromRandomOneByOne(FromRandom):
+    """Draws one index after the other with ``draw``, from a global generator."""
+
+    def __init__(self, length: int, draw: Callable[[int], int]) -> None:
+        super().__init__(length)
+        self.draw = draw
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(self.length):
+            yield int(self.draw(self.length))

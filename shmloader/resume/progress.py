@@ -29,6 +29,7 @@ class Progress:
         before_next: The same for the next epoch, if that was begun early.
         tracked: The sampler's batches, if their place cannot be told from their number.
         stream: Of an iterable-style dataset: the `StreamProgress`; `place` is then a number.
+        global_digest: Digest of torch's global generator where the epoch began in an earlier program, or "".
         constant: All of a state that stays the same in this epoch, once it was asked for.
     """
 
@@ -45,6 +46,7 @@ class Progress:
         self.before_next: GeneratorStates | None = None
         self.tracked: TrackedBatches | None = None
         self.stream: Any = None
+        self.global_digest = ""
         self.constant: dict[str, Any] | None = None
 
     def take(self, position: int) -> None:

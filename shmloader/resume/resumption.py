@@ -101,7 +101,7 @@ class Resumption:
             places = self._places(before)
         constant = self._state(loader, progress, places)
         constant["sampler_epoch"] = progress.sampler_epoch
-        constant["global_generator"] = digest_of(progress.global_before)
+        constant["global_generator"] = progress.global_digest or digest_of(progress.global_before)
         if sampler_by_count(index_sampler) is not None:
             constant["sampler_state"] = ""
         if before is not None:
@@ -293,6 +293,9 @@ class Resumption:
             )
         if loaded["loader_generator"]:
             set_generator(loader.generator, loaded["loader_generator"])
+        progress.global_digest = loaded["global_generator"]
+        if progress.before is not None:  # it was read before the generators were set
+            progress.before = generator_states(index_sampler, loader.generator)
         if seed_of(place.generator) is not None:  # which the sampler would have drawn
             torch.empty((), dtype=torch.int64).random_()
         if loaded["sampler_ended"]:

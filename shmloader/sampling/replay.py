@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -75,12 +77,12 @@ def sampler_with_state(index_sampler: Any) -> Any:
 def sampler_by_count(index_sampler: Any) -> Any:
     """The sampler whose state after a number of batches is known without drawing them, or None.
 
-    It has ``state_after(batches, batch_size)``, and ``load_state_dict()`` for what that returns.
+    It has ``state_after(batches, batch_size)``, and ``load_state_dict()`` for what that returns. Only torch's
+    `BatchSampler` over it has batches of known size, in its order.
     """
-    for sampler in with_inner(index_sampler):
-        if all(callable(getattr(sampler, name, None)) for name in ("state_after", "load_state_dict")):
-            return sampler
-    return None
+    inner = index_sampler.sampler if type(index_sampler) is BatchSampler else index_sampler
+    counts = all(callable(getattr(inner, name, None)) for name in ("state_after", "load_state_dict"))
+    return inner if counts else None
 
 
 def is_torchs(index_sampler: Any) -> bool:
@@ -141,27 +143,36 @@ def generator_states(index_sampler: Any, generator: torch.Generator | None) -> G
 class TrackedBatches(Iterator[Any]):
     """Index batches of a sampler that is not torch's, with what is needed to come to the same place again.
 
+    Args:
+        index_sampler: The sampler.
+        iterator: Iterates over it.
+        begin: Index batches before those.
+        state: The sampler's own state there, if it was loaded: some samplers tell it only when iterated over.
+
     Attributes:
         taken: Tells how many of them the program has had; what belongs to earlier places is forgotten.
         end: The sampler's own state after its last batch; None while it may have further ones.
-        draws_on: Whether the sampler has drawn from torch's global generator behind its first batch, where
-            the program draws as well: then nothing tells what it would draw again.
+        draws_on: Whether the sampler has drawn from a global generator behind its first batch, where the
+            program draws as well: then nothing tells what it would draw again.
         resumed: Whether it then raises instead of giving batches.
     """
 
-    def __init__(self, index_sampler: Any, iterator: Iterator[Any], begin: int = 0) -> None:
+    def __init__(
+        self, index_sampler: Any, iterator: Iterator[Any], begin: int = 0, state: Any = None
+    ) -> None:
         self.taken: Callable[[], int] = lambda: begin
         self.end: Any = None
         self.draws_on = self.resumed = False
         self._name = type(index_sampler).__name__
         self._iterator = iterator
         self._stateful = stateful = sampler_with_state(index_sampler)
-        self._draws_globally = generator_of(index_sampler) is torch.default_generator
         self._oldest = self._drawn = begin
         self._ahead: list[Any] = []
         self._checksum = 0
         # After each number of batches: the sampler's state, or the checksum of the batches.
-        self._after: dict[int, Any] = {begin: 0 if stateful is None else _copy(stateful)}
+        if state is None:
+            state = 0 if stateful is None else _copy(stateful)
+        self._after: dict[int, Any] = {begin: state}
 
     def __next__(self) -> Any:
         return self._ahead.pop() if self._ahead else self._draw()
@@ -169,16 +180,17 @@ class TrackedBatches(Iterator[Any]):
     def _draw(self) -> Any:
         stateful, drawn = self._stateful, self._drawn
         # At few of its batches only, since it takes as long as a small sampler does.
-        looks = self._draws_globally and drawn and not drawn & (drawn - 1)
-        state = torch.get_rng_state() if looks else None
+        looks = stateful is None and drawn and not drawn & (drawn - 1)
+        states = _global_states() if looks else None
         try:
             index_batch = next(self._iterator)
         except StopIteration:
             if self.end is None and stateful is not None:
                 self.end = _copy(stateful)
             raise
-        if state is not None and not torch.equal(state, torch.get_rng_state()):
-            self.draws_on = True
+        if states is not None and states != (now := _global_states()):
+            # A program that draws from NumPy and random may never resume: it is told when it does.
+            self.draws_on = self.draws_on or self.resumed or states[0] != now[0]
             if self.resumed:
                 self.check()
         self._drawn += 1
@@ -199,8 +211,9 @@ class TrackedBatches(Iterator[Any]):
         """
         if self.draws_on:
             raise ResumeError(
-                f"the sampler ({self._name}) draws from torch's global generator batch by batch, among what "
-                f"the program draws, so it cannot come to this place again. {_ADVICE}"
+                f"the sampler ({self._name}) draws from a global generator (torch's, NumPy's, random's) "
+                "batch by batch, among what the program draws, so it cannot come to this place again. "
+                f"{_ADVICE}"
             )
 
     def after(self, taken: int) -> Any:
@@ -215,6 +228,11 @@ class TrackedBatches(Iterator[Any]):
         if taken == self._drawn > 0 and self.end is None:
             self._ahead += itertools.islice(iter(self._draw, None), 1)
         return self.end is not None and taken == self._drawn
+
+
+def _global_states() -> tuple[Any, ...]:
+    _, keys, *rest = np.random.get_state()  # noqa: NPY002 - the program's
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(keys).tobytes(), *rest
 
 
 def _copy(stateful: Any) -> Any:
@@ -274,7 +292,7 @@ def go_on_from(index_sampler: Any, place: Place) -> tuple[Iterator[Any], Tracked
             stateful.load_state_dict(place.sampler_state)
         else:
             end_epoch(index_sampler, place.sampler_state)
-        tracked = TrackedBatches(index_sampler, iter(source), place.taken)
+        tracked = TrackedBatches(index_sampler, iter(source), place.taken, place.sampler_state)
         return tracked, tracked
     iterator: Iterator[Any] | None = index_arrays(source, place.taken)
     if iterator is None:

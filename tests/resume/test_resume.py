@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from resume_datasets import Drawing, OwnGenerator, Plain, Stateful, StatefulToTheEnd
+from resume_datasets import Buckets, Drawing, OwnGenerator, Plain, Stateful, StatefulToTheEnd
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -27,9 +27,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from shmloader import DataLoader
+from shmloader import DataLoader, ShardedSampler
 
-SAMPLERS = "sequential random replacement subset weighted distributed stateful to_the_end own".split()
+SAMPLERS = "sequential random replacement subset weighted distributed sharded stateful to_the_end own".split()
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Work:
             "subset": lambda: SubsetRandomSampler(range(length), generator=generator),
             "weighted": lambda: WeightedRandomSampler(torch.ones(length), length, generator=generator),
             "distributed": lambda: DistributedSampler(dataset, num_replicas=2, rank=1, seed=4),
+            "sharded": lambda: ShardedSampler(dataset, num_replicas=2, rank=1, seed=4),
             "stateful": lambda: Stateful(length),
             "to_the_end": lambda: StatefulToTheEnd(length),
             "own": lambda: OwnGenerator(length, generator or torch.Generator().manual_seed(3)),
@@ -253,3 +254,42 @@ def test_a_program_that_comes_to_the_same_line_ends_as_the_uninterrupted_one() -
             with Setting(2 - workers).loader(work) as loader:
                 loader.load_state_dict(state)
                 assert_same(Rest([list(loader), list(loader)], torch.get_rng_state()), expected)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("own_generator", [False, True])
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("taken", [0, 2])
+def test_a_state_of_a_resumed_epoch_before_its_first_batch(
+    sampler: str, own_generator: bool, workers: int, taken: int
+) -> None:
+    """The second epoch is stopped, resumed, stopped before another batch, and resumed again."""
+    work = Work(sampler, own_generator, 60, 4, False, False, 1, taken)
+    torch.manual_seed(11)
+    state, drawn_so_far, expected = run_to(Setting().loader(work), work)
+    for _ in range(2):
+        torch.manual_seed(99)
+        with Setting(workers).loader(work) as loader:
+            loader.load_state_dict(by_json(state))
+            torch.set_rng_state(drawn_so_far)
+            iter(loader)
+            state, drawn_so_far = loader.state_dict(), torch.get_rng_state()
+    with Setting().loader(work) as loader:
+        loader.load_state_dict(by_json(state))
+        torch.set_rng_state(drawn_so_far)
+        assert_same(Rest([list(loader), list(loader)], torch.get_rng_state()), expected)
+
+
+def test_a_batch_sampler_over_a_sharded_sampler_is_drawn_again() -> None:
+    """One that reads ahead: what it has given is no prefix of the order."""
+
+    def make() -> DataLoader[Any]:
+        sampler = ShardedSampler(range(60), num_replicas=2, rank=1)
+        return DataLoader(Plain(60), batch_sampler=Buckets(sampler, 4))
+
+    loader = make()
+    iterator = iter(loader)
+    next(iterator)
+    other = make()
+    other.load_state_dict(by_json(loader.state_dict()))
+    assert [batch.tolist() for batch in other] == [batch.tolist() for batch in iterator]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from resume_datasets import DiesOnce, Drawing, FromRandom, Late, OwnGenerator, Plain
+from resume_datasets import DiesOnce, Drawing, FromRandom, FromRandomOneByOne, Late, OwnGenerator, Plain
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
 from shmloader import BadSampleWarning, DataLoader, ResumeError
@@ -346,6 +349,24 @@ def test_a_sampler_that_draws_among_the_program_is_refused(workers: int) -> None
         take(iterator, 3)
         with pytest.raises(ResumeError, match="batch by batch"):
             loader.state_dict()
+
+
+@pytest.mark.parametrize("draw", [random.randrange, np.random.randint])
+def test_a_sampler_that_draws_elsewhere_among_the_program_is_refused(draw: Callable[[int], int]) -> None:
+    """Also where a seed at the program's beginning has it give the first batches once more."""
+
+    def make() -> DataLoader[Any]:
+        random.seed(1)
+        np.random.seed(1)
+        return DataLoader(Plain(40), 4, sampler=FromRandomOneByOne(40, draw))
+
+    loader = make()
+    take(iter(loader), 1)
+    state = loader.state_dict()
+    other = make()
+    other.load_state_dict(state)
+    with pytest.raises(ResumeError, match="batch by batch"):
+        values(other)
 
 
 def test_the_samplers_epoch_is_set_by_the_state_and_another_one_is_refused() -> None:
