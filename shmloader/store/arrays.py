@@ -37,6 +37,9 @@ def kind_of_array(array: Array) -> ArrayKind | None:
     return ArrayKind(array.dtype, array.ndim) if has_plain_dtype(array) else None
 
 
+_SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
 def has_plain_dtype(array: Any) -> bool:
     """Whether the dtype of an array or scalar is told by its string."""
     return array.dtype.kind in PLAIN_KINDS and array.dtype.itemsize > 0 and array.dtype.names is None
@@ -56,5 +59,6 @@ def array_of_tensor(tensor: torch.Tensor, carrier: np.dtype[Any]) -> Array:
     tensor = tensor.contiguous()
     if DTYPES[CODE_OF_TORCH_DTYPE[tensor.dtype]].native:
         return tensor.numpy()
-    flat: Array = tensor.reshape(-1).view(torch.uint8).numpy().view(carrier)
-    return flat.reshape(tensor.shape)
+    # By a dtype of the same size: to any other, a stride is in the way that one item may have.
+    array: Array = tensor.view(_SAME_SIZE[carrier.itemsize]).numpy().view(carrier)
+    return array

@@ -268,8 +268,12 @@ def test_wrong_options_are_refused(options: dict[str, Any], kind: type[Exception
     assert not hasattr(make(), "on_error")
 
 
-def test_threads_that_pose_as_processes_are_left_to_torch_and_refused_without_install() -> None:
+def test_threads_that_pose_as_processes_are_left_to_torch_and_refused_without_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As MONAI's ThreadDataLoader has them; one warning."""
+    monkeypatch.setattr(torch.utils.data._utils.worker, "_worker_info", None)  # torch's worker leaves its own
+    threads = torch.get_num_threads()
     with pytest.raises(ValueError, match=r"ThreadContext: .*ThreadAsProcess\), which cannot write to slots"):
         make(shmloader.DataLoader, multiprocessing_context=ThreadContext())
     late = make(shmloader.DataLoader)
@@ -282,6 +286,7 @@ def test_threads_that_pose_as_processes_are_left_to_torch_and_refused_without_in
         iterator = iter(loader)
     assert isinstance(iterator, _MultiProcessingDataLoaderIter)
     assert len(list(iterator)) == 6
+    torch.set_num_threads(threads)  # its worker has set 1
 
 
 def test_iterators_of_a_librarys_own_stay() -> None:

@@ -120,6 +120,7 @@ ARRAY_LISTS = {
     "tensors of one shape": [torch.rand(3, 4) for _ in range(4)],
     "ragged tensors": [torch.arange(n) for n in range(5)],
     "tensors of dtypes that NumPy lacks": [torch.rand(3).bfloat16(), torch.rand(2).to(torch.float8_e5m2)],
+    "an item of such a dtype with a stride": [torch.ones(4).bfloat16().as_strided((1,), (2,))] * 2,
     "tensors, not contiguous": [torch.rand(4, 3).T, torch.rand(5)[::2]],
     "complex tensors": [torch.rand(3, dtype=torch.complex64), torch.rand(2, dtype=torch.complex64).conj()],
     "tensors with gradients": [torch.ones(2, requires_grad=True)],
