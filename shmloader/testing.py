@@ -73,10 +73,10 @@ def _identical_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
         return identical(one.to_dense(), other.to_dense())
     if one.is_quantized or other.is_quantized:  # torch cannot look at their bytes: that ends the process
         return one.qscheme() == other.qscheme() and identical(one.dequantize(), other.dequantize())
-    if not one.numel():  # may have strides that cannot be viewed as bytes
-        return one.requires_grad == other.requires_grad
+    # Into new memory: a contiguous tensor of one item, or of none, may have strides that have no view of bytes.
     octets = [
-        tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)
+        torch.empty(one.shape, dtype=one.dtype).copy_(tensor.detach()).reshape(-1).view(torch.uint8)
+        for tensor in (one, other)
     ]
     return one.requires_grad == other.requires_grad and torch.equal(*octets)
 
