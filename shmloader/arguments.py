@@ -61,7 +61,7 @@ def dispatch_of(dispatch: Dispatch | None, num_workers: object) -> Dispatch:
 
 
 def is_dynamic(loader: Any) -> bool:
-    """Whether a loader's attributes, which may have been changed since they were checked, ask for it."""
+    """Whether a loader has dynamic dispatch, by its attributes as they are now."""
     return loader.dispatch == DYNAMIC or isinstance(loader.num_workers, AutoCount)
 
 

@@ -388,7 +388,7 @@ class SlotIterator(torch_private.BaseIterator):
         raise self._lifecycle.expect(restore(failure))
 
     def _warn(self, batch: Any, task: Task, report: StreamReport | None) -> None:
-        """Give the warning; where the program's filters make it an error, the batch comes next."""
+        """Give the warning; where the program's filters make it an error, the next call returns the batch."""
         warning, self.pool.warning = self.pool.warning, ""
         self._held_back.append((batch, task, report))
         try:

@@ -58,7 +58,7 @@ class Loading:
         """Prepare for torch's ``__iter__``, and warn of bad samples in an epoch that was not finished.
 
         A persistent iterator whose workers are gone (closed, or a worker died) cannot be resumed: the loader
-        forgets it. So it does before it goes on from a state, which has a base seed of its own.
+        forgets it. It does so after ``load_state_dict()`` as well: the state has a base seed of its own.
         """
         iterator = iterator_of(loader)
         if isinstance(iterator, SlotIterator) and (iterator.closed or self.resumption.loaded is not None):

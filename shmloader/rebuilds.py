@@ -74,7 +74,7 @@ class PreparedFlag:
         self.warned = False
 
     def __get__(self, loader: Any, owner: type | None = None) -> bool:
-        """False: the loader is not prepared yet."""
+        """Tell accelerate that the loader is not prepared yet."""
         if loader is not None:
             self.notify(loader)
         return False

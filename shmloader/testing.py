@@ -73,7 +73,7 @@ def _identical_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
         return identical(one.to_dense(), other.to_dense())
     if one.is_quantized or other.is_quantized:  # torch cannot look at their bytes: that ends the process
         return one.qscheme() == other.qscheme() and identical(one.dequantize(), other.dequantize())
-    # Into new memory: a contiguous tensor of one item, or of none, may have strides that have no view of bytes.
+    # In new memory: a contiguous tensor of one item, or of none, may have strides without a view of bytes.
     octets = [
         torch.empty(one.shape, dtype=one.dtype).copy_(tensor.detach()).reshape(-1).view(torch.uint8)
         for tensor in (one, other)
@@ -300,7 +300,7 @@ def plain_pickles_are_refused_or_whole(store: Any, rows: list[Any]) -> None:
 
 
 def it_travels_without_its_data(store: Any, rows: list[Any]) -> None:
-    """What is pickled for another process is a few hundred bytes, and gives the same rows there."""
+    """The pickle for another process is a few hundred bytes, and gives the same rows there."""
     pickled, buffers = pack({"one": store, "again": store[1:]})
     assert len(buffers) <= 1, f"{len(buffers)} buffers"
     assert len(pickled) < 4096, f"{len(pickled):,} bytes"

@@ -1,4 +1,4 @@
-"""Batch object to slot and back.
+"""The codec: a batch to a slot, and back.
 
 The structure of a batch is pickled (protocol 5). Every dense CPU tensor and ndarray in it, wherever it
 sits, becomes a leaf of the slot and leaves a placeholder in the pickle: an out-of-band buffer. Reading puts

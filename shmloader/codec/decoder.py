@@ -1,4 +1,4 @@
-"""Slot to batch; runs in the main process."""
+"""The decoder: a slot to a batch. Runs in the main process."""
 
 from __future__ import annotations
 

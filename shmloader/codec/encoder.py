@@ -1,4 +1,4 @@
-"""Batch to slot; runs in the worker."""
+"""The encoder: a batch to a slot. Runs in the worker."""
 
 from __future__ import annotations
 

@@ -117,5 +117,5 @@ def join_header(structure: Iterable[bytes], rows: Iterable[bytes]) -> bytes:
 
 
 def table_of(header: bytes) -> bytes:
-    """The leaf table of a header. The structure is read where it is: a pickle says itself where it ends."""
+    """The leaf table of a header. The structure needs no length: its pickle has an end of its own."""
     return header[-4 - int.from_bytes(header[-4:], "little") : -4]

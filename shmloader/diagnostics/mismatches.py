@@ -149,7 +149,7 @@ def _format(item: Any, first: Any) -> str:
 
 
 def _say(found: _Mismatch, names: list[str]) -> str:
-    """One line: a sample of the most frequent kind, and the first few of other kinds."""
+    """A line on a sample of the most frequent kind, and on the first few of other kinds."""
     usual = Counter(found.each).most_common(1)[0][0]  # of equals, the one that comes first
     pairs = list(zip(names, found.each, strict=True))
     like = next(name for name, what in pairs if what == usual)

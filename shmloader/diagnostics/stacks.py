@@ -95,12 +95,12 @@ def answers(pid: int) -> bool:
 
 
 def answer_with_stacks(descriptor: Descriptor) -> None:
-    """In a worker: write all threads' stacks to the main process's `StackFile` whenever it asks."""
+    """Write, in a worker, all threads' stacks to the main process's `StackFile` whenever it asks."""
     faulthandler.register(_SIGNAL, file=descriptor.fd, all_threads=True, chain=False)
 
 
 def report_start_error(descriptor: Descriptor) -> None:
-    """In a worker that cannot start: leave the exception that is being handled in the `StackFile`."""
+    """Leave the exception that is being handled in the `StackFile`, in a worker that cannot start."""
     text = traceback.format_exc()[-_MOST_CHARACTERS:].encode("utf-8", "replace")
     os.write(descriptor.fd, _START_ERROR % os.getpid() + text + b"\0")
 

@@ -1,6 +1,6 @@
-"""What other libraries need to load through slots: ``install()`` for all of them, and more for some.
+"""Integrations: ``install()``, by which any library loads through slots, and more for some of them.
 
-Nothing else in shmloader imports this package, and it imports no framework that the program has not imported.
+Only `shmloader/__init__` imports this package, and it imports no framework that the program has not imported.
 """
 
 from shmloader.integrations.install import Installation, install, uninstall

@@ -29,7 +29,7 @@ _TORCHS = torch.utils.data.DataLoader
 
 
 class Installation:
-    """What `install` returns: a context manager that restores at its end what was there before.
+    """The handle that `install` returns: a context manager that restores at its end what was there before.
 
     Args:
         options: Defaults for all loaders, by name.
@@ -179,7 +179,7 @@ class _Default:
 
 
 def _value(name: str, loader: Any) -> Any:
-    """The value of an option for a loader: as installed, or what asks for nothing where it cannot have it."""
+    """The value of an option for a loader: as installed, or the default where it cannot have that."""
     default = OWN_DEFAULTS[name]
     value = (_options or {}).get(name)
     if name == "dispatch":

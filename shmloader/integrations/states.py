@@ -60,7 +60,7 @@ def load_state_dict(loader: Any, state_dict: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def states_unwanted(unwanted: bool) -> Iterator[None]:
-    """Let states be asked for in vain: one that cannot be told is neither an error nor a warning."""
+    """Give no state where none can be made, without an error or a warning."""
     before, _Asking.unwanted = _Asking.unwanted, unwanted
     try:
         yield

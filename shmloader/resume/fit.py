@@ -28,9 +28,9 @@ _SETTINGS = (
     "rank",
 )
 _OF_THE_RUN = {"batch_size", "sampler's num_replicas", "sampler's rank", "sampler's samples"}
-"""What may differ where the sampler counts samples of all ranks."""
+"""Keys that may differ where the sampler counts samples of all ranks."""
 _OF_THE_PLACE = {"dataset_len", "batch_size", "drop_last", "sampler's samples"}
-"""What matters in mid-epoch only."""
+"""Keys that matter in mid-epoch only."""
 _KINDS = {False: "a map-style", True: "an iterable-style"}
 
 

@@ -318,7 +318,7 @@ class Resumption:
 
 
 def _of_sampler(loader: Any, progress: Progress) -> State:
-    """What a state says of a sampler that is not torch's, at the present place."""
+    """The keys of a state about a sampler that is not torch's, at the present place."""
     counting = sampler_by_count(index_sampler_of(loader))
     if counting is not None:
         batch_size = getattr(loader.batch_sampler, "batch_size", 1)

@@ -102,7 +102,7 @@ def is_by_torch(method: Any, kind: type) -> bool:
 
 
 def _batches(sampler: BatchSampler, skip: int = 0) -> Iterator[PackedInts]:
-    """As ``BatchSampler.__iter__``: nothing is asked of the inner sampler before it is needed."""
+    """Iterate as ``BatchSampler.__iter__`` does: the inner sampler is asked no sooner than needed."""
     inner: Any = sampler.sampler
     skip *= sampler.batch_size
     chunks = _permutations(inner) if type(inner) is RandomSampler else _ranges(inner, sampler.batch_size)
@@ -142,7 +142,7 @@ def _ranges(sampler: SequentialSampler, nbatch: int) -> Iterator[IntArray]:
 
 
 def _permutations(sampler: RandomSampler) -> Iterator[IntArray]:
-    """As ``RandomSampler.__iter__``, which draws one more permutation at the end than it may need."""
+    """Draw as ``RandomSampler.__iter__``, which takes one more permutation at the end than it may need."""
     length = len(sampler.data_source)
     generator: torch.Generator | None = sampler.generator
     if generator is None:

@@ -1,4 +1,4 @@
-"""Tasks out and answers in: the traffic between one iterator and its workers. Main process only.
+"""The dispatcher: sends tasks to workers, takes in their answers, replaces dead ones. Main process only.
 
 The dispatcher gives each task a slot, takes in what workers answer, and replaces workers that die. It knows
 nothing of samplers, of the order in which batches are returned, nor of whose turn it is.

@@ -128,7 +128,7 @@ class Ledger:
         return None
 
     def unreturned_of(self, worker_id: int) -> int:
-        """How many tasks a worker was sent whose batch is wanted and was not returned yet."""
+        """Number of a worker's tasks whose batch is wanted and was not returned yet."""
         return sum(task.worker_id == worker_id and task.state is not VOID for task in self.tasks.values())
 
     def held_by(self, worker_id: int | None) -> list[Task]:

@@ -27,7 +27,7 @@ class RestartPolicy:
         """Whether a worker may be replaced.
 
         Args:
-            culprit: The task that it was at, if any. One that has ended two workers is not tried again.
+            culprit: The task that it was working on, if any; one that has ended two is not tried again.
         """
         return self.restarts_left > 0 and (culprit is None or culprit.deaths + 1 < _MOST_DEATHS)
 

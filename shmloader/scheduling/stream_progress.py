@@ -139,7 +139,7 @@ class StreamProgress:
         return {"batches": self._batches, "stream": json.dumps(named)}
 
     def end_epoch(self, progress: Progress) -> None:
-        """At the epoch's end, compare its length with that of other ranks, where ranks may have others.
+        """Compare the epoch's length with that of other ranks, where ranks may have others.
 
         Raises:
             LoaderError: If it differs.

@@ -55,7 +55,7 @@ _READ_WRITE = 0x1 | 0x2  # not from Python's `mmap`: on Windows it lacks them
 
 
 Buffer = Any
-"""What has the buffer protocol and is contiguous: bytes, a memoryview, an ndarray of a plain dtype."""
+"""An object with the buffer protocol that is contiguous: bytes, a memoryview, an ndarray of a plain dtype."""
 
 
 class SharedBuffer:

@@ -19,7 +19,7 @@ from shmloader.errors import SlotCorrupted
 from shmloader.slots import Slot, SlotPool
 
 POISON = 0xDB
-"""What every byte of a free slot is: -0.0016 as bfloat16, -1.2e17 as float32, -36 as int8."""
+"""The value of every byte of a free slot: -0.0016 as bfloat16, -1.2e17 as float32, -36 as int8."""
 
 _MOST_LEAVES = 4  # named of one batch
 

@@ -213,7 +213,7 @@ class SlotPool:
         return self.map(slot)
 
     def publish(self, slot: Slot, slot_nbytes: int, used_nbytes: int) -> None:
-        """A worker has finished the slot; take over its size.
+        """Take over a slot that a worker has finished, with its size.
 
         Args:
             slot: The slot, granted until now.
@@ -279,7 +279,7 @@ class SlotPool:
         into[:] = np.frombuffer(self.map(slot).buffer, np.uint8)[: len(into)]
 
     def note_parts(self, slot: Slot, nbytes: int) -> None:
-        """A batch has come in parts, because its slot could not be made large enough for it.
+        """Note that a batch came in parts, because its slot could not be made large enough for it.
 
         Args:
             slot: The slot; to be published next.

@@ -63,7 +63,7 @@ class DefaultCollate(ABC):
 
     @abstractmethod
     def is_default(self) -> bool:
-        """Whether that still holds: the program may change torch's map of collate functions at any time."""
+        """Whether torch's map of collate functions is unchanged; the program may change it at any time."""
 
 
 def joins_by_default(collate_fn: object) -> bool:

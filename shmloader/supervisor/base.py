@@ -103,7 +103,7 @@ class Workers(Protocol):
         """
 
     def leave_to_parent(self) -> None:
-        """In a process that the program forked: forget the workers, which are the parent's."""
+        """Forget the workers, in a process that the program forked: they are the parent's."""
 
 
 live: weakref.WeakSet[Workers] = weakref.WeakSet()

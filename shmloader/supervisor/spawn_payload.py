@@ -196,7 +196,7 @@ def _array_reducers() -> dict[type, Callable[[Any], Any]]:
 
 
 _Place = tuple[int, int]
-"""Where the memory of an array begins and ends, in bytes. Whether it is read-only, the pickle knows."""
+"""Begin and end of an array's memory, in bytes. The pickle knows whether the array is read-only."""
 
 
 def _main_is_interactive() -> bool:
@@ -231,7 +231,7 @@ class _Sent:
 
 
 def take_arguments(given: Any) -> WorkerArguments:
-    """In the worker: its arguments, unpickled if they were pickled, which imports the dataset's modules.
+    """Take the worker's arguments, in the worker; unpickling them imports the dataset's modules.
 
     Args:
         given: What `SpawnPayload.for_worker` returned, as it has arrived.
@@ -260,7 +260,7 @@ class _Passed:
         self._number = number
 
     def detach(self) -> int:
-        """In the worker: the descriptor, which is the caller's from now on."""
+        """Hand over the descriptor, in the worker; it is the caller's from now on."""
         return _received[self._number]
 
 

@@ -229,12 +229,12 @@ class ThreadLink:
         self._wake()
 
     def close(self) -> None:
-        """In the main process's thread: let the worker find the link broken."""
+        """Let the worker find the link broken; called in the main process's thread."""
         self.closed = True
         self.tasks.put(b"")
 
     def end(self, error: BaseException | None) -> None:
-        """In the worker: it ends."""
+        """Note that the worker ends; called in its thread."""
         self.error, self.ended = error, True
         self._wake()
 

@@ -20,7 +20,7 @@ Path = tuple[str | int, ...]
 
 
 class EpochSettings(NamedTuple):
-    """Everything that differs from epoch to epoch; crosses the process boundary.
+    """Settings that differ from epoch to epoch; they cross the process boundary.
 
     Attributes:
         shared_seed: Seed that all workers share (torch's DataPipes), or None.

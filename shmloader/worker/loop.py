@@ -138,7 +138,7 @@ class _Worker:
                 self._serve()
 
     def _start(self) -> None:
-        """Everything that torch does between seeding and the first task, in torch's order."""
+        """Start as torch's worker does between seeding and the first task, in the same order."""
         arguments = self._arguments
         self._dataset = torch_private.seed_datapipe(self._dataset, arguments.shared_seed)
         torch_private.set_worker_info(

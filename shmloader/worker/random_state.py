@@ -112,7 +112,7 @@ class Generators:
 
     @functools.cached_property
     def torch_generator(self) -> torch.Generator:
-        """For ``generator=``: draws what torch's global one draws in a worker process."""
+        """A generator for ``generator=``: draws what torch's global one draws in a worker process."""
         return torch.Generator().manual_seed(self._seeds.torch_seed)
 
     @functools.cached_property

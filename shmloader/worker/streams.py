@@ -18,7 +18,7 @@ from shmloader.diagnostics.exceptions import add_note
 from shmloader.torch_private import only_worker_info, show_worker_info, watched_worker_info
 
 OWN, SHARD, STRIDE = "own", "shard", "stride"
-"""How a stream is divided: by the dataset itself or not at all; by its own shards; by `Stride`."""
+"""The ways to divide a stream: by the dataset itself or not at all; by its own shards; by `Stride`."""
 
 
 class Place(NamedTuple):
@@ -38,7 +38,7 @@ class Place(NamedTuple):
 
 
 class StreamRules(NamedTuple):
-    """What workers of an iterable-style dataset have to know besides how to fetch.
+    """The rules by which workers divide and resume a stream.
 
     Attributes:
         shard: Whether to divide the stream among ranks and workers (``shard="auto"``).
@@ -82,7 +82,7 @@ class StreamRules(NamedTuple):
 
 
 class StreamReport(NamedTuple):
-    """What the main process is told with a batch of a stream, so that it can be resumed behind it.
+    """A report that comes with a batch of a stream, so that the stream can be resumed behind it.
 
     Attributes:
         part: The part that the batch is of.
