@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+import io
 import math
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-from shmloader.codec.layout import DTYPES, LONE_LEAF, Leaf, table_of, unpack_table
+from shmloader.codec.layout import DTYPES, Leaf, table_of, unpack_table
 from shmloader.codec.leaves import wrapper_of
 
-_MOST_TABLES = 256
+_MOST_KNOWN = 256
+_MOST_HEADER_NBYTES = 1 << 12  # longer headers hold data, and do not repeat
 _MOST_COMPOUND_NBYTES = (1 << 31) - 1  # NumPy 1 counts a dtype's bytes in 32 bits
 _Anchor = np.ndarray[Any, np.dtype[np.uint8]]
 _WrapAll = Callable[[_Anchor], list[Any]]
+_Read = Callable[[_Anchor], Any]
 _ndarray: Any = np.ndarray  # looked up for every leaf
 
 
 class Decoder:
     """Reads batches; lives in the main process.
 
-    Leaf tables repeat from batch to batch, so the way to wrap the leaves is remembered by the table's bytes:
-    for a table that has come twice, the quickest one.
+    Headers repeat from batch to batch, or at least their leaf tables do. So the quickest way to read those
+    that have come twice is remembered by their bytes.
     """
 
     def __init__(self) -> None:
-        self._known: dict[bytes, _WrapAll | None] = {}
+        self._headers: dict[bytes, _Read | None] = {}
+        self._tables: dict[bytes, _WrapAll | None] = {}
 
     def decode(self, anchor: _Anchor, header: bytes) -> Any:
         """Rebuild a batch over the memory of ``anchor``.
@@ -37,21 +41,56 @@ class Decoder:
             anchor: uint8, the slot's bytes; every leaf keeps it alive and nothing else does.
             header: The batch's header.
         """
+        read = self._headers.get(header)
+        if read is not None:
+            return read(anchor)
         table = table_of(header)
-        wrap_all = self._known.get(table) or self._learn(table)
-        if header.startswith(LONE_LEAF):
-            return wrap_all(anchor)[0]
+        wrap_all = self._tables.get(table) or self._learn_table(table)
+        if len(header) <= _MOST_HEADER_NBYTES and _comes_again(self._headers, header):
+            self._headers[header] = _reader(header, wrap_all)
         return pickle.loads(header, buffers=wrap_all(anchor))
 
-    def _learn(self, table: bytes) -> _WrapAll:
+    def _learn_table(self, table: bytes) -> _WrapAll:
         leaves = unpack_table(table)
-        if table in self._known:
-            wrap_all = self._known[table] = _in_one_call(leaves) or _one_by_one(leaves)
+        if _comes_again(self._tables, table):
+            wrap_all = self._tables[table] = _in_one_call(leaves) or _one_by_one(leaves)
             return wrap_all
-        if len(self._known) >= _MOST_TABLES:  # shapes that never repeat
-            self._known.clear()
-        self._known[table] = None
         return _one_by_one(leaves)
+
+
+def _reader(header: bytes, wrap_all: _WrapAll) -> _Read:
+    """A function that reads a header; a lone leaf, and a list or dict of leaves, without unpickling."""
+    probes = [object() for _ in unpack_table(table_of(header))]
+    try:
+        batch = _WithoutCalls(io.BytesIO(header), buffers=probes).load()
+    except pickle.UnpicklingError:
+        batch = None
+    if len(probes) == 1 and batch is probes[0]:
+        return lambda anchor: wrap_all(anchor)[0]
+    if type(batch) is list and batch == probes:
+        return wrap_all
+    if type(batch) is dict and list(batch.values()) == probes:
+        names = tuple(batch)
+        return lambda anchor: dict(zip(names, wrap_all(anchor), strict=True))
+    return lambda anchor: pickle.loads(header, buffers=wrap_all(anchor))
+
+
+class _WithoutCalls(pickle.Unpickler):
+    """Reads what consists of built-in containers and constants alone."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        """Refuse; see ``pickle.Unpickler``."""
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+def _comes_again(known: dict[bytes, Any], key: bytes) -> bool:
+    """Whether a key was looked for before; if not, it is noted."""
+    if key in known:
+        return True
+    if len(known) >= _MOST_KNOWN:  # what never repeats
+        known.clear()
+    known[key] = None
+    return False
 
 
 def _one_by_one(leaves: list[Leaf]) -> _WrapAll:

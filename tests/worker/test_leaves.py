@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pickle
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from parity.compare import assert_same
+from torch.utils.data import default_collate
 
+from shmloader import DataLoader
 from shmloader.codec import Decoder, Encoder
 from shmloader.codec.slot_writer import SlotWriter
 from shmloader.shared_memory import MemfdSegment
@@ -91,3 +94,46 @@ def test_tensors_without_gaps_arrive_with_their_strides() -> None:
         assert torch.equal(got[name], tensor), name
         assert got[name].stride() == tensor.stride(), name
         assert got[name].untyped_storage().nbytes() <= tensor.nbytes, name
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        torch.arange(6).reshape(2, 3),
+        5,
+        (torch.arange(4), 3),
+        [torch.arange(4), torch.ones(2), torch.ones(2, 0)],
+        {"x": torch.arange(4), "5": np.ones(2), "y": {"z": 1.5}},
+        {"x": torch.arange(4), "5": torch.ones(2, dtype=torch.bfloat16)},
+        {"x": torch.arange(4), "name": "a"},
+        "text",
+        OrderedDict(x=torch.arange(3), y=torch.ones(2)),
+    ],
+    ids=repr,
+)
+def test_a_header_that_comes_again_gives_the_same_in_new_containers(sample: object) -> None:
+    """From the third time on it is read in another way."""
+    expected = default_collate([sample, sample])
+    batches = list(DataLoader([sample] * 10, batch_size=2, num_workers=1))
+    for batch in batches:
+        assert_same(batch, expected)
+    assert len({id(batch) for batch in batches}) == 5
+
+
+def test_a_header_that_comes_again_calls_nothing_of_the_program() -> None:
+    """A class that is made of a leaf is never made of anything else."""
+    batches = list(DataLoader([OfALeaf(torch.arange(3))] * 5, None, num_workers=1, collate_fn=_as_it_is))
+    assert [batch.leaf.tolist() for batch in batches] == [[0, 1, 2]] * 5
+
+
+class OfALeaf:
+    def __init__(self, leaf: torch.Tensor) -> None:
+        assert isinstance(leaf, torch.Tensor)
+        self.leaf = leaf
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OfALeaf, (self.leaf,)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
