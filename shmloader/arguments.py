@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 
 from shmloader import torch_private
 from shmloader.diagnostics.bad_samples import MODES as ON_ERROR
+from shmloader.torch_features import Feature, require
 
 OnError = Literal["raise", "skip", "replace"]
 Dispatch = Literal["static", "dynamic"]
@@ -122,7 +123,7 @@ def check_worker_type(loader: Any, dataset: object, multiprocessing_context: obj
     """
     if loader.worker_type != THREAD:
         return
-    torch_private.require(torch_private.Feature.THREADS)
+    require(Feature.THREADS)
     if multiprocessing_context is not None:
         raise ValueError(
             f"worker_type='thread' starts no processes: multiprocessing_context={multiprocessing_context!r} "

@@ -24,7 +24,8 @@ from shmloader.scheduling.stream_progress import rules_for
 from shmloader.slots import SlotState
 from shmloader.statistics import Counters, LoaderStatistics
 from shmloader.torch_fallback import check_resumable, must_load_as_torch
-from shmloader.torch_private import Feature, drop_iterator, is_missing, iterator_of
+from shmloader.torch_features import Feature, is_missing
+from shmloader.torch_private import drop_iterator, iterator_of
 from shmloader.worker.epoch_settings import set_epoch_of
 
 _ATTRIBUTE = "_shmloader_loading"

@@ -9,7 +9,7 @@ from shmloader.arguments import AutoCount
 from shmloader.diagnostics.stack_level import level_of_the_program
 from shmloader.errors import ResumeError
 from shmloader.shared_memory import why_unavailable
-from shmloader.torch_private import Feature, missing_message, why_missing
+from shmloader.torch_features import Feature, missing_message, why_missing
 
 OWN_DEFAULTS: dict[str, Any] = {
     "memory_budget_nbytes": None,

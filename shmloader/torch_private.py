@@ -1,9 +1,8 @@
 """Private and movable names of torch: the only module that uses them.
 
 torch gives no public way to these; all were checked against torch 2.13. A name that another torch does not
-have disables the one `Feature` that needs it, and ``import shmloader`` works without it. Where the feature is
-needed, a warning or an error names it, with the reason and what is done instead. Everything else in shmloader
-uses torch's public interface.
+have disables the one feature that needs it (`torch_features`). Everything else in shmloader uses torch's
+public interface.
 """
 
 from __future__ import annotations
@@ -14,120 +13,23 @@ import functools
 import importlib
 import os
 import threading
-import warnings
 from collections.abc import Callable, Mapping
-from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.utils.data
 from torch.autograd import profiler
 
-# --- features
-
-
-class Feature(StrEnum):
-    """A part of shmloader that needs certain names of torch; the value is what messages call it."""
-
-    SLOTS = "loading through shared-memory slots"
-    INSTALL = "shmloader.install()"
-    COLLATION = "collating straight into a slot"
-    ARRAY_SAMPLING = "drawing index batches as arrays"
-    DATAPIPES = "sharding and seeding DataPipes"
-    PINNING = "pin_memory=True"
-    THREADS = "worker_type='thread'"
-    OTHER_TENSORS = "sending sparse and nested tensors and tensors of other devices"
-
-
-_INSTEAD = {
-    Feature.SLOTS: "The loader loads as torch's DataLoader does, and the batches are the same.",
-    Feature.INSTALL: "Loaders of torch's class load torch's way; shmloader.DataLoader is not concerned.",
-    Feature.COLLATION: "Batches are the same, but are copied into their slot after they have been collated.",
-    Feature.ARRAY_SAMPLING: "Index batches are the same, but take 36 bytes for each sample of the dataset.",
-    Feature.DATAPIPES: "Load from a map-style dataset or an IterableDataset.",
-    Feature.PINNING: "Pass pin_memory=False.",
-    Feature.THREADS: "Pass worker_type='process'.",
-    Feature.OTHER_TENSORS: "Return dense CPU tensors from collate_fn.",
-}
-"""The consequence, for a feature that is replaced; else what to change."""
-
-_reasons: dict[Feature, str] = {}
-_warned: set[Feature] = set()
-
-
-def why_missing(feature: Feature) -> str | None:
-    """The reason why a feature is not available with this torch; None if it is available."""
-    if feature is Feature.SLOTS:
-        _check_iterator()
-    elif feature is Feature.COLLATION:
-        _check_collation()
-    return _reasons.get(feature)
-
-
-def disable(feature: Feature, reason: str) -> None:
-    """Disable a feature for this process; the first reason counts."""
-    _reasons.setdefault(feature, reason)
-
-
-def require(feature: Feature) -> None:
-    """Do nothing if a feature is available.
-
-    Raises:
-        NotImplementedError: If it is not, with the reason and what to change.
-    """
-    if why_missing(feature) is not None:
-        raise NotImplementedError(missing_message(feature))
-
-
-def is_missing(feature: Feature, stacklevel: int) -> bool:
-    """Whether a feature is not available. The first call that finds it missing warns.
-
-    Args:
-        feature: One that is replaced by something else.
-        stacklevel: Of the warning, for the calling function.
-    """
-    if why_missing(feature) is None:
-        return False
-    if feature not in _warned:
-        _warned.add(feature)
-        warnings.warn(missing_message(feature), RuntimeWarning, stacklevel=stacklevel + 1)
-    return True
-
-
-def missing_message(feature: Feature, lack: str | None = None) -> str:
-    """Sentences for people about a feature that is not available: the reason, and the consequence.
-
-    Args:
-        feature: The feature.
-        lack: The reason, if it lies in the platform; None if in this torch.
-    """
-    text = f"shmloader: {feature} is not available"
-    if lack is not None:
-        return f"{text} on this platform: {lack}. {_INSTEAD[feature]}"
-    return (
-        f"{text} with torch {torch.__version__}, because {why_missing(feature)}. {_INSTEAD[feature]} It is "
-        "available with torch 2.13."
-    )
-
-
-def _find(feature: Feature, module: str, name: str, default: Any = None) -> Any:
-    """Look up a name of torch; without it the feature is disabled and the default is returned."""
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError):
-        disable(feature, f"it has no {module}.{name}")
-        return default
-
-
-def _find_function(feature: Feature, module: str, name: str) -> Any:
-    """Look up a function of torch; without it, calling what is returned raises as `require` does."""
-    return _find(feature, module, name, functools.partial(_refuse, feature))
-
-
-def _refuse(feature: Feature, *_: object, **__: object) -> NoReturn:
-    raise NotImplementedError(missing_message(feature))
-
+from shmloader.torch_features import (
+    Feature,
+    check_at_first_use,
+    disable,
+    find,
+    find_function,
+    known_reason,
+    why_missing,
+)
 
 # --- iterators
 
@@ -152,17 +54,16 @@ if TYPE_CHECKING:
     SingleProcessIterator = dataloader._SingleProcessDataLoaderIter
 else:
     TypedStorage = getattr(torch, "TypedStorage", type("TypedStorage", (), {}))
-    BaseIterator = _find(Feature.SLOTS, _DATALOADER, "_BaseDataLoaderIter", object)
-    SingleProcessIterator = _find(Feature.SLOTS, _DATALOADER, "_SingleProcessDataLoaderIter", BaseIterator)
+    BaseIterator = find(Feature.SLOTS, _DATALOADER, "_BaseDataLoaderIter", object)
+    SingleProcessIterator = find(Feature.SLOTS, _DATALOADER, "_SingleProcessDataLoaderIter", BaseIterator)
 
-ITERABLE_KIND = getattr(_find(Feature.SLOTS, _DATALOADER, "_DatasetKind"), "Iterable", None)
+ITERABLE_KIND = getattr(find(Feature.SLOTS, _DATALOADER, "_DatasetKind"), "Iterable", None)
 """The value of ``loader._dataset_kind`` for iterable-style datasets."""
 
 
-@functools.cache
 def _check_iterator() -> None:
     """Disable the slots if torch's iterators lack an attribute that ours need."""
-    if Feature.SLOTS in _reasons:
+    if known_reason(Feature.SLOTS) is not None:
         return
     try:
         # With its own generator: the global one must not be drawn from.
@@ -175,6 +76,8 @@ def _check_iterator() -> None:
     if absent:
         disable(Feature.SLOTS, f"its iterators have no attribute {', '.join(absent)}")
 
+
+check_at_first_use(Feature.SLOTS, _check_iterator)
 
 GET_ITERATOR = "_get_iterator"
 """The method of torch's class that makes an iterator, for `install`, which replaces it."""
@@ -198,14 +101,14 @@ def drop_iterator(loader: Any) -> None:
 
 # --- DataPipes
 
-sharding_worker_init_fn = _find_function(Feature.DATAPIPES, _DATALOADER, "_sharding_worker_init_fn")
+sharding_worker_init_fn = find_function(Feature.DATAPIPES, _DATALOADER, "_sharding_worker_init_fn")
 """Shards torch's DataPipes over ranks and workers before the user's ``worker_init_fn`` runs."""
 
 _GRAPH_SETTINGS = "torch.utils.data.graph_settings"
-apply_sharding = _find_function(Feature.DATAPIPES, _GRAPH_SETTINGS, "apply_sharding")
+apply_sharding = find_function(Feature.DATAPIPES, _GRAPH_SETTINGS, "apply_sharding")
 """Does the same where there are no workers."""
 
-_apply_random_seed = _find_function(Feature.DATAPIPES, _GRAPH_SETTINGS, "apply_random_seed")
+_apply_random_seed = find_function(Feature.DATAPIPES, _GRAPH_SETTINGS, "apply_random_seed")
 
 
 def _datapipes(*names: str) -> tuple[type, ...]:
@@ -234,14 +137,14 @@ def seed_datapipe(dataset: Any, shared_seed: int | None) -> Any:
 
 _COLLATE = "torch.utils.data._utils.collate"
 
-collate_fn_map: dict[Any, Callable[..., Any]] = _find(
+collate_fn_map: dict[Any, Callable[..., Any]] = find(
     Feature.COLLATION, _COLLATE, "default_collate_fn_map", {}
 )
 """The map that torch's ``default_collate`` reads at each call (public, but in a private package). Workers
 change it so that a user's ``collate_fn`` built on ``default_collate`` collates into the slot too."""
 
-collate_tensor_fn = _find_function(Feature.COLLATION, _COLLATE, "collate_tensor_fn")
-collate_numpy_array_fn = _find_function(Feature.COLLATION, _COLLATE, "collate_numpy_array_fn")
+collate_tensor_fn = find_function(Feature.COLLATION, _COLLATE, "collate_tensor_fn")
+collate_numpy_array_fn = find_function(Feature.COLLATION, _COLLATE, "collate_numpy_array_fn")
 
 _KNOWN_KEYS = {torch.Tensor, np.ndarray, (np.bool_, np.number, np.object_), float, int, str, bytes}
 _JOINED_HERE = (torch.Tensor, np.ndarray, np.generic, bool, int, float, str, bytes, dict, list, tuple)
@@ -283,10 +186,9 @@ def _is_of_known_type(key: Any, *, by_torch: bool) -> bool:
         return True
 
 
-@functools.cache
 def _check_collation() -> None:
     """Disable our collation if torch's functions give other dtypes or shapes than they did in torch 2.13."""
-    if Feature.COLLATION in _reasons or not all(map(_is_torchs, collate_fn_map.values())):
+    if known_reason(Feature.COLLATION) is not None or not all(map(_is_torchs, collate_fn_map.values())):
         return
     known = {
         torch.Tensor: ([torch.zeros(1, dtype=torch.int8)] * 2, torch.int8, (2, 1)),
@@ -305,19 +207,21 @@ def _check_collation() -> None:
             disable(Feature.COLLATION, f"default_collate makes {found} of two of {name}, not {expected}")
 
 
+check_at_first_use(Feature.COLLATION, _check_collation)
+
 # --- which worker this is
 
 _WORKER = "torch.utils.data._utils.worker"
 _IN_THREADS = "_thread_local_worker_info"  # the name that torch has for it in versions to come
 _installing = threading.Lock()
 
-_WorkerInfo: Any = _find(Feature.SLOTS, _WORKER, "WorkerInfo")
-_find(Feature.SLOTS, _WORKER, "_worker_info")
+_WorkerInfo: Any = find(Feature.SLOTS, _WORKER, "WorkerInfo")
+find(Feature.SLOTS, _WORKER, "_worker_info")
 _code = getattr(torch.utils.data.get_worker_info, "__code__", None)
 if "_worker_info" not in getattr(_code, "co_names", ()):
     disable(Feature.SLOTS, "its get_worker_info() does not read a global name _worker_info")
-if Feature.SLOTS in _reasons:
-    disable(Feature.THREADS, _reasons[Feature.SLOTS])
+if (_reason := known_reason(Feature.SLOTS)) is not None:
+    disable(Feature.THREADS, _reason)
 
 
 def set_worker_info(
@@ -438,10 +342,10 @@ def _keep_after_fork(in_threads: Any) -> None:
 
 # --- tensors and storages
 
-reduce_tensor = _find_function(Feature.OTHER_TENSORS, "torch.multiprocessing.reductions", "reduce_tensor")
+reduce_tensor = find_function(Feature.OTHER_TENSORS, "torch.multiprocessing.reductions", "reduce_tensor")
 """Reduces a tensor as torch itself does to send it to another process (sparse, nested, other devices)."""
 
-pin_memory = _find_function(Feature.PINNING, "torch.utils.data._utils.pin_memory", "pin_memory")
+pin_memory = find_function(Feature.PINNING, "torch.utils.data._utils.pin_memory", "pin_memory")
 """Copies a batch to pinned memory as torch's pin-memory thread does."""
 
 

@@ -23,7 +23,8 @@ from shmloader.loading import loading_of
 from shmloader.rebuilds import PREPARED_FLAG, warn_of_torchs_class
 from shmloader.statistics import LoaderStatistics
 from shmloader.torch_fallback import OWN_DEFAULTS
-from shmloader.torch_private import GET_ITERATOR, Feature, is_missing
+from shmloader.torch_features import Feature, is_missing
+from shmloader.torch_private import GET_ITERATOR
 
 _TORCHS = torch.utils.data.DataLoader
 

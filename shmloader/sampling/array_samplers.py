@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from shmloader.diagnostics.stack_level import level_of_the_program
 from shmloader.sampling.index_batches import LEAST_PACKED, IntArray, PackedInts
-from shmloader.torch_private import Feature, disable, is_missing
+from shmloader.torch_features import Feature, disable, is_missing
 
 
 def index_arrays(index_sampler: Any, skip: int = 0) -> Iterator[PackedInts] | None:

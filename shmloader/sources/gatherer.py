@@ -25,7 +25,7 @@ from shmloader.sources.blocks import block_of, is_array
 from shmloader.sources.columns import HuggingFace, is_hugging_face, join_columns
 from shmloader.sources.datasets import Own, has_getbatch, kind_of_dataset, plain_ints, source_of
 from shmloader.sources.stores import StoreRows, is_store
-from shmloader.torch_private import Feature, missing_message, why_missing
+from shmloader.torch_features import Feature, missing_message, why_missing
 
 _log = logging.getLogger("shmloader")
 _CUSTOM_COLLATE = (

@@ -24,8 +24,8 @@ from torch.utils.data._utils import collate
 
 LOAD = """
 import shmloader
-from shmloader import torch_private
-from shmloader.torch_private import Feature
+from shmloader import torch_features, torch_private
+from shmloader.torch_features import Feature
 
 def told():
     "Warnings of shmloader, in the order in which they came."
@@ -41,7 +41,7 @@ def loads_as_torch(dataset=range(40), **arguments):
     return epochs(TorchLoader) == epochs(shmloader.DataLoader)
 
 def missing():
-    return [feature.name for feature in Feature if torch_private.why_missing(feature) is not None]
+    return [feature.name for feature in Feature if torch_features.why_missing(feature) is not None]
 
 catching = warnings.catch_warnings(record=True)
 caught = catching.__enter__()
@@ -122,7 +122,7 @@ def test_without_a_name_importing_works_and_the_feature_names_it(
     check = f"""
 assert missing() == {features!r}, missing()
 for feature in {features!r}:
-    assert "{name}" in torch_private.why_missing(Feature[feature])
+    assert "{name}" in torch_features.why_missing(Feature[feature])
 """
     run(tmp_path, f"import {module}\ndel {module}.{name}", check)
 

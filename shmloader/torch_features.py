@@ -1,0 +1,130 @@
+"""Features that need private or movable names of torch, and the reasons why one is not available.
+
+`torch_private` looks the names up. One that this torch does not have disables the feature that needs it, and
+``import shmloader`` works without it. Where the feature is needed, a warning or an error names it, with the
+reason and what is done instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any, NoReturn
+
+import torch
+
+
+class Feature(StrEnum):
+    """A part of shmloader that needs certain names of torch; the value is what messages call it."""
+
+    SLOTS = "loading through shared-memory slots"
+    INSTALL = "shmloader.install()"
+    COLLATION = "collating straight into a slot"
+    ARRAY_SAMPLING = "drawing index batches as arrays"
+    DATAPIPES = "sharding and seeding DataPipes"
+    PINNING = "pin_memory=True"
+    THREADS = "worker_type='thread'"
+    OTHER_TENSORS = "sending sparse and nested tensors and tensors of other devices"
+
+
+_INSTEAD = {
+    Feature.SLOTS: "The loader loads as torch's DataLoader does, and the batches are the same.",
+    Feature.INSTALL: "Loaders of torch's class load torch's way; shmloader.DataLoader is not concerned.",
+    Feature.COLLATION: "Batches are the same, but are copied into their slot after they have been collated.",
+    Feature.ARRAY_SAMPLING: "Index batches are the same, but take 36 bytes for each sample of the dataset.",
+    Feature.DATAPIPES: "Load from a map-style dataset or an IterableDataset.",
+    Feature.PINNING: "Pass pin_memory=False.",
+    Feature.THREADS: "Pass worker_type='process'.",
+    Feature.OTHER_TENSORS: "Return dense CPU tensors from collate_fn.",
+}
+"""The consequence, for a feature that is replaced; else what to change."""
+
+_reasons: dict[Feature, str] = {}
+_warned: set[Feature] = set()
+_checks: dict[Feature, Callable[[], None]] = {}
+
+
+def why_missing(feature: Feature) -> str | None:
+    """The reason why a feature is not available with this torch; None if it is available."""
+    check = _checks.get(feature)
+    if check is not None:
+        check()
+        _checks.pop(feature, None)
+    return _reasons.get(feature)
+
+
+def known_reason(feature: Feature) -> str | None:
+    """The reason as far as it is known, without a check that waits for the first use."""
+    return _reasons.get(feature)
+
+
+def check_at_first_use(feature: Feature, check: Callable[[], None]) -> None:
+    """Have a feature checked when it is first asked for: ``check`` disables it if this torch does not fit."""
+    _checks[feature] = check
+
+
+def disable(feature: Feature, reason: str) -> None:
+    """Disable a feature for this process; the first reason counts."""
+    _reasons.setdefault(feature, reason)
+
+
+def require(feature: Feature) -> None:
+    """Do nothing if a feature is available.
+
+    Raises:
+        NotImplementedError: If it is not, with the reason and what to change.
+    """
+    if why_missing(feature) is not None:
+        raise NotImplementedError(missing_message(feature))
+
+
+def is_missing(feature: Feature, stacklevel: int) -> bool:
+    """Whether a feature is not available. The first call that finds it missing warns.
+
+    Args:
+        feature: One that is replaced by something else.
+        stacklevel: Of the warning, for the calling function.
+    """
+    if why_missing(feature) is None:
+        return False
+    if feature not in _warned:
+        _warned.add(feature)
+        warnings.warn(missing_message(feature), RuntimeWarning, stacklevel=stacklevel + 1)
+    return True
+
+
+def missing_message(feature: Feature, lack: str | None = None) -> str:
+    """Sentences for people about a feature that is not available: the reason, and the consequence.
+
+    Args:
+        feature: The feature.
+        lack: The reason, if it lies in the platform; None if in this torch.
+    """
+    text = f"shmloader: {feature} is not available"
+    if lack is not None:
+        return f"{text} on this platform: {lack}. {_INSTEAD[feature]}"
+    return (
+        f"{text} with torch {torch.__version__}, because {why_missing(feature)}. {_INSTEAD[feature]} It is "
+        "available with torch 2.13."
+    )
+
+
+def find(feature: Feature, module: str, name: str, default: Any = None) -> Any:
+    """Look up a name of torch; without it the feature is disabled and the default is returned."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        disable(feature, f"it has no {module}.{name}")
+        return default
+
+
+def find_function(feature: Feature, module: str, name: str) -> Any:
+    """Look up a function of torch; without it, calling what is returned raises as `require` does."""
+    return find(feature, module, name, functools.partial(_refuse, feature))
+
+
+def _refuse(feature: Feature, *_: object, **__: object) -> NoReturn:
+    raise NotImplementedError(missing_message(feature))
