@@ -17,16 +17,13 @@ from dataclasses import dataclass
 from threading import main_thread
 from typing import Any, NoReturn
 
-import torch.multiprocessing
-
 from shmloader import torch_private
 from shmloader.arguments import THREAD, seeds_samples
 from shmloader.codec import Decoder
-from shmloader.device.pinning import pin_batch
 from shmloader.diagnostics.bad_samples import LEFT_OUT, count, take_report, warn_of_bad_samples
 from shmloader.diagnostics.exceptions import restore
 from shmloader.diagnostics.stack_level import level_of_the_program
-from shmloader.errors import LoaderClosed, LoaderError, NotSharedWarning, SpillWarning
+from shmloader.errors import LoaderClosed, LoaderError, SpillWarning
 from shmloader.host.interrupts import HeldInterrupts
 from shmloader.resume import Resumption
 from shmloader.sampling.array_samplers import index_arrays
@@ -40,7 +37,7 @@ from shmloader.scheduling.scheduler import Scheduler
 from shmloader.scheduling.stream_progress import StreamProgress
 from shmloader.slots import SlotPool
 from shmloader.statistics import Counters
-from shmloader.store.unshared import CopyWatch
+from shmloader.store.unshared import warn_of_copies, watch_copies
 from shmloader.supervisor import Workers, start_workers
 from shmloader.worker.epoch_settings import DatasetState, EpochSettings
 from shmloader.worker.fetcher import FetchRules
@@ -114,11 +111,8 @@ class SlotIterator(torch_private.BaseIterator):
                     workers.close()
                 self.pool.close()
             raise
-        # Only forked workers share objects with this process until they read them.
-        self._copies = CopyWatch(self._dataset) if _are_forked(loader) else None
-        if self._copies is not None:
-            self._copies.started(process.pid for process in workers.processes)
         try:
+            self._copies = watch_copies(loader, workers.processes)
             self._scheduler = Scheduler(
                 loader, self._index_sampler, self._dispatcher, counters, self._lifecycle, auto
             )
@@ -177,9 +171,8 @@ class SlotIterator(torch_private.BaseIterator):
 
     def _begin_epoch(self, loader: Any, *, first_iter: bool) -> None:
         scheduler = self._scheduler
-        self._held_back: list[
-            tuple[Any, Task, StreamReport | None]
-        ] = []  # a batch whose warning was an error
+        # A batch whose warning was an error.
+        self._held_back: list[tuple[Any, Task, StreamReport | None]] = []
         if first_iter:
             sampler_iter = self._reset_sampler(loader, None, first_iter=True)
             first_worker = 0 if self._stream is None else self._stream.first_worker
@@ -297,31 +290,19 @@ class SlotIterator(torch_private.BaseIterator):
         raise self._end_epoch()
 
     def _end_epoch(self) -> StopIteration:
-        self._compare_ends()
-        pids = [process.pid for process in self._crew.processes]
-        copied = "" if self._copies is None else self._copies.ended(pids)
-        self._progress.finish(self._scheduler.states_before_early)
-        if not self._persistent_workers:
-            self._shutdown_workers()
         try:
-            if copied and not self._counters.warned_of_copies:
-                self._counters.warned_of_copies = True
-                warnings.warn(copied, NotSharedWarning, stacklevel=level_of_the_program())
+            if self._stream is not None:
+                self._stream.end_epoch(self._progress)
+            copied = "" if self._copies is None else self._copies.ended(self._crew.processes)
+            self._progress.finish(self._scheduler.states_before_early)
+            if not self._persistent_workers:
+                self._shutdown_workers()
+            warn_of_copies(copied, self._counters)
             warn_of_bad_samples(self._counters, self._on_error)
-        except Warning as error:  # by the program's filters
+        except (LoaderError, Warning) as error:  # for ranks of other lengths; by the program's filters
             self._lifecycle.expect(error)
             raise
         return self._lifecycle.expect(StopIteration())
-
-    def _compare_ends(self) -> None:
-        """Compare the epoch's length with that of other ranks, where those may have others."""
-        if self._stream is None:
-            return
-        try:
-            self._stream.end_epoch(self._progress)
-        except LoaderError as error:
-            self._lifecycle.expect(error)
-            raise
 
     def _await(self, task: Task) -> None:
         """Take in what workers have said, or wait for it, until the batch of a task may be here."""
@@ -360,7 +341,7 @@ class SlotIterator(torch_private.BaseIterator):
                     return batch
             if self._pin_memory:
                 self._counters.pin_copies += 1
-                batch = pin_batch(batch, self._pin_memory_device)
+                batch = torch_private.pin_memory(batch, self._pin_memory_device)
         except Exception as error:
             self._take(task, report)  # the next call goes on behind it
             self._lifecycle.expect(error)
@@ -457,8 +438,3 @@ def _stop(owner_pid: int, workers: Workers, pool: SlotPool) -> None:
             pool.close()
     else:  # a copy in a forked child: the workers and the memory are the parent's
         workers.leave_to_parent()
-
-
-def _are_forked(loader: Any) -> bool:
-    context = loader.multiprocessing_context or torch.multiprocessing
-    return loader.worker_type != THREAD and bool(context.get_start_method() == "fork")

@@ -7,12 +7,18 @@ per epoch.
 
 from __future__ import annotations
 
-import contextlib
+import warnings
 from collections import deque
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch.multiprocessing
+
+from shmloader.arguments import THREAD
+from shmloader.diagnostics.stack_level import level_of_the_program
+from shmloader.errors import NotSharedWarning
+from shmloader.host.process_memory import read_memory
+from shmloader.statistics import Counters
 from shmloader.store import kinds
 from shmloader.store.sizes import estimate_nbytes
 
@@ -75,21 +81,22 @@ class CopyWatch:
         self.unshared = largest_unshared(dataset)
         self._before: dict[int, int] = {}
 
-    def started(self, pids: Iterable[int]) -> None:
-        """Note what workers have that were just started, or have begun an epoch."""
+    def started(self, workers: Iterable[Any]) -> None:
+        """Note the memory of workers, processes of ``multiprocessing``, that were just started."""
         if self.unshared is not None:
-            for pid in pids:
-                self._before.setdefault(pid, private_nbytes(pid))
+            for worker in workers:
+                self._before[worker.pid] = private_nbytes(worker.pid)
 
-    def ended(self, pids: Iterable[int]) -> str:
-        """Look at workers when an epoch ends.
+    def ended(self, workers: Iterable[Any]) -> str:
+        """Look at workers when an epoch ends, and before they are stopped.
 
         Returns:
             A warning for the program if they have copied what they read, once; else "".
         """
         if self.unshared is None:
             return ""
-        grown = [private_nbytes(pid) - self._before[pid] for pid in pids if pid in self._before]
+        pids = [worker.pid for worker in workers if worker.pid in self._before]
+        grown = [private_nbytes(pid) - self._before[pid] for pid in pids]
         path, nbytes = self.unshared
         if not grown or max(grown) < _LEAST_GROWN * nbytes:
             return ""
@@ -103,8 +110,24 @@ class CopyWatch:
 
 def private_nbytes(pid: int) -> int:
     """Bytes of memory that a process has written and nobody else has; 0 where that cannot be read."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Private_Dirty:"):
-                return int(line.split()[1]) * 1024
-    return 0
+    return read_memory(pid).get("Private_Dirty", 0)
+
+
+def watch_copies(loader: Any, workers: Iterable[Any]) -> CopyWatch | None:
+    """Begin to watch a loader's workers, which were just started; None if they are not forked.
+
+    Only forked workers share objects with this process until they read them.
+    """
+    context = loader.multiprocessing_context or torch.multiprocessing
+    if loader.worker_type == THREAD or context.get_start_method() != "fork":
+        return None
+    watch = CopyWatch(loader.dataset)
+    watch.started(workers)
+    return watch
+
+
+def warn_of_copies(copied: str, counters: Counters) -> None:
+    """Give the warning of `CopyWatch.ended`, if there is one; one for each loader."""
+    if copied and not counters.warned_of_copies:
+        counters.warned_of_copies = True
+        warnings.warn(copied, NotSharedWarning, stacklevel=level_of_the_program())

@@ -44,10 +44,10 @@ def warned(dataset: Dataset) -> list[str]:
     worker = FORK.Process(target=read, args=(dataset, theirs))
     worker.start()
     try:
-        watch.started([worker.pid])
+        watch.started([worker])
         ours.send("read")
         ours.recv()
-        said = [watch.ended([worker.pid]) for _ in range(2)]
+        said = [watch.ended([worker]) for _ in range(2)]
     finally:
         ours.send("end")
         worker.join()
@@ -74,8 +74,8 @@ def test_small_containers_are_not_watched(monkeypatch: pytest.MonkeyPatch) -> No
     watch = CopyWatch(Dataset(make()[:1000]))
     assert watch.unshared is None
     monkeypatch.setattr(unshared, "private_nbytes", None)  # nothing is read for them
-    watch.started([1])
-    watch.ended([1])
+    watch.started([multiprocessing.current_process()])
+    watch.ended([multiprocessing.current_process()])
 
 
 class Rows(torch.utils.data.Dataset):

@@ -1,1 +1,0 @@
-"""Batches for an accelerator. Main process."""
