@@ -1,4 +1,4 @@
-"""What a loader's state costs: making it, its size, going on from it, and throughput with one per batch.
+"""The cost of a loader's state: making it, its size, going on from it, and throughput with one per batch.
 
 Run from a checkout:
 
@@ -78,7 +78,7 @@ def build(make: Callable[..., Any], batches: int, **options: Any) -> Any:
 
 @dataclass
 class Costs:
-    """What one loader's states cost.
+    """The cost of one loader's states.
 
     Attributes:
         first_s: Seconds that the first state of an epoch takes.

@@ -1,4 +1,4 @@
-"""What `shmloader.share` costs and saves: `python benchmarks/stores.py` prints one table.
+"""The cost and the gain of `shmloader.share`: `python benchmarks/stores.py` prints one table.
 
 Each figure is measured in a fresh process. `--quick` uses a tenth of the rows; `--json PATH` writes the
 figures too. Sizes of Python objects are growth of the process's PSS, from `smaps_rollup`.
@@ -27,6 +27,7 @@ if str(REPOSITORY) not in sys.path:  # as a script, only the script's own folder
 
 from benchmarks.options import NOT_WRITTEN, whole_number  # noqa: E402
 from benchmarks.result_files import result_file, write_json  # noqa: E402
+from shmloader.host.process_memory import read_memory  # noqa: E402
 
 ROWS = 2_000_000
 LEAST_ROWS = 10_000
@@ -72,8 +73,7 @@ def make_list(rows: int) -> list[dict[str, Any]]:
 
 
 def pss_nbytes() -> int:
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return read_memory(os.getpid())["Pss"]
 
 
 class Peak:
@@ -98,8 +98,7 @@ class Peak:
 
 def private_nbytes() -> int:
     """Bytes of this process's own: what no file, and so no store, is behind."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous:"))
+    return read_memory(os.getpid())["Anonymous"]
 
 
 def store_nbytes() -> int:

@@ -116,7 +116,7 @@ def _draw(generator: torch.Generator, draws: int) -> torch.Generator:
 
 
 def _draws_between(earlier: torch.Tensor, later: torch.Tensor, most: int, guess: int) -> int | None:
-    """How many numbers lead from one state to another; None if it is not by drawing so many.
+    """The number of draws from one state to another; None if draws do not lead there.
 
     Args:
         earlier: The one state.

@@ -19,7 +19,7 @@ PLAIN_KINDS = "biufcmMSU"
 
 
 class ArrayKind(NamedTuple):
-    """What arrays of one column have in common; for tensors the dtype is that of the NumPy carrier.
+    """The properties that all arrays of one column share; for tensors the dtype is that of the NumPy carrier.
 
     Attributes:
         dtype: NumPy's.
@@ -33,7 +33,7 @@ class ArrayKind(NamedTuple):
 
 
 def kind_of_array(array: Array) -> ArrayKind | None:
-    """What column an ndarray can be in; None if in no column of arrays."""
+    """The kind of column that an ndarray can be in; None if in no column of arrays."""
     return ArrayKind(array.dtype, array.ndim) if has_plain_dtype(array) else None
 
 
@@ -46,7 +46,7 @@ def has_plain_dtype(array: Any) -> bool:
 
 
 def kind_of_tensor(tensor: torch.Tensor) -> ArrayKind | None:
-    """What column a tensor can be in; None if in no column of arrays."""
+    """The kind of column that a tensor can be in; None if in no column of arrays."""
     code = CODE_OF_TORCH_DTYPE.get(tensor.dtype)
     plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_nested
     if code is None or not plain or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():

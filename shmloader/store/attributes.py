@@ -36,7 +36,7 @@ _LEAST_WARNED_NBYTES = 4 << 20
 _SURE = {str, int, float, bool, bytes, type(None)}
 
 _Label = str | tuple[Any]
-"""How an object is reached from its holder: an attribute with its dot, or an index or key in a tuple."""
+"""The step from a holder to an object: an attribute with its dot, or an index or key in a tuple."""
 
 Write = Callable[[MemoryWriter], Make]
 """Writes a value; returns what makes the shared one."""
@@ -67,7 +67,7 @@ class Node:
 
     @property
     def path(self) -> str:
-        """How it is reached from the root, for people."""
+        """The way to it from the root, for people."""
         labels: list[str] = []
         node: Node | None = self
         while node is not None:  # made when it is asked for: of a long chain, all paths are a lot of text

@@ -60,7 +60,7 @@ class SharedObject(ABC):
 
     @property
     def form(self) -> dict[str, Any]:
-        """What a saved file says of itself beyond its columns."""
+        """The metadata of a saved file, beyond its columns."""
         return {}
 
     @property
@@ -184,7 +184,7 @@ class Store(SharedObject, Sequence[Any]):
         raise ValueError(f"{value!r} is not in the store")
 
     def count(self, value: Any) -> int:
-        """How many rows equal ``value``."""
+        """The number of rows that equal ``value``."""
         return sum(equal(row, value) for row in self)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""What stores say about themselves: their fields, their sizes, and a table of their first rows."""
+"""The description of a store: its fields, their sizes, and a table of its first rows."""
 
 from __future__ import annotations
 

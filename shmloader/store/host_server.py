@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 HEADER = struct.Struct("<4sII")
-"""What comes with every message: `MAGIC`, the kind, and how many descriptors come in all of them together."""
+"""The head of every message: `MAGIC`, the kind, and the number of descriptors in all of them together."""
 
 MAGIC = b"shml"
 READY, FAILED = 1, 2  # the object; the exception that building it raised

@@ -1,4 +1,4 @@
-"""Which objects can be shared, and as what: the one rule for `share`'s argument and for whatever it holds."""
+"""The kinds of objects that can be shared: the one rule for `share`'s argument and for whatever it holds."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from shmloader.store.rebuild import slots_of
 from shmloader.store.sizes import estimate_nbytes
 
 LEAST_NBYTES = 1 << 20
-"""What is held and smaller than this, in bytes as Python objects, is not worth a microsecond at each access:
-64 processes with a copy each would take 64 MiB."""
+"""The least size of a held object that is shared, in bytes as Python objects. A smaller one is not worth a
+microsecond at each access: 64 processes with a copy each would take 64 MiB."""
 
 MOST_WALKED = 10_000
 """Elements of a container of objects that are walked through."""

@@ -326,7 +326,7 @@ class SetStore(SharedObject, AbstractSet[Any]):
 
     @classmethod
     def _from_iterable(cls, values: Iterable[Any]) -> Any:
-        """What ``&``, ``|`` and ``-`` give: sets of the calling process."""
+        """The type of what ``&``, ``|`` and ``-`` give: sets of the calling process."""
         return set(values)
 
     def describe(self) -> StoreDescription:

@@ -172,7 +172,7 @@ class Table:
         return self._encoder.classes
 
     def chunk_rows(self, expected: int, row_nbytes: float) -> int:
-        """How many rows the next chunk should have.
+        """The number of rows that the next chunk should have.
 
         A chunk's rows exist once more while it is encoded, and those of a stream exist for nothing else:
         so they must be few beside what is there already. The number of chunks grows with the logarithm of

@@ -63,7 +63,7 @@ class Rebuilder:
         return found
 
     def rebuild(self, root: Any) -> Any:
-        """What stands in the place of the root."""
+        """The replacement of the root."""
         # Mutable objects first, all of them and still empty, so that cycles find them.
         mutable = [key for key in self._changed if not _is_immutable(self._nodes[key].value)]
         for key in mutable:
@@ -73,7 +73,7 @@ class Rebuilder:
         return self._new(root)
 
     def _new(self, value: Any) -> Any:
-        """What stands in the place of ``value``."""
+        """The replacement of ``value``."""
         key = id(value)
         if key in self._copies:
             return self._copies[key]

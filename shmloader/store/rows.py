@@ -84,7 +84,7 @@ class RowStore(Store):
             raise self._damaged(error, None) from error
 
     def _damaged(self, error: Exception, index: int | None) -> Exception:
-        """What reading raised; for a file an error that names it."""
+        """The error to raise for one of reading; for a file, an error that names it."""
         path = self._file
         if path is None or self._has_pickles():
             return error
@@ -170,4 +170,4 @@ _DAMAGES: tuple[type[Exception], ...] = (
     OSError,
     RecursionError,
 )
-"""What reading a damaged column may raise. An IndexError must not pass for the end of the store."""
+"""Errors that reading a damaged column may raise. An IndexError must not pass for the end of the store."""

@@ -27,7 +27,7 @@ FORM = b"shmloader"
 """Key of the schema's metadata."""
 
 FACTORIES = {kind.__name__: kind for kind in (int, float, str, bytes, list, dict, set, tuple, Counter)}
-"""What a file can name as the maker of missing values."""
+"""Makers of missing values that a file can name."""
 
 _ENCODED_ROWS = 1 << 14
 

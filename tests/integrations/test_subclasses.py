@@ -27,7 +27,18 @@ class Repeat:
             yield from self.sampler
 
 
-class Timm(DataLoader):
+class Endless(DataLoader):
+    """Takes its epochs from one iterator over an endless batch sampler, `self.iterator`."""
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+
+class Timm(Endless):
     """Unlocks the attributes by torch's private flag, and iterates in its constructor."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -35,30 +46,16 @@ class Timm(DataLoader):
         self._DataLoader__initialized = False
         self.batch_sampler = Repeat(self.batch_sampler)
         self._DataLoader__initialized = True
-        self.iterator = super().__iter__()
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler.sampler)
-
-    def __iter__(self) -> Iterator[Any]:
-        for _ in range(len(self)):
-            yield next(self.iterator)
+        self.iterator = super(Endless, self).__iter__()
 
 
-class Ultralytics(DataLoader):
+class Ultralytics(Endless):
     """Goes past __setattr__, ends the workers itself, and makes its iterator anew."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         object.__setattr__(self, "batch_sampler", Repeat(self.batch_sampler))
-        self.iterator = super().__iter__()
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler.sampler)
-
-    def __iter__(self) -> Iterator[Any]:
-        for _ in range(len(self)):
-            yield next(self.iterator)
+        self.iterator = super(Endless, self).__iter__()
 
     def reset(self) -> None:
         for worker in self.iterator._workers:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -58,7 +58,12 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
+    _add_run_options(parser.add_argument)
+    _add_loader_options(parser.add_argument)
+    return parser.parse_args(words)
+
+
+def _add_run_options(add: Callable[..., object]) -> None:
     add(
         "--loader",
         choices=["both", "torch", "shmloader"],
@@ -71,26 +76,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         default=100,
         metavar="N",
         help="training steps for each loader; sets how long the demo takes (default: %(default)s)",
-    )
-    add(
-        "--batch-size",
-        type=whole_number(1),
-        default=32,
-        metavar="N",
-        help="samples per batch (default: %(default)s)",
-    )
-    add(
-        "--workers",
-        type=whole_number(0),
-        default=2,
-        metavar="N",
-        help="worker processes; 0 loads in the main process (default: %(default)s)",
-    )
-    add(
-        "--start-method",
-        choices=multiprocessing.get_all_start_methods(),
-        default=multiprocessing.get_start_method(),
-        help="how workers start (default: Python's own, here %(default)s)",
     )
     add(
         "--max-bytes",
@@ -113,7 +98,29 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         metavar="PATH",
         help="where to write the picture of memory over time (default: %(default)s)",
     )
-    return parser.parse_args(words)
+
+
+def _add_loader_options(add: Callable[..., object]) -> None:
+    add(
+        "--batch-size",
+        type=whole_number(1),
+        default=32,
+        metavar="N",
+        help="samples per batch (default: %(default)s)",
+    )
+    add(
+        "--workers",
+        type=whole_number(0),
+        default=2,
+        metavar="N",
+        help="worker processes; 0 loads in the main process (default: %(default)s)",
+    )
+    add(
+        "--start-method",
+        choices=multiprocessing.get_all_start_methods(),
+        default=multiprocessing.get_start_method(),
+        help="how workers start (default: Python's own, here %(default)s)",
+    )
 
 
 def main(words: Sequence[str]) -> int:

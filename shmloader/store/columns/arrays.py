@@ -101,7 +101,7 @@ def dtype_named(name: str) -> np.dtype[Any]:
 
 
 def kind_of_type(kind: ArrayType) -> ArrayKind:
-    """What the arrays of a column are; ValueError where its type contradicts itself."""
+    """The kind of a column's arrays; ValueError where its type contradicts itself."""
     parameters = kind.parameters
     dtype, torch_dtype = dtype_named(parameters.get("dtype", "")), None
     if "tensor" in parameters:
@@ -147,7 +147,7 @@ def block_of(column: Any, memory: SharedBuffer | None = None) -> tuple[Array, Ar
 
 
 def _size_of(items: Any, kind: ArrayKind) -> int:
-    """How many items of Arrow are one of NumPy."""
+    """The number of Arrow's items that are one of NumPy's."""
     if items == (pa.from_numpy_dtype(kind.dtype) if is_native(kind.dtype) else None):
         return 1
     if items == pa.uint8():

@@ -60,7 +60,7 @@ def _is_own(found: Any, usual: Any) -> bool:
 
 
 def state_of(value: Any) -> dict[str, Any]:
-    """What a plain dataclass is restored from; AttributeError where a slot is empty."""
+    """The values that a plain dataclass is restored from; AttributeError where a slot is empty."""
     kind: Any = type(value)
     if kind.__dictoffset__:
         state: dict[str, Any] = vars(value)

@@ -25,7 +25,7 @@ Reader = Callable[[int], Any]
 
 
 class Scope:
-    """What an expression may refer to.
+    """The names that an expression may refer to.
 
     Attributes:
         memory: Where the buffers lie; None for any place.

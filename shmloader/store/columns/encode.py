@@ -323,7 +323,7 @@ def _scalars(dtype: Any, values: list[Any]) -> Any:
 
 
 def _repeated(values: list[Any]) -> tuple[Any, list[Any]] | None:
-    """Where in a list of the different objects each value is; None if less than half of them repeat."""
+    """The place of each value in a list of the different objects; None if less than half of them repeat."""
     if len(values) < _LEAST_ROWS and not _is_large(values[0]):
         return None
     sample = {*range(min(_SAMPLED, len(values))), *range(0, len(values), max(1, len(values) // _SAMPLED))}

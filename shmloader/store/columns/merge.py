@@ -90,7 +90,7 @@ def _decoded(column: Any) -> Any:
 
 
 def _form(kind: Any) -> Any:
-    """What two types have in common whose values fit into one that is no union."""
+    """The form of a type: the values of types of one form fit into one type that is no union."""
     if kind in _INTS:
         return "int"
     if arrow.is_string(kind) or arrow.is_large_string(kind):

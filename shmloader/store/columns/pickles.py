@@ -122,7 +122,7 @@ def _has_parts(kind: type) -> bool:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """What a value that columns would take apart refers to."""
+    """The objects that a value refers to which columns would take apart."""
     if isinstance(value, list | tuple):
         return value
     if isinstance(value, dict):

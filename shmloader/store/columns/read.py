@@ -78,7 +78,7 @@ def _present(column: Any, scope: Scope) -> str:
 
 
 def _value_of(kind: Any) -> Callable[[Any, Scope], str] | None:
-    """How values of a type that are not null are read; None for those left to Arrow's scalars."""
+    """The reader of a type's values that are not null; None for those left to Arrow's scalars."""
     if kind in _CODES:
         return _number
     for fits, read in _READ:

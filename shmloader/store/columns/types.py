@@ -206,7 +206,7 @@ def children_of(kind: Any) -> list[Any]:
 
 
 def find_types(kind: Any, wanted: type[PythonType], path: str = "") -> list[tuple[str, PythonType]]:
-    """Where in a type a Python type occurs, by the names of fields."""
+    """The place in a type where a Python type occurs, by the names of fields."""
     if isinstance(kind, wanted):
         return [(path, kind)]
     if pa.types.is_struct(kind) and not path.endswith("]"):

@@ -148,4 +148,4 @@ ENCODERS: dict[type, Callable[[list[Any]], Any]] = {
     pathlib.PurePosixPath: _paths,
     pathlib.PureWindowsPath: _paths,
 }
-"""What makes a column of values that are all exactly of one type; raises `UnfitError` where not all fit."""
+"""Makers of a column of values of exactly one type; they raise `UnfitError` where not all fit."""
