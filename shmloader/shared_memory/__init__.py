@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from shmloader.shared_memory.descriptor import Descriptor
 from shmloader.shared_memory.headroom import check_headroom, spare_nbytes
-from shmloader.shared_memory.huge_pages import HUGE_NBYTES, take_huge_pages
+from shmloader.shared_memory.huge_pages import HUGE_NBYTES, make_pages_huge, take_huge_pages
 from shmloader.shared_memory.mapping import (
     MAP_NORESERVE,
     PAGE_NBYTES,
@@ -35,6 +35,7 @@ __all__ = [
     "MemfdSegment",
     "Segment",
     "check_headroom",
+    "make_pages_huge",
     "map_copy_on_write",
     "map_over",
     "spare_nbytes",

@@ -78,3 +78,19 @@ def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> bool
     finally:
         mapping.close()
     return True
+
+
+def make_pages_huge(address: int, nbytes: int, most_s: float) -> None:
+    """Make huge pages of a mapped part of a file that is complete: its small ones are copied.
+
+    Args:
+        address: Where it is mapped; where that is no multiple of ``HUGE_NBYTES``, nothing is done.
+        nbytes: How much of it; a last part of a huge page stays as it is.
+        most_s: Processor time after which the rest stays as it is.
+    """
+    if _refused or address % HUGE_NBYTES:
+        return
+    end_s = time.thread_time() + most_s
+    for start in range(address, address + nbytes - HUGE_NBYTES + 1, HUGE_NBYTES):
+        if libc.madvise(start, HUGE_NBYTES, _MADV_COLLAPSE) != 0 or time.thread_time() > end_s:
+            return

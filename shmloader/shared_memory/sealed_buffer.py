@@ -19,6 +19,7 @@ import ctypes
 import errno
 import mmap
 import os
+import time
 import weakref
 from multiprocessing.reduction import ForkingPickler
 from pickle import PicklingError
@@ -33,6 +34,7 @@ from shmloader.shared_memory import (
     MAP_NORESERVE,
     PAGE_NBYTES,
     Descriptor,
+    make_pages_huge,
     map_over,
     take_huge_pages,
     take_space,
@@ -50,6 +52,7 @@ _ADVICE = (
 _MOST_GROWTH_NBYTES = 256 << 20
 _LEAST_WORKING_NBYTES = 16 << 20
 _MOST_WRITE_NBYTES = 1 << 30  # Linux writes at most 2 GiB at a time
+_HUGE_SHARE, _LEAST_HUGE_S = 0.1, 0.05  # of the time that building takes, for huge pages once it is done
 
 _READ_WRITE = 0x1 | 0x2  # not from Python's `mmap`: on Windows it lacks them
 
@@ -177,6 +180,7 @@ class BufferBuilder:
         self.nbytes = 0
         self.reserved_nbytes = 0
         self._asks_for_huge_pages = True  # until they cannot be had quickly
+        self._began_s = time.process_time()
         self._fd = os.memfd_create("shmloader-store", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
     def reserve(self, nbytes: int) -> None:
@@ -250,6 +254,8 @@ class BufferBuilder:
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
         fd, self._fd = self._fd, -1
         buffer = SharedBuffer(fd, self.nbytes)
+        spent_s = time.process_time() - self._began_s
+        make_pages_huge(buffer.address, buffer.nbytes, max(_HUGE_SHARE * spent_s, _LEAST_HUGE_S))
         if buffer.nbytes:
             # A page that only one process has mapped is counted as that one's private memory. One byte of
             # each is read here, so that none is ever counted as private to a worker.

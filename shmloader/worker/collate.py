@@ -141,11 +141,10 @@ def _join_dicts(samples: Sequence[Any], writer: SlotWriter) -> Any:
         return _join_by_torch(samples, writer)
     batch: dict[Any, Any] = {}
     for name, column in zip(names, columns, strict=True):
-        kind = type(column[0])
-        if kind is str or kind is bytes:
-            batch[name] = list(column)
-        else:
-            batch[name] = _JOIN.get(kind, _join_by_torch)(column, writer)
+        join = _JOIN.get(type(column[0]), _join_by_torch)
+        # torch's functions are given a list, and return it where there is nothing to join (numpy.str_).
+        is_returned = join is _join_strings or join is _join_by_torch
+        batch[name] = join(list(column) if is_returned else column, writer)
     return batch
 
 

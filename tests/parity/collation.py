@@ -107,6 +107,7 @@ def _containers() -> dict[str, Callable[[], Any]]:
         "record": three(lambda k: structured()[k]),
         "datetime": three(lambda k: np.datetime64(k, "s")),
         "np.str_": three(np.str_),
+        "np.str_ in dicts": three(lambda k: {"a": np.str_(k), "b": (np.str_(k), np.bytes_(k)), "c": b"x"}),
         "subclassed array": three(lambda k: array("f4", 60, 60).view(t.TaggedArray)),
         "read-only array": three(lambda k: np.broadcast_to(array("f4", 60), (60, 60))),
         "F order": three(lambda k: np.asfortranarray(array("f4", 60, 50))),

@@ -17,7 +17,7 @@ import torch
 from loading import Numbered
 
 from shmloader import DataLoader, SharedMemoryExhausted, share
-from shmloader.shared_memory import PAGE_NBYTES, MemfdSegment, huge_pages
+from shmloader.shared_memory import PAGE_NBYTES, MemfdSegment, huge_pages, sealed_buffer
 from shmloader.shared_memory.huge_pages import HUGE_NBYTES
 from shmloader.shared_memory.mapping import Mapping
 from shmloader.shared_memory.sealed_buffer import BufferBuilder
@@ -265,17 +265,37 @@ def test_a_host_that_takes_long_is_not_asked_for_the_rest(
     assert not huge_pages._refused
 
 
-def test_a_store_asks_no_more_once_that_has_taken_long(
-    aligns_mappings: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = _huge_nbytes("store")
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that takes too long for each piece of four mebibytes."""
     monkeypatch.setattr(huge_pages, "_MOST_PIECE_S", -1.0)
     monkeypatch.setattr(huge_pages, "_LEAST_LIMIT_S", -1.0)
     monkeypatch.setattr(huge_pages, "_PIECE_NBYTES", 2 * HUGE_NBYTES)
+
+
+def _sealed_nbytes() -> int:
+    """Bytes in huge pages of a store that was built after the host took too long."""
+    before = _huge_nbytes("store")
     with BufferBuilder() as out:
         for huge in (4, 12):
             out.reserve(huge * HUGE_NBYTES)
-        out.append(np.ones(12 * HUGE_NBYTES, np.uint8))
+        out.append(np.arange(3 * HUGE_NBYTES, dtype=np.uint32))
         buffer = out.seal()
-    assert np.frombuffer(buffer.view, np.uint8).all()
-    assert _huge_nbytes("store") == before + 2 * HUGE_NBYTES
+    assert (np.frombuffer(buffer.view, np.uint32) == np.arange(3 * HUGE_NBYTES)).all()
+    assert os.fstat(buffer.fd).st_blocks * 512 == buffer.nbytes
+    return _huge_nbytes("store") - before
+
+
+def test_a_store_asks_no_more_once_that_has_taken_long(
+    aligns_mappings: None, slow: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sealed_buffer, "_HUGE_SHARE", -1.0)
+    monkeypatch.setattr(sealed_buffer, "_LEAST_HUGE_S", -1.0)
+    assert _sealed_nbytes() <= 3 * HUGE_NBYTES  # one piece, and one page before the clock is looked at
+
+
+def test_what_a_slow_host_has_left_is_made_huge_when_the_store_is_done(
+    aligns_mappings: None, slow: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sealed_buffer, "_LEAST_HUGE_S", 1000.0)
+    assert _sealed_nbytes() == 12 * HUGE_NBYTES
