@@ -27,6 +27,8 @@ from benchmarks.reading import Period, touch, update_digest
 from benchmarks.records import Measurement, Spec
 from benchmarks.workloads import Workload
 
+_MOST_WINDOWS = 20  # until `min_batches` were made and read, on a busy machine
+
 STRIDE = 16
 """Distance of two counters, in 8-byte words: two cache lines, so that writers do not share one."""
 
@@ -181,8 +183,12 @@ def _count(spec: Spec, shared: Shared) -> dict[str, float]:
     view = shared.view()
     meter = CpuMeter()
     start_s, made, read = time.perf_counter(), shared.made(view), view[shared.read_word]
-    time.sleep(spec.seconds)
-    made, read = shared.made(view) - made, view[shared.read_word] - read
+    before = made, read
+    for _ in range(_MOST_WINDOWS):
+        time.sleep(spec.seconds)
+        made, read = shared.made(view) - before[0], view[shared.read_word] - before[1]
+        if min(made, read) >= spec.min_batches:
+            break
     window_s = time.perf_counter() - start_s
     cpu_s, foreign_s = meter.read()
     view[shared.stop_word] = 1
