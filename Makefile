@@ -9,6 +9,8 @@ PIP := $(BIN)/python -m pip
 # gigabytes of CUDA packages.
 TORCH := $(shell grep -m1 '^torch==' constraints.txt)
 PYTEST_ARGS ?=
+# Two processes at most: tests start many themselves. A file is run by one of them.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 SOAK_ARGS ?=
@@ -31,13 +33,13 @@ demo: $(VENV)/.stamp-demo ## Run the demonstration (DEMO_ARGS=...)
 	$(BIN)/python -m shmloader demo $(DEMO_ARGS)
 
 test: lint ## Lint, check types, run the tests: under 10 minutes on two cores (PYTEST_ARGS=...)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 test-fast: lint ## The same without tests that start interpreters: under 3 minutes on two cores
-	$(BIN)/python -m pytest $(FAST) $(PYTEST_ARGS)
+	$(PYTEST) $(FAST) $(PYTEST_ARGS)
 
 test-all: lint ## The same with the long tests: programs killed, confined and interrupted
-	SHMLOADER_LONG=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	SHMLOADER_LONG=1 $(PYTEST) $(PYTEST_ARGS)
 
 # An environment of its own, so that `make test` needs none of these libraries.
 test-integrations: ## The tests with accelerate, Trainer, Lightning, ignite, PyG, MONAI and others
