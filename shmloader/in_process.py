@@ -12,14 +12,14 @@ from typing import Any
 from shmloader import torch_private
 from shmloader.arguments import seeds_samples
 from shmloader.diagnostics.bad_samples import LEFT_OUT, Reported, count, take_report, warn_of_bad_samples
-from shmloader.resume import Resumption
-from shmloader.sampling.replay import generator_states
-from shmloader.scheduling.stream_progress import StreamProgress
+from shmloader.resume import States, StreamProgress
+from shmloader.resume.states import loaded_state
+from shmloader.sampling.samplers import generator_states
 from shmloader.statistics import Counters
+from shmloader.wire.stream_records import StreamReport, StreamRules
 from shmloader.worker.fetch import make_fetcher
 from shmloader.worker.fetcher import FetchRules
 from shmloader.worker.random_state import Generators, SampleSeeds, worker_seeds
-from shmloader.worker.streams import StreamReport, StreamRules
 
 
 class InProcessIterator(torch_private.SingleProcessIterator):
@@ -28,13 +28,13 @@ class InProcessIterator(torch_private.SingleProcessIterator):
     Args:
         loader: The loader; its arguments are read now, as frameworks set some late.
         counters: The loader's counters.
-        resumption: The loader's states.
+        states: The loader's states.
 
     Raises:
         AssertionError: If the loader has a timeout, as torch has it.
     """
 
-    def __init__(self, loader: Any, counters: Counters, resumption: Resumption) -> None:
+    def __init__(self, loader: Any, counters: Counters, states: States) -> None:
         # Not torch's own constructor: its fetcher would begin to iterate over the dataset.
         torch_private.BaseIterator.__init__(self, loader)
         if self._timeout != 0:
@@ -45,7 +45,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         counters.begin_epoch()
         self._on_error: str = loader.on_error
         iterable = self._dataset_kind == torch_private.ITERABLE_KIND
-        self._stream = StreamProgress(loader, resumption.stream_place) if iterable else None
+        self._stream = StreamProgress(loader, loaded_state(loader)) if iterable else None
         self._report: StreamReport | None = None  # of the batch that was fetched last
         rules = FetchRules(
             iterable=iterable,
@@ -57,14 +57,14 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         )
         self._seeds: SampleSeeds | None = None
         dataset = self._dataset
-        seeds = resumption.seeds(loader, int(self._base_seed))
+        seeds = states.seeds(loader, int(self._base_seed))
         self._base_seed = seeds[0]
         if seeds_samples(loader) and not rules.iterable:
             self._seeds = SampleSeeds(Generators(worker_seeds(seeds[0], 0)), *seeds, in_thread=False)
             dataset = self._seeds.wrap(dataset, rules.collate_fn, auto_collation=rules.auto_collation)
         self._dataset_fetcher = make_fetcher(dataset, rules)
         self._read_states = functools.partial(generator_states, self._index_sampler, loader.generator)
-        batches, self._progress = resumption.begin_epoch(loader, self._sampler_iter, None, seeds)
+        batches, self._progress = states.begin_epoch(loader, self._sampler_iter, None, seeds)
         self._progress.stream = self._stream
         self._behind = set(self._progress.behind)
         self._position = self._progress.taken - 1  # of the last batch that was asked for
@@ -89,7 +89,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             except StopIteration:
                 if self._stream is not None:
                     self._stream.end_epoch(self._progress)
-                self._progress.finish()
+                self._progress.finished = True
                 warn_of_bad_samples(self._counters, self._on_error)
                 raise
             self._note_taken()
@@ -122,7 +122,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             raise
         if type(batch) is not Reported:
             return batch
-        self._report = batch.place
+        self._report = batch.stream
         return take_report(batch, self._counters)
 
     def _note_taken(self) -> None:
@@ -131,4 +131,4 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         elif self._behind:
             self._progress.take(self._position)
         else:
-            self._progress.place = self._position + 1
+            self._progress.done = self._position + 1

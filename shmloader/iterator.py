@@ -25,24 +25,24 @@ from shmloader.diagnostics.exceptions import restore
 from shmloader.diagnostics.stack_level import level_of_the_program
 from shmloader.errors import LoaderClosed, LoaderError, SpillWarning
 from shmloader.host.interrupts import HeldInterrupts
-from shmloader.resume import Resumption
+from shmloader.resume import States, StreamProgress
+from shmloader.resume.states import loaded_state
 from shmloader.sampling.array_samplers import index_arrays
-from shmloader.sampling.replay import generator_states
+from shmloader.sampling.samplers import generator_states
 from shmloader.scheduling.auto import Auto
 from shmloader.scheduling.dispatcher import Dispatcher
 from shmloader.scheduling.ledger import ARRIVED, Task
 from shmloader.scheduling.lifecycle import BROKEN, IDLE, Lifecycle
 from shmloader.scheduling.restarts import RestartPolicy
 from shmloader.scheduling.scheduler import Scheduler
-from shmloader.scheduling.stream_progress import StreamProgress
 from shmloader.slots import SlotPool
 from shmloader.statistics import Counters
 from shmloader.store.unshared import warn_of_copies, watch_copies
 from shmloader.supervisor import Workers, start_workers
+from shmloader.wire.stream_records import StreamReport, StreamRules
 from shmloader.worker.epoch_settings import DatasetState, EpochSettings
 from shmloader.worker.fetcher import FetchRules
 from shmloader.worker.loop import WorkerArguments
-from shmloader.worker.streams import StreamReport, StreamRules
 
 
 @dataclass
@@ -68,16 +68,14 @@ class SlotIterator(torch_private.BaseIterator):
     Args:
         loader: The loader; its arguments are read now, as frameworks set some late.
         counters: The loader's counters.
-        resumption: The loader's states.
+        states: The loader's states.
         auto: Decides about the number of workers or of batches in advance, if that is ``"auto"``.
 
     Attributes:
         pool: The slots, for statistics.
     """
 
-    def __init__(
-        self, loader: Any, counters: Counters, resumption: Resumption, auto: Auto | None = None
-    ) -> None:
+    def __init__(self, loader: Any, counters: Counters, states: States, auto: Auto | None = None) -> None:
         super().__init__(loader)
         if loader.prefetch_factor <= 0:
             raise AssertionError(
@@ -87,12 +85,12 @@ class SlotIterator(torch_private.BaseIterator):
         self._on_error: str = loader.on_error
         self._counters = counters
         self._counts_samples = self._dataset_kind == torch_private.ITERABLE_KIND
-        self._stream = StreamProgress(loader, resumption.stream_place) if self._counts_samples else None
+        self._stream = StreamProgress(loader, loaded_state(loader)) if self._counts_samples else None
         self._decoder = Decoder()
         self._lifecycle = Lifecycle()
         self._dataset_state = DatasetState(self._dataset)
-        self._resumption = resumption
-        self._base_seed, epoch = resumption.seeds(loader, int(self._base_seed))
+        self._states = states
+        self._base_seed, epoch = states.seeds(loader, int(self._base_seed))
         self._present = _Present(self._shared_seed, epoch)
         self._set_epoch: int | None = None
         num_workers, prefetch_factor = int(loader.num_workers), int(loader.prefetch_factor)
@@ -176,7 +174,7 @@ class SlotIterator(torch_private.BaseIterator):
         if first_iter:
             sampler_iter = self._reset_sampler(loader, None, first_iter=True)
             first_worker = 0 if self._stream is None else self._stream.first_worker
-            scheduler.begin_epoch(sampler_iter, self._progress.place, first_worker)
+            scheduler.begin_epoch(sampler_iter, self._progress.done, first_worker)
             return
         if self._stream is not None:
             self._stream = StreamProgress(loader)
@@ -207,9 +205,7 @@ class SlotIterator(torch_private.BaseIterator):
             if early is None:
                 self._sampler_iter = index_arrays(index_sampler) or self._sampler_iter
             seeds = int(self._base_seed), self._present.epoch + (not first_iter)
-            sampler_iter, self._progress = self._resumption.begin_epoch(
-                loader, self._sampler_iter, before, seeds
-            )
+            sampler_iter, self._progress = self._states.begin_epoch(loader, self._sampler_iter, before, seeds)
         except Exception as error:
             self._lifecycle.expect(error)  # the sampler's own, or of a state that cannot be resumed from
             raise
@@ -229,7 +225,7 @@ class SlotIterator(torch_private.BaseIterator):
 
     def __next__(self) -> Any:
         lifecycle = self._lifecycle
-        place = self._progress.place
+        done = self._progress.done
         try:
             lifecycle.enter()
             # torch's own __next__ opens a profiler range (10 us) and counts an IterableDataset's samples.
@@ -244,7 +240,7 @@ class SlotIterator(torch_private.BaseIterator):
         except BaseException as error:
             lifecycle.fail(error)
             if not isinstance(error, Exception):
-                self._progress.place = place  # Ctrl-C: the program has not had this batch
+                self._progress.done = done  # Ctrl-C: the program has not had this batch
             # No local variable for an exception: it would refer to this frame, and so to itself.
             if self._is_led_to_by_close(error):
                 raise self._closed_meanwhile() from error
@@ -294,7 +290,8 @@ class SlotIterator(torch_private.BaseIterator):
             if self._stream is not None:
                 self._stream.end_epoch(self._progress)
             copied = "" if self._copies is None else self._copies.ended(self._crew.processes)
-            self._progress.finish(self._scheduler.states_before_early)
+            self._progress.before_next = self._scheduler.states_before_early
+            self._progress.finished = True
             if not self._persistent_workers:
                 self._shutdown_workers()
             warn_of_copies(copied, self._counters)
@@ -334,7 +331,7 @@ class SlotIterator(torch_private.BaseIterator):
             if answer.failed:
                 self._raise(batch)
             if answer.reported:
-                report = batch.place
+                report = batch.stream
                 batch = take_report(batch, self._counters)
                 if batch is LEFT_OUT:
                     self._take(task, report)
@@ -352,7 +349,7 @@ class SlotIterator(torch_private.BaseIterator):
         if self._scattered:
             self._take(task, report)
         else:
-            self._progress.place = task.position + 1
+            self._progress.done = task.position + 1
         return batch
 
     def _take(self, task: Task, report: StreamReport | None) -> None:

@@ -244,7 +244,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
 
     def __iter__(self) -> Any:
         loading_of(self).begin_pass(self)
-        return loading_of(self).resumption.iterate(self, super().__iter__)
+        return loading_of(self).states.iterate(self, super().__iter__)
 
     def _get_iterator(self) -> Any:
         iterator = loading_of(self).make_iterator(self)
@@ -297,10 +297,10 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
                 or a dataset whose own state cannot be saved, and with ``in_order=False`` where
                 ``shard="auto"`` deals out samples to several workers.
         """
-        resumption = loading_of(self).resumption
-        if not resumption.begun:
+        states = loading_of(self).states
+        if not states.begun:
             check_resumable(self)
-        return resumption.state(self)
+        return states.state(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Have the next ``iter(loader)`` go on from a state: with the batch behind those that were returned.

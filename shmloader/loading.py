@@ -17,10 +17,10 @@ from shmloader.diagnostics.stack_level import level_of_the_program
 from shmloader.errors import LoaderClosed
 from shmloader.in_process import InProcessIterator
 from shmloader.iterator import SlotIterator
-from shmloader.resume import Resumption
+from shmloader.resume import States
+from shmloader.resume.states import loaded_state
 from shmloader.scheduling.auto import Auto
 from shmloader.scheduling.auto_growth import auto_for
-from shmloader.scheduling.stream_progress import rules_for
 from shmloader.slots import SlotState
 from shmloader.statistics import Counters, LoaderStatistics
 from shmloader.torch_fallback import check_resumable, must_load_as_torch
@@ -41,7 +41,7 @@ class Loading:
         iterators: Those that live.
         auto: Decides about what is ``"auto"``, if anything is.
         closes: How often the loader was closed.
-        resumption: Its states.
+        states: Its states.
     """
 
     loader_id: int
@@ -49,7 +49,7 @@ class Loading:
     iterators: weakref.WeakSet[SlotIterator] = field(default_factory=weakref.WeakSet)
     auto: Auto | None = None
     closes: int = 0
-    resumption: Resumption = field(default_factory=Resumption)
+    states: States = field(default_factory=States)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as None: a loader that is pickled, or copied deeply, arrives without it."""
@@ -62,7 +62,7 @@ class Loading:
         forgets it. It does so after ``load_state_dict()`` as well: the state has a base seed of its own.
         """
         iterator = iterator_of(loader)
-        if isinstance(iterator, SlotIterator) and (iterator.closed or self.resumption.loaded is not None):
+        if isinstance(iterator, SlotIterator) and (iterator.closed or loaded_state(loader) is not None):
             if iterator.closed:
                 iterator.close("an exception interrupted it in the middle of its work")
             else:
@@ -79,14 +79,14 @@ class Loading:
         if must_load_as_torch(loader):
             return None
         if loader.num_workers == 0:
-            return InProcessIterator(loader, self.counters, self.resumption)
+            return InProcessIterator(loader, self.counters, self.states)
         loader.check_worker_number_rationality()
         is_missing(Feature.COLLATION, level_of_the_program())
         closes = self.closes
         if loader.prefetch_factor > 0:  # others the iterator refuses, in torch's words
             operator.index(loader.prefetch_factor)  # raises for a fraction, as torch's iterator does
             self.auto = auto_for(loader, self.auto)
-        iterator = SlotIterator(loader, self.counters, self.resumption, self.auto)
+        iterator = SlotIterator(loader, self.counters, self.states, self.auto)
         self.iterators.add(iterator)
         if self.closes != closes:  # by another thread, or by the sampler
             iterator.close("loader.close() was called")
@@ -117,7 +117,7 @@ class Loading:
 
     def set_epoch(self, loader: Any, epoch: int) -> None:
         """Tell the number of the next epoch to sampler, batch sampler and dataset, also in workers."""
-        self.resumption.set_epoch = epoch
+        self.states.set_epoch = epoch
         seen: set[int] = set()
         inner: Any = getattr(loader.batch_sampler, "sampler", None)
         for sampler in (loader.sampler, loader.batch_sampler, inner):
@@ -132,9 +132,7 @@ class Loading:
         """Have the next iterator go on from a state; see `DataLoader.load_state_dict`."""
         if state:
             check_resumable(loader)
-            if state.get("stream"):
-                rules_for(loader, state["stream"])  # raises where it does not fit
-        self.resumption.load(loader, state)
+            self.states.load(loader, state)
 
     def statistics(self) -> LoaderStatistics:
         """Counters of the loader's life so far, and the slots that it holds now."""

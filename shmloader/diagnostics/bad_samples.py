@@ -44,14 +44,14 @@ class Reported(NamedTuple):
         left_out: Whether there is no batch, because it had no good sample.
         one_by_one: Whether ``__getitems__`` raised and the samples were fetched one by one instead.
         bad_samples: Pickled list of `BadSample`: no index in it may go on holding a slot's memory.
-        place: Of a stream, where it can be resumed behind the batch (`worker.streams.StreamReport`), or None.
+        stream: Of a stream, where it can be resumed behind the batch (`wire.stream_records.StreamReport`).
     """
 
     batch: Any
     left_out: bool
     one_by_one: bool
     bad_samples: bytes
-    place: Any = None
+    stream: Any = None
 
 
 def is_a_samples_fault(error: Exception) -> bool:

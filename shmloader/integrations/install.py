@@ -137,7 +137,7 @@ def _patch() -> None:
         if _options is not None and not isinstance(loader, DataLoader):
             loading = loading_of(loader)
             loading.begin_pass(loader)
-            return loading.resumption.iterate(loader, functools.partial(torchs_iter, loader))
+            return loading.states.iterate(loader, functools.partial(torchs_iter, loader))
         return torchs_iter(loader)
 
     def get_iterator(loader: Any) -> Any:

@@ -41,7 +41,7 @@ def state_dict(loader: Any) -> dict[str, Any]:
                 "it makes its iterator itself, or its workers are threads that pose as processes"
             )
         check_resumable(loader)
-        return loading_of(loader).resumption.state(loader)
+        return loading_of(loader).states.state(loader)
     except ResumeError as error:
         if not _Asking.unwanted:
             dataset = type(loader.dataset).__qualname__

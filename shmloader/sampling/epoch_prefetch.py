@@ -19,13 +19,13 @@ from torch.utils.data import IterableDataset, RandomSampler, SubsetRandomSampler
 from shmloader import torch_private
 from shmloader.diagnostics.stack_level import level_of_the_program
 from shmloader.sampling.array_samplers import index_arrays
-from shmloader.sampling.replay import (
+from shmloader.sampling.samplers import (
     GeneratorStates,
     generator_states,
     sampler_with_epoch,
-    track,
     with_inner,
 )
+from shmloader.sampling.tracked_batches import track
 
 NOTHING: Any = object()
 """In the place of an index batch: there is none."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from shmloader.arguments import is_dynamic
 from shmloader.sampling.epoch_prefetch import NOTHING, next_epoch_for
-from shmloader.sampling.replay import GeneratorStates
+from shmloader.sampling.samplers import GeneratorStates
 from shmloader.scheduling.auto import Auto
 from shmloader.scheduling.auto_growth import Growth
 from shmloader.scheduling.dispatcher import Dispatcher
@@ -71,19 +71,19 @@ class Scheduler:
     # --- epochs
 
     def begin_epoch(
-        self, sampler_iter: Iterator[Any], place: int | tuple[int, ...] = 0, first_worker: int = 0
+        self, sampler_iter: Iterator[Any], done: int | tuple[int, ...] = 0, first_worker: int = 0
     ) -> None:
         """Begin an epoch without a task, and send its first ones.
 
         Args:
             sampler_iter: Iterates over the epoch's index batches.
-            place: The place in the epoch that it begins at: see `Progress`.
+            done: Index batches that are done with: see `Progress`.
             first_worker: Whose turn it is first, with static dispatch.
         """
-        if isinstance(place, tuple):
-            place, *behind = place
+        if isinstance(done, tuple):
+            done, *behind = done
             sampler_iter = self._without(sampler_iter, set(behind))
-        self._sent = place
+        self._sent = done
         self._policy.begin_epoch()
         if first_worker:
             self._turns.begin_epoch(first_worker)

@@ -17,8 +17,9 @@ from shmloader.diagnostics.bad_samples import (
 from shmloader.diagnostics.exceptions import forget_frames
 from shmloader.diagnostics.mismatches import explain_collation
 from shmloader.errors import NoGoodSample
+from shmloader.wire.stream_records import STRIDE, Cursor, StreamReport
 from shmloader.worker.fetcher import Fetcher, FetchRules
-from shmloader.worker.streams import STRIDE, Place, Stream, StreamReport, Stride, say_position
+from shmloader.worker.streams import Stream, Stride, say_position
 
 
 class PartsFetcher(Fetcher):
@@ -37,7 +38,7 @@ class PartsFetcher(Fetcher):
         rules, worker_id, num_workers = self._rules, self._worker_id, self._num_workers
         self._part = self._parts.pop(0)
         self._batches = 0
-        drawn = rules.stream.place_of(self._part).drawn
+        drawn = rules.stream.cursor_of(self._part).drawn
         stream = self._stream = Stream(
             self._dataset,
             rules.stream,
@@ -68,21 +69,21 @@ class PartsFetcher(Fetcher):
                     raise
                 self._begin_part()
             else:
-                return self._with_place(batch, self._fetcher)
+                return self._with_report(batch, self._fetcher)
         raise StopIteration
 
-    def _with_place(self, batch: Any, fetcher: _StreamFetcher) -> Any:
-        """The batch, with the place behind it if the main process cannot tell that by counting."""
+    def _with_report(self, batch: Any, fetcher: _StreamFetcher) -> Any:
+        """The batch, with the cursor behind it if the main process cannot tell that by counting."""
         rules, stream = self._rules.stream, self._stream
         self._batches += 1
         state = stream.state() if self._batches % rules.snapshot_every == 0 else b""
         reported = type(batch) is Reported
-        told = reported or state or (self._batches == 1 and (rules.shard or rules.places))
+        told = reported or state or (self._batches == 1 and (rules.shard or rules.cursors))
         if not told:
             return batch
-        place = Place(fetcher.drawn, state, fetcher.drawn if state else 0, fetcher.ended)
-        report = StreamReport(self._part, stream.layout, place)
-        return (batch if reported else Reported(batch, False, False, b""))._replace(place=report)
+        cursor = Cursor(fetcher.drawn, state, fetcher.drawn if state else 0, fetcher.ended)
+        report = StreamReport(self._part, stream.layout, cursor)
+        return (batch if reported else Reported(batch, False, False, b""))._replace(stream=report)
 
     def take_bad_samples(self) -> bytes:
         """See `Fetcher`."""

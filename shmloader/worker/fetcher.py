@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from shmloader.diagnostics.bad_samples import RAISE, pack
 from shmloader.statistics import BadSample
-from shmloader.worker.streams import StreamRules
+from shmloader.wire.stream_records import StreamRules
 
 
 class FetchRules(NamedTuple):

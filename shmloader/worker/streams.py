@@ -1,4 +1,4 @@
-"""Iterable-style datasets: the part that a worker takes of one, and the place that it has come to.
+"""Iterable-style datasets: the part that a worker takes of one, and its state.
 
 Without ``shard="auto"`` a worker's part is the whole dataset, as torch has it: what to leave out is the
 dataset's own business. With it, the dataset is asked for a shard of itself, or the worker takes every so many
@@ -10,89 +10,14 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data import get_worker_info
 
 from shmloader.diagnostics.exceptions import add_note
+from shmloader.errors import ResumeError
 from shmloader.torch_private import only_worker_info, show_worker_info, watched_worker_info
-
-OWN, SHARD, STRIDE = "own", "shard", "stride"
-"""The ways to divide a stream: by the dataset itself or not at all; by its own shards; by `Stride`."""
-
-
-class Place(NamedTuple):
-    """A place in a stream.
-
-    Attributes:
-        drawn: Samples that were drawn from it.
-        state: States of the dataset and its iterator, pickled by `Stream.state`, or empty.
-        state_drawn: Samples that had been drawn when the states were taken.
-        ended: Whether the stream is known to have ended; states of datasets need not tell.
-    """
-
-    drawn: int = 0
-    state: bytes = b""
-    state_drawn: int = 0
-    ended: bool = False
-
-
-class StreamRules(NamedTuple):
-    """The rules by which workers divide and resume a stream.
-
-    Attributes:
-        shard: Whether to divide the stream among ranks and workers (``shard="auto"``).
-        rank: This rank.
-        ranks: Number of ranks.
-        batch_size: Samples of a batch, 1 without batches.
-        snapshot_every: Batches of a worker from one state of the dataset to the next.
-        layout: How the stream was divided in the run that is resumed; empty in a fresh epoch.
-        places: To resume from: of each part, or with `Stride` one for the whole stream.
-    """
-
-    shard: bool = False
-    rank: int = 0
-    ranks: int = 1
-    batch_size: int = 1
-    snapshot_every: int = 1
-    layout: str = ""
-    places: tuple[Place, ...] = ()
-
-    def from_the_beginning(self) -> StreamRules:
-        """The same rules for an epoch that is not resumed."""
-        return self._replace(layout="", places=())
-
-    def parts_of(self, worker_id: int, num_workers: int) -> list[int]:
-        """Numbers of the parts that a worker plays, one after another, without those that have ended.
-
-        There is one part for each worker of the run that began the epoch.
-        """
-        parts = range(worker_id, self.parts(num_workers), num_workers)
-        return [part for part in parts if not self.place_of(part).ended]
-
-    def parts(self, num_workers: int) -> int:
-        """Number of parts of the stream of a rank."""
-        return num_workers if self.layout in ("", STRIDE) else len(self.places)
-
-    def place_of(self, part: int) -> Place:
-        """The place to resume a part from."""
-        if not self.places:
-            return Place()
-        return self.places[0 if self.layout == STRIDE else part]
-
-
-class StreamReport(NamedTuple):
-    """A report that comes with a batch of a stream, so that the stream can be resumed behind it.
-
-    Attributes:
-        part: The part that the batch is of.
-        layout: How the stream is divided.
-        place: The place behind the batch; its state is empty if none was taken.
-    """
-
-    part: int
-    layout: str
-    place: Place
+from shmloader.wire.stream_records import OWN, SHARD, STRIDE, StreamRules
 
 
 class Stream:
@@ -122,8 +47,8 @@ class Stream:
             else:
                 self._info = only_worker_info()  # it must not divide itself once more
             dataset = dataset if shard is None else shard
-        place = rules.place_of(part)
-        states = pickle.loads(place.state) if place.state else {}
+        cursor = rules.cursor_of(part)
+        states = pickle.loads(cursor.state) if cursor.state else {}
         if "dataset" in states:
             dataset.load_state_dict(states["dataset"])
         self._dataset = dataset
@@ -140,12 +65,12 @@ class Stream:
             dataset.load_state_dict({})  # with its first row it has begun; the next epoch would, there, too
         self._is_stateful = _is_stateful(dataset) or _is_stateful(self._iterator)
         if rules.layout and rules.layout != self.layout:
-            raise RuntimeError(
+            raise ResumeError(
                 f"the state was made with a stream that was divided by {_BY[rules.layout]}, and it is "
                 f"divided by {_BY[self.layout]} now: resume with the same dataset and the same shard="
             )
         of_a_batch = rules.batch_size * (rules.ranks if self.layout == STRIDE else 1)
-        self._skip(place.drawn - place.state_drawn, of_a_batch, tolerant=tolerant)
+        self._skip(cursor.drawn - cursor.state_drawn, of_a_batch, tolerant=tolerant)
 
     def __iter__(self) -> Iterator[Any]:
         # islice() calls it. A dataset that is its own iterator would begin anew.
@@ -180,7 +105,7 @@ class Stream:
                     raise
                 left -= 1
         if left >= of_a_batch:
-            raise RuntimeError(
+            raise ResumeError(
                 f"the stream to be resumed ended after {count - left:,} of the {count:,} samples that were "
                 "drawn from it before: the dataset has changed, or gives another number of samples each time"
             )
@@ -257,7 +182,7 @@ class Stride:
     a group, ``drop_last`` leaves it out; else ranks that lack a sample repeat one of the last ones.
 
     Args:
-        stream: All samples from the place on that is resumed from.
+        stream: All samples from where the epoch goes on.
         rules: The number of ranks, and the size of a batch.
         worker_id: Which worker this is.
         num_workers: How many there are.
@@ -298,9 +223,9 @@ class Stride:
         samples: list[Any] = []
         positions: list[int] = []
         while len(samples) < batch_size and (row := self._draw()):
-            place = self._rules.rank % len(row)  # of a row that is not complete some are taken twice
-            samples.append(row[place])
-            positions.append(self.drawn - len(row) + place)
+            column = self._rules.rank % len(row)  # of a row that is not complete some are taken twice
+            samples.append(row[column])
+            positions.append(self.drawn - len(row) + column)
         self._stream.check_worker_info()
         if not samples or (self.ended and self._drop_last):
             raise StopIteration

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
+import pickle
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -98,6 +100,47 @@ def test_a_loaded_state_is_the_loaders_until_it_iterates() -> None:
     assert other.state_dict() == state
     assert take(iter(other), 1) == take(iterator, 1)
     assert other.state_dict()["batches"] == 4
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda loader: pickle.loads(pickle.dumps(loader)),
+}
+
+
+@pytest.mark.parametrize("kind", COPIES)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_copy_has_the_loaded_state_too(kind: str, workers: int) -> None:
+    loader = build(0)
+    iterator = iter(loader)
+    take(iterator, 3)
+    with build(workers) as other:
+        other.load_state_dict(loader.state_dict())
+        with COPIES[kind](other) as copied:
+            assert copied.state_dict() == loader.state_dict()
+            rest = values(iterator)
+            assert values(copied) == rest
+        if kind != "copy":  # which has the generator in common
+            assert values(other) == rest
+
+
+def rebuilt(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """As Lightning does it."""
+    return DataLoader(loader.dataset, batch_sampler=loader.batch_sampler)
+
+
+def test_a_loader_made_of_one_with_a_state_warns_that_it_begins_anew() -> None:
+    """Once, and not where that one has gone on from its state."""
+    loader = build(0)
+    loader.load_state_dict(started(build(0)))
+    other = rebuilt(loader)
+    with pytest.warns(RuntimeWarning, match="load_state_dict.. was called on another loader of this dataset"):
+        assert len(values(other)) == 10
+    assert len(values(other)) == 10
+    assert len(values(loader)) == 9
+    assert len(values(rebuilt(loader))) == 10
+    assert len(values(build(0))) == 10  # of another dataset
 
 
 # --- what torchdata's users ran into
@@ -342,13 +385,21 @@ def test_a_sampler_that_ends_early_is_refused() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_sampler_that_draws_among_the_program_is_refused(workers: int) -> None:
-    """Nothing tells what it would draw again."""
+def test_a_sampler_that_draws_among_the_program_is_refused(
+    workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing tells what it would draw again. A program that only saves the state goes on, and is warned."""
     with DataLoader(Plain(40), 4, sampler=OwnGenerator(40, None), num_workers=workers) as loader:
         iterator = iter(loader)
         take(iterator, 3)
-        with pytest.raises(ResumeError, match="batch by batch"):
-            loader.state_dict()
+        state = loader.state_dict()
+        assert len(values(iterator)) == 7
+        loader.state_dict()
+        (record,) = caplog.records
+        assert "the sampler (OwnGenerator) draws from a global generator" in record.message
+        loader.load_state_dict(state)
+        with pytest.raises(ResumeError, match=r"OwnGenerator.* batch by batch"):
+            values(loader)
 
 
 @pytest.mark.parametrize("draw", [random.randrange, np.random.randint])
@@ -453,7 +504,7 @@ def test_the_seed_of_a_distributed_sampler_counts(seed: int | None) -> None:
     ("state", "message"),
     [
         ({"_num_yielded": 3}, "no state of a shmloader.DataLoader"),
-        ({"version": 99}, "format 99"),
+        ({"version": 99}, "version 99"),
     ],
 )
 def test_what_is_no_state_is_refused(state: dict[str, Any], message: str) -> None:
@@ -461,11 +512,11 @@ def test_what_is_no_state_is_refused(state: dict[str, Any], message: str) -> Non
         build(0).load_state_dict(state)
 
 
-def test_a_broken_place_of_a_generator_is_refused() -> None:
+def test_a_broken_state_of_a_generator_is_refused() -> None:
     state = started(build(0)) | {"sampler_generator": "nonsense"}
     loader = build(0)
     loader.load_state_dict(state)
-    with pytest.raises(ResumeError, match="no place of a generator"):
+    with pytest.raises(ResumeError, match=r"'sampler_generator' is 'nonsense'.*no state of a generator"):
         iter(loader)
 
 

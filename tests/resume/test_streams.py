@@ -262,7 +262,7 @@ def test_another_number_of_workers_is_an_error_that_names_both() -> None:
 
 
 def test_a_state_of_another_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where ranks have places of their own."""
+    """Where ranks have streams of their own."""
     for dataset, shard in ((ByItself(40), None), (ByShard(40), "auto")):
         of_rank(monkeypatch, 0, 2)
         _, state = stopped_after(loader_of(dataset, shard=shard), 2)
@@ -275,10 +275,10 @@ def test_a_state_of_another_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_stream_that_is_shorter_now_is_refused() -> None:
     """And one that is divided in another way."""
     _, state = stopped_after(loader_of(Numbers(20)), 4)
-    with pytest.raises(RuntimeError, match="ended after 5 of the 12 samples"):
+    with pytest.raises(ResumeError, match="ended after 5 of the 12 samples"):
         rest_after(loader_of(Numbers(5)), state)
     _, state = stopped_after(loader_of(Numbers(20), shard="auto"), 4)
     with pytest.raises(ResumeError, match="made with shard='auto', and this loader has no shard"):
         loader_of(Numbers(20)).load_state_dict(state)
-    with pytest.raises(RuntimeError, match=r"divided by shmloader.*divided by nobody but the dataset itself"):
+    with pytest.raises(ResumeError, match=r"divided by shmloader.*divided by nobody but the dataset itself"):
         rest_after(loader_of(ByItself(20), shard="auto"), state)

@@ -14,9 +14,10 @@ from typing import Any
 from shmloader.diagnostics.stack_level import level_of_the_program
 from shmloader.errors import ResumeError
 from shmloader.ranks import check_equal_ends, rank_and_ranks
-from shmloader.resume import Progress
+from shmloader.resume.fit import State, is_between_epochs, named_in_errors
+from shmloader.resume.progress import Progress
 from shmloader.resume.user_states import pack_user_state, unpack_user_state
-from shmloader.worker.streams import OWN, STRIDE, Place, StreamReport, StreamRules
+from shmloader.wire.stream_records import OWN, SHARD, STRIDE, Cursor, StreamReport, StreamRules
 
 _MOST_NOTES = 100
 
@@ -29,31 +30,33 @@ class StreamProgress:
 
     Args:
         loader: The loader.
-        place: To go on from: the text that `state` has returned; empty for a fresh epoch.
+        loaded: The state to go on from; None for a fresh epoch.
 
     Attributes:
         rules: How the workers are to divide the stream, and where they begin.
         first_worker: The worker whose turn it is first.
     """
 
-    def __init__(self, loader: Any, place: str = "") -> None:
-        self.rules = rules = rules_for(loader, place)
+    def __init__(self, loader: Any, loaded: State | None = None) -> None:
         workers = max(int(loader.num_workers), 1)
-        loaded = json.loads(place) if place else {"batches": 0, "last": -1}
-        self._batches, self._last = loaded["batches"], loaded["last"]  # the latter is a part
-        goes_round = rules.layout != STRIDE and len(rules.places) == workers
+        self._batches, self._last = 0, -1  # the latter is the part that the latest batch was of
+        if loaded is None or is_between_epochs(loaded) or not loaded["stream"]:
+            self.rules = rules = _fresh_rules(loader)
+        else:
+            self.rules = rules = rules_for(loader, loaded)
+            self._batches, self._last = loaded["batches"], _read(loaded)["last"]
+        goes_round = rules.layout != STRIDE and len(rules.cursors) == workers
         self.first_worker = (self._last + 1) % workers if goes_round else 0
         self._dataset_name = type(loader.dataset).__name__
         self._out_of_order = not loader.in_order and workers > 1
         self._timeout_s = float(loader.timeout)
         self._layout = rules.layout or OWN
-        self._places = list(rules.places) or [Place()] * workers  # by part
+        self._cursors = list(rules.cursors) or [Cursor()] * workers  # by part
         self._playing = list(range(workers))  # the part that each worker is at
-        self._notes: dict[
-            int, tuple[int, StreamReport | None]
-        ] = {}  # by number in the epoch, of the latest ones
+        # Of the latest batches, by their number in the epoch: the worker, and what it reported.
+        self._notes: dict[int, tuple[int, StreamReport | None]] = {}
         self._compared = False
-        again = sum(place.drawn for place in rules.places if not place.state)
+        again = sum(cursor.drawn for cursor in rules.cursors if not cursor.state)
         if again:
             warnings.warn(
                 f"to go on, {again:,} samples of the stream are drawn once more and dropped, because "
@@ -74,7 +77,7 @@ class StreamProgress:
         self._notes[taken] = worker_id, report
         if len(self._notes) > _MOST_NOTES:
             self._count(progress)
-        progress.place = taken + 1
+        progress.done = taken + 1
 
     def _count(self, progress: Progress) -> None:
         for number in [number for number in self._notes if number < progress.taken]:
@@ -87,15 +90,15 @@ class StreamProgress:
             stride = self._layout == STRIDE
             part = 0 if stride else self._playing[worker_id]
             self._last = part
-            place = self._places[part]
+            cursor = self._cursors[part]
             if report is None:
                 samples = self.rules.batch_size * (self.rules.ranks if stride else 1)
-                place = place._replace(drawn=place.drawn + samples)
-            elif report.place.state:
-                place = report.place
+                cursor = cursor._replace(drawn=cursor.drawn + samples)
+            elif report.cursor.state:
+                cursor = report.cursor
             else:
-                place = place._replace(drawn=report.place.drawn, ended=report.place.ended)
-            self._places[part] = place
+                cursor = cursor._replace(drawn=report.cursor.drawn, ended=report.cursor.ended)
+            self._cursors[part] = cursor
 
     def _tell_of_own_division(self) -> None:
         if self._dataset_name in _told:
@@ -107,8 +110,8 @@ class StreamProgress:
             self._dataset_name,
         )
 
-    def state(self, progress: Progress) -> dict[str, Any]:
-        """The keys of a state that tell the place in the stream; as text, empty at its beginning.
+    def state(self, progress: Progress) -> State:
+        """The keys of a state that tell how far the stream has come; as text, empty at its beginning.
 
         Raises:
             ResumeError: If it is not known, or a state of the dataset cannot be saved.
@@ -116,9 +119,9 @@ class StreamProgress:
         self._count(progress)
         if not self._batches:
             return {"batches": 0, "stream": ""}
-        places = self._places
+        cursors = self._cursors
         if self._layout == STRIDE:
-            places = places[:1]
+            cursors = cursors[:1]
             if self._out_of_order:
                 raise ResumeError(
                     "there is no state with in_order=False where shard='auto' deals samples out to several "
@@ -126,17 +129,16 @@ class StreamProgress:
                 )
         parts = [
             (
-                drawn,
-                pack_user_state(pickle.loads(state), self._dataset_name) if state else "",
-                state_drawn,
-                ended,
+                cursor.drawn,
+                pack_user_state(pickle.loads(cursor.state), self._dataset_name) if cursor.state else "",
+                cursor.state_drawn,
+                cursor.ended,
             )
-            for drawn, state, state_drawn, ended in places
+            for cursor in cursors
         ]
-        rules = self.rules
-        named = {"layout": self._layout, "parts": parts, "last": self._last, "batches": self._batches}
-        named |= {"rank": rules.rank, "ranks": rules.ranks}
-        return {"batches": self._batches, "stream": json.dumps(named)}
+        stream = {"layout": self._layout, "parts": parts, "last": self._last}
+        stream |= {"rank": self.rules.rank, "ranks": self.rules.ranks}
+        return {"batches": self._batches, "stream": json.dumps(stream)}
 
     def end_epoch(self, progress: Progress) -> None:
         """Compare the epoch's length with that of other ranks, where ranks may have others.
@@ -152,39 +154,51 @@ class StreamProgress:
             check_equal_ends(self._batches, self._timeout_s)
 
 
-def rules_for(loader: Any, place: str) -> StreamRules:
-    """The rules for a loader's workers.
+def _fresh_rules(loader: Any) -> StreamRules:
+    every = loader.snapshot_every_n_steps
+    return StreamRules(loader.shard is not None, *rank_and_ranks(), loader.batch_size or 1, every)
 
-    Args:
-        loader: The loader.
-        place: To go on from, as for `StreamProgress`.
+
+def rules_for(loader: Any, loaded: State) -> StreamRules:
+    """The rules for a loader's workers, to go on from a state in mid-epoch.
 
     Raises:
         ResumeError: If the state cannot be resumed by this loader on this rank.
     """
-    rank, ranks = rank_and_ranks()
-    every = loader.snapshot_every_n_steps
-    rules = StreamRules(loader.shard is not None, rank, ranks, loader.batch_size or 1, every)
-    if not place:
-        return rules
-    loaded = json.loads(place)
-    layout, parts, workers = loaded["layout"], loaded["parts"], max(int(loader.num_workers), 1)
-    if layout != OWN and loader.shard is None:
+    rules, stream, workers = _fresh_rules(loader), _read(loaded), max(int(loader.num_workers), 1)
+    layout, cursors, written = stream["layout"], stream["parts"], (stream["rank"], stream["ranks"])
+    if layout != OWN and not rules.shard:
         raise ResumeError("the state was made with shard='auto', and this loader has no shard")
-    if layout != STRIDE and (loaded["rank"], loaded["ranks"]) != (rank, ranks):
+    if layout != STRIDE and written != (rules.rank, rules.ranks):
         raise ResumeError(
-            f"the state is that of rank {loaded['rank']} of {loaded['ranks']}, and this is rank {rank} of "
-            f"{ranks}: save and load it on each rank. The number of ranks may change only where shard='auto' "
-            "deals samples out, or with a map-style dataset and a ShardedSampler"
+            f"the state is that of rank {written[0]} of {written[1]}, and this is rank {rules.rank} of "
+            f"{rules.ranks}: save and load it on each rank. The number of ranks may change only where "
+            "shard='auto' deals samples out, or with a map-style dataset and a ShardedSampler"
         )
-    if layout == OWN and len(parts) != workers:
+    if layout == OWN and len(cursors) != workers:
         raise ResumeError(
-            f"the state was made with {len(parts)} worker(s), and this loader has {workers}: each had a "
+            f"the state was made with {len(cursors)} worker(s), and this loader has {workers}: each had a "
             "stream of its own, which only as many workers can go on with. With shard='auto' the number may "
             "change"
         )
-    places = [
-        Place(drawn, pickle.dumps(unpack_user_state(state)) if state else b"", state_drawn, ended)
-        for drawn, state, state_drawn, ended in parts
-    ]
-    return rules._replace(layout=layout, places=tuple(places))
+    return rules._replace(layout=layout, cursors=tuple(cursors))
+
+
+def _read(loaded: State) -> dict[str, Any]:
+    """The text under the key ``stream``, with a `Cursor` for each part."""
+    with named_in_errors(loaded, "stream"):
+        stream: dict[str, Any] = json.loads(loaded["stream"])
+        numbers, cursors = [stream["last"], stream["rank"], stream["ranks"]], []
+        for drawn, state, state_drawn, ended in stream["parts"]:
+            numbers += drawn, state_drawn, drawn - state_drawn
+            packed = pickle.dumps(unpack_user_state(state)) if state else b""
+            cursors.append(Cursor(drawn, packed, state_drawn, bool(ended)))
+        if (
+            {type(number) for number in numbers} != {int}
+            or min(numbers) < 0
+            or stream["last"] >= len(cursors)
+        ):
+            raise ValueError("its numbers cannot be")
+        if stream["layout"] not in (OWN, SHARD, STRIDE):
+            raise ValueError("its layout is none")
+        return stream | {"parts": cursors}

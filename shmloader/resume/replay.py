@@ -1,0 +1,117 @@
+"""An epoch's index batches once more, from where a resumed program goes on. Main process only.
+
+Nothing is fetched. A sampler with ``state_dict()`` and ``load_state_dict()`` is set to its own state. For any
+other one the generator that it draws from is set to where it was when the epoch began, and the batches that
+the program has had are drawn again: of torch's commonest samplers as one slice, of others one by one. Of
+samplers that are not torch's a checksum tells whether those were the same batches.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler
+
+from shmloader.errors import ResumeError
+from shmloader.resume.fit import State, named_in_errors
+from shmloader.resume.user_states import unpack_user_state
+from shmloader.sampling.array_samplers import index_arrays
+from shmloader.sampling.compact_states import set_to
+from shmloader.sampling.samplers import (
+    draws_one_seed,
+    generator_of,
+    sampler_of_indices,
+    sampler_with_state,
+    sharded_sampler,
+)
+from shmloader.sampling.tracked_batches import ADVICE, TrackedBatches, track
+
+
+def batches_from(index_sampler: Any, loaded: State) -> Iterator[Any]:
+    """Iterate over an epoch's index batches, from where a state was taken in mid-epoch.
+
+    Raises:
+        ResumeError: If the sampler does not come to the same place.
+    """
+    if sampler_with_state(index_sampler) is not None:
+        return batches_by_own_state(index_sampler, loaded)
+    source = _with_generator(index_sampler, loaded)
+    if (sharded := sharded_sampler(index_sampler)) is not None:
+        with named_in_errors(loaded, "sampler_state"):
+            sharded.load_state_dict(unpack_user_state(loaded["sampler_state"]))
+        return iter(source)
+    taken: int = loaded["batches"]
+    iterator = index_arrays(source, taken)
+    if iterator is None:
+        iterator = track(index_sampler, iter(source))
+        _draw_again(index_sampler, iterator, taken, loaded["sampler_checksum"])
+    if loaded["sampler_generator"] and not taken:
+        # The order is drawn with the first batch: now, while the generator is where it was.
+        if not isinstance(iterator, TrackedBatches):
+            return itertools.chain(list(itertools.islice(iterator, 1)), iterator)
+        iterator.draw_ahead()
+    return iterator
+
+
+def batches_by_own_state(index_sampler: Any, loaded: State) -> TrackedBatches:
+    """Iterate over the index batches of a sampler that has a state of its own: of this epoch, or the next."""
+    stateful, taken = sampler_with_state(index_sampler), 0 if loaded["finished"] else loaded["batches"]
+    with named_in_errors(loaded, "sampler_state"):
+        state = unpack_user_state(loaded["sampler_state"])
+        stateful.load_state_dict(state)
+    if loaded["sampler_ended"] or not taken:
+        # At an epoch's end. Some samplers have begun anew there; others give nothing once, and begin then.
+        if list(itertools.islice(iter(index_sampler), 1)):
+            stateful.load_state_dict(state)
+        if loaded["sampler_ended"] and not loaded["finished"]:
+            return TrackedBatches(index_sampler, iter(()), taken)
+    return TrackedBatches(index_sampler, iter(index_sampler), taken, state)
+
+
+def _with_generator(index_sampler: Any, loaded: State) -> Any:
+    """The sampler, its generator set to where it was; of one that draws a seed, a copy that begins there."""
+    if not loaded["sampler_generator"]:
+        return index_sampler
+    if not draws_one_seed(index_sampler):
+        set_generator(generator_of(index_sampler), loaded, "sampler_generator")
+        return index_sampler
+    seeded = copy.copy(index_sampler)
+    if type(index_sampler) is BatchSampler:
+        seeded.sampler = copy.copy(index_sampler.sampler)
+    generator = sampler_of_indices(seeded).generator = torch.Generator()
+    set_generator(generator, loaded, "sampler_generator")
+    return seeded
+
+
+def set_generator(generator: torch.Generator | None, loaded: State, name: str) -> None:
+    """Set a generator, if there is one, to the compact state that a key of a state has, if it has one."""
+    if generator is not None and loaded[name]:
+        with named_in_errors(loaded, name):
+            set_to(loaded[name], generator)
+
+
+def _draw_again(index_sampler: Any, iterator: Iterator[Any], taken: int, checksum: int | None) -> None:
+    """Draw the batches that the program has had, and compare their checksum.
+
+    Raises:
+        ResumeError: If there are too few of them, or others.
+    """
+    tracked = iterator if isinstance(iterator, TrackedBatches) else None
+    if tracked is not None:
+        tracked.taken, tracked.resumed = lambda: taken, True
+    drawn = sum(1 for _ in itertools.islice(iterator, taken))
+    name = type(sampler_of_indices(index_sampler)).__name__
+    if drawn < taken:
+        raise ResumeError(
+            f"the state was taken after {taken:,} batches, and the sampler ({name}) ended after {drawn:,} "
+            f"now. {ADVICE}"
+        )
+    if tracked is not None and checksum not in (None, found := tracked.after(drawn)):
+        raise ResumeError(
+            f"the sampler ({name}) gave other batches than those {drawn:,} that the program has had, when it "
+            f"was asked again (checksum {found}, in the state {checksum}). {ADVICE}"
+        )

@@ -1,0 +1,117 @@
+"""Samplers of a loader: what they are made of, and which generators they draw from. Main process only."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from shmloader.sampling.sharded_sampler import ShardedSampler
+
+_WITHOUT_DRAWS = (SequentialSampler, DistributedSampler, ShardedSampler)
+_TORCHS = (*_WITHOUT_DRAWS, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_MOST_NESTED = 8
+
+
+def index_sampler_of(loader: Any) -> Any:
+    """The sampler that a loader draws index batches from, or single indices if it joins no samples."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def with_inner(index_sampler: Any) -> list[Any]:
+    """A sampler of index batches, and those below it, from which it takes batches or indices."""
+    found: list[Any] = []
+    while index_sampler is not None and len(found) < _MOST_NESTED:
+        found.append(index_sampler)
+        inner = getattr(index_sampler, "batch_sampler", None)
+        index_sampler = getattr(index_sampler, "sampler", None) if inner is None else inner
+    return found
+
+
+def sampler_of_indices(index_sampler: Any) -> Any:
+    """The sampler that torch's `BatchSampler` takes indices from; any other sampler itself."""
+    return index_sampler.sampler if type(index_sampler) is BatchSampler else index_sampler
+
+
+def sampler_with_epoch(index_sampler: Any) -> Any:
+    """The sampler with ``set_epoch()`` and the epoch as its attribute, or None."""
+    for sampler in with_inner(index_sampler):
+        if callable(getattr(sampler, "set_epoch", None)) and isinstance(getattr(sampler, "epoch", None), int):
+            return sampler
+    return None
+
+
+def sharded_sampler(index_sampler: Any) -> ShardedSampler | None:
+    """The `ShardedSampler` whose batches are of known size, in its order; or None."""
+    inner = sampler_of_indices(index_sampler)
+    return inner if isinstance(inner, ShardedSampler) else None
+
+
+def sampler_with_state(index_sampler: Any) -> Any:
+    """The sampler that keeps its own state, which has to be asked for batch by batch; or None."""
+    for sampler in with_inner(index_sampler):
+        if all(callable(getattr(sampler, name, None)) for name in ("state_dict", "load_state_dict")):
+            return sampler
+    return None
+
+
+def is_torchs(index_sampler: Any) -> bool:
+    """Whether a sampler is one of torch's (or `ShardedSampler`), or torch's `BatchSampler` over one."""
+    return type(sampler_of_indices(index_sampler)) in _TORCHS
+
+
+def draws_one_seed(index_sampler: Any) -> bool:
+    """Whether a sampler draws one seed from torch's global generator, and nothing else."""
+    inner = sampler_of_indices(index_sampler)
+    return type(inner) is RandomSampler and inner.generator is None
+
+
+def generator_of(index_sampler: Any) -> torch.Generator | None:
+    """The generator that a sampler draws its order from; None if it draws from none.
+
+    It is the sampler's ``generator``, or that of the sampler below it; else torch's global one. A sampler
+    with a state of its own is left to itself.
+    """
+    if sampler_with_state(index_sampler) is not None:
+        return None
+    samplers = with_inner(index_sampler)
+    for sampler in samplers:
+        if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
+            return generator
+    if is_torchs(index_sampler) and type(samplers[-1]) in _WITHOUT_DRAWS:
+        return None
+    return torch.default_generator
+
+
+class GeneratorStates(NamedTuple):
+    """States of the generators at the moment before a sampler draws an epoch's order; None for no generator.
+
+    Attributes:
+        sampler: Of the one that the sampler draws from.
+        loader: Of the loader's, where that is another one.
+    """
+
+    sampler: torch.Tensor | None
+    loader: torch.Tensor | None
+
+
+def generator_states(index_sampler: Any, generator: torch.Generator | None) -> GeneratorStates:
+    """Read the states; takes 3 µs.
+
+    Args:
+        index_sampler: The loader's sampler of index batches.
+        generator: The loader's generator.
+    """
+    drawn_from = generator_of(index_sampler)
+    other = None if generator is drawn_from else generator
+    return GeneratorStates(
+        None if drawn_from is None else drawn_from.get_state(), None if other is None else other.get_state()
+    )

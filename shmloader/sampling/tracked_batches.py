@@ -1,0 +1,142 @@
+"""Index batches of samplers that are not torch's, with what is needed to come to the same place again."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import random
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from shmloader.errors import ResumeError
+from shmloader.sampling.index_batches import pack_index_batch
+from shmloader.sampling.samplers import is_torchs, sampler_of_indices, sampler_with_state, sharded_sampler
+
+ADVICE = (
+    "A sampler must draw the same order again: from a torch.Generator of its own, as its attribute "
+    "`generator`, or from a seed and set_epoch(); or give it state_dict() and load_state_dict()."
+)
+
+_log = logging.getLogger("shmloader")
+
+
+def track(index_sampler: Any, iterator: Iterator[Any]) -> Iterator[Any]:
+    """The same iterator, or `TrackedBatches` of it where a number of batches does not tell how to go on."""
+    known = isinstance(iterator, TrackedBatches) or is_torchs(index_sampler) or sharded_sampler(index_sampler)
+    return iterator if known else TrackedBatches(index_sampler, iterator)
+
+
+class TrackedBatches(Iterator[Any]):
+    """Index batches of one epoch.
+
+    Args:
+        index_sampler: The sampler.
+        iterator: Iterates over it.
+        begin: Index batches before those.
+        state: The sampler's own state there, if it was loaded: some samplers tell it only when iterated over.
+
+    Attributes:
+        taken: Tells how many of them the program has had; what belongs to earlier ones is forgotten.
+        end: The sampler's own state after its last batch; None while it may have further ones.
+        resumed: Whether to raise where the sampler is seen to draw from a global generator behind its first
+            batch, where the program draws as well: then nothing tells what it would draw again.
+    """
+
+    def __init__(
+        self, index_sampler: Any, iterator: Iterator[Any], begin: int = 0, state: Any = None
+    ) -> None:
+        self.taken: Callable[[], int] = lambda: begin
+        self.end: Any = None
+        self.resumed = False
+        self._name = type(sampler_of_indices(index_sampler)).__name__
+        self._iterator = iterator
+        self._stateful = stateful = sampler_with_state(index_sampler)
+        self._oldest = self._drawn = begin
+        self._ahead: list[Any] = []
+        self._checksum = 0
+        self._draws_globally = self._told = False
+        # After each number of batches: the sampler's state, or the checksum of the batches.
+        if state is None:
+            state = 0 if stateful is None else _copy(stateful)
+        self._after: dict[int, Any] = {begin: state}
+
+    def __next__(self) -> Any:
+        return self._ahead.pop() if self._ahead else self._draw()
+
+    def _draw(self) -> Any:
+        stateful, drawn = self._stateful, self._drawn
+        # At few of its batches only, since it takes as long as a small sampler does.
+        looks = stateful is None and drawn and not drawn & (drawn - 1)
+        states = _global_states() if looks else None
+        try:
+            index_batch = next(self._iterator)
+        except StopIteration:
+            if self.end is None and stateful is not None:
+                self.end = _copy(stateful)
+            raise
+        if states is not None and states != _global_states():
+            self._draws_globally = True
+            if self.resumed:
+                raise ResumeError(self._why_not_again())
+        self._drawn += 1
+        if stateful is None:
+            self._after[self._drawn] = self._checksum = _add(self._checksum, index_batch)
+        else:
+            self._after[self._drawn] = _copy(stateful)
+        while self._oldest < min(self.taken(), self._drawn):
+            self._after.pop(self._oldest, None)
+            self._oldest += 1
+        return index_batch
+
+    def _why_not_again(self) -> str:
+        return (
+            f"the sampler ({self._name}) draws from a global generator (torch's, NumPy's, random's) batch by "
+            f"batch, among what the program draws, so it cannot come to the same place again. {ADVICE}"
+        )
+
+    def after(self, taken: int) -> Any:
+        """The sampler's state, or the checksum, as it was when that many batches had been drawn.
+
+        Logs a warning, once, where the sampler is seen not to give the same batches again. That is an error
+        only when the state is resumed from: a program that saves states in vain is not to be stopped by it.
+        """
+        if self._draws_globally and not self._told:
+            self._told = True
+            _log.warning("a state in mid-epoch cannot be resumed from: %s", self._why_not_again())
+        return self._after[taken]
+
+    def ends_after(self, taken: int) -> bool:
+        """Whether a sampler with a state of its own has no batch behind that many. May draw one ahead.
+
+        Its state there does not tell: with the last, shorter batch it may have begun anew.
+        """
+        if taken == self._drawn > 0 and self.end is None:
+            self.draw_ahead()
+        return self.end is not None and taken == self._drawn
+
+    def draw_ahead(self) -> None:
+        """Draw a batch that is given later, if there is one."""
+        with contextlib.suppress(StopIteration):
+            self._ahead.append(self._draw())
+
+
+def _global_states() -> tuple[Any, ...]:
+    _, keys, *rest = np.random.get_state()  # noqa: NPY002 - the program's
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(keys).tobytes(), *rest
+
+
+def _copy(stateful: Any) -> Any:
+    return copy.deepcopy(stateful.state_dict())
+
+
+def _add(checksum: int, index_batch: Any) -> int:
+    try:
+        payload = pack_index_batch(index_batch)
+    except Exception:  # noqa: BLE001 - without workers, indices may be anything
+        payload = repr(index_batch).encode()
+    return zlib.crc32(payload, checksum)

@@ -1,0 +1,82 @@
+"""Iterable-style datasets: how workers divide a stream and where they begin, and how far they have come."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+OWN, SHARD, STRIDE = "own", "shard", "stride"
+"""The ways to divide a stream: by the dataset itself or not at all; by its own shards; sample by sample."""
+
+
+class Cursor(NamedTuple):
+    """How far a part of a stream was drawn.
+
+    Attributes:
+        drawn: Samples that were drawn from it.
+        state: States of the dataset and its iterator, pickled by the worker, or empty.
+        state_drawn: Samples that had been drawn when the states were taken.
+        ended: Whether the stream is known to have ended; states of datasets need not tell.
+    """
+
+    drawn: int = 0
+    state: bytes = b""
+    state_drawn: int = 0
+    ended: bool = False
+
+
+class StreamRules(NamedTuple):
+    """The rules by which workers divide a stream and go on in it.
+
+    Attributes:
+        shard: Whether to divide the stream among ranks and workers (``shard="auto"``).
+        rank: This rank.
+        ranks: Number of ranks.
+        batch_size: Samples of a batch, 1 without batches.
+        snapshot_every: Batches of a worker from one state of the dataset to the next.
+        layout: How the stream was divided in the run that is resumed; empty in a fresh epoch.
+        cursors: To go on from: of each part, or with `STRIDE` one for the whole stream.
+    """
+
+    shard: bool = False
+    rank: int = 0
+    ranks: int = 1
+    batch_size: int = 1
+    snapshot_every: int = 1
+    layout: str = ""
+    cursors: tuple[Cursor, ...] = ()
+
+    def from_the_beginning(self) -> StreamRules:
+        """The same rules for an epoch that is not resumed."""
+        return self._replace(layout="", cursors=())
+
+    def parts_of(self, worker_id: int, num_workers: int) -> list[int]:
+        """Numbers of the parts that a worker plays, one after another, without those that have ended.
+
+        There is one part for each worker of the run that began the epoch.
+        """
+        parts = range(worker_id, self.parts(num_workers), num_workers)
+        return [part for part in parts if not self.cursor_of(part).ended]
+
+    def parts(self, num_workers: int) -> int:
+        """Number of parts of the stream of a rank."""
+        return num_workers if self.layout in ("", STRIDE) else len(self.cursors)
+
+    def cursor_of(self, part: int) -> Cursor:
+        """The cursor that a part begins at."""
+        if not self.cursors:
+            return Cursor()
+        return self.cursors[0 if self.layout == STRIDE else part]
+
+
+class StreamReport(NamedTuple):
+    """A report that comes with a batch of a stream, so that the stream can be resumed behind it.
+
+    Attributes:
+        part: The part that the batch is of.
+        layout: How the stream is divided.
+        cursor: The cursor behind the batch; its state is empty if none was taken.
+    """
+
+    part: int
+    layout: str
+    cursor: Cursor
