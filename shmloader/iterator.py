@@ -39,6 +39,7 @@ from shmloader.slots import SlotPool
 from shmloader.statistics import Counters
 from shmloader.store.unshared import warn_of_copies, watch_copies
 from shmloader.supervisor import Workers, start_workers
+from shmloader.wire.records import FAILED, REPORTED
 from shmloader.wire.stream_records import StreamReport, StreamRules
 from shmloader.worker.epoch_settings import DatasetState, EpochSettings
 from shmloader.worker.fetcher import FetchRules
@@ -328,9 +329,9 @@ class SlotIterator(torch_private.BaseIterator):
         try:
             batch = self._decoder.decode(anchor, header)
             del anchor
-            if answer.failed:
+            if answer.flags & FAILED:
                 self._raise(batch)
-            if answer.reported:
+            if answer.flags & REPORTED:
                 report = batch.stream
                 batch = take_report(batch, self._counters)
                 if batch is LEFT_OUT:

@@ -117,12 +117,13 @@ class PoolMachine(RuleBasedStateMachine):
         budget, slots = self.pool.budget, self.pool.slots
         free = [slot for slot in slots if slot.state is SlotState.FREE]
         used = [slot for slot in slots if slot.state is not SlotState.FREE]
-        assert budget.free_nbytes == sum(slot.nbytes for slot in free)
+        assert budget.committed_nbytes == sum(slot.limit_nbytes for slot in slots)
         assert budget.used_nbytes == sum(slot.limit_nbytes for slot in used)
+        assert all(slot.limit_nbytes == slot.nbytes for slot in free)
         assert budget.tasks == len(self.granted) + len(self.published)
-        promised_nbytes = budget.promised_tasks() * PAGE_NBYTES
-        assert budget.used_nbytes + max(budget.free_nbytes, promised_nbytes) <= budget.nbytes
-        if budget.used_nbytes <= budget.ample_nbytes:
+        assert budget.committed_nbytes <= budget.nbytes
+        assert budget.used_nbytes + budget.promised_tasks() * PAGE_NBYTES <= budget.nbytes
+        if budget.committed_nbytes <= budget.ample_nbytes:
             assert budget.next_limit() == budget.limit_nbytes
             assert budget.has_room_for_lease()
 

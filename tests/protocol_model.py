@@ -29,6 +29,7 @@ from shmloader.shared_memory import PAGE_NBYTES
 from shmloader.slots import SlotState
 from shmloader.wire.records import (
     INLINE_NBYTES,
+    SPILLED,
     BeginEpoch,
     EpochBegun,
     MakeBatch,
@@ -197,7 +198,7 @@ class Model:
         else:
             full_of = stamp(task.epoch, task.position)
             nbytes = 2 * PAGE_NBYTES if in_parts else 100
-            record = pack_published(task.seq, reserved, 0, nbytes, 0, False, False, in_parts, False)
+            record = pack_published(task.seq, reserved, 0, nbytes, 0, SPILLED if in_parts else 0)
             after = process._replace(doing="idle", task=b"", part=0)
             what = "publishes"
         after = after._replace(dones=(*process.dones, (record, task.slot, full_of)))

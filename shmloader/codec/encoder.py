@@ -30,13 +30,13 @@ class Encoded(NamedTuple):
     """A batch after encoding.
 
     Attributes:
-        header_offset: Bytes from the slot's start to the header.
-        header_nbytes: Its length.
+        header_begin: Bytes from the slot's start to the header.
+        header_end: Bytes from the slot's start to its end.
         image: The whole batch in private memory where it did not fit in the slot, else None.
     """
 
-    header_offset: int
-    header_nbytes: int
+    header_begin: int
+    header_end: int
     image: np.ndarray[Any, np.dtype[np.uint8]] | None
 
 
@@ -140,4 +140,4 @@ class Encoder:
             for copy in self._copies:
                 ctypes.memmove(base + copy.offset, copy.address, copy.nbytes)
         view[offset:total] = header
-        return Encoded(offset, len(header), image)
+        return Encoded(offset, total, image)

@@ -19,13 +19,15 @@ from shmloader.scheduling.ledger import VOID, Ledger, Task
 from shmloader.scheduling.lifecycle import WAITING, Lifecycle
 from shmloader.scheduling.restarts import RestartPolicy
 from shmloader.slots import Slot, SlotPool
-from shmloader.slots.inspection import Inspection, Publication
+from shmloader.slots.inspection import Inspection
 from shmloader.slots.inspection import wanted as inspection_wanted
 from shmloader.statistics import Counters
 from shmloader.supervisor import Worker, Workers, log_replacement, worker_timeout
 from shmloader.wire.records import (
     ANSWER_NBYTES,
+    DETACHED,
     INLINE_NBYTES,
+    SPILLED,
     SPIN_NS,
     BeginEpoch,
     EpochBegun,
@@ -95,7 +97,6 @@ class Dispatcher:
             payload = b""
         elif slot.nbytes == 0:
             pool.reserve(slot, 1)  # so that there is always room for a part, or for an error
-        budget = pool.budget
         worker.send(
             pack_make_batch(
                 task.epoch,
@@ -103,7 +104,7 @@ class Dispatcher:
                 task.position,
                 slot.number,
                 slot.nbytes,
-                budget.typical_nbytes or budget.largest_nbytes,
+                pool.budget.hint_nbytes,
                 slot.limit_nbytes,
                 nbytes,
                 payload,
@@ -244,9 +245,7 @@ class Dispatcher:
                 self._accept_part(worker, answer)
             elif type(answer) is StreamEnded:
                 self._accept_end(worker, answer)
-            elif (
-                type(answer) is EpochBegun and answer.epoch == self.ledger.epoch
-            ):  # else of an interrupted call
+            elif type(answer) is EpochBegun and answer.epoch == self.ledger.epoch:  # else of a call cut short
                 self._awaited.discard(worker.worker_id)
                 self.joining.discard(worker.worker_id)
 
@@ -254,16 +253,17 @@ class Dispatcher:
         pool, counters = self.pool, self._counters
         task = self.ledger.tasks[answer.seq]
         slot = task.slot
-        if self.inspection is not None and not answer.spilled:
-            self._inspect(self.inspection, worker, task, answer)
-        used_nbytes = answer.header_offset + answer.header_nbytes
-        if answer.spilled:
+        used_nbytes = answer.header_end
+        if answer.flags & SPILLED:
             if task.state is not VOID:
                 pool.note_parts(slot, used_nbytes)
             used_nbytes = 0
+        elif self.inspection is not None:
+            workers = worker.worker_id, task.worker_id
+            self.inspection.published(slot, task.seq, workers, answer.slot_nbytes, used_nbytes)
         pool.publish(slot, answer.slot_nbytes, used_nbytes)
         counters.workers_wait_for_slots_ns += answer.wait_ns
-        if answer.detached:
+        if answer.flags & DETACHED:
             counters.detached += 1
         if task.state is VOID:
             self.ledger.finish(task)
@@ -290,12 +290,6 @@ class Dispatcher:
         self.pool.publish(task.slot, answer.slot_nbytes, 0)
         self.pool.give_back(task.slot)
 
-    def _inspect(self, inspection: Inspection, worker: Worker, task: Task, answer: Published) -> None:
-        publication = Publication(
-            worker.worker_id, task.seq, answer.slot_nbytes, answer.header_offset, answer.header_nbytes
-        )
-        inspection.published(task.slot, publication, (task.worker_id, task.slot))
-
     def take(self, task: Task) -> tuple[Image, bytes]:
         """The memory of a task's batch, which is here: its slot under a lease or, spilled, a private copy.
 
@@ -304,20 +298,20 @@ class Dispatcher:
         """
         pool, answer, slot = self.pool, task.answer, task.slot
         assert answer is not None
-        begin, end = answer.header_offset, answer.header_offset + answer.header_nbytes
-        if not answer.spilled and pool.can_lease():
+        spilled = answer.flags & SPILLED
+        if not spilled and pool.can_lease():
             anchor, view = pool.lease(slot)
-            header = bytes(view[begin:end])
+            header = bytes(view[answer.header_begin : answer.header_end])
             if self.inspection is not None:
-                self.inspection.leased(slot, task.seq, header, begin)
+                self.inspection.leased(slot, task.seq, header, answer.header_begin)
             return anchor, header
-        if answer.spilled:
+        if spilled:
             assert task.image is not None
             image = task.image
             pool.give_back(slot)
         else:
             image = pool.spill(slot)
-        return image, image[begin:end].tobytes()
+        return image, image[answer.header_begin : answer.header_end].tobytes()
 
     # --- workers that die or do not answer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shmloader.host.limits import SURE_NBYTES, memory_headroom
 from shmloader.shared_memory import PAGE_NBYTES, spare_nbytes, whole_pages
+from shmloader.slots.slot import Slot
 
 SPARE_SLOTS = 2
 """Slots beside those of the tasks: one for the batch that is being returned, one for the batch before it,
@@ -16,12 +17,12 @@ _LIMITS_IN_A_SHARE = 4  # or to this part of its share: the rest is for batches 
 class Budget:
     """Bytes that the slots of one iterator may take together, and what follows from them.
 
-    A slot that is not free is counted with its limit: while a worker has it, the bytes up to which the
-    worker may grow it, then the bytes that it has. A free slot is counted with the bytes that it still has,
-    which are given back when others need them. A task that may be granted next is promised a page, through
-    which a batch of any size comes in parts. At any time::
+    Each slot is counted with its limit: while a worker has it, the bytes up to which the worker may grow it,
+    else the bytes that it has. Those of free slots are given back when others need them. A task that may be
+    granted next is promised a page, through which a batch of any size comes in parts. At any time::
 
-        used_nbytes + max(free_nbytes, promised_tasks() * PAGE_NBYTES) <= nbytes
+        committed_nbytes <= nbytes
+        used_nbytes + promised_tasks() * PAGE_NBYTES <= nbytes
 
     One thing may exceed it: an index batch that is too long for a record is written to its slot.
 
@@ -39,10 +40,11 @@ class Budget:
         nbytes: As above, as it is now.
         most_tasks: As above, or fewer where memory is short.
         tasks: Slots that are granted or published now.
-        used_nbytes: See above.
-        free_nbytes: See above.
-        ample_nbytes: While ``used_nbytes`` are no more, `next_limit` is ``limit_nbytes`` and
+        committed_nbytes: Sum of the limits of all slots.
+        free: The free slots that have memory; the pool's list.
+        ample_nbytes: While ``committed_nbytes`` are no more, `next_limit` is ``limit_nbytes`` and
             `has_room_for_lease` is true, so neither is called.
+        hint_nbytes: Bytes that a batch may be expected to take: those of the second largest so far.
         limit_nbytes: The limit of a slot that is granted while there is room enough.
         largest_nbytes: Bytes of the largest batch so far.
         typical_nbytes: Bytes of the second largest: one batch that is larger than all others should not make
@@ -53,8 +55,8 @@ class Budget:
         self.nbytes = max(nbytes, (most_tasks + SPARE_SLOTS) * PAGE_NBYTES)
         self.most_tasks = most_tasks
         self.tasks = 0
-        self.used_nbytes = 0
-        self.free_nbytes = 0
+        self.committed_nbytes = 0
+        self.free: list[Slot] = []
         self.largest_nbytes = 0
         self.typical_nbytes = 0
         self._workers = workers
@@ -67,6 +69,11 @@ class Budget:
     def base_slots(self) -> int:
         """Slots that there are while the program keeps no batches."""
         return self.most_tasks + SPARE_SLOTS
+
+    @property
+    def used_nbytes(self) -> int:
+        """Sum of the limits of all slots but free ones."""
+        return self.committed_nbytes - sum(slot.nbytes for slot in self.free)
 
     def promised_tasks(self) -> int:
         """Tasks that may be granted now."""
@@ -93,10 +100,6 @@ class Budget:
     def has_room_for_task(self) -> bool:
         """Whether a task beyond ``most_tasks`` can have a slot for the largest batch."""
         return self.used_nbytes + whole_pages(self.largest_nbytes) <= self.nbytes
-
-    def excess_nbytes(self) -> int:
-        """Bytes that free slots must give back."""
-        return self.used_nbytes + self.free_nbytes - self.nbytes
 
     # --- what changes it
 
@@ -144,7 +147,7 @@ class Budget:
         """
         slots = most_tasks + SPARE_SLOTS
         if most_tasks > self.most_tasks:
-            slot_nbytes = whole_pages(self.typical_nbytes or self.largest_nbytes)
+            slot_nbytes = whole_pages(self.hint_nbytes)
             if slots * slot_nbytes > self.nbytes:
                 return False
             self._divide(slots)
@@ -169,8 +172,8 @@ class Budget:
     def _set_limit(self) -> None:
         """Reckon what `next_limit` gives where there is room enough."""
         share_nbytes = max(self.nbytes // self._share_slots, PAGE_NBYTES) // PAGE_NBYTES * PAGE_NBYTES
-        typical_nbytes = whole_pages(self.typical_nbytes or self.largest_nbytes)
-        self._typical_slot_nbytes = min(typical_nbytes, share_nbytes)
+        self.hint_nbytes = self.typical_nbytes or self.largest_nbytes
+        self._typical_slot_nbytes = min(whole_pages(self.hint_nbytes), share_nbytes)
         limit_nbytes = share_nbytes  # the first batches may be of any size, and none is kept yet
         if self.largest_nbytes:
             grown_nbytes = max(_BATCHES_IN_A_LIMIT * self.largest_nbytes, share_nbytes // _LIMITS_IN_A_SHARE)

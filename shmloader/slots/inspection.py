@@ -29,24 +29,6 @@ def wanted() -> bool:
     return os.environ.get("SHMLOADER_DEBUG", "0") not in ("", "0")
 
 
-class Publication(NamedTuple):
-    """A worker's statement about a slot that it has published.
-
-    Attributes:
-        worker_id: The worker.
-        seq: Number of the batch.
-        slot_nbytes: Bytes reserved for the slot.
-        header_offset: Where the header begins.
-        header_nbytes: Its length.
-    """
-
-    worker_id: int
-    seq: int
-    slot_nbytes: int
-    header_offset: int
-    header_nbytes: int
-
-
 class _Held(NamedTuple):
     since_s: float
     seq: int
@@ -88,40 +70,35 @@ class Inspection:
                 "by something that holds no reference to it (data_ptr(), DLPack, ctypes, a C extension)."
             )
 
-    def published(self, slot: Slot, publication: Publication, held_by: tuple[int, Slot] | None) -> None:
+    def published(self, slot: Slot, seq: int, workers: tuple[int, int], nbytes: int, end: int) -> None:
         """Check a worker's answer against the task.
 
         Args:
-            slot: The slot that it names.
-            publication: What it says.
-            held_by: The worker and the slot of the task, or None if there is no such task.
+            slot: The task's slot.
+            seq: The task's number.
+            workers: The worker that has answered, and the one that the task was sent to.
+            nbytes: Bytes reserved for the slot, by the answer.
+            end: Bytes from the slot's start to the end of the batch, by the answer.
         """
-        worker_id, seq, nbytes, offset, header_nbytes = publication
-        what = f"worker {worker_id} published batch {seq} in slot {slot.number}"
-        if held_by is None:
-            raise SlotCorrupted(f"{what}, but no such task is outstanding")
-        if held_by[0] != worker_id or held_by[1] is not slot:
-            raise SlotCorrupted(
-                f"{what}, but that task was granted to worker {held_by[0]} with slot {held_by[1].number}"
-            )
-        if offset + header_nbytes > nbytes:
-            raise SlotCorrupted(
-                f"{what} with a header of {header_nbytes:,} bytes at {offset:,}, beyond its {nbytes:,} bytes"
-            )
+        what = f"worker {workers[0]} published batch {seq} in slot {slot.number}"
+        if workers[0] != workers[1]:
+            raise SlotCorrupted(f"{what}, but that task was sent to worker {workers[1]}")
+        if end > nbytes:
+            raise SlotCorrupted(f"{what} up to byte {end:,}, beyond its {nbytes:,} bytes")
 
-    def leased(self, slot: Slot, seq: int, header: bytes, header_offset: int) -> None:
+    def leased(self, slot: Slot, seq: int, header: bytes, header_begin: int) -> None:
         """Check the leaves of a batch that is about to be returned, and remember who has its slot."""
         leaves = read_leaves(header)
         for leaf in leaves:
             nbytes = math.prod(leaf.shape) * DTYPES[leaf.code].carrier.itemsize
             if (
                 leaf.offset < 0
-                or leaf.offset + nbytes > header_offset
+                or leaf.offset + nbytes > header_begin
                 or (nbytes and leaf.offset % _item(leaf))
             ):
                 raise SlotCorrupted(
                     f"a leaf of batch {seq}, {_describe(leaf)}, lies at bytes {leaf.offset:,} to "
-                    f"{leaf.offset + nbytes:,} of slot {slot.number}, whose leaves end at {header_offset:,} "
+                    f"{leaf.offset + nbytes:,} of slot {slot.number}, whose leaves end at {header_begin:,} "
                     f"and begin at multiples of their item size (new ones of {ALIGNMENT})"
                 )
         text = ", ".join(map(_describe, leaves[:_MOST_LEAVES]))

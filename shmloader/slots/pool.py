@@ -62,7 +62,7 @@ class SlotPool:
         self.keeps_granted = False
         self.on_freed: Callable[[Slot], None] | None = None
         self.on_granted: Callable[[Slot], None] | None = None
-        self._free: list[Slot] = []  # last freed, first granted: its pages are the warmest
+        self._free = self.budget.free  # last freed, first granted: its pages are the warmest
         self._empty: list[Slot] = []  # free as well, but without memory: granted when no other is free
         self._released: deque[Lease] = deque()
         self._leased = 0
@@ -152,7 +152,7 @@ class SlotPool:
         ahead = max(0, budget.tasks - 1 - budget.most_tasks)  # batches beyond `most_tasks` that are made
         if self._leased + ahead >= SPARE_SLOTS + RETAINED_SLOTS:
             return False
-        return budget.used_nbytes <= budget.ample_nbytes or budget.has_room_for_lease()
+        return budget.committed_nbytes <= budget.ample_nbytes or budget.has_room_for_lease()
 
     def has_room_for_more(self) -> bool:
         """Whether a task beyond ``most_tasks`` can have a slot for the largest batch."""
@@ -177,26 +177,26 @@ class SlotPool:
         if self._released:
             self.collect()
         budget = self.budget
-        if self._free:
-            slot = self._free.pop()
-            budget.free_nbytes -= slot.nbytes
-        elif self._empty:
-            slot = self._empty.pop()
-        else:
-            slot = Slot(len(self.slots))
-            self.slots.append(slot)
+        ample = budget.committed_nbytes <= budget.ample_nbytes
+        limit_nbytes = budget.limit_nbytes if ample else budget.next_limit()
+        slot = self._free.pop() if self._free else self._empty_slot()
         if self.on_granted is not None:
             self.on_granted(slot)
-        ample = budget.used_nbytes <= budget.ample_nbytes
-        limit_nbytes = budget.limit_nbytes if ample else budget.next_limit()
         if slot.nbytes > limit_nbytes:
             self._shrink(slot, limit_nbytes)
         slot.state = _GRANTED
+        budget.committed_nbytes += limit_nbytes - slot.limit_nbytes
         slot.limit_nbytes = limit_nbytes
-        budget.used_nbytes += limit_nbytes
         budget.tasks += 1
-        if budget.used_nbytes + budget.free_nbytes > budget.nbytes:
+        if not ample:
             self._discard_excess()
+        return slot
+
+    def _empty_slot(self) -> Slot:
+        if self._empty:
+            return self._empty.pop()
+        slot = Slot(len(self.slots))
+        self.slots.append(slot)
         return slot
 
     def reserve(self, slot: Slot, nbytes: int) -> Extent:
@@ -208,8 +208,7 @@ class SlotPool:
         if nbytes > slot.nbytes:
             slot.nbytes = self.segment.reserve(slot.number, slot.nbytes, nbytes)
             if slot.nbytes > slot.limit_nbytes:
-                self.budget.used_nbytes += slot.nbytes - slot.limit_nbytes
-                slot.limit_nbytes = slot.nbytes
+                self._set_limit(slot, slot.nbytes)
         return self.map(slot)
 
     def publish(self, slot: Slot, slot_nbytes: int, used_nbytes: int) -> None:
@@ -221,7 +220,7 @@ class SlotPool:
             used_nbytes: Bytes of the batch, header included; 0 for an answer without one, or in parts.
         """
         assert slot.state is _GRANTED, f"slot {slot.number} published while {slot.state}"
-        self.budget.used_nbytes += slot_nbytes - slot.limit_nbytes
+        self.budget.committed_nbytes += slot_nbytes - slot.limit_nbytes
         slot.nbytes = slot.limit_nbytes = slot_nbytes
         slot.used_nbytes = used_nbytes
         slot.state = _PUBLISHED
@@ -309,6 +308,7 @@ class SlotPool:
         self.budget.tasks -= 1
         # The worker may have grown it and not have said so.
         self.segment.discard(slot.number, slot.limit_nbytes, slot.nbytes)
+        self._set_limit(slot, slot.nbytes)
         self._make_free(slot)
 
     def collect(self) -> None:
@@ -358,15 +358,11 @@ class SlotPool:
         return extent
 
     def _make_free(self, slot: Slot) -> None:
-        budget, nbytes = self.budget, slot.nbytes
-        budget.used_nbytes -= slot.limit_nbytes
-        budget.free_nbytes += nbytes
         slot.state = _FREE
-        slot.limit_nbytes = nbytes
         slot.used_nbytes = 0
         if self.on_freed is not None:
             self.on_freed(slot)
-        (self._free if nbytes else self._empty).append(slot)
+        (self._free if slot.nbytes else self._empty).append(slot)
 
     def _discard_beyond(self, slots: int) -> None:
         """Take the memory from free slots until ``slots``, besides leased ones, have some. Coldest first."""
@@ -375,18 +371,22 @@ class SlotPool:
 
     def _discard_excess(self) -> None:
         """Take the memory from free slots until the budget holds all."""
-        while self._free and self.budget.excess_nbytes() > 0:
+        while self._free and self.budget.committed_nbytes > self.budget.nbytes:
             self._discard(self._free.pop(0))
 
     def _discard(self, slot: Slot) -> None:
-        self.budget.free_nbytes -= slot.nbytes
         self._shrink(slot, 0)
-        slot.limit_nbytes = 0
         self._empty.append(slot)
 
     def _shrink(self, slot: Slot, nbytes: int) -> None:
+        """Take memory from a free slot."""
         self.segment.discard(slot.number, slot.nbytes, nbytes)
         slot.nbytes, slot.extent = nbytes, None
+        self._set_limit(slot, nbytes)
+
+    def _set_limit(self, slot: Slot, nbytes: int) -> None:
+        self.budget.committed_nbytes += nbytes - slot.limit_nbytes
+        slot.limit_nbytes = nbytes
 
     # --- too little memory
 

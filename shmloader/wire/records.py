@@ -129,6 +129,11 @@ def unpack_request(record: bytes) -> Request:
 
 # --- answers
 
+FAILED, DETACHED, SPILLED, REPORTED = 1, 2, 4, 8
+"""Flags of a `Published`: it is an exception; the worker still held views of the slot, which were moved to
+private memory; the batch did not fit in the slot and was sent in parts, with the header in them; it is a
+`bad_samples.Reported`, a batch, if there is one, with what to count."""
+
 
 class Published(NamedTuple):
     """The end of a task: a batch, or an exception in its place, is complete in the slot.
@@ -136,24 +141,18 @@ class Published(NamedTuple):
     Attributes:
         seq: The task.
         slot_nbytes: Bytes reserved for the slot now.
-        header_offset: Bytes from the slot's start to the header.
-        header_nbytes: Length of the header.
+        header_begin: Bytes from the slot's start to the header.
+        header_end: Bytes from the slot's start to the end of the header, and so of the batch.
         wait_ns: Nanoseconds that the worker waited for this task, that is, for a slot.
-        failed: Whether it is an exception.
-        detached: Whether the worker still held views of the slot, which were moved to private memory.
-        spilled: Whether the batch did not fit in the slot: it was sent in parts, and the header is in them.
-        reported: Whether it is a `bad_samples.Reported`: a batch, if there is one, and what to count.
+        flags: Sum of `FAILED`, `DETACHED`, `SPILLED` and `REPORTED`; 0 for most batches.
     """
 
     seq: int
     slot_nbytes: int
-    header_offset: int
-    header_nbytes: int
+    header_begin: int
+    header_end: int
     wait_ns: int
-    failed: bool = False
-    detached: bool = False
-    spilled: bool = False
-    reported: bool = False
+    flags: int = 0
 
 
 class PartReady(NamedTuple):
@@ -209,13 +208,13 @@ class EpochBegun(NamedTuple):
 Answer = Published | PartReady | StreamEnded | EpochBegun
 
 _PUBLISHED, _PART, _STREAM_ENDED, _EPOCH_BEGUN = 1, 2, 3, 4
-_PUBLISHED_LAYOUT = _answer_layout("<B7xQQQQQ????")
+_PUBLISHED_LAYOUT = _answer_layout("<B7xQQQQQB")
 pack_published = functools.partial(_PUBLISHED_LAYOUT.pack, _PUBLISHED)
 """Packs the fields of a `Published`; see `pack_make_batch`."""
 _PART_LAYOUT = _answer_layout("<B7xQQQQ")
 _STREAM_ENDED_LAYOUT = _answer_layout("<B7xQQ")
 _EPOCH_BEGUN_LAYOUT = _answer_layout("<B3xI")
-_unpack_published = _answer_layout("<8xQQQQQ????").unpack_from  # for every batch
+_unpack_published = _answer_layout("<8xQQQQQB").unpack_from  # for every batch
 _ANSWERS: dict[int, tuple[Any, struct.Struct]] = {
     _PART: (PartReady, _PART_LAYOUT),
     _STREAM_ENDED: (StreamEnded, _STREAM_ENDED_LAYOUT),

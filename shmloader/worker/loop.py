@@ -31,7 +31,11 @@ from shmloader.shared_memory import Segment
 from shmloader.sources import why_per_sample
 from shmloader.wire.channel import Link, PipeLink, Pipes
 from shmloader.wire.records import (
+    DETACHED,
+    FAILED,
     INLINE_NBYTES,
+    REPORTED,
+    SPILLED,
     BeginEpoch,
     EpochBegun,
     MakeBatch,
@@ -200,7 +204,7 @@ class _Worker:
         """Make one batch, or an exception in its place, and publish it."""
         writer = self._writer
         index_batch: Any = None
-        failed = detached = spilled = reported = False
+        flags = 0
         try:
             writer.begin(task.slot, task.slot_nbytes, task.limit_nbytes)
             payload = task.payload
@@ -221,7 +225,7 @@ class _Worker:
                 writer.release()
                 self._link.send(StreamEnded(task.seq, writer.nbytes).pack())
                 return
-            reported = type(batch) is Reported
+            flags = REPORTED if type(batch) is Reported else 0
             encoded = self._encoder.encode(batch)
             del batch
         except BaseException as error:
@@ -229,26 +233,17 @@ class _Worker:
                 raise  # a process that the user's code forked is no worker, and ends by it as any other does
             if self._link.closed:
                 raise BrokenPipeError("the main process wants nothing more") from None
-            failed, reported = True, False
             encoded, detached = self._encode_failure(error, index_batch)
-        header_offset, header_nbytes, image = encoded
-        if image is not None:
-            detached |= writer.restart()  # the parts are written over what the user's code may keep
-            self._send_parts(task, image)
-            spilled = True
-        detached |= writer.release()
-        answer = pack_published(
-            task.seq,
-            writer.nbytes,
-            header_offset,
-            header_nbytes,
-            self._wait_ns,
-            failed,
-            detached,
-            spilled,
-            reported,
-        )
-        self._link.send(answer)
+            flags = FAILED | DETACHED if detached else FAILED
+        if encoded.image is not None:
+            flags |= SPILLED
+            if writer.restart():  # the parts are written over what the user's code may keep
+                flags |= DETACHED
+            self._send_parts(task, encoded.image)
+        if writer.release():
+            flags |= DETACHED
+        begin, end = encoded.header_begin, encoded.header_end
+        self._link.send(pack_published(task.seq, writer.nbytes, begin, end, self._wait_ns, flags))
 
     def _make(self, index_batch: Any) -> Any:
         """Fetch and collate, allocating in the slot; sets ``_ended`` instead of returning a batch."""

@@ -15,7 +15,7 @@ from shmloader import DataLoader
 from shmloader.errors import SlotCorrupted
 from shmloader.shared_memory import MemfdSegment
 from shmloader.slots import Slot, SlotPool
-from shmloader.slots.inspection import POISON, Inspection, Publication
+from shmloader.slots.inspection import POISON, Inspection
 
 
 @pytest.fixture(autouse=True)
@@ -92,26 +92,16 @@ def granted() -> tuple[Inspection, SlotPool, Slot]:
 
 
 @pytest.mark.parametrize(
-    ("publication", "task", "match"),
-    [
-        (Publication(0, 7, 4096, 64, 10), None, "no such task"),
-        (Publication(1, 7, 4096, 64, 10), 0, "granted to worker 0"),
-        (Publication(0, 7, 4096, 4090, 10), 0, "beyond its 4,096 bytes"),
-    ],
+    ("worker_id", "end", "match"),
+    [(1, 74, "sent to worker 0"), (0, 4100, "up to byte 4,100, beyond its 4,096 bytes")],
 )
 def test_wrong_records_are_found(
-    granted: tuple[Inspection, SlotPool, Slot], publication: Publication, task: int | None, match: str
+    granted: tuple[Inspection, SlotPool, Slot], worker_id: int, end: int, match: str
 ) -> None:
     inspection, _, slot = granted
     with pytest.raises(SlotCorrupted, match=match):
-        inspection.published(slot, publication, None if task is None else (task, slot))
-    inspection.published(slot, Publication(0, 7, 4096, 64, 10), (0, slot))
-
-
-def test_a_record_for_another_slot_is_found(granted: tuple[Inspection, SlotPool, Slot]) -> None:
-    inspection, pool, slot = granted
-    with pytest.raises(SlotCorrupted, match="with slot 1"):
-        inspection.published(slot, Publication(0, 7, 4096, 64, 10), (0, pool.grant()))
+        inspection.published(slot, 7, (worker_id, 0), 4096, end)
+    inspection.published(slot, 7, (0, 0), 4096, 74)
 
 
 def test_leaves_outside_their_slot_are_found(granted: tuple[Inspection, SlotPool, Slot]) -> None:

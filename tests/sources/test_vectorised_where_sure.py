@@ -301,8 +301,8 @@ def test_leaves_are_written_where_they_are_read(name: str) -> None:
         batch = Gatherer(GATHERED[name], default_collate).gather([1, 3, 2])
         assert (name == "own") == any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(batch))
         end = writer.cursor
-        header_offset, header_nbytes, _ = Encoder(writer).encode(batch)
-        header = bytes(writer.view()[header_offset : header_offset + header_nbytes])
+        header_begin, header_end, _ = Encoder(writer).encode(batch)
+        header = bytes(writer.view()[header_begin:header_end])
         for leaf in read_leaves(header):
             if name != "own" or DTYPES[leaf.code].torch_dtype is torch.float32:
                 assert leaf.offset < end
