@@ -32,7 +32,7 @@ from shmloader.sampling.samplers import generator_states
 from shmloader.scheduling.auto import Auto
 from shmloader.scheduling.dispatcher import Dispatcher
 from shmloader.scheduling.ledger import ARRIVED, Task
-from shmloader.scheduling.lifecycle import BROKEN, IDLE, Lifecycle
+from shmloader.scheduling.lifecycle import IDLE, Lifecycle
 from shmloader.scheduling.restarts import RestartPolicy
 from shmloader.scheduling.scheduler import Scheduler
 from shmloader.slots import SlotPool
@@ -228,7 +228,8 @@ class SlotIterator(torch_private.BaseIterator):
         lifecycle = self._lifecycle
         done = self._progress.done
         try:
-            lifecycle.enter()
+            if not lifecycle.enter():
+                self._abandon()
             # torch's own __next__ opens a profiler range (10 us) and counts an IterableDataset's samples.
             if self._counts_samples or torch_private.profiler_enabled():
                 batch = super().__next__()
@@ -261,8 +262,6 @@ class SlotIterator(torch_private.BaseIterator):
 
     def _next_data(self) -> Any:
         """The next batch; torch's name for it, as its own ``__next__`` calls it."""
-        if self._lifecycle.phase is BROKEN:
-            self._abandon()
         if self._held_back:
             batch, held_task, report = self._held_back.pop()
             self._take(held_task, report)
@@ -320,8 +319,7 @@ class SlotIterator(torch_private.BaseIterator):
         """The batch of a task that has arrived, or ``LEFT_OUT``; raises the exception in its place."""
         if not self._crew.workers:
             self._check_open()
-        dispatcher, answer = self._dispatcher, task.answer
-        assert answer is not None
+        dispatcher, flags = self._dispatcher, task.answer.flags
         anchor, header = dispatcher.take(task)
         dispatcher.ledger.finish(task)
         self._scheduler.send_more()
@@ -329,9 +327,9 @@ class SlotIterator(torch_private.BaseIterator):
         try:
             batch = self._decoder.decode(anchor, header)
             del anchor
-            if answer.flags & FAILED:
+            if flags & FAILED:
                 self._raise(batch)
-            if answer.flags & REPORTED:
+            if flags & REPORTED:
                 report = batch.stream
                 batch = take_report(batch, self._counters)
                 if batch is LEFT_OUT:

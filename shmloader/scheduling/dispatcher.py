@@ -297,7 +297,6 @@ class Dispatcher:
             The anchor of all its leaves, and the header.
         """
         pool, answer, slot = self.pool, task.answer, task.slot
-        assert answer is not None
         spilled = answer.flags & SPILLED
         if not spilled and pool.can_lease():
             anchor, view = pool.lease(slot)

@@ -38,7 +38,7 @@ class Task:
         payload: The packed index batch. Packed, because a sampler may fill the same list again for the next.
         slot: The slot granted with it.
         state: See the module.
-        answer: The worker's answer, once it has arrived.
+        answer: The worker's answer; there is none before it has arrived.
         deaths: Workers that have ended at it.
         image: Private memory for a batch that comes in parts.
         image_nbytes: Bytes of it that have come.
@@ -46,10 +46,11 @@ class Task:
 
     # In the class, because most tasks never change them.
     state: TaskState = MAKING
-    answer: Published | None = None
     deaths: int = 0
     image: npt.NDArray[np.uint8] | None = None
     image_nbytes: int = 0
+
+    answer: Published
 
     def __init__(
         self, seq: int, epoch: int, position: int, worker_id: int, payload: bytes, slot: Slot

@@ -51,8 +51,11 @@ class Lifecycle:
         self._lock = threading.RLock()  # held by the thread inside
         self._expected: BaseException | None = None
 
-    def enter(self) -> None:
+    def enter(self) -> bool:
         """Begin a call; waits until other threads have left.
+
+        Returns:
+            Whether all records are complete: False if an exception has cut an earlier call short.
 
         Raises:
             Reentered: If this thread is inside already.
@@ -60,6 +63,8 @@ class Lifecycle:
         self._lock.acquire()
         if self.phase is IDLE or self._has_last_call_ended():
             self.phase = RUNNING
+            return True
+        return False
 
     def _has_last_call_ended(self) -> bool:
         """Wait for another thread's last assignment (see `leave`); False if an exception has prevented it."""
