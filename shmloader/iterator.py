@@ -24,7 +24,7 @@ from shmloader.diagnostics.bad_samples import LEFT_OUT, count, take_report, warn
 from shmloader.diagnostics.exceptions import restore
 from shmloader.diagnostics.stack_level import level_of_the_program
 from shmloader.errors import LoaderClosed, LoaderError, SpillWarning
-from shmloader.host.interrupts import HeldInterrupts
+from shmloader.host.held_interrupts import HeldInterrupts
 from shmloader.resume import States, StreamProgress
 from shmloader.resume.states import loaded_state
 from shmloader.sampling.array_samplers import index_arrays
@@ -47,8 +47,8 @@ from shmloader.worker.loop import WorkerArguments
 
 
 @dataclass
-class _Present:
-    """Settings of the present epoch, for workers that are started in it.
+class _CurrentEpoch:
+    """Settings of the current epoch, for workers that are started in it.
 
     Attributes:
         shared_seed: As in `EpochSettings`.
@@ -92,13 +92,13 @@ class SlotIterator(torch_private.BaseIterator):
         self._dataset_state = DatasetState(self._dataset)
         self._states = states
         self._base_seed, epoch = states.seeds(loader, int(self._base_seed))
-        self._present = _Present(self._shared_seed, epoch)
+        self._current_epoch = _CurrentEpoch(self._shared_seed, epoch)
         self._set_epoch: int | None = None
         num_workers, prefetch_factor = int(loader.num_workers), int(loader.prefetch_factor)
         self.pool = SlotPool.for_loader(num_workers, prefetch_factor, loader.memory_budget_nbytes, counters)
         workers: Workers | None = None
         try:
-            workers = self._crew = self._start_workers(loader, auto)
+            workers = self._all_workers = self._start_workers(loader, auto)
             # Runs when the iterator dies and at interpreter exit; refers to the parts, not to the iterator.
             self._finalizer = weakref.finalize(self, _stop, os.getpid(), workers, self.pool)
             policy = RestartPolicy(loader.worker_restarts, self._timeout)
@@ -144,10 +144,10 @@ class SlotIterator(torch_private.BaseIterator):
             init_fn=init_fn,
             seeds_samples=seeds_samples(loader),
         )
-        present = self._present  # not the iterator, which must die alone
+        current = self._current_epoch  # not the iterator, which must die alone
 
         def arguments_of(worker_id: int) -> WorkerArguments:
-            return make_arguments(worker_id=worker_id, shared_seed=present.shared_seed, epoch=present.epoch)
+            return make_arguments(worker_id=worker_id, shared_seed=current.shared_seed, epoch=current.epoch)
 
         self.pool.keeps_granted = loader.worker_type == THREAD
         return start_workers(loader, arguments_of)
@@ -182,8 +182,8 @@ class SlotIterator(torch_private.BaseIterator):
         settings = EpochSettings(None, self._set_epoch, self._dataset_state.changes())
         early = scheduler.take_early(discard=settings != (None, None, {}))
         sampler_iter = self._reset_sampler(loader, early, first_iter=False)
-        self._present.shared_seed = self._shared_seed
-        self._present.epoch += 1
+        self._current_epoch.shared_seed = self._shared_seed
+        self._current_epoch.epoch += 1
         if early is not None:
             scheduler.go_on(sampler_iter)
         else:
@@ -205,7 +205,7 @@ class SlotIterator(torch_private.BaseIterator):
             super()._reset(loader, first_iter)
             if early is None:
                 self._sampler_iter = index_arrays(index_sampler) or self._sampler_iter
-            seeds = int(self._base_seed), self._present.epoch + (not first_iter)
+            seeds = int(self._base_seed), self._current_epoch.epoch + (not first_iter)
             sampler_iter, self._progress = self._states.begin_epoch(loader, self._sampler_iter, before, seeds)
         except Exception as error:
             self._lifecycle.expect(error)  # the sampler's own, or of a state that cannot be resumed from
@@ -253,12 +253,12 @@ class SlotIterator(torch_private.BaseIterator):
         if isinstance(error, LoaderClosed):
             return not main_thread().is_alive()
         kinds = (LoaderError, OSError, ValueError, LookupError, AssertionError)
-        return self._crew.interrupted and isinstance(error, kinds)
+        return self._all_workers.interrupted and isinstance(error, kinds)
 
     def _closed_meanwhile(self) -> BaseException:
         if not main_thread().is_alive():
             return SystemExit()  # in a daemon thread, while the interpreter ends
-        return LoaderClosed(f"this iterator was closed: {self._crew.closed_because}")
+        return LoaderClosed(f"this iterator was closed: {self._all_workers.closed_because}")
 
     def _next_data(self) -> Any:
         """The next batch; torch's name for it, as its own ``__next__`` calls it."""
@@ -289,7 +289,7 @@ class SlotIterator(torch_private.BaseIterator):
         try:
             if self._stream is not None:
                 self._stream.end_epoch(self._progress)
-            copied = "" if self._copies is None else self._copies.ended(self._crew.processes)
+            copied = "" if self._copies is None else self._copies.ended(self._all_workers.processes)
             self._progress.before_next = self._scheduler.states_before_early
             self._progress.finished = True
             if not self._persistent_workers:
@@ -303,7 +303,7 @@ class SlotIterator(torch_private.BaseIterator):
 
     def _await(self, task: Task) -> None:
         """Take in what workers have said, or wait for it, until the batch of a task may be here."""
-        if not self._crew.workers:
+        if not self._all_workers.workers:
             self._check_open()
         scheduler, dispatcher = self._scheduler, self._dispatcher
         if not scheduler.is_active(task.worker_id):
@@ -317,7 +317,7 @@ class SlotIterator(torch_private.BaseIterator):
 
     def _return(self, task: Task) -> Any:
         """The batch of a task that has arrived, or ``LEFT_OUT``; raises the exception in its place."""
-        if not self._crew.workers:
+        if not self._all_workers.workers:
             self._check_open()
         dispatcher, flags = self._dispatcher, task.answer.flags
         anchor, header = dispatcher.take(task)
@@ -384,18 +384,15 @@ class SlotIterator(torch_private.BaseIterator):
         raise AssertionError
 
     def _check_open(self) -> None:
-        if not self._crew.workers:
-            raise self._lifecycle.expect(
-                LoaderClosed(
-                    f"this iterator cannot go on: {self._crew.closed_because}. Call iter(loader) for a new "
-                    "one."
-                )
-            )
+        if not self._all_workers.workers:
+            why = self._all_workers.closed_because
+            message = f"this iterator cannot go on: {why}. Call iter(loader) for a new one."
+            raise self._lifecycle.expect(LoaderClosed(message))
 
     @property
     def closed(self) -> bool:
         """Whether the iterator cannot be used for another epoch."""
-        return not self._crew.workers or self._lifecycle.broken
+        return not self._all_workers.workers or self._lifecycle.broken
 
     def oldest_leases(self) -> tuple[str, ...]:
         """With ``SHMLOADER_DEBUG=1``, the batches that the program has held for longest; see `Inspection`."""
@@ -405,7 +402,7 @@ class SlotIterator(torch_private.BaseIterator):
     @property
     def _workers(self) -> list[Any]:
         """The processes, under the name at which Ultralytics looks for them in torch's iterator."""
-        return self._crew.processes
+        return self._all_workers.processes
 
     def _shutdown_workers(self) -> None:
         """Stop the workers; named as in torch's iterator, where frameworks call it."""
@@ -418,10 +415,10 @@ class SlotIterator(torch_private.BaseIterator):
         Args:
             because: The reason, for whoever calls ``next()`` later.
         """
-        self._crew.closed_because = self._crew.closed_because or because
+        self._all_workers.closed_because = self._all_workers.closed_because or because
         self._held_back = []
-        if self._crew.workers:
-            self._crew.interrupt()
+        if self._all_workers.workers:
+            self._all_workers.interrupt()
             self._lifecycle.await_others()
         self._shutdown_workers()
 

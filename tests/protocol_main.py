@@ -297,8 +297,8 @@ def _canonical(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple((_canonical(key), _canonical(item)) for key, item in value.items())
     if isinstance(value, Task):
-        parts = () if value.image is None else tuple(value.image[: value.image_nbytes : PAGE_NBYTES].tolist())
-        return (_canonical(_attributes(value, "image", "payload")), parts)
+        parts = [] if value.spilled is None else value.spilled[: value.spilled_nbytes]
+        return (_canonical(_attributes(value, "spilled", "payload")), tuple(parts[::PAGE_NBYTES]))
     if isinstance(value, list | tuple | deque):
         return tuple(map(_canonical, value))
     if isinstance(value, set):

@@ -32,12 +32,12 @@ class Encoded(NamedTuple):
     Attributes:
         header_begin: Bytes from the slot's start to the header.
         header_end: Bytes from the slot's start to its end.
-        image: The whole batch in private memory where it did not fit in the slot, else None.
+        spilled: The whole batch in private memory where it did not fit in the slot, else None.
     """
 
     header_begin: int
     header_end: int
-    image: np.ndarray[Any, np.dtype[np.uint8]] | None
+    spilled: np.ndarray[Any, np.dtype[np.uint8]] | None
 
 
 class _Written(list[bytes]):
@@ -127,17 +127,17 @@ class Encoder:
         writer = self._writer
         offset = writer.place(len(header))
         total = offset + len(header)
-        image = None
+        spilled = None
         if writer.ensure(total):
             view = writer.view()
         else:
-            image = np.empty(total, np.uint8)
+            spilled = np.empty(total, np.uint8)
             kept = min(total, writer.nbytes)
-            view = memoryview(image)  # type: ignore[arg-type]
+            view = memoryview(spilled)  # type: ignore[arg-type]
             view[:kept] = writer.view()[:kept]
         if self._copies:
-            base = image.ctypes.data if image is not None else writer.address
+            base = spilled.ctypes.data if spilled is not None else writer.address
             for copy in self._copies:
                 ctypes.memmove(base + copy.offset, copy.address, copy.nbytes)
         view[offset:total] = header
-        return Encoded(offset, total, image)
+        return Encoded(offset, total, spilled)

@@ -12,8 +12,8 @@ import warnings
 from typing import Any
 
 from shmloader.diagnostics.stack_level import level_of_the_program
+from shmloader.distributed import check_equal_ends, rank_and_ranks
 from shmloader.errors import ResumeError
-from shmloader.ranks import check_equal_ends, rank_and_ranks
 from shmloader.resume.fit import State, is_between_epochs, named_in_errors
 from shmloader.resume.progress import Progress
 from shmloader.resume.user_states import pack_user_state, unpack_user_state

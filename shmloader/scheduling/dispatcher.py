@@ -39,7 +39,7 @@ from shmloader.wire.records import (
     unpack_answer,
 )
 
-Image = npt.NDArray[np.uint8]
+ByteArray = npt.NDArray[np.uint8]
 
 
 class Dispatcher:
@@ -275,11 +275,11 @@ class Dispatcher:
         """Copy a part of a batch that is larger than its slot, and ask for the next one."""
         task = self.ledger.tasks[answer.seq]
         if task.state is not VOID:
-            if task.image is None:
-                task.image, task.image_nbytes = np.empty(answer.total_nbytes, np.uint8), 0
-            end = task.image_nbytes + answer.part_nbytes
-            self.pool.read_part(task.slot, answer.slot_nbytes, task.image[task.image_nbytes : end])
-            task.image_nbytes = end
+            if task.spilled is None:
+                task.spilled, task.spilled_nbytes = np.empty(answer.total_nbytes, np.uint8), 0
+            end = task.spilled_nbytes + answer.part_nbytes
+            self.pool.read_part(task.slot, answer.slot_nbytes, task.spilled[task.spilled_nbytes : end])
+            task.spilled_nbytes = end
         worker.send(SendNextPart(answer.seq).pack())
 
     def _accept_end(self, worker: Worker, answer: StreamEnded) -> None:
@@ -290,27 +290,27 @@ class Dispatcher:
         self.pool.publish(task.slot, answer.slot_nbytes, 0)
         self.pool.give_back(task.slot)
 
-    def take(self, task: Task) -> tuple[Image, bytes]:
+    def take(self, task: Task) -> tuple[ByteArray, bytes]:
         """The memory of a task's batch, which is here: its slot under a lease or, spilled, a private copy.
 
         Returns:
             The anchor of all its leaves, and the header.
         """
         pool, answer, slot = self.pool, task.answer, task.slot
-        spilled = answer.flags & SPILLED
-        if not spilled and pool.can_lease():
+        in_parts = answer.flags & SPILLED
+        if not in_parts and pool.can_lease():
             anchor, view = pool.lease(slot)
             header = bytes(view[answer.header_begin : answer.header_end])
             if self.inspection is not None:
                 self.inspection.leased(slot, task.seq, header, answer.header_begin)
             return anchor, header
-        if spilled:
-            assert task.image is not None
-            image = task.image
+        if in_parts:
+            assert task.spilled is not None
+            private = task.spilled
             pool.give_back(slot)
         else:
-            image = pool.spill(slot)
-        return image, image[answer.header_begin : answer.header_end].tobytes()
+            private = pool.spill(slot)
+        return private, private[answer.header_begin : answer.header_end].tobytes()
 
     # --- workers that die or do not answer
 
@@ -355,7 +355,7 @@ class Dispatcher:
         self._awaited.discard(worker.worker_id)  # it was started in this epoch
         self.joining.discard(worker.worker_id)
         for task in held:
-            task.image = None
+            task.spilled = None
             self._send_task(worker, task)
 
     def _fail(self, worker: Worker, silent_s: float | None, held: list[Task]) -> NoReturn:

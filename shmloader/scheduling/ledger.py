@@ -40,15 +40,15 @@ class Task:
         state: See the module.
         answer: The worker's answer; there is none before it has arrived.
         deaths: Workers that have ended at it.
-        image: Private memory for a batch that comes in parts.
-        image_nbytes: Bytes of it that have come.
+        spilled: Private memory for a batch that comes in parts.
+        spilled_nbytes: Bytes of it that have come.
     """
 
     # In the class, because most tasks never change them.
     state: TaskState = MAKING
     deaths: int = 0
-    image: npt.NDArray[np.uint8] | None = None
-    image_nbytes: int = 0
+    spilled: npt.NDArray[np.uint8] | None = None
+    spilled_nbytes: int = 0
 
     answer: Published
 
@@ -116,7 +116,7 @@ class Ledger:
     def void(self, task: Task) -> None:
         """Note that nobody wants the batch that a worker is making."""
         task.state = VOID
-        task.image = None
+        task.spilled = None
         self.outstanding -= 1
 
     # --- reading

@@ -9,7 +9,7 @@ import os
 from typing import Any, Protocol
 
 from shmloader.errors import SharedMemoryExhausted
-from shmloader.host.interrupts import HeldInterrupts
+from shmloader.host.held_interrupts import HeldInterrupts
 from shmloader.shared_memory.descriptor import Descriptor
 from shmloader.shared_memory.headroom import check_headroom, exhausted
 from shmloader.shared_memory.huge_pages import HUGE_NBYTES, take_huge_pages

@@ -254,17 +254,21 @@ class SlotPool:
     def spill(self, slot: Slot) -> npt.NDArray[np.uint8]:
         """Copy a published batch, which may not be leased, to private memory and free its slot at once."""
         assert slot.state is _PUBLISHED, f"slot {slot.number} spilled while {slot.state}"
-        image = np.empty(slot.used_nbytes, np.uint8)
-        image[:] = np.frombuffer(self.map(slot).buffer, np.uint8)[: slot.used_nbytes]
-        self._count_spill(len(image))
+        private = np.empty(slot.used_nbytes, np.uint8)
+        private[:] = np.frombuffer(self.map(slot).buffer, np.uint8)[: slot.used_nbytes]
+        self._count_spill(len(private))
         if self._leased + max(self.most_tasks, self.budget.tasks - 1) >= self._most_slots():
-            self._warn(memory_warnings.kept_beyond_slots, len(image), self._leased)
+            self._warn(memory_warnings.kept_beyond_slots, len(private), self._leased)
         else:
             self._warn(
-                memory_warnings.kept_beyond_budget, self.budget, self._wanted_tasks, len(image), self._leased
+                memory_warnings.kept_beyond_budget,
+                self.budget,
+                self._wanted_tasks,
+                len(private),
+                self._leased,
             )
         self.give_back(slot)
-        return image
+        return private
 
     def read_part(self, slot: Slot, slot_nbytes: int, into: npt.NDArray[np.uint8]) -> None:
         """Copy a part of a batch larger than its slot out of the slot's start.

@@ -22,7 +22,7 @@ Recognise = Callable[[Any], Source]
 Pick = Callable[[Rows], Rows]
 
 
-class Tuples(Source):
+class TupleRows(Source):
     """Samples that are tuples, each field from a source of its own."""
 
     def __init__(self, fields: Sequence[Source]) -> None:
@@ -34,7 +34,7 @@ class Tuples(Source):
         return [as_sample_field(field.gather(rows, make)) for field in self._fields]
 
 
-class Dicts(Source):
+class DictRows(Source):
     """Samples that are dicts, each value from a source of its own."""
 
     def __init__(self, fields: Mapping[Any, Source]) -> None:
@@ -46,7 +46,7 @@ class Dicts(Source):
         return {name: field.gather(rows, make) for name, field in self._fields.items()}
 
 
-class Picked(Source):
+class SubsetRows(Source):
     """Some rows of another source."""
 
     def __init__(self, source: Source, pick: Pick) -> None:
@@ -59,7 +59,7 @@ class Picked(Source):
         return self._source.gather(self._pick(rows), make)
 
 
-class Joined(Source):
+class ConcatRows(Source):
     """The rows of several sources, one after the other.
 
     Args:
@@ -90,7 +90,7 @@ class Joined(Source):
         return int(self._ends[number - 1]) if number else 0
 
 
-class Own(Source):
+class OwnBatches(Source):
     """A dataset with a ``__getbatch__``."""
 
     users_code = True
@@ -175,14 +175,14 @@ def source_of(dataset: Any, kind: type, recognise: Recognise) -> Source:
         recognise: For the datasets inside it.
     """
     if kind is TensorDataset:
-        return Tuples([block_of(tensor) for tensor in dataset.tensors])
+        return TupleRows([block_of(tensor) for tensor in dataset.tensors])
     if kind is Subset:
-        return Picked(recognise(dataset.dataset), pick_from(dataset.indices))
+        return SubsetRows(recognise(dataset.dataset), pick_from(dataset.indices))
     if kind is ConcatDataset:
-        return Joined([recognise(part) for part in dataset.datasets], dataset.cumulative_sizes)
+        return ConcatRows([recognise(part) for part in dataset.datasets], dataset.cumulative_sizes)
     if isinstance(dataset.datasets, dict):
-        return Dicts({name: recognise(part) for name, part in dataset.datasets.items()})
-    return Tuples([recognise(part) for part in dataset.datasets])
+        return DictRows({name: recognise(part) for name, part in dataset.datasets.items()})
+    return TupleRows([recognise(part) for part in dataset.datasets])
 
 
 # --- the indices of a Subset

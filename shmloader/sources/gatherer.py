@@ -23,7 +23,7 @@ from shmloader.sources.base import (
 )
 from shmloader.sources.blocks import block_of, is_array
 from shmloader.sources.columns import HuggingFace, is_hugging_face, join_columns
-from shmloader.sources.datasets import Own, has_getbatch, kind_of_dataset, plain_ints, source_of
+from shmloader.sources.datasets import OwnBatches, has_getbatch, kind_of_dataset, plain_ints, source_of
 from shmloader.sources.stores import StoreRows, is_store
 from shmloader.torch_features import Feature, missing_message, why_missing
 
@@ -54,7 +54,7 @@ def recognise(dataset: Any, *, by_row: bool = False) -> Source:
             "give a batch at once"
         )
     if has_getbatch(dataset):
-        return Own(dataset)
+        return OwnBatches(dataset)
     if is_store(dataset):
         return StoreRows(dataset)
     if is_array(dataset):

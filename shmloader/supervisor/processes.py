@@ -12,7 +12,7 @@ from typing import Any
 
 from shmloader.diagnostics.stacks import StackFile, answers
 from shmloader.errors import LoaderClosed, WorkerDied
-from shmloader.host.interrupts import HeldInterrupts
+from shmloader.host.held_interrupts import HeldInterrupts
 from shmloader.host.limits import oom_kills
 from shmloader.shared_memory import Descriptor
 from shmloader.supervisor import fork_server
@@ -90,29 +90,29 @@ class ProcessWorkers(Workers):
             yield payload
 
     def _start(self, worker_id: int, payload: SpawnPayload) -> ProcessWorker:
-        tasks_read, tasks_write = os.pipe()
+        requests_read, requests_write = os.pipe()
         try:
-            dones_read, dones_write = os.pipe()
+            answers_read, answers_write = os.pipe()
         except OSError:
-            os.close(tasks_read)
-            os.close(tasks_write)
+            os.close(requests_read)
+            os.close(requests_write)
             raise
-        self._starting = (tasks_write, dones_read)
-        pipes = Pipes(Descriptor(tasks_read), Descriptor(dones_write), self._stacks.descriptor)
+        self._starting = (requests_write, answers_read)
+        pipes = Pipes(Descriptor(requests_read), Descriptor(answers_write), self._stacks.descriptor)
         try:
             process = start_process(self._context, worker_id, payload.for_worker(worker_id), pipes)
         except BaseException:
-            os.close(tasks_write)
-            os.close(dones_read)
+            os.close(requests_write)
+            os.close(answers_read)
             raise
         finally:
             self._starting = ()
             # The worker's ends: only the worker may hold them, or its death would not close the pipe.
-            os.close(tasks_read)
-            os.close(dones_write)
-        os.set_blocking(tasks_write, False)
-        os.set_blocking(dones_read, False)
-        return ProcessWorker(worker_id, process, tasks_write, dones_read)
+            os.close(requests_read)
+            os.close(answers_write)
+        os.set_blocking(requests_write, False)
+        os.set_blocking(answers_read, False)
+        return ProcessWorker(worker_id, process, requests_write, answers_read)
 
     def _append(self, worker: ProcessWorker) -> None:
         self.workers.append(worker)
@@ -156,13 +156,13 @@ class ProcessWorkers(Workers):
             # A worker may be waiting for a record that its full pipe had no room for.
             full = [worker for worker in self.workers if not worker.flush()]
             for worker in full:
-                poller.register(worker.tasks_fd, select.POLLOUT)
+                poller.register(worker.requests_fd, select.POLLOUT)
             left_ms = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
             try:
                 ready = poller.poll(left_ms)
             finally:
                 for worker in full:
-                    poller.unregister(worker.tasks_fd)
+                    poller.unregister(worker.requests_fd)
             spoke = list(dict.fromkeys(self._by_fd[fd] for fd, _ in ready if fd in self._by_fd))
             if spoke or not ready or self.interrupted:
                 return spoke
@@ -171,7 +171,7 @@ class ProcessWorkers(Workers):
         poller = select.poll()
         self._by_fd.clear()
         for worker in self.workers:
-            for fd in (worker.dones_fd, worker.death_fd):
+            for fd in (worker.answers_fd, worker.death_fd):
                 self._by_fd[fd] = worker
                 poller.register(fd, select.POLLIN)
         poller.register(self._wake_fd, select.POLLIN)

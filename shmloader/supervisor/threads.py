@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 from shmloader.diagnostics.exceptions import add_note, forget_frames
 from shmloader.errors import WorkerDied
-from shmloader.host.interrupts import HeldInterrupts
+from shmloader.host.held_interrupts import HeldInterrupts
 from shmloader.supervisor.base import MakeArguments, Worker, Workers, live
 from shmloader.supervisor.death_reports import describe_held
 from shmloader.worker.epoch_settings import datasets_in
@@ -100,7 +100,7 @@ class ThreadWorkers(Workers):
         """See `Workers`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            spoke = [worker for worker in self.workers if worker.link.dones or worker.link.ended]
+            spoke = [worker for worker in self.workers if worker.link.answers or worker.link.ended]
             if spoke or self.interrupted:
                 return spoke
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -168,16 +168,16 @@ class ThreadWorker:
 
     def send(self, record: bytes) -> None:
         """See `Worker`."""
-        self.link.tasks.put(record)
+        self.link.requests.put(record)
 
     def receive(self) -> bytes:
         """See `Worker`."""
-        dones = self.link.dones
-        return b"".join([dones.popleft() for _ in range(len(dones))])
+        answers = self.link.answers
+        return b"".join([answers.popleft() for _ in range(len(answers))])
 
     def is_dead(self) -> bool:
         """See `Worker`."""
-        return self.link.ended and not self.link.dones
+        return self.link.ended and not self.link.answers
 
     def stack(self) -> str:
         """The thread's Python stack."""
@@ -195,8 +195,8 @@ class ThreadLink:
         wakeup: The queue at which the main process's thread waits; one item is enough to wake it.
 
     Attributes:
-        tasks: Records for the worker.
-        dones: Records for the main process, which is woken after each.
+        requests: Records for the worker.
+        answers: Records for the main process, which is woken after each.
         ended: Whether the thread has ended.
         error: What it has ended by, if that was not the main process.
         wait_ns: See `Link`.
@@ -204,8 +204,8 @@ class ThreadLink:
     """
 
     def __init__(self, wakeup: SimpleQueue[None]) -> None:
-        self.tasks: SimpleQueue[bytes] = SimpleQueue()
-        self.dones: deque[bytes] = deque()
+        self.requests: SimpleQueue[bytes] = SimpleQueue()
+        self.answers: deque[bytes] = deque()
         self.ended = False
         self.error: BaseException | None = None
         self.wait_ns = 0
@@ -215,7 +215,7 @@ class ThreadLink:
     def receive(self) -> bytes:
         """See `Link.receive`."""
         began_ns = time.perf_counter_ns()
-        record = self.tasks.get()
+        record = self.requests.get()
         self.wait_ns = time.perf_counter_ns() - began_ns
         if self.closed:
             raise BrokenPipeError("the main process wants nothing more")
@@ -225,13 +225,13 @@ class ThreadLink:
         """See `Link.send`."""
         if self.closed:
             raise BrokenPipeError("the main process wants nothing more")
-        self.dones.append(record)
+        self.answers.append(record)
         self._wake()
 
     def close(self) -> None:
         """Let the worker find the link broken; called in the main process's thread."""
         self.closed = True
-        self.tasks.put(b"")
+        self.requests.put(b"")
 
     def end(self, error: BaseException | None) -> None:
         """Note that the worker ends; called in its thread."""

@@ -20,21 +20,21 @@ class ProcessWorker:
         worker_id: 0 to ``num_workers - 1``.
         process: The ``multiprocessing`` process object.
         pid: Its process id.
-        tasks_fd: Write end of the task pipe, non-blocking.
-        dones_fd: Read end of the done pipe, non-blocking.
+        requests_fd: Write end of the task pipe, non-blocking.
+        answers_fd: Read end of the done pipe, non-blocking.
         death_fd: Becomes readable when the process ends.
         heard: Whether a record came from it yet.
         added: Whether it was added while others worked: until it is heard it has nothing to finish.
         released: Whether it has ended and this side's descriptors are closed.
     """
 
-    def __init__(self, worker_id: int, process: Any, tasks_fd: int, dones_fd: int) -> None:
+    def __init__(self, worker_id: int, process: Any, requests_fd: int, answers_fd: int) -> None:
         self.worker_id = worker_id
         self.process = process
         self.pid: int = process.pid
         self.place = f"pid {self.pid}"
-        self.tasks_fd = tasks_fd
-        self.dones_fd = dones_fd
+        self.requests_fd = requests_fd
+        self.answers_fd = answers_fd
         self.death_fd = _open_death_fd(process)
         self.heard = self.added = self.released = False
         self._unsent: deque[bytes] = deque()
@@ -49,7 +49,7 @@ class ProcessWorker:
             self.flush()
             return
         try:
-            os.write(self.tasks_fd, record)
+            os.write(self.requests_fd, record)
         except BlockingIOError:
             self._unsent.append(record)
         except BrokenPipeError:
@@ -59,7 +59,7 @@ class ProcessWorker:
         """Send what an earlier `send` could not; False if the pipe is still full."""
         try:
             while self._unsent:
-                os.write(self.tasks_fd, self._unsent[0])
+                os.write(self.requests_fd, self._unsent[0])
                 self._unsent.popleft()
         except BlockingIOError:
             return False
@@ -70,7 +70,7 @@ class ProcessWorker:
     def receive(self) -> bytes | None:
         """Records that have arrived: none of them as b"", or None if the worker closed its end."""
         try:
-            records = os.read(self.dones_fd, _READ_NBYTES)
+            records = os.read(self.answers_fd, _READ_NBYTES)
         except BlockingIOError:
             return b""
         if self._unsent:
@@ -103,10 +103,10 @@ class ProcessWorker:
 
     def close_pipes(self) -> None:
         """Close the pipes, which the worker takes as the order to end."""
-        for fd in (self.tasks_fd, self.dones_fd):
+        for fd in (self.requests_fd, self.answers_fd):
             if fd >= 0:
                 os.close(fd)
-        self.tasks_fd = self.dones_fd = -1
+        self.requests_fd = self.answers_fd = -1
 
     def close_descriptors(self) -> None:
         """Close this side's descriptors: then only its exit code tells whether the process has ended."""

@@ -45,13 +45,13 @@ class Pipes(NamedTuple):
     """A worker process's ends, and the file for its stacks; crosses the process boundary once.
 
     Attributes:
-        tasks: Read end of the pipe that brings requests.
-        dones: Write end of the pipe that takes answers.
+        requests: Read end of the pipe that brings requests.
+        answers: Write end of the pipe that takes answers.
         stacks: The file that takes this worker's Python stack when the main process asks for it.
     """
 
-    tasks: Descriptor
-    dones: Descriptor
+    requests: Descriptor
+    answers: Descriptor
     stacks: Descriptor
 
 
@@ -65,11 +65,11 @@ class PipeLink:
     def __init__(self, pipes: Pipes) -> None:
         self.wait_ns = 0
         self.closed = False  # what a pipe has to say is learnt by reading
-        self._tasks_fd = pipes.tasks.fd
-        os.set_blocking(self._tasks_fd, False)
+        self._requests_fd = pipes.requests.fd
+        os.set_blocking(self._requests_fd, False)
         self._poller = select.poll()
-        self._poller.register(self._tasks_fd, select.POLLIN)
-        self._dones_fd = pipes.dones.fd
+        self._poller.register(self._requests_fd, select.POLLIN)
+        self._answers_fd = pipes.answers.fd
 
     def receive(self) -> bytes:
         """The next record; sleeps until there is one, unless the last ones came quickly.
@@ -81,7 +81,7 @@ class PipeLink:
         spin_until_ns = began_ns + SPIN_NS if self.wait_ns < SPIN_NS else 0
         while True:
             try:
-                record = os.read(self._tasks_fd, REQUEST_NBYTES)
+                record = os.read(self._requests_fd, REQUEST_NBYTES)
             except BlockingIOError:
                 if spin_until_ns and time.perf_counter_ns() < spin_until_ns:
                     os.sched_yield()
@@ -95,4 +95,4 @@ class PipeLink:
 
     def send(self, record: bytes) -> None:
         """See `Link.send`."""
-        os.write(self._dones_fd, record)
+        os.write(self._answers_fd, record)

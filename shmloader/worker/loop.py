@@ -235,11 +235,11 @@ class _Worker:
                 raise BrokenPipeError("the main process wants nothing more") from None
             encoded, detached = self._encode_failure(error, index_batch)
             flags = FAILED | DETACHED if detached else FAILED
-        if encoded.image is not None:
+        if encoded.spilled is not None:
             flags |= SPILLED
             if writer.restart():  # the parts are written over what the user's code may keep
                 flags |= DETACHED
-            self._send_parts(task, encoded.image)
+            self._send_parts(task, encoded.spilled)
         if writer.release():
             flags |= DETACHED
         begin, end = encoded.header_begin, encoded.header_end
@@ -279,17 +279,17 @@ class _Worker:
     def _place(self) -> str:
         return f"thread {threading.current_thread().name!r}" if self._in_thread else f"pid {os.getpid()}"
 
-    def _send_parts(self, task: MakeBatch, image: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    def _send_parts(self, task: MakeBatch, spilled: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         """Send a batch that is larger than its slot: part by part, through the slot."""
         writer = self._writer
         for most_nbytes in _PART_NBYTES:
-            if writer.ensure(min(writer.limit_nbytes, most_nbytes, len(image))):
+            if writer.ensure(min(writer.limit_nbytes, most_nbytes, len(spilled))):
                 break
         view = writer.view()
-        for begin in range(0, len(image), len(view)):
-            part = image[begin : begin + len(view)]
+        for begin in range(0, len(spilled), len(view)):
+            part = spilled[begin : begin + len(view)]
             view[: len(part)] = part.data
-            self._link.send(PartReady(task.seq, writer.nbytes, len(image), len(part)).pack())
+            self._link.send(PartReady(task.seq, writer.nbytes, len(spilled), len(part)).pack())
             self._await_next_part()
 
     def _await_next_part(self) -> None:

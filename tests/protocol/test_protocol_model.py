@@ -135,10 +135,10 @@ class KeepsParts(Dispatcher):
     """The parts that a dead worker sent are still there when its batch is made again."""
 
     def _hand_over(self, worker: Any, held: list[Task]) -> None:
-        images = [(task, task.image) for task in held]
+        all_spilled = [(task, task.spilled) for task in held]
         super()._hand_over(worker, held)
-        for task, image in images:
-            task.image = image
+        for task, spilled in all_spilled:
+            task.spilled = spilled
 
 
 class ForgetsDeaths(Dispatcher):

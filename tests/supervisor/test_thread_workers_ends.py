@@ -82,13 +82,13 @@ def test_no_thread_is_left(end: Callable[[DataLoader[Any]], None]) -> None:
 def test_a_closed_link_gives_no_task_and_takes_no_answer() -> None:
     """Also one that was sent before."""
     link = ThreadLink(SimpleQueue())
-    link.tasks.put(b"a task")
+    link.requests.put(b"a task")
     link.close()
     with pytest.raises(BrokenPipeError):
         link.receive()
     with pytest.raises(BrokenPipeError):
         link.send(b"an answer")
-    assert not link.dones
+    assert not link.answers
 
 
 def test_persistent_threads_stay_until_the_loader_is_closed() -> None:

@@ -23,8 +23,8 @@ def arrives(batch: Any) -> Any:
     segment = MemfdSegment()
     writer = SlotWriter(segment)
     writer.begin(0, segment.reserve(0, 0, 1 << 16), 1 << 20)
-    header_begin, header_end, image = Encoder(writer).encode(batch)
-    assert image is None
+    header_begin, header_end, spilled = Encoder(writer).encode(batch)
+    assert spilled is None
     header = bytes(writer.view()[header_begin:header_end])
     extent = segment.map(0, writer.nbytes)
     writer.release()
