@@ -10,6 +10,7 @@ import operator
 import threading
 from typing import Any, Final, Literal, get_args
 
+import torch
 from torch.utils.data import IterableDataset
 
 from shmloader import torch_private
@@ -70,6 +71,27 @@ def seeds_samples(loader: Any) -> bool:
     """Whether generators are seeded for each sample: as asked for, else as the dispatch needs it."""
     wanted: bool | None = loader.seed_per_sample
     return is_dynamic(loader) if wanted is None else wanted
+
+
+def device_of(loader: Any) -> torch.device | None:
+    """The accelerator that a loader's batches go to, with its number; None where they stay on the CPU.
+
+    Loaders of other classes (accelerate's) have an attribute of that name too, with another meaning.
+
+    Raises:
+        RuntimeError: If there is no such accelerator.
+    """
+    if not getattr(loader, "is_shmloader", False) or loader.device is None:
+        return None
+    device: Any = torch.device(loader.device)
+    if device.type == "cpu":
+        return None
+    there: Any = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if there is None or there.type != device.type:
+        found = "no accelerator" if there is None else f"torch's accelerator is {there.type!r}"
+        raise RuntimeError(f"device={loader.device!r} is not available: {found}. Pass device='cpu', or None")
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    return torch.device(device.type, index)
 
 
 def check_arguments(loader: Any, dataset: object, num_workers: object, persistent_workers: bool) -> None:

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from shmloader import torch_private
-from shmloader.arguments import seeds_samples
+from shmloader.arguments import device_of, seeds_samples
 from shmloader.diagnostics.bad_samples import LEFT_OUT, Reported, count, take_report, warn_of_bad_samples
 from shmloader.resume import States, StreamProgress
 from shmloader.resume.states import loaded_state
@@ -41,6 +41,8 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")  # torch's words
         if isinstance(self._dataset, torch_private.DATAPIPES):
             torch_private.apply_sharding(self._dataset, self._world_size, self._rank)
+        self._device = device_of(loader)
+        self._pins = self._pin_memory or (self._device is not None and self._device.type != "mps")
         self._counters = counters
         counters.begin_epoch()
         self._on_error: str = loader.on_error
@@ -96,9 +98,13 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             if batch is not LEFT_OUT:
                 break
         self._counters.batches += 1
-        if self._pin_memory:
+        if self._pins:
             self._counters.pin_copies += 1
             batch = torch_private.pin_memory(batch, self._pin_memory_device)
+        if self._device is not None:
+            from shmloader.device import to_device
+
+            batch = to_device(batch, self._device)
         self._counters.last_next_ns = time.perf_counter_ns()
         self._counters.in_process_ns += self._counters.last_next_ns - began_ns
         return batch

@@ -15,10 +15,10 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from threading import main_thread
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shmloader import torch_private
-from shmloader.arguments import THREAD, seeds_samples
+from shmloader.arguments import THREAD, device_of, seeds_samples
 from shmloader.codec import Decoder
 from shmloader.diagnostics.bad_samples import LEFT_OUT, count, take_report, warn_of_bad_samples
 from shmloader.diagnostics.exceptions import restore
@@ -30,8 +30,9 @@ from shmloader.resume.states import loaded_state
 from shmloader.sampling.array_samplers import index_arrays
 from shmloader.sampling.samplers import generator_states
 from shmloader.scheduling.auto import Auto
+from shmloader.scheduling.copies_ahead import CopiesAhead
 from shmloader.scheduling.dispatcher import Dispatcher
-from shmloader.scheduling.ledger import ARRIVED, Task
+from shmloader.scheduling.ledger import Task
 from shmloader.scheduling.lifecycle import IDLE, Lifecycle
 from shmloader.scheduling.restarts import RestartPolicy
 from shmloader.scheduling.scheduler import Scheduler
@@ -44,6 +45,9 @@ from shmloader.wire.stream_records import StreamReport, StreamRules
 from shmloader.worker.epoch_settings import DatasetState, EpochSettings
 from shmloader.worker.fetcher import FetchRules
 from shmloader.worker.loop import WorkerArguments
+
+if TYPE_CHECKING:
+    from shmloader.device import Delivery
 
 
 @dataclass
@@ -95,6 +99,7 @@ class SlotIterator(torch_private.BaseIterator):
         self._current_epoch = _CurrentEpoch(self._shared_seed, epoch)
         self._set_epoch: int | None = None
         num_workers, prefetch_factor = int(loader.num_workers), int(loader.prefetch_factor)
+        device = device_of(loader)
         self.pool = SlotPool.for_loader(num_workers, prefetch_factor, loader.memory_budget_nbytes, counters)
         workers: Workers | None = None
         try:
@@ -104,6 +109,8 @@ class SlotIterator(torch_private.BaseIterator):
             policy = RestartPolicy(loader.worker_restarts, self._timeout)
             self._dispatcher = Dispatcher(self.pool, workers, counters, policy, self._lifecycle)
             self._dispatcher.ledger.epoch = epoch
+            self._delivery = self._make_delivery(device)  # initialises CUDA: after workers were forked
+            self._ahead = CopiesAhead(self._dispatcher, self._delivery)
         except BaseException:
             with HeldInterrupts():
                 if workers is not None:
@@ -152,6 +159,15 @@ class SlotIterator(torch_private.BaseIterator):
         self.pool.keeps_granted = loader.worker_type == THREAD
         return start_workers(loader, arguments_of)
 
+    def _make_delivery(self, device: Any) -> Delivery | None:
+        if device is None and not self._pin_memory:
+            return None
+        from shmloader.device import Delivery
+
+        return Delivery(
+            self.pool, self._counters, self._pin_memory_device if self._pin_memory else None, device
+        )
+
     # --- epochs
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
@@ -187,6 +203,7 @@ class SlotIterator(torch_private.BaseIterator):
         if early is not None:
             scheduler.go_on(sampler_iter)
         else:
+            self._ahead.drop()
             self._dispatcher.begin_epoch(pickle.dumps(settings._replace(shared_seed=self._shared_seed), 5))
             # Not before: an exception of the sampler, say, leaves them to the next attempt.
             self._set_epoch = None
@@ -262,25 +279,27 @@ class SlotIterator(torch_private.BaseIterator):
 
     def _next_data(self) -> Any:
         """The next batch; torch's name for it, as its own ``__next__`` calls it."""
+        if self._delivery is not None and self._delivery.is_captured():
+            raise self._lifecycle.expect(self._delivery.capture_error())
         if self._held_back:
             batch, held_task, report = self._held_back.pop()
             self._take(held_task, report)
             return batch
         ledger = self._dispatcher.ledger
         while True:
-            task = ledger.due()
-            if task is not None and task.state is ARRIVED:
-                batch = self._return(task)
-            elif ledger.arrived and not self._in_order:
-                batch = self._return(next(iter(ledger.arrived.values())))
-            elif task is None:
-                break
-            else:
-                self._await(task)
+            task = ledger.next_arrived(in_order=self._in_order)
+            if task is None:
+                due = ledger.due()
+                if due is None:
+                    break
+                self._await(due)
                 continue
+            batch = self._return(task)
             if batch is not LEFT_OUT:
                 if not self._num_yielded:
                     self._counters.note_first_batch()
+                if self._delivery is not None:
+                    self._ahead.begin_next(in_order=self._in_order)
                 self._counters.last_next_ns = time.perf_counter_ns()
                 return batch
         raise self._end_epoch()
@@ -320,12 +339,13 @@ class SlotIterator(torch_private.BaseIterator):
         if not self._all_workers.workers:
             self._check_open()
         dispatcher, flags = self._dispatcher, task.answer.flags
-        anchor, header = dispatcher.take(task)
+        anchor, header, copy = self._ahead.take(task)
         dispatcher.ledger.finish(task)
         self._scheduler.send_more()
         report: StreamReport | None = None
         try:
-            batch = self._decoder.decode(anchor, header)
+            copy = copy or self._ahead.begin(task, anchor, header)
+            batch = self._decoder.decode(anchor, header) if copy is None else copy.finish()
             del anchor
             if flags & FAILED:
                 self._raise(batch)
@@ -335,9 +355,8 @@ class SlotIterator(torch_private.BaseIterator):
                 if batch is LEFT_OUT:
                     self._take(task, report)
                     return batch
-            if self._pin_memory:
-                self._counters.pin_copies += 1
-                batch = torch_private.pin_memory(batch, self._pin_memory_device)
+            if self._delivery is not None and copy is None:
+                batch = self._delivery.deliver(batch, task.slot)
         except Exception as error:
             self._take(task, report)  # the next call goes on behind it
             self._lifecycle.expect(error)

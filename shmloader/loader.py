@@ -69,7 +69,9 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             datasets. See docs/autotune.md.
         collate_fn: Joins samples to a batch, in the worker. ``shmloader.empty`` allocates its results in
             the slot; other results are copied there once.
-        pin_memory: Return tensors in page-locked memory, where there is an accelerator.
+        pin_memory: Return tensors in page-locked memory, where there is an accelerator. With CUDA the slots
+            themselves are page-locked, and none is written again before the device has done what was queued
+            when the program dropped its batch. See docs/gpu.md.
         drop_last: Leave out the last, incomplete batch.
         timeout: Most seconds to wait for any worker to finish a batch; 0 waits as long as workers live. To be
             chosen larger than the slowest batch takes.
@@ -137,6 +139,10 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             with any number of workers, 0 included, and after `load_state_dict`. It takes 11 µs per sample,
             and 30 µs more per batch without workers. None: with ``dispatch="dynamic"``. For map-style
             datasets. See docs/resume.md.
+        device: The accelerator that batches are returned on, ``"cuda"`` or ``"cuda:1"``, say. With CUDA and
+            workers they are copied there ahead of the loop, straight out of their slots, on a stream of their
+            own that the current stream waits for. What is neither a tensor nor has a method ``to`` stays as
+            it is. ``"cpu"`` and None leave batches where they are. See docs/gpu.md.
 
     Raises:
         TypeError: For a ``memory_budget_nbytes`` or ``worker_restarts`` that is no whole number (``1e9`` is a
@@ -149,6 +155,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             ``prefetch_epochs`` without ``persistent_workers``, for a ``shard`` that is not ``"auto"`` or
             with a dataset that is not iterable-style, and for a ``worker_type`` that is neither of
             the two or ``"thread"`` with what it is not for.
+        RuntimeError: For a ``device`` that is none; by ``iter()``, for an accelerator that is not there.
     """
 
     memory_budget_nbytes: int | None
@@ -161,6 +168,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
     shard: Shard | None
     snapshot_every_n_steps: int
     seed_per_sample: bool | None
+    device: torch.device | None
     is_shmloader = True  # accelerate copies it, under install()
     _is_accelerate_prepared = PREPARED_FLAG
 
@@ -201,6 +209,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         shard: Shard | None = None,
         snapshot_every_n_steps: int = 1,
         seed_per_sample: bool | None = None,
+        device: torch.device | str | int | None = None,
     ) -> None:
         self.memory_budget_nbytes = memory_budget_nbytes
         self.worker_restarts = worker_restarts
@@ -214,6 +223,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         self.shard = shard
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self.seed_per_sample = seed_per_sample
+        self.device = None if device is None else torch.device(device)  # raises for what is none
         check_arguments(self, dataset, workers, persistent_workers)
         check_worker_type(self, dataset, multiprocessing_context)
         check_context(multiprocessing_context)
@@ -243,8 +253,9 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         )
 
     def __iter__(self) -> Any:
-        loading_of(self).begin_pass(self)
-        return loading_of(self).states.iterate(self, super().__iter__)
+        loading = loading_of(self)
+        loading.begin_pass(self)
+        return loading.deliver(self, loading.states.iterate(self, super().__iter__))
 
     def _get_iterator(self) -> Any:
         iterator = loading_of(self).make_iterator(self)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from shmloader.arguments import device_of
 from shmloader.diagnostics.bad_samples import warn_of_bad_samples
 from shmloader.diagnostics.stack_level import level_of_the_program
 from shmloader.errors import LoaderClosed
@@ -93,6 +94,15 @@ class Loading:
             raise LoaderClosed("the loader was closed while its workers were being started")
         return iterator
 
+    def deliver(self, loader: Any, iterator: Any) -> Any:
+        """An iterator's batches on the loader's device, where torch's own iterator loads."""
+        device = None if isinstance(iterator, (SlotIterator, InProcessIterator)) else device_of(loader)
+        if device is None:
+            return iterator
+        from shmloader.device import to_device
+
+        return (to_device(batch, device) for batch in iterator)
+
     def live(self) -> list[SlotIterator]:
         """The iterators that live now."""
         while True:
@@ -146,6 +156,7 @@ class Loading:
             slots_granted=count(SlotState.GRANTED),
             slots_published=count(SlotState.PUBLISHED),
             slots_leased=count(SlotState.LEASED),
+            slots_guarded=count(SlotState.GUARDED),
             reserved_nbytes=sum(slot.nbytes for slot in slots),
             used_nbytes=sum(
                 slot.used_nbytes

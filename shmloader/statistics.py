@@ -69,6 +69,7 @@ class LoaderStatistics:
         slots_granted: Slots that a worker is writing or is about to write.
         slots_published: Slots with a batch that ``next()`` has not returned yet.
         slots_leased: Slots with a batch that the program still holds, in whatever form.
+        slots_guarded: Slots whose batch the program has dropped, and that an accelerator may still read.
         reserved_nbytes: Bytes of shared memory reserved for slots.
         used_nbytes: Bytes of the batches in published and leased slots.
         largest_batch_nbytes: Bytes of the largest batch so far, header included.
@@ -96,6 +97,8 @@ class LoaderStatistics:
         wait_for_workers_s: Seconds that ``next()`` waited for a batch.
         wait_for_first_batches_s: The part of it for the first batch of each epoch: workers start then, say.
         in_process_s: Seconds that ``next()`` made batches itself, with ``num_workers=0``.
+        wait_for_device_s: Seconds that ``next()`` waited for slots that an accelerator still read, where the
+            memory budget had no room for others.
         workers_wait_for_slots_s: Seconds that workers, summed, waited for a slot to work on: large where
             the program is the slower side.
         autotune: What was chosen with ``num_workers="auto"`` or ``prefetch_factor="auto"``; else None.
@@ -105,6 +108,7 @@ class LoaderStatistics:
     slots_granted: int = 0
     slots_published: int = 0
     slots_leased: int = 0
+    slots_guarded: int = 0
     reserved_nbytes: int = 0
     used_nbytes: int = 0
     largest_batch_nbytes: int = 0
@@ -127,6 +131,7 @@ class LoaderStatistics:
     wait_for_workers_s: float = 0.0
     wait_for_first_batches_s: float = 0.0
     in_process_s: float = 0.0
+    wait_for_device_s: float = 0.0
     workers_wait_for_slots_s: float = 0.0
     autotune: AutotuneReport | None = None
 
@@ -187,9 +192,13 @@ class LoaderStatistics:
             "ready for next()": self.slots_published,
             "held by the program": self.slots_leased,
         }
+        if self.slots_guarded:
+            slots["read by the accelerator"] = self.slots_guarded
         if not any(slots.values()):
             return []
+        waited = [("next() waited for the accelerator", f"{self.wait_for_device_s:,.1f} s")]
         return [
+            *(waited if self.wait_for_device_s else []),
             ("slots", ", ".join(f"{count} {name}" for name, count in slots.items())),
             ("shared memory", f"{_mib(self.reserved_nbytes)} reserved, {_mib(self.used_nbytes)} used"),
             ("largest batch", _mib(self.largest_batch_nbytes)),
@@ -248,6 +257,7 @@ class Counters:
     wait_for_workers_ns: int = 0
     wait_for_first_batches_ns: int = 0
     in_process_ns: int = 0
+    wait_for_device_ns: int = 0
     workers_wait_for_slots_ns: int = 0
     warned_of_spills: bool = False
     warned_of_bad_samples: bool = False

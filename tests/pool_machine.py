@@ -107,7 +107,8 @@ class PoolMachine(RuleBasedStateMachine):
     def every_slot_is_in_one_hand(self) -> None:
         self.pool.collect()
         free = [slot for slot in self.pool.slots if slot.state is SlotState.FREE]
-        leased = [slot for slot in self.pool.slots if slot.state is SlotState.LEASED]
+        kept = (SlotState.LEASED, SlotState.GUARDED)
+        leased = [slot for slot in self.pool.slots if slot.state in kept]
         hands = [*free, *leased, *self.granted, *(slot for slot, _, _ in self.published)]
         assert sorted(slot.number for slot in hands) == list(range(len(self.pool.slots)))
 

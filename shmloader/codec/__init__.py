@@ -9,7 +9,7 @@ nested, subclasses) are pickled as torch pickles them, with their storages as le
 Which objects are leaves, and how each is wrapped again, is said in `codec.leaves`.
 """
 
-from shmloader.codec.decoder import Decoder, read_leaves
+from shmloader.codec.decoder import Decoder, read_leaves, structure_of
 from shmloader.codec.encoder import Encoded, Encoder
 
-__all__ = ["Decoder", "Encoded", "Encoder", "read_leaves"]
+__all__ = ["Decoder", "Encoded", "Encoder", "read_leaves", "structure_of"]

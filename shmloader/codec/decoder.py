@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import operator
 import pickle
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -60,19 +61,33 @@ class Decoder:
 
 def _reader(header: bytes, wrap_all: _WrapAll) -> _Read:
     """A function that reads a header; a lone leaf, and a list or dict of leaves, without unpickling."""
+    join = structure_of(header)
+    if join is list:
+        return wrap_all
+    if join is None:
+        return lambda anchor: pickle.loads(header, buffers=wrap_all(anchor))
+    return lambda anchor: join(wrap_all(anchor))
+
+
+def structure_of(header: bytes) -> Callable[[list[Any]], Any] | None:
+    """A function that makes a batch of its leaves, in the order of the leaf table.
+
+    Returns:
+        None if the batch consists of more than leaves, built-in containers and constants.
+    """
     probes = [object() for _ in unpack_table(table_of(header))]
     try:
         batch = _WithoutCalls(io.BytesIO(header), buffers=probes).load()
     except pickle.UnpicklingError:
-        batch = None
+        return None
     if len(probes) == 1 and batch is probes[0]:
-        return lambda anchor: wrap_all(anchor)[0]
+        return operator.itemgetter(0)
     if type(batch) is list and batch == probes:
-        return wrap_all
+        return list
     if type(batch) is dict and list(batch.values()) == probes:
         names = tuple(batch)
-        return lambda anchor: dict(zip(names, wrap_all(anchor), strict=True))
-    return lambda anchor: pickle.loads(header, buffers=wrap_all(anchor))
+        return lambda leaves: dict(zip(names, leaves, strict=True))
+    return lambda leaves: pickle.loads(header, buffers=leaves)
 
 
 class _WithoutCalls(pickle.Unpickler):

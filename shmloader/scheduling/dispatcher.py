@@ -208,6 +208,13 @@ class Dispatcher:
             elif records is None or worker.is_dead():
                 self._recover(worker, None)
 
+    def look_at(self, worker_id: int) -> None:
+        """Take in what a worker has said already, if anything. A death is left for `receive_from` to find."""
+        worker = self.workers.workers[worker_id]
+        records = worker.receive()
+        if records:
+            self._accept(worker, records)
+
     def _look_again(self, worker: Worker) -> bytes | None:
         """Wait a moment for a worker's records without sleeping; see ``SPIN_NS``."""
         began_ns = now_ns = time.perf_counter_ns()

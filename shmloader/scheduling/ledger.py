@@ -128,6 +128,13 @@ class Ledger:
                 return task if task.epoch == self.epoch else None
         return None
 
+    def next_arrived(self, *, in_order: bool) -> Task | None:
+        """The task whose batch is returned next, if that batch is here; out of order, any that is here."""
+        task = self.due()
+        if task is not None and task.state is ARRIVED:
+            return task
+        return None if in_order else next(iter(self.arrived.values()), None)
+
     def unreturned_of(self, worker_id: int) -> int:
         """Number of a worker's tasks whose batch is wanted and was not returned yet."""
         return sum(task.worker_id == worker_id and task.state is not VOID for task in self.tasks.values())

@@ -53,6 +53,15 @@ class Extent:
         self.buffer = buffer
         self.view = memoryview(buffer).cast("B")
 
+    @property
+    def owner(self) -> object:
+        """The object whose death unmaps it. Another one that keeps it alive may take its place."""
+        return self.buffer.owner
+
+    @owner.setter
+    def owner(self, owner: object) -> None:
+        self.buffer.owner = owner
+
     def detach(self) -> None:
         """Turn this mapping, in place, into private memory with the same contents.
 

@@ -46,6 +46,13 @@ def kept_beyond_slots(nbytes: int, kept: int) -> str:
     )
 
 
+def kept_by_device(budget: Budget, wanted_tasks: int, nbytes: int, kept: int) -> str:
+    """The warning that no slot is free for a batch of ``nbytes``, because an accelerator is behind."""
+    needed_nbytes = _needed_nbytes(budget, wanted_tasks, nbytes) + kept * whole_pages(nbytes)
+    why = f"the accelerator has yet to read {kept} batches that the program has dropped"
+    return _beyond_budget(why, budget, wanted_tasks, needed_nbytes)
+
+
 def refused_by_host(nbytes: int) -> str:
     """The warning that the host gave less shared memory than a batch of ``nbytes`` needs."""
     return (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import weakref
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,7 @@ class SlotState(enum.Enum):
     GRANTED = "granted"
     PUBLISHED = "published"
     LEASED = "leased"
+    GUARDED = "guarded"
 
 
 class Lease(weakref.ref[npt.NDArray[np.uint8]]):
@@ -42,6 +45,7 @@ class Slot:
         nbytes: Bytes reserved for it.
         limit_nbytes: Bytes up to which a worker may grow it.
         used_nbytes: Bytes of the batch in it, 0 while free.
+        unguarded: Whether its lease ends only after every read of it by an accelerator.
     """
 
     __slots__ = (
@@ -51,6 +55,7 @@ class Slot:
         "nbytes",
         "number",
         "state",
+        "unguarded",
         "used_nbytes",
     )
 
@@ -60,6 +65,7 @@ class Slot:
         self.nbytes = 0
         self.limit_nbytes = 0
         self.used_nbytes = 0
+        self.unguarded = False
         self.extent: Extent | None = None
         self.lease: Lease | None = None
 
@@ -68,3 +74,39 @@ class Slot:
         """The state, and free if the last view has died of a batch that the pool has not collected yet."""
         lease = self.lease
         return SlotState.FREE if lease is not None and lease() is None else self.state
+
+
+class Guard(Protocol):
+    """Page-locks the slots of one pool, and keeps those back that an accelerator may still read.
+
+    A program may drop a batch while a copy of it is queued on an accelerator. The pool hands each slot whose
+    lease has ended to `end`, and grants it again after `done` has returned it. Main process only; like the
+    pool, one thread at a time.
+    """
+
+    def map(self, extent: Extent) -> str:
+        """Page-lock a slot that was mapped, if that can be had; returns a warning for the program, or ""."""
+
+    def unmap(self, extent: Extent) -> None:
+        """Undo `map`. Called for slots that nothing reads, before their memory or mapping goes."""
+
+    def is_pinned(self, extent: Extent | None) -> bool:
+        """Whether a slot is page-locked."""
+
+    def admits_leases(self) -> bool:
+        """Whether batches may be read in their slots now: not while this thread captures a graph."""
+
+    def drop_copied(self) -> None:
+        """End the leases of batches that have been copied to a device."""
+
+    def end(self, slots: Sequence[Slot]) -> None:
+        """Take over slots whose leases have ended."""
+
+    def done(self) -> list[Slot]:
+        """Slots that no work reads which was queued before their leases ended. Does not wait."""
+
+    def is_busy(self) -> bool:
+        """Whether slots come back by themselves, without the program dropping anything."""
+
+    def close(self) -> None:
+        """Wait for copies that are under way, and give everything back but what extents hold."""

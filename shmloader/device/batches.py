@@ -1,0 +1,226 @@
+"""Batches on a CUDA device, copied ahead of the program out of their slots.
+
+Order, for a batch that is copied ahead. *Consumer* is the stream that the program works on when it calls
+``next()``, *side* the stream of the copies::
+
+    next() of an earlier batch        memory is allocated for the consumer's stream
+                                      side waits for what is queued on it: the memory may have been in use
+                                      side copies; an event is recorded behind that
+    next() of this batch              the consumer's stream waits for the event
+    a later next()                    the event is done: the slot's lease ends
+
+The memory belongs to the consumer's stream throughout, so the caching allocator uses it again as it does any
+other, and no second pool of device memory comes about.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shmloader.codec import structure_of
+from shmloader.codec.layout import ALIGNMENT, DTYPES, TENSOR, Leaf, table_of, unpack_table
+from shmloader.device.driver import Driver
+from shmloader.device.guard import DeviceGuard, Held
+from shmloader.slots import Slot, SlotState
+
+LARGE_NBYTES = 256 << 10
+"""A leaf of so many bytes is copied by itself, to memory of its own; smaller ones that lie close together
+with one copy. ``benchmarks.device --part leaves`` compares."""
+
+MOST_RUN_NBYTES = 8 << 20
+"""The most that one copy takes of small leaves. They share device memory: whoever keeps one keeps all."""
+
+_MOST_GAP_NBYTES = 4096
+_MOST_KNOWN = 256
+_MOST_HEADER_NBYTES = 1 << 12  # longer ones hold data, and do not repeat
+
+Image = npt.NDArray[np.uint8]
+
+
+class Run(NamedTuple):
+    """Leaves that one copy takes to the device.
+
+    Attributes:
+        begin: Where they begin in the slot.
+        nbytes: How much is copied.
+        space_nbytes: How much is allocated.
+        places: Their places among all leaves, with dtype, shape, strides, and offset in items.
+    """
+
+    begin: int
+    nbytes: int
+    space_nbytes: int
+    places: list[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...], int]]
+
+    def unpack(self, memory: torch.Tensor, leaves: list[Any]) -> None:
+        """Put the leaves in their places; each is a tensor by itself, and not a view, for autograd."""
+        typed: dict[torch.dtype, torch.Tensor] = {}
+        for place, dtype, shape, strides, offset in self.places:
+            whole = typed.get(dtype)
+            if whole is None:
+                whole = typed[dtype] = memory.view(dtype)
+            leaves[place] = whole.as_strided(shape, strides, offset).data
+
+
+class Plan(NamedTuple):
+    """The way of the leaves of batches with the same leaf table.
+
+    Attributes:
+        leaves: How many there are.
+        runs: Copies of tensors.
+        kept: Places of arrays and bytes, which stay where they are.
+    """
+
+    leaves: int
+    runs: list[Run]
+    kept: list[tuple[int, Leaf]]
+
+
+@functools.lru_cache(_MOST_KNOWN)
+def plan_of(table: bytes) -> Plan:
+    """Decide about the leaves of a table."""
+    leaves = unpack_table(table)
+    kept = [(place, leaf) for place, leaf in enumerate(leaves) if leaf.kind != TENSOR]
+    groups: list[list[int]] = []
+    begin = end = 0
+    for place in sorted(range(len(leaves)), key=lambda place: leaves[place].offset):
+        leaf = leaves[place]
+        if leaf.kind != TENSOR:
+            continue
+        stop = leaf.offset + _nbytes(leaf)
+        joins = (
+            groups
+            and max(_nbytes(leaf), end - begin if len(groups[-1]) == 1 else 0) < LARGE_NBYTES
+            and leaf.offset - end <= _MOST_GAP_NBYTES
+            and stop - begin <= MOST_RUN_NBYTES
+        )
+        if joins:
+            groups[-1].append(place)
+            end = max(end, stop)
+        else:
+            groups.append([place])
+            begin, end = leaf.offset, stop
+    return Plan(len(leaves), [_run(group, leaves) for group in groups], kept)
+
+
+def _run(group: list[int], leaves: list[Leaf]) -> Run:
+    first = leaves[group[0]].offset
+    end = max(leaves[place].offset + _nbytes(leaves[place]) for place in group)
+    alone = len(group) == 1
+    begin = first if alone else first // ALIGNMENT * ALIGNMENT  # so leaves are aligned as in the slot
+    nbytes = end - begin
+    places = []
+    for place in group:
+        leaf = leaves[place]
+        dtype = DTYPES[leaf.code].torch_dtype
+        strides = tuple(math.prod(leaf.shape[axis + 1 :]) for axis in range(len(leaf.shape)))
+        places.append((place, dtype, leaf.shape, strides, (leaf.offset - begin) // dtype.itemsize))
+    return Run(begin, nbytes, nbytes if alone else -(-nbytes // ALIGNMENT) * ALIGNMENT, places)
+
+
+def _nbytes(leaf: Leaf) -> int:
+    return math.prod(leaf.shape) * DTYPES[leaf.code].carrier.itemsize
+
+
+_known_structure = functools.lru_cache(_MOST_KNOWN)(structure_of)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A batch that is being copied.
+
+    Attributes:
+        driver: The driver.
+        device: The device's number.
+        plan: The way of its leaves.
+        join: Makes the batch of its leaves.
+        memories: Device memory for each run.
+        held: Its event, and what is kept until it is done.
+        stream: The consumer's when the memory was allocated.
+        anchor: The slot's bytes, if leaves stay there.
+    """
+
+    driver: Driver
+    device: int
+    plan: Plan
+    join: Callable[[list[Any]], Any]
+    memories: list[torch.Tensor]
+    held: Held
+    stream: int
+    anchor: Image | None
+
+    def finish(self) -> Any:
+        """The batch, for work on the stream that is current now."""
+        stream = self.driver.current_stream(self.device)
+        if self.held.event is not None:
+            self.driver.wait(stream, self.held.event)
+        leaves: list[Any] = [None] * self.plan.leaves
+        for run, memory in zip(self.plan.runs, self.memories, strict=True):
+            if stream != self.stream:
+                self.driver.use_on_current_stream(memory)
+            run.unpack(memory, leaves)
+        for place, leaf in self.plan.kept:
+            leaves[place] = np.ndarray(leaf.shape, DTYPES[leaf.code].carrier, self.anchor, leaf.offset)
+        self.memories.clear()  # from here on the consumer's stream is behind the copy
+        return self.join(leaves)
+
+
+class DeviceBatches:
+    """Copies batches of one iterator to one device.
+
+    Args:
+        guard: The guard of the iterator's pool.
+        device: The device's number.
+
+    Attributes:
+        guard: As above.
+    """
+
+    def __init__(self, guard: DeviceGuard, device: int) -> None:
+        self.guard = guard
+        self._driver = guard.driver
+        self._device = device
+        self._side: int | None = None
+
+    def begin(self, slot: Slot, anchor: Image, header: bytes) -> Copy | None:
+        """Queue the copies of a batch.
+
+        Args:
+            slot: Its slot, leased unless the batch was spilled.
+            anchor: The slot's bytes, or those that it was spilled to.
+            header: The batch's header.
+
+        Returns:
+            None for a batch with objects of other classes than built-in containers, which move themselves.
+        """
+        known = len(header) <= _MOST_HEADER_NBYTES
+        join = _known_structure(header) if known else structure_of(header)
+        if join is None:
+            return None
+        plan = plan_of(table_of(header))
+        driver, device = self._driver, self._device
+        if self._side is None:
+            self._side = self.guard.create_stream(device)
+        stream = driver.current_stream(device)
+        memories = [driver.allocate(run.space_nbytes, device) for run in plan.runs]
+        allocated = driver.record(stream, device)
+        driver.wait(self._side, allocated)
+        driver.recycle(allocated)
+        address = anchor.ctypes.data
+        for run, memory in zip(plan.runs, memories, strict=True):
+            if run.nbytes:
+                driver.copy(memory.data_ptr(), address + run.begin, run.nbytes, self._side, device)
+        event = driver.record(self._side, device)
+        # The memory too: if the batch is never returned, it must not be used again before the copy is done.
+        held = self.guard.hold(event, (anchor, memories))
+        if slot.state is SlotState.LEASED:
+            slot.unguarded = not plan.kept
+        return Copy(driver, device, plan, join, memories, held, stream, anchor if plan.kept else None)

@@ -1,0 +1,368 @@
+"""The CUDA driver, as far as slots need it: thin calls of libcuda by ctypes, and of torch for its streams.
+
+The driver's own interface is used where torch has none, and where torch's runtime calls would leave a pending
+error behind that surfaces later, in another call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Iterator
+from ctypes import POINTER, byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from typing import Any, Protocol
+
+import torch
+
+_NOT_READY = 600
+_CAPTURE_ERRORS = range(900, 909)  # CUDA_ERROR_STREAM_CAPTURE_*
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: page-locked for all devices
+_DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_STREAMS_OF_TORCH = 32  # of each priority, handed out in turn (c10/cuda/CUDAStream.cpp, kStreamsPerPool)
+_PRIORITIES = (0, -1)
+
+_handle = POINTER(c_void_p)
+SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuInit": (c_uint,),
+    "cuDriverGetVersion": (POINTER(c_int),),
+    "cuGetErrorName": (c_int, POINTER(ctypes.c_char_p)),
+    "cuDeviceGet": (POINTER(c_int), c_int),
+    "cuDevicePrimaryCtxGetState": (c_int, POINTER(c_uint), POINTER(c_int)),
+    "cuDevicePrimaryCtxRetain": (_handle, c_int),
+    "cuCtxPushCurrent_v2": (c_void_p,),
+    "cuCtxPopCurrent_v2": (_handle,),
+    "cuCtxSynchronize": (),
+    "cuCtxRecordEvent": (c_void_p, c_void_p),
+    "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
+    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
+    "cuMemHostUnregister": (c_void_p,),
+    "cuMemcpyHtoDAsync_v2": (c_uint64, c_void_p, c_size_t, c_void_p),
+    "cuEventCreate": (_handle, c_uint),
+    "cuEventRecord": (c_void_p, c_void_p),
+    "cuEventQuery": (c_void_p,),
+    "cuStreamCreate": (_handle, c_uint),
+    "cuStreamDestroy_v2": (c_void_p,),
+    "cuStreamSynchronize": (c_void_p,),
+    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
+    "cuStreamIsCapturing": (c_void_p, POINTER(c_int)),
+}
+"""The functions of libcuda that are called, by symbol; each returns a ``CUresult``."""
+
+_MAY_WAIT = {
+    "cuInit",
+    "cuDevicePrimaryCtxRetain",
+    "cuCtxSynchronize",
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
+    "cuMemcpyHtoDAsync_v2",
+    "cuStreamSynchronize",
+}
+"""Those that other threads should run beside. The rest take a microsecond, and to give the interpreter lock
+up for each would mean to wait for it each time."""
+
+
+class DriverError(RuntimeError):
+    """A call of the driver failed.
+
+    Attributes:
+        code: Its ``CUresult``.
+    """
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+    @property
+    def is_of_capture(self) -> bool:
+        """Whether the call is not possible while a graph is being captured."""
+        return self.code in _CAPTURE_ERRORS
+
+
+class Event:
+    """A point in the work of a device.
+
+    Attributes:
+        handle: The driver's.
+        device: The number of the device.
+    """
+
+    __slots__ = ("device", "handle")
+
+    def __init__(self, handle: Any, device: int) -> None:
+        self.handle = handle
+        self.device = device
+
+
+class Driver(Protocol):
+    """The calls that slots make; `CudaDriver`, or the scripted one of the tests.
+
+    Devices are numbered as torch numbers them; a stream is the number that torch calls ``cuda_stream``.
+    May be called by any thread of the process that first called it, never by one that was forked from it.
+    Each call raises `DriverError` where it fails.
+    """
+
+    def active_devices(self) -> list[int]:
+        """Devices that this process has used so far."""
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Page-lock memory for all devices."""
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`; nothing may be reading the memory."""
+
+    def synchronize(self) -> None:
+        """Wait until all active devices have done everything that is queued."""
+
+    def record_all(self, device: int) -> Event:
+        """An event behind everything that is queued on a device now, on whatever stream."""
+
+    def is_done(self, event: Event) -> bool:
+        """Whether the work before an event is done. Does not wait."""
+
+    def recycle(self, event: Event) -> None:
+        """Give an event back; what waits for it already goes on doing so."""
+
+    def is_capturing(self) -> bool:
+        """Whether the calling thread's current stream captures a graph."""
+
+    def captures_open(self) -> bool:
+        """Whether any stream of torch's, or any blocking stream, captures a graph."""
+
+    def current_stream(self, device: int) -> int:
+        """The calling thread's current stream."""
+
+    def create_stream(self, device: int) -> int:
+        """A new stream that waits for no other by itself."""
+
+    def destroy_stream(self, stream: int, device: int) -> None:
+        """Wait for a stream's work and destroy it."""
+
+    def record(self, stream: int, device: int) -> Event:
+        """An event behind everything that is queued on a stream now."""
+
+    def wait(self, stream: int, event: Event) -> None:
+        """Have what is queued on a stream from now on wait for an event."""
+
+    def copy(self, address: int, source: int, nbytes: int, stream: int, device: int) -> None:
+        """Queue a copy to a device's memory; ``source`` is read when the stream comes to it."""
+
+    def allocate(self, nbytes: int, device: int) -> torch.Tensor:
+        """Uninitialised bytes on a device, of the caching allocator's memory for the current stream."""
+
+    def use_on_current_stream(self, tensor: torch.Tensor) -> None:
+        """Tell the caching allocator that the current stream uses memory that another one has allocated."""
+
+
+class CudaDriver:
+    """The `Driver` of this process's CUDA devices.
+
+    Args:
+        path: The library.
+
+    Raises:
+        OSError: If there is no such library.
+        AttributeError: If it lacks a function.
+    """
+
+    def __init__(self, path: str = "libcuda.so.1") -> None:
+        waiting, quick = ctypes.CDLL(path), ctypes.PyDLL(path)
+        self._calls: dict[str, Any] = {}
+        for name, arguments in SIGNATURES.items():
+            function = self._calls[name] = getattr(waiting if name in _MAY_WAIT else quick, name)
+            function.argtypes, function.restype = arguments, c_int
+        self._home: int | None = None  # the device in whose context memory is registered
+        self._contexts: dict[int, c_void_p] = {}
+        self._events: dict[int, list[Event]] = {}
+        self._streams: dict[int, list[c_void_p]] = {}
+        self._call("cuInit", 0)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = self._calls[name](*arguments)
+        if code:
+            text = ctypes.c_char_p()
+            self._calls["cuGetErrorName"](code, byref(text))
+            raise DriverError(f"{name} failed: {(text.value or b'unknown').decode()} ({code})", code)
+
+    @contextlib.contextmanager
+    def _on(self, device: int) -> Iterator[c_void_p]:
+        """Make a device's primary context current, and allow calls that a capture elsewhere would forbid."""
+        context, mode = self._context(device), c_int(_RELAXED)
+        self._call("cuCtxPushCurrent_v2", context)
+        self._call("cuThreadExchangeStreamCaptureMode", byref(mode))
+        try:
+            yield context
+        finally:
+            self._call("cuThreadExchangeStreamCaptureMode", byref(mode))
+            self._call("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+    def _context(self, device: int) -> c_void_p:
+        """The context that the runtime, and so torch, uses for a device; kept until the process ends."""
+        if device not in self._contexts:
+            context = c_void_p()
+            self._call("cuDevicePrimaryCtxRetain", byref(context), self._ordinal(device))
+            self._contexts[device] = context
+        return self._contexts[device]
+
+    def _ordinal(self, device: int) -> int:
+        ordinal = c_int()
+        self._call("cuDeviceGet", byref(ordinal), device)
+        return ordinal.value
+
+    def version(self) -> int:
+        """The newest version of CUDA that the driver supports: 12060 is 12.6."""
+        version = c_int()
+        self._call("cuDriverGetVersion", byref(version))
+        return version.value
+
+    def active_devices(self) -> list[int]:
+        """See `Driver`."""
+        found = []
+        for device in range(torch.cuda.device_count()):
+            flags, active = c_uint(), c_int(1)
+            if device not in self._contexts:
+                self._call("cuDevicePrimaryCtxGetState", self._ordinal(device), byref(flags), byref(active))
+            if active.value:
+                found.append(device)
+        return found
+
+    def register(self, address: int, nbytes: int) -> None:
+        """See `Driver`."""
+        if self._home is None:
+            current, active = torch.cuda.current_device(), self.active_devices()
+            # A context takes memory of its device: none is made where there is one.
+            self._home = current if current in active or not active else active[0]
+        with self._on(self._home):
+            self._call("cuMemHostRegister_v2", address, nbytes, _PORTABLE)
+
+    def unregister(self, address: int) -> None:
+        """See `Driver`."""
+        assert self._home is not None
+        with self._on(self._home):
+            self._call("cuMemHostUnregister", address)
+
+    def synchronize(self) -> None:
+        """See `Driver`."""
+        for device in self.active_devices():
+            with self._on(device):
+                self._call("cuCtxSynchronize")
+
+    def _new_event(self, device: int) -> Event:
+        spare = self._events.setdefault(device, [])
+        if spare:
+            return spare.pop()
+        handle = c_void_p()
+        self._call("cuEventCreate", byref(handle), _DISABLE_TIMING)
+        return Event(handle, device)
+
+    def record_all(self, device: int) -> Event:
+        """See `Driver`."""
+        with self._on(device) as context:
+            event = self._new_event(device)
+            try:
+                self._call("cuCtxRecordEvent", context, event.handle)
+            except DriverError:
+                self.recycle(event)
+                raise
+        return event
+
+    def is_done(self, event: Event) -> bool:
+        """See `Driver`."""
+        with self._on(event.device):
+            code = self._calls["cuEventQuery"](event.handle)
+            if code != _NOT_READY and code:
+                self._call("cuEventQuery", event.handle)  # raises
+        return bool(code == 0)
+
+    def recycle(self, event: Event) -> None:
+        """See `Driver`."""
+        self._events[event.device].append(event)
+
+    def is_capturing(self) -> bool:
+        """See `Driver`."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def captures_open(self) -> bool:
+        """See `Driver`.
+
+        Nothing tells this of a whole context. torch captures on streams of its own pools, so those are asked;
+        the default stream answers for all blocking streams, whoever made them.
+        """
+        if self.is_capturing():
+            return True
+        for device in self.active_devices():
+            status = c_int()
+            with self._on(device):
+                is_capturing = self._calls["cuStreamIsCapturing"]
+                for stream in self._streams.get(device) or self._find_streams(device):
+                    if is_capturing(stream, byref(status)) or status.value:
+                        return True
+        return False
+
+    def _find_streams(self, device: int) -> list[c_void_p]:
+        pools = {
+            torch.cuda.Stream(device, priority=priority).cuda_stream  # type: ignore[no-untyped-call]
+            for priority in _PRIORITIES
+            for _ in range(_STREAMS_OF_TORCH)
+        }
+        self._streams[device] = [c_void_p(stream) for stream in (0, *pools)]
+        return self._streams[device]
+
+    def current_stream(self, device: int) -> int:
+        """See `Driver`."""
+        return int(torch.cuda.current_stream(device).cuda_stream)
+
+    def create_stream(self, device: int) -> int:
+        """See `Driver`."""
+        stream = c_void_p()
+        with self._on(device):
+            self._call("cuStreamCreate", byref(stream), _NON_BLOCKING)
+        return stream.value or 0
+
+    def destroy_stream(self, stream: int, device: int) -> None:
+        """See `Driver`."""
+        with self._on(device):
+            self._call("cuStreamSynchronize", stream)
+            self._call("cuStreamDestroy_v2", stream)
+
+    def record(self, stream: int, device: int) -> Event:
+        """See `Driver`."""
+        with self._on(device):
+            event = self._new_event(device)
+            self._call("cuEventRecord", event.handle, stream)
+        return event
+
+    def wait(self, stream: int, event: Event) -> None:
+        """See `Driver`."""
+        with self._on(event.device):
+            self._call("cuStreamWaitEvent", stream, event.handle, 0)
+
+    def copy(self, address: int, source: int, nbytes: int, stream: int, device: int) -> None:
+        """See `Driver`."""
+        with self._on(device):
+            self._call("cuMemcpyHtoDAsync_v2", address, source, nbytes, stream)
+
+    def allocate(self, nbytes: int, device: int) -> torch.Tensor:
+        """See `Driver`."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
+
+    def use_on_current_stream(self, tensor: torch.Tensor) -> None:
+        """See `Driver`."""
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+@functools.cache
+def open_driver() -> Driver | str:
+    """The driver of this process, or the reason why slots cannot be page-locked here."""
+    if torch.version.cuda is None:
+        kind = torch.accelerator.current_accelerator()
+        return f"slots are page-locked for CUDA only, and torch's accelerator is {kind}"
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    try:
+        return CudaDriver()
+    except OSError as error:
+        return f"the CUDA driver's library cannot be loaded ({error})"
+    except AttributeError as error:
+        return f"the CUDA driver is older than CUDA 12.5 ({error})"

@@ -1,0 +1,146 @@
+"""The guard of one pool: slots are granted again only when the accelerator has done what may read them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Sequence
+
+from shmloader.device import pinned
+from shmloader.device.driver import Driver, DriverError, Event
+from shmloader.shared_memory import Extent
+from shmloader.slots import Slot
+
+
+class Held:
+    """What a copy reads and writes, kept until it is done.
+
+    Attributes:
+        event: Behind the copy; None when it is done.
+        kept: What is kept until then.
+    """
+
+    __slots__ = ("event", "kept")
+
+    def __init__(self, event: Event, kept: object) -> None:
+        self.event: Event | None = event
+        self.kept = kept
+
+
+class DeviceGuard:
+    """The `Guard` of slots that CUDA devices read.
+
+    One event for each device that is in use is recorded behind all work that is queued when leases have
+    ended, on whatever stream; the slots wait for it. Events are done in the order in which they are recorded,
+    since each is behind all before it. While any graph is captured no event can be recorded, so slots wait
+    until that is over: a later event is behind the same work.
+
+    Where the driver reports an error, the devices' work has failed, and the program's next call of torch
+    says so: no slot is granted again then, and batches are copied.
+
+    Args:
+        driver: The driver.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self._pid = os.getpid()
+        self._ended: list[Slot] = []  # no event is recorded yet
+        self._waiting: deque[tuple[list[Event], list[Slot]]] = deque()
+        self._copies: deque[Held] = deque()
+        self._streams: list[tuple[int, int]] = []
+        self._failed = False
+
+    # --- registrations
+
+    def map(self, extent: Extent) -> str:
+        """See `Guard`."""
+        return pinned.pin(self.driver, extent)
+
+    def unmap(self, extent: Extent) -> None:
+        """See `Guard`."""
+        pinned.unpin(extent)
+
+    def is_pinned(self, extent: Extent | None) -> bool:
+        """See `Guard`."""
+        return extent is not None and pinned.is_pinned(extent)
+
+    # --- slots that may be read
+
+    def admits_leases(self) -> bool:
+        """See `Guard`."""
+        return not self.driver.is_capturing()
+
+    def create_stream(self, device: int) -> int:
+        """A stream for copies; destroyed by `close`."""
+        stream = self.driver.create_stream(device)
+        self._streams.append((stream, device))
+        return stream
+
+    def hold(self, event: Event, kept: object) -> Held:
+        """Keep something until an event is done; events of one stream, in their order."""
+        held = Held(event, kept)
+        self._copies.append(held)
+        return held
+
+    def drop_copied(self) -> None:
+        """See `Guard`."""
+        while self._copies and (event := self._copies[0].event) is not None and self._is_done(event):
+            held = self._copies.popleft()
+            held.event = held.kept = None
+            self.driver.recycle(event)
+
+    def end(self, slots: Sequence[Slot]) -> None:
+        """See `Guard`."""
+        self._ended += slots
+        if not self._ended or self._failed:
+            return
+        events: list[Event] = []
+        try:
+            if self.driver.captures_open():
+                return
+            for device in self.driver.active_devices():
+                events.append(self.driver.record_all(device))  # noqa: PERF401 - those before an error are kept
+        except DriverError as error:
+            for event in events:
+                self.driver.recycle(event)
+            self._failed = not error.is_of_capture  # else a capture was begun in this moment
+            return
+        self._waiting.append((events, self._ended))
+        self._ended = []
+
+    def done(self) -> list[Slot]:
+        """See `Guard`."""
+        free: list[Slot] = []
+        while self._waiting and all(map(self._is_done, self._waiting[0][0])):
+            events, slots = self._waiting.popleft()
+            free += slots
+            for event in events:
+                self.driver.recycle(event)
+        return free
+
+    def is_busy(self) -> bool:
+        """See `Guard`."""
+        return not self._failed and bool(self._ended or self._waiting or self._copies)
+
+    def _is_done(self, event: Event) -> bool:
+        try:
+            return not self._failed and self.driver.is_done(event)
+        except DriverError:
+            self._failed = True
+            return False
+
+    def close(self) -> None:
+        """See `Guard`. The registrations of slots that wait for an event wait for it when they end."""
+        if os.getpid() == self._pid:
+            for stream, device in self._streams:
+                with contextlib.suppress(DriverError):
+                    self.driver.destroy_stream(stream, device)
+            self.drop_copied()
+            for events, _ in self._waiting:
+                for event in events:
+                    self.driver.recycle(event)
+        self._streams.clear()
+        self._waiting.clear()
+        self._copies.clear()

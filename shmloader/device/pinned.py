@@ -1,0 +1,128 @@
+"""Page-locked slots: which mappings of this process are registered with the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+
+from shmloader.device.driver import Driver, DriverError
+from shmloader.host.limits import memory_headroom
+from shmloader.shared_memory import Extent
+
+MOST_SHARE = 2
+"""All loaders of a process together lock one part in this of the memory of the machine or its cgroup."""
+
+MOST_NBYTES = 32 << 30
+"""Of one slot: much larger registrations were refused, and a copy may not cross from one into the next."""
+
+
+class Registration:
+    """Page-locked memory of one mapping. It stands between the mapping and its views, and ends before it.
+
+    Where the last view of a batch dies after its loader was closed, that ends it too, in whatever thread;
+    then it waits for what the devices may still read. A process that was forked leaves it to its parent.
+    """
+
+    __slots__ = ("_driver", "_nbytes", "_owner", "_pid", "address")
+
+    def __init__(self, driver: Driver, extent: Extent) -> None:
+        self._driver = driver
+        self._nbytes = extent.nbytes
+        self._owner = extent.owner
+        self._pid = os.getpid()
+        self.address: int | None = None  # while it is registered
+        driver.register(extent.address, extent.nbytes)
+        self.address = extent.address
+        _registered[self.address] = self._nbytes
+        extent.owner = self
+
+    def release(self, *, synchronize: bool) -> None:
+        """Unlock the memory.
+
+        Args:
+            synchronize: Whether to wait for all devices first.
+        """
+        address, self.address = self.address, None
+        if address is None or os.getpid() != self._pid:
+            return
+        if synchronize and self._driver.captures_open():  # to wait would end the capture
+            self.address = address
+            _postponed.append(self)
+            return
+        with contextlib.suppress(DriverError):  # of work that has failed
+            if synchronize:
+                self._driver.synchronize()
+            self._driver.unregister(address)
+        _registered.pop(address, None)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at the interpreter's end, when modules are gone
+            self.release(synchronize=True)
+
+
+_registered: dict[int, int] = {}
+_postponed: list[Registration] = []
+_told: set[str] = set()
+
+
+def pin(driver: Driver, extent: Extent) -> str:
+    """Page-lock a mapping, if the budget and the system allow it.
+
+    Returns:
+        A warning for the program, the first time in this process that it is refused; else "".
+    """
+    release_postponed()
+    limit_nbytes, locked_nbytes = memory_headroom().limit_nbytes // MOST_SHARE, pinned_nbytes()
+    if extent.nbytes > MOST_NBYTES:
+        reason = f"the most for one slot are {MOST_NBYTES:,} bytes: use smaller batches"
+    elif locked_nbytes + extent.nbytes > limit_nbytes:
+        reason = (
+            f"the loaders of a process lock half of its memory at most, {limit_nbytes:,} bytes, and have "
+            f"locked {locked_nbytes:,}: use fewer workers, a smaller prefetch_factor or smaller batches"
+        )
+    else:
+        try:
+            Registration(driver, extent)
+        except DriverError as error:
+            soft, hard = map(_limit, resource.getrlimit(resource.RLIMIT_MEMLOCK))
+            reason = (
+                f"{error}, with {locked_nbytes:,} bytes locked. If the limit of locked memory is the reason "
+                f"(ulimit -l: {soft}, hard {hard}), raise it: ulimit -l unlimited, docker run --ulimit "
+                "memlock=-1, LimitMEMLOCK=infinity"
+            )
+        else:
+            return ""
+    if _told:
+        return ""
+    _told.add(reason)
+    return (
+        f"a slot of {extent.nbytes:,} bytes could not be page-locked: {reason}. Batches in such slots are "
+        "copied once more, to torch's pinned memory."
+    )
+
+
+def unpin(extent: Extent) -> None:
+    """Undo `pin` of a mapping that nothing reads."""
+    if isinstance(extent.owner, Registration):
+        extent.owner.release(synchronize=False)
+
+
+def is_pinned(extent: Extent) -> bool:
+    """Whether a mapping is page-locked by `pin`."""
+    return isinstance(extent.owner, Registration) and extent.owner.address is not None
+
+
+def pinned_nbytes() -> int:
+    """Bytes that this process has locked."""
+    return sum(list(_registered.values()))
+
+
+def release_postponed() -> None:
+    """End registrations that could not end while a graph was captured."""
+    for registration in [_postponed.pop() for _ in range(len(_postponed))]:
+        registration.release(synchronize=True)
+
+
+def _limit(nbytes: int) -> str:
+    return "unlimited" if nbytes == resource.RLIM_INFINITY else f"{nbytes:,} bytes"

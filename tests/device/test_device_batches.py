@@ -1,0 +1,341 @@
+"""Batches that are copied to a device ahead of the program, against a scripted driver, in any order."""
+
+import collections
+import pickle
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from scripted_driver import ScriptedDriver
+
+from shmloader.codec.layout import (
+    ARRAY,
+    CODE_OF_TORCH_DTYPE,
+    LONE_LEAF,
+    TENSOR,
+    Leaf,
+    align,
+    join_header,
+)
+from shmloader.device import batches as device_batches
+from shmloader.device import pinned
+from shmloader.device.batches import DeviceBatches, plan_of
+from shmloader.device.guard import DeviceGuard
+from shmloader.device.moving import is_plain, to_device
+from shmloader.shared_memory import PAGE_NBYTES, MemfdSegment
+from shmloader.slots import SlotPool, SlotState
+from shmloader.slots import pool as pools
+
+UINT8 = CODE_OF_TORCH_DTYPE[torch.uint8]
+NBYTES = 3000
+
+
+def _header(leaves: list[Leaf], structure: bytes | None = None) -> bytes:
+    marks = [pickle.PickleBuffer(bytearray(1)) for _ in leaves]
+    found = structure or pickle.dumps(marks, 5, buffer_callback=lambda _: None)
+    return join_header([found], [leaf.pack() for leaf in leaves])
+
+
+LONE = _header([Leaf(TENSOR, UINT8, 0, (NBYTES,))], LONE_LEAF)
+
+
+class DeviceMachine(RuleBasedStateMachine):
+    """A program that takes batches, has its streams work on them, drops them, breaks off and begins again.
+
+    The scripted allocator gives memory that was freed to the next batch of the same stream at once. Each
+    batch is full of its number: whoever reads another one has read too early or too late.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        pinned._registered.clear()
+        self.driver = ScriptedDriver()
+        self.other = self.driver.new_stream()
+        self._wait_s, pools.MOST_GUARD_WAIT_S = pools.MOST_GUARD_WAIT_S, 0.0
+        self.number = 0
+        self.begin_loader()
+
+    def begin_loader(self) -> None:
+        self.pool = SlotPool(MemfdSegment(), 2, 8 * PAGE_NBYTES)
+        self.pool.guard = DeviceGuard(self.driver)
+        self.batches = DeviceBatches(self.pool.guard, 0)
+        self.ahead: collections.deque = collections.deque()
+        self.held: list = []
+
+    @precondition(lambda self: len(self.ahead) < 3)
+    @rule()
+    def begin(self) -> None:
+        self.number = self.number % 250 + 1
+        slot = self.pool.grant()
+        self.pool.reserve(slot, NBYTES)
+        np.frombuffer(self.pool.map(slot).buffer, np.uint8)[:NBYTES] = self.number
+        self.pool.publish(slot, slot.nbytes, NBYTES)
+        anchor = self.pool.lease(slot)[0] if self.pool.can_lease() else self.pool.spill(slot)
+        copy = self.batches.begin(slot, anchor, LONE)
+        assert copy is not None
+        self.ahead.append((copy, self.number))
+
+    @precondition(lambda self: self.ahead)
+    @rule()
+    def finish(self) -> None:
+        copy, number = self.ahead.popleft()
+        self.held.append((copy.finish(), number))
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 99), drop=st.booleans())
+    def work(self, which: int, drop: bool) -> None:
+        """Queue a kernel that reads a batch, and may let the program drop it before it runs."""
+        place = which % len(self.held)
+        batch, number = self.held[place]
+        address = batch.data_ptr()
+
+        def kernel() -> None:
+            found = set(np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * NBYTES).from_address(address)))
+            if found != {number}:
+                self.driver.violations.append(f"a kernel read {found} instead of {number}")
+
+        self.driver.launch(self.driver.current[0], kernel)
+        if drop:
+            del self.held[place]
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 99))
+    def drop(self, which: int) -> None:
+        del self.held[which % len(self.held)]
+
+    @precondition(lambda self: any(map(self.driver.can_advance, self.driver.streams)))
+    @rule(which=st.integers(0, 99))
+    def advance(self, which: int) -> None:
+        ready = [number for number in self.driver.streams if self.driver.can_advance(number)]
+        self.driver.advance(ready[which % len(ready)])
+
+    @precondition(lambda self: not self.held)
+    @rule()
+    def change_the_current_stream(self) -> None:
+        """With nothing held: a batch that is used on two streams is the program's own affair."""
+        self.driver.current[0] = self.other if self.driver.current[0] == 0 else 0
+
+    @rule()
+    def break_off(self) -> None:
+        self.ahead.clear()
+
+    @rule()
+    def close(self) -> None:
+        self.ahead.clear()
+        self.pool.close()
+        self.begin_loader()
+
+    @invariant()
+    def nothing_is_violated(self) -> None:
+        assert self.driver.violations == []
+
+    def teardown(self) -> None:
+        self.ahead.clear()
+        self.pool.close()
+        self.driver.drain()
+        self.nothing_is_violated()
+        assert self.driver.registered == {}
+        assert self.driver._events == 0
+        pools.MOST_GUARD_WAIT_S = self._wait_s
+
+
+TestDevice = DeviceMachine.TestCase
+TestDevice.settings = settings(max_examples=80, stateful_step_count=60, deadline=None)
+
+
+@pytest.fixture
+def driver():
+    pinned._registered.clear()
+    driver = ScriptedDriver()
+    yield driver
+    driver.drain()
+    assert driver.violations == []
+    assert driver.registered == {}
+
+
+@pytest.fixture
+def pool(driver: ScriptedDriver):
+    pool = SlotPool(MemfdSegment(), 1, 400 * PAGE_NBYTES)
+    pool.guard = DeviceGuard(driver)
+    yield pool
+    pool.close()
+
+
+def _leaves(pool: SlotPool, *tensors: torch.Tensor, kinds: tuple[int, ...] = (), gap: int = 0):
+    """A leased slot with these leaves: the slot, its anchor, its header."""
+    rows, end = [], 0
+    kinds = kinds or (TENSOR,) * len(tensors)
+    for tensor, kind in zip(tensors, kinds, strict=True):
+        rows.append(Leaf(kind, CODE_OF_TORCH_DTYPE[tensor.dtype], end, tuple(tensor.shape)))
+        end = align(end + tensor.nbytes) + gap
+    slot = pool.grant()
+    extent = pool.reserve(slot, max(end, 1))
+    for leaf, tensor in zip(rows, tensors, strict=True):
+        if tensor.numel():
+            memory = np.frombuffer(extent.buffer, np.uint8)[leaf.offset : leaf.offset + tensor.nbytes]
+            memory[:] = tensor.reshape(-1).view(torch.uint8).numpy()
+    pool.publish(slot, slot.nbytes, end)
+    return slot, pool.lease(slot)[0], _header(rows)
+
+
+MIXED = (
+    torch.arange(6, dtype=torch.float32).reshape(2, 3),
+    torch.tensor(7),
+    torch.zeros(0, 4, dtype=torch.int16),
+    torch.arange(5, dtype=torch.int64),
+    torch.ones(3, dtype=torch.bfloat16),
+    torch.tensor([1 + 2j], dtype=torch.complex128),
+    torch.tensor([True, False]),
+)
+
+
+def test_leaves_come_as_they_are(driver: ScriptedDriver, pool: SlotPool) -> None:
+    slot, anchor, header = _leaves(pool, *MIXED)
+    copy = DeviceBatches(pool.guard, 0).begin(slot, anchor, header)
+    del anchor
+    batch = copy.finish()
+    driver.drain()
+    for found, expected in zip(batch, MIXED, strict=True):
+        assert (found.dtype, found.shape, found.stride()) == (
+            expected.dtype,
+            expected.shape,
+            expected.stride(),
+        )
+        assert torch.equal(found, expected)
+    assert len(driver.copied) == 1
+    pool.collect()
+    assert slot.state is SlotState.FREE  # by the copy's own event
+
+
+def test_leaves_are_tensors_of_their_own_for_autograd(driver: ScriptedDriver, pool: SlotPool) -> None:
+    """Views of one tensor would share its version: writing to one would make the others' gradients fail."""
+    slot, anchor, header = _leaves(pool, torch.ones(4), torch.ones(4))
+    first, second = DeviceBatches(pool.guard, 0).begin(slot, anchor, header).finish()
+    del anchor
+    driver.drain()
+    weight = torch.ones(4, requires_grad=True)
+    product = (weight * first).sum()
+    second.zero_()
+    product.backward()
+    assert torch.equal(weight.grad, torch.ones(4))
+    assert not first._is_view()
+
+
+def test_a_large_leaf_has_memory_of_its_own(driver: ScriptedDriver, pool: SlotPool) -> None:
+    """Whoever keeps the labels does not keep the images."""
+    images = torch.zeros(device_batches.LARGE_NBYTES, dtype=torch.uint8)
+    slot, anchor, header = _leaves(pool, torch.ones(4), images, torch.ones(5), torch.ones(6))
+    batch = DeviceBatches(pool.guard, 0).begin(slot, anchor, header).finish()
+    del anchor
+    assert [tensor.untyped_storage().nbytes() for tensor in batch][:2] == [16, images.nbytes]
+    assert batch[2].untyped_storage().data_ptr() == batch[3].untyped_storage().data_ptr()
+    assert len(driver.copied) == 3
+    assert driver.copied[1] == images.nbytes
+
+
+def test_small_leaves_far_apart_are_copied_apart(driver: ScriptedDriver, pool: SlotPool) -> None:
+    slot, anchor, header = _leaves(pool, torch.ones(4), torch.ones(4), gap=2 * PAGE_NBYTES)
+    DeviceBatches(pool.guard, 0).begin(slot, anchor, header)
+    del anchor
+    assert driver.copied == [16, 16]
+
+
+def test_one_copy_takes_no_more_than_its_limit() -> None:
+    rows = [Leaf(TENSOR, UINT8, place << 17, (1 << 17,)) for place in range(200)]
+    plan = plan_of(b"".join(leaf.pack() for leaf in rows))
+    assert max(run.nbytes for run in plan.runs) == device_batches.MOST_RUN_NBYTES
+    assert sum(len(run.places) for run in plan.runs) == 200
+
+
+def test_arrays_stay_and_are_guarded(driver: ScriptedDriver, pool: SlotPool) -> None:
+    """The program may begin copies of them itself."""
+    slot, anchor, header = _leaves(pool, torch.ones(4), torch.arange(4), kinds=(TENSOR, ARRAY))
+    tensor, array = DeviceBatches(pool.guard, 0).begin(slot, anchor, header).finish()
+    del anchor
+    assert type(array) is np.ndarray
+    driver.drain()
+    pool.collect()
+    assert slot.state is SlotState.LEASED
+    assert array.tolist() == [0, 1, 2, 3]
+    driver.launch(0, lambda: None)
+    del array
+    pool.collect()
+    assert slot.state is SlotState.GUARDED
+    assert torch.equal(tensor, torch.ones(4))
+
+
+def test_a_slot_that_was_sent_is_guarded_the_next_time(driver: ScriptedDriver, pool: SlotPool) -> None:
+    """That its lease needs no guard is said of one batch, and not of the slot."""
+    slot, anchor, header = _leaves(pool, torch.ones(4))
+    DeviceBatches(pool.guard, 0).begin(slot, anchor, header)
+    del anchor
+    driver.drain()
+    pool.collect()
+    again, anchor, _ = _leaves(pool, torch.ones(4))
+    assert again is slot
+    driver.read_late(0, anchor.ctypes.data, 1, 0)
+    del anchor
+    pool.collect()
+    assert slot.state is SlotState.GUARDED
+
+
+def test_a_spilled_batch_leaves_the_slot_guarded(driver: ScriptedDriver, pool: SlotPool) -> None:
+    slot, anchor, header = _leaves(pool, torch.ones(4))
+    del anchor
+    driver.drain()
+    pool.collect()
+    DeviceBatches(pool.guard, 0).begin(slot, np.zeros(64, np.uint8), header)
+    assert not slot.unguarded
+
+
+class Point(NamedTuple):
+    x: object
+    y: object
+
+
+def test_batches_with_classes_of_their_own_move_themselves(pool: SlotPool) -> None:
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    header = join_header([pickle.dumps(Point(1, 2))], [])
+    slot = pool.grant()
+    assert DeviceBatches(pool.guard, 0).begin(slot, np.zeros(64, np.uint8), header) is None
+    calls = []
+
+    class Own:
+        def to(self, device: torch.device, non_blocking: bool = False) -> str:
+            calls.append((device, non_blocking))
+            return "moved"
+
+    class Old:
+        def to(self, device: torch.device) -> str:
+            calls.append((device, None))
+            return "moved too"
+
+    device = torch.device("meta")
+    batch = to_device(
+        {"p": Point(torch.ones(1), "x"), "own": [Own(), Old()], "packed": packed, "n": range(2), "b": b""},
+        device,
+    )
+    assert batch["own"] == ["moved", "moved too"]
+    assert calls == [(device, True), (device, None)]
+    assert batch["p"].x.device.type == "meta"
+    assert batch["p"].y == "x"
+    assert (batch["n"], batch["b"]) == ([0, 1], b"")
+    assert batch["packed"].data.device.type == "meta"
+    assert batch["packed"].batch_sizes.device.type == "cpu"
+
+
+def test_what_is_plain() -> None:
+    tensor = torch.ones(2)
+    assert is_plain({"a": [tensor, (1, "x", None, np.ones(2))], "b": {}})
+    others = (
+        Point(tensor, tensor),
+        torch.nn.Parameter(tensor),
+        tensor.to_sparse(),
+        tensor.to("meta"),
+        object(),
+    )
+    assert not any(map(is_plain, others))
