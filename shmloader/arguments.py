@@ -89,7 +89,7 @@ def device_of(loader: Any) -> torch.device | None:
     there: Any = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if there is None or there.type != device.type:
         found = "no accelerator" if there is None else f"torch's accelerator is {there.type!r}"
-        raise RuntimeError(f"device={loader.device!r} is not available: {found}. Pass device='cpu', or None")
+        raise RuntimeError(f"device='{device}' is not available: {found}. Pass device='cpu', or None")
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     return torch.device(device.type, index)
 

@@ -1,0 +1,227 @@
+"""`CudaDriver` against a library of its functions that is compiled with NVIDIA's own header.
+
+The compiler refuses a function whose parameters are not those of ``cuda.h``; the functions note what ctypes
+hands them. So a wrong type, order or width of an argument is found without a device.
+"""
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from shmloader.device import driver as drivers
+from shmloader.device.driver import CudaDriver, DriverError, Event, open_driver
+
+HEADERS = [Path(root) / "include/cuda.h" for root in ("/usr/local/cuda", "/usr")]
+HEADER = next((path for path in HEADERS if path.exists()), None)
+COMPILER = shutil.which("cc")
+
+SOURCE = r"""
+#include <cuda.h>
+#include <stdio.h>
+#include <string.h>
+char noted[4096];
+int answer;       /* what calls return but for those that cannot fail */
+int capturing;    /* the stream that captures */
+static CUresult note(const char *name, unsigned long long a, unsigned long long b, unsigned long long c,
+                     unsigned long long d) {
+    size_t used = strlen(noted);
+    snprintf(noted + used, sizeof noted - used, "%s %llx %llx %llx %llx\n", name, a, b, c, d);
+    return answer;
+}
+#define N(x) ((unsigned long long)(x))
+CUresult CUDAAPI cuInit(unsigned int f) { return note("init", f, 0, 0, 0); }
+CUresult CUDAAPI cuDriverGetVersion(int *v) { *v = 12080; return 0; }
+CUresult CUDAAPI cuGetErrorName(CUresult e, const char **s) { *s = e == 2 ? "NAME_OF_2" : 0; return 0; }
+CUresult CUDAAPI cuDeviceGet(CUdevice *d, int n) { *d = n + 50; return 0; }
+CUresult CUDAAPI cuDevicePrimaryCtxGetState(CUdevice d, unsigned int *f, int *a)
+    { *f = 9; *a = d == 51; return 0; }
+CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext *c, CUdevice d)
+    { *c = (CUcontext)(0x7000000000000ull + d); return 0; }
+CUresult CUDAAPI cuCtxPushCurrent(CUcontext c) { note("push", N(c), 0, 0, 0); return 0; }
+CUresult CUDAAPI cuCtxPopCurrent(CUcontext *c) { *c = 0; note("pop", 0, 0, 0, 0); return 0; }
+CUresult CUDAAPI cuCtxSynchronize(void) { return note("sync", 0, 0, 0, 0); }
+CUresult CUDAAPI cuCtxRecordEvent(CUcontext c, CUevent e) { return note("ctxrecord", N(c), N(e), 0, 0); }
+CUresult CUDAAPI cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *m) {
+    static CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+    CUstreamCaptureMode before = mode;
+    mode = *m; *m = before; note("mode", mode, 0, 0, 0); return 0; }
+CUresult CUDAAPI cuMemHostRegister(void *p, size_t n, unsigned int f)
+    { return note("register", N(p), n, f, 0); }
+CUresult CUDAAPI cuMemHostUnregister(void *p) { return note("unregister", N(p), 0, 0, 0); }
+CUresult CUDAAPI cuMemcpyHtoDAsync(CUdeviceptr d, const void *p, size_t n, CUstream s)
+    { return note("copy", d, N(p), n, N(s)); }
+CUresult CUDAAPI cuEventCreate(CUevent *e, unsigned int f) {
+    static unsigned long long next = 0x6000000000000ull; *e = (CUevent)next++;
+    note("event", f, 0, 0, 0); return 0; }
+CUresult CUDAAPI cuEventRecord(CUevent e, CUstream s) { return note("record", N(e), N(s), 0, 0); }
+CUresult CUDAAPI cuEventQuery(CUevent e) { return note("query", N(e), 0, 0, 0); }
+CUresult CUDAAPI cuStreamCreate(CUstream *s, unsigned int f)
+    { *s = (CUstream)0x5000000000000ull; return note("stream", f, 0, 0, 0); }
+CUresult CUDAAPI cuStreamDestroy(CUstream s) { return note("destroy", N(s), 0, 0, 0); }
+CUresult CUDAAPI cuStreamSynchronize(CUstream s) { return note("drain", N(s), 0, 0, 0); }
+CUresult CUDAAPI cuStreamWaitEvent(CUstream s, CUevent e, unsigned int f)
+    { return note("wait", N(s), N(e), f, 0); }
+CUresult CUDAAPI cuStreamIsCapturing(CUstream s, CUstreamCaptureStatus *c) {
+    *c = N(s) == capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE; return 0; }
+"""
+
+CONTEXT = 0x7000000000000 + 51  # of device 1
+BIG = 0x7F12_3456_7000  # wider than 32 bits
+LONG = (5 << 32) + 4096
+
+
+class Library:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.inside = ctypes.CDLL(str(path))
+
+    def take(self) -> list[str]:
+        noted = (ctypes.c_char * 4096).in_dll(self.inside, "noted")
+        lines = noted.value.decode().splitlines()
+        noted.value = b""
+        return [line for line in lines if line.split()[0] not in {"push", "pop", "mode"}]
+
+    def answer(self, code: int) -> None:
+        ctypes.c_int.in_dll(self.inside, "answer").value = code
+
+    def capture(self, stream: int) -> None:
+        ctypes.c_int.in_dll(self.inside, "capturing").value = stream
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if HEADER is None or COMPILER is None:
+        pytest.skip("needs cuda.h and a C compiler")
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "driver.c").write_text(SOURCE)
+    command = [COMPILER, "-shared", "-fPIC", "-Werror", "-I", HEADER.parent, "-o", folder / "libcuda.so"]
+    subprocess.run([*command, folder / "driver.c"], check=True)
+    return folder / "libcuda.so"
+
+
+@pytest.fixture
+def library(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    library = Library(compiled)
+    library.capture(-1)
+    yield library
+    library.answer(0)
+    library.capture(-1)
+    library.take()
+
+
+@pytest.fixture
+def driver(library: Library) -> CudaDriver:
+    driver = CudaDriver(str(library.path))
+    assert library.take() == ["init 0 0 0 0"]
+    return driver
+
+
+def test_every_function_is_declared_and_called_as_in_the_header(library: Library, driver: CudaDriver) -> None:
+    assert driver.version() == 12080
+    assert driver.active_devices() == [1]
+    driver.register(BIG, LONG)
+    driver.unregister(BIG)
+    driver.copy(BIG + 1, BIG + 2, LONG, BIG + 3, 1)
+    event = driver.record(BIG + 4, 1)
+    driver.wait(BIG + 5, event)
+    assert driver.is_done(event)
+    stream = driver.create_stream(1)
+    driver.destroy_stream(stream, 1)
+    driver.synchronize()
+    driver.recycle(event)
+    assert driver.record_all(1) is event
+    handle = 0x6000000000000
+    assert library.take() == [
+        f"register {BIG:x} {LONG:x} 1 0",
+        f"unregister {BIG:x} 0 0 0",
+        f"copy {BIG + 1:x} {BIG + 2:x} {LONG:x} {BIG + 3:x}",
+        "event 2 0 0 0",
+        f"record {handle:x} {BIG + 4:x} 0 0",
+        f"wait {BIG + 5:x} {handle:x} 0 0",
+        f"query {handle:x} 0 0 0",
+        "stream 1 0 0 0",
+        "drain 5000000000000 0 0 0",
+        "destroy 5000000000000 0 0 0",
+        "sync 0 0 0 0",
+        f"ctxrecord {CONTEXT:x} {handle:x} 0 0",
+    ]
+    with open(HEADER) as header:
+        text = header.read()
+    assert all(name.removesuffix("_v2") + "(" in text for name in drivers.SIGNATURES)
+
+
+def test_calls_are_made_in_the_devices_context_and_leave_the_threads_state(
+    library: Library, driver: CudaDriver
+) -> None:
+    driver.register(BIG, LONG)
+    noted = (ctypes.c_char * 4096).in_dll(library.inside, "noted").value.decode().split("\n")
+    assert [line.split()[:2] for line in noted[:-1]] == [
+        ["push", f"{CONTEXT:x}"],  # of the device that is in use, not of the current one
+        ["mode", "2"],
+        ["register", f"{BIG:x}"],
+        ["mode", "0"],
+        ["pop", "0"],
+    ]
+
+
+def test_errors_have_the_drivers_name(library: Library, driver: CudaDriver) -> None:
+    library.answer(2)
+    with pytest.raises(DriverError, match=r"cuMemHostRegister_v2 failed: NAME_OF_2 \(2\)") as caught:
+        driver.register(BIG, LONG)
+    assert not caught.value.is_of_capture
+    event = Event(ctypes.c_void_p(1), 1)
+    library.answer(600)
+    assert not driver.is_done(event)
+    library.answer(900)
+    with pytest.raises(DriverError) as caught:
+        driver.record_all(1)
+    assert caught.value.is_of_capture
+    with pytest.raises(DriverError):
+        driver.is_done(event)
+
+
+def test_captures_are_found_on_streams_of_torch_and_on_the_default_stream(
+    library: Library, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    class Stream:
+        def __init__(self, device: int, priority: int) -> None:
+            made.append(priority)
+            self.cuda_stream = 1000 + len(made) % 32 + 100 * priority
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    assert not driver.captures_open()
+    assert len(made) == 64
+    for stream in (1000, 931, 0):
+        library.capture(stream)
+        assert driver.captures_open()
+    library.capture(5)
+    assert not driver.captures_open()
+    assert len(made) == 64
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert driver.captures_open()
+
+
+def test_an_older_driver_and_no_driver_are_told_apart(
+    compiled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setitem(drivers.SIGNATURES, "cuOfTomorrow", ())
+    original = CudaDriver.__init__
+    monkeypatch.setattr(CudaDriver, "__init__", lambda self: original(self, str(compiled)))
+    open_driver.cache_clear()
+    assert "older than CUDA 12.5" in open_driver()
+    monkeypatch.setattr(CudaDriver, "__init__", lambda self: original(self, "libcuda.so.nowhere"))
+    open_driver.cache_clear()
+    assert "cannot be loaded" in open_driver()
+    open_driver.cache_clear()

@@ -1,0 +1,425 @@
+"""Loaders with real workers, whose accelerator is a scripted driver: batches pinned, and on a device."""
+
+import itertools
+import multiprocessing
+import random
+import subprocess
+import sys
+import warnings
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from scripted_driver import ScriptedDriver
+from torch.utils.data import Dataset, IterableDataset
+
+from shmloader import DataLoader, torch_private
+from shmloader.device import delivery, pinned
+from shmloader.device.driver import open_driver
+from shmloader.errors import LoaderError
+
+BATCHES = 30
+
+
+class Samples(Dataset):
+    """Images full of their index, a label, a name."""
+
+    def __init__(self, length: int = 4 * BATCHES, raises: int = -1) -> None:
+        self.length = length
+        self.raises = raises
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict:
+        if index == self.raises:
+            raise LookupError(f"sample {index}")
+        return {
+            "image": torch.full((1000,), index % 200, dtype=torch.uint8),
+            "label": index,
+            "name": str(index),
+        }
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([torch.full((100,), index) for index in range(40)])
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: list
+
+
+def pairs(samples: list) -> Pair:
+    images = torch.stack([sample["image"] for sample in samples])
+    return Pair(images, [np.arange(3), "x"])
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch):
+    """An accelerator, as far as torch's loader and ours can see."""
+    pinned._registered.clear()
+    scripted = ScriptedDriver(devices=2)
+    scripted.pins, scripted.moves = [], []
+
+    def pin(batch, device=None):
+        scripted.pins.append(type(batch))
+        return batch
+
+    def move(batch, device):
+        scripted.moves.append(device)
+        return batch
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(delivery, "open_driver", lambda: scripted)
+    monkeypatch.setattr(torch_private, "pin_memory", pin)
+    monkeypatch.setattr(delivery, "to_device", move)
+    yield scripted
+    scripted.drain()
+    assert scripted.violations == []
+    assert scripted.registered == {}
+    assert pinned.pinned_nbytes() == 0
+
+
+def _some(driver: ScriptedDriver, chance: random.Random) -> None:
+    """Let the device do some of its work."""
+    for _ in range(chance.randrange(6)):
+        ready = [number for number in driver.streams if driver.can_advance(number)]
+        if ready:
+            driver.advance(chance.choice(ready))
+
+
+def _label(driver: ScriptedDriver, batch: dict) -> int:
+    """The first label, once the device has done its work."""
+    driver.drain()
+    return int(batch["label"][0])
+
+
+def _train(driver: ScriptedDriver, loader: DataLoader, first: int = 0) -> int:
+    """What a program does that queues reads of its batches and drops them; returns how many there were."""
+    chance = random.Random(0)
+    side = driver.new_stream()
+    count = first
+    for batch in loader:
+        images = batch["image"] if isinstance(batch, dict) else batch
+        for row, image in enumerate(images):
+            number = (count * len(images) + row) % 200
+            if loader.device is None:
+                driver.read_late(side, image.data_ptr(), image.nbytes, number)
+            else:
+                driver.launch(driver.current[0], _reader(driver, image.data_ptr(), image.nbytes, number))
+        count += 1
+        del batch, images, image
+        _some(driver, chance)
+    driver.drain()
+    return count
+
+
+def _reader(driver: ScriptedDriver, address: int, nbytes: int, number: int):
+    reads = SimpleNamespace(streams={0: driver.streams[0]}, violations=driver.violations)
+
+    def read() -> None:
+        import ctypes
+
+        found = set(ctypes.string_at(address, nbytes))
+        if found != {number}:
+            reads.violations.append(f"a kernel read {sorted(found)[:3]} instead of {number}")
+
+    return read
+
+
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_late_reads_of_an_epoch(driver: ScriptedDriver, start_method: str, device: str | None) -> None:
+    with DataLoader(
+        Samples(),
+        batch_size=4,
+        num_workers=2,
+        pin_memory=device is None,
+        device=device,
+        multiprocessing_context=start_method,
+        persistent_workers=True,
+    ) as loader:
+        for _ in range(2):
+            assert _train(driver, loader) == BATCHES
+        assert driver.registered
+        statistics = loader.statistics()
+        assert (statistics.pin_copies, statistics.spills, driver.pins, driver.moves) == (0, 0, [], [])
+        assert len(driver.copied) == (0 if device is None else 2 * BATCHES)
+
+
+def test_without_the_guard_batches_are_corrupted(driver: ScriptedDriver) -> None:
+    """The test above can fail."""
+    driver.all_is_late = True
+    with DataLoader(Samples(), batch_size=4, num_workers=2, pin_memory=True) as loader:
+        iterator = iter(loader)
+        iterator.pool.guard = None
+        side = driver.new_stream()
+        for count, batch in enumerate(iterator):
+            image = batch["image"][0]
+            driver.read_late(side, image.data_ptr(), 1000, count * 4 % 200)
+            del batch, image
+            while len(driver.streams[side].queue) > 8:  # it is eight batches behind
+                driver.advance(side)
+    assert driver.violations
+    driver.violations.clear()
+    driver.streams[side].queue.clear()
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_batches_are_the_same(driver: ScriptedDriver, in_order: bool) -> None:
+    expected = list(DataLoader(Samples(), batch_size=4, num_workers=2))
+    with DataLoader(Samples(), batch_size=4, num_workers=2, device="cuda:0", in_order=in_order) as loader:
+        found = list(loader)
+        driver.drain()
+    found.sort(key=lambda batch: int(batch["label"][0]))
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one["name"] == other["name"]
+        assert torch.equal(one["image"], other["image"])
+        assert torch.equal(one["label"], other["label"])
+
+
+def test_the_next_batch_is_copied_before_it_is_asked_for(driver: ScriptedDriver) -> None:
+    with DataLoader(Samples(), batch_size=4, num_workers=1, prefetch_factor=4, device="cuda") as loader:
+        iterator = iter(loader)
+        next(iterator)
+        while iterator._dispatcher.ledger.next_arrived(in_order=True) is None:
+            iterator._dispatcher.look_at(0)
+        next(iterator)
+        assert len(driver.copied) == 3
+
+
+def test_a_break_and_another_epoch(driver: ScriptedDriver) -> None:
+    with DataLoader(Samples(), batch_size=4, num_workers=2, device="cuda", persistent_workers=True) as loader:
+        for stop in (1, 5, 0, 2):
+            for count, _ in enumerate(loader):
+                if count == stop:
+                    break
+        assert _train(driver, loader) == BATCHES
+
+
+def test_states_count_what_the_program_has(driver: ScriptedDriver) -> None:
+    """And not what is on its way."""
+    with DataLoader(Samples(), batch_size=4, num_workers=2, device="cuda") as loader:
+        iterator = iter(loader)
+        for _ in range(7):
+            next(iterator)
+        state = loader.state_dict()
+        assert state["batches"] == 7
+    with DataLoader(Samples(), batch_size=4, num_workers=1, device="cuda") as loader:
+        loader.load_state_dict(state)
+        assert _train(driver, loader, 7) == BATCHES
+
+
+def test_exceptions_come_in_their_place(driver: ScriptedDriver) -> None:
+    with DataLoader(Samples(raises=21), batch_size=4, num_workers=2, device="cuda") as loader:
+        iterator = iter(loader)
+        labels = [_label(driver, next(iterator)) for _ in range(5)]
+        with pytest.raises(LookupError, match="sample 21"):
+            next(iterator)
+        labels += [_label(driver, batch) for batch in iterator]
+    assert labels == [first for first in range(0, 4 * BATCHES, 4) if first != 20]
+
+
+def test_bad_samples_and_streams(driver: ScriptedDriver) -> None:
+    with (
+        DataLoader(Samples(raises=21), batch_size=4, num_workers=2, device="cuda", on_error="skip") as loader,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        assert sum(len(batch["label"]) for batch in loader) == 4 * BATCHES - 1
+        assert loader.statistics().bad_samples == 1
+    with DataLoader(Stream(), batch_size=4, num_workers=2, device="cuda") as loader:
+        batches = list(loader)
+        driver.drain()
+        assert sorted(int(batch[0, 0]) for batch in batches) == sorted(2 * list(range(0, 40, 4)))
+
+
+def test_held_batches_do_not_change(driver: ScriptedDriver) -> None:
+    with DataLoader(Samples(), batch_size=4, num_workers=2, device="cuda", batch_sampler=None) as loader:
+        kept = list(itertools.islice(loader, 20))
+    driver.drain()
+    for count, batch in enumerate(kept):
+        assert batch["image"][:, 0].tolist() == [(4 * count + row) % 200 for row in range(4)]
+
+
+def test_two_loaders_and_two_devices(driver: ScriptedDriver) -> None:
+    options = {"batch_size": 4, "num_workers": 1}
+    with DataLoader(Samples(), device="cuda:0", **options) as one:
+        with DataLoader(Samples(), device="cuda:1", **options) as two:
+            for count, (first, second) in enumerate(zip(one, two, strict=True)):
+                if count % 5 == 0:
+                    driver.drain()
+                    assert torch.equal(first["image"], second["image"])
+        devices = {stream.device for number, stream in driver.streams.items() if number >= 100}
+    assert devices == {0, 1}
+
+
+def test_another_stream_than_at_the_copy(driver: ScriptedDriver) -> None:
+    """The caching allocator is told, since the memory belongs to the first one."""
+    with DataLoader(Samples(), batch_size=4, num_workers=1, device="cuda", prefetch_factor=4) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        while iterator._dispatcher.ledger.next_arrived(in_order=True) is None:
+            iterator._dispatcher.look_at(0)
+        next(iterator)
+        driver.current[0] = driver.new_stream()
+        assert not hasattr(driver, "_kept")
+        next(iterator)
+        assert driver._kept
+
+
+def test_inside_a_capture(driver: ScriptedDriver) -> None:
+    with DataLoader(Samples(), batch_size=4, num_workers=2, device="cuda") as loader:
+        iterator = iter(loader)
+        next(iterator)
+        driver.captures.add(0)
+        with pytest.raises(LoaderError, match="Take the batch before the capture begins"):
+            next(iterator)
+        driver.captures.clear()
+        assert _label(driver, next(iterator)) == 4
+
+
+def test_pinned_batches_inside_a_capture_are_copies(driver: ScriptedDriver) -> None:
+    with DataLoader(Samples(), batch_size=4, num_workers=2, pin_memory=True) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        driver.captures.add(0)
+        next(iterator)
+        assert (len(driver.pins), loader.statistics().pin_copies) == (1, 1)
+        driver.captures.clear()
+        next(iterator)
+        assert len(driver.pins) == 1
+
+
+def test_a_copy_that_fails_ahead_fails_in_its_place(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocate, calls = driver.allocate, itertools.count()
+
+    def refuse(nbytes: int, device: int) -> torch.Tensor:
+        if next(calls) in {3, 4, 5}:
+            raise torch.OutOfMemoryError("no memory on the device")
+        return allocate(nbytes, device)
+
+    monkeypatch.setattr(driver, "allocate", refuse)
+    with DataLoader(Samples(), batch_size=4, num_workers=1, device="cuda", prefetch_factor=4) as loader:
+        iterator, labels = iter(loader), []
+        while True:
+            try:
+                labels.append(_label(driver, next(iterator)))
+            except torch.OutOfMemoryError:
+                labels.append(-1)
+            except StopIteration:
+                break
+    assert len(labels) == BATCHES
+    assert -1 in labels
+    assert all(label in {4 * place, -1} for place, label in enumerate(labels))
+
+
+def test_classes_of_the_programs_own(driver: ScriptedDriver) -> None:
+    options = {"batch_size": 4, "num_workers": 1, "collate_fn": pairs}
+    with DataLoader(Samples(), device="cuda", **options) as loader:
+        for batch in loader:
+            assert type(batch) is Pair
+            driver.read_late(0, batch.first.data_ptr(), 1, int(batch.first[0, 0]))
+            del batch
+        assert driver.moves == [torch.device("cuda", 0)] * BATCHES
+        assert driver.pins == []
+        driver.drain()
+    with DataLoader(Samples(), pin_memory=True, **options) as loader:
+        assert sum(1 for _ in loader) == BATCHES
+        assert len(driver.pins) == BATCHES  # torch's function: it calls methods pin_memory
+        assert loader.statistics().pin_copies == 0
+
+
+def test_empty_batches(driver: ScriptedDriver) -> None:
+    data = [torch.zeros(0)] * 6
+    for options in ({"device": "cuda"}, {"pin_memory": True}):
+        with DataLoader(data, batch_size=2, num_workers=1, **options) as loader:
+            assert [batch.shape for batch in loader] == [(2, 0)] * 3
+            driver.drain()
+
+
+def test_cuda_is_initialised_after_workers_are_forked(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = []
+
+    def opened() -> ScriptedDriver:
+        workers.append(len(multiprocessing.active_children()))
+        return driver
+
+    monkeypatch.setattr(delivery, "open_driver", opened)
+    with DataLoader(Samples(), num_workers=2, pin_memory=True, multiprocessing_context="fork") as loader:
+        iter(loader)
+    assert workers == [2]
+
+
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_where_slots_cannot_be_locked(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch, device: str | None
+) -> None:
+    """The reason is said once; batches are copied to torch's pinned memory, and then to the device."""
+    monkeypatch.setattr(delivery, "_told", set())
+    monkeypatch.setattr(delivery, "open_driver", lambda: "the driver is too old")
+    with DataLoader(Samples(), batch_size=4, num_workers=2, pin_memory=True, device=device) as loader:
+        with pytest.warns(RuntimeWarning, match="not page-locked: the driver is too old. Batches are copied"):
+            iterator = iter(loader)
+        assert sum(1 for _ in iterator) == BATCHES
+        assert loader.statistics().pin_copies == len(driver.pins) == BATCHES
+        assert len(driver.moves) == (0 if device is None else BATCHES)
+        assert sum(1 for _ in loader) == BATCHES  # no second warning
+
+
+def test_torch_without_cuda_says_so() -> None:
+    open_driver.cache_clear()
+    if torch.version.cuda is None:
+        assert "locked for CUDA only" in open_driver()
+    open_driver.cache_clear()
+
+
+def test_without_workers(driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shmloader.device.to_device", delivery.to_device)
+    loader = DataLoader(Samples(), batch_size=4, device="cuda")
+    assert sum(1 for _ in loader) == BATCHES
+    assert (len(driver.pins), len(driver.moves)) == (BATCHES, BATCHES)
+
+
+def test_where_torchs_own_iterator_loads(driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shmloader.device.to_device", delivery.to_device)
+    monkeypatch.setattr("shmloader.loading.must_load_as_torch", lambda loader: True)
+    loader = DataLoader(Samples(), batch_size=4, device="cuda:1")
+    assert sum(1 for _ in loader) == BATCHES
+    assert driver.moves == [torch.device("cuda", 1)] * BATCHES
+
+
+def test_devices_that_are_none() -> None:
+    with pytest.raises(RuntimeError, match="device"):
+        DataLoader(Samples(), device="nothing")
+    if not torch.accelerator.is_available():
+        for workers in (0, 1):
+            with pytest.raises(RuntimeError, match="device='cuda' is not available: no accelerator"):
+                iter(DataLoader(Samples(), num_workers=workers, device="cuda"))
+
+
+PROGRAM = """
+import sys, warnings
+warnings.simplefilter("ignore")
+from shmloader import DataLoader
+for options in ({"pin_memory": True}, {"device": "cpu"}, {}):
+    with DataLoader(list(range(8)), num_workers=1, **options) as loader:
+        assert sum(map(int, loader)) == 28
+print([name for name in sys.modules if name.startswith("shmloader.device")])
+"""
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator, so it is used")
+def test_without_an_accelerator_nothing_is_imported_in_a_fresh_interpreter() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
