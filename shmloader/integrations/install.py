@@ -74,9 +74,10 @@ def install(**options: Any) -> Installation:
 
     Args:
         **options: Defaults for `DataLoader`'s own options: ``memory_budget_nbytes``, ``worker_restarts``,
-            ``on_error``, ``dispatch``, ``prefetch_epochs``, ``worker_type``. A `DataLoader` has those that it
-            was made with. A loader that cannot have one of them (``worker_restarts`` with an iterable-style
-            dataset) loads without it, with one warning.
+            ``on_error``, ``dispatch``, ``seed_per_sample``, ``prefetch_epochs``, ``worker_type``,
+            ``snapshot_every_n_steps``. A `DataLoader` has those that it was made with. A loader that cannot
+            have one of them (``worker_restarts`` with an iterable-style dataset) loads without it, with one
+            warning.
 
     Returns:
         A context manager; it need not be used.

@@ -3,7 +3,7 @@
 Both lie in a memfd, whose memory is reserved by ``fallocate`` before anybody touches it, and that takes
 small pages. ``madvise(MADV_COLLAPSE)`` (Linux 6.1) makes a huge page of a part of a file where some page is
 there. So one page of each part is reserved, the rest is made with it, and what is left by ``fallocate``.
-docs/decisions/0024 and 0026 have the figures.
+docs/decisions/0024 has the figures.
 """
 
 from __future__ import annotations
