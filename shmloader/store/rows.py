@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
-from shmloader.store.base import Rows, Store, row_array, row_numbers
+from shmloader.store.base import Store, row_array, row_numbers
 from shmloader.store.chunks import ChunkReaders, Chunks, Path
 from shmloader.store.columns import merge
 from shmloader.store.columns.types import PickleType, find_types
@@ -127,7 +127,9 @@ class RowStore(Store):
 
     def take(self, indices: Any, out: Any = None) -> Any:
         """See `Store.take`."""
-        rows: Rows = row_array(indices, len(self))
+        if self._gather is not None and (taken := self._gather.directly(indices, out)) is not None:
+            return taken
+        rows = row_array(indices, len(self))
         try:
             if self._gather is None:
                 self._gather = Gatherer(self.chunks, self._path, copy=self._copy)

@@ -14,6 +14,7 @@ from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.leaves import wrap_tensor
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.arrays import Array, ArrayKind, array_of_tensor, kind_of_array, kind_of_tensor
+from shmloader.store.base import Rows
 from shmloader.store.chunks import ChunkReaders, Chunks, Path
 from shmloader.store.columns.arrays import block_of
 from shmloader.store.columns.classes import is_plain_namedtuple
@@ -24,7 +25,9 @@ _MOST_SECTIONS = 4096
 _INTS, _FLOATS = ArrayKind(np.dtype(np.int64), 0), ArrayKind(np.dtype(np.float64), 0)
 _KIND_OF_SCALAR = {int: _INTS, float: _FLOATS, bool: ArrayKind(np.dtype(np.bool_), 0)}
 
-Rows = np.ndarray[Any, np.dtype[np.int64]]
+
+_Gather = Callable[[Rows, Rows, Any], Any]
+"""Gathers rows, numbered from 0 on, of these sections into outputs."""
 
 
 class Gatherer:
@@ -35,66 +38,69 @@ class Gatherer:
 
     def __init__(self, chunks: Chunks, path: Path, *, copy: bool = False) -> None:
         """Look at the columns in some field of a store's rows; see `ChunkReaders`."""
+        self._rows, starts = chunks.starts[-1], chunks.starts
         self._read = ChunkReaders(chunks, path, copy=copy)
-        self._ends = np.asarray(chunks.starts[1:-1])
+        self._ends = np.asarray(starts[1:-1])
         # Starts of chunks are multiples of a power of two: a shift is quicker than a binary search.
-        inside = math.gcd(*chunks.starts[1:-1])
+        inside = math.gcd(*starts[1:-1])
         self._shift = (inside & -inside).bit_length() - 1 if inside else 62
-        count = (chunks.starts[-1] >> self._shift) + 1
+        count = (self._rows >> self._shift) + 1
         if count <= _MOST_SECTIONS:
             chunk_of = np.searchsorted(self._ends, np.arange(count) << self._shift, "right")
         else:
-            self._shift, chunk_of = -1, np.arange(len(chunks.starts) - 1)
-        self._column = _Column(chunks, path, self._read, chunk_of) if len(chunks.starts) > 1 else None
+            self._shift, chunk_of = -1, np.arange(len(starts) - 1)
+        self._gather = _gather_of(chunks, path, copy, chunk_of) if self._rows else None
+        column = getattr(self._gather, "__self__", None)
+        is_direct = isinstance(column, _Items) and self._shift > 0 and column.is_direct(self._rows)
+        self._direct: _Items | None = column if is_direct else None
+
+    def directly(self, indices: Any, out: Any) -> torch.Tensor | None:
+        """Gather rows of tensors with the fewest calls; None where `__call__` has to."""
+        if self._direct is None or type(indices) is not torch.Tensor or indices.dtype is not torch.int64:
+            return None
+        return self._direct.gather_directly(indices, self._shift, out)
 
     def __call__(self, rows: Rows, out: Any = None) -> Any:
         """Gather rows, numbered from 0 on; see `Store.take`."""
-        if self._column is None:
+        if self._gather is None:
             return [] if out is None else out
         if 0 < len(rows) < _ROWS_WORTH_A_CALL:
             return join(list(map(self._read, rows.tolist())), out)
         sections = rows >> self._shift if self._shift >= 0 else np.searchsorted(self._ends, rows, "right")
-        return self._column.gather(rows, sections, out)
+        return self._gather(rows, sections, out)
 
 
-class _Column:
-    """A column in all chunks: of records, of items that can be gathered, or of values read one by one."""
+def _gather_of(chunks: Chunks, path: Path, copy: bool, chunk_of: Rows) -> _Gather:
+    """The function that gathers a column: of records, of items, or of values that are read one by one."""
+    columns = [chunks.field(number, path) for number in range(len(chunks.starts) - 1)]
+    (names, *other_names), (shape, *other_shapes) = set(map(_keys, columns)), set(map(tuple_shape, columns))
+    if names and not other_names:
+        fields = {name: _gather_of(chunks, (*path, name), copy, chunk_of) for name in names}
 
-    def __init__(self, chunks: Chunks, path: Path, read: ChunkReaders, chunk_of: Rows) -> None:
-        columns = [chunks.field(number, path) for number in range(len(chunks.starts) - 1)]
-        self._read = read
-        self._fields: dict[Any, _Column] = {}
-        self._make: Callable[[list[Any]], Any] | None = None  # of tuples
-        self._pieces: _Pieces | None = None
-        keys, shapes = set(map(_keys, columns)), set(map(tuple_shape, columns))
-        (names, *_), (shape, *_) = keys, shapes
-        if len(keys) == 1 and names:
-            inner: Iterable[Any] = names
-        elif len(shapes) == 1 and shape[1]:
-            inner = range(len(shape[1]))
-            is_named = isinstance(columns[0].type, NamedTupleType)
-            kind = chunks.finder.namedtuple(*shape) if is_named else tuple
-            self._make = lambda items: tuple.__new__(kind, items)
-        else:
-            inner = ()
-            self._pieces = _pieces_of(columns, chunks, chunk_of)
-        for name in inner:
-            reader = ChunkReaders(chunks, (*path, name), copy=read.copy)
-            self._fields[name] = _Column(chunks, (*path, name), reader, chunk_of)
+        def gather_records(rows: Rows, sections: Rows, out: Any) -> Any:
+            outs = outputs_by_name(out, fields)
+            return {name: gather(rows, sections, outs[name]) for name, gather in fields.items()}
 
-    def gather(self, rows: Rows, sections: Rows, out: Any) -> Any:
-        """Gather rows of these sections."""
-        if self._fields and self._make is None:
-            outs = outputs_by_name(out, self._fields)
-            return {name: field.gather(rows, sections, outs[name]) for name, field in self._fields.items()}
-        if self._make is not None and out is None:
-            return self._make([field.gather(rows, sections, None) for field in self._fields.values()])
-        if self._pieces is not None:
-            return self._pieces.gather(rows, sections, out)
-        return join(list(map(self._read, rows.tolist())), out)
+        return gather_records
+    read = ChunkReaders(chunks, path, copy=copy)
+    if shape[1] and not other_shapes:
+        is_named = isinstance(columns[0].type, NamedTupleType)
+        kind = chunks.finder.namedtuple(*shape) if is_named else tuple
+        items = [_gather_of(chunks, (*path, place), copy, chunk_of) for place in range(len(shape[1]))]
+
+        def gather_tuples(rows: Rows, sections: Rows, out: Any) -> Any:
+            if out is not None:
+                return join(list(map(read, rows.tolist())), out)
+            return tuple.__new__(kind, [gather(rows, sections, None) for gather in items])
+
+        return gather_tuples
+    found = _items_of(columns, chunks, chunk_of)
+    if found is not None:
+        return found.gather
+    return lambda rows, sections, out: join(list(map(read, rows.tolist())), out)
 
 
-class _Pieces:
+class _Items:
     """A column whose rows all have one kind: its chunks, by dtype and memory."""
 
     def __init__(self, kind: ArrayKind, shape: tuple[int, ...], pieces: list[_Piece], piece_of: Rows) -> None:
@@ -103,13 +109,35 @@ class _Pieces:
         self._pieces = pieces
         self._piece_of = piece_of
 
+    def is_direct(self, rows: int) -> bool:
+        """Whether `gather_directly` notices every row number that is out of range."""
+        return len(self._pieces) == 1 and self._pieces[0].ends_behind(rows)
+
+    def gather_directly(self, indices: torch.Tensor, shift: int, out: Any) -> torch.Tensor | None:
+        """Gather rows of tensors by indices that have not been looked at; None where they need that."""
+        dtype, shape = self._kind.torch_dtype, (len(indices), *self._shape)
+        if out is None and dtype is not None:
+            out = torch.empty(shape, dtype=dtype)
+        if type(out) is not torch.Tensor or out.dtype is not dtype or out.shape != shape or out.requires_grad:
+            return None
+        if indices.dim() != 1 or not (out.is_contiguous() and out.is_cpu and out.numel()):
+            return None
+        rows = indices.numpy()
+        # As unsigned numbers the negative ones are in no section.
+        sections = (rows.view(np.uint64) >> shift).view(np.int64)
+        try:
+            self._pieces[0].select(rows, sections, out)
+        except IndexError:
+            return None
+        return out
+
     def gather(self, rows: Rows, sections: Rows, out: Any) -> Any:
         """Gather rows of these sections into one array or tensor."""
         kind, shape = self._kind, (len(rows), *self._shape)
         target = np.empty(shape, kind.dtype) if out is None else output_array(out, shape, kind)
-        if target.size and len(self._pieces) == 1:
+        if len(self._pieces) == 1:
             self._pieces[0].gather(rows, sections, target)
-        elif target.size:
+        elif self._pieces:
             numbers = self._piece_of[sections]
             for number, piece in enumerate(self._pieces):
                 chosen = np.flatnonzero(numbers == number)
@@ -138,8 +166,7 @@ class _Piece:
         word = math.gcd(unit, 8)
         inner = 1 if size == word else 2  # dimensions
         shape, strides = ((nbytes - size) // unit + 1, size // word)[:inner], (unit, word)[:inner]
-        self._word = np.dtype(f"i{word}")
-        items: Array = np.ndarray(shape, self._word, memory.private, low - memory.address, strides)
+        items: Array = np.ndarray(shape, f"i{word}", memory.private, low - memory.address, strides)
         self._items = torch.from_numpy(items)
         self._step = size // unit
         bases = np.zeros(len(starts) - 1, np.int64)
@@ -147,16 +174,27 @@ class _Piece:
             bases[chunk] = (address - low) // unit - starts[chunk] * self._step
         self._bases = bases[chunk_of]
 
+    def ends_behind(self, rows: int) -> bool:
+        """Whether the item behind those of so many rows lies behind all; then torch refuses to read it."""
+        return self._step == 1 and int(self._bases[-1]) + rows >= len(self._items)
+
     def gather(self, rows: Rows, sections: Rows, target: Array) -> None:
         """Gather rows of these sections into an array, converted where its dtype is another."""
-        places = self._bases.take(sections)
-        places += rows * self._step if self._step > 1 else rows
         is_direct = target.dtype == self.dtype and target.flags.c_contiguous
         array = target if is_direct else np.empty(target.shape, self.dtype)
-        words: Array = np.ndarray((len(rows), *self._items.shape[1:]), self._word, array)
-        torch.index_select(self._items, 0, torch.from_numpy(places), out=torch.from_numpy(words))
+        if len(rows):
+            octets: Array = np.ndarray((len(rows), array.nbytes // len(rows)), np.uint8, array)
+            self.select(rows, sections, torch.from_numpy(octets))
         if not is_direct:
             target[...] = array
+
+    def select(self, rows: Rows, sections: Rows, target: torch.Tensor) -> None:
+        """Gather the items of rows, of which there are some, into a contiguous tensor of any dtype."""
+        places = self._bases.take(sections)
+        places += rows * self._step if self._step > 1 else rows
+        wide = self._items.dim()
+        words = (target if target.dim() == wide else target.view(len(rows), -1)).view(self._items.dtype)
+        torch.index_select(self._items, 0, torch.from_numpy(places), out=words if wide > 1 else words.view(-1))
 
 
 def _address(array: Array) -> int:
@@ -164,7 +202,7 @@ def _address(array: Array) -> int:
     return address
 
 
-def _pieces_of(columns: list[Any], chunks: Chunks, chunk_of: Rows) -> _Pieces | None:
+def _items_of(columns: list[Any], chunks: Chunks, chunk_of: Rows) -> _Items | None:
     """The pieces of a column; None where its rows are not all of one kind, or not numbers and arrays."""
     alike: dict[Any, dict[int, Array]] = {}
     kinds = set()
@@ -184,7 +222,7 @@ def _pieces_of(columns: list[Any], chunks: Chunks, chunk_of: Rows) -> _Pieces | 
     for number, blocks in enumerate(alike.values()):
         piece_of[list(blocks)] = number
     pieces = [_Piece(blocks, chunks, chunk_of) for blocks in alike.values() if math.prod(shape)]
-    return _Pieces(kind, shape, pieces, piece_of[chunk_of])
+    return _Items(kind, shape, pieces, piece_of[chunk_of])
 
 
 def _keys(column: Any) -> tuple[str, ...]:
