@@ -25,9 +25,9 @@ from shmloader.loader import DataLoader
 from shmloader.sampling.sharded_sampler import ShardedSampler
 from shmloader.sources import why_per_sample
 from shmloader.statistics import AutotuneReport, BadSample, LoaderStatistics
+from shmloader.store import open_store as open  # noqa: A004, F401 - used as shmloader.open
+from shmloader.store import share
 from shmloader.store.host import share_on_host
-from shmloader.store.sharing import open_store as open  # noqa: A004, F401 - used as shmloader.open
-from shmloader.store.sharing import share
 from shmloader.worker.collate import empty
 
 __version__ = "0.1.0"

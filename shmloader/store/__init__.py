@@ -1,19 +1,23 @@
-"""`share()`: data in memory once, whatever the number of workers and ranks.
+"""`share()` and `open_store()`: data in memory once, whatever the number of workers and ranks.
 
-Names are imported when they are first used: pyarrow takes each spawned worker 0.15 s, and only those with
-stores need it.
+What they need is imported when it is first used: pyarrow takes each spawned worker 0.15 s, and only those
+with stores need it.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+import numpy as np
+import torch
 
 if TYPE_CHECKING:
     from shmloader.store.base import SharedObject, Store
     from shmloader.store.description import FieldDescription, StoreDescription
     from shmloader.store.mapping import MappingStore, SetStore
-    from shmloader.store.sharing import share
 
 __all__ = [
     "FieldDescription",
@@ -32,7 +36,6 @@ _MODULES = {
     "SharedObject": "base",
     "Store": "base",
     "StoreDescription": "description",
-    "share": "sharing",
 }
 
 
@@ -40,3 +43,105 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+_Array = TypeVar("_Array", bound=np.ndarray[Any, Any])
+
+
+@overload
+def share(data: _Array, *, copy: bool = False, progress: bool | None = None) -> _Array: ...
+@overload
+def share(data: torch.Tensor, *, copy: bool = False, progress: bool | None = None) -> torch.Tensor: ...
+@overload
+def share(data: list[Any] | Iterator[Any], *, copy: bool = False, progress: bool | None = None) -> Any: ...
+@overload
+def share(data: Any, *, copy: bool = False, progress: bool | None = None) -> Any: ...
+def share(data: Any, *, copy: bool = False, progress: bool | None = None) -> Any:
+    """Put data into memory that all processes of this host share, once and read-only.
+
+    Call it in the main process, before the loader is made. Under fork workers inherit the memory; under
+    spawn and forkserver they get a descriptor, whatever the size. Workers read rows without writing to a
+    page, so nothing is copied on write. The memory is freed when the last process that has it is gone.
+
+    One rule holds for ``data`` itself and for whatever it holds, at any depth of attributes:
+
+    * A list, tuple, deque, iterator, or another sequence of Python objects (numbers, strings, bytes, dicts,
+      tuples, dataclasses, lists, arrays, tensors, or whatever pickle can write) becomes a `Store`, a sequence
+      whose rows equal the originals, with the same types; so does a one-dimensional ndarray of objects. An
+      iterator is consumed and never exists as a list.
+    * A dict becomes a `MappingStore`; a ``Counter`` and a ``defaultdict`` one that answers as these do for
+      keys that they do not have. A set becomes a `SetStore`.
+    * A container of at most 32 elements some of which are large containers themselves, such as
+      ``{"train": rows, "val": rows}`` or a COCO file, stays one of its kind, with these elements shared.
+    * An ndarray or a dense CPU tensor stays one, over shared memory. One that is mapped from a file stays
+      that.
+    * Arrow tables and arrays, pandas frames and Hugging Face datasets stay what they are, over shared memory
+      or the file that they are mapped from. Only ``data`` itself becomes a `Store` where it is an Arrow or
+      pandas object, with rows as in ``to_pylist()`` or as dicts.
+    * Any other object, such as a dataset, is copied with its large attributes shared. The original is not
+      modified.
+
+    Of what ``data`` holds, only what takes 1 MiB or more is shared. Large things that cannot be shared are
+    named in one `NotSharedWarning`. Objects that several rows or containers refer to are stored once. So a
+    generator must not change an object that it has yielded and yield it again.
+
+    Args:
+        data: The data.
+        copy: Whether arrays and tensors that are read from rows are private copies, for samples that are
+            changed in place. By default they are views: read-only arrays, and tensors to which a write stays
+            in the process.
+        progress: Whether to show a progress bar; None: if it takes long and stderr is a terminal or a
+            notebook.
+
+    Returns:
+        What takes the place of ``data``; ``data`` itself where it is shared already, or nothing in it is
+        large.
+
+    Raises:
+        SharedMemoryExhausted: If the host has not the memory, with what is needed and what there is.
+        TypeError: If ``data`` is one value, such as a str or an int; if a tensor is not dense, not on the
+            CPU, or requires grad; if a mapping makes up values for missing keys in a way that others could
+            not follow.
+        OSError: If the process may open no more descriptors: one is needed.
+        Exception: What pickling raises, for rows of types that are kept pickled.
+    """
+    from shmloader.store.attributes import share_graph  # imports pyarrow
+
+    return share_graph(data, copy=copy, progress=progress)
+
+
+def open_store(
+    path: str | os.PathLike[str], *, columns: Sequence[str] | None = None, allow_pickle: bool = False
+) -> Any:
+    """Open files as a store, read-only.
+
+    * Arrow IPC (``.arrow``, ``.feather``; file and stream format): mapped. Nothing is read until it is
+      needed, and the file may be larger than memory. If its buffers are compressed, they are unpacked into
+      shared memory, batch by batch.
+    * Parquet: decoded into shared memory, in the same way.
+    * What ``store.save(path)`` wrote: the store equals the one that was saved. Classes of namedtuples,
+      dataclasses and enums are taken from modules that are loaded. Of those that are not there any more, a
+      class of the same name is made up, with the same fields. Nothing is imported.
+
+    Runs in the calling process. Stores over mapped files reach workers by path, under every start method;
+    the file must not be changed in place meanwhile (write a new one and rename it, as ``save`` does).
+
+    Args:
+        path: The file; its contents decide, not its name. Or a folder with such files, or a pattern such as
+            ``train/*.parquet``: the rows of all of them, in the order of their names.
+        columns: The fields to read; None for all.
+        allow_pickle: Whether values may be unpickled, which runs code: only from sources that you trust.
+
+    Returns:
+        The store. The rows of a table are dicts.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is neither Arrow IPC nor Parquet, or damaged; if the files differ in their columns;
+            if it has pickled values that were not allowed, with their names.
+        KeyError: If a file has no such column.
+        SharedMemoryExhausted: If what must be unpacked is larger than the host's memory.
+    """
+    from shmloader.store import files  # imports pyarrow
+
+    return files.open_store(path, columns=columns, allow_pickle=allow_pickle)

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from shmloader.sampling.index_batches import BY_VALUE
-from shmloader.store.columns.pickles import add_advice
 from shmloader.store.description import StoreDescription, describe_rows, table_of
 from shmloader.store.memory import share_array
 from shmloader.store.saving import save
@@ -261,9 +260,6 @@ def equal(one: Any, other: Any) -> bool:
         return _equal_arrays(one, other)
     try:
         return bool(one == other)
-    except RecursionError as error:
-        add_advice(error, f"comparing a {type(one).__qualname__} with a {type(other).__qualname__}")
-        raise
     except (ValueError, RuntimeError):  # an array in it, of which neither is true
         if type(one) is type(other) and isinstance(one, dict):
             return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)

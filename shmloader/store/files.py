@@ -39,7 +39,7 @@ _DAMAGES = (pa.ArrowException, ValueError, KeyError, TypeError, AttributeError, 
 def open_store(
     path: str | os.PathLike[str], *, columns: Sequence[str] | None = None, allow_pickle: bool = False
 ) -> Any:
-    """Open files as a store; see `shmloader.store.sharing.open_store`."""
+    """Open files as a store; see `shmloader.store.open_store`."""
     found = [str(Path(one).resolve()) for one in _files(os.fspath(path))]
     form: dict[str, Any] = {}
     names: list[str] = []

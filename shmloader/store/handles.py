@@ -126,12 +126,6 @@ def _array_over(handle: Any, layout: Any, writeable: bool, offset: int | None) -
     return array
 
 
-def _reduce_array(array: _Array) -> Any:
-    """See ``ForkingPickler``."""
-    reduced = reduce_array(array, _files_to_send()) if _sends_handles() else None
-    return array.__reduce_ex__(4) if reduced is None else reduced
-
-
 _last: list[Any] = [lambda: None, None]  # the process that is being started, and the files then
 
 
@@ -152,7 +146,7 @@ def _bytes_over(handle: Any, *, writable: bool) -> Any:
     return np.frombuffer(buffer.private if writable else buffer.view, np.uint8, nbytes, offset)
 
 
-def _reduce_tensor_by_handle(tensor: torch.Tensor, files: MappedFiles | None) -> Any:
+def _reduce_tensor(tensor: torch.Tensor, files: MappedFiles | None) -> Any:
     if tensor.requires_grad or tensor.dtype not in CODE_OF_TORCH_DTYPE or not _is_dense(tensor):
         return None
     if tensor.is_conj() or tensor.is_neg() or tensor.nbytes < _LEAST_NBYTES:
@@ -163,38 +157,46 @@ def _reduce_tensor_by_handle(tensor: torch.Tensor, files: MappedFiles | None) ->
     return _tensor_over, (handle, CODE_OF_TORCH_DTYPE[tensor.dtype], tuple(tensor.shape), tensor.stride())
 
 
-def _reduce_tensor(tensor: torch.Tensor) -> Any:
-    """See ``ForkingPickler``."""
-    reduced = _reduce_tensor_by_handle(tensor, _files_to_send()) if _sends_handles() else None
-    return torch_private.reduce_tensor(tensor) if reduced is None else reduced
-
-
 def _tensor_over(handle: Any, code: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
     dtype = DTYPES[code]
     octets = np.asarray(_bytes_over(handle, writable=True))
     return wrap_tensor(octets.view(dtype.carrier), dtype.torch_dtype).as_strided(shape, strides).detach()
 
 
-_others: dict[type, Callable[[Any], Any]] = {}
+_Reduce = Callable[[Any, MappedFiles | None], Any]
+_reducers: dict[type, _Reduce] = {}
 
 
-def register(kind: type, reduce: Callable[[Any], Any]) -> None:
-    """Have objects of another library's type sent in a way that leads to shared memory.
+def register(kind: type, reduce: _Reduce, copy: Callable[[Any], Any] | None = None) -> None:
+    """Have ``multiprocessing``'s pickler, and `pack`, send objects of a type by handle.
 
     Args:
         kind: The type, exactly.
-        reduce: Gives the pickle of one; None where it is pickled as ever.
+        reduce: Gives the pickle of one by handle; None where it is pickled as ever.
+        copy: Gives that pickle; None: as the object itself has it.
     """
 
     def reduce_or_copy(value: Any) -> Any:
-        reduced = reduce(value) if _sends_handles() else None
-        return value.__reduce_ex__(4) if reduced is None else reduced  # no reducer is told the protocol
+        reduced = reduce(value, _files_to_send()) if _sends_handles() else None
+        if reduced is not None:
+            return reduced
+        return value.__reduce_ex__(4) if copy is None else copy(value)  # no reducer is told the protocol
 
-    _others[kind] = reduce
+    _reducers[kind] = reduce
     ForkingPickler.register(kind, reduce_or_copy)
 
 
-def reduce_arrow_buffer(buffer: Any) -> Any:
+def register_reducers() -> None:
+    """Have arrays and tensors sent by handle.
+
+    Done by the modules of stores, so that a program without any pickles as it always did.
+    """
+    register(np.ndarray, reduce_array)
+    register(np.memmap, reduce_array)
+    register(torch.Tensor, _reduce_tensor, torch_private.reduce_tensor)
+
+
+def reduce_arrow_buffer(buffer: Any, _: MappedFiles | None) -> Any:
     """The pickle of a buffer of Arrow's, of which tables and arrays are made; for `register`."""
     found = buffer_at(buffer.address, buffer.size) if buffer.is_cpu and buffer.size >= _LEAST_NBYTES else None
     if found is None:
@@ -206,16 +208,6 @@ def _arrow_buffer_over(buffer: SharedBuffer, offset: int, nbytes: int) -> Any:
     import pyarrow as pa
 
     return pa.py_buffer(buffer.view[offset : offset + nbytes])
-
-
-def register_reducers() -> None:
-    """Have ``multiprocessing``'s pickler send arrays and tensors by handle.
-
-    Done by the modules of stores, so that a program without any pickles as it always did.
-    """
-    for kind in (np.ndarray, np.memmap):
-        ForkingPickler.register(kind, _reduce_array)
-    ForkingPickler.register(torch.Tensor, _reduce_tensor)
 
 
 class _Packer(pickle.Pickler):
@@ -236,13 +228,8 @@ class _Packer(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """See ``pickle.Pickler``."""
-        reduced = None
-        if type(value) in (np.ndarray, np.memmap):
-            reduced = reduce_array(value, self._files)
-        elif type(value) is torch.Tensor:
-            reduced = _reduce_tensor_by_handle(value, self._files)
-        elif type(value) in _others:
-            reduced = _others[type(value)](value)
+        reduce = _reducers.get(type(value))
+        reduced = None if reduce is None else reduce(value, self._files)
         return NotImplemented if reduced is None else reduced
 
 
@@ -269,6 +256,6 @@ def pack(value: Any) -> tuple[bytes, list[SharedBuffer]]:
     return file.getvalue(), buffers
 
 
-def unpack(pickled: bytes, buffers: Sequence[SharedBuffer]) -> Any:
+def unpack(pickled: bytes | memoryview, buffers: Sequence[SharedBuffer]) -> Any:
     """The object that `pack` pickled, over buffers that are attached here, in the same order."""
     return _Unpacker(io.BytesIO(pickled), buffers).load()

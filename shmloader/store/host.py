@@ -29,12 +29,11 @@ from typing import Any
 
 from shmloader.diagnostics.exceptions import capture, restore
 from shmloader.errors import LoaderError, ShareTimeout
-from shmloader.shared_memory.sealed_buffer import SharedBuffer
-from shmloader.store import host_server
+from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
+from shmloader.store import host_server, share
 from shmloader.store.handles import pack, unpack
 from shmloader.store.host_server import FAILED, HEADER, READY
 from shmloader.store.job import fingerprint_of, job_of_process
-from shmloader.store.sharing import share
 
 _log = logging.getLogger(__name__)
 
@@ -100,15 +99,11 @@ def share_on_host(
 
 
 def _check_platform() -> None:
-    if not sys.platform.startswith("linux"):
+    if not sys.platform.startswith("linux") or getattr(sys, "frozen", False):
         raise LoaderError(
-            f"share_on_host needs abstract Unix sockets and memory files, which {sys.platform} has not: "
-            "build in each rank there, or save the store to a file and open it in each (shmloader.open)"
-        )
-    if getattr(sys, "frozen", False):
-        raise LoaderError(
-            f"share_on_host starts a Python interpreter beside the ranks, and {sys.executable} is a frozen "
-            "program: save the store to a file and open it in each rank (shmloader.open)"
+            "share_on_host starts a Python interpreter beside the ranks, on Linux; this is a frozen program, "
+            f"or another system ({sys.executable}, {sys.platform}): save the store to a file and open it in "
+            "each rank (shmloader.open)"
         )
 
 
@@ -170,8 +165,8 @@ def _build_and_hand_over(build: Callable[[], Any], name: str, listener: socket.s
             shared = share(build())
             _give_back_freed_memory()
             packed, buffers = _pack(shared, name, way)
-            with contextlib.closing(_MemoryFile(packed)) as layout:
-                holder = _start_server(listener, [layout.fd, *(buffer.fd for buffer in buffers)])
+            layout = _buffer_of(packed)
+            holder = _start_server(listener, [layout.fd, *(buffer.fd for buffer in buffers)])
         except Exception as error:
             _tell_failure(listener, error, name)
             raise
@@ -240,9 +235,9 @@ def _tell_failure(listener: socket.socket, error: Exception, name: str) -> None:
     where = f"Raised in process {os.getpid()}, which built {name!r} for all ranks of this host"
     text = "".join(traceback.format_exception(error)).rstrip()
     failure = capture(error, where)._replace(note=f"{where}\nTraceback there:\n{text}")
-    layout = _MemoryFile(pickle.dumps(failure))
+    layout = _buffer_of(pickle.dumps(failure))
     listener.setblocking(False)
-    with contextlib.suppress(BlockingIOError), contextlib.closing(layout):
+    with contextlib.suppress(BlockingIOError):
         while True:
             connection, _ = listener.accept()
             with connection, contextlib.suppress(OSError):
@@ -337,21 +332,11 @@ def _too_few_descriptors(name: str, due: int) -> OSError:
 def _take(answer: tuple[int, list[int], socket.socket], name: str, way: str) -> Any:
     """Attach to what was received."""
     kind, fds, connection = answer
-    buffers = []
     with connection:
-        fds.reverse()
-        try:
-            layout = _read_file(fds[-1])
-            os.close(fds.pop())
-            if kind == FAILED:
-                raise restore(pickle.loads(layout))
-            while fds:
-                nbytes = os.fstat(fds[-1]).st_size
-                buffers.append(SharedBuffer(fds.pop(), nbytes))  # the descriptor is its, even if it fails
-        finally:
-            for fd in fds:
-                os.close(fd)
-        built, shared = unpack(layout, buffers)
+        layout, *buffers = _attach(fds)
+        if kind == FAILED:
+            raise restore(pickle.loads(layout.view))
+        built, shared = unpack(layout.view, buffers)
         if built != way:
             raise LoaderError(
                 f"share_on_host {name!r}: another rank built this object with another function, or other "
@@ -360,6 +345,16 @@ def _take(answer: tuple[int, list[int], socket.socket], name: str, way: str) -> 
         _hold(connection, buffers)
     _log.info("share_on_host %r: attached to %s bytes", name, f"{_nbytes(buffers):,}")
     return shared
+
+
+def _attach(fds: list[int]) -> list[SharedBuffer]:
+    """The buffers of descriptors, all of which are theirs from now on, or closed."""
+    todo = fds[::-1]
+    try:
+        return [SharedBuffer(todo.pop(), os.fstat(fd).st_size) for fd in fds]
+    finally:
+        for fd in todo:
+            os.close(fd)
 
 
 # What keeps the server alive.
@@ -397,21 +392,8 @@ def _nbytes(buffers: Sequence[SharedBuffer]) -> int:
     return sum(buffer.nbytes for buffer in buffers)
 
 
-class _MemoryFile:
-    """A memory file with ``data``, for whoever gets the descriptor."""
-
-    def __init__(self, data: bytes) -> None:
-        self.fd = os.memfd_create("shmloader-layout", os.MFD_CLOEXEC)
-        with open(self.fd, "wb", closefd=False) as file:
-            file.write(data)
-
-    def close(self) -> None:
-        os.close(self.fd)
-
-
-def _read_file(fd: int) -> bytes:
-    # Not read(): who receives a descriptor shares its position with all others that have it.
-    data = bytearray()
-    while piece := os.pread(fd, 1 << 30, len(data)):
-        data += piece
-    return bytes(data)
+def _buffer_of(data: bytes) -> SharedBuffer:
+    """A buffer with ``data``, for whoever gets its descriptor."""
+    with BufferBuilder() as out:
+        out.append(data)
+        return out.seal()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import sys
 from collections.abc import Callable, ItemsView, Iterable, Sequence, Sized
+from contextlib import AbstractContextManager, closing, nullcontext
 from itertools import islice
 from types import TracebackType
 from typing import Any, Self
@@ -25,13 +26,14 @@ from shmloader.store.chunks import Layout, MemoryChunks
 from shmloader.store.columns.encode import Encoder
 from shmloader.store.columns.types import LinkType, find_types
 from shmloader.store.handles import register_reducers
-from shmloader.store.progress import BuildProgress
 from shmloader.store.sizes import nbytes_of_rows
 
 _FIRST_ROWS = 16  # of a stream's first chunk, when nothing is known of its rows
 _LEAST_ROWS, _MOST_ROWS = 1 << 14, 1 << 20
 _LEAST_STREAMED_ROWS = 1 << 12
 _LEAST_CHUNK_NBYTES, _MOST_CHUNK_NBYTES = 4 << 20, 64 << 20  # in shared memory, about
+
+_SHOWN_AFTER_S = 1.5  # builds that are over by then show no progress
 
 Make = Callable[[SharedBuffer], Any]
 """Makes what was written, once the memory is sealed."""
@@ -284,15 +286,37 @@ def write_rows(
     table = writer.table(streamed=not is_list and not isinstance(rows, ItemsView))
     append = table.append_items if isinstance(rows, ItemsView) else table.append
     stream = iter(rows)
-    with BuildProgress(progress, expected) as bar:
+    with progress_bar(progress, expected) as bar:
         # Nothing here refers to a chunk while the next one is made.
         while chunk := list(islice(stream, table.chunk_rows(expected or 0, row_nbytes))):
             if on_chunk is not None:
                 on_chunk(chunk)
             append(chunk)
             del chunk
-            bar.show(table.rows)
+            if bar is not None:
+                bar.update(table.rows - bar.n)
     return table
+
+
+def progress_bar(wanted: bool | None, rows: int | None) -> AbstractContextManager[Any]:
+    """A bar that counts rows, and is shown once the build has lasted a while; one of None for no bar.
+
+    Args:
+        wanted: Whether there is to be one; None: if stderr is a terminal, or this is a notebook.
+        rows: How many rows there will be, or None where unknown.
+    """
+    if not ((sys.stderr.isatty() or "ipykernel" in sys.modules) if wanted is None else wanted):
+        return nullcontext()
+    try:
+        from tqdm.auto import tqdm  # in a notebook a widget
+    except ImportError:
+        return nullcontext()
+
+    class Bar(tqdm):  # type: ignore[misc]
+        monitor_interval = 0  # no thread: processes may be forked while it runs
+
+    bar = Bar(total=rows, desc="shmloader.share", unit=" rows", unit_scale=True, delay=_SHOWN_AFTER_S)
+    return closing(bar)
 
 
 def share_array(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

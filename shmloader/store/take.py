@@ -194,7 +194,9 @@ class _Piece:
         places += rows * self._step if self._step > 1 else rows
         wide = self._items.dim()
         words = (target if target.dim() == wide else target.view(len(rows), -1)).view(self._items.dtype)
-        torch.index_select(self._items, 0, torch.from_numpy(places), out=words if wide > 1 else words.view(-1))
+        torch.index_select(
+            self._items, 0, torch.from_numpy(places), out=words if wide > 1 else words.view(-1)
+        )
 
 
 def _address(array: Array) -> int:

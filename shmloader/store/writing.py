@@ -16,6 +16,7 @@ import torch
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store import kinds
 from shmloader.store.handles import register
+from shmloader.store.mapped_files import MappedFiles
 from shmloader.store.mapping import KeyHashes, KeyIndex, MappingStore, SetStore, pickled_missing
 from shmloader.store.memory import Make, MemoryWriter, Table, write_rows
 from shmloader.store.rows import RowStore
@@ -197,7 +198,7 @@ def _reduce_with_times(array: np.ndarray[Any, Any]) -> Any:
     return array.__reduce_ex__(5)
 
 
-def _reduce_arrow_backed(array: Any) -> Any:
+def _reduce_arrow_backed(array: Any, _: MappedFiles | None) -> Any:
     """The pickle of a pandas array over Arrow's, which would copy that first."""
     return _arrow_backed, (array.dtype, array.__arrow_array__())
 

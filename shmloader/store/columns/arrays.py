@@ -20,7 +20,7 @@ from shmloader.codec.leaves import wrap_tensor
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.arrays import PLAIN_KINDS, Array, ArrayKind, array_of_tensor
 from shmloader.store.columns.compiled import Scope, numbers_of
-from shmloader.store.columns.types import ArrayType, ScalarType
+from shmloader.store.columns.types import ArrayType, PythonType, ScalarType
 
 _TENSOR_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODE_OF_TORCH_DTYPE}
 
@@ -100,7 +100,7 @@ def dtype_named(name: str) -> np.dtype[Any]:
     return dtype
 
 
-def kind_of_type(kind: ArrayType) -> ArrayKind:
+def kind_of_type(kind: PythonType) -> ArrayKind:
     """The kind of a column's arrays; ValueError where its type contradicts itself."""
     parameters = kind.parameters
     dtype, torch_dtype = dtype_named(parameters.get("dtype", "")), None
@@ -112,7 +112,7 @@ def kind_of_type(kind: ArrayType) -> ArrayKind:
     return ArrayKind(dtype, len(shape) if shape is not None else int(parameters["ndim"]), torch_dtype)
 
 
-def shape_of_type(kind: ArrayType) -> tuple[int, ...] | None:
+def shape_of_type(kind: PythonType) -> tuple[int, ...] | None:
     """The shape of all arrays of a column; None where they differ."""
     shape = kind.parameters.get("shape")
     if shape is None:

@@ -34,8 +34,13 @@ from shmloader.store.columns.classes import (
     name_of_class,
     state_of,
 )
-from shmloader.store.columns.pickles import pickles_to_arrow, refer_to_themselves
-from shmloader.store.columns.values import ENCODERS, UnfitError, is_unicode
+from shmloader.store.columns.values import (
+    ENCODERS,
+    UnfitError,
+    is_unicode,
+    pickles_to_arrow,
+    refer_to_themselves,
+)
 
 _NONE = type(None)
 _MOST_KINDS = 127  # as many as Arrow's union has

@@ -65,121 +65,41 @@ def _make_type(kind: type[PythonType], storage: Any, parameters: dict[str, Any])
     return kind(storage, **parameters)
 
 
-class PathType(PythonType):
-    """Paths, as strings; ``kind`` is the class in ``pathlib``."""
-
-    NAME = "shmloader.path"
-
-
-class TupleType(PythonType):
-    """tuples: a struct where all have one length, else a list."""
-
-    NAME = "shmloader.tuple"
+def _declare(name: str, meaning: str) -> type[PythonType]:
+    """Make and register the type ``shmloader.<name>``, whose class is called after it."""
+    said = {"NAME": f"shmloader.{name}", "__doc__": meaning, "__module__": __name__}
+    kind = type(f"{_CLASS_NAMES.get(name, name.capitalize())}Type", (PythonType,), said)
+    pa.register_extension_type(kind(pa.null()))
+    return kind
 
 
-class NamedTupleType(PythonType):
-    """namedtuples of the class ``python``, as a struct of their fields."""
+_CLASS_NAMES = {"namedtuple": "NamedTuple", "ndarray": "Array"}
 
-    NAME = "shmloader.namedtuple"
-
-
-class DataclassType(PythonType):
-    """Instances of the dataclass ``python``: their attributes, as dicts are kept."""
-
-    NAME = "shmloader.dataclass"
-
-
-class EnumType(PythonType):
-    """Members of the enum ``python``: positions in ``members``."""
-
-    NAME = "shmloader.enum"
-
-
-class SetType(PythonType):
-    """sets or frozensets (``kind``), as lists."""
-
-    NAME = "shmloader.set"
-
-
-class DictType(PythonType):
-    """dicts of any keys, as lists of the structs ``key`` and ``value``."""
-
-    NAME = "shmloader.dict"
-
-
-class KeysType(PythonType):
-    """The keys that each of some dicts has, beside their fields: bit ``k`` stands for ``names[k]``."""
-
-    NAME = "shmloader.keys"
-
-
-class ScalarType(PythonType):
-    """NumPy scalars of ``dtype``: numbers, or items of bytes."""
-
-    NAME = "shmloader.scalar"
-
-
-class ArrayType(PythonType):
+PathType = _declare("path", "Paths, as strings; ``kind`` is the class in ``pathlib``.")
+TupleType = _declare("tuple", "tuples: a struct where all have one length, else a list.")
+NamedTupleType = _declare("namedtuple", "namedtuples of the class ``python``, as a struct of their fields.")
+DataclassType = _declare("dataclass", "Instances of the dataclass ``python``: attributes, as dicts are kept.")
+EnumType = _declare("enum", "Members of the enum ``python``: positions in ``members``.")
+SetType = _declare("set", "sets or frozensets (``kind``), as lists.")
+DictType = _declare("dict", "dicts of any keys, as lists of the structs ``key`` and ``value``.")
+KeysType = _declare("keys", "The keys that each of some dicts has: bit ``k`` stands for ``names[k]``.")
+ScalarType = _declare("scalar", "NumPy scalars of ``dtype``: numbers, or items of bytes.")
+DecimalType = _declare("decimal", "Decimals, as strings: these keep trailing zeros and NaN.")
+UuidType = _declare("uuid", "UUIDs, as 16 bytes.")
+PickleType = _declare("pickle", "Other objects, each pickled by itself; ``types`` names their classes.")
+LinkType = _declare("link", "Row numbers in the column ``link`` of the same memory. In no file.")
+DatetimeType = _declare(
+    "datetime", "datetimes with a zone: microseconds in UTC; the zone is ``key`` (zoneinfo) or ``offset_s``."
+)
+ArrayType = _declare(
+    "ndarray",
     """ndarrays of ``dtype``, or tensors with ``tensor``, the name of torch's dtype.
 
     With ``shape`` all have that shape, and the storage is a fixed-size list of the items of each. Else they
     have ``ndim`` dimensions: the storage is a list, and with more than one dimension a struct of it and of
     the shapes. Items of dtypes that Arrow lacks are bytes.
-    """
-
-    NAME = "shmloader.ndarray"
-
-
-class DatetimeType(PythonType):
-    """datetimes with a time zone: microseconds in UTC, and the zone by ``key`` (zoneinfo) or ``offset_s``."""
-
-    NAME = "shmloader.datetime"
-
-
-class DecimalType(PythonType):
-    """Decimals, as strings: these keep trailing zeros and NaN."""
-
-    NAME = "shmloader.decimal"
-
-
-class UuidType(PythonType):
-    """UUIDs, as 16 bytes."""
-
-    NAME = "shmloader.uuid"
-
-
-class PickleType(PythonType):
-    """Any other objects, pickled, each by itself; ``types`` names their classes."""
-
-    NAME = "shmloader.pickle"
-
-
-class LinkType(PythonType):
-    """Row numbers in other columns of the same memory: ``link`` says in which. In no file."""
-
-    NAME = "shmloader.link"
-
-
-_TYPES: tuple[type[PythonType], ...] = (
-    PathType,
-    TupleType,
-    NamedTupleType,
-    DataclassType,
-    EnumType,
-    SetType,
-    DictType,
-    KeysType,
-    ScalarType,
-    ArrayType,
-    DatetimeType,
-    DecimalType,
-    UuidType,
-    PickleType,
-    LinkType,
+    """,
 )
-
-for _kind in _TYPES:
-    pa.register_extension_type(_kind(pa.null()))
 
 
 def storage_of(column: Any) -> Any:

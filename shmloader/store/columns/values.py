@@ -1,23 +1,35 @@
-"""Columns of single values: numbers, texts, times, and other immutable objects of the standard library."""
+"""Columns of single values: numbers, texts, times, others of the standard library; pickles of the rest."""
 
 from __future__ import annotations
 
 import datetime as dt
 import decimal
+import gc
+import io
 import pathlib
+import pickle
 import uuid
 import zoneinfo
 from array import array
 from collections.abc import Callable
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 
+from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
+from shmloader.codec.leaves import wrap_tensor
+from shmloader.store.arrays import array_of_tensor, kind_of_tensor
 from shmloader.store.columns import types
+from shmloader.store.columns.types import PickleType
 
 _SAMPLED_TEXTS = 256
 _MOST_WORDS = 4096  # different texts of a column that are kept once each
+_SAMPLED_VALUES = 4
+_MOST_REFERENCES = 1000  # that are followed from a value before it counts as free of cycles
+_MOST_NAMED = 8
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 _MICROSECOND = dt.timedelta(microseconds=1)
 
@@ -149,3 +161,72 @@ ENCODERS: dict[type, Callable[[list[Any]], Any]] = {
     pathlib.PureWindowsPath: _paths,
 }
 """Makers of a column of values of exactly one type; they raise `UnfitError` where not all fit."""
+
+
+class _ObjectPickler(pickle.Pickler):
+    """Pickles tensors as their bytes: torch's own way is slow, and drags whole storages along."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """See ``pickle.Pickler``."""
+        if type(value) is not torch.Tensor or value.requires_grad:
+            return NotImplemented
+        if value.layout is torch.sparse_coo and value.is_coalesced():
+            # torch's own way keeps every such tensor that pickle.loads makes alive for good: it expects
+            # torch.load to check them.
+            return _make_sparse, (value.indices(), value.values(), tuple(value.shape))
+        kind = kind_of_tensor(value)
+        if kind is None:
+            return NotImplemented
+        return _make_tensor, (array_of_tensor(value, kind.dtype), CODE_OF_TORCH_DTYPE[value.dtype])
+
+
+def _make_tensor(array: Any, code: int) -> torch.Tensor:
+    return wrap_tensor(array, DTYPES[code].torch_dtype)
+
+
+def _make_sparse(indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False)
+
+
+def pickles_to_arrow(values: list[Any]) -> Any:
+    """A column of any objects, or None, one pickle for each; what pickling raises, if one has none."""
+    pickled = [None if value is None else pickled_value(value) for value in values]
+    kinds = sorted({f"{kind.__module__}.{kind.__qualname__}" for kind in set(map(type, values))})[
+        :_MOST_NAMED
+    ]
+    storage = pa.array(pickled, pa.binary())
+    if isinstance(storage, pa.ChunkedArray) or storage.type != pa.binary():
+        storage = pa.array(pickled, pa.large_binary())
+    return PickleType(storage.type, types=kinds).wrap(storage)
+
+
+def pickled_value(value: Any) -> bytes:
+    """The pickle of one value."""
+    file = io.BytesIO()
+    try:
+        _ObjectPickler(file, 5).dump(value)
+    except Exception as error:
+        error.add_note(
+            f"shmloader: this was raised while pickling a {type(value).__qualname__}, as values are kept "
+            "of which no column gives back what was given. Its class must be found by name in a module, "
+            "and what it holds be picklable: leave out or convert what is not."
+        )
+        raise
+    return file.getvalue()
+
+
+def refer_to_themselves(values: list[Any]) -> bool:
+    """Whether any of a few of the values is reached from itself, through a limited number of references."""
+    for value in values[:: max(1, len(values) // _SAMPLED_VALUES)][:_SAMPLED_VALUES]:
+        todo, seen = [value], {id(value)}
+        while todo and len(seen) < _MOST_REFERENCES:
+            parts = gc.get_referents(*todo)
+            if any(part is value for part in parts):
+                return True
+            todo = [part for part in parts if _may_have_parts(part) and id(part) not in seen]
+            seen.update(map(id, todo))
+    return False
+
+
+def _may_have_parts(value: Any) -> bool:
+    return gc.is_tracked(value) and not isinstance(value, type | ModuleType | FunctionType)
