@@ -1,275 +1,85 @@
 """Sharing an object and what it holds: large containers are replaced by shared ones, in one buffer.
 
-The graph of attributes is read first and nothing is changed in it. Then the containers worth it are written,
-and every object on a path to one is copied, shallowly, with what was shared in the places of the originals.
-What leads to nothing shared stays the very same object.
+What each node of the graph is shared as is written first; it becomes the shared value once the memory is
+sealed. Then what led to it is copied.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copyreg
+import io
 import logging
-import reprlib
+import pickle
 import warnings
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
+from itertools import chain
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from shmloader.errors import NotSharedWarning
-from shmloader.store import kinds, writing
-from shmloader.store.base import SharedObject
-from shmloader.store.columns.encode import Encoder
-from shmloader.store.handles import is_shared
+from shmloader.shared_memory.sealed_buffer import SharedBuffer
+from shmloader.store import kinds
+from shmloader.store.columns.encode import COLUMN, Encoder
+from shmloader.store.graph import Graph, Node, Rebuilder, blame
+from shmloader.store.handles import register
 from shmloader.store.mapped_files import MappedFiles
-from shmloader.store.memory import Make, MemoryWriter
-from shmloader.store.rebuild import Rebuilder
+from shmloader.store.mapping import KeyHashes, KeyIndex, MappingStore, SetStore, pickled_missing
+from shmloader.store.memory import Make, MemoryWriter, Table, write_rows
+from shmloader.store.rows import RowStore
 from shmloader.store.sizes import estimate_nbytes
 
 _log = logging.getLogger(__name__)
 
-_MOST_LABELS = 16  # of a path that is shown
 _LEAST_WARNED_NBYTES = 4 << 20
-_SURE = {str, int, float, bool, bytes, type(None)}
+_PANDAS_ROWS = 1 << 14
 
-_Label = str | tuple[Any]
-"""The step from a holder to an object: an attribute with its dot, or an index or key in a tuple."""
-
-Write = Callable[[MemoryWriter], Make]
+_Write = Callable[[MemoryWriter], Make]
 """Writes a value; returns what makes the shared one."""
 
 
-class Node:
-    """One object of the graph.
-
-    Attributes:
-        value: The object.
-        label: How its holder leads to it.
-        holder: What holds it; None for the root.
-        write: What writes it if it is to be shared, else None.
-        order: Its turn: whole arrays are written first, and dicts last, whose values mostly are some of a
-            list's.
-        parents: Keys of the nodes that hold it.
-    """
-
-    __slots__ = ("holder", "label", "order", "parents", "value", "write")
-
-    def __init__(self, value: Any, label: _Label, holder: Node | None = None) -> None:
-        self.value = value
-        self.label = label
-        self.holder = holder
-        self.write: Write | None = None
-        self.order = 0
-        self.parents: list[int] = []
-
-    @property
-    def path(self) -> str:
-        """The way to it from the root, for people."""
-        labels: list[str] = []
-        node: Node | None = self
-        while node is not None:  # made when it is asked for: of a long chain, all paths are a lot of text
-            label = node.label
-            labels.append(label if isinstance(label, str) else f"[{reprlib.repr(*label)}]")
-            node = node.holder
-        labels.reverse()
-        if len(labels) > _MOST_LABELS:
-            labels[_MOST_LABELS // 2 : -_MOST_LABELS // 2] = ["..."]
-        return "".join(labels)
-
-
-class Graph:
-    """The objects that can be reached from the root, by ``id``; every object stays alive through its node.
-
-    Attributes:
-        nodes: The objects.
-        left: Sentences on what is large and cannot be shared.
-    """
-
-    def __init__(self, *, copy: bool, progress: bool | None) -> None:
-        self.nodes: dict[int, Node] = {}
-        self.left: list[str] = []
-        self._copy = copy
-        self._progress = progress
-        self._files = MappedFiles()
-
-    def add_root(self, root: Any, *, is_asked_for: bool = True) -> None:
-        """Look at an object and all that it holds.
-
-        Args:
-            root: The object.
-            is_asked_for: Whether it is to be shared whatever its size.
-        """
-        node = self.nodes[id(root)] = Node(root, type(root).__qualname__)
-        todo = deque([(node, self._open_root(node) if is_asked_for else self._open(node))])
-        while todo:
-            node, held = todo.popleft()
-            for label, child in held:
-                known = self.nodes.get(id(child))
-                if known is None:
-                    known = self.nodes[id(child)] = Node(child, label, node)
-                    todo.append((known, self._open(known)))
-                known.parents.append(id(node.value))
-
-    def _open_root(self, node: Node) -> Iterable[tuple[_Label, Any]]:
-        """As `_open`, for what is shared whatever its size."""
-        value = node.value
-        if isinstance(value, SharedObject) or kinds.is_hugging_face(value):
-            return self._open(node)
-        if isinstance(value, np.ndarray | torch.Tensor) and is_shared(value, self._files):
-            return ()
-        if type(value) in (np.ndarray, torch.Tensor) and kinds.container_kind(value) is None:
-            node.write = writing.array_writer(value)
-            return ()
-        if isinstance(value, torch.utils.data.Dataset):
-            return kinds.attributes_of(value)
-        if kinds.is_arrow(value) or kinds.is_pandas(value) or isinstance(value, Iterator):
-            node.write = writing.rows_writer(value, self._copy, self._progress)
-            return ()
-        kind = kinds.container_kind(value)
-        if kind is not None or kinds.is_sequence(value) or kinds.is_mapping(value):
-            if kind is not None and (kinds.is_few_large(value) or _holds_datasets(value)):
-                return kinds.elements_of(value)
-            node.write = writing.rows_writer(value, self._copy, self._progress)
-            return ()
-        if not kinds.is_open(value):
-            advice = kinds.how_to_share(value)
-            raise TypeError(
-                "share takes sequences, mappings, arrays, tensors, Arrow and pandas objects, and objects "
-                f"with attributes, such as a dataset; not {type(value).__qualname__}"
-                f"{'. ' * bool(advice)}{advice}"
-            )
-        return kinds.attributes_of(value)
-
-    def _open(self, node: Node) -> Iterable[tuple[_Label, Any]]:
-        """Decide what becomes of an object; returns what it holds if that is to be looked at."""
-        value = node.value
-        if isinstance(value, SharedObject):
-            return ()
-        if kinds.container_kind(value) is not None:
-            return self._open_container(node)
-        if type(value) is np.ndarray or type(value) is torch.Tensor:
-            self._add_array(node)
-        elif kinds.is_arrow(value) or kinds.is_pandas_part(value) or kinds.is_hugging_face(value):
-            if estimate_nbytes(value) >= kinds.LEAST_NBYTES:
-                node.write = writing.foreign_writer(value)
-        elif kinds.is_open(value):
-            return kinds.attributes_of(value)
-        elif not (isinstance(value, np.ndarray | torch.Tensor) and is_shared(value, self._files)):
-            nbytes = None
-            with contextlib.suppress(Exception):  # whatever a property raises
-                nbytes = getattr(value, "nbytes", None)
-            if isinstance(nbytes, int):
-                self._leave(
-                    node,
-                    nbytes,
-                    "its class is none that can be shared: keep its data in plain arrays or lists",
-                )
-        return ()
-
-    def _add_array(self, node: Node) -> None:
-        value = node.value
-        nbytes = estimate_nbytes(value)
-        if nbytes < kinds.LEAST_NBYTES or is_shared(value, self._files):
-            return
-        if isinstance(value, np.ndarray):
-            if value.dtype.hasobject:
-                why = (
-                    "an array of Python objects with several dimensions has no rows: keep a list of its rows"
-                )
-                self._leave(node, nbytes, why)
-                return
-        elif not kinds.is_shareable_tensor(value):
-            if value.device.type == "cpu":
-                why = "only dense tensors that do not require grad can be shared: see Tensor.detach"
-                self._leave(node, nbytes, why)
-            return
-        node.write, node.order = writing.array_writer(value), 0
-
-    def _open_container(self, node: Node) -> Iterable[tuple[_Label, Any]]:
-        value = node.value
-        if not all(map(kinds.is_data, kinds.some(value))):
-            if len(value) <= kinds.MOST_WALKED and kinds.container_kind(value) is not set:
-                return kinds.elements_of(value)
-            self._leave(node, estimate_nbytes(value), _blame(value, kinds.is_data, "which is more than data"))
-            return ()
-        if estimate_nbytes(value) < kinds.LEAST_NBYTES:
-            return ()
-        if kinds.is_few_large(value):
-            return kinds.elements_of(value)
-        node.write = writing.rows_writer(value, self._copy, self._progress)
-        node.order = 2 if isinstance(value, dict | set | frozenset) else 1
-        return ()
-
-    def _leave(self, node: Node, nbytes: int, why: str) -> None:
-        """Note that a large thing cannot be shared."""
-        if nbytes < kinds.LEAST_NBYTES:
-            return
-        text = f"{node.path}, a {type(node.value).__qualname__} of about {nbytes:,} bytes: {why}"
-        _log.info("share: left %s", text)
-        if nbytes >= _LEAST_WARNED_NBYTES:
-            self.left.append(text)
-
-    def share(self) -> dict[int, Any]:
-        """Share the values of nodes in one buffer; returns what replaces them, by ``id``."""
-        nodes = sorted((node for node in self.nodes.values() if node.write), key=lambda node: node.order)
-        if not nodes:
-            return {}
-        made: list[tuple[Node, Make]] = []
+def share_graph(root: Any, *, copy: bool = False, progress: bool | None = None) -> Any:
+    """Share an object and what it holds; see `shmloader.share`."""
+    graph = Graph(root, is_asked_for=True)
+    planned = [(node, _writer_of(node, copy, progress)) for node in graph.nodes.values() if node.plan]
+    nodes = [(node, write) for node, write in planned if write is not None]
+    # Whole arrays are written first, and dicts last, whose values mostly are some of a list's.
+    nodes.sort(key=lambda one: (one[0].plan == "rows") + isinstance(one[0].value, dict | set | frozenset))
+    replaced: dict[int, Any] = {}
+    if nodes:
         with MemoryWriter(len(nodes)) as writer:
-            for node in nodes:
-                make = self._write(node, writer)
-                if make is not None:
-                    made.append((node, make))
-            if not made:
-                return {}
-            buffer = writer.seal()
-            replaced = {id(node.value): make(buffer) for node, make in made}
-        for node, _ in made:
-            _log.info("share: %s, a %s, is now in shared memory", node.path, type(node.value).__qualname__)
-        return replaced
+            made = [(node, _write(node, write, writer, graph)) for node, write in nodes]
+            if any(make is not None for _, make in made):
+                buffer = writer.seal()
+                replaced = {id(node.value): make(buffer) for node, make in made if make is not None}
+    _report(graph, replaced)
+    return Rebuilder(graph.nodes, replaced).rebuild(root) if replaced else root
 
-    def _write(self, node: Node, writer: MemoryWriter) -> Make | None:
-        """Write a node's value; None if it cannot be shared."""
-        begin = writer.out.nbytes
-        assert node.write is not None
-        try:
-            return node.write(writer)
-        except (MemoryError, OSError):  # of this process or host, not of the elements
+
+def _write(node: Node, write: _Write, writer: MemoryWriter, graph: Graph) -> Make | None:
+    """Write a node's value; None if it cannot be shared."""
+    begin = writer.out.nbytes
+    try:
+        return write(writer)
+    except (MemoryError, OSError):  # of this process or host, not of the elements
+        raise
+    except Exception as error:
+        if node.holder is None:
+            if isinstance(node.value, Sized):
+                error.add_note(f"shmloader: {blame(node.value, _can_be_kept, 'which cannot be kept')}")
             raise
-        except Exception as error:
-            if node.holder is None:
-                if isinstance(node.value, Sized):
-                    error.add_note(f"shmloader: {_blame(node.value, _can_be_kept, 'which cannot be kept')}")
-                raise
-            # As text: whoever keeps the warning must not keep the frames, and with them the stores.
-            said = f"which cannot be kept ({type(error).__name__}: {error})"
-            self._leave(node, estimate_nbytes(node.value), _blame(node.value, _can_be_kept, said))
-        writer.rewind(begin)
-        return None
-
-    def warn(self) -> None:
-        """Say in one warning what is large and was not shared."""
-        if self.left:
-            warnings.warn(
-                "share: each process will have a copy of its own of what could not be shared:\n  "
-                + "\n  ".join(self.left),
-                NotSharedWarning,
-                stacklevel=4,
-            )
-
-
-def _holds_datasets(value: Any) -> bool:
-    """Whether a container holds objects that are shared themselves, such as datasets."""
-    closed = (torch.utils.data.Dataset, SharedObject, torch.nn.Module)
-    return any(isinstance(element, closed) for element in kinds.some(value))
+        # As text: whoever keeps the warning must not keep the frames, and with them the stores.
+        said = f"which cannot be kept ({type(error).__name__}: {error})"
+        graph.leave(node, estimate_nbytes(node.value), blame(node.value, _can_be_kept, said))
+    writer.rewind(begin)
+    return None
 
 
 def _can_be_kept(value: Any) -> bool:
-    if type(value) in _SURE:
-        return True
     try:
         Encoder().encode([value])
     except Exception:  # noqa: BLE001 - whatever its class raises
@@ -277,37 +87,30 @@ def _can_be_kept(value: Any) -> bool:
     return True
 
 
-def _blame(container: Any, is_fine: Callable[[Any], bool], why: str) -> str:
-    """A sentence on the first element of a container that keeps it from being shared."""
-    for (key,), element in kinds.elements_of(container):
-        if type(element) not in _SURE and not is_fine(element):
-            return (
-                f"its element [{key!r:.60}] is a {type(element).__qualname__}, {why}. Leave it out, or keep "
-                "it in a container of its own"
-            )
-    return why
+def _report(graph: Graph, replaced: Mapping[int, Any]) -> None:
+    """Log what was shared, and say in one warning what is large and was not."""
+    for key in replaced:
+        node = graph.nodes[key]
+        _log.info("share: %s, a %s, is now in shared memory", node.path, type(node.value).__qualname__)
+    left = []
+    for node, nbytes, why in graph.left:
+        text = f"{node.path}, a {type(node.value).__qualname__} of about {nbytes:,} bytes: {why}"
+        _log.info("share: left %s", text)
+        if nbytes >= _LEAST_WARNED_NBYTES:
+            left.append(text)
+    if left:
+        warnings.warn(
+            "share: each process will have a copy of its own of what could not be shared:\n  "
+            + "\n  ".join(left),
+            NotSharedWarning,
+            stacklevel=4,
+        )
 
 
-def share_graph(root: Any, *, copy: bool = False, progress: bool | None = None) -> Any:
-    """Share an object and what it holds; see `shmloader.share`."""
-    graph = Graph(copy=copy, progress=progress)
-    graph.add_root(root)
-    replaced = graph.share()
-    graph.warn()
-    if not replaced:
-        return root
-    return Rebuilder(graph.nodes, replaced).rebuild(root)
+# --- a loader's dataset
 
-
-class _Shared:
-    """A dataset that a loader has shared: what it was made from, and what became of it."""
-
-    def __init__(self, dataset: Any, shared: Any) -> None:
-        self.state = _state_of(dataset)
-        self.shared = weakref.ref(shared)
-
-
-_shared: dict[int, _Shared] = {}
+_shared: dict[int, tuple[list[Any], weakref.ref[Any]]] = {}
+"""What datasets held that were shared, by their ``id``, and what became of them."""
 
 
 def share_for_loader(dataset: Any) -> Any:
@@ -322,32 +125,259 @@ def share_for_loader(dataset: Any) -> Any:
     Raises:
         SharedMemoryExhausted: If the host has not the memory.
     """
-    known = _shared.get(id(dataset))
-    found = None if known is None else known.shared()
-    if known is not None and found is not None and known.state == _state_of(dataset):
-        return found
+    state, shared = _shared.get(id(dataset), (None, lambda: None))
+    if (known := shared()) is not None and state == _state_of(dataset):
+        return known
     if not (kinds.is_open(dataset) or type(dataset) in (list, tuple, dict, np.ndarray, torch.Tensor)):
         return dataset
-    shared = share_graph(dataset)
-    for key in [key for key, one in _shared.items() if one.shared() is None]:
+    result = share_graph(dataset)
+    for key in [key for key, (_, one) in _shared.items() if one() is None]:
         del _shared[key]
-    if shared is not dataset:
+    if result is not dataset:
         with contextlib.suppress(TypeError):  # a list of few large ones has no weak references
-            _shared[id(dataset)] = _Shared(dataset, shared)
-    return shared
+            _shared[id(dataset)] = _state_of(dataset), weakref.ref(result)
+    return result
 
 
 def _state_of(dataset: Any) -> list[Any]:
     """The containers that a dataset holds, with samples of their elements."""
-    graph = Graph(copy=False, progress=None)
-    graph.add_root(dataset)
-    state: list[Any] = []
-    for key, node in graph.nodes.items():
-        value = node.value
-        if node.write is not None and hasattr(value, "__len__"):
-            state.append((key, type(value), len(value), list(map(_identity, kinds.some(value)))))
-    return state
+    held = [node.value for node in Graph(dataset).nodes.values() if node.plan]
+    return [
+        (id(value), type(value), len(value), list(map(_identity, kinds.some(value))))
+        for value in held
+        if hasattr(value, "__len__")
+    ]
 
 
 def _identity(element: Any) -> Any:
     return repr(element) if isinstance(element, np.generic | np.ndarray | torch.Tensor) else id(element)
+
+
+# --- writers of values
+
+
+def _writer_of(node: Node, copy: bool, progress: bool | None) -> _Write | None:
+    """The writer of a node's value; None where that is mapped from a file already."""
+    if node.plan == "array":
+        return _array_writer(node.value)
+    return _rows_writer(node.value, copy, progress) if node.plan == "rows" else _foreign_writer(node.value)
+
+
+def _array_writer(value: Any) -> _Write:
+    """The writer of an ndarray or a tensor.
+
+    Raises:
+        TypeError: If it has no dimensions, or is a tensor that cannot be shared.
+    """
+    if isinstance(value, torch.Tensor):
+        resolved = value.resolve_conj().resolve_neg() if not value.requires_grad else value
+        if not kinds.is_shareable_tensor(resolved) or not value.dim():
+            raise TypeError(
+                "only dense CPU tensors without gradients, of at least one dimension, can be shared; this "
+                f"one has {value.dim()} dimensions, {value.dtype}, {value.layout}, device {value.device}, "
+                f"requires_grad={value.requires_grad}. See Tensor.detach(), Tensor.cpu(), Tensor.to_dense() "
+                "and Tensor.reshape(1)."
+            )
+        return lambda writer: writer.tensor(resolved)
+    if not value.ndim:
+        raise TypeError(
+            f"an array without dimensions is one value ({value!r:.80}), not rows: nothing in it would be "
+            "worth sharing. Share array.reshape(1), or leave it as it is"
+        )
+    if value.dtype.hasobject:
+        raise TypeError(f"an array of Python objects with {value.ndim} dimensions: share a list of its rows")
+    return lambda writer: writer.array(value)
+
+
+def _rows_writer(value: Any, copy: bool, progress: bool | None) -> _Write:
+    """The writer of what becomes a store: containers of objects, iterators, Arrow and pandas data."""
+    if kinds.is_arrow(value):
+        return lambda writer: _store(writer, _write_arrow(value, writer), copy)
+    if kinds.is_pandas(value):
+        return lambda writer: _store(writer, write_rows(_pandas_rows(value), writer, progress), copy)
+    if isinstance(value, Iterator):
+        return lambda writer: _store(writer, write_rows(value, writer, progress), copy)
+    if kinds.container_kind(value) is set:
+        return lambda writer: _write_set(value, writer, progress)
+    if isinstance(value, Mapping):
+        return lambda writer: _write_mapping(value, writer, copy, progress)
+    return lambda writer: _write_rows(value, writer, copy, progress)
+
+
+def _store(writer: MemoryWriter, table: Table, copy: bool) -> Make:
+    return lambda buffer: RowStore(writer.chunks(table, buffer), (), copy)
+
+
+def _write_rows(value: Any, writer: MemoryWriter, copy: bool, progress: bool | None) -> Make:
+    table = write_rows(value, writer, progress)
+    if isinstance(value, list | tuple):
+        writer.remember(value, table)
+    return _store(writer, table, copy)
+
+
+def _write_mapping(value: Any, writer: MemoryWriter, copy: bool, progress: bool | None) -> Make:
+    missing, hashes = pickled_missing(value), KeyHashes()
+    table = write_rows(value.items(), writer, progress, lambda chunk: hashes.add(key for key, _ in chunk))
+    layout = hashes.write(writer.out)
+
+    def make(buffer: SharedBuffer) -> MappingStore:
+        store = RowStore(writer.chunks(table, buffer), (), copy)
+        return MappingStore(
+            store, KeyIndex(store.column("key") if len(store) else store, buffer, layout), missing
+        )
+
+    return make
+
+
+def _write_set(value: Any, writer: MemoryWriter, progress: bool | None) -> Make:
+    members, hashes = list(value), KeyHashes()
+    hashes.add(members)
+    table = write_rows(members, writer, progress)
+    layout = hashes.write(writer.out)
+
+    def make(buffer: SharedBuffer) -> SetStore:
+        store = RowStore(writer.chunks(table, buffer))
+        return SetStore(store, KeyIndex(store, buffer, layout))
+
+    return make
+
+
+def _write_arrow(data: Any, writer: MemoryWriter) -> Table:
+    """Write an ``Array``, ``ChunkedArray``, ``RecordBatch`` or ``Table``."""
+    if isinstance(data, pa.Array):
+        data = pa.chunked_array([data])
+    if isinstance(data, pa.ChunkedArray):
+        data = pa.Table.from_arrays([data], schema=pa.schema([pa.field("", data.type)], COLUMN))
+    writer.out.reserve(writer.out.nbytes + data.nbytes)  # before any page is touched
+    table = writer.table()
+    for batch in [data] if isinstance(data, pa.RecordBatch) else data.to_batches():
+        if len(batch):
+            table.append_batch(batch)
+    return table
+
+
+def _pandas_rows(data: Any) -> Iterator[Any]:
+    parts = (data.iloc[begin : begin + _PANDAS_ROWS] for begin in range(0, len(data), _PANDAS_ROWS))
+    if data.ndim == 1:
+        return chain.from_iterable(part.tolist() for part in parts)
+    return chain.from_iterable(part.to_dict("records") for part in parts)
+
+
+def _foreign_writer(value: Any) -> _Write | None:
+    """The writer of Arrow data, a pandas object or a Hugging Face dataset, which keeps its class.
+
+    Returns:
+        None where its data is mapped from a file already.
+    """
+    if kinds.is_arrow(value):
+        return lambda writer: _write_in_place(value, writer)
+    if kinds.is_pandas_part(value):
+        return lambda writer: _write_pandas(value, writer)
+    table = _table_in_memory(value)
+    if table is None:
+        return None
+
+    def write(writer: MemoryWriter) -> Make:
+        make = _write_in_place(table, writer)
+        return lambda buffer: _with_table(value, make(buffer))
+
+    return write
+
+
+def _write_in_place(data: Any, writer: MemoryWriter) -> Make:
+    """Write Arrow data; what is made is of the same class, over shared memory."""
+    table = _write_arrow(data, writer)
+
+    def make(buffer: SharedBuffer) -> Any:
+        chunks = writer.chunks(table, buffer)
+        batches = [chunks.batch(number) for number in range(len(chunks.starts) - 1)]
+        if isinstance(data, pa.RecordBatch):
+            return batches[0] if batches else data
+        if isinstance(data, pa.Table):
+            return pa.Table.from_batches(batches, data.schema)
+        columns = pa.chunked_array([batch.column(0) for batch in batches], data.type)
+        if isinstance(data, pa.ChunkedArray):
+            return columns
+        return columns.chunk(0) if batches else columns.combine_chunks()
+
+    return make
+
+
+def _write_pandas(value: Any, writer: MemoryWriter) -> Make:
+    """Write a pandas object as it pickles itself, with the memory of its arrays beside the pickle."""
+    out: list[pickle.PickleBuffer] = []
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, 5, buffer_callback=out.append)
+    pickler.dispatch_table = {**copyreg.dispatch_table, np.ndarray: _reduce_with_times}
+    pickler.dump(_with_texts_in_arrow(value))
+    pickled = file.getvalue()
+    if len(pickled) >= kinds.LEAST_NBYTES:
+        raise TypeError(
+            f"{len(pickled):,} bytes of it are Python objects, not arrays: convert these columns, or keep "
+            "them in a list or a dict"
+        )
+    views = [buffer.raw() for buffer in out]
+    writer.out.reserve(writer.out.nbytes + sum(view.nbytes for view in views))  # before any page is touched
+    places = [(writer.out.append(view), view.nbytes) for view in views]
+
+    def make(buffer: SharedBuffer) -> Any:
+        view = buffer.view
+        return pickle.loads(pickled, buffers=[view[begin : begin + nbytes] for begin, nbytes in places])
+
+    return make
+
+
+def _reduce_with_times(array: np.ndarray[Any, Any]) -> Any:
+    """The pickle of an array, whose memory NumPy itself leaves in the pickle where it holds times."""
+    if array.dtype.kind in "mM":
+        return np.ndarray.view, (array.view(np.int64), array.dtype)
+    return array.__reduce_ex__(5)
+
+
+def _reduce_arrow_backed(array: Any, _: MappedFiles | None) -> Any:
+    """The pickle of a pandas array over Arrow's, which would copy that first."""
+    return _arrow_backed, (array.dtype, array.__arrow_array__())
+
+
+def _arrow_backed(dtype: Any, data: Any) -> Any:
+    return dtype.__from_arrow__(data)
+
+
+def _with_texts_in_arrow(value: Any) -> Any:
+    """A pandas object whose columns of Python's texts are Arrow's."""
+    import pandas as pd
+
+    for kind in (pd.arrays.ArrowExtensionArray, pd.arrays.ArrowStringArray):
+        register(kind, _reduce_arrow_backed)
+
+    def texts(series: Any) -> Any:
+        is_of_objects = getattr(series.dtype, "hasobject", False)
+        if not is_of_objects or pd.api.types.infer_dtype(series, skipna=True) != "string":
+            return series
+        return series.astype(pd.ArrowDtype(pa.large_string()))
+
+    if isinstance(value, pd.Series):
+        return texts(value)
+    if isinstance(value, pd.DataFrame):
+        value = value.copy(deep=False)
+        for number, kind in enumerate(value.dtypes):
+            if getattr(kind, "hasobject", False):
+                value.isetitem(number, texts(value.iloc[:, number]))
+    return value
+
+
+def _table_in_memory(dataset: Any) -> Any:
+    """The Arrow table of a Hugging Face dataset, where it is not mapped from files."""
+    data = getattr(dataset, "data", None)
+    return data.table if data is not None and type(data).__name__ == "InMemoryTable" else None
+
+
+def _with_table(dataset: Any, table: Any) -> Any:
+    """A copy of a Hugging Face dataset with another Arrow table of the same contents."""
+    import copy
+
+    from datasets.table import InMemoryTable
+
+    shared = copy.copy(dataset)
+    vars(shared)["_data"] = InMemoryTable(table)
+    return shared

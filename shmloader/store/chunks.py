@@ -19,8 +19,9 @@ from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.columns import merge
 from shmloader.store.columns.classes import Classes, ClassFinder
 from shmloader.store.columns.compiled import Reader, Scope
+from shmloader.store.columns.encode import Encoder
 from shmloader.store.columns.read import make_reader
-from shmloader.store.columns.types import LinkType, dictionary_outside, storage_of
+from shmloader.store.columns.types import LinkType, dictionary_outside, find_types, storage_of
 from shmloader.store.handles import reduce_arrow_buffer, register
 
 register(pa.Buffer, reduce_arrow_buffer)  # here, since handles does without pyarrow
@@ -77,21 +78,24 @@ class Chunks(ABC):
         """The values in some field of the rows of a chunk; KeyError if not all rows have it."""
         column = self.column(chunk)
         for name in path:
-            column = field_of(self._without_link(column), name)
+            is_link = isinstance(column.type, LinkType)
+            column = field_of(self.without_links(chunk, column) if is_link else column, name)
         return column
 
-    def _without_link(self, column: Any) -> Any:
-        return self.without_links(column) if isinstance(column.type, LinkType) else column
+    def readers_of_links(self, *, copy: bool = False) -> dict[int, Reader]:
+        """Readers of the rows that links of these columns lead to."""
+        return {link: ChunkReaders(chunks, copy=copy) for link, chunks in self.links.items()}
 
-    def without_links(self, column: Any) -> Any:
-        """A column in which the rows that links lead to are copied."""
+    def scope(self, chunk: int, links: Mapping[int, Reader], *, copy: bool = False) -> Scope:
+        """A new scope for expressions of a chunk's columns."""
+        return Scope(self.memory(chunk), self.finder, links, copy=copy, pickles=self.pickles)
 
-        def rows_of(link: int) -> Any:
-            chunks = self.links[link]
-            columns = [chunks.without_links(chunks.column(n)) for n in range(len(chunks.starts) - 1)]
-            return pa.concat_arrays(merge.united(columns))
-
-        return merge.unlinked(column, rows_of)
+    def without_links(self, chunk: int, column: Any) -> Any:
+        """A column of a chunk, in which the rows that links lead to are copied."""
+        if not find_types(column.type, LinkType):
+            return column
+        read = make_reader(column, self.scope(chunk, self.readers_of_links()))
+        return Encoder().encode(list(map(read, range(len(column)))))
 
 
 def field_of(column: Any, name: str | int) -> Any:
@@ -181,28 +185,16 @@ class ChunkReaders:
         self._chunks = chunks
         self._path = path
         self.copy = copy
-        self._links: list[Reader] | None = None
+        self._links = chunks.readers_of_links(copy=copy)
 
     def __call__(self, number: int) -> Any:
         """Read one row."""
         place = bisect_right(self.starts, number)
         return (self.readers[place] or self.make(place))(number)
 
-    def scope(self, chunk: int) -> Scope:
-        """A new scope for expressions of a chunk's columns."""
-        chunks = self._chunks
-        if self._links is None:
-            most = max(chunks.links, default=-1) + 1
-            linked = map(chunks.links.get, range(most))
-            self._links = [_no_link if one is None else ChunkReaders(one, copy=self.copy) for one in linked]
-        return Scope(chunks.memory(chunk), chunks.finder, self._links, copy=self.copy, pickles=chunks.pickles)
-
     def make(self, place: int) -> Reader:
         """Make the reader of the chunk before a place."""
         column = self._chunks.field(place - 1, self._path)
-        reader = self.readers[place] = make_reader(column, self.scope(place - 1), self.starts[place - 1])
+        scope = self._chunks.scope(place - 1, self._links, copy=self.copy)
+        reader = self.readers[place] = make_reader(column, scope, self.starts[place - 1])
         return reader
-
-
-def _no_link(number: int) -> Any:
-    raise IndexError(f"there is no column for link {number}")

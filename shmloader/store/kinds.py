@@ -23,7 +23,6 @@ import numpy as np
 import torch
 
 from shmloader.store.arrays import kind_of_tensor
-from shmloader.store.rebuild import slots_of
 from shmloader.store.sizes import estimate_nbytes
 
 LEAST_NBYTES = 1 << 20
@@ -80,6 +79,7 @@ _WITHOUT_MEANING |= {
     "__slots__",
     "__annotations__",
 }
+_SHARED_BY_THEMSELVES = (torch.utils.data.Dataset, torch.nn.Module)
 _NO_CONTAINERS = (str, bytes, bytearray, memoryview, range)
 
 
@@ -143,15 +143,17 @@ def plain_kind(value: Any) -> type:
     return kind
 
 
-def is_sequence(value: Any) -> bool:
-    """Whether `share` reads the rows of a sequence of a class of one's own."""
+def is_rows(value: Any) -> bool:
+    """Whether `share` reads rows from a value: of Arrow or pandas, an iterator, a container of any class."""
+    if is_arrow(value) or is_pandas(value) or isinstance(value, Iterator | Mapping):
+        return True
     named = isinstance(value, tuple) and hasattr(value, "_fields")
     return isinstance(value, Sequence | np.ndarray) and not isinstance(value, _NO_CONTAINERS) and not named
 
 
-def is_mapping(value: Any) -> bool:
-    """Whether `share` reads the items of a mapping of a class of one's own."""
-    return isinstance(value, Mapping)
+def holds_datasets(container: Any) -> bool:
+    """Whether a container holds objects that are shared themselves, such as datasets."""
+    return any(isinstance(one, _SHARED_BY_THEMSELVES) or is_store(one) for one in some(container))
 
 
 def is_shareable_tensor(value: torch.Tensor) -> bool:
@@ -246,6 +248,21 @@ def attributes_of(value: Any) -> Iterable[tuple[Any, Any]]:
     else:
         held = itertools.chain(held, slots_of(value))
     return [(f".{name}", attribute) for name, attribute in held]
+
+
+def slots_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """The filled slots of an object, by the names that attribute access knows them by."""
+    for owner in type(value).__mro__:
+        names = owner.__dict__.get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name in ("__dict__", "__weakref__"):
+                continue
+            if name.startswith("__") and not name.endswith("__"):
+                name = f"_{owner.__name__.lstrip('_')}{name}"  # noqa: PLW2901 - as the compiler mangles it
+            try:
+                yield name, object.__getattribute__(value, name)
+            except AttributeError:
+                continue
 
 
 def how_to_share(value: Any) -> str:

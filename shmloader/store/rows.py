@@ -149,7 +149,8 @@ class RowStore(Store):
     def to_arrow(self) -> Any:
         """See `SharedObject.to_arrow`: a ``Table`` of dict records, a ``ChunkedArray`` of anything else."""
         try:
-            columns = [self.chunks.without_links(self.field(chunk)) for chunk in range(len(self._starts) - 1)]
+            count = len(self._starts) - 1
+            columns = [self.chunks.without_links(chunk, self.field(chunk)) for chunk in range(count)]
             if self._file is not None:
                 for column in columns:
                     column.validate(full=True)  # Arrow's functions trust their buffers

@@ -8,7 +8,6 @@ per epoch.
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -19,14 +18,13 @@ from shmloader.diagnostics.stack_level import level_of_the_program
 from shmloader.errors import NotSharedWarning
 from shmloader.host.process_memory import read_memory
 from shmloader.statistics import Counters
-from shmloader.store import kinds
+from shmloader.store.graph import Graph
 from shmloader.store.sizes import estimate_nbytes
 
 LEAST_NBYTES = 64 << 20
 """Containers smaller than this, in bytes as Python objects, are not watched."""
 
 _LEAST_GROWN = 0.2  # of the container, in one worker: what reading it all copies is more than a half
-_MOST_LOOKED = 1000  # objects of a dataset that are looked at
 
 
 class Unshared(NamedTuple):
@@ -46,25 +44,9 @@ def largest_unshared(dataset: Any) -> Unshared | None:
 
     Takes microseconds per attribute: of containers some elements are looked at.
     """
-    found: Unshared | None = None
-    todo: deque[tuple[Any, str]] = deque([(dataset, type(dataset).__qualname__)])
-    seen: set[int] = set()
-    while todo and len(seen) < _MOST_LOOKED:
-        value, path = todo.popleft()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if kinds.container_kind(value) is not None:
-            if kinds.is_few_large(value) or not all(map(kinds.is_data, kinds.some(value))):
-                held = list(kinds.elements_of(value)) if len(value) <= _MOST_LOOKED else []
-                todo.extend((element, f"{path}[{key!r:.40}]") for (key,), element in held)
-                continue
-            nbytes = estimate_nbytes(value)
-            if nbytes >= max(LEAST_NBYTES, 0 if found is None else found.nbytes):
-                found = Unshared(path, nbytes)
-        elif kinds.is_open(value):
-            todo.extend((held, f"{path}{label}") for label, held in kinds.attributes_of(value))
-    return found
+    nodes = [node for node in Graph(dataset, only_containers=True).nodes.values() if node.plan]
+    found = max(((estimate_nbytes(node.value), node.path) for node in nodes), default=(0, ""))
+    return Unshared(found[1], found[0]) if found[0] >= LEAST_NBYTES else None
 
 
 class CopyWatch:

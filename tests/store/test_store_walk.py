@@ -30,7 +30,7 @@ from walk_datasets import (
 )
 
 from shmloader import DataLoader, SharedMemoryExhausted, share
-from shmloader.store import SharedObject, Store, writing
+from shmloader.store import SharedObject, Store, attributes
 from shmloader.store.attributes import share_for_loader
 
 
@@ -243,7 +243,7 @@ def test_want_of_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def exhausted(*_: Any, **__: Any) -> Any:
         raise SharedMemoryExhausted("too big")
 
-    monkeypatch.setattr(writing, "write_rows", exhausted)
+    monkeypatch.setattr(attributes, "write_rows", exhausted)
     with pytest.raises(SharedMemoryExhausted):
         share(Images())
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import enum
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from shmloader.store.columns import types
@@ -70,15 +72,16 @@ def state_of(value: Any) -> dict[str, Any]:
 
 def maker_of(kind: type) -> Callable[[dict[str, Any]], Any]:
     """The function that makes an instance of a plain dataclass of its state, as pickle does it."""
-    new, set_slot = object.__new__, object.__setattr__  # frozen dataclasses let nothing else through
+    make_empty: Any = kind.__new__
+    set_slot = object.__setattr__  # frozen dataclasses let nothing else through
 
     def make(state: dict[str, Any]) -> Any:
-        instance: Any = new(kind)
+        instance: Any = make_empty(kind)
         instance.__dict__.update(state)
         return instance
 
     def make_with_slots(state: dict[str, Any]) -> Any:
-        instance: Any = new(kind)
+        instance: Any = make_empty(kind)
         for name, value in state.items():
             set_slot(instance, name, value)
         return instance
@@ -114,8 +117,8 @@ class ClassFinder:
         return self._find(name, fits, lambda path: _made_namedtuple(_plain(path), fields))
 
     def dataclass(self, name: str) -> type:
-        """A dataclass."""
-        return self._find(name, is_plain_dataclass, lambda path: _made_dataclass(_plain(path)))
+        """A dataclass; if it is not there any more, a namespace for its attributes."""
+        return self._find(name, is_plain_dataclass, lambda _: SimpleNamespace)
 
     def enum(self, name: str, members: Sequence[str]) -> list[Any]:
         """Members of an enum."""
@@ -123,7 +126,7 @@ class ClassFinder:
         def fits(kind: type) -> bool:
             return issubclass(kind, enum.Enum) and set(members) <= kind.__members__.keys()
 
-        kind: Any = self._find(name, fits, lambda path: enum.Enum(_plain(path), list(members)))  # type: ignore[arg-type,return-value]
+        kind: Any = self._find(name, fits, lambda path: _made_enum(_plain(path), tuple(members)))
         return [kind.__members__[member] for member in members]
 
     def given(self) -> dict[str, type]:
@@ -162,28 +165,14 @@ def _remake_tuple(name: str, fields: tuple[str, ...], items: tuple[Any, ...]) ->
     return tuple.__new__(_made_namedtuple(name, fields), items)
 
 
-class MadeUp:
-    """An instance of a dataclass that is not there (any more): its attributes."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, MadeUp) and vars(self) == vars(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
-        )
-
-    def __reduce__(self) -> Any:
-        return _remake, (type(self).__name__, vars(self))
+@functools.cache
+def _made_enum(name: str, members: tuple[str, ...]) -> Any:
+    """An enum whose members can be pickled without it."""
+    make: Any = enum.Enum
+    kind = make(name, members)
+    kind.__reduce_ex__ = lambda member, _: (_member_of, (name, members, member.name))
+    return kind
 
 
-def _made_dataclass(name: str) -> type:
-    return type(name, (MadeUp,), {})
-
-
-def _remake(name: str, state: dict[str, Any]) -> Any:
-    instance: Any = object.__new__(_made_dataclass(name))
-    instance.__dict__.update(state)
-    return instance
+def _member_of(name: str, members: tuple[str, ...], member: str) -> Any:
+    return _made_enum(name, members)[member]

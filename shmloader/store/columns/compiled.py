@@ -12,7 +12,7 @@ wrong values or an exception, but no access beyond the memory.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ class Scope:
     Attributes:
         memory: Where the buffers lie; None for any place.
         finder: Finds the classes that columns name.
-        links: Readers of the columns that links lead to, in order.
+        links: Readers of the columns that links lead to.
         copy: Whether arrays and tensors are private copies, which may be changed.
         pickles: Whether pickled values may be read.
         values: The objects that have been given names, in order.
@@ -40,14 +40,14 @@ class Scope:
         self,
         memory: SharedBuffer | None = None,
         finder: ClassFinder | None = None,
-        links: Sequence[Reader] = (),
+        links: Mapping[int, Reader] | None = None,
         *,
         copy: bool = False,
         pickles: bool = True,
     ) -> None:
         self.memory = memory
         self.finder = ClassFinder() if finder is None else finder
-        self.links = links
+        self.links = links or {}
         self.copy = copy
         self.pickles = pickles
         self.values: list[object] = []

@@ -7,7 +7,6 @@ different things, the common type is a dense union of what they have, so that no
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from pyarrow import types as arrow
 from shmloader.store.columns.encode import can_be_null, keys_to_arrow, merged_order
 from shmloader.store.columns.types import (
     KeysType,
-    LinkType,
     PickleType,
     PythonType,
     children_of,
@@ -238,38 +236,6 @@ def _union_of(column: Any) -> tuple[Any, Any, list[Any]]:
     buffers, whole = column.buffers(), slice(column.offset, column.offset + len(column))
     tags, places = np.frombuffer(buffers[1], np.int8)[whole], np.frombuffer(buffers[2], np.int32)[whole]
     return tags, places, [column.field(number) for number in range(column.type.num_fields)]
-
-
-def unlinked(column: Any, values_of: Callable[[int], Any]) -> Any:
-    """A column without links: each is replaced by the row that it leads to.
-
-    Args:
-        column: The column.
-        values_of: Gives all values that a link leads to.
-    """
-    kind = column.type
-    if isinstance(kind, LinkType):
-        return values_of(kind.parameters["link"]).take(column.storage)
-    if not _has_links(kind):
-        return column
-    if isinstance(kind, PythonType):
-        storage = unlinked(column.storage, values_of)
-        return kind.over(storage.type).wrap(storage)
-    if arrow.is_dictionary(kind):
-        return pa.DictionaryArray.from_arrays(column.indices, unlinked(column.dictionary, values_of))
-    if arrow.is_struct(kind):
-        fields = [unlinked(column.field(number), values_of) for number in range(kind.num_fields)]
-        return pa.StructArray.from_arrays(fields, [field.name for field in kind], mask=_mask(column))
-    if arrow.is_union(kind):
-        tags, places, children = _union_of(column)
-        children = [unlinked(child, values_of) for child in children]
-        return pa.UnionArray.from_dense(pa.array(tags), pa.array(places), children)
-    make = pa.ListArray if arrow.is_list(kind) else pa.LargeListArray
-    return make.from_arrays(column.offsets, unlinked(column.values, values_of), mask=_mask(column))
-
-
-def _has_links(kind: Any) -> bool:
-    return isinstance(kind, LinkType) or any(map(_has_links, children_of(kind)))
 
 
 def rows_of(batch: Any) -> Any:

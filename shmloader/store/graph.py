@@ -1,0 +1,286 @@
+"""The graph of what an object holds: what of it is to be shared, and copies with that replaced.
+
+Nothing is changed in the graph. Every object on a path to something that was replaced is copied, shallowly.
+What leads to nothing replaced stays the very same object. Imports no pyarrow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import reprlib
+import sys
+import types
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from shmloader.store import kinds
+from shmloader.store.handles import is_shared
+from shmloader.store.mapped_files import MappedFiles
+from shmloader.store.sizes import estimate_nbytes
+
+_MOST_LABELS = 16  # of a path that is shown
+_SURE = {str, int, float, bool, bytes, type(None)}
+_MOST_LOOKED = 1000  # objects, where only containers are looked for
+
+_Label = str | tuple[Any]
+"""The step from a holder to an object: an attribute with its dot, or an index or key in a tuple."""
+
+_Held = Iterable[tuple[_Label, Any]]
+
+
+class Node:
+    """One object of the graph.
+
+    Attributes:
+        value: The object.
+        label: How its holder leads to it.
+        holder: What holds it; None for the root.
+        plan: What it is shared as: an array, a container of rows, an object of another library (``foreign``);
+            None if it is not shared itself.
+        parents: Keys of the nodes that hold it.
+    """
+
+    __slots__ = ("holder", "label", "parents", "plan", "value")
+
+    def __init__(self, value: Any, label: _Label, holder: Node | None = None) -> None:
+        self.value = value
+        self.label = label
+        self.holder = holder
+        self.plan: Literal["array", "rows", "foreign"] | None = None
+        self.parents: list[int] = []
+
+    @property
+    def path(self) -> str:
+        """The way to it from the root, for people."""
+        labels: list[str] = []
+        node: Node | None = self
+        while node is not None:  # made when it is asked for: of a long chain, all paths are a lot of text
+            label = node.label
+            labels.append(label if isinstance(label, str) else f"[{reprlib.repr(*label)}]")
+            node = node.holder
+        labels.reverse()
+        if len(labels) > _MOST_LABELS:
+            labels[_MOST_LABELS // 2 : -_MOST_LABELS // 2] = ["..."]
+        return "".join(labels)
+
+
+class Graph:
+    """The objects that can be reached from a root, by ``id``; every object stays alive through its node.
+
+    Attributes:
+        nodes: The objects.
+        left: What is large and cannot be shared: each with its size and a sentence.
+    """
+
+    def __init__(self, root: Any, *, is_asked_for: bool = False, only_containers: bool = False) -> None:
+        """Look at an object and all that it holds.
+
+        Args:
+            root: The object.
+            is_asked_for: Whether it is to be shared whatever its size.
+            only_containers: Whether to look for containers only, and at few objects.
+        """
+        self.left: list[tuple[Node, int, str]] = []
+        self._only_containers = only_containers
+        self._files = MappedFiles()
+        most = _MOST_LOOKED if only_containers else sys.maxsize
+        node = Node(root, type(root).__qualname__)
+        self.nodes = {id(root): node}
+        todo = deque([(node, self._open_root(node) if is_asked_for else self._open(node))])
+        while todo and len(self.nodes) < most:
+            node, held = todo.popleft()
+            for label, child in held:
+                known = self.nodes.get(id(child))
+                if known is None:
+                    known = self.nodes[id(child)] = Node(child, label, node)
+                    todo.append((known, self._open(known)))
+                known.parents.append(id(node.value))
+
+    def _open_root(self, node: Node) -> _Held:
+        """As `_open`, for what is shared whatever its size."""
+        value, kind = node.value, kinds.container_kind(node.value)
+        if kinds.is_store(value) or kinds.is_hugging_face(value):
+            return self._open(node)
+        if isinstance(value, np.ndarray | torch.Tensor) and is_shared(value, self._files):
+            return ()
+        if isinstance(value, torch.utils.data.Dataset):
+            return kinds.attributes_of(value)
+        if kind is not None and (kinds.is_few_large(value) or kinds.holds_datasets(value)):
+            return kinds.elements_of(value)
+        if kind is None and type(value) in (np.ndarray, torch.Tensor):
+            node.plan = "array"
+        elif kind is not None or kinds.is_rows(value):
+            node.plan = "rows"
+        elif kinds.is_open(value):
+            return kinds.attributes_of(value)
+        else:
+            advice = kinds.how_to_share(value)
+            raise TypeError(
+                "share takes sequences, mappings, arrays, tensors, Arrow and pandas objects, and objects "
+                f"with attributes, such as a dataset; not {type(value).__qualname__}"
+                f"{'. ' * bool(advice)}{advice}"
+            )
+        return ()
+
+    def _open(self, node: Node) -> _Held:
+        """Decide what becomes of an object; returns what it holds if that is to be looked at."""
+        value = node.value
+        if kinds.is_store(value):
+            return ()
+        if kinds.container_kind(value) is not None:
+            return self._open_container(node)
+        if kinds.is_open(value):
+            return kinds.attributes_of(value)
+        if not self._only_containers:
+            self._look_at_data(node)
+        return ()
+
+    def _look_at_data(self, node: Node) -> None:
+        value = node.value
+        if type(value) is np.ndarray or type(value) is torch.Tensor:
+            self._look_at_array(node, estimate_nbytes(value))
+        elif kinds.is_arrow(value) or kinds.is_pandas_part(value) or kinds.is_hugging_face(value):
+            if estimate_nbytes(value) >= kinds.LEAST_NBYTES:
+                node.plan = "foreign"
+        elif not (isinstance(value, np.ndarray | torch.Tensor) and is_shared(value, self._files)):
+            nbytes = None
+            with contextlib.suppress(Exception):  # whatever a property raises
+                nbytes = getattr(value, "nbytes", None)
+            if isinstance(nbytes, int):
+                why = "its class is none that can be shared: keep its data in plain arrays or lists"
+                self.leave(node, nbytes, why)
+
+    def _look_at_array(self, node: Node, nbytes: int) -> None:
+        value = node.value
+        if nbytes < kinds.LEAST_NBYTES or is_shared(value, self._files):
+            return
+        if isinstance(value, np.ndarray) and value.dtype.hasobject:
+            why = "an array of Python objects with several dimensions has no rows: keep a list of its rows"
+            self.leave(node, nbytes, why)
+        elif isinstance(value, np.ndarray) or kinds.is_shareable_tensor(value):
+            node.plan = "array"
+        elif value.device.type == "cpu":
+            why = "only dense tensors that do not require grad can be shared: see Tensor.detach"
+            self.leave(node, nbytes, why)
+
+    def _open_container(self, node: Node) -> _Held:
+        value = node.value
+        if not all(map(kinds.is_data, kinds.some(value))):
+            if len(value) <= kinds.MOST_WALKED and kinds.container_kind(value) is not set:
+                return kinds.elements_of(value)
+            why = blame(value, kinds.is_data, "which is more than data")
+            self.leave(node, estimate_nbytes(value), why)
+        elif estimate_nbytes(value) >= kinds.LEAST_NBYTES:
+            if kinds.is_few_large(value):
+                return kinds.elements_of(value)
+            node.plan = "rows"
+        return ()
+
+    def leave(self, node: Node, nbytes: int, why: str) -> None:
+        """Note that a thing cannot be shared, if it is large."""
+        if nbytes >= kinds.LEAST_NBYTES:
+            self.left.append((node, nbytes, why))
+
+
+def blame(container: Any, is_fine: Callable[[Any], bool], why: str) -> str:
+    """A sentence on the first element of a container that keeps it from being shared."""
+    for (key,), element in kinds.elements_of(container):
+        if type(element) not in _SURE and not is_fine(element):
+            return (
+                f"its element [{key!r:.60}] is a {type(element).__qualname__}, {why}. Leave it out, or keep "
+                "it in a container of its own"
+            )
+    return why
+
+
+class Rebuilder:
+    """Copies what leads to something shared, each object once."""
+
+    def __init__(self, nodes: Mapping[int, Node], replaced: dict[int, Any]) -> None:
+        """Prepare.
+
+        Args:
+            nodes: The objects that lead to what is replaced, by ``id``.
+            replaced: What takes the places of some of them.
+        """
+        self._nodes = nodes
+        self._copies = replaced
+        self._changed = self._ancestors(replaced)
+
+    def _ancestors(self, keys: Iterable[int]) -> set[int]:
+        found: set[int] = set()
+        todo = list(keys)
+        while todo:
+            for parent in self._nodes[todo.pop()].parents:
+                if parent not in found:
+                    found.add(parent)
+                    todo.append(parent)
+        return found
+
+    def rebuild(self, root: Any) -> Any:
+        """The replacement of the root."""
+        # Mutable objects first, all of them and still empty, so that cycles find them.
+        mutable = [key for key in self._changed if not _is_immutable(self._nodes[key].value)]
+        for key in mutable:
+            self._copies[key] = _empty_like(self._nodes[key].value)
+        for key in mutable:
+            self._fill(self._nodes[key].value, self._copies[key])
+        return self._new(root)
+
+    def _new(self, value: Any) -> Any:
+        """The replacement of ``value``."""
+        key = id(value)
+        if key in self._copies:
+            return self._copies[key]
+        if key not in self._changed:
+            return value
+        copy = self._copies[key] = self._with_parts(value)
+        if not isinstance(value, types.MethodType) and getattr(value, "__dict__", None):
+            # After the copy is known: what an attribute holds may lead back to it.
+            copy.__dict__.update((name, self._new(held)) for name, held in value.__dict__.items())
+        return copy
+
+    def _with_parts(self, value: Any) -> Any:
+        """A copy of an immutable object whose parts are replaced, without its attributes."""
+        if isinstance(value, types.MethodType):
+            return types.MethodType(value.__func__, self._new(value.__self__))
+        if isinstance(value, functools.partial):
+            parts = self._new(value.func), self._new(value.args), self._new(value.keywords)
+            return type(value)(parts[0], *parts[1], **parts[2])
+        if type(value) is tuple:
+            return tuple(map(self._new, value))
+        return type(value)._make(map(self._new, value))
+
+    def _fill(self, original: Any, copy: Any) -> None:
+        if isinstance(original, list | deque):
+            copy.extend(map(self._new, original))
+        elif isinstance(original, np.ndarray):
+            copy[:] = [self._new(value) for value in original]
+        elif isinstance(original, dict):
+            copy.update((key, self._new(value)) for key, value in original.items())
+        else:
+            if hasattr(original, "__dict__"):
+                copy.__dict__.update((name, self._new(value)) for name, value in original.__dict__.items())
+            for name, value in kinds.slots_of(original):
+                # Not setattr: frozen dataclasses and datasets with rules of their own refuse it.
+                object.__setattr__(copy, name, self._new(value))
+
+
+def _is_immutable(value: Any) -> bool:
+    return isinstance(value, tuple | types.MethodType | functools.partial)
+
+
+def _empty_like(value: Any) -> Any:
+    kind = type(value)
+    if isinstance(value, defaultdict):
+        return kind(value.default_factory)
+    if isinstance(value, deque):
+        return kind(maxlen=value.maxlen)
+    if isinstance(value, np.ndarray):
+        return np.empty_like(value)
+    return kind() if isinstance(value, list | dict | types.SimpleNamespace) else object.__new__(kind)
