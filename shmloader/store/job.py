@@ -89,16 +89,18 @@ def fingerprint_of(build: Callable[[], Any]) -> str:
 
 def _parts_of(value: Any) -> list[str]:
     if isinstance(value, functools.partial):
-        arguments = [*value.args, *(item for pair in sorted(value.keywords.items()) for item in pair)]
-        return [*_parts_of(value.func), *(part for item in arguments for part in _parts_of(item))]
+        return [*_parts_of(value.func), *_parts_of([*value.args, *sorted(value.keywords.items())])]
     if isinstance(value, types.MethodType):
         return _parts_of(value.__func__)
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        bound = [*(value.__defaults__ or ()), *cells]
-        return [*_code(value.__code__), *(part for item in bound for part in _parts_of(item))]
+        return [*_parts_of(value.__code__), *_parts_of([*(value.__defaults__ or ()), *cells])]
+    if isinstance(value, types.CodeType):
+        return [value.co_qualname, value.co_code.hex(), *value.co_names, *_parts_of(value.co_consts)]
     if isinstance(value, list | tuple):
         return [part for item in value for part in _parts_of(item)]
+    if isinstance(value, frozenset):  # its order is another one in each process
+        return sorted(part for item in value for part in _parts_of(item))
     return [repr(value)] if isinstance(value, _PLAIN) else [type(value).__qualname__]
 
 
@@ -107,12 +109,3 @@ def _is_filled(cell: Any) -> bool:
         return cell.cell_contents is not cell
     except ValueError:
         return False
-
-
-def _code(code: types.CodeType) -> list[str]:
-    constants = [
-        part
-        for item in code.co_consts
-        for part in (_code(item) if isinstance(item, types.CodeType) else [repr(item)])
-    ]
-    return [code.co_qualname, code.co_code.hex(), *map(str, code.co_names), *constants]

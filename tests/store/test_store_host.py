@@ -277,6 +277,29 @@ def test_a_rank_that_builds_in_another_way_is_an_error(name: str) -> None:
             share_on_host(other, name=name)
 
 
+def test_a_fingerprint_is_the_same_in_every_process() -> None:
+    """The order of a set of texts, such as the compiler makes of ``in {...}``, is another one in each."""
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", FINGERPRINT],
+            check=False,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+        ).stdout
+        for seed in "1234"
+    }
+    assert len(found) == 1
+    assert len(found.pop().strip()) == 32
+
+
+FINGERPRINT = """
+from shmloader.store.job import fingerprint_of
+def build(split="train"):
+    return split in {"train", "valid", "test", "all"}
+print(fingerprint_of(build))
+"""
+
+
 def make(rows: Any, split: str) -> Any:
     return rows
 
