@@ -28,10 +28,16 @@ from shmloader.store.columns.encode import COLUMN, Encoder
 from shmloader.store.graph import Graph, Node, Rebuilder, blame
 from shmloader.store.handles import register
 from shmloader.store.mapped_files import MappedFiles
-from shmloader.store.mapping import KeyHashes, KeyIndex, MappingStore, SetStore, pickled_missing
+from shmloader.store.mapping import (
+    KeyIndex,
+    MappingStore,
+    SetStore,
+    hashes_of,
+    pickled_missing,
+    write_index,
+)
 from shmloader.store.memory import Make, MemoryWriter, Table, write_rows
 from shmloader.store.rows import RowStore
-from shmloader.store.sizes import estimate_nbytes
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +80,7 @@ def _write(node: Node, write: _Write, writer: MemoryWriter, graph: Graph) -> Mak
             raise
         # As text: whoever keeps the warning must not keep the frames, and with them the stores.
         said = f"which cannot be kept ({type(error).__name__}: {error})"
-        graph.leave(node, estimate_nbytes(node.value), blame(node.value, _can_be_kept, said))
+        graph.leave(node, kinds.estimate_nbytes(node.value), blame(node.value, _can_be_kept, said))
     writer.rewind(begin)
     return None
 
@@ -216,9 +222,9 @@ def _write_rows(value: Any, writer: MemoryWriter, copy: bool, progress: bool | N
 
 
 def _write_mapping(value: Any, writer: MemoryWriter, copy: bool, progress: bool | None) -> Make:
-    missing, hashes = pickled_missing(value), KeyHashes()
-    table = write_rows(value.items(), writer, progress, lambda chunk: hashes.add(key for key, _ in chunk))
-    layout = hashes.write(writer.out)
+    missing, hashes = pickled_missing(value), hashes_of(value)
+    table = write_rows(value.items(), writer, progress)
+    layout = write_index(hashes, writer.out)
 
     def make(buffer: SharedBuffer) -> MappingStore:
         store = RowStore(writer.chunks(table, buffer), (), copy)
@@ -230,10 +236,9 @@ def _write_mapping(value: Any, writer: MemoryWriter, copy: bool, progress: bool 
 
 
 def _write_set(value: Any, writer: MemoryWriter, progress: bool | None) -> Make:
-    members, hashes = list(value), KeyHashes()
-    hashes.add(members)
+    members = list(value)
     table = write_rows(members, writer, progress)
-    layout = hashes.write(writer.out)
+    layout = write_index(hashes_of(members), writer.out)
 
     def make(buffer: SharedBuffer) -> SetStore:
         store = RowStore(writer.chunks(table, buffer))

@@ -17,11 +17,17 @@ import pyarrow as pa
 
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.columns import merge
-from shmloader.store.columns.classes import Classes, ClassFinder
 from shmloader.store.columns.compiled import Reader, Scope
 from shmloader.store.columns.encode import Encoder
 from shmloader.store.columns.read import make_reader
-from shmloader.store.columns.types import LinkType, dictionary_outside, find_types, storage_of
+from shmloader.store.columns.types import (
+    Classes,
+    ClassFinder,
+    LinkType,
+    dictionary_outside,
+    find_types,
+    storage_of,
+)
 from shmloader.store.handles import reduce_arrow_buffer, register
 
 register(pa.Buffer, reduce_arrow_buffer)  # here, since handles does without pyarrow

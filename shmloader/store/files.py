@@ -24,8 +24,7 @@ from shmloader.errors import LoaderError
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.chunks import Chunks
 from shmloader.store.columns import types
-from shmloader.store.columns.classes import Classes
-from shmloader.store.columns.types import VERSION, LinkType, PickleType, find_types
+from shmloader.store.columns.types import VERSION, Classes, LinkType, PickleType, find_types
 from shmloader.store.mapped_files import Fingerprint
 from shmloader.store.mapping import MappingStore, SetStore, index_of
 from shmloader.store.memory import MemoryWriter

@@ -21,7 +21,6 @@ import torch
 from shmloader.store import kinds
 from shmloader.store.handles import is_shared
 from shmloader.store.mapped_files import MappedFiles
-from shmloader.store.sizes import estimate_nbytes
 
 _MOST_LABELS = 16  # of a path that is shown
 _SURE = {str, int, float, bool, bytes, type(None)}
@@ -143,9 +142,9 @@ class Graph:
     def _look_at_data(self, node: Node) -> None:
         value = node.value
         if type(value) is np.ndarray or type(value) is torch.Tensor:
-            self._look_at_array(node, estimate_nbytes(value))
+            self._look_at_array(node, kinds.estimate_nbytes(value))
         elif kinds.is_arrow(value) or kinds.is_pandas_part(value) or kinds.is_hugging_face(value):
-            if estimate_nbytes(value) >= kinds.LEAST_NBYTES:
+            if kinds.estimate_nbytes(value) >= kinds.LEAST_NBYTES:
                 node.plan = "foreign"
         elif not (isinstance(value, np.ndarray | torch.Tensor) and is_shared(value, self._files)):
             nbytes = None
@@ -174,8 +173,8 @@ class Graph:
             if len(value) <= kinds.MOST_WALKED and kinds.container_kind(value) is not set:
                 return kinds.elements_of(value)
             why = blame(value, kinds.is_data, "which is more than data")
-            self.leave(node, estimate_nbytes(value), why)
-        elif estimate_nbytes(value) >= kinds.LEAST_NBYTES:
+            self.leave(node, kinds.estimate_nbytes(value), why)
+        elif kinds.estimate_nbytes(value) >= kinds.LEAST_NBYTES:
             if kinds.is_few_large(value):
                 return kinds.elements_of(value)
             node.plan = "rows"

@@ -1,4 +1,4 @@
-"""The kinds of objects that can be shared: the one rule for `share`'s argument and for whatever it holds."""
+"""Kinds of objects that can be shared, and their sizes: one rule for `share`'s argument and what it holds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ import numpy as np
 import torch
 
 from shmloader.store.arrays import kind_of_tensor
-from shmloader.store.sizes import estimate_nbytes
 
 LEAST_NBYTES = 1 << 20
 """The least size of a held object that is shared, in bytes as Python objects. A smaller one is not worth a
@@ -36,6 +35,10 @@ _MOST_LOOKED = 256  # parts of a value that are looked at
 _SAMPLED = 100  # elements of a container that are looked at
 _FEW = 32  # a container of so few large things is taken apart, not shared as a whole
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or by a C module that says so
+
+_SAMPLED_OF_CHUNK = 8
+_MOST_DEPTH = 12
+_TENSOR_NBYTES = 300  # the Python object, TensorImpl and StorageImpl, roughly
 
 _SCALARS = (str, bytes, bytearray, int, float, complex, bool, type(None), np.generic, np.dtype, torch.dtype)
 _VALUES = (enum.Enum, dt.date, dt.time, dt.timedelta, decimal.Decimal, pathlib.PurePath)
@@ -281,3 +284,51 @@ def how_to_share(value: Any) -> str:
     if hasattr(value, "__iter__"):
         return "If iterating over it gives the rows, share iter(data)"
     return ""
+
+
+# --- sizes
+
+
+def estimate_nbytes(value: Any) -> int:
+    """Bytes that an object takes in memory, with all that it refers to, estimated from samples."""
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        value = value.reshape(-1).tolist()
+    nbytes = None if isinstance(value, torch.Tensor) else getattr(value, "nbytes", None)
+    return nbytes if isinstance(nbytes, int) else _nbytes_of(value, set())  # ndarrays, also views; Arrow
+
+
+def nbytes_of_rows(rows: Sequence[Any], sampled: int = _SAMPLED_OF_CHUNK) -> int:
+    """Bytes that rows take as Python objects, with their places in a list, from about so many of them."""
+    return 8 * len(rows) + _of_some(rows, len(rows), set(), 0, sampled)
+
+
+def _of_some(values: Any, count: int, seen: set[int], depth: int, sampled: int = _SAMPLED) -> int:
+    """Bytes of the values of a container, from those of some.
+
+    The first one has paid for what they share (keys, small numbers, a vocabulary): that is counted once.
+    """
+    step = max(1, count // sampled)
+    some = values[::step] if isinstance(values, list | tuple) else itertools.islice(values, 0, None, step)
+    first, *rest = [_nbytes_of(value, seen, depth) for value in some] or [0]
+    return first + (round(sum(rest) / len(rest) * (count - 1)) if rest else first * (count - 1))
+
+
+def _nbytes_of(value: Any, seen: set[int], depth: int = 0) -> int:
+    """Bytes of an object and what it refers to, without what was ``seen`` before, by ``id``."""
+    if id(value) in seen or isinstance(value, type):
+        return 0
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        items = value.numel() if value.layout is torch.strided else 0
+        return _TENSOR_NBYTES + items * value.element_size()
+    nbytes = sys.getsizeof(value, 64)
+    if isinstance(value, np.ndarray):
+        return nbytes if value.base is None else nbytes + value.nbytes
+    if depth >= _MOST_DEPTH or isinstance(value, str | bytes | int | float):
+        return nbytes
+    if isinstance(value, Mapping):
+        keys = _of_some(value.keys(), len(value), seen, depth + 1)
+        return nbytes + keys + _of_some(value.values(), len(value), seen, depth + 1)
+    if not isinstance(value, list | tuple | set | frozenset | deque):
+        value = list(getattr(value, "__dict__", {}).values())
+    return nbytes + _of_some(value, len(value), seen, depth + 1)

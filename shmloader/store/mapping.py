@@ -28,6 +28,7 @@ from shmloader.store.saving import form_of_mapping
 
 _HASH_BITS = 32
 _MOST_BUCKET_BITS = 12  # 32 KB in each process that looks keys up
+_Hashes = np.ndarray[Any, np.dtype[np.int64]]
 _GOLDEN = 0x9E3779B97F4A7C15  # spreads consecutive numbers over all 64 bits
 
 
@@ -76,31 +77,24 @@ class IndexLayout(NamedTuple):
     odd_count: int
 
 
-class KeyHashes:
-    """The hashes of keys, while they are collected."""
+def hashes_of(keys: Iterable[Any]) -> _Hashes:
+    """The hashes of keys; -1 for those that have none."""
+    return np.array([-1 if (hashed := hash_of(key)) is None else hashed for key in keys], np.int64)
 
-    def __init__(self) -> None:
-        self._hashes: list[np.ndarray[Any, np.dtype[np.int64]]] = []
 
-    def add(self, keys: Iterable[Any]) -> None:
-        """Add the keys of the next rows."""
-        hashes = [-1 if (hashed := hash_of(key)) is None else hashed for key in keys]
-        self._hashes.append(np.array(hashes, np.int64))
-
-    def write(self, out: BufferBuilder) -> IndexLayout:
-        """Append the index."""
-        hashes = np.concatenate([np.zeros(0, np.int64), *self._hashes])
-        odd = np.flatnonzero(hashes < 0)
-        rows = np.argsort(hashes, kind="stable")[len(odd) :]  # the odd ones, -1, come first
-        code = "I" if len(hashes) < 1 << 32 else "Q"
-        return IndexLayout(
-            len(rows),
-            out.append(hashes[rows].astype(np.uint32)),
-            out.append(rows.astype(code)),
-            code,
-            out.append(odd.astype(np.int64)),
-            len(odd),
-        )
+def write_index(hashes: _Hashes, out: BufferBuilder) -> IndexLayout:
+    """Append the index of the keys of all rows, by their hashes."""
+    odd = np.flatnonzero(hashes < 0)
+    rows = np.argsort(hashes, kind="stable")[len(odd) :]  # the odd ones, -1, come first
+    code = "I" if len(hashes) < 1 << 32 else "Q"
+    return IndexLayout(
+        len(rows),
+        out.append(hashes[rows].astype(np.uint32)),
+        out.append(rows.astype(code)),
+        code,
+        out.append(odd.astype(np.int64)),
+        len(odd),
+    )
 
 
 class KeyIndex:
@@ -159,10 +153,8 @@ class KeyIndex:
 
 def index_of(keys: Store) -> KeyIndex:
     """Make the index of keys that are in memory, or in a file, already."""
-    hashes = KeyHashes()
-    hashes.add(keys)
     with new_builder() as out:
-        layout = hashes.write(out)
+        layout = write_index(hashes_of(keys), out)
         return KeyIndex(keys, out.seal(), layout)
 
 

@@ -26,7 +26,7 @@ from shmloader.store.chunks import Layout, MemoryChunks
 from shmloader.store.columns.encode import Encoder
 from shmloader.store.columns.types import LinkType, find_types
 from shmloader.store.handles import register_reducers
-from shmloader.store.sizes import nbytes_of_rows
+from shmloader.store.kinds import nbytes_of_rows
 
 _FIRST_ROWS = 16  # of a stream's first chunk, when nothing is known of its rows
 _LEAST_ROWS, _MOST_ROWS = 1 << 14, 1 << 20
@@ -266,20 +266,8 @@ def new_builder() -> BufferBuilder:
         ) from error
 
 
-def write_rows(
-    rows: Iterable[Any],
-    writer: MemoryWriter,
-    progress: bool | None,
-    on_chunk: Callable[[list[Any]], None] | None = None,
-) -> Table:
-    """Write rows chunk by chunk. An iterator is never held as a whole.
-
-    Args:
-        rows: The rows, or the items of a mapping.
-        writer: Where to.
-        progress: See `shmloader.share`.
-        on_chunk: Called with each chunk before it is written.
-    """
+def write_rows(rows: Iterable[Any], writer: MemoryWriter, progress: bool | None) -> Table:
+    """Write rows, or the items of a mapping, chunk by chunk. An iterator is never held as a whole."""
     expected = len(rows) if isinstance(rows, Sized) else None
     is_list = isinstance(rows, list | tuple)
     row_nbytes = nbytes_of_rows(rows, 64) / max(1, len(rows)) if isinstance(rows, list | tuple) else 0
@@ -289,8 +277,6 @@ def write_rows(
     with progress_bar(progress, expected) as bar:
         # Nothing here refers to a chunk while the next one is made.
         while chunk := list(islice(stream, table.chunk_rows(expected or 0, row_nbytes))):
-            if on_chunk is not None:
-                on_chunk(chunk)
             append(chunk)
             del chunk
             if bar is not None:

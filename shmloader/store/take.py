@@ -17,8 +17,7 @@ from shmloader.store.arrays import Array, ArrayKind, array_of_tensor, kind_of_ar
 from shmloader.store.base import Rows
 from shmloader.store.chunks import ChunkReaders, Chunks, Path
 from shmloader.store.columns.arrays import block_of
-from shmloader.store.columns.classes import is_plain_namedtuple
-from shmloader.store.columns.types import ArrayType, KeysType, NamedTupleType, TupleType
+from shmloader.store.columns.types import ArrayType, KeysType, NamedTupleType, TupleType, is_plain_namedtuple
 
 _ROWS_WORTH_A_CALL = 16  # gathering a column costs about as much as reading so many rows
 _MOST_SECTIONS = 4096

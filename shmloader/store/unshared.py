@@ -19,7 +19,7 @@ from shmloader.errors import NotSharedWarning
 from shmloader.host.process_memory import read_memory
 from shmloader.statistics import Counters
 from shmloader.store.graph import Graph
-from shmloader.store.sizes import estimate_nbytes
+from shmloader.store.kinds import estimate_nbytes
 
 LEAST_NBYTES = 64 << 20
 """Containers smaller than this, in bytes as Python objects, are not watched."""

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
-from shmloader.store.columns.classes import ClassFinder
+from shmloader.store.columns.types import ClassFinder
 
 Reader = Callable[[int], Any]
 """Reads one row of a column, by its number."""

@@ -28,7 +28,7 @@ import torch
 from shmloader.store.arrays import has_plain_dtype, kind_of_array, kind_of_tensor
 from shmloader.store.columns import types
 from shmloader.store.columns.arrays import arrays_to_arrow, lists_to_arrow, scalars_to_arrow
-from shmloader.store.columns.classes import (
+from shmloader.store.columns.types import (
     is_plain_dataclass,
     is_plain_namedtuple,
     name_of_class,

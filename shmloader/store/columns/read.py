@@ -17,8 +17,8 @@ from pyarrow import types as arrow
 
 from shmloader.store.columns import types
 from shmloader.store.columns.arrays import array_expression, dtype_named
-from shmloader.store.columns.classes import maker_of
 from shmloader.store.columns.compiled import Reader, Scope, compile_reader, numbers_of, octets_of
+from shmloader.store.columns.types import maker_of
 
 _CODES = {
     pa.int8(): "b",
