@@ -1,15 +1,20 @@
 """The cost of a loader's state: making it, its size, going on from it, and throughput with one per batch.
 
-Run from a checkout:
+Run from a checkout. The extra ``bench`` has torchdata, for a comparison with its StatefulDataLoader:
 
     python -m benchmarks.resume [--batches N] [--turns N] [--json FILE]
 
-The epoch is shuffled, in batches of four. Beside this loader stands torchdata's StatefulDataLoader, where it
-is installed. Going on is from batch N: from ``iter()`` to the first batch, less what the same takes at the
-epoch's beginning, so that neither the start of workers nor drawing the order counts. Throughput is that of
-epochs with a state per batch over that of epochs without, in turns. StatefulDataLoader takes its snapshots in
-``next()``, whether they are asked for or not; so the processor time of the main process per batch is given,
-too: of ``next()`` with a state behind it, less that of ``next()`` where no snapshot is taken.
+The epoch is shuffled, in batches of four. All contestants take turns, and medians are given, so that whatever
+else the machine does falls on all of them.
+
+- State: wall time of ``state_dict()``, the first one of an epoch and further ones.
+- Per batch: processor time of the main process, of ``next()`` with a state behind it, less that of ``next()``
+  of a loader that is asked for none and takes no snapshot. StatefulDataLoader takes its snapshots in
+  ``next()``, whether they are asked for or not (``snapshot_every_n_steps``).
+- Resume: from ``iter()`` to the first batch behind batch N, without workers, so that their start does not
+  count. Both loaders draw the order of the whole epoch in it. "Of that, skipping" is what it takes beyond the
+  same in a new epoch.
+- Throughput: of epochs with a state per batch over that of epochs without, in pairs.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -58,7 +63,7 @@ def contestants() -> dict[str, Callable[..., Any]]:
     try:
         from torchdata.stateful_dataloader import StatefulDataLoader
     except ImportError:
-        print("torchdata is not installed: pip install -c constraints.txt torchdata")
+        print("torchdata is not installed: pip install -c constraints.txt -e '.[bench]'")
     else:
         found["torchdata"] = StatefulDataLoader
     return found
@@ -70,55 +75,61 @@ def build(make: Callable[..., Any], batches: int, **options: Any) -> Any:
         Rows(batches * BATCH_SIZE),
         batch_size=BATCH_SIZE,
         shuffle=True,
-        num_workers=WORKERS,
         generator=torch.Generator().manual_seed(1),
-        **options,
+        **{"num_workers": WORKERS} | options,
     )
 
 
 @dataclass
 class Costs:
-    """The cost of one loader's states.
+    """The cost of one loader's states: of each measurement a list, one figure from each turn.
 
     Attributes:
         first_s: Seconds that the first state of an epoch takes.
-        state_s: Seconds that a further one takes, the median.
+        state_s: Seconds that a further one takes.
         batch_s: Seconds of processor time in the main process that states take per batch: see above.
         nbytes: Length of its pickle.
-        resume_s: Seconds to the first batch, from a state, beyond those at the epoch's beginning; the median.
+        resume_s: Seconds from ``iter()`` to the first batch, from a state, without workers.
+        skip_s: Of those, beyond the seconds of a new epoch.
         throughput: Of epochs with a state per batch, over that of epochs without.
     """
 
-    first_s: float
-    state_s: float
-    batch_s: float
-    nbytes: int
-    resume_s: float = 0.0
-    throughput: float = 0.0
+    first_s: list[float] = field(default_factory=list)
+    state_s: list[float] = field(default_factory=list)
+    batch_s: list[float] = field(default_factory=list)
+    nbytes: list[int] = field(default_factory=list)
+    resume_s: list[float] = field(default_factory=list)
+    skip_s: list[float] = field(default_factory=list)
+    throughput: list[float] = field(default_factory=list)
+
+    def medians(self) -> dict[str, float]:
+        """The median of each, by name."""
+        return {name: statistics.median(found) for name, found in vars(self).items()}
 
 
-def snapshots(make: Callable[..., Any], batches: int, number: int) -> Costs:
-    """The cost of states, one behind each of so many batches, and their size."""
-    medians_s = []
-    for never in (False, True):
-        seldom = {"snapshot_every_n_steps": 1 << 40} if never and make is not shmloader.DataLoader else {}
-        loader = build(make, batches, **seldom)
-        iterator = iter(loader)
-        for _ in range(PLACE):
+def measure_states(make: Callable[..., Any], batches: int, number: int, costs: Costs) -> None:
+    """Measure states, one behind each of so many batches, beside a loader that is asked for none."""
+    seldom = {"snapshot_every_n_steps": 1 << 40} if make is not shmloader.DataLoader else {}
+    asked, other = build(make, batches), build(make, batches, **seldom)
+    iterators = iter(asked), iter(other)
+    for _ in range(PLACE):
+        for iterator in iterators:
             next(iterator)
-        first_s = timed(loader.state_dict)
-        costs_s, batch_s = [], []
-        for _ in range(number):
-            began_s = time.thread_time()
-            next(iterator)
-            if not never:
-                costs_s.append(timed(loader.state_dict))
-            batch_s.append(time.thread_time() - began_s)
-        medians_s.append(statistics.median(batch_s))
-        if not never:
-            found = first_s, statistics.median(costs_s), len(pickle.dumps(loader.state_dict(), 5))
+    costs.first_s.append(timed(asked.state_dict))
+    state_s, asked_s, other_s = [], [], []
+    for _ in range(number):
+        began_s = time.thread_time()
+        next(iterators[0])
+        state_s.append(timed(asked.state_dict))
+        asked_s.append(time.thread_time() - began_s)
+        began_s = time.thread_time()
+        next(iterators[1])
+        other_s.append(time.thread_time() - began_s)
+    costs.state_s.append(statistics.median(state_s))
+    costs.batch_s.append(statistics.median(asked_s) - statistics.median(other_s))
+    costs.nbytes.append(len(pickle.dumps(asked.state_dict(), 5)))
+    for iterator in iterators:
         end(iterator)
-    return Costs(found[0], found[1], medians_s[0] - medians_s[1], found[2])
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -128,67 +139,52 @@ def timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - began_s
 
 
-def resume_s(make: Callable[..., Any], batches: int) -> float:
-    """Seconds by which the first batch of a resumed epoch comes later than that of a new one."""
-    loader = build(make, batches + 1000)
+def measure_resume(make: Callable[..., Any], batches: int, costs: Costs) -> None:
+    """Measure how long the first batch of a resumed epoch takes, and that of a new one."""
+    loader = build(make, batches + 1000, num_workers=0)
     iterator = iter(loader)
     for _ in range(2):
         next(iterator)
     state = at_batch(loader.state_dict(), batches)
-    end(iterator)
     took_s = []
     for begin in ({}, state):
-        loader = build(make, batches + 1000)
+        loader = build(make, batches + 1000, num_workers=0)
         loader.load_state_dict(begin)
-        began_s = time.perf_counter()
-        iterator = iter(loader)
-        next(iterator)
-        took_s.append(time.perf_counter() - began_s)
-        end(iterator)
-    return took_s[1] - took_s[0]
+        took_s.append(timed(lambda loader=loader: next(iter(loader))))
+    costs.resume_s.append(took_s[1])
+    costs.skip_s.append(took_s[1] - took_s[0])
 
 
 def at_batch(state: dict[str, Any], batches: int) -> dict[str, Any]:
-    """The state behind so many batches, without loading them: both loaders count."""
+    """The state behind so many batches of a loader without workers, not loading them: both loaders count."""
     if "batches" in state:
         return state | {"batches": batches}
-    samples = batches * BATCH_SIZE
-    snapshot = state["_snapshot"]
-    main = snapshot["_main_snapshot"]
-    sampler = main["_sampler_iter_state"]
-    snapshot["_snapshot_step"] = main["_sampler_iter_yielded"] = batches
-    sampler["samples_yielded"] = sampler["sampler_iter_state"]["yielded"] = samples
+    sampler = state["_sampler_iter_state"]
+    state["_sampler_iter_yielded"] = state["_num_yielded"] = batches
+    sampler["samples_yielded"] = sampler["sampler_iter_state"]["yielded"] = batches * BATCH_SIZE
     return state
 
 
-def throughput(make: Callable[..., Any], batches: int, turns: int) -> float:
-    """The ratio of rates with a state per batch and without, over epochs that take turns."""
+def measure_throughput(make: Callable[..., Any], batches: int, pairs: int, costs: Costs) -> None:
+    """Measure the ratio of rates with a state per batch and without, over pairs of epochs."""
     loader = build(make, batches, persistent_workers=True)
     for _ in loader:  # starts the workers
         pass
-    took_s = {False: 0.0, True: 0.0}
-    for turn in range(turns):
-        for with_states in (False, True) if turn % 2 else (True, False):
+    for pair in range(pairs):
+        took_s = {}
+        for with_states in (False, True) if pair % 2 else (True, False):
             began_s = time.perf_counter()
             for _ in loader:
                 if with_states:
                     loader.state_dict()
-            took_s[with_states] += time.perf_counter() - began_s
+            took_s[with_states] = time.perf_counter() - began_s
+        costs.throughput.append(took_s[False] / took_s[True])
     end(iter(loader))
-    return took_s[False] / took_s[True]
 
 
 def end(iterator: Any) -> None:
     """End an iterator's workers now."""
     iterator._shutdown_workers()  # noqa: SLF001 - named so in both, as in torch's
-
-
-def measure(make: Callable[..., Any], batches: int, turns: int, epoch: int = 2000) -> Costs:
-    """All that is measured of one loader."""
-    costs = snapshots(make, batches, min(500, batches - PLACE - 2))
-    costs.resume_s = statistics.median(resume_s(make, batches) for _ in range(turns))
-    costs.throughput = throughput(make, epoch, 5 * turns)
-    return costs
 
 
 def main() -> int:
@@ -200,23 +196,31 @@ def main() -> int:
     parser.add_argument("--turns", type=whole_number(1), default=3)
     parser.add_argument("--json", type=result_file)
     given = parser.parse_args()
-    results = {name: measure(make, given.batches, given.turns) for name, make in contestants().items()}
+    measured = {name: (make, Costs()) for name, make in contestants().items()}
+    for _ in range(given.turns):
+        for make, costs in measured.values():
+            measure_states(make, given.batches, min(500, given.batches - PLACE - 2), costs)
+        for make, costs in measured.values():
+            measure_resume(make, given.batches, costs)
+        for make, costs in measured.values():
+            measure_throughput(make, 500, 10, costs)
+    found = {name: costs.medians() for name, (_, costs) in measured.items()}
     rows = [
         [
             name,
-            f"{costs.first_s * 1e6:,.1f}",
-            f"{costs.state_s * 1e6:,.1f}",
-            f"{costs.batch_s * 1e6:,.1f}",
-            f"{costs.nbytes:,}",
-            f"{costs.resume_s:,.3f}",
-            f"{costs.throughput:.3f}",
+            f"{costs['first_s'] * 1e6:,.1f}",
+            f"{costs['state_s'] * 1e6:,.1f}",
+            f"{costs['batch_s'] * 1e6:,.1f}",
+            f"{costs['nbytes']:,}",
+            f"{costs['resume_s']:,.3f}",
+            f"{costs['skip_s']:,.3f}",
+            f"{costs['throughput']:.3f}",
         ]
-        for name, costs in results.items()
+        for name, costs in found.items()
     ]
-    place = f"from batch {given.batches:,}, s"
-    head = ["loader", "first state, µs", "state, µs", "per batch, µs", "bytes", place, "with / without"]
-    print(render_table([head, *rows], texts=1))
-    found = {name: vars(costs) for name, costs in results.items()}
+    resume = f"to batch {given.batches:,}, s"
+    head = ["loader", "first state, µs", "state, µs", "per batch, µs", "bytes", resume, "of that, skipping"]
+    print(render_table([[*head, "with / without"], *rows], texts=1))
     if given.json and not write_json(given.json, {"machine": describe(), "results": found}):
         return NOT_WRITTEN
     return 0

@@ -48,22 +48,20 @@ class States:
 
     Attributes:
         set_epoch: The argument of the last ``loader.set_epoch()``, or None.
+        begun: Whether the loader has begun an epoch.
     """
 
     def __init__(self) -> None:
         self.set_epoch: int | None = None
+        self.begun = False
         self._progress: Progress | None = None
         self._older: list[tuple[weakref.ref[Progress], Any]] = []  # with `done` when the next one began
         self._of_sampler, self._of_loader = CompactStates(), CompactStates()
         self._global_before = torch.empty(0)  # state of torch's global generator before the last iter()
         self._repeats_iter = True  # whether what the last iter() draws belongs to the program
+        self._before_iter: GeneratorStates | None = None  # while iter() runs: another thread may want a state
 
     # --- making a state
-
-    @property
-    def begun(self) -> bool:
-        """Whether the loader has begun an epoch."""
-        return self._progress is not None
 
     def state(self, loader: Any) -> State:
         """The state of a loader, now. Takes microseconds; longer at the first call in an epoch.
@@ -117,8 +115,8 @@ class States:
 
     def _between_epochs(self, loader: Any, progress: Progress | None) -> State:
         """The state before the first epoch, or after one: generators are where the next one begins."""
-        before_next = None if progress is None else progress.before_next
-        state = self._state(loader, progress, self._own_generators(loader, before_next))
+        early = None if progress is None else progress.before_next
+        state = self._state(loader, progress, self._own_generators(loader, early or self._before_iter))
         stateful = sampler_with_state(index_sampler_of(loader))
         if progress is not None:
             state["batches"], state["finished"] = progress.taken, True
@@ -195,15 +193,17 @@ class States:
         """
         self._global_before = before = torch.get_rng_state()
         loaded = loaded_state(loader)
-        if loaded is None:
+        if loaded is None or is_between_epochs(loaded):
             self._repeats_iter = True
-            if self._progress is None:
+            if loaded is not None:
+                _set_generators(loader, loaded)
+            elif self._progress is None:
                 _warn_of_another(loader)
-            return make_iterator()
-        if is_between_epochs(loaded):
-            self._repeats_iter = True
-            _set_generators(loader, loaded)
-            return make_iterator()
+            self._before_iter = generator_states(index_sampler_of(loader), loader.generator)
+            try:
+                return make_iterator()
+            finally:
+                self._before_iter = None
         self._repeats_iter = digest_of(before) == loaded["global_generator"]
         is_map_style = not isinstance(loader.dataset, IterableDataset)
         draws_now = is_map_style and not loaded["batches"] and not loaded["sampler_generator"]
@@ -267,7 +267,7 @@ class States:
         older = [(reference, done) for reference, done in self._older if reference() is not None]
         if self._progress is not None and not self._progress.finished:
             older.append((weakref.ref(self._progress), self._progress.done))
-        self._older, self._progress = older, progress
+        self._older, self._progress, self.begun = older, progress, True
         vars(loader).pop(_LOADED, None)
         return batches, progress
 

@@ -19,8 +19,6 @@ from shmloader.resume.progress import Progress
 from shmloader.resume.user_states import pack_user_state, unpack_user_state
 from shmloader.wire.stream_records import OWN, SHARD, STRIDE, Cursor, StreamReport, StreamRules
 
-_MOST_NOTES = 100
-
 _log = logging.getLogger("shmloader")
 _told: set[str] = set()  # classes of datasets that divide themselves
 
@@ -53,8 +51,8 @@ class StreamProgress:
         self._layout = rules.layout or OWN
         self._cursors = list(rules.cursors) or [Cursor()] * workers  # by part
         self._playing = list(range(workers))  # the part that each worker is at
-        # Of the latest batches, by their number in the epoch: the worker, and what it reported.
-        self._notes: dict[int, tuple[int, StreamReport | None]] = {}
+        # The latest batch, not counted yet: its number in the epoch, the worker, and what that reported.
+        self._latest: tuple[int, int, StreamReport | None] | None = None
         self._compared = False
         again = sum(cursor.drawn for cursor in rules.cursors if not cursor.state)
         if again:
@@ -73,32 +71,32 @@ class StreamProgress:
             worker_id: The worker that made it.
             report: What came with it.
         """
-        taken = progress.taken
-        self._notes[taken] = worker_id, report
-        if len(self._notes) > _MOST_NOTES:
-            self._count(progress)
-        progress.done = taken + 1
+        self._count(progress)
+        self._latest = progress.taken, worker_id, report
+        progress.done = progress.taken + 1
 
     def _count(self, progress: Progress) -> None:
-        for number in [number for number in self._notes if number < progress.taken]:
-            worker_id, report = self._notes.pop(number)
-            self._batches += 1
-            if report is not None:
-                self._layout, self._playing[worker_id] = report.layout, report.part
-                if self.rules.shard and report.layout == OWN:
-                    self._tell_of_own_division()
-            stride = self._layout == STRIDE
-            part = 0 if stride else self._playing[worker_id]
-            self._last = part
-            cursor = self._cursors[part]
-            if report is None:
-                samples = self.rules.batch_size * (self.rules.ranks if stride else 1)
-                cursor = cursor._replace(drawn=cursor.drawn + samples)
-            elif report.cursor.state:
-                cursor = report.cursor
-            else:
-                cursor = cursor._replace(drawn=report.cursor.drawn, ended=report.cursor.ended)
-            self._cursors[part] = cursor
+        """Count the latest batch, unless it was taken back."""
+        if self._latest is None or self._latest[0] >= progress.taken:
+            return
+        _, worker_id, report = self._latest
+        self._latest = None
+        self._batches += 1
+        if report is not None:
+            self._layout, self._playing[worker_id] = report.layout, report.part
+            if self.rules.shard and report.layout == OWN:
+                self._tell_of_own_division()
+        stride = self._layout == STRIDE
+        self._last = part = 0 if stride else self._playing[worker_id]
+        cursor = self._cursors[part]
+        if report is None:
+            samples = self.rules.batch_size * (self.rules.ranks if stride else 1)
+            cursor = cursor._replace(drawn=cursor.drawn + samples)
+        elif report.cursor.state:
+            cursor = report.cursor
+        else:
+            cursor = cursor._replace(drawn=report.cursor.drawn, ended=report.cursor.ended)
+        self._cursors[part] = cursor
 
     def _tell_of_own_division(self) -> None:
         if self._dataset_name in _told:

@@ -204,9 +204,15 @@ def test_a_change_may_cost_three_percent(here_per_s: float, here_us: float, ok: 
 
 
 def test_the_costs_of_states_are_measured() -> None:
-    costs = resume.measure(shmloader.DataLoader, batches=400, turns=1, epoch=50)
-    assert 0 < costs.state_s < costs.first_s
-    assert 100 < costs.nbytes < 1024
-    assert costs.throughput > 0
+    costs = resume.Costs()
+    resume.measure_states(shmloader.DataLoader, 400, 50, costs)
+    resume.measure_resume(shmloader.DataLoader, 400, costs)
+    resume.measure_throughput(shmloader.DataLoader, 50, 3, costs)
+    found = costs.medians()
+    assert 0 < found["state_s"] < found["first_s"]
+    assert 100 < found["nbytes"] < 1024
+    assert found["resume_s"] > max(found["skip_s"], 0)
+    assert len(costs.throughput) == 3
+    assert found["throughput"] > 0
     state = resume.build(shmloader.DataLoader, 400).state_dict()
     assert resume.at_batch(state, 300)["batches"] == 300

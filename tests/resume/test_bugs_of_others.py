@@ -1,0 +1,171 @@
+"""What users of StatefulDataLoader and of the frameworks around it ran into.
+
+The numbers are those of issues at GitHub, ``data`` for meta-pytorch/data. That states cost 10 ms and more
+(data#1317) is measured by ``benchmarks/resume.py``. Epochs of a stream that stay short after a resumed one
+(datasets#7447) are in ``test_streams.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from resume_datasets import Drawing, Plain
+from resume_loaders import build, flat, take, values
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
+
+from shmloader import DataLoader, ResumeError
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_state_is_for_what_the_program_has_taken(workers: int) -> None:
+    """Not for what was prefetched, nor one batch ahead (data#1520); with another num_workers (data#1337)."""
+    with build(workers) as loader:
+        expected = values(loader)
+    with build(workers) as loader:
+        for number, _ in enumerate(loader, 1):
+            state = loader.state_dict()
+            with build(0) as other:
+                other.load_state_dict(state)
+                assert values(other) == expected[number:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("own", [True, False], ids=["own generator", "global generator"])
+def test_the_state_at_the_epochs_end_begins_the_next_one(workers: int, own: bool) -> None:
+    def make() -> DataLoader[Any]:
+        loader = build(workers)
+        return loader if own else DataLoader(Plain(40), 4, True, num_workers=workers)
+
+    torch.manual_seed(3)
+    with make() as loader:
+        values(loader)
+        state, drawn = loader.state_dict(), torch.get_rng_state()
+        expected = values(loader)
+    torch.manual_seed(4)
+    with make() as other:
+        other.load_state_dict(state)
+        torch.set_rng_state(drawn)
+        assert values(other) == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}], ids=["plain", "persistent"])
+def test_the_state_after_a_break_is_the_place_of_the_break(options: dict[str, Any]) -> None:
+    with build(**options) as loader:
+        expected = values(loader)
+    with build(**options) as loader:
+        for number, _ in enumerate(loader, 1):
+            if number == 3:
+                break
+        state = loader.state_dict()
+        assert state["batches"] == 3
+        with build(1) as other:
+            other.load_state_dict(state)
+            assert values(other) == expected[3:]
+        second = values(loader)  # as with torch's: a new epoch
+        assert sorted(flat(second)) == list(range(40))
+        assert second != expected
+
+
+@pytest.mark.parametrize("epoch", [0, 2])
+@pytest.mark.parametrize("taken", [0, 3, 10, None])
+@pytest.mark.parametrize("prefetch_epochs", [False, True])
+def test_persistent_workers_go_on_in_any_epoch(epoch: int, taken: int | None, prefetch_epochs: bool) -> None:
+    """The base seed is that of the first epoch; early index batches count for the next one."""
+
+    def make() -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(7)
+        return DataLoader(
+            Drawing(40), 4, True, num_workers=2, generator=generator, persistent_workers=True,
+            prefetch_epochs=prefetch_epochs, seed_per_sample=True, multiprocessing_context="fork",
+        )  # fmt: skip
+
+    with make() as loader:
+        for _ in range(epoch):
+            list(loader)
+        iterator = iter(loader)
+        if taken is None:
+            list(iterator)
+        else:
+            take(iterator, taken)
+        state = loader.state_dict()
+        expected = values(iterator) + values(loader) + values(loader)
+    with make() as other:
+        list(other)  # a live iterator gives way to the one that goes on
+        other.load_state_dict(state)
+        rest = [] if taken is None else values(other)
+        assert rest + values(other) + values(other) == expected
+
+
+def test_the_state_of_another_rank_is_refused() -> None:
+    def rank(number: int) -> DataLoader[Any]:
+        dataset = Plain(40)
+        return DataLoader(dataset, 4, sampler=DistributedSampler(dataset, 2, number))
+
+    loader = rank(0)
+    next(iter(loader))
+    with pytest.raises(ResumeError, match="sampler's rank is 0 in the state and 1 in this loader"):
+        rank(1).load_state_dict(loader.state_dict())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_state_while_iter_runs_is_that_before_it(workers: int) -> None:
+    """The sampler may ask for it, or another thread: the base seed is drawn, and no epoch has begun."""
+    states = []
+
+    class Asking(BatchSampler):
+        def __iter__(self) -> Any:
+            states.append(loader.state_dict())
+            return super().__iter__()
+
+    generator = torch.Generator().manual_seed(7)
+    sampler = Asking(RandomSampler(range(40), generator=generator), 4, False)
+    loader = DataLoader(Plain(40), batch_sampler=sampler, num_workers=workers, generator=generator)
+    with loader:
+        before, expected = loader.state_dict(), values(loader)
+    assert states == [before] * len(states)
+    loader.load_state_dict(states[0])
+    with loader:
+        assert values(loader) == expected
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_finished_states_lead_from_program_to_program(workers: int) -> None:
+    """No epoch is dropped and none comes twice; the loaded state is not another one (data#1437)."""
+    with build(workers, length=100, batch_size=1) as loader:
+        expected = [values(loader) for _ in range(4)]
+    found, state = [], {}
+    for _ in range(2):
+        with build(workers, length=100, batch_size=1) as loader:
+            loader.load_state_dict(state)
+            assert not state or loader.state_dict() == state
+            found += [values(loader) for _ in range(2)]
+            state = loader.state_dict()
+    assert found == expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_is_resumed_again_and_again(workers: int) -> None:
+    """Its batches are counted from the epoch's beginning each time."""
+    with build(0) as loader:
+        expected = values(loader)
+    found, state = [], {}
+    for _ in range(4):
+        with build(workers) as loader:
+            loader.load_state_dict(state)
+            found += take(iter(loader), 2)
+            state = loader.state_dict()
+    assert found == expected[:8]
+    assert state["batches"] == 8
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own generator", "global generator"])
+def test_a_state_before_the_first_epoch_draws_nothing(own: bool) -> None:
+    """Frameworks ask for it when they wrap a loader, before ranks agree on a seed (accelerate#4204)."""
+    generator = torch.Generator().manual_seed(7) if own else None
+    loader = DataLoader(Plain(40), 4, True, num_workers=2, generator=generator)
+    drawn_from = generator or torch.default_generator
+    before = drawn_from.get_state()
+    loader.state_dict()
+    assert torch.equal(drawn_from.get_state(), before)

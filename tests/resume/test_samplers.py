@@ -1,0 +1,111 @@
+"""Samplers that are not torch's: which can be drawn from again, and their epochs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from resume_datasets import FromRandom, FromRandomOneByOne, OwnGenerator, Plain
+from resume_loaders import take, values
+from torch.utils.data import DistributedSampler
+
+from shmloader import DataLoader, ResumeError
+
+
+def test_a_sampler_that_draws_elsewhere_is_refused() -> None:
+    loader = DataLoader(Plain(40), 4, sampler=FromRandom(40))
+    next(iter(loader))
+    other = DataLoader(Plain(40), 4, sampler=FromRandom(40))
+    other.load_state_dict(loader.state_dict())
+    with pytest.raises(ResumeError, match="gave other batches than those 1 "):
+        iter(other)
+
+
+def test_a_sampler_that_ends_early_is_refused() -> None:
+    class Short(FromRandom):
+        def __iter__(self) -> Any:
+            return iter(range(self.length))
+
+    sampler = Short(40)
+    loader = DataLoader(Plain(40), 4, sampler=sampler)
+    iterator = iter(loader)
+    take(iterator, 5)
+    state = loader.state_dict()
+    sampler.length = 8
+    loader.load_state_dict(state)
+    with pytest.raises(ResumeError, match=r"taken after 5 batches, and the sampler .* ended after 2"):
+        iter(loader)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_that_draws_among_the_program_is_refused(
+    workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing tells what it would draw again. A program that only saves the state goes on, and is warned."""
+    with DataLoader(Plain(40), 4, sampler=OwnGenerator(40, None), num_workers=workers) as loader:
+        iterator = iter(loader)
+        take(iterator, 3)
+        state = loader.state_dict()
+        assert len(values(iterator)) == 7
+        loader.state_dict()
+        (record,) = caplog.records
+        assert "the sampler (OwnGenerator) draws from a global generator" in record.message
+        loader.load_state_dict(state)
+        with pytest.raises(ResumeError, match=r"OwnGenerator.* batch by batch"):
+            values(loader)
+
+
+@pytest.mark.parametrize("draw", [random.randrange, np.random.randint])
+def test_a_sampler_that_draws_elsewhere_among_the_program_is_refused(draw: Callable[[int], int]) -> None:
+    """Also where a seed at the program's beginning has it give the first batches once more."""
+
+    def make() -> DataLoader[Any]:
+        random.seed(1)
+        np.random.seed(1)
+        return DataLoader(Plain(40), 4, sampler=FromRandomOneByOne(40, draw))
+
+    loader = make()
+    take(iter(loader), 1)
+    state = loader.state_dict()
+    other = make()
+    other.load_state_dict(state)
+    with pytest.raises(ResumeError, match="batch by batch"):
+        values(other)
+
+
+def test_the_samplers_epoch_is_set_by_the_state_and_another_one_is_refused() -> None:
+    def make() -> DataLoader[Any]:
+        dataset = Plain(40)
+        return DataLoader(dataset, 4, sampler=DistributedSampler(dataset, 2, 0))
+
+    loader = make()
+    loader.set_epoch(3)
+    iterator = iter(loader)
+    next(iterator)
+    state, rest = loader.state_dict(), values(iterator)
+    other = make()
+    other.load_state_dict(state)
+    assert other.sampler.epoch == 3  # type: ignore[union-attr]
+    assert values(other) == rest
+    other.load_state_dict(state)
+    other.set_epoch(0)
+    with pytest.raises(ResumeError, match="sampler's epoch 3, and the sampler is set to epoch 0"):
+        iter(other)
+
+
+def test_the_epoch_reaches_the_dataset() -> None:
+    class Counted(Plain):
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    loader = DataLoader(Counted(8), 2)
+    loader.set_epoch(5)
+    next(iter(loader))
+    other = DataLoader(Counted(8), 2)
+    other.load_state_dict(loader.state_dict())
+    assert other.dataset.epoch == 5  # type: ignore[attr-defined]
