@@ -214,3 +214,44 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(
         rest = run(16, str(tmp_path / "six.ckpt"))
     assert (len(begun), len(rest)) == (24, 40)
     assert sorted(begun + rest) == list(range(64))
+
+
+class FromGlobal(torch.utils.data.Sampler[int]):
+    """Draws one index after the other from torch's global generator."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(torch.randint(64, ())) for _ in range(64))
+
+
+def test_a_checkpoint_does_not_stop_a_run_whose_sampler_cannot_be_resumed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would run with torch's loader. The log warns, and going on from the checkpoint is the error."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    def run(max_steps: int, checkpoint: str | None = None) -> int:
+        model = Model()
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_steps=max_steps,
+            logger=False,
+            enable_progress_bar=False,
+            callbacks=[ModelCheckpoint(tmp_path, every_n_train_steps=6, filename="six", save_top_k=-1)],
+        )
+        loader = shmloader.DataLoader(Rows(64), 4, sampler=FromGlobal(), num_workers=1)
+        trainer.fit(model, loader, ckpt_path=checkpoint)
+        return len(torch.cat(model.seen))
+
+    assert run(8) == 32
+    assert "the sampler (FromGlobal) draws from a global generator" in caplog.text
+    with pytest.raises(RuntimeError) as caught:  # Lightning's own, raised while it handles ours
+        run(16, str(tmp_path / "six.ckpt"))
+    error: BaseException | None = caught.value
+    while not isinstance(error, shmloader.ResumeError):
+        assert error is not None
+        error = error.__context__
+    assert "FromGlobal" in str(error)
