@@ -32,11 +32,11 @@ from shmloader.sampling.samplers import generator_states
 from shmloader.scheduling.auto import Auto
 from shmloader.scheduling.copies_ahead import CopiesAhead
 from shmloader.scheduling.dispatcher import Dispatcher
-from shmloader.scheduling.ledger import Task
+from shmloader.scheduling.ledger import ARRIVED, Task
 from shmloader.scheduling.lifecycle import IDLE, Lifecycle
 from shmloader.scheduling.restarts import RestartPolicy
 from shmloader.scheduling.scheduler import Scheduler
-from shmloader.slots import SlotPool
+from shmloader.slots import GuardedPool, SlotPool
 from shmloader.statistics import Counters
 from shmloader.store.unshared import warn_of_copies, watch_copies
 from shmloader.supervisor import Workers, start_workers
@@ -100,7 +100,10 @@ class SlotIterator(torch_private.BaseIterator):
         self._set_epoch: int | None = None
         num_workers, prefetch_factor = int(loader.num_workers), int(loader.prefetch_factor)
         device = device_of(loader)
-        self.pool = SlotPool.for_loader(num_workers, prefetch_factor, loader.memory_budget_nbytes, counters)
+        pool_class = SlotPool if device is None and not self._pin_memory else GuardedPool
+        self.pool: SlotPool = pool_class.for_loader(
+            num_workers, prefetch_factor, loader.memory_budget_nbytes, counters
+        )
         workers: Workers | None = None
         try:
             workers = self._all_workers = self._start_workers(loader, auto)
@@ -110,7 +113,7 @@ class SlotIterator(torch_private.BaseIterator):
             self._dispatcher = Dispatcher(self.pool, workers, counters, policy, self._lifecycle)
             self._dispatcher.ledger.epoch = epoch
             self._delivery = self._make_delivery(device)  # initialises CUDA: after workers were forked
-            self._ahead = CopiesAhead(self._dispatcher, self._delivery)
+            self._ahead = None if self._delivery is None else CopiesAhead(self._dispatcher, self._delivery)
         except BaseException:
             with HeldInterrupts():
                 if workers is not None:
@@ -160,13 +163,12 @@ class SlotIterator(torch_private.BaseIterator):
         return start_workers(loader, arguments_of)
 
     def _make_delivery(self, device: Any) -> Delivery | None:
-        if device is None and not self._pin_memory:
+        if not isinstance(self.pool, GuardedPool):
             return None
         from shmloader.device import Delivery
 
-        return Delivery(
-            self.pool, self._counters, self._pin_memory_device if self._pin_memory else None, device
-        )
+        pin_device = self._pin_memory_device if self._pin_memory else None
+        return Delivery(self.pool, self._counters, pin_device, device)
 
     # --- epochs
 
@@ -203,7 +205,8 @@ class SlotIterator(torch_private.BaseIterator):
         if early is not None:
             scheduler.go_on(sampler_iter)
         else:
-            self._ahead.drop()
+            if self._ahead is not None:
+                self._ahead.drop()
             self._dispatcher.begin_epoch(pickle.dumps(settings._replace(shared_seed=self._shared_seed), 5))
             # Not before: an exception of the sampler, say, leaves them to the next attempt.
             self._set_epoch = None
@@ -287,18 +290,19 @@ class SlotIterator(torch_private.BaseIterator):
             return batch
         ledger = self._dispatcher.ledger
         while True:
-            task = ledger.next_arrived(in_order=self._in_order)
+            task = ledger.due()
             if task is None:
-                due = ledger.due()
-                if due is None:
-                    break
-                self._await(due)
-                continue
+                break
+            if task.state is not ARRIVED:
+                if self._in_order or not ledger.arrived:
+                    self._await(task)
+                    continue
+                task = next(iter(ledger.arrived.values()))
             batch = self._return(task)
             if batch is not LEFT_OUT:
                 if not self._num_yielded:
                     self._counters.note_first_batch()
-                if self._delivery is not None:
+                if self._ahead is not None:
                     self._ahead.begin_next(in_order=self._in_order)
                 self._counters.last_next_ns = time.perf_counter_ns()
                 return batch
@@ -339,12 +343,17 @@ class SlotIterator(torch_private.BaseIterator):
         if not self._all_workers.workers:
             self._check_open()
         dispatcher, flags = self._dispatcher, task.answer.flags
-        anchor, header, copy = self._ahead.take(task)
+        ahead, copy = self._ahead, None
+        if ahead is None:
+            anchor, header = dispatcher.take(task)
+        else:
+            anchor, header, copy = ahead.take(task)
         dispatcher.ledger.finish(task)
         self._scheduler.send_more()
         report: StreamReport | None = None
         try:
-            copy = copy or self._ahead.begin(task, anchor, header)
+            if ahead is not None:
+                copy = copy or ahead.begin(task, anchor, header)
             batch = self._decoder.decode(anchor, header) if copy is None else copy.finish()
             del anchor
             if flags & FAILED:

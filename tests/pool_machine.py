@@ -130,7 +130,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_kernel_has_given_no_more_than_the_budget(self) -> None:
-        assert os.fstat(self.segment._descriptor.fd).st_blocks * 512 <= self.pool.budget_nbytes
+        assert os.fstat(self.segment._descriptor.fd).st_blocks * 512 <= self.pool.budget.nbytes
 
     @invariant()
     def there_are_no_more_slots_than_may_be_kept(self) -> None:

@@ -16,7 +16,7 @@ from shmloader.device.guard import DeviceGuard
 from shmloader.device.moving import is_plain, to_device
 from shmloader.diagnostics.stack_level import level_of_the_program
 from shmloader.errors import LoaderError
-from shmloader.slots import Slot, SlotPool
+from shmloader.slots import GuardedPool, Slot
 from shmloader.statistics import Counters
 
 _told: set[str] = set()
@@ -37,7 +37,7 @@ class Delivery:
     """
 
     def __init__(
-        self, pool: SlotPool, counters: Counters, pin_device: str | None, device: torch.device | None
+        self, pool: GuardedPool, counters: Counters, pin_device: str | None, device: torch.device | None
     ) -> None:
         self._pool = pool
         self._counters = counters

@@ -21,10 +21,10 @@ class CopiesAhead:
 
     Args:
         dispatcher: The iterator's.
-        delivery: Sends batches to a device, or None.
+        delivery: Sends batches to a device.
     """
 
-    def __init__(self, dispatcher: Dispatcher, delivery: Delivery | None) -> None:
+    def __init__(self, dispatcher: Dispatcher, delivery: Delivery) -> None:
         self._dispatcher = dispatcher
         self._delivery = delivery
         self._taken: dict[int, tuple[ByteArray, bytes, Any]] = {}  # by the task's `seq`
@@ -35,7 +35,7 @@ class CopiesAhead:
 
     def begin(self, task: Task, anchor: ByteArray, header: bytes) -> Any:
         """Begin to copy a batch to the device; None where it is not to be, or moves itself."""
-        if self._delivery is None or task.answer.flags & (FAILED | REPORTED):
+        if task.answer.flags & (FAILED | REPORTED):
             return None
         return self._delivery.begin(task.slot, anchor, header)
 
@@ -45,7 +45,7 @@ class CopiesAhead:
         Args:
             in_order: Whether batches are returned in order.
         """
-        if self._delivery is None or not self._delivery.copies_ahead:
+        if not self._delivery.copies_ahead:
             return
         ledger = self._dispatcher.ledger
         due = ledger.due()

@@ -9,7 +9,8 @@ A slot is free only if no view of its last batch is alive in this process. What 
 `Budget`'s one equation.
 """
 
+from shmloader.slots.guarded import Guard, GuardedPool
 from shmloader.slots.pool import RETAINED_SLOTS, SlotPool
-from shmloader.slots.slot import Guard, Lease, Slot, SlotState
+from shmloader.slots.slot import Lease, Slot, SlotState
 
-__all__ = ["RETAINED_SLOTS", "Guard", "Lease", "Slot", "SlotPool", "SlotState"]
+__all__ = ["RETAINED_SLOTS", "Guard", "GuardedPool", "Lease", "Slot", "SlotPool", "SlotState"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Self
@@ -15,17 +14,13 @@ from shmloader.host.limits import memory_headroom
 from shmloader.shared_memory import Extent, MemfdSegment, Segment
 from shmloader.slots import memory_warnings
 from shmloader.slots.budget import SPARE_SLOTS, Budget
-from shmloader.slots.slot import Guard, Lease, Slot, SlotState
+from shmloader.slots.slot import Lease, Slot, SlotState
 from shmloader.statistics import Counters
 
 RETAINED_SLOTS = 64
 """Slots that a pool may make beyond its base for batches that the program keeps. A slot costs a mapping and
 whole pages; past this many, kept batches are cheaper in private memory."""
 
-MOST_GUARD_WAIT_S = 1.0
-"""How long one batch waits for slots that an accelerator reads, before it is copied to private memory."""
-
-_GUARD_POLL_S = 0.0002
 _FREE, _GRANTED, _PUBLISHED, _LEASED, _GUARDED = SlotState
 
 
@@ -48,7 +43,6 @@ class SlotPool:
         keeps_granted: Whether workers may outlive the pool: `close` leaves them the slots that they have.
         on_freed: Called with each slot that has become free (see `inspection`).
         on_granted: Called with each free slot before it is granted.
-        guard: Keeps slots back that an accelerator may read, or None.
     """
 
     def __init__(
@@ -68,7 +62,6 @@ class SlotPool:
         self.keeps_granted = False
         self.on_freed: Callable[[Slot], None] | None = None
         self.on_granted: Callable[[Slot], None] | None = None
-        self.guard: Guard | None = None
         self._free = self.budget.free  # last freed, first granted: its pages are the warmest
         self._empty: list[Slot] = []  # free as well, but without memory: granted when no other is free
         self._released: deque[Lease] = deque()
@@ -117,21 +110,6 @@ class SlotPool:
         """Slots while the program keeps no batches: two more than tasks, see `budget.SPARE_SLOTS`."""
         return self.budget.base_slots
 
-    @property
-    def budget_nbytes(self) -> int:
-        """Most bytes that all slots may take together."""
-        return self.budget.nbytes
-
-    @property
-    def largest_nbytes(self) -> int:
-        """Bytes of the largest batch so far."""
-        return self.budget.largest_nbytes
-
-    @property
-    def typical_nbytes(self) -> int:
-        """Bytes of the second largest batch so far, 0 before there are two."""
-        return self.budget.typical_nbytes
-
     def reserved_nbytes(self) -> int:
         """Bytes that the slots have, as far as workers have said."""
         return sum(slot.nbytes for slot in self.slots)
@@ -152,39 +130,18 @@ class SlotPool:
         return True
 
     def can_lease(self) -> bool:
-        """Whether one more batch may be leased and ``most_tasks`` tasks still find slots.
-
-        It waits for slots that an accelerator reads where there is no room without them: `MOST_GUARD_WAIT_S`
-        at most.
-        """
-        if self._released or self.guard is not None:
+        """Whether one more batch may be leased and ``most_tasks`` tasks still find slots."""
+        if self._released:
             self.collect()
-        if self.guard is not None:
-            if not self.guard.admits_leases():
-                return False
-            if not self._has_room_for_lease():
-                self._await_guard(self.guard)
-        return self._has_room_for_lease()
-
-    def _has_room_for_lease(self) -> bool:
         budget = self.budget
         ahead = max(0, budget.tasks - 1 - budget.most_tasks)  # batches beyond `most_tasks` that are made
         if self._leased + ahead >= SPARE_SLOTS + RETAINED_SLOTS:
             return False
         return budget.committed_nbytes <= budget.ample_nbytes or budget.has_room_for_lease()
 
-    def _await_guard(self, guard: Guard) -> None:
-        began_s = time.monotonic()
-        while guard.is_busy() and time.monotonic() - began_s < MOST_GUARD_WAIT_S:
-            time.sleep(_GUARD_POLL_S)
-            self.collect()
-            if self._has_room_for_lease():
-                break
-        self._counters.wait_for_device_ns += int((time.monotonic() - began_s) * 1e9)
-
     def has_room_for_more(self) -> bool:
         """Whether a task beyond ``most_tasks`` can have a slot for the largest batch."""
-        if self._released or self.guard is not None:
+        if self._released:
             self.collect()
         return self._in_use() < self._most_slots() and self.budget.has_room_for_task()
 
@@ -202,7 +159,7 @@ class SlotPool:
         There always is one for each of ``most_tasks`` tasks, because a batch is leased only if `can_lease`
         says so. Its ``limit_nbytes`` are what its worker may grow it to.
         """
-        if self._released or self.guard is not None:
+        if self._released:
             self.collect()
         budget = self.budget
         ample = budget.committed_nbytes <= budget.ample_nbytes
@@ -291,16 +248,11 @@ class SlotPool:
 
     def _warn_of_kept(self, nbytes: int) -> None:
         """Say why a batch cannot stay in its slot."""
-        facts = (self.budget, self._wanted_tasks, nbytes)
-        guarded = [slot.state for slot in self.slots].count(_GUARDED)
-        if self.guard is not None and not self.guard.admits_leases():
-            return  # for as long as a graph is captured
-        if guarded:
-            self._warn(memory_warnings.kept_by_device, *facts, guarded)
-        elif self._leased + max(self.most_tasks, self.budget.tasks - 1) >= self._most_slots():
+        if self._leased + max(self.most_tasks, self.budget.tasks - 1) >= self._most_slots():
             self._warn(memory_warnings.kept_beyond_slots, nbytes, self._leased)
         else:
-            self._warn(memory_warnings.kept_beyond_budget, *facts, self._leased)
+            facts = (self.budget, self._wanted_tasks, nbytes, self._leased)
+            self._warn(memory_warnings.kept_beyond_budget, *facts)
 
     def read_part(self, slot: Slot, slot_nbytes: int, into: npt.NDArray[np.uint8]) -> None:
         """Copy a part of a batch larger than its slot out of the slot's start.
@@ -322,7 +274,7 @@ class SlotPool:
         """
         assert slot.state is _GRANTED, f"slot {slot.number} read in parts while {slot.state}"
         self._count_spill(nbytes)
-        if nbytes > self.typical_nbytes:
+        if nbytes > self.budget.typical_nbytes:
             self._note_size(nbytes)
         if nbytes > slot.limit_nbytes:
             self._warn(memory_warnings.larger_than_a_slot, self.budget, self._wanted_tasks, nbytes)
@@ -348,28 +300,15 @@ class SlotPool:
         self._make_free(slot)
 
     def collect(self) -> None:
-        """Free the slots whose leases have ended; those that an accelerator may read when it is done."""
-        guard = self.guard
-        if guard is not None:
-            guard.drop_copied()
-        ended = []
+        """Free the slots whose leases have ended."""
         while self._released:
             try:
                 slot = self._released.popleft().slot
             except AttributeError:  # an interrupt ended `lease` before it was done
                 continue
             slot.lease = None
-            if guard is None or slot.unguarded:
-                self._leased -= 1
-                self._make_free(slot)
-            else:
-                slot.state = _GUARDED
-                ended.append(slot)
-        if guard is not None:
-            guard.end(ended)
-            for slot in guard.done():
-                self._leased -= 1
-                self._make_free(slot)
+            self._leased -= 1
+            self._make_free(slot)
         if len(self._free) > self.warm_slots:
             self._discard_beyond(self.warm_slots)
 
@@ -379,7 +318,7 @@ class SlotPool:
         self._discard_beyond(self.base_slots)
 
     def close(self) -> None:
-        """Drop the segment; what is leased or guarded lives on until its last reader is done.
+        """Drop the segment; what is leased lives on until its last view dies.
 
         The workers must have ended, but for ``keeps_granted``. Memory that is not leased is returned to the
         host at once, even if a process that the user's program forked still maps it.
@@ -387,16 +326,14 @@ class SlotPool:
         if self._closed:
             return
         self._closed = True
-        if self.guard is not None:
-            self.guard.close()
         self.collect()
         for slot in self.slots:
             self._unmap(slot)
-            if slot.state is not _LEASED:
+            if slot.state not in (_LEASED, _GUARDED):
                 # A worker that has ended may have grown its slot and not have said so.
                 granted_nbytes = slot.limit_nbytes if slot.state is _GRANTED else 0
                 nbytes = max(slot.nbytes, granted_nbytes)
-                if nbytes and slot.state is not _GUARDED and not (granted_nbytes and self.keeps_granted):
+                if nbytes and not (granted_nbytes and self.keeps_granted):
                     self.segment.discard(slot.number, nbytes)
                 slot.state, slot.nbytes, slot.used_nbytes = _FREE, 0, 0
         self.segment.close()
@@ -407,23 +344,14 @@ class SlotPool:
         if extent is None or extent.nbytes != slot.nbytes:
             self._unmap(slot)
             extent = slot.extent = self.segment.map(slot.number, slot.nbytes)
-            if self.guard is not None:
-                self.warning = self.guard.map(extent) or self.warning
         return extent
 
     def _unmap(self, slot: Slot) -> None:
-        extent, slot.extent = slot.extent, None
-        if extent is not None and self.guard is not None and slot.state not in (_LEASED, _GUARDED):
-            self.guard.unmap(extent)
-
-    def is_pinned(self, slot: Slot) -> bool:
-        """Whether a slot is page-locked and leased, so that its batch needs no copy to be pinned."""
-        return self.guard is not None and slot.state is _LEASED and self.guard.is_pinned(slot.extent)
+        slot.extent = None
 
     def _make_free(self, slot: Slot) -> None:
         slot.state = _FREE
         slot.used_nbytes = 0
-        slot.unguarded = False
         if self.on_freed is not None:
             self.on_freed(slot)
         (self._free if slot.nbytes else self._empty).append(slot)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -74,39 +72,3 @@ class Slot:
         """The state, and free if the last view has died of a batch that the pool has not collected yet."""
         lease = self.lease
         return SlotState.FREE if lease is not None and lease() is None else self.state
-
-
-class Guard(Protocol):
-    """Page-locks the slots of one pool, and keeps those back that an accelerator may still read.
-
-    A program may drop a batch while a copy of it is queued on an accelerator. The pool hands each slot whose
-    lease has ended to `end`, and grants it again after `done` has returned it. Main process only; like the
-    pool, one thread at a time.
-    """
-
-    def map(self, extent: Extent) -> str:
-        """Page-lock a slot that was mapped, if that can be had; returns a warning for the program, or ""."""
-
-    def unmap(self, extent: Extent) -> None:
-        """Undo `map`. Called for slots that nothing reads, before their memory or mapping goes."""
-
-    def is_pinned(self, extent: Extent | None) -> bool:
-        """Whether a slot is page-locked."""
-
-    def admits_leases(self) -> bool:
-        """Whether batches may be read in their slots now: not while this thread captures a graph."""
-
-    def drop_copied(self) -> None:
-        """End the leases of batches that have been copied to a device."""
-
-    def end(self, slots: Sequence[Slot]) -> None:
-        """Take over slots whose leases have ended."""
-
-    def done(self) -> list[Slot]:
-        """Slots that no work reads which was queued before their leases ended. Does not wait."""
-
-    def is_busy(self) -> bool:
-        """Whether slots come back by themselves, without the program dropping anything."""
-
-    def close(self) -> None:
-        """Wait for copies that are under way, and give everything back but what extents hold."""

@@ -27,8 +27,8 @@ from shmloader.device.batches import DeviceBatches, plan_of
 from shmloader.device.guard import DeviceGuard
 from shmloader.device.moving import is_plain, to_device
 from shmloader.shared_memory import PAGE_NBYTES, MemfdSegment
-from shmloader.slots import SlotPool, SlotState
-from shmloader.slots import pool as pools
+from shmloader.slots import GuardedPool, SlotState
+from shmloader.slots import guarded
 
 UINT8 = CODE_OF_TORCH_DTYPE[torch.uint8]
 NBYTES = 3000
@@ -55,12 +55,12 @@ class DeviceMachine(RuleBasedStateMachine):
         pinned._registered.clear()
         self.driver = ScriptedDriver()
         self.other = self.driver.new_stream()
-        self._wait_s, pools.MOST_GUARD_WAIT_S = pools.MOST_GUARD_WAIT_S, 0.0
+        self._wait_s, guarded.MOST_GUARD_WAIT_S = guarded.MOST_GUARD_WAIT_S, 0.0
         self.number = 0
         self.begin_loader()
 
     def begin_loader(self) -> None:
-        self.pool = SlotPool(MemfdSegment(), 2, 8 * PAGE_NBYTES)
+        self.pool = GuardedPool(MemfdSegment(), 2, 8 * PAGE_NBYTES)
         self.pool.guard = DeviceGuard(self.driver)
         self.batches = DeviceBatches(self.pool.guard, 0)
         self.ahead: collections.deque = collections.deque()
@@ -140,7 +140,7 @@ class DeviceMachine(RuleBasedStateMachine):
         self.nothing_is_violated()
         assert self.driver.registered == {}
         assert self.driver._events == 0
-        pools.MOST_GUARD_WAIT_S = self._wait_s
+        guarded.MOST_GUARD_WAIT_S = self._wait_s
 
 
 TestDevice = DeviceMachine.TestCase
@@ -159,13 +159,13 @@ def driver():
 
 @pytest.fixture
 def pool(driver: ScriptedDriver):
-    pool = SlotPool(MemfdSegment(), 1, 400 * PAGE_NBYTES)
+    pool = GuardedPool(MemfdSegment(), 1, 400 * PAGE_NBYTES)
     pool.guard = DeviceGuard(driver)
     yield pool
     pool.close()
 
 
-def _leaves(pool: SlotPool, *tensors: torch.Tensor, kinds: tuple[int, ...] = (), gap: int = 0):
+def _leaves(pool: GuardedPool, *tensors: torch.Tensor, kinds: tuple[int, ...] = (), gap: int = 0):
     """A leased slot with these leaves: the slot, its anchor, its header."""
     rows, end = [], 0
     kinds = kinds or (TENSOR,) * len(tensors)
@@ -193,7 +193,7 @@ MIXED = (
 )
 
 
-def test_leaves_come_as_they_are(driver: ScriptedDriver, pool: SlotPool) -> None:
+def test_leaves_come_as_they_are(driver: ScriptedDriver, pool: GuardedPool) -> None:
     slot, anchor, header = _leaves(pool, *MIXED)
     copy = DeviceBatches(pool.guard, 0).begin(slot, anchor, header)
     del anchor
@@ -211,7 +211,7 @@ def test_leaves_come_as_they_are(driver: ScriptedDriver, pool: SlotPool) -> None
     assert slot.state is SlotState.FREE  # by the copy's own event
 
 
-def test_leaves_are_tensors_of_their_own_for_autograd(driver: ScriptedDriver, pool: SlotPool) -> None:
+def test_leaves_are_tensors_of_their_own_for_autograd(driver: ScriptedDriver, pool: GuardedPool) -> None:
     """Views of one tensor would share its version: writing to one would make the others' gradients fail."""
     slot, anchor, header = _leaves(pool, torch.ones(4), torch.ones(4))
     first, second = DeviceBatches(pool.guard, 0).begin(slot, anchor, header).finish()
@@ -225,7 +225,7 @@ def test_leaves_are_tensors_of_their_own_for_autograd(driver: ScriptedDriver, po
     assert not first._is_view()
 
 
-def test_a_large_leaf_has_memory_of_its_own(driver: ScriptedDriver, pool: SlotPool) -> None:
+def test_a_large_leaf_has_memory_of_its_own(driver: ScriptedDriver, pool: GuardedPool) -> None:
     """Whoever keeps the labels does not keep the images."""
     images = torch.zeros(device_batches.LARGE_NBYTES, dtype=torch.uint8)
     slot, anchor, header = _leaves(pool, torch.ones(4), images, torch.ones(5), torch.ones(6))
@@ -237,7 +237,7 @@ def test_a_large_leaf_has_memory_of_its_own(driver: ScriptedDriver, pool: SlotPo
     assert driver.copied[1] == images.nbytes
 
 
-def test_small_leaves_far_apart_are_copied_apart(driver: ScriptedDriver, pool: SlotPool) -> None:
+def test_small_leaves_far_apart_are_copied_apart(driver: ScriptedDriver, pool: GuardedPool) -> None:
     slot, anchor, header = _leaves(pool, torch.ones(4), torch.ones(4), gap=2 * PAGE_NBYTES)
     DeviceBatches(pool.guard, 0).begin(slot, anchor, header)
     del anchor
@@ -251,7 +251,7 @@ def test_one_copy_takes_no_more_than_its_limit() -> None:
     assert sum(len(run.places) for run in plan.runs) == 200
 
 
-def test_arrays_stay_and_are_guarded(driver: ScriptedDriver, pool: SlotPool) -> None:
+def test_arrays_stay_and_are_guarded(driver: ScriptedDriver, pool: GuardedPool) -> None:
     """The program may begin copies of them itself."""
     slot, anchor, header = _leaves(pool, torch.ones(4), torch.arange(4), kinds=(TENSOR, ARRAY))
     tensor, array = DeviceBatches(pool.guard, 0).begin(slot, anchor, header).finish()
@@ -268,7 +268,7 @@ def test_arrays_stay_and_are_guarded(driver: ScriptedDriver, pool: SlotPool) -> 
     assert torch.equal(tensor, torch.ones(4))
 
 
-def test_a_slot_that_was_sent_is_guarded_the_next_time(driver: ScriptedDriver, pool: SlotPool) -> None:
+def test_a_slot_that_was_sent_is_guarded_the_next_time(driver: ScriptedDriver, pool: GuardedPool) -> None:
     """That its lease needs no guard is said of one batch, and not of the slot."""
     slot, anchor, header = _leaves(pool, torch.ones(4))
     DeviceBatches(pool.guard, 0).begin(slot, anchor, header)
@@ -283,7 +283,7 @@ def test_a_slot_that_was_sent_is_guarded_the_next_time(driver: ScriptedDriver, p
     assert slot.state is SlotState.GUARDED
 
 
-def test_a_spilled_batch_leaves_the_slot_guarded(driver: ScriptedDriver, pool: SlotPool) -> None:
+def test_a_spilled_batch_leaves_the_slot_guarded(driver: ScriptedDriver, pool: GuardedPool) -> None:
     slot, anchor, header = _leaves(pool, torch.ones(4))
     del anchor
     driver.drain()
@@ -297,7 +297,7 @@ class Point(NamedTuple):
     y: object
 
 
-def test_batches_with_classes_of_their_own_move_themselves(pool: SlotPool) -> None:
+def test_batches_with_classes_of_their_own_move_themselves(pool: GuardedPool) -> None:
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
     header = join_header([pickle.dumps(Point(1, 2))], [])
     slot = pool.grant()

@@ -13,8 +13,8 @@ from scripted_driver import ScriptedDriver
 from shmloader.device import pinned
 from shmloader.device.guard import DeviceGuard
 from shmloader.shared_memory import PAGE_NBYTES, MemfdSegment
-from shmloader.slots import SlotPool, SlotState
-from shmloader.slots import pool as pools
+from shmloader.slots import GuardedPool, SlotState
+from shmloader.slots import guarded
 from shmloader.slots.inspection import POISON, Inspection
 from shmloader.statistics import Counters
 
@@ -35,7 +35,7 @@ class GuardedMachine(PoolMachine):
         self.side = self.driver.new_stream()
         if self.guarded:
             self.pool.guard = DeviceGuard(self.driver)
-        self._wait_s, pools.MOST_GUARD_WAIT_S = pools.MOST_GUARD_WAIT_S, 0.0
+        self._wait_s, guarded.MOST_GUARD_WAIT_S = guarded.MOST_GUARD_WAIT_S, 0.0
 
     @initialize(poisons=st.booleans())
     def inspect(self, poisons: bool) -> None:
@@ -86,7 +86,7 @@ class GuardedMachine(PoolMachine):
         assert self.driver.registered == {} or not self.guarded
         self.driver.drain()
         self.nothing_is_violated()
-        pools.MOST_GUARD_WAIT_S = self._wait_s
+        guarded.MOST_GUARD_WAIT_S = self._wait_s
 
 
 TestGuarded = GuardedMachine.TestCase
@@ -105,14 +105,14 @@ def driver():
     assert pinned.pinned_nbytes() == 0
 
 
-def _pool(driver: ScriptedDriver | None, pages: int = 40, counters: Counters | None = None) -> SlotPool:
-    pool = SlotPool(MemfdSegment(), 1, pages * PAGE_NBYTES, counters=counters)
+def _pool(driver: ScriptedDriver | None, pages: int = 40, counters: Counters | None = None) -> GuardedPool:
+    pool = GuardedPool(MemfdSegment(), 1, pages * PAGE_NBYTES, counters=counters)
     if driver is not None:
         pool.guard = DeviceGuard(driver)
     return pool
 
 
-def _batch(pool: SlotPool, number: int, nbytes: int = PAGE_NBYTES):
+def _batch(pool: GuardedPool, number: int, nbytes: int = PAGE_NBYTES):
     """What a worker makes; returns the slot and, if it may be leased, the batch."""
     slot = pool.grant()
     pool.reserve(slot, nbytes)
@@ -121,7 +121,7 @@ def _batch(pool: SlotPool, number: int, nbytes: int = PAGE_NBYTES):
     return slot, pool.lease(slot)[0] if pool.can_lease() else pool.spill(slot)
 
 
-def _copy_drop_iterate(pool: SlotPool, driver: ScriptedDriver, batches: int) -> None:
+def _copy_drop_iterate(pool: GuardedPool, driver: ScriptedDriver, batches: int) -> None:
     """What a training loop does: a copy that does not wait, the batch dropped, and the next one."""
     side = driver.new_stream()
     for number in range(batches):
@@ -229,7 +229,7 @@ def test_while_this_thread_captures_batches_are_copied(driver: ScriptedDriver) -
 def test_where_no_slot_is_left_it_waits_and_then_copies(
     driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pools, "MOST_GUARD_WAIT_S", 0.05)
+    monkeypatch.setattr(guarded, "MOST_GUARD_WAIT_S", 0.05)
     counters = Counters()
     pool = _pool(driver, pages=3, counters=counters)
     slots = []
@@ -248,10 +248,10 @@ def test_where_no_slot_is_left_it_waits_and_then_copies(
 
 
 def test_waiting_ends_when_a_slot_is_there(driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pools, "MOST_GUARD_WAIT_S", 60.0)
+    monkeypatch.setattr(guarded, "MOST_GUARD_WAIT_S", 60.0)
     counters = Counters()
     pool = _pool(driver, pages=3, counters=counters)
-    monkeypatch.setattr(pools.time, "sleep", lambda _: driver.drain())
+    monkeypatch.setattr(guarded.time, "sleep", lambda _: driver.drain())
     for number in range(6):
         _, batch = _batch(pool, number)
         driver.read_late(0, batch.ctypes.data, batch.nbytes, number)

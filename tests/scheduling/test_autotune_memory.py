@@ -52,7 +52,7 @@ def within_budget(loader: DataLoader, budget_nbytes: int, most: list[int]) -> No
     reserved_nbytes = sum(slot.nbytes for slot in pool.slots)
     most[0] = max(most[0], reserved_nbytes)
     assert reserved_nbytes <= budget_nbytes
-    assert pool.base_slots * pool.typical_nbytes <= budget_nbytes or pool.most_tasks == 1
+    assert pool.base_slots * pool.budget.typical_nbytes <= budget_nbytes or pool.most_tasks == 1
     assert pool.most_tasks <= loader.prefetch_factor * loader.num_workers
 
 
@@ -185,7 +185,7 @@ class ResizedPool(PoolMachine):
     @precondition(lambda self: not (self.granted or self.published or self.held))
     @rule()
     def what_fits_can_be_had(self) -> None:
-        slots = self.pool.budget_nbytes // whole_pages(self.pool.largest_nbytes)
+        slots = self.pool.budget.nbytes // whole_pages(self.pool.budget.largest_nbytes)
         for tasks in range(self.pool.most_tasks, min(MOST_TASKS_EVER, slots - SPARE_SLOTS) + 1):
             assert self.pool.resize(tasks)
 

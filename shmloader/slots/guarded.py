@@ -1,0 +1,148 @@
+"""A pool whose slots an accelerator reads: page-locked, and kept back for as long as it may read them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from shmloader.shared_memory import Extent
+from shmloader.slots import memory_warnings
+from shmloader.slots.pool import SlotPool
+from shmloader.slots.slot import Slot, SlotState
+
+MOST_GUARD_WAIT_S = 1.0
+"""How long one batch waits for slots that an accelerator reads, before it is copied to private memory."""
+
+_GUARD_POLL_S = 0.0002
+_LEASED, _GUARDED = SlotState.LEASED, SlotState.GUARDED
+
+
+class Guard(Protocol):
+    """Page-locks the slots of one pool, and keeps those back that an accelerator may still read.
+
+    A program may drop a batch while a copy of it is queued on an accelerator. The pool hands each slot whose
+    lease has ended to `end`, and grants it again after `done` has returned it. Main process only; like the
+    pool, one thread at a time.
+    """
+
+    def map(self, extent: Extent) -> str:
+        """Page-lock a slot that was mapped, if that can be had; returns a warning for the program, or ""."""
+
+    def unmap(self, extent: Extent) -> None:
+        """Undo `map`. Called for slots that nothing reads, before their memory or mapping goes."""
+
+    def is_pinned(self, extent: Extent | None) -> bool:
+        """Whether a slot is page-locked."""
+
+    def admits_leases(self) -> bool:
+        """Whether batches may be read in their slots now: not while this thread captures a graph."""
+
+    def drop_copied(self) -> None:
+        """End the leases of batches that have been copied to a device."""
+
+    def end(self, slots: Sequence[Slot]) -> None:
+        """Take over slots whose leases have ended."""
+
+    def done(self) -> list[Slot]:
+        """Slots that no work reads which was queued before their leases ended. Does not wait."""
+
+    def is_busy(self) -> bool:
+        """Whether slots come back by themselves, without the program dropping anything."""
+
+    def close(self) -> None:
+        """Wait for copies that are under way, and give everything back but what extents hold."""
+
+
+class GuardedPool(SlotPool):
+    """A `SlotPool` with a guard. Behind ``LEASED`` its slots are ``GUARDED`` until the guard has them free.
+
+    Attributes:
+        guard: The guard. There is none before workers were started, since it initialises the accelerator,
+            nor where slots cannot be page-locked.
+    """
+
+    guard: Guard | None = None
+
+    def can_lease(self) -> bool:
+        """See `SlotPool`; waits `MOST_GUARD_WAIT_S` at most for guarded slots, if there is no room else."""
+        self.collect()
+        guard = self.guard
+        if guard is not None:
+            if not guard.admits_leases():
+                return False
+            if not super().can_lease():
+                self._await(guard)
+        return super().can_lease()
+
+    def _await(self, guard: Guard) -> None:
+        began_s = time.monotonic()
+        while guard.is_busy() and time.monotonic() - began_s < MOST_GUARD_WAIT_S:
+            time.sleep(_GUARD_POLL_S)
+            self.collect()
+            if super().can_lease():
+                break
+        self._counters.wait_for_device_ns += int((time.monotonic() - began_s) * 1e9)
+
+    def has_room_for_more(self) -> bool:
+        """See `SlotPool`."""
+        self.collect()
+        return super().has_room_for_more()
+
+    def grant(self) -> Slot:
+        """See `SlotPool`."""
+        self.collect()
+        slot = super().grant()
+        slot.unguarded = False
+        return slot
+
+    def collect(self) -> None:
+        """Free the slots whose leases have ended and that no accelerator may read."""
+        guard = self.guard
+        if guard is not None:
+            guard.drop_copied()
+            ended = []
+            for _ in range(len(self._released)):
+                lease = self._released.popleft()
+                slot = getattr(lease, "slot", None)
+                if slot is None or slot.unguarded:
+                    self._released.append(lease)
+                else:
+                    slot.lease, slot.state = None, _GUARDED
+                    ended.append(slot)
+            guard.end(ended)
+            for slot in guard.done():
+                self._leased -= 1
+                self._make_free(slot)
+        super().collect()
+
+    def map(self, slot: Slot) -> Extent:
+        """See `SlotPool`; page-locks it if that can be had."""
+        before, extent = slot.extent, super().map(slot)
+        if self.guard is not None and extent is not before:
+            self.warning = self.guard.map(extent) or self.warning
+        return extent
+
+    def _unmap(self, slot: Slot) -> None:
+        if slot.extent is not None and self.guard is not None and slot.state not in (_LEASED, _GUARDED):
+            self.guard.unmap(slot.extent)
+        super()._unmap(slot)
+
+    def is_pinned(self, slot: Slot) -> bool:
+        """Whether a slot is page-locked and leased, so that its batch needs no copy to be pinned."""
+        return self.guard is not None and slot.state is _LEASED and self.guard.is_pinned(slot.extent)
+
+    def _warn_of_kept(self, nbytes: int) -> None:
+        guarded = [slot.state for slot in self.slots].count(_GUARDED)
+        if self.guard is not None and not self.guard.admits_leases():
+            return  # for as long as a graph is captured
+        if guarded:
+            self._warn(memory_warnings.kept_by_device, self.budget, self._wanted_tasks, nbytes, guarded)
+        else:
+            super()._warn_of_kept(nbytes)
+
+    def close(self) -> None:
+        """See `SlotPool`; what is guarded lives on until the accelerator is done."""
+        if self.guard is not None and not self._closed:
+            self.guard.close()
+        super().close()
