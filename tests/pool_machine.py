@@ -22,12 +22,14 @@ class PoolMachine(RuleBasedStateMachine):
     as long as it is held: a slot given out while a view lives would be overwritten by the next batch.
     """
 
+    pool_class = SlotPool
+
     most_tasks, budget_nbytes = MOST_TASKS, BUDGET_NBYTES
 
     def __init__(self) -> None:
         super().__init__()
         self.segment = MemfdSegment()
-        self.pool = SlotPool(self.segment, self.most_tasks, self.budget_nbytes)
+        self.pool = self.pool_class(self.segment, self.most_tasks, self.budget_nbytes)
         self.granted: list = []
         self.published: list = []
         self.held: list = []  # (view, number)

@@ -27,8 +27,7 @@ from shmloader.device.batches import DeviceBatches, plan_of
 from shmloader.device.guard import DeviceGuard
 from shmloader.device.moving import is_plain, to_device
 from shmloader.shared_memory import PAGE_NBYTES, MemfdSegment
-from shmloader.slots import GuardedPool, SlotState
-from shmloader.slots import guarded
+from shmloader.slots import GuardedPool, SlotState, guarded
 
 UINT8 = CODE_OF_TORCH_DTYPE[torch.uint8]
 NBYTES = 3000

@@ -13,8 +13,7 @@ from scripted_driver import ScriptedDriver
 from shmloader.device import pinned
 from shmloader.device.guard import DeviceGuard
 from shmloader.shared_memory import PAGE_NBYTES, MemfdSegment
-from shmloader.slots import GuardedPool, SlotState
-from shmloader.slots import guarded
+from shmloader.slots import GuardedPool, SlotState, guarded
 from shmloader.slots.inspection import POISON, Inspection
 from shmloader.statistics import Counters
 
@@ -27,6 +26,7 @@ class GuardedMachine(PoolMachine):
     """
 
     guarded = True
+    pool_class = GuardedPool
 
     def __init__(self) -> None:
         super().__init__()
