@@ -1,4 +1,4 @@
-"""The loader's own arguments, those that torch's does not have: their values, and all checks of them.
+"""The arguments that torch's loader does not have: their values, and all checks of them.
 
 Arguments are checked when the loader is made, and once more when it starts workers: frameworks set some
 attributes late.
@@ -56,7 +56,7 @@ def number_or_auto(name: str, argument: Any, start: int) -> Any:
 
 
 def dispatch_of(dispatch: Dispatch | None, num_workers: object) -> Dispatch:
-    """The mode of dispatch that a loader has: where it is left out, the one that suits the workers."""
+    """The mode of dispatch of a loader; dynamic by default for ``num_workers="auto"``, else static."""
     if dispatch is None:
         return DYNAMIC if isinstance(num_workers, AutoCount) else STATIC
     return dispatch
@@ -68,7 +68,7 @@ def is_dynamic(loader: Any) -> bool:
 
 
 def seeds_samples(loader: Any) -> bool:
-    """Whether generators are seeded for each sample: as asked for, else as the dispatch needs it."""
+    """Whether generators are seeded for each sample: as asked for, or else as the dispatch needs."""
     wanted: bool | None = loader.seed_per_sample
     return is_dynamic(loader) if wanted is None else wanted
 

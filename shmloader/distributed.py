@@ -1,4 +1,4 @@
-"""The ranks of a distributed run: which this is, and whether their epochs are equally long. Main process."""
+"""Ranks of a distributed run: the number of this one, and the check that all have equally many batches."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def check_equal_ends(batches: int, timeout_s: float) -> None:
     """Compare how many batches the ranks have had, at the end of an epoch whose stream they divided.
 
     A rank that has more batches than others would wait for them in its next collective operation. So each
-    says at its end how many it has had, and waits until the others have said it too. All ranks have to come
+    rank publishes its number at its end, and waits for the numbers of the others. All ranks have to come
     to the ends of such epochs in the same order. Nothing is sent before the end; without
-    ``torch.distributed`` nothing is compared.
+    ``torch.distributed`` nothing is compared. Runs in the main process.
 
     Args:
         batches: Batches that this rank has had.
         timeout_s: Most seconds to wait; 0 waits for five minutes.
 
     Raises:
-        LoaderError: If another rank has had more or fewer, or has not come to its end in time.
+        LoaderError: If another rank has had more or fewer batches, or has not come to its end in time.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return

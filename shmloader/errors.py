@@ -85,7 +85,7 @@ class BadSampleWarning(RuntimeWarning):
 
 
 class NoGoodSample(LoaderError):
-    """With ``on_error``: so many samples or batches in a row were bad that none may ever be good."""
+    """Too many samples or batches in a row were bad, with ``on_error``: maybe none will ever be good."""
 
 
 class ShareTimeout(LoaderError, TimeoutError):

@@ -1,6 +1,6 @@
 """One pass over a loader without workers: torch's single-process loading, with our fetcher.
 
-The fetcher goes on where a sample raises, if ``on_error`` says so, and says in notes which sample it was.
+The fetcher goes on where a sample raises, if ``on_error`` says so. Otherwise a note names the sample.
 """
 
 from __future__ import annotations

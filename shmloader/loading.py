@@ -34,13 +34,13 @@ _ATTRIBUTE = "_shmloader_loading"
 
 @dataclass
 class Loading:
-    """State of one loader that copies of it do not share.
+    """The state of one loader, which copies of the loader do not share.
 
     Attributes:
         loader_id: The loader's identity.
         counters: Its counters.
-        iterators: Those that live.
-        auto: Decides about what is ``"auto"``, if anything is.
+        iterators: Its live iterators.
+        auto: Decides for ``num_workers="auto"`` and ``prefetch_factor="auto"``; None without either.
         closes: How often the loader was closed.
         states: Its states.
     """
@@ -59,8 +59,8 @@ class Loading:
     def begin_pass(self, loader: Any) -> None:
         """Prepare for torch's ``__iter__``, and warn of bad samples in an epoch that was not finished.
 
-        A persistent iterator whose workers are gone (closed, or a worker died) cannot be resumed: the loader
-        forgets it. It does so after ``load_state_dict()`` as well: the state has a base seed of its own.
+        The loader forgets a persistent iterator whose workers are gone (closed, or a worker died). It also
+        forgets one after ``load_state_dict()``: the state has a base seed of its own.
         """
         iterator = iterator_of(loader)
         if isinstance(iterator, SlotIterator) and (iterator.closed or loaded_state(loader) is not None):
@@ -72,7 +72,7 @@ class Loading:
         warn_of_bad_samples(self.counters, loader.on_error)
 
     def make_iterator(self, loader: Any) -> SlotIterator | InProcessIterator | None:
-        """An iterator over a loader; None where torch's own is to be taken, of which a warning tells.
+        """An iterator over a loader; None, with a warning, where torch's own has to be used.
 
         Raises:
             LoaderClosed: If the loader is closed while its workers are being started.
@@ -172,8 +172,8 @@ class Loading:
 def loading_of(loader: Any) -> Loading:
     """The `Loading` of a loader, made when it is first asked for: subclasses iterate inside ``__init__``.
 
-    By identity: frameworks copy ``__dict__`` from loader to loader, and a copy must not close the original's
-    iterators.
+    It belongs to one object: frameworks copy ``__dict__`` from loader to loader, and a copy must not close
+    the original's iterators.
     """
     loading: Loading | None = vars(loader).get(_ATTRIBUTE)
     if loading is None or loading.loader_id != id(loader):

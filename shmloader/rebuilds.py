@@ -47,7 +47,7 @@ def list_options(kind: type, options: dict[str, inspect.Parameter]) -> None:
 def replace_in_records(loader: Any, original: object, shared: object) -> None:
     """Replace the dataset in the arguments that Lightning notes on a loader before its ``__init__`` runs.
 
-    Lightning builds the loader anew from them: the original would be shared a second time, and stay alive.
+    Lightning builds the loader anew from them. The original would be shared a second time, and stay alive.
     """
     for name, record in list(vars(loader).items()):
         if name.startswith("__pl_saved_") and isinstance(record, tuple):
@@ -59,7 +59,7 @@ def replace_in_records(loader: Any, original: object, shared: object) -> None:
 
 
 class PreparedFlag:
-    """The attribute that accelerate reads of a loader before it builds one of its own in its place.
+    """The attribute by which accelerate tells whether it has to build a loader of its own in its place.
 
     An attribute that accelerate or the program sets on the loader takes precedence.
 

@@ -7,13 +7,13 @@ import time
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-_LEAST_WAIT = 0.1  # of the time: where next() waited for less, more workers could not help much
+_LEAST_WAIT = 0.1  # share of the time; if next() waited for less, more workers could not help much
 _MOST_BAD_SAMPLES = 3  # that a table shows
 
 
 @dataclass(frozen=True)
 class BadSample:
-    """A sample that raised and that a loader went on without (``on_error="skip"`` or ``"replace"``).
+    """A sample that raised, where the loader went on (``on_error="skip"`` or ``"replace"``).
 
     Attributes:
         index: Its index, as the sampler gave it. Of an iterable-style dataset: its position in its worker's
@@ -95,7 +95,7 @@ class LoaderStatistics:
         epochs_in_vain: Epochs for which batches had been made early and were made anew.
         iterating_s: Seconds from ``iter()`` to the last ``next()`` so far, summed over the epochs.
         wait_for_workers_s: Seconds that ``next()`` waited for a batch.
-        wait_for_first_batches_s: The part of it for the first batch of each epoch: workers start then, say.
+        wait_for_first_batches_s: The part of that for the first batch of each epoch, when workers start.
         in_process_s: Seconds that ``next()`` made batches itself, with ``num_workers=0``.
         wait_for_device_s: Seconds that ``next()`` waited for slots that an accelerator still read, where the
             memory budget had no room for others.
@@ -205,7 +205,7 @@ class LoaderStatistics:
         ]
 
     def _rows_of_events(self) -> list[tuple[str, str]]:
-        """Counters of special events, those that have happened."""
+        """Rows for those special events that have happened."""
         counts = {
             "exceptions of workers": self.failures,
             "workers replaced": self.worker_restarts,
@@ -280,7 +280,7 @@ class Counters:
         self.wait_for_first_batches_ns += self.wait_for_workers_ns - self.waited_before_ns
 
     def figures(self) -> dict[str, Any]:
-        """Those fields of `LoaderStatistics` that are counted here, nanoseconds as seconds."""
+        """The fields of `LoaderStatistics` that are counted here, nanoseconds as seconds."""
         found: dict[str, Any] = vars(self) | {"iterating_ns": self.iterating_ns}
         found["bad_sample_list"] = tuple(self.bad_sample_list)
         for name in [name for name in found if name.endswith("_ns")]:

@@ -102,7 +102,7 @@ def _agree(found: Sequence[Any], wanted: Sequence[Any]) -> None:
 
 
 def rows_are_identical(store: Any, rows: list[Any]) -> None:
-    """By index, by negative index, and again: reading changes nothing."""
+    """Rows read by index and by negative index are identical, a second time too."""
     for _ in range(2):
         _agree([store[number] for number in range(len(rows))], rows)
         _agree([store[number - len(rows)] for number in range(len(rows))], rows)
@@ -110,7 +110,7 @@ def rows_are_identical(store: Any, rows: list[Any]) -> None:
 
 
 def iteration_gives_the_rows(store: Any, rows: list[Any]) -> None:
-    """Forwards, backwards, and twice at a time."""
+    """Iterators give the rows: forwards, backwards, and two at a time."""
     _agree(list(store), rows)
     _agree(list(reversed(store)), rows[::-1])
     _agree([one for one, _ in zip(store, store, strict=True)], rows)
@@ -128,7 +128,7 @@ def wrong_indices_are_errors(store: Any, rows: list[Any]) -> None:
 
 
 def slices_are_views(store: Any, rows: list[Any]) -> None:
-    """With the rows that a list's slice has; also slices of slices."""
+    """A slice, also of a slice, has the rows that a list's slice has."""
     length = len(rows)
     ends = [None, 1, -1, length + 5]
     for begin in ends:
@@ -258,7 +258,7 @@ def arrays_are_read_only(store: Any, rows: list[Any]) -> None:
 
 
 def writing_to_tensors_harms_nobody(store: Any, rows: list[Any]) -> None:
-    """A tensor may be written to; others, who have the same memory, do not see it."""
+    """A tensor may be written to; no other reader of the store sees it."""
     for tensor in _find(list(store), torch.Tensor):
         if tensor.layout is torch.strided and not tensor.requires_grad and tensor.numel():
             before = tensor.clone()
@@ -288,7 +288,7 @@ def copies_are_the_store(store: Any, rows: list[Any]) -> None:
 
 
 def plain_pickles_are_refused_or_whole(store: Any, rows: list[Any]) -> None:
-    """To disk or to another machine: an error that says what to do instead, or all of the data."""
+    """A plain pickle, for a disk say, holds all of the data, or is an error that says what to do instead."""
     for part, wanted in ((store, rows), (store[1:], rows[1:])):
         try:
             pickled = pickle.dumps([part])

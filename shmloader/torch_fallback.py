@@ -31,8 +31,8 @@ _told: set[str] = set()
 def must_load_as_torch(loader: Any) -> bool:
     """Whether a loader has to leave its batches to torch's own iterator.
 
-    The first time this warns, with what is missing and the loader's options that have no effect. Without
-    workers it does not matter what the platform lacks.
+    The first time this warns, naming the lack and the loader's options that have no effect. A loader without
+    workers needs nothing of the platform.
 
     Raises:
         NotImplementedError: For a loader with ``shard="auto"``: its batches would be others.
@@ -68,7 +68,7 @@ def check_resumable(loader: Any) -> None:
 
 
 def options_asked_for(loader: Any) -> list[str]:
-    """The options of a loader that torch's does not have, as texts, but for those that ask for nothing."""
+    """The options of a loader that torch's lacks and that ask for something, as ``name=value``."""
     automatic = [
         f"{name}='auto' (it is {value})"
         for name in ("num_workers", "prefetch_factor")

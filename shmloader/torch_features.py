@@ -40,7 +40,7 @@ _INSTEAD = {
     Feature.THREADS: "Pass worker_type='process'.",
     Feature.OTHER_TENSORS: "Return dense CPU tensors from collate_fn.",
 }
-"""The consequence, for a feature that is replaced; else what to change."""
+"""The consequence for a feature that has a replacement; advice for the others."""
 
 _reasons: dict[Feature, str] = {}
 _warned: set[Feature] = set()
@@ -57,7 +57,7 @@ def why_missing(feature: Feature) -> str | None:
 
 
 def known_reason(feature: Feature) -> str | None:
-    """The reason as far as it is known, without a check that waits for the first use."""
+    """The reason as far as it is known: checks that wait for the first use are not run."""
     return _reasons.get(feature)
 
 
@@ -85,7 +85,7 @@ def is_missing(feature: Feature, stacklevel: int) -> bool:
     """Whether a feature is not available. The first call that finds it missing warns.
 
     Args:
-        feature: One that is replaced by something else.
+        feature: One that has a replacement.
         stacklevel: Of the warning, for the calling function.
     """
     if why_missing(feature) is None:

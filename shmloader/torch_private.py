@@ -1,8 +1,8 @@
 """Private and movable names of torch: the only module that uses them.
 
-torch gives no public way to these; all were checked against torch 2.13. A name that another torch does not
-have disables the one feature that needs it (`torch_features`). Everything else in shmloader uses torch's
-public interface.
+torch offers these in no public way. All were checked against torch 2.13. If another torch lacks a name, the
+one feature that needs it is disabled (`torch_features`). Everything else in shmloader uses torch's public
+interface.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def _worker_info(*, rng: Any, worker_method: str, **known: Any) -> Any:
 
 
 def watched_worker_info(dataset: Any) -> tuple[Any, list[str]]:
-    """A worker info for a dataset to see, and a list that each read of its ``num_workers`` is noted in.
+    """A worker info to show a dataset, and the list that notes each read of its ``num_workers``.
 
     It is a copy of the worker's own; where there is no worker, that of worker 0 of 1.
     """
@@ -298,7 +298,7 @@ def only_worker_info() -> Any:
 
 
 def show_worker_info(info: Any) -> None:
-    """Have ``get_worker_info()`` answer with ``info`` from now on: in this worker, or where there is none."""
+    """Have ``get_worker_info()`` answer with ``info`` from now on, in this worker or without workers."""
     names = vars(importlib.import_module(_WORKER))
     in_threads: Any = names.get(_IN_THREADS)
     if getattr(in_threads, "worker_info", None) is None:
@@ -309,11 +309,11 @@ def show_worker_info(info: Any) -> None:
 
 @functools.cache
 def _have_worker_info_in_threads() -> Any:
-    """Let ``get_worker_info()`` look at what the calling thread was given before it looks at the process's.
+    """Let ``get_worker_info()`` look for the calling thread's worker info before that of the process.
 
     Programs hold the function itself (``from torch.utils.data import get_worker_info``), and it reads a
-    global name of its module, so it is its code that is replaced. That stays so: in threads that were given
-    nothing it answers as before.
+    global name of its module. So its code is replaced, for good: in threads without a worker info it answers
+    as before.
     """
     with _installing:
         names = vars(importlib.import_module(_WORKER))
@@ -333,7 +333,7 @@ def _get_worker_info() -> Any:
 
 
 def _keep_after_fork(in_threads: Any) -> None:
-    """A process forked by a worker thread answers as one forked by a worker process, until it is a worker."""
+    """Keep a worker thread's worker info in a process that the thread forked, until that becomes a worker."""
     info = getattr(in_threads, "worker_info", None)
     if info is not None:
         in_threads.worker_info = None
@@ -387,10 +387,10 @@ def profiler_enabled() -> bool:
 def use_one_core_in_this_thread() -> None:
     """Let torch's operations in the calling thread use no further threads, as ``set_num_threads(1)`` would.
 
-    That function would also change what threads that the program starts later begin with. What OpenMP is told
-    holds for the calling thread only. Where torch does not use it, nothing happens.
+    That function would also change the number that later threads of the program begin with. OpenMP's own
+    setting holds for the calling thread only. Where torch does not use OpenMP, nothing happens.
     """
-    torch.get_num_threads()  # by which torch settles this thread's number; it would do so later otherwise
+    torch.get_num_threads()  # settles this thread's number, which torch would otherwise do later
     try:
         ctypes.CDLL(None).omp_set_num_threads(1)
     except (AttributeError, OSError, TypeError):

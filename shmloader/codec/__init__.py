@@ -6,7 +6,7 @@ the leaf, wrapped without a copy, in the placeholder's place. Containers, namedt
 custom batch classes therefore keep their types without being known here. Other tensors (sparse, quantised,
 nested, subclasses) are pickled as torch pickles them, with their storages as leaves.
 
-Which objects are leaves, and how each is wrapped again, is said in `codec.leaves`.
+`codec.leaves` lists the objects that become leaves, and wraps each again.
 """
 
 from shmloader.codec.decoder import Decoder, read_leaves, structure_of

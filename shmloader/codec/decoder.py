@@ -27,8 +27,8 @@ _ndarray: Any = np.ndarray  # looked up for every leaf
 class Decoder:
     """Reads batches; lives in the main process.
 
-    Headers repeat from batch to batch, or at least their leaf tables do. So the quickest way to read those
-    that have come twice is remembered by their bytes.
+    Headers, or at least their leaf tables, repeat from batch to batch. The decoder remembers the quickest way
+    to read one that has come twice, by its bytes (docs/decisions/0007).
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Decoder:
 
 
 def _reader(header: bytes, wrap_all: _WrapAll) -> _Read:
-    """A function that reads a header; a lone leaf, and a list or dict of leaves, without unpickling."""
+    """A function that reads a header: without unpickling for a lone leaf, or a list or dict of leaves."""
     join = structure_of(header)
     if join is list:
         return wrap_all
@@ -118,10 +118,10 @@ def _one_by_one(leaves: list[Leaf]) -> _WrapAll:
 
 
 def _in_one_call(leaves: list[Leaf]) -> _WrapAll | None:
-    """Wraps the leaves as the fields of one compound dtype: less than half the time of a call for each.
+    """A function that wraps leaves as the fields of one compound dtype, in half the time of a call for each.
 
-    A field without dimensions would come as a number; so None if there is a leaf without dimensions, and if
-    one has no bytes.
+    NumPy gives a field without dimensions as a number. So the result is None if a leaf has no dimensions, and
+    also if one has no bytes.
     """
     if len(leaves) < 2 or not all(leaf.shape and 0 not in leaf.shape for leaf in leaves):
         return None

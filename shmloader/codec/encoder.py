@@ -108,7 +108,7 @@ class Encoder:
         return placeholder
 
     def _row_of(self, buffer: pickle.PickleBuffer) -> bytes:
-        """The row of a leaf that is no output, or of a buffer that an object's own reduction has left out."""
+        """The row of a leaf that is no output, or of a buffer that an object's own reduction leaves out."""
         return self._rows.get(buffer) or self._place(memory_of_buffer(buffer)).pack()
 
     def _place(self, memory: Memory) -> Leaf:

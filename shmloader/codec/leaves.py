@@ -81,7 +81,7 @@ def wrap_tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor
 
 
 def wrapper_of(leaf: Leaf) -> Callable[[np.ndarray[Any, Any]], Any]:
-    """The function that makes of an array, over a leaf's memory and of its carrier dtype, the leaf."""
+    """The function that makes the leaf out of an array over its memory, of its carrier dtype."""
     if leaf.kind != TENSOR:
         return _as_it_is
     dtype = DTYPES[leaf.code]
@@ -150,7 +150,7 @@ def _reduce_parameter(parameter: torch.nn.Parameter, add: Add) -> Any:
 
 
 def _reduce_array(array: np.ndarray[Any, Any], add: Add) -> Any:
-    """Reduce an ndarray so that it arrives as pickle's default protocol, which torch uses, would bring it.
+    """Reduce an ndarray so that it arrives as with pickle's default protocol, which torch uses.
 
     Protocol 5 keeps byte order, read-only flags and the order of dimensions; protocol 4 brings arrays to the
     machine's byte order, makes them writable, and knows C and Fortran order only.

@@ -26,8 +26,8 @@ from shmloader.shared_memory import PAGE_NBYTES, Extent, Segment, check_headroom
 def make_placeholder() -> pickle.PickleBuffer:
     """A pickle buffer that stands for a leaf in a batch that is about to be pickled.
 
-    It is told by its identity. It is writable: of a read-only buffer the reader would wrap the leaf once
-    more.
+    Its identity tells which leaf it stands for. It is writable, because the unpickler wraps what comes for a
+    read-only buffer once more.
     """
     return pickle.PickleBuffer(bytearray(1))
 
@@ -103,7 +103,7 @@ class SlotWriter:
         self._here = here
 
     def _map_some(self, nbytes: int) -> Extent:
-        """Map the slot, or where this process has not enough address space as much of its start as can be."""
+        """Map the slot; where this process is short of address space, as much of its start as it can."""
         while True:
             try:
                 return self._segment.map(self.slot, nbytes)
@@ -118,8 +118,8 @@ class SlotWriter:
     def prepare(self, hint_nbytes: int) -> None:
         """Grow the slot to the size of a typical batch: leaves are then written in place.
 
-        What was in the slot is gone afterwards. If the host cannot give that much, or the task's limit is
-        less, nothing happens: most of it would be memory for nothing, since the batch comes in parts.
+        The slot's contents are gone afterwards. Nothing happens if the host cannot give that much, or if the
+        task's limit is less: the batch then comes in parts, and the memory would be of little use.
         """
         if self.nbytes < hint_nbytes <= self.limit_nbytes:
             with contextlib.suppress(SharedMemoryExhausted):
@@ -284,11 +284,11 @@ class SlotWriter:
     def restart(self) -> bool:
         """Give up what was allocated in this task: allocation begins again at the slot's start.
 
-        For an exception that takes a batch's place, and for a batch in private memory that is sent in
-        parts: either may write over the whole slot, which what the user's code keeps must survive.
+        An exception that takes a batch's place, and a batch that is sent in parts, may write over the whole
+        slot. What the user's code keeps of it must survive that.
 
         Returns:
-            Whether something in this process still viewed the slot, as `release` does.
+            Whether something in this process still viewed the slot, as for `release`.
         """
         may_refuse = self._may_refuse
         detached = self.release()
@@ -347,5 +347,5 @@ def current_writer() -> SlotWriter | None:
 
 
 def set_current_writer(writer: SlotWriter | None) -> None:
-    """Say which slot this thread allocates in."""
+    """Set the writer that this thread allocates with; None at the end of a task."""
     _current.writer = writer

@@ -25,7 +25,7 @@ MODES = (RAISE, SKIP, REPLACE)
 """Values of ``on_error``."""
 
 MOST_IN_A_ROW = 10_000
-"""So many batches in a row without a good sample, or bad samples of a stream, are an error."""
+"""Batches in a row without a good sample, or bad samples of a stream in a row, that are an error."""
 
 LEFT_OUT = object()
 """Stands for a batch that had no good sample."""
@@ -44,7 +44,7 @@ class Reported(NamedTuple):
         left_out: Whether there is no batch, because it had no good sample.
         one_by_one: Whether ``__getitems__`` raised and the samples were fetched one by one instead.
         bad_samples: Pickled list of `BadSample`: no index in it may go on holding a slot's memory.
-        stream: Of a stream, where it can be resumed behind the batch (`wire.stream_records.StreamReport`).
+        stream: For a stream, its place behind the batch (`wire.stream_records.StreamReport`); else None.
     """
 
     batch: Any
@@ -57,8 +57,8 @@ class Reported(NamedTuple):
 def is_a_samples_fault(error: Exception) -> bool:
     """Whether one sample is to blame for an exception that a dataset raised.
 
-    It is not where memory ran out, or where loading itself failed (in a loader inside the dataset).
-    ``SystemExit``, ``KeyboardInterrupt`` and groups that hold one are no ``Exception`` to begin with.
+    No sample is to blame where memory ran out, or where a loader inside the dataset failed.
+    ``SystemExit``, ``KeyboardInterrupt`` and groups that hold one are no ``Exception`` and do not come here.
     """
     if isinstance(error, ExceptionGroup):
         return all(map(is_a_samples_fault, error.exceptions))

@@ -176,7 +176,7 @@ def _says_how_to_pickle(kind: type) -> bool:
 
 def _contents_of(error: BaseException) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments for an exception's built-in base, and its attributes, as far as they can be pickled."""
-    # The base's own method: only it has an OSError's file name, and it runs nothing of the user's.
+    # The base's own method: only that gives an OSError's file name, and it runs no code of the user.
     _, args, *rest = _builtin_base(type(error)).__reduce__(error)
     if isinstance(error, BaseExceptionGroup):
         if args[:1] != (error.message,) or len(args) != 2:  # a class may call the base with others

@@ -1,4 +1,4 @@
-"""Notes on errors of collate functions: the samples, and those of them that do not fit together.
+"""Notes on errors of collate functions, which name the samples and say which do not fit together.
 
 torch's message for two images of different size names neither. After a collate function has raised, the
 samples are compared, and a note names those that differ and where. Nothing here runs while all is well.

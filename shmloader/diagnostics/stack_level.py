@@ -8,7 +8,7 @@ _OF_THE_LOADER = ("shmloader.", "torch.utils.data.")
 
 
 def level_of_the_program() -> int:
-    """The ``stacklevel`` of whoever called the loader, for a warning that the calling function issues."""
+    """The ``stacklevel`` of the program's call of the loader, for a warning of the calling function."""
     level, frame = 0, inspect.currentframe()
     while frame is not None:
         if not frame.f_globals.get("__name__", "").startswith(_OF_THE_LOADER):

@@ -1,7 +1,7 @@
 """Python stacks of a worker process that does not answer, asked for by a signal.
 
-The worker's answer is written by ``faulthandler``, which needs neither the interpreter lock nor the
-worker's cooperation: it works in the middle of a C function that never returns.
+``faulthandler`` writes the worker's answer. It needs neither the interpreter lock nor the worker's
+cooperation, so it works in the middle of a C function that never returns.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def answers(pid: int) -> bool:
 
 
 def answer_with_stacks(descriptor: Descriptor) -> None:
-    """Write, in a worker, all threads' stacks to the main process's `StackFile` whenever it asks."""
+    """Have this worker write all threads' stacks to the main process's `StackFile` whenever it asks."""
     faulthandler.register(_SIGNAL, file=descriptor.fd, all_threads=True, chain=False)
 
 
@@ -106,6 +106,6 @@ def report_start_error(descriptor: Descriptor) -> None:
 
 
 def _without_watch_thread(stack: str) -> str:
-    """A worker's stacks without that of the thread that only waits for the end of the main process."""
+    """A worker's stacks, without the thread that waits for the end of the main process."""
     threads = stack.split("\n\n")
     return "\n\n".join(thread for thread in threads if not _WATCH_THREAD.match(thread)) or stack

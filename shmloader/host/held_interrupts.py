@@ -1,4 +1,4 @@
-"""Ctrl-C, held back where it would leave a process or a descriptor that nobody knows of."""
+"""Ctrl-C held back, where it would leave a process or a descriptor that nobody knows of."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import Any, Self
 class HeldInterrupts:
     """A context manager that holds back SIGINT's handler until its end, and then calls it.
 
-    Outside the main thread it does nothing: Python runs handlers in the main thread only. A signal mask would
-    not do, since the system gives the signal to any thread that does not block it, and libraries start such
-    threads.
+    Outside the main thread it does nothing: Python runs handlers in the main thread only. A signal mask does
+    not suffice: the system gives the signal to any thread that does not block it, such as a library's.
 
     Attributes:
-        came: Whether there was an interrupt since the beginning.
+        came: Whether an interrupt has come since the beginning.
     """
 
     def __init__(self) -> None:

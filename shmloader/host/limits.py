@@ -1,10 +1,10 @@
 """Limits of this host: memory, descriptors, address space, cores.
 
-Read before shared memory is asked for. Inside a memory cgroup a request that is too large is answered by
-the OOM killer, not by an error, so the cgroup's limit and usage are compared first (versions 1 and 2).
+They are read before shared memory is asked for. Inside a memory cgroup the OOM killer, not an error, answers
+a request that is too large. So the cgroup's limit and usage are compared first (versions 1 and 2).
 
-Every function may be called in any process, reads what is so at that moment, keeps nothing, and answers
-None for what this platform does not tell.
+Every function may be called in any process. It reads the present state, keeps nothing, and answers None for
+what this platform does not tell.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Headroom(NamedTuple):
 
 
 def memory_headroom() -> Headroom:
-    """Memory that can be had now without the kernel having to kill something.
+    """Memory that can be had now, without the kernel killing something for it.
 
     A cgroup's usage counts page cache that would be dropped under pressure; its inactive file pages are
     therefore taken off (``memory.stat``), as the kernel's own reclaim would.
@@ -164,7 +164,7 @@ class Bound(NamedTuple):
     Attributes:
         used: Units in use now, bytes or descriptors; None where they cannot be counted.
         most: What it may use now; None for no limit.
-        reachable: Up to what it may raise ``most`` by itself; None for no limit.
+        reachable: The value up to which it may raise ``most`` by itself; None for no limit.
     """
 
     used: int | None

@@ -1,4 +1,4 @@
-"""Integrations: ``install()``, by which any library loads through slots, and more for some of them.
+"""Integrations with other libraries: ``install()`` for all of them, and more for some.
 
 Only `shmloader/__init__` imports this package, and it imports no framework that the program has not imported.
 """

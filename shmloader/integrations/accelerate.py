@@ -1,8 +1,8 @@
 """accelerate under ``install()``: the loaders that it builds in the place of others keep their options.
 
-`accelerate.data_loader` copies those attributes of a loader that a dict of its names, and builds a loader
-of torch's class from them. The dict is extended by the loader's own options, and the class is replaced, in
-that module only.
+`accelerate.data_loader` builds a loader of torch's class from those attributes of another one that a dict in
+that module names. The loader's own options are added to the dict, and the class is replaced, in that module
+only.
 """
 
 from __future__ import annotations
@@ -68,10 +68,9 @@ def _build(dataset: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _init_of(adapter_class: Any) -> Any:
-    """``__init__`` of accelerate's loaders; with ``use_stateful_dataloader`` they are torchdata's no more.
+    """``__init__`` of accelerate's loaders: ``use_stateful_dataloader`` makes ours, not torchdata's.
 
-    accelerate asks each loader for its state, whether the program wants it or not. So there an error about it
-    counts only if the program does.
+    accelerate asks each loader for its state, so an error about that counts only if the program wants it.
     """
     init = adapter_class.__init__
 

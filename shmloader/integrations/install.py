@@ -1,7 +1,7 @@
 """``install()``: every loader of torch's class loads through slots, whoever made it. Main process only.
 
-The class itself stays, so that ``isinstance`` goes on working; its method that makes an iterator is replaced,
-which subclasses inherit, also those that were imported before.
+The class itself stays, so that ``isinstance`` goes on working. Its method that makes an iterator is replaced;
+subclasses inherit that, also those that were imported before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TORCHS = torch.utils.data.DataLoader
 
 
 class Installation:
-    """The handle that `install` returns: a context manager that restores at its end what was there before.
+    """The handle that `install` returns: a context manager that restores the former state at its end.
 
     Args:
         options: Defaults for all loaders, by name.
@@ -123,7 +123,7 @@ _OF_ONE_LOADER = {
     "share_dataset": "the loaders have their dataset already. Call shmloader.share(dataset) before",
     "shard": "batches would be others than torch's. Make the loader with shmloader.DataLoader(shard=...)",
 }
-"""Options that are not for all loaders, with what to do instead."""
+"""Options that belong to one loader, each with the reason and the alternative."""
 
 _options: dict[str, Any] | None = None
 _warned: set[str] = set()
@@ -171,7 +171,7 @@ def _close(loader: Any) -> None:
 
 
 class _Default:
-    """An option as an attribute of loaders that were not made with it: `DataLoader` has its own."""
+    """An option as an attribute of loaders of torch's class; those of `DataLoader` are its own."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -8,18 +8,18 @@ _ABSENT: Any = object()
 
 
 class Patches:
-    """Replaced attributes, with what was there before."""
+    """Replaced attributes, with their former values."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[int, str], tuple[Any, Any, Any]] = {}
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute of a class or module, and remember what it was."""
+        """Set an attribute of a class or module, and remember its former value."""
         self._before[id(owner), name] = owner, vars(owner).get(name, _ABSENT), value
         setattr(owner, name, value)
 
     def undo(self) -> None:
-        """Restore everything, but for what somebody else has replaced since."""
+        """Restore all attributes but those that somebody else has replaced since."""
         for (_, name), (owner, before, ours) in self._before.items():
             if vars(owner).get(name) is not ours:
                 continue

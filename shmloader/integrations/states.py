@@ -1,7 +1,7 @@
 """States of loaders of torch's class, under ``install()``.
 
 Frameworks ask every loader that has ``state_dict()`` for its state, whether the program wants it or not. So a
-loader whose place cannot be told gives an empty state, which does nothing when it is loaded.
+loader that cannot tell its place gives an empty state. Loading that does nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TORCHS = torch.utils.data.DataLoader
 
 
 class _Asking:
-    """Whether the program wants the state that is asked for."""
+    """A flag: the program does not want the state that is asked for."""
 
     unwanted = False
 
@@ -32,7 +32,7 @@ class _Asking:
 def state_dict(loader: Any) -> dict[str, Any]:
     """The place to which the program has come; see `DataLoader.state_dict`.
 
-    Where it cannot be told the state is empty. That is warned of, unless nobody wants it.
+    The state is empty where the place cannot be told. A warning says so, unless the state is unwanted.
     """
     try:
         own_iterator = getattr(type(loader), GET_ITERATOR) is not getattr(_TORCHS, GET_ITERATOR)
@@ -60,7 +60,7 @@ def load_state_dict(loader: Any, state_dict: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def states_unwanted(unwanted: bool) -> Iterator[None]:
-    """Give no state where none can be made, without an error or a warning."""
+    """With ``unwanted``, let a state that cannot be made be empty, without an error or a warning."""
     before, _Asking.unwanted = _Asking.unwanted, unwanted
     try:
         yield

@@ -1,8 +1,8 @@
 """Huge pages for slots and stores, where the kernel has them: fewer page faults, and fewer TLB misses.
 
-Both lie in a memfd, whose memory is reserved by ``fallocate`` before anybody touches it, and that takes
-small pages. ``madvise(MADV_COLLAPSE)`` (Linux 6.1) makes a huge page of a part of a file where some page is
-there. So one page of each part is reserved, the rest is made with it, and what is left by ``fallocate``.
+Both lie in a memfd. ``fallocate`` reserves its memory before anybody touches it, in small pages.
+``madvise(MADV_COLLAPSE)`` (Linux 6.1) makes a huge page of a part of a file that has at least one page. So
+one page of each part is reserved, the part is collapsed, and ``fallocate`` reserves what is left.
 docs/decisions/0024 has the figures.
 """
 
@@ -36,9 +36,9 @@ _refused = sys.platform != "linux" or os.environ.get("SHMLOADER_HUGE_PAGES") == 
 def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> bool:
     """Reserve as much of a part of a file as can be had in huge pages; no more than asked for.
 
-    What cannot be had so is left as it is; so is the rest where it takes long: the kernel looks for whole
-    pieces of memory, and moves other pages out of the way. If the kernel lacks the call, or may not give any,
-    this process asks no more.
+    The rest is left as it is. So is everything that would take long: the kernel then looks for whole pieces
+    of memory, and moves other pages out of the way. If the kernel lacks the call, or may not give any, this
+    process asks no more.
 
     Args:
         fd: A memfd.
@@ -47,7 +47,7 @@ def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> bool
         nbytes: How much there is to be.
 
     Returns:
-        Whether it is worth while to ask for more at the moment.
+        Whether asking for more makes sense at the moment.
 
     Raises:
         OSError: If the system gives no memory at all.
@@ -57,8 +57,8 @@ def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> bool
     if _refused or begin >= end:
         return not _refused
     try:
-        # Privately: a child forked by another thread meanwhile would keep a shared mapping, and no memfd of
-        # which there is one can be sealed.
+        # Privately: a child that another thread forks meanwhile would keep a shared mapping, and a memfd that
+        # has one cannot be sealed.
         mapping = Mapping(end - begin, mmap.MAP_PRIVATE, fd, offset + begin, HUGE_NBYTES)
     except SharedMemoryExhausted:  # of address space
         return False

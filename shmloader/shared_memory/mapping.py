@@ -55,7 +55,7 @@ class Extent:
 
     @property
     def owner(self) -> object:
-        """The object whose death unmaps it. Another one that keeps it alive may take its place."""
+        """The object whose death unmaps the memory. One that keeps this object alive may take its place."""
         return self.buffer.owner
 
     @owner.setter
@@ -77,10 +77,10 @@ class Extent:
 class Mapping:
     """A part of a file, for reading and writing, in this process's address space.
 
-    It is unmapped when this object dies. At no moment is it mapped without an owner, since an exception may
-    come between any two of Python's instructions (a Ctrl-C; in a worker thread one from outside): the
-    address space belongs to a Python ``mmap``, which C makes and frees in one step each, before anything is
-    mapped there. That ``mmap`` is anonymous because one of a file would hold a descriptor.
+    It is unmapped when this object dies. An exception (a Ctrl-C, say) may come between any two instructions
+    of Python, so the file is never mapped without an owner. First a Python ``mmap`` takes the address space,
+    which C makes and frees in one step each; then the file is mapped there. The ``mmap`` is anonymous because
+    one of a file would hold a descriptor (docs/decisions/0028).
 
     Attributes:
         address: Where it starts, a multiple of the page size.
@@ -214,12 +214,12 @@ def _move_pages(space: mmap.mmap, address: int, nbytes: int, to: int) -> None:
     """
     how, target = _MREMAP_MAYMOVE | _MREMAP_FIXED, ctypes.c_void_p(to)
     with contextlib.suppress(SharedMemoryExhausted):
-        # It is charged for both places, and only after it has unmapped the target: so ask first.
+        # The kernel charges for both places, and refuses only after it has unmapped the target: ask first.
         take_space(nbytes, _READ_WRITE, 0).close()
         if libc.mremap(address, nbytes, nbytes, how | _MREMAP_DONTUNMAP, target) != _MAP_FAILED:
             return
-    # There is no room for that (ulimit -d, strict overcommit), or Linux is older than 5.7. The plain way
-    # leaves nothing at the old place, where others may then map: its owner may never unmap it, so it is kept.
+    # There is no room for that (ulimit -d, strict overcommit), or Linux is older than 5.7. The plain move
+    # leaves the old place empty, and other threads may map something there. So its owner must never unmap it.
     owner = ctypes.py_object(space)
     ctypes.pythonapi.Py_IncRef(owner)
     if libc.mremap(address, nbytes, nbytes, how, target) == _MAP_FAILED:

@@ -68,8 +68,8 @@ class SharedBuffer:
     the buffer or any view of it; the memory itself as long as any process has either.
 
     It reaches another process by handle: inherited by fork, or pickled while ``multiprocessing`` starts
-    a process or sends through its own queues and pipes. Any other pickling is an error. A copy
-    (``copy.copy``, ``copy.deepcopy``) is the buffer itself.
+    a process or sends through its own queues and pipes. Any other pickling is an error. ``copy.copy`` and
+    ``copy.deepcopy`` give the buffer itself.
 
     Attributes:
         fd: The descriptor; valid while this object lives. To pass it to a process that
@@ -97,8 +97,8 @@ class SharedBuffer:
         self.fd = fd
         self.nbytes = nbytes
         os.set_inheritable(fd, False)
-        # Given the descriptor, Python's mmap would keep a duplicate of it. So it maps anonymous memory, of
-        # which nothing is touched, and the store takes that memory's place.
+        # Given the descriptor, Python's mmap would keep a duplicate of it. So it maps anonymous memory, which
+        # nobody touches, and the store is mapped over it.
         length = max(nbytes, 1)
         self.mapping = _space_for(length, protection)
         flags = mmap.MAP_PRIVATE | MAP_NORESERVE
@@ -106,7 +106,7 @@ class SharedBuffer:
         _buffers[self.address] = self
 
     def __del__(self, close: Any = os.close) -> None:
-        # A Ctrl-C may have come before there was one; at the end, this module's names may be gone.
+        # A Ctrl-C may have come before there was a descriptor; at exit this module's names may be gone.
         try:  # noqa: SIM105
             close(self.fd)
         except (AttributeError, OSError):
@@ -193,7 +193,7 @@ class BufferBuilder:
         if grow_nbytes <= 0:
             return
         already = f", which holds {self.nbytes:,} bytes already," if self.nbytes else ""
-        # To work with: the kernel kills for whatever allocation is one too many.
+        # Memory for the program to work with: the kernel kills at the first allocation that is too many.
         spare = min(max(self.reserved_nbytes // 8, _LEAST_WORKING_NBYTES), _MOST_GROWTH_NBYTES)
         purpose = f"a store{already} needs {grow_nbytes:,} more bytes of shared memory"
         check_headroom(grow_nbytes, purpose, spare=spare, advice=_ADVICE)
@@ -257,8 +257,8 @@ class BufferBuilder:
         spent_s = time.process_time() - self._began_s
         make_pages_huge(buffer.address, buffer.nbytes, max(_HUGE_SHARE * spent_s, _LEAST_HUGE_S))
         if buffer.nbytes:
-            # A page that only one process has mapped is counted as that one's private memory. One byte of
-            # each is read here, so that none is ever counted as private to a worker.
+            # The kernel counts a page that only one process has mapped as that process's private memory. One
+            # byte of each is read here, so that none ever counts as private to a worker.
             np.frombuffer(buffer.view, np.uint8)[::PAGE_NBYTES].max()
         return buffer
 
@@ -278,10 +278,10 @@ class BufferBuilder:
 
 
 def _space_for(nbytes: int, protection: int) -> mmap.mmap:
-    """Take address space for a store, of which nothing is touched.
+    """Take untouched address space for a store.
 
-    Linux (6.7) begins a mapping of whole huge pages at a multiple of their size, so there is a little more
-    of it; anywhere else a huge page could not be mapped as one.
+    It is rounded up to whole huge pages: Linux (6.7) begins such a mapping at a multiple of their size, and
+    only there can a huge page be mapped as one.
     """
     if nbytes >= HUGE_NBYTES:
         with contextlib.suppress(SharedMemoryExhausted):  # there is not that much

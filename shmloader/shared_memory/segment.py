@@ -66,8 +66,8 @@ class MemfdSegment:
             self._descriptor = descriptor or Descriptor(os.memfd_create("shmloader-slots"))
 
     def __del__(self, close: Any = os.close) -> None:
-        # After a Ctrl-C before anybody could own it, or at the interpreter's end, when this module's names
-        # may be gone; `close` is the usual way.
+        # Usually `close` has done it. This is for a Ctrl-C before anybody owned the segment, and for the end
+        # of the interpreter, when this module's names may be gone.
         try:
             if self._descriptor.fd >= 0:
                 close(self._descriptor.fd)

@@ -1,6 +1,6 @@
 """Datasets whose batches are gathered with one call per leaf instead of sample by sample.
 
-What is gathered equals what torch's ``default_collate`` makes of the samples one by one; wherever that is not
+A gathered batch equals the one that torch's ``default_collate`` makes of the samples. Wherever that is not
 certain, the samples are fetched one by one. See docs/vectorised.md.
 """
 

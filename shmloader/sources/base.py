@@ -17,14 +17,14 @@ Rows = np.ndarray[Any, np.dtype[np.int64]]
 """Row numbers, one dimension; negative ones count from the end."""
 
 Make = Callable[[int, Sequence[int], torch.dtype], torch.Tensor]
-"""Makes the tensor of a leaf, uninitialised and contiguous: of so many rows, of this shape each."""
+"""Makes the tensor of a leaf, uninitialised and contiguous, of a number of rows and the shape of each."""
 
 NOT_GATHERED: Any = object()
 """Stands for a batch that is to be made sample by sample."""
 
 SAME_AS_TORCHS: set[Any] = set()
-"""Functions that join samples as torch's own do, and may stand in its map of collate functions; `collate`
-puts its own here."""
+"""Functions that join samples as torch's own do, and may stand in its map of collate functions. `collate`
+adds its own."""
 
 
 class NotGathered(Exception):
@@ -46,7 +46,7 @@ class Source(ABC):
 
         Args:
             rows: At least one.
-            make: Where leaves come from.
+            make: Makes the tensors of leaves.
 
         Raises:
             NotGathered: If the batch has to be made sample by sample; also where a row does not exist, so
@@ -90,7 +90,7 @@ def make_private(items: int, shape: Sequence[int], dtype: torch.dtype) -> torch.
 
 def within(rows: Rows, length: int) -> Rows:
     """Row numbers from 0 on; `NotGathered` if there are not so many rows."""
-    # As unsigned numbers the negative ones are large: one pass tells that there are none, and none too large.
+    # As unsigned numbers the negative ones are large: one pass shows that no row is negative or too large.
     if int(rows.view(np.uint64).max()) < length:
         return rows
     least, most = int(rows.min()), int(rows.max())
@@ -101,7 +101,7 @@ def within(rows: Rows, length: int) -> Rows:
 
 
 def as_sample_field(joined: Any) -> Any:
-    """Give a field of tuples ``default_collate``'s type: strings come as a tuple, not as a list."""
+    """A field of tuples as ``default_collate`` joins it: strings in a tuple, not in a list."""
     return tuple(joined) if is_strings(joined) else joined
 
 

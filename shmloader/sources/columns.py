@@ -17,16 +17,16 @@ _HF_FORMATS = (None, "numpy", "torch")  # others may be the program's own functi
 
 
 def join_columns(columns: dict[Any, Any], count: int, make: Make) -> dict[Any, Any]:
-    """Make the batch that ``default_collate`` would make of the rows of these columns, as dicts.
+    """Make the batch that ``default_collate`` would make of these columns' rows as dicts.
 
     Args:
         columns: Each a tensor, an ndarray or a list with an item for each row.
         count: Rows.
-        make: Where leaves come from.
+        make: Makes the tensors of leaves.
 
     Raises:
         NotGathered: If a column is something else, or has not so many rows.
-        Exception: What ``default_collate`` raises for a column that is a list.
+        Exception: Any that ``default_collate`` raises for a column that is a list.
     """
     return {name: _join(column, count, make) for name, column in columns.items()}
 
@@ -49,8 +49,8 @@ def _join(column: Any, count: int, make: Make) -> Any:
 class HuggingFace(Source):
     """A ``datasets.Dataset``, whose own batched access gives columns.
 
-    Its formats make other dtypes of a batch than of single rows, by what else is in the column: 0.1 is a
-    float64 alone and a float32 among others, an int beside a None becomes a float.
+    Its formats give a batch other dtypes than single rows: 0.1 is a float64 alone and a float32 among others,
+    and an int beside a None becomes a float.
 
     Args:
         dataset: The dataset.

@@ -104,7 +104,7 @@ class OwnBatches(Source):
 
 
 def has_getbatch(dataset: Any) -> bool:
-    """Whether to ask a dataset for whole batches: not where a subclass has other samples than those."""
+    """Whether to ask a dataset for whole batches: not if a subclass overrides how single samples are made."""
     if getattr(type(dataset), "__getbatch__", None) is None or _shadows_getitems(dataset):
         return False
     for kind in type(dataset).__mro__:
@@ -123,7 +123,7 @@ def kind_of_dataset(dataset: Any) -> type | None:
     """The class of torch's that a dataset behaves as; None if there is none.
 
     Raises:
-        NotGathered: If it is derived from one and gets its samples in a way of its own.
+        NotGathered: If it is derived from one of them and makes its samples in a way of its own.
     """
     for kind in (TensorDataset, Subset, ConcatDataset, StackDataset):
         if isinstance(dataset, kind):
@@ -148,9 +148,9 @@ _READS: dict[type, tuple[str, ...]] = {
 
 
 def _gets_samples_as(dataset: Any, kind: type) -> bool:
-    """Whether nothing that one of torch's classes does for a sample is done otherwise."""
+    """Whether a dataset makes its samples exactly as one of torch's classes does."""
     found = type(dataset)
-    # With an index below 0, a ConcatDataset begins with its length.
+    # A ConcatDataset asks for its length where an index is below 0.
     for name in (*_METHODS, "__len__") if kind is ConcatDataset else _METHODS:
         method = getattr(kind, name, None)
         if getattr(found, name, None) is not method or not (method is None or is_by_torch(method, kind)):
@@ -189,7 +189,7 @@ def source_of(dataset: Any, kind: type, recognise: Recognise) -> Source:
 
 
 def pick_from(indices: Any) -> Pick:
-    """A function that looks row numbers up in the indices of a ``Subset``. It reads a list once, here.
+    """A function that looks row numbers up in the indices of a ``Subset``. A list is read once, here.
 
     Raises:
         NotGathered: If the indices are anything but whole numbers in one dimension.
@@ -225,7 +225,7 @@ def _pick_from_store(store: Any, rows: Rows) -> Rows:
 
 
 def plain_ints(values: list[Any]) -> Rows:
-    """A list of ints, or of NumPy's, as an array; `NotGathered` if there is anything else in it."""
+    """A list of ints, or of NumPy's ints, as an array; `NotGathered` if it holds anything else."""
     array = int_array(values)
     if array is None and all(issubclass(kind, np.signedinteger) for kind in set(map(type, values))):
         array = np.array(values, np.int64)

@@ -43,7 +43,7 @@ def recognise(dataset: Any, *, by_row: bool = False) -> Source:
 
     Args:
         dataset: A map-style dataset.
-        by_row: Whether torch asks it for one sample at a time, even if it has a ``__getitems__``.
+        by_row: Whether torch asks the dataset for one sample at a time, even if it has a ``__getitems__``.
 
     Raises:
         NotGathered: If its batches are made sample by sample, with the reason.
@@ -74,7 +74,7 @@ def recognise(dataset: Any, *, by_row: bool = False) -> Source:
 
 
 class Gatherer:
-    """Makes batches of one dataset where that can be done without its samples.
+    """Makes batches of one dataset without its samples, where that is possible.
 
     It lives for one epoch, in a worker or, without workers, in the main process.
 
@@ -93,7 +93,7 @@ class Gatherer:
 
     def _log_reason(self, reason: object) -> None:
         name = type(self._dataset).__qualname__
-        # Not the exception itself: who keeps the record would keep its frames, and with them the slot.
+        # Not the exception itself: a log record that is kept would keep its frames, and with them the slot.
         _log.debug("samples of %s are fetched one by one: %s", name, str(reason))
 
     def gather(self, index_batch: Any) -> Any:
@@ -166,7 +166,7 @@ class Gatherer:
 
 
 def _asks_for_batches(dataset: Any) -> bool:
-    """Whether this is a dataset with a ``__getbatch__``, or some rows of one."""
+    """Whether a dataset, or the one that a ``Subset`` is of, has a ``__getbatch__``."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return has_getbatch(dataset)

@@ -13,7 +13,7 @@ from shmloader.store.arrays import array_of_tensor, kind_of_tensor
 _UNLIKE = "one batch has rows of several datasets of a ConcatDataset, and these have samples"
 
 Part = tuple[Rows, Any]
-"""Places in the batch, and the part of the batch that belongs there."""
+"""Places in the batch, and the rows that belong there."""
 
 
 def merge(parts: Sequence[Part], count: int, make: Make) -> Any:
@@ -22,10 +22,10 @@ def merge(parts: Sequence[Part], count: int, make: Make) -> Any:
     Args:
         parts: At least one; together they have each place once.
         count: Rows of the batch.
-        make: Where leaves come from.
+        make: Makes the tensors of leaves.
 
     Raises:
-        NotGathered: If the parts are not alike: only collating their samples shows what becomes of them.
+        NotGathered: If the parts are not alike: then only collating their samples gives the right batch.
     """
     first = parts[0][1]
     kind = type(first)

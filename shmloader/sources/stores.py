@@ -33,7 +33,7 @@ def is_any_store(value: object) -> bool:
 
 
 def _loaded(module: str, name: str) -> Any:
-    """A class of the store's, which imports pyarrow; None in a process that has no stores."""
+    """A class of `shmloader.store`, which imports pyarrow; None in a process that has no stores."""
     return getattr(sys.modules.get(f"shmloader.store.{module}"), name, None)
 
 
@@ -53,7 +53,7 @@ class StoreRows(Source):
         if fields:
             joined = [field.gather(rows, make) for field in fields]
             return _as_record(type(sample), joined)
-        # Outputs only for what they can hold: `take` refuses rows of any other type or shape.
+        # `take` refuses rows that the outputs cannot hold, by a TypeError.
         outs = _outputs_like(sample, len(rows), make)
         if outs is not None:
             try:
@@ -74,7 +74,7 @@ class StoreRows(Source):
 
 
 def _outputs_like(sample: Any, count: int, make: Make) -> Any:
-    """Outputs for rows like this one: a tensor, a dict of what can be output, or None."""
+    """Outputs for rows like this one: a tensor, a dict of the fields that can be output, or None."""
     kind = type(sample)
     if kind is dict:
         outs = {name: _outputs_like(value, count, make) for name, value in sample.items()}

@@ -1,10 +1,10 @@
 """The workers of one iterator, as the main process sees them: start, talk, watch, restart, stop.
 
-There are two kinds with one interface, processes and threads. Each worker process has a pipe each way that
-only the two of them hold, so a worker that dies can leave neither a lock taken nor half a message behind. Its
+There are two kinds with one interface, processes and threads. A worker process has a pipe each way, which it
+shares with the main process only. So one that dies leaves neither a lock taken nor half a message behind. Its
 death is an event of its own (a pidfd, elsewhere the process sentinel), waited for together with the pipes.
 
-* `shmloader.supervisor.base`: the interface of either kind; processes that the program forks
+* `shmloader.supervisor.base`: the interface of both kinds; workers in a process that the program forks
 * `shmloader.supervisor.processes`: all worker processes of one iterator
 * `shmloader.supervisor.worker_process`: one worker process and its pipes
 * `shmloader.supervisor.launch`: the start of a worker process, and its first line
@@ -39,7 +39,7 @@ def start_workers(loader: Any, make_arguments: MakeArguments) -> Workers:
     """Start the workers that a loader's arguments ask for.
 
     Args:
-        loader: The loader. Its arguments are looked at again: some frameworks set them late.
+        loader: The loader. Its arguments are checked again: some frameworks set them late.
         make_arguments: See `MakeArguments`.
 
     Raises:

@@ -28,10 +28,10 @@ class Worker(Protocol):
     place: str
 
     def send(self, record: bytes) -> None:
-        """Send a packed request. Never waits; that the worker is dead is no error here."""
+        """Send a packed request. Never waits; a dead worker is no error here."""
 
     def receive(self) -> bytes | None:
-        """Records that have arrived: none of them as b"", or None if it is seen that none can come."""
+        """The records that have arrived, b"" for none; None if no more can come."""
 
     def is_dead(self) -> bool:
         """Whether the worker has ended."""
@@ -47,7 +47,7 @@ class Workers(Protocol):
         closed_because: The reason why they were stopped, or are about to be; "" before.
         interrupted: Whether `interrupt` was called.
         look_again_ns: How long to look for a record before `wait`, while records come quickly.
-        given_nbytes: Bytes of large arrays that a worker started last was given for itself.
+        given_nbytes: Bytes of the large arrays that the worker started last has to itself.
     """
 
     workers: Sequence[Worker]
@@ -58,13 +58,13 @@ class Workers(Protocol):
     given_nbytes: int = 0
 
     def add(self) -> Worker:
-        """Start one more worker, sent nothing yet; where that fails, the others are as they were."""
+        """Start one more worker, which has been sent nothing; if that fails, the others are as they were."""
 
     def restart(self, worker: Worker) -> Worker:
-        """Replace a worker, dead or not, by a new one, which has been sent nothing yet.
+        """Replace a worker, dead or not, by a new one, which has been sent nothing.
 
         Raises:
-            Exception: What kept the new one from starting. Then all workers are stopped.
+            Exception: Any that kept the new one from starting; then all workers are stopped.
             LoaderClosed: If another thread has closed the loader meanwhile.
         """
 
@@ -91,7 +91,7 @@ class Workers(Protocol):
             worker: The worker.
             indices: The index batches that it held.
             memory: The loader's memory figures, told if the kernel seems to have killed it for memory.
-            why: A sentence on what had been tried.
+            why: A sentence on restarts before, or "".
         """
 
     def close(self, because: str = ..., grace_s: float = ...) -> None:
@@ -116,7 +116,7 @@ def _leave_all_to_parent() -> None:
     live.clear()
 
 
-# A child, of ours or of the user's program, that kept the write end of a task pipe would keep that worker
-# from seeing the main process close it.
+# Any child process inherits the write ends of the pipes of requests. While it held one, that worker would not
+# see the main process close the pipe.
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_leave_all_to_parent)

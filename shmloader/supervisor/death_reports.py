@@ -21,11 +21,11 @@ def log_replacement(
 
     Args:
         fresh: The new one.
-        pid: The old one's.
-        index_batch: What that was at.
-        silent_s: How long it had not answered; None if it had died.
-        restarts_left: How many more may be replaced.
-        stack: Its stack, or "".
+        pid: The process id of the old one.
+        index_batch: The index batch that the old one worked on.
+        silent_s: Seconds for which the old one had not answered; None if it had died.
+        restarts_left: Workers that may still be replaced.
+        stack: The stack of the old one, or "".
     """
     _log.warning(
         "shmloader worker %d (pid %d) %s at the index batch %.200s and was replaced by pid %d; "
@@ -50,7 +50,7 @@ def worker_timeout(
         worker: The one that is to make the next batch.
         silent_s: The timeout.
         waiting_for: The index batches of all workers that were not answered.
-        why: A sentence on what had been tried, or "".
+        why: A sentence on restarts before, or "".
     """
     return WorkerTimeout(
         f"DataLoader timed out after {silent_s} seconds: none of {len(workers.workers)} worker(s) "
@@ -62,13 +62,13 @@ def worker_timeout(
 
 
 def describe_death(worker: Worker, code: int | None, indices: tuple[object, ...], hint: str) -> str:
-    """Tell of the end of a worker process, first in torch's words, which people and scripts search for.
+    """The text of a `WorkerDied`, first in torch's words, which people and scripts search for.
 
     Args:
         worker: The worker.
         code: Its exit code as of ``multiprocessing``; None where it could not be learnt.
         indices: The index batches that it held.
-        hint: What else is known, or "".
+        hint: Further sentences, or "".
     """
     name = f"shmloader worker {worker.worker_id} ({worker.place})"
     if code is not None and code < 0:

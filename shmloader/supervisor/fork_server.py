@@ -1,8 +1,8 @@
 """The fork server of start method ``forkserver``, started with torch and this package imported.
 
-There is one server for all of a program, and it lives as long as that. A module that it has imported is the
-same in all workers from then on, also after the program has edited and reloaded it. So the server imports
-torch, shmloader and what the program itself chose, and each worker imports the dataset's modules for itself.
+A program has one server, which lives as long as the program. A module that the server has imported is the
+same in all later workers, even if its file has been edited since. So the server imports torch, shmloader and
+what the program itself chose, and each worker imports the dataset's modules for itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _waited_in_pid = -1
 
 
 def begin() -> None:
-    """Start the fork server, unless it runs; returns at once, while it imports.
+    """Start the fork server, unless it runs already. Returns at once, while the server imports.
 
     A server that the program has started before is left as it is, and one that is to import nothing
     (``multiprocessing.set_forkserver_preload([])``) imports nothing.
@@ -43,9 +43,9 @@ def begin() -> None:
 
 
 def wait_until_ready(context: Any) -> None:
-    """Wait until a server that was just started has imported everything; Ctrl-C may interrupt this.
+    """Wait until a server that was just started has imported everything. Ctrl-C may interrupt this.
 
-    The start of a worker would wait as well, but holds back Ctrl-C.
+    Otherwise the start of a worker would wait for it, and that holds back Ctrl-C.
 
     Args:
         context: The ``multiprocessing`` context of start method forkserver.

@@ -56,7 +56,7 @@ def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes) -> Any
 
 
 def _worker(given: Any, pipes: Pipes, main_pid: int, by_leader: bool) -> None:
-    """A worker process: first what protects it and the user, then the dataset's modules, then its loop."""
+    """Run a worker process: set up its protection, import the dataset's modules, then enter its loop."""
     gc.freeze()  # as `run` does again: a collection would visit, and so copy, all that a fork shares
     parent_watch.begin(main_pid, by_leader)
     answer_with_stacks(pipes.stacks)
@@ -83,7 +83,7 @@ def interrupts_blocked() -> Iterator[None]:
 
 
 def _check_descriptors() -> None:
-    """Fail before a process is begun that there are no descriptors for: multiprocessing would lose some."""
+    """Fail early where a process has too few descriptors to start: multiprocessing would lose some."""
     spare: list[int] = []
     try:
         for _ in range(_DESCRIPTORS):

@@ -71,8 +71,8 @@ class ProcessWorkers(Workers):
             raise
 
     def __del__(self) -> None:
-        # Usually there is nothing left to do, and at the interpreter's end no name of this module either. But
-        # a Ctrl-C may have cut `__init__` short, or the iterator's finalizer, which runs only once.
+        # Usually nothing is left to do. But a Ctrl-C may have cut `__init__` short, or the iterator's
+        # finalizer, which runs only once. At the interpreter's end this module's names may be gone.
         try:
             if self.workers or self._wake_fd >= 0:
                 self.close()
@@ -210,12 +210,12 @@ class ProcessWorkers(Workers):
     def close(self, because: str = "its workers were stopped", grace_s: float = _STOP_S) -> None:
         """See `Workers`. Closes all descriptors.
 
-        Workers that have not ended after ``grace_s`` are terminated, and a second later killed. One that has
-        nothing to finish, since it is still starting, is terminated at once.
+        Workers that have not ended after ``grace_s`` are terminated, and a second later killed. A worker that
+        is still starting has nothing to finish, and is terminated at once.
         """
         self.closed_because = self.closed_because or because
         with HeldInterrupts() as interrupts:
-            # One that is being replaced has been released already.
+            # A worker that is being replaced has been released already.
             workers = [worker for worker in self.workers if not worker.released]
             self.workers = []
             self._poller = None
@@ -235,7 +235,7 @@ class ProcessWorkers(Workers):
             self._close_wake()
 
     def _end(self, workers: list[ProcessWorker]) -> None:
-        """End what has not ended by itself, and close what is left of it."""
+        """End those processes that have not ended by themselves, and release all."""
         for order in ("terminate", "kill"):
             stuck = [worker for worker in workers if not worker.is_dead()]
             for worker in stuck:

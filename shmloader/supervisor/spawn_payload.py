@@ -1,10 +1,10 @@
 """The arguments of workers that are started together, pickled once for all of them.
 
-``multiprocessing`` pickles what it gives a process anew for each, and writes it to a pipe whose reading end
-it holds itself: what does not fit in the pipe's buffer (64 KiB) would be written for ever if the process died
-before it has read it. So the arguments are pickled into a file without a name, which all workers map and
-unpickle; only a few numbers and descriptors go through the pipe. The memory of large arrays lies in a
-second file. Workers map it copy-on-write, so an array is theirs to change and exists once until they do.
+``multiprocessing`` pickles the arguments anew for each process, and writes them to a pipe whose reading end
+it holds itself. If the process died before it has read a pickle larger than the pipe's buffer (64 KiB), that
+write would never end. So the arguments are pickled once into a file without a name, which all workers map and
+unpickle. Only a few numbers and descriptors go through the pipe. The memory of large arrays lies in a second
+file, which workers map copy-on-write: an array exists once until a worker changes it.
 """
 
 from __future__ import annotations
@@ -40,16 +40,15 @@ _OWNERS = frozenset({"numpy", "pyarrow"})  # whose objects take any buffer as th
 class SpawnPayload:
     """The arguments of workers that are started together; a context manager, left when all are started.
 
-    Runs in the main process. What was pickled is forgotten at the end: a worker that is started later, in
-    another's place, is given the dataset as it is then.
+    Runs in the main process. The pickle is dropped at the end: a worker that is started later, in another's
+    place, is given the dataset as it is then.
 
     Args:
         method: The start method.
         make_arguments: Makes a worker's arguments of its number, in which nothing else may differ.
 
     Attributes:
-        arrays_nbytes: Bytes of large arrays, which the workers that are started with this share with nobody
-            else.
+        arrays_nbytes: Bytes of large arrays, which only the workers started with this payload share.
     """
 
     def __init__(self, method: str, make_arguments: MakeArguments) -> None:
@@ -141,7 +140,7 @@ class SpawnPayload:
             pickle.dump(self._write_arrays(large), file)
 
     def _noting_what_is_for_one(self, table: Any) -> dict[type, Callable[[Any], Any]]:
-        """Torch's reducers. It counts one receiver for an accelerator's memory, and for a named file's."""
+        """Torch's reducers, noting where torch counts one receiver: an accelerator's memory, named files."""
 
         def noting(reduce: Callable[[Any], Any]) -> Callable[[Any], Any]:
             def note_and_reduce(value: Any) -> Any:
@@ -260,7 +259,7 @@ class _Passed:
         self._number = number
 
     def detach(self) -> int:
-        """Hand over the descriptor, in the worker; it is the caller's from now on."""
+        """The descriptor, in the worker; from now on the caller owns it."""
         return _received[self._number]
 
 
@@ -270,8 +269,8 @@ _received: list[int] = []  # in a worker, the descriptors that came with its arg
 class _Receiver:
     """Stands for the process being started, while the arguments are pickled.
 
-    ``multiprocessing.reduction.DupFd`` asks it to pass a descriptor. Which number that has in a process is
-    known when that one is started. In the pickle, which is for all, it is a place in a list.
+    ``multiprocessing.reduction.DupFd`` asks it to pass a descriptor. The descriptor gets its number in a
+    process only when that is started. In the pickle, which is for all, it is a place in a list.
     """
 
     DupFd = _Passed
@@ -280,6 +279,6 @@ class _Receiver:
         self._passed = passed
 
     def duplicate_for_child(self, fd: Any) -> int:
-        """Note a descriptor, or what has one; gives its place."""
+        """Note a descriptor, or an object with one, and return its place."""
         self._passed.append(fd if isinstance(fd, int) else fd.fileno())
         return len(self._passed) - 1

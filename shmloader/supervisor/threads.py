@@ -1,8 +1,7 @@
 """Worker threads: the same loop, slots and records as worker processes, without a process and its pipes.
 
-A thread cannot be ended from outside. It is told that nobody waits for it any more, and ends when the sample,
-and with it the batch, that it is at is done. Until then it writes to memory that it maps itself, by a
-descriptor of its own.
+A thread cannot be ended from outside. It is told that nobody waits for it any more, and ends after the sample
+at hand. Until then it writes to memory that it maps itself, by a descriptor of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from shmloader.worker.loop import run_in_thread
 
 _CLOSE_S = 0.5  # how long `close` waits for threads to end
 _LEAST_CLOSE_S = 0.1  # also where nothing is to be waited for: threads without a task end at once
-_EXIT_S = 2.0  # how long the end of the program does
+_EXIT_S = 2.0  # how long the end of the program waits for them
 _MOST_CHARACTERS = 8000
 
 _unended: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # told to end, and not ended in time
@@ -41,8 +40,8 @@ _unended: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # told to end, 
 class ThreadWorkers(Workers):
     """All worker threads of one iterator.
 
-    It has no ``processes``: what frameworks do with them, ending them, cannot be done with threads. And it
-    never looks again before it waits, which would hold the interpreter lock that the workers need.
+    It has no ``processes``: frameworks end those, and a thread cannot be ended. And it never looks again
+    before it waits, which would hold the interpreter lock that the workers need.
 
     Args:
         make_arguments: See `MakeArguments`.
@@ -66,8 +65,8 @@ class ThreadWorkers(Workers):
             raise
 
     def __del__(self) -> None:
-        # Usually there is nothing left to do. But a Ctrl-C may have cut the iterator's finalizer short before
-        # it came to `close`, and that runs only once.
+        # Usually nothing is left to do. But a Ctrl-C may have cut the iterator's finalizer, which runs only
+        # once, short before it came to `close`.
         try:
             if self.workers:
                 self.close()
@@ -133,8 +132,8 @@ class ThreadWorkers(Workers):
     def close(self, because: str = "its workers were stopped", grace_s: float = _CLOSE_S) -> None:
         """See `Workers`. Tells all threads to end, and waits for them a moment.
 
-        One that is in the middle of a batch ends after it, by itself; nothing that the loader owns depends on
-        when. May run in a worker thread, if that is where the iterator is found to be garbage.
+        A thread in the middle of a batch ends by itself later; nothing that the loader owns depends on it.
+        May run in a worker thread, if the iterator is found to be garbage there.
         """
         self.closed_because = self.closed_because or because
         with HeldInterrupts() as interrupts:
@@ -198,7 +197,7 @@ class ThreadLink:
         requests: Records for the worker.
         answers: Records for the main process, which is woken after each.
         ended: Whether the thread has ended.
-        error: What it has ended by, if that was not the main process.
+        error: The exception that has ended it; None if the main process has.
         wait_ns: See `Link`.
         closed: Likewise.
     """
@@ -244,10 +243,10 @@ class ThreadLink:
 
 
 def _copy_dataset(dataset: Any) -> Any:
-    """A dataset for one worker: what its code assigns to ``self`` is the worker's own, as in a process.
+    """A dataset for one worker: an assignment to ``self`` is seen by that worker only, as in a process.
 
-    All that the attributes refer to is shared, except for datasets that are wrapped in it. A dataset that is
-    none of torch's is shared as it is.
+    All other objects that its attributes refer to are shared, but datasets that it wraps are copied too. A
+    dataset that is none of torch's is shared as it is.
     """
     if not isinstance(dataset, Dataset):
         return dataset
@@ -275,7 +274,7 @@ def _copy_shallowly(dataset: Dataset[Any]) -> Dataset[Any]:
 
 
 def _run(arguments: Any, link: ThreadLink) -> None:
-    """All that a worker thread does."""
+    """Run a worker thread."""
     ended_by: BaseException | None = None
     try:
         run_in_thread(arguments, link)
@@ -301,10 +300,10 @@ def _join(threads: list[threading.Thread], grace_s: float, interrupts: HeldInter
 
 @atexit.register
 def _end_with_program() -> None:
-    """When the program ends, give worker threads time to end.
+    """Give worker threads time to end before the program does.
 
-    The interpreter stops a daemon thread wherever it is, and in some versions by unwinding its stack, which
-    not all of torch's C++ functions survive.
+    The interpreter stops a daemon thread wherever it is. Some versions unwind its stack, which not all of
+    torch's C++ functions survive.
     """
     for workers in list(live):
         if isinstance(workers, ThreadWorkers):

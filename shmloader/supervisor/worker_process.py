@@ -20,11 +20,11 @@ class ProcessWorker:
         worker_id: 0 to ``num_workers - 1``.
         process: The ``multiprocessing`` process object.
         pid: Its process id.
-        requests_fd: Write end of the task pipe, non-blocking.
-        answers_fd: Read end of the done pipe, non-blocking.
+        requests_fd: Write end of the pipe that brings it requests, non-blocking.
+        answers_fd: Read end of the pipe that takes its answers, non-blocking.
         death_fd: Becomes readable when the process ends.
         heard: Whether a record came from it yet.
-        added: Whether it was added while others worked: until it is heard it has nothing to finish.
+        added: Whether it was added while others worked. Until it is heard it has nothing to finish.
         released: Whether it has ended and this side's descriptors are closed.
     """
 
@@ -68,7 +68,7 @@ class ProcessWorker:
         return True
 
     def receive(self) -> bytes | None:
-        """Records that have arrived: none of them as b"", or None if the worker closed its end."""
+        """The records that have arrived, b"" for none; None if the worker has closed its end."""
         try:
             records = os.read(self.answers_fd, _READ_NBYTES)
         except BlockingIOError:
@@ -81,7 +81,7 @@ class ProcessWorker:
         return records
 
     def is_dead(self) -> bool:
-        """Whether the process has ended; known also where somebody else has taken its exit code."""
+        """Whether the process has ended, even if somebody else has taken its exit code."""
         if self.released or self.process.exitcode is not None:
             return True
         if self.death_fd < 0:
@@ -96,8 +96,8 @@ class ProcessWorker:
         self.process.join(_EXIT_CODE_S)
         self.close_descriptors()
         if self.process.exitcode is not None:
-            # Not Process.close(): the object is to answer is_alive() and exitcode. It has its own
-            # descriptors in a private attribute, and closes them when it dies if that is not there.
+            # Not Process.close(): the object must still answer is_alive() and exitcode. Its descriptors are
+            # in a private attribute; without that they are closed when the object dies.
             popen = getattr(self.process, "_popen", None)
             getattr(popen, "close", lambda: None)()
 
@@ -109,7 +109,7 @@ class ProcessWorker:
         self.requests_fd = self.answers_fd = -1
 
     def close_descriptors(self) -> None:
-        """Close this side's descriptors: then only its exit code tells whether the process has ended."""
+        """Close this side's descriptors; then only the exit code tells whether the process has ended."""
         self.close_pipes()
         if self.death_fd >= 0 and self.death_fd != self.process.sentinel:
             os.close(self.death_fd)

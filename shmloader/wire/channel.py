@@ -1,7 +1,7 @@
-"""A worker's end of what connects it with the main process: records in, records out.
+"""A worker's end of its connection with the main process: records in, records out.
 
-Knows nothing of what they say. A worker process has two pipes; for a worker thread see
-`shmloader.supervisor.threads`.
+It knows nothing of their contents. A worker process has two pipes; `shmloader.supervisor.threads` has the
+link of a worker thread.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class PipeLink:
 
     def __init__(self, pipes: Pipes) -> None:
         self.wait_ns = 0
-        self.closed = False  # what a pipe has to say is learnt by reading
+        self.closed = False  # reading the pipe tells
         self._requests_fd = pipes.requests.fd
         os.set_blocking(self._requests_fd, False)
         self._poller = select.poll()

@@ -81,7 +81,7 @@ class SendNextPart(NamedTuple):
 
 
 class BeginEpoch(NamedTuple):
-    """A new epoch: what comes next belongs to it. The worker answers with `EpochBegun`.
+    """The beginning of an epoch, to which all later tasks belong. The worker answers with `EpochBegun`.
 
     Attributes:
         epoch: Number of the epoch, over the iterator's life.
@@ -130,9 +130,9 @@ def unpack_request(record: bytes) -> Request:
 # --- answers
 
 FAILED, DETACHED, SPILLED, REPORTED = 1, 2, 4, 8
-"""Flags of a `Published`: it is an exception; the worker still held views of the slot, which were moved to
-private memory; the batch did not fit in the slot and was sent in parts, with the header in them; it is a
-`bad_samples.Reported`, a batch, if there is one, with what to count."""
+"""Flags of a `Published`. `FAILED`: it is an exception. `DETACHED`: the worker still held views of the slot,
+which were moved to private memory. `SPILLED`: the batch did not fit in the slot and was sent in parts, with
+the header in them. `REPORTED`: it is a `bad_samples.Reported`."""
 
 
 class Published(NamedTuple):

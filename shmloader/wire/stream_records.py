@@ -1,4 +1,4 @@
-"""Iterable-style datasets: how workers divide a stream and where they begin, and how far they have come."""
+"""Streams of iterable-style datasets: the rules by which workers divide them, and places in them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ OWN, SHARD, STRIDE = "own", "shard", "stride"
 
 
 class Cursor(NamedTuple):
-    """How far a part of a stream was drawn.
+    """A place in a part of a stream: the samples that were drawn before it.
 
     Attributes:
         drawn: Samples that were drawn from it.
@@ -34,7 +34,7 @@ class StreamRules(NamedTuple):
         batch_size: Samples of a batch, 1 without batches.
         snapshot_every: Batches of a worker from one state of the dataset to the next.
         layout: How the stream was divided in the run that is resumed; empty in a fresh epoch.
-        cursors: To go on from: of each part, or with `STRIDE` one for the whole stream.
+        cursors: Places to go on from: one for each part, or with `STRIDE` one for the whole stream.
     """
 
     shard: bool = False

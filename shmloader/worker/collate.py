@@ -3,7 +3,8 @@
 torch's ``default_collate`` looks up how to join samples in a public map at every call. A worker replaces
 torch's own entries of that map, in its own process, by functions that write their result into the slot of
 the current task. A user's ``collate_fn`` that calls ``default_collate`` gets the same; entries that the
-user put there stay. What worker threads put there stays too: in other threads it does what torch's own do.
+user put there stay. Functions that worker threads put there stay too: in other threads they do what torch's
+own do.
 
 Where ``default_collate`` itself is the loader's collate function, no code of the user sees the batch before
 it is published. It then consists of placeholders for outputs, which are made once for each place in a slot
@@ -209,7 +210,7 @@ _JOIN: dict[type, Callable[[Sequence[Any], SlotWriter], Any]] = {
 
 
 def _are_rows(arrays: Sequence[Any]) -> bool:
-    """Whether all are ndarrays of one length: if they can be concatenated, that is their stack."""
+    """Whether all are ndarrays of one length: then concatenating them stacks them, if it is possible."""
     first = arrays[0]
     return first.ndim > 0 and set(map(type, arrays)) == {np.ndarray} and len(set(map(len, arrays))) == 1
 
@@ -217,8 +218,8 @@ def _are_rows(arrays: Sequence[Any]) -> bool:
 def _has_torchs_strides(array: np.ndarray[Any, Any]) -> bool:
     """Whether torch takes an ndarray of such strides; it has errors of its own for others.
 
-    Of the samples of a batch the first one is asked: to look at each would add a tenth to the time in which
-    all are joined. The others are joined right, whatever their strides.
+    Only the first sample of a batch is asked: looking at each would add a tenth to the time of joining them.
+    The others are joined right, whatever their strides.
     """
     strides = array.strides
     return not strides or (min(strides) >= 0 and not gcd(*strides) % array.itemsize)
@@ -241,8 +242,8 @@ def collate_tensors(
     if writer is not None and type(first) is torch.Tensor and first.device.type == "cpu":
         out = writer.tensor(shape, first.dtype)
     if out is None:
-        # With ``out`` as torch has it in workers, so that dtypes that differ, and samples that require
-        # grad, are met with the same errors.
+        # With ``out``, as torch has it in workers: dtypes that differ, and samples that require grad, then
+        # raise the same errors.
         out = first.new_empty(shape)
     return torch.stack(batch, 0, out=out)  # type: ignore[arg-type]
 
@@ -250,7 +251,7 @@ def collate_tensors(
 def _collate_tensors_in_threads(
     batch: Sequence[torch.Tensor], *, collate_fn_map: _CollateMap | None = None
 ) -> torch.Tensor:
-    """The same in worker threads while they make a batch; torch's own function anywhere else.
+    """Do the same in worker threads while they make a batch; call torch's own function anywhere else.
 
     Workers that torch's loader forks later inherit this function, and need memory that torch shares.
     """

@@ -1,9 +1,9 @@
-"""Settings that workers get when an epoch begins, and the dataset's state that goes with them.
+"""Settings that workers get when an epoch begins, with the attributes of the dataset that have changed.
 
-A persistent worker has a copy of the dataset from the time when it was started. What the program changes
-afterwards, by ``dataset.set_epoch(3)`` say, would never reach it. So the main process looks at the dataset
-when an epoch begins, and sends workers the plain attributes (numbers, strings, booleans, None) that have
-changed since; ``loader.set_epoch()`` reaches what is not plain.
+A persistent worker has a copy of the dataset from the time when it was started. A later change by the
+program, ``dataset.set_epoch(3)`` say, would never reach it. So the main process looks at the dataset when an
+epoch begins, and sends workers the plain attributes (numbers, strings, booleans, None) that have changed. For
+others there is ``loader.set_epoch()``.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class EpochSettings(NamedTuple):
     def apply(self, dataset: Any) -> None:
         """Bring a worker's dataset up to date. Runs in the worker.
 
-        A dataset whose epoch (an attribute with "epoch" in its name) has changed, and that has a
-        ``set_epoch`` method, gets a call of it: it may have derived more from the number.
+        If an attribute with "epoch" in its name has changed, the dataset's ``set_epoch``, if there is one, is
+        called too: it may derive more from the number.
         """
         found = dict(datasets_in(dataset))
         for path, attributes in self.changes.items():

@@ -90,7 +90,7 @@ def _fetch_each(dataset: Any, index_batch: Any) -> list[Any]:
     try:
         return [dataset[index] for index in remaining]
     except BaseException as error:
-        # How far the iterator got tells which sample failed, without a cost per sample.
+        # The iterator's place tells which sample failed, without a cost per sample.
         if type(index_batch) in (list, tuple, range):
             position = len(index_batch) - operator.length_hint(remaining) - 1
             _say_where(error, index_batch[position])
@@ -107,12 +107,12 @@ _BAD = object()
 
 
 class _TolerantMapFetcher(_MapFetcher):
-    """Goes on where a sample raises: leaves it out, or puts the next good one of the batch in its place."""
+    """Goes on where a sample raises: leaves that out, or puts the next good one of the batch in its place."""
 
     def __init__(self, dataset: Any, rules: FetchRules) -> None:
         super().__init__(dataset, rules)
         self._replaces = rules.on_error == REPLACE
-        # Dataset has a __getitem__ of its own, which only says that there is none.
+        # Dataset's own __getitem__ only raises NotImplementedError.
         own = getattr(type(dataset), "__getitem__", Dataset.__getitem__)
         self._one_by_one = _OneByOne(dataset) if own is Dataset.__getitem__ else dataset
 
@@ -176,7 +176,10 @@ class _OneByOne:
 
 
 def _places_to_take(samples: Sequence[Any], *, replace: bool) -> list[int]:
-    """The places of the good samples; to replace a bad one, that of the next good one, round about."""
+    """The places of the good samples; with ``replace``, for each bad one the place of the next good one.
+
+    Behind the last good one comes the first again.
+    """
     good = [place for place, sample in enumerate(samples) if sample is not _BAD]
     if not replace or not good:
         return good
@@ -184,7 +187,7 @@ def _places_to_take(samples: Sequence[Any], *, replace: bool) -> list[int]:
 
 
 def _take(samples: Sequence[Any], places: Sequence[int]) -> list[Any]:
-    """The samples at these places; of one that is taken again, a copy: a collate function may change it."""
+    """The samples at these places, copied where one is taken again: a collate function may change it."""
     taken = []
     seen: set[int] = set()
     for place in places:

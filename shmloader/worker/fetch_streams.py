@@ -73,7 +73,7 @@ class PartsFetcher(Fetcher):
         raise StopIteration
 
     def _with_report(self, batch: Any, fetcher: _StreamFetcher) -> Any:
-        """The batch, with the cursor behind it if the main process cannot tell that by counting."""
+        """The batch, with the cursor behind it where the main process cannot count that itself."""
         rules, stream = self._rules.stream, self._stream
         self._batches += 1
         state = stream.state() if self._batches % rules.snapshot_every == 0 else b""
@@ -169,7 +169,7 @@ class _TolerantIterableFetcher(_IterableFetcher):
         return Reported(batch, False, False, self.take_bad_samples()) if self._bad else batch
 
     def _fill(self, size: int, samples: list[Any], positions: list[int]) -> bool:
-        """Draw ``size`` samples or, to leave bad ones out, that many times; whether the stream has ended."""
+        """Draw ``size`` samples, bad ones counted unless they are replaced; True if the stream has ended."""
         replaces = self._rules.on_error == REPLACE
         in_a_row = 0
         while size > 0:
@@ -192,7 +192,7 @@ class _TolerantIterableFetcher(_IterableFetcher):
         return False
 
     def _note_bad(self, error: BaseException) -> None:
-        """Take what an iterator raised for a bad sample, or raise it."""
+        """Note a bad sample by the exception that an iterator raised, or raise that again."""
         position = self.drawn
         self.drawn += 1
         if not isinstance(error, Exception) or not is_a_samples_fault(error):

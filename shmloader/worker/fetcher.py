@@ -20,7 +20,7 @@ class FetchRules(NamedTuple):
         drop_last: Whether an iterable dataset's last, shorter batch is left out.
         collate_fn: Joins samples (or converts the one sample, without auto collation).
         on_error: What becomes of a sample that raises: see ``DataLoader``.
-        stream: Of an iterable-style dataset: how it is divided, and where it is resumed.
+        stream: The rules for the stream of an iterable-style dataset.
     """
 
     iterable: bool
@@ -45,14 +45,14 @@ class Fetcher(ABC):
         """Fetch and collate.
 
         Returns:
-            The batch, for the encoder where there is a slot: with placeholders for the leaves that lie there
-            already. `Reported` where there is something to report.
+            The batch; in a worker with placeholders for the leaves that lie in the slot already. `Reported`
+            where there is something to report.
 
         Raises:
             StopIteration: If an iterable dataset is exhausted.
         """
 
     def take_bad_samples(self) -> bytes:
-        """The bad samples, packed, that no report has told of yet: of a batch for which `fetch` raised."""
+        """The bad samples, packed, of a batch for which `fetch` raised: no report has them."""
         bad, self._bad = self._bad, []
         return pack(bad)

@@ -1,7 +1,7 @@
 """The worker's loop. Runs in the worker process, or thread, and knows nothing of the main process's objects.
 
-One task at a time: read a record, fetch samples, collate them into the granted slot, publish. The worker
-ends when its link is closed; a process also when the main process dies, however that happens.
+It takes one task at a time: read a record, fetch samples, collate them into the granted slot, publish. A
+worker ends when its link is closed. A worker process also ends when the main process dies.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class _Worker:
             del batch
         except BaseException as error:
             if os.getpid() != self._pid:
-                raise  # a process that the user's code forked is no worker, and ends by it as any other does
+                raise  # a process that the user's code forked is no worker: the exception ends it
             if self._link.closed:
                 raise BrokenPipeError("the main process wants nothing more") from None
             encoded, detached = self._encode_failure(error, index_batch)
@@ -266,7 +266,7 @@ class _Worker:
             set_current_writer(None)
 
     def _encode_failure(self, error: BaseException, index_batch: Any) -> tuple[Encoded, bool]:
-        """Put an exception into the slot in the batch's place; also tells whether views were detached."""
+        """Put an exception into the slot in the batch's place; also tell whether views were detached."""
         where = (
             f"Raised in shmloader worker {self._arguments.worker_id} ({self._place()}), "
             f"while it made the batch of indices {_shorten(index_batch)}"
@@ -301,8 +301,8 @@ class _Worker:
 def _end_fork() -> None:
     """End a process that a dataset forked in a worker thread, by the exception that is being handled.
 
-    Not by leaving the thread: no thread of the interpreter would be left, and C code that then makes itself
-    known to the interpreter, as torch's does when a thread ends, aborts (CPython 3.11).
+    Leaving the thread instead would leave the interpreter without any thread. When a thread ends torch's code
+    calls the interpreter, which then aborts (CPython 3.11).
     """
     error = sys.exception()
     if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):

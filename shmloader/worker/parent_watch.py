@@ -1,8 +1,8 @@
 """First steps of a worker process: it leaves Ctrl-C to the main process, and ends with it.
 
-The closed task pipe alone does not tell a worker that the main process has ended: a process that the user's
-program forked may hold its other end. So a thread waits for that end. While some C code holds the interpreter
-lock the thread cannot run: where that is safe the kernel is asked for a signal too.
+A closed pipe does not suffice to tell a worker that the main process has ended: a process that the program
+forked may hold the other end. So a thread waits for the death of the main process. It cannot run while C code
+holds the interpreter lock. So, where that is safe, the kernel is asked for a signal too.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def begin(main_pid: int, by_leader: bool = False) -> None:
 
     Args:
         main_pid: Process id of the main process.
-        by_leader: Whether the thread that started this process is the first one of the main process, which
-            lives as long as that.
+        by_leader: Whether the main process's first thread, which lives as long as the process, started this
+            one.
     """
-    # SIGTERM ends a worker, and nobody's descriptor is written to, whatever a fork has inherited.
+    # Whatever a fork has inherited, SIGTERM ends a worker, and no signal is written to a descriptor.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
     # A terminal sends Ctrl-C to the workers too. A handler that does nothing, instead of SIG_IGN, is not

@@ -5,9 +5,9 @@ them as torch's workers do. Worker threads share them with the whole program and
 that is to run in threads draws from ``torch.utils.data.get_worker_info().rng``, and may do so in worker
 processes too.
 
-With ``seed_per_sample``, and so with ``dispatch="dynamic"``, where any worker may fetch any batch, all these
-generators are seeded before each sample, or where a batch is not fetched sample by sample once for the batch,
-so that a sample draws the same numbers whichever worker fetches it. That takes 11 µs.
+With ``seed_per_sample``, and so with ``dispatch="dynamic"``, all these generators are seeded before each
+sample: it then draws the same numbers whichever worker fetches it. That takes 11 µs. A batch that is not
+fetched sample by sample is seeded once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.random  # here, since NumPy imports it at its first use: each forked worker would for itself
+import numpy.random  # NumPy would import it at its first use, in each forked worker
 import torch
 
 from shmloader.sources import why_per_sample
@@ -95,11 +95,11 @@ def sample_seeds(base_seed: int, epoch: int, seq: int, position: int) -> Seeds:
 class Generators:
     """``get_worker_info().rng``: generators that nobody else draws from, under the names that torch has.
 
-    They are made when they are asked for. Where samples are seeded they are the present sample's, so a
-    dataset is to ask for them in each sample.
+    Each is made when it is first asked for. Where samples are seeded they are the present sample's, so a
+    dataset must ask for them in each sample.
 
     Args:
-        seeds: What they are seeded with.
+        seeds: The first seeds.
     """
 
     def __init__(self, seeds: Seeds) -> None:
@@ -147,7 +147,7 @@ class SampleSeeds:
         self._seq = self._position = 0
 
     def begin(self, seq: int) -> None:
-        """Begin a batch, and seed for what draws in it outside of a sample.
+        """Begin a batch, and seed for draws outside of its samples.
 
         Args:
             seq: Number of the batch in the epoch.
@@ -183,7 +183,7 @@ class SampleSeeds:
 
         Args:
             dataset: The dataset.
-            collate_fn: What joins its samples.
+            collate_fn: Joins its samples.
             auto_collation: Whether it is asked for lists of indices; else each batch is one sample.
         """
         whole = not auto_collation or getattr(dataset, "__getitems__", None)

@@ -1,8 +1,8 @@
 """Iterable-style datasets: the part that a worker takes of one, and its state.
 
-Without ``shard="auto"`` a worker's part is the whole dataset, as torch has it: what to leave out is the
-dataset's own business. With it, the dataset is asked for a shard of itself, or the worker takes every so many
-samples of the whole stream (`Stride`). Runs in the worker, or without workers in the main process.
+Without ``shard="auto"`` a worker's part is the whole dataset, as in torch: the dataset itself may leave some
+out. With it, the dataset makes a shard of itself, or the worker takes its share of every group of samples of
+the whole stream (`Stride`). Runs in the worker, or without workers in the main process.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Stream:
 
     def __init__(self, dataset: Any, rules: StreamRules, part: int, parts: int, *, tolerant: bool) -> None:
         self.layout = OWN
-        self._info: Any = None  # that the dataset sees instead of the worker's, if anything
-        self._reads: list[str] = []  # of the number of workers in it
+        self._info: Any = None  # the worker info that the dataset sees; None for the worker's own
+        self._reads: list[str] = []  # reads of the number of workers in that
         if rules.shard:
             # With another number of workers the dataset might have been asked for shards.
             shard = None if rules.layout == STRIDE else shard_of(dataset, rules, part, parts)
@@ -73,7 +73,7 @@ class Stream:
         self._skip(cursor.drawn - cursor.state_drawn, of_a_batch, tolerant=tolerant)
 
     def __iter__(self) -> Iterator[Any]:
-        # islice() calls it. A dataset that is its own iterator would begin anew.
+        # islice() calls this. The __iter__ of a dataset that is its own iterator would begin anew.
         return self
 
     def __next__(self) -> Any:
@@ -148,8 +148,8 @@ def _is_stateful(one: Any) -> bool:
 def shard_of(dataset: Any, rules: StreamRules, part: int, parts: int) -> Any:
     """A shard of a dataset, made by the dataset itself; None if it cannot make one.
 
-    A dataset that says by ``num_shards`` of how many files it is made, as Hugging Face's do, is not asked for
-    more shards than that, nor with several ranks for shards with unequally many files.
+    A dataset that has a number of files, ``num_shards``, as Hugging Face's do, is not asked for more shards
+    than files. With several ranks it is not asked for shards of unequally many files.
 
     Args:
         dataset: The dataset.

@@ -1,4 +1,4 @@
-"""``python -m shmloader doctor``: whether loading works on this host, and what to change.
+"""``python -m shmloader doctor``: a check of loading on this host, with advice.
 
 The doctor reads the host's limits, advises arguments that fit in them (:mod:`~shmloader.cli.doctor.advice`),
 loads a few batches in processes of their own (:mod:`~shmloader.cli.doctor.trial`), and judges all of it in a
@@ -45,7 +45,7 @@ _MOST = 1_000_000  # workers, and seconds
 
 @dataclass(frozen=True)
 class Report:
-    """All that the doctor found.
+    """The doctor's findings and advice.
 
     Attributes:
         findings: Each check and its result, in the order in which they are printed.
@@ -57,7 +57,7 @@ class Report:
 
     @property
     def loading_works(self) -> bool:
-        """Whether nothing has failed."""
+        """Whether no check has failed."""
         return all(finding.status != "fail" for _, finding in self.findings)
 
 

@@ -67,9 +67,10 @@ class Advice:
         slots: Slots in use while the program keeps no batches.
         slots_nbytes: Shared memory that they take; None without ``batch_nbytes``.
         memory_budget_nbytes: A bound for the slots' memory; None for the loader's own default.
-        fits: Whether the memory for slots and samples can be had. Where not, the arguments are the smallest
-            that there are, and nothing is advised.
-        largest_batch_nbytes: Up to this size half of the available memory holds the slots of those.
+        fits: Whether the memory for slots and samples can be had. If not, the arguments are the smallest that
+            there are, and nothing is advised.
+        largest_batch_nbytes: Largest batch for which the slots of the smallest arguments take half of the
+            available memory.
         reasons: Why it is less than asked or usual, for people.
     """
 

@@ -46,8 +46,8 @@ class Finding:
 
     Attributes:
         status: ``ok``, ``warning`` (loading works, but something will hurt) or ``fail`` (it does not work).
-        found: What was found, a sentence or two.
-        change: What to change; empty when all is well.
+        found: A sentence or two for people.
+        change: Advice; empty when all is well.
         values: The figures in ``found``, for programs.
     """
 
@@ -59,17 +59,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class Host:
-    """Everything that the checks judge: what was read of the host, tried on it, asked and advised.
+    """Everything that the checks judge: limits of the host, outcomes of trials, the request and the advice.
 
     Attributes:
         cores: Cores that can be used.
         memory: Memory that can be had.
         open_files: Descriptors, and the limit on them; None where the platform has none.
-        default_start_method: How workers start when nobody says otherwise.
+        default_start_method: The platform's start method.
         advice: The loader's arguments.
         num_workers: Workers that were asked for, else those advised.
-        loading: How loading went, by start method.
-        cuda: How registering memory with CUDA went; None where torch is built without it.
+        loading: Trials of loading, by start method.
+        cuda: The trial of registering memory with CUDA; None where torch is built without it.
     """
 
     cores: Cores

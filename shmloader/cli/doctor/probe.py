@@ -1,4 +1,4 @@
-"""The doctor's probes: really loading, and really registering memory with CUDA, in a process of their own.
+"""The doctor's probes: they really load, or really register memory with CUDA, in a process of their own.
 
 ``python -m shmloader.cli.doctor.probe load LIMIT_S START_METHOD BATCH_NBYTES`` loads, ``... cuda LIMIT_S``
 registers; each prints one JSON object. A process of its own may hang, crash, run out of memory or leave
@@ -109,7 +109,7 @@ def register() -> dict[str, Any]:
 
 
 def main(what: str, limit: str, start_method: str = "", batch_nbytes: str = "0") -> int:
-    """Try it, print the outcome, and end by force, saying where it hangs, after ``limit`` seconds."""
+    """Run a probe and print its outcome; after ``limit`` seconds end by force and say where it hangs."""
     limit_s = float(limit)
     faulthandler.dump_traceback_later(limit_s, exit=True)
     answer = load(start_method, int(batch_nbytes), limit_s) if what == "load" else register()

@@ -1,4 +1,4 @@
-"""The doctor's trials: probes that run in a session of their own, and never longer than agreed."""
+"""The doctor's trials: probes that run in a session of their own, with a limit to their time."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Trial:
     """The outcome of a probe.
 
     Attributes:
-        works: Whether it did what it was to do.
-        answer: What it found, see `probe.load` and `probe.register`; empty unless it works.
-        error: What went wrong, for people: the last lines that it wrote, or that it hung; else empty.
+        works: Whether the probe succeeded.
+        answer: Its findings, see `probe.load` and `probe.register`; empty unless it works.
+        error: Its last lines of output, or that it hung, for people; empty if it works.
         out_of_memory: Whether the kernel killed a process for want of memory meanwhile.
     """
 
