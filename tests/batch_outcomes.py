@@ -1,4 +1,4 @@
-"""What comes of a loader, each batch or the exception in its place, and the comparison with torch's."""
+"""Outcomes of a loader, each batch or the exception in its place, and their comparison with torch's."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# What starts many programs or confines them takes minutes: it runs with SHMLOADER_LONG=1 (`make test-all`).
+# Tests that start many programs or confine them take minutes: SHMLOADER_LONG=1 runs them (`make test-all`).
 LONG = os.environ.get("SHMLOADER_LONG") == "1"
 LONG_FILES = frozenset(
     """
@@ -64,7 +64,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-# How long a process, thread or descriptor may take to go away after its test.
+# Seconds that a process, thread or descriptor may take to go away after its test.
 GRACE_S = float(os.environ.get("SHMLOADER_TEST_GRACE_S", "5"))
 
 SHM_DIR = Path("/dev/shm")
@@ -107,7 +107,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What this process holds at one moment.
+    """Everything that this process holds at one moment.
 
     Attributes:
         processes: Children, their descendants and marked orphans, by pid and creation time.
@@ -166,7 +166,7 @@ def _process(pid: int) -> psutil.Process | None:
 
 
 def _is_marked(pid: int) -> bool:
-    # What cannot be read is gone, or not ours.
+    # A process that cannot be read is gone, or not ours.
     with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
         return f"{MARK}=".encode() in file.read()
     return False

@@ -82,7 +82,7 @@ def play(dataset: Any, epochs: int = 1, seed: int = 5, **given: Any) -> list[Any
 
 
 def plain(batch: Any) -> Any:
-    """What can be compared with ``==``."""
+    """A batch as lists, which ``==`` compares."""
     if isinstance(batch, dict):
         return {name: plain(value) for name, value in batch.items()}
     if isinstance(batch, (list, tuple)):

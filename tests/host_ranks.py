@@ -56,12 +56,12 @@ class Rank:
         pipe.recv()
 
     def hear(self, timeout_s: float = 20) -> Any:
-        """What the rank says next; "building" is what it says first when it builds."""
+        """The rank's next message; "building" comes first from the rank that builds."""
         assert self._ours.poll(timeout_s), "the rank says nothing"
         return self._ours.recv()
 
     def result(self) -> Any:
-        """What the rank got."""
+        """The rank's result."""
         while (heard := self.hear()) == "building":
             pass
         return heard

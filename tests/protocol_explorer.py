@@ -14,7 +14,7 @@ from protocol_model import Model, World
 
 @dataclass
 class Found:
-    """What an exploration found.
+    """The result of an exploration.
 
     Attributes:
         states: States seen.

@@ -55,7 +55,7 @@ Op = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Setting:
-    """What is explored.
+    """The setting that is explored.
 
     Attributes:
         batches: Per epoch.
@@ -310,7 +310,7 @@ def _canonical(value: Any) -> Any:
 
 
 class MainState(NamedTuple):
-    """What the model needs to know of a state of the main process."""
+    """The parts of a state of the main process that the model needs."""
 
     phase: str
     epoch: int

@@ -290,7 +290,7 @@ class Model:
         return self._apply(world._replace(main=number), events)
 
     def _apply(self, world: World, events: tuple[Event, ...]) -> World:
-        """What the main process did, as its workers feel it."""
+        """Apply an action of the main process to its workers."""
         for event in events:
             if event[0] == "restart":
                 _, worker_id, same_pipe = event

@@ -1,4 +1,4 @@
-"""What tests of the benchmarks measure in a moment. To be imported when `benchmarks` can be."""
+"""Specifications that tests of the benchmarks measure in a moment. Importable when `benchmarks` is."""
 
 from __future__ import annotations
 

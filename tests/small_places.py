@@ -13,7 +13,7 @@ import pytest
 
 
 def _hierarchy(controller: str) -> tuple[Path, int]:
-    """Where cgroups of a controller are made, and the version."""
+    """The folder in which cgroups of a controller are made, and the version."""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields, _, tail = line.partition(" - ")
         kind, _, options = tail.split(" ", 2)

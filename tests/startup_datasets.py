@@ -109,7 +109,7 @@ def memory_files(_: list[Any]) -> list[str]:
 
 
 def open_files() -> list[str]:
-    """What the descriptors of this process refer to."""
+    """The files that the descriptors of this process refer to."""
     files = []
     for name in os.listdir("/proc/self/fd"):
         try:

@@ -1,4 +1,4 @@
-"""What the tests of stores share: exact comparison of rows, and the classes that rows are made of."""
+"""Parts that the tests of stores share: exact comparison of rows, and the classes that rows are made of."""
 
 import dataclasses
 import enum

@@ -72,7 +72,7 @@ class AllOwnDraws(OwnDraws):
 
 
 class Facts(Dataset[dict[str, Any]]):
-    """What a sample can learn about its worker."""
+    """Facts that a sample can learn about its worker."""
 
     note = "unset"
 
@@ -139,7 +139,7 @@ class Timed(Dataset[torch.Tensor]):
         return self.length
 
     def work(self, index: int) -> torch.Tensor:
-        """What takes the time."""
+        """The work that takes the time."""
         time.sleep(0.02)
         return torch.tensor([index])
 
@@ -150,7 +150,7 @@ class Timed(Dataset[torch.Tensor]):
         return sample
 
     def overlaps(self) -> int:
-        """How many samples were begun while another thread was at one."""
+        """The number of samples that were begun while another thread was at one."""
         ordered = sorted(self.intervals)
         return sum(
             any(begin < end and ident != other for _, end, other in ordered[:place])

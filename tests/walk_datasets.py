@@ -57,7 +57,7 @@ class Everything(Images):
 
 
 def mapped_stores() -> int:
-    """How many stores this process has mapped."""
+    """The number of stores that this process has mapped."""
     return Path("/proc/self/maps").read_text().count("/memfd:shmloader-store")
 
 

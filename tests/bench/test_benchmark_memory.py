@@ -42,7 +42,7 @@ def test_growth_is_compared_with_the_list(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_memory_over_time_is_drawn_as_a_png(tmp_path: Path) -> None:
-    """In a process of its own: matplotlib keeps its font files open."""
+    """The picture is drawn in a process of its own: matplotlib keeps its font files open."""
     pytest.importorskip("matplotlib")
     program = (
         "import sys; from pathlib import Path; from benchmarks.memory_picture import draw\n"

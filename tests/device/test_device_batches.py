@@ -225,7 +225,7 @@ def test_leaves_are_tensors_of_their_own_for_autograd(driver: ScriptedDriver, po
 
 
 def test_a_large_leaf_has_memory_of_its_own(driver: ScriptedDriver, pool: GuardedPool) -> None:
-    """Whoever keeps the labels does not keep the images."""
+    """A program that keeps the labels does not keep the images."""
     images = torch.zeros(device_batches.LARGE_NBYTES, dtype=torch.uint8)
     slot, anchor, header = _leaves(pool, torch.ones(4), images, torch.ones(5), torch.ones(6))
     batch = DeviceBatches(pool.guard, 0).begin(slot, anchor, header).finish()
@@ -268,7 +268,7 @@ def test_arrays_stay_and_are_guarded(driver: ScriptedDriver, pool: GuardedPool) 
 
 
 def test_a_slot_that_was_sent_is_guarded_the_next_time(driver: ScriptedDriver, pool: GuardedPool) -> None:
-    """That its lease needs no guard is said of one batch, and not of the slot."""
+    """One batch needs no guard for its lease; the slot's next one does."""
     slot, anchor, header = _leaves(pool, torch.ones(4))
     DeviceBatches(pool.guard, 0).begin(slot, anchor, header)
     del anchor

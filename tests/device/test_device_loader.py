@@ -101,7 +101,7 @@ def _label(driver: ScriptedDriver, batch: dict) -> int:
 
 
 def _train(driver: ScriptedDriver, loader: DataLoader, first: int = 0) -> int:
-    """What a program does that queues reads of its batches and drops them; returns how many there were."""
+    """Play a program that queues reads of its batches and drops them; returns the number of batches."""
     chance = random.Random(0)
     side = driver.new_stream()
     count = first

@@ -113,7 +113,7 @@ def _pool(driver: ScriptedDriver | None, pages: int = 40, counters: Counters | N
 
 
 def _batch(pool: GuardedPool, number: int, nbytes: int = PAGE_NBYTES):
-    """What a worker makes; returns the slot and, if it may be leased, the batch."""
+    """Publish a slot as a worker does; returns the slot and its batch, leased or spilled."""
     slot = pool.grant()
     pool.reserve(slot, nbytes)
     np.frombuffer(pool.map(slot).buffer, np.uint8)[:nbytes] = number
@@ -122,7 +122,7 @@ def _batch(pool: GuardedPool, number: int, nbytes: int = PAGE_NBYTES):
 
 
 def _copy_drop_iterate(pool: GuardedPool, driver: ScriptedDriver, batches: int) -> None:
-    """What a training loop does: a copy that does not wait, the batch dropped, and the next one."""
+    """Play a training loop: a copy that does not wait, the batch dropped, and the next one."""
     side = driver.new_stream()
     for number in range(batches):
         _, batch = _batch(pool, number % 200)

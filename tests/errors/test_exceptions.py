@@ -262,7 +262,7 @@ def test_a_group_without_its_own_arguments_arrives() -> None:
 
 
 def only_in_the_worker() -> BaseException:
-    """Of a class whose module the main process has not got."""
+    """An exception of a class whose module the main process lacks."""
     module = types.ModuleType("only_in_the_worker")
     module.Strange = type("Strange", (Coded,), {"__module__": "only_in_the_worker"})
     module.Argument = type("Argument", (), {"__module__": "only_in_the_worker"})

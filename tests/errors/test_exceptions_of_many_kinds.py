@@ -1,4 +1,4 @@
-"""Whatever kind of exception a sample raises, it arrives, in every epoch and under every start method."""
+"""Exceptions of all kinds that a sample raises arrive, in every epoch and under every start method."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RaisesAll(Dataset):
 
 
 def shown(value: Any) -> Any:
-    """What can be compared of an argument: objects without equality by type, functions by their repr."""
+    """An argument made comparable: objects without equality by type, functions by their repr."""
     if isinstance(value, BaseException):
         return type(value), [shown(arg) for arg in value.args]
     if isinstance(value, list | tuple):

@@ -52,7 +52,7 @@ class BulkIsBroken(Flawed):
 
 
 def oracle(indices: list[list[int]], bad: set[int], mode: str) -> list[list[int]]:
-    """What the batches of `indices` become, by the words of the documentation."""
+    """The batches that the documentation promises for `indices`."""
     batches = []
     for batch in indices:
         good = [index for index in batch if index not in bad]
@@ -108,7 +108,7 @@ def test_it_is_the_same_under_every_start_method_and_in_every_epoch(start_method
         assert [rows(loader) for _ in range(3)] == [expected] * 3
         next(iter(loader))  # and once more, left in the middle
         assert rows(loader) == expected
-        # What was dropped with the abandoned epoch is not counted; its first batch that came is {4, 5, 6, 7}.
+        # Batches dropped with the abandoned epoch are not counted; its first batch that came is {4, 5, 6, 7}.
         assert loader.statistics().bad_samples == 4 * len(bad) + 4
 
 
@@ -202,7 +202,7 @@ def test_a_sample_that_stands_for_two_may_be_changed(workers: int) -> None:
 
 @quiet
 def test_held_batches_with_a_report_stay_as_they_are() -> None:
-    """They lie in slots like any others, whatever goes to the statistics with them."""
+    """Batches with a report lie in slots like any others."""
     bad = set(range(0, 400, 7))
     loader = DataLoader(
         Records(400, bad), batch_size=4, num_workers=2, on_error="skip", persistent_workers=True
@@ -218,7 +218,7 @@ def test_held_batches_with_a_report_stay_as_they_are() -> None:
 
 @quiet
 def test_batches_with_a_report_may_be_kept_by_the_worker_too() -> None:
-    """What a record says of a batch besides: its flags are apart."""
+    """A record has a flag for each, so both may be set."""
     expected = oracle(cut(list(range(38)), 4), {5, 6, 20}, "skip")
     loader = DataLoader(
         Flawed(38, {5, 6, 20}), batch_size=4, collate_fn=KeepsBatches(), num_workers=1, on_error="skip"
@@ -317,7 +317,7 @@ def test_it_costs_nothing_while_nothing_fails() -> None:
 
 
 def test_datapipes_without_workers_are_shuffled_and_sharded_as_by_torch() -> None:
-    """They are iterated by our fetcher too."""
+    """Our fetcher iterates over DataPipes too."""
 
     def epochs(kind: type) -> list[Any]:
         torch.manual_seed(5)

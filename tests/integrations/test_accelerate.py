@@ -116,7 +116,7 @@ def test_auto_stays_auto() -> None:
 
 
 def test_accelerate_may_be_imported_after_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is patched when it looks whether a loader is prepared already."""
+    """accelerate is patched when it looks whether a loader is prepared already."""
     module = sys.modules["accelerate.data_loader"]
     monkeypatch.delitem(sys.modules, "accelerate.data_loader")
     shmloader.install()

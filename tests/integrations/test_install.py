@@ -357,7 +357,7 @@ def test_loaders_of_torchs_class_have_states() -> None:
 
 @pytest.mark.filterwarnings("ignore:to go on, 1 samples")
 def test_loaders_of_streams_have_states_too() -> None:
-    """Of one with a worker, one sample was taken; three follow in another loader, of the same workers."""
+    """One sample was taken of a loader with one worker; three follow in another such loader."""
     shmloader.install()
     loader = make(dataset=Stream(), batch_size=1, num_workers=1)
     next(iter(loader))

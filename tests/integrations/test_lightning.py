@@ -88,7 +88,7 @@ def test_the_pages_program() -> None:
 @pytest.mark.parametrize("in_hook", [False, True])
 @pytest.mark.parametrize("kind", [shmloader.DataLoader, Variadic, Mixed])
 def test_options_survive_the_rebuild(kind: Any, in_hook: bool) -> None:
-    """Of classes with `**kwargs` too; from attributes, and in hooks from the original arguments."""
+    """Classes with `**kwargs` keep them too; from attributes, and in hooks from the original arguments."""
     if in_hook:
         with _replace_dunder_methods(DataLoader, "dataset"):
             loader = kind(Rows(), 4, **ARGUMENTS | OPTIONS)
@@ -103,7 +103,7 @@ def test_options_survive_the_rebuild(kind: Any, in_hook: bool) -> None:
 
 @pytest.mark.parametrize("positional", [False, True])
 def test_a_dataset_is_shared_once(positional: bool) -> None:
-    """In a hook too, where Lightning notes the arguments; and the private original is freed."""
+    """A hook, where Lightning notes the arguments, shares it once too; the private original is freed."""
     dataset = Large()
     private = weakref.ref(dataset.data)
     with _replace_dunder_methods(DataLoader, "dataset"):
@@ -229,7 +229,7 @@ class FromGlobal(torch.utils.data.Sampler[int]):
 def test_a_checkpoint_does_not_stop_a_run_whose_sampler_cannot_be_resumed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It would run with torch's loader. The log warns, and going on from the checkpoint is the error."""
+    """With torch's loader the run would go on. The log warns; resuming from the checkpoint is the error."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     def run(max_steps: int, checkpoint: str | None = None) -> int:

@@ -20,7 +20,7 @@ def test_the_pages_program() -> None:
 
 
 def test_skorch_passes_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To each loader that it makes, for each epoch one; under install to torch's too."""
+    """Each epoch's loader gets the options; under install torch's loaders get them too."""
     forbid_torchs_workers(monkeypatch)
     made: list[Any] = []
 

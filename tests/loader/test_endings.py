@@ -1,4 +1,4 @@
-"""How loaders end in programs that reap their children, and in those that end while a thread loads."""
+"""Endings of loaders in programs that reap their children, and in those that end while a thread loads."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ REAPS = """
 
 @pytest.mark.parametrize("how", ["ignores", "reaps"])
 def test_closing_waits_for_no_exit_code_that_somebody_else_has_taken(how: str) -> None:
-    """It would wait for its grace, five seconds, for processes that have ended long before."""
+    """Closing would otherwise wait five seconds for processes that have ended long before."""
     done = run(REAPS, how)
     assert done.stderr == ""
     assert max(map(float, done.stdout.split())) < 4.0

@@ -1,1 +1,1 @@
-"""What the parity tests share: datasets, batches, a deep comparison and a runner."""
+"""Parts that the parity tests share: datasets, batches, a deep comparison and a runner."""

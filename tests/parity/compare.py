@@ -163,7 +163,7 @@ class _Walk:
 
 
 def _attributes_of(thing: Any) -> dict[str, Any]:
-    """What an object carries: its __dict__, its slots and its dataclass fields."""
+    """Attributes of an object: its __dict__, its slots and its dataclass fields."""
     held = dict(getattr(thing, "__dict__", {}))
     for cls in type(thing).__mro__:
         slots = cls.__dict__.get("__slots__", ())

@@ -26,7 +26,7 @@ _TORCHS_DESCRIPTORS = 1024
 
 @dataclass
 class Outcome:
-    """What one play led to: its result, or its error, and the generators' states afterwards."""
+    """The outcome of one play: its result or its error, and the generators' states afterwards."""
 
     result: Any = None
     error: tuple[type, str] | None = None

@@ -211,7 +211,7 @@ class Unsendable(Cases):
 
 
 def test_a_batch_that_cannot_be_sent_is_an_error_and_the_next_batch_comes() -> None:
-    """Where torch prints in the worker and waits for ever."""
+    """torch prints in the worker and waits for ever."""
     names = ["lambda", "fine", "lock", "graph", "generator", "fine too"]
     got = _collect(
         lambda *a, **k: DataLoader(*a, multiprocessing_context="fork", timeout=30, **k),

@@ -1,4 +1,4 @@
-"""What Lightning, accelerate, ignite, timm and Ultralytics do to a loader, done without them."""
+"""Loaders treated as by Lightning, accelerate, ignite, timm and Ultralytics, without these."""
 
 from __future__ import annotations
 

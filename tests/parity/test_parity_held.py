@@ -83,7 +83,7 @@ def _run_on(iterator: Iterator[Any], count: int) -> None:
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "array", "F array", "permuted"])
 def test_what_is_derived_from_a_batch_keeps_it_unchanged(kind: str) -> None:
-    """Of each batch only one derived object is held, of every sort, and far more batches follow."""
+    """The program holds one derived object of each batch, of every sort, and far more batches follow."""
     ways = ARRAY_WAYS if "array" in kind else TENSOR_WAYS
     dataset = Leaves(len(ways) + 60, only=kind)
     iterator = iter(_forked(dataset, None, num_workers=2, collate_fn=leaves))
@@ -144,7 +144,7 @@ def test_holding_beyond_the_memory_budget_is_slower_but_right() -> None:
 
 
 def test_looking_one_batch_ahead_is_safe() -> None:
-    """What accelerate and Lightning do: fetch the next batch before the last one is used."""
+    """accelerate and Lightning fetch the next batch before the last one is used."""
 
     def play(build: Build) -> list[Any]:
         iterator, used = iter(build(Rows(80, WIDTH), 2, num_workers=2, prefetch_factor=1)), []

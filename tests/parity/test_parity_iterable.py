@@ -95,7 +95,7 @@ def test_a_stream_longer_than_its_length_warns_in_torchs_words(workers: int) -> 
 
 
 def test_a_stream_with_in_order_off_yields_every_batch_once() -> None:
-    """Whatever the order."""
+    """The order may be any."""
     loader = DataLoader(Stream((5, 9)), 2, num_workers=2, in_order=False, multiprocessing_context="fork")
     firsts = sorted(int(x) // 1000 for batch in loader for x in batch["x"][:, 0])
     assert firsts == [*range(5), *range(100, 109)]
@@ -131,7 +131,7 @@ def test_iter_data_pipes_are_sharded_and_shuffled_as_by_torch(how: Any, shuffle:
 
 
 def test_a_generator_decides_the_shared_seed_of_data_pipes() -> None:
-    """It is drawn from twice at iter(): shared seed, then base seed."""
+    """iter() draws from the generator twice: shared seed, then base seed."""
 
     def play(build: Build) -> Any:
         generator = torch.Generator().manual_seed(4)

@@ -241,7 +241,7 @@ def test_in_order_delivery_waits_for_a_slow_batch() -> None:
 
 
 def test_a_timeout_is_torchs_runtime_error() -> None:
-    """It comes when the time has run out, not when the sample is done."""
+    """The error comes when the time has run out, not when the sample is done."""
     loader = DataLoader(
         Slow(4, at=0, seconds=2.0), num_workers=1, timeout=0.3, multiprocessing_context="fork"
     )

@@ -1,4 +1,4 @@
-"""Whatever is drawn, datasets, batches, arguments or the order of use, torch's loader agrees."""
+"""Drawn datasets, batches, arguments and orders of use: torch's loader agrees on all."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_any_pattern_of_holding_and_dropping_leaves_every_held_batch_unchanged(
 @drawn(5)
 @given(cuts=st.lists(st.integers(0, 6), min_size=1, max_size=4), workers=st.integers(1, 2))
 def test_any_epochs_broken_off_in_persistent_workers_go_on_as_in_torch(cuts: list[int], workers: int) -> None:
-    """What was prefetched when an epoch was left was drawn in the workers, and stays drawn."""
+    """Workers had drawn for the batches that were prefetched when an epoch was left; that stays drawn."""
 
     def play(build: Build) -> Any:
         loader = build(Draws(12), 2, True, num_workers=workers, persistent_workers=True)

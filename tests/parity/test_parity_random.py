@@ -66,7 +66,7 @@ def drawing_along(build: Build, size: int | None = 2, **given: Any) -> Any:
 
 
 def created_early(build: Build, **given: Any) -> Any:
-    """What is drawn when: at construction, at iter(), at the first batch, at the end."""
+    """The states of the generators at construction, at iter(), at the first batch and at the end."""
     seen: list[Any] = [states()]
     loader = build(Draws(), 2, **given)
     seen.append(states())
@@ -97,7 +97,7 @@ def test_draws_and_states_are_torchs(play: Play, how: str) -> None:
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("play", [broken_off, created_early])
 def test_a_generator_of_the_callers_is_drawn_from_as_by_torch(play: Play, how: str) -> None:
-    """It seeds the workers and shuffles; the global generator is left alone."""
+    """The generator seeds the workers and shuffles; the global one is left alone."""
 
     def with_generator(build: Build) -> Any:
         generator = torch.Generator().manual_seed(9)
@@ -114,7 +114,7 @@ def test_a_generator_of_the_callers_is_drawn_from_as_by_torch(play: Play, how: s
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("sampler", [EagerSampler, LazySampler])
 def test_samplers_that_draw_globally_leave_the_state_that_torch_leaves(sampler: type, how: str) -> None:
-    """How often iter() is called on a sampler, and how far it is read, shows in the state."""
+    """The state shows how often iter() is called on a sampler, and how far it is read."""
     assert_plays(lambda build: broken_off(build, sampler=sampler(30), **HOW[how]))
     # without a batch sampler between, which calls iter() only when its first batch is wanted
     assert_plays(lambda build: broken_off(build, size=None, sampler=sampler(12), **HOW[how]))
@@ -143,7 +143,7 @@ def test_draws_do_not_depend_on_the_start_method(start_method: str) -> None:
 
 
 def test_persistent_workers_go_on_drawing_where_they_stopped() -> None:
-    """They are not seeded again, and what was prefetched before a break was drawn."""
+    """Workers are not seeded again; batches that were prefetched before a break have drawn."""
     assert_plays(_everything)
 
 

@@ -73,7 +73,7 @@ def test_public_attributes_are_torchs_and_all_are_constructor_arguments(kind: st
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
 def test_attributes_have_torchs_values(kind: str) -> None:
-    """What an argument becomes as an attribute is what torch makes of it."""
+    """Each argument becomes the attribute that torch makes of it."""
     ours, theirs = EVERY_KIND[kind](DataLoader), EVERY_KIND[kind](TorchLoader)
     made = {"dataset", "sampler", "batch_sampler", "multiprocessing_context"}
     for name in _public(theirs) - made:

@@ -27,7 +27,7 @@ def test_what_a_collate_function_keeps_never_changes(keeper: type) -> None:
 
 
 def test_what_a_collate_function_keeps_survives_between_epochs() -> None:
-    """In persistent workers its memory goes on, and so do the slots' second lives."""
+    """Persistent workers keep its memory, and go on using the slots again."""
 
     def play(build: Build) -> list[Any]:
         given = {"num_workers": 2, "persistent_workers": True, "collate_fn": KEEPERS[2]()}

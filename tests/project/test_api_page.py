@@ -22,7 +22,7 @@ PAGES = sorted([*REPOSITORY.glob("*.md"), *DOCS.rglob("*.md")])
 
 
 def section(heading: str) -> str:
-    """What stands between a heading and the next one, of whatever level."""
+    """The text between a heading and the next one, of whatever level."""
     found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", PAGE, re.MULTILINE | re.DOTALL)
     assert found, f"docs/api.md has no heading {heading!r}"
     return found[1]

@@ -182,7 +182,7 @@ def test_joined_workers_and_the_interpreters_helpers_are_no_leak(guarded, method
 
 
 def test_shared_memory_of_another_program_is_no_leak(guarded, pytester: pytest.Pytester) -> None:
-    """This process is the other program: it makes two entries while the inner test runs."""
+    """The other program is this process, which makes two entries while the inner test runs."""
     held = Path(f"/dev/shm/shmloader-stranger-{os.getpid()}")
     named = Path(f"/dev/shm/torch_{os.getpid()}_shmloader_stranger")
     asked, done = pytester.path / "asked", threading.Event()

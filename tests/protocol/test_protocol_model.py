@@ -110,7 +110,7 @@ class NeverContinues(Dispatcher):
 
 
 class LosesSlots(SlotPool):
-    """What is given back does not become free."""
+    """A slot that is given back does not become free."""
 
     def give_back(self, slot: Slot) -> None:
         pass
@@ -124,7 +124,7 @@ class LosesReleases(SlotPool):
 
 
 class CountsLeasesTwice(SlotPool):
-    """What a leased slot takes of the budget is counted once more when its lease ends."""
+    """The bytes of a leased slot are counted once more when its lease ends."""
 
     def collect(self) -> None:
         self.budget.committed_nbytes += sum(lease.slot.nbytes for lease in self._released)

@@ -1,4 +1,4 @@
-"""What users of StatefulDataLoader and of the frameworks around it ran into.
+"""Bugs that users of StatefulDataLoader and of the frameworks around it ran into.
 
 The numbers are those of issues at GitHub, ``data`` for meta-pytorch/data. That states cost 10 ms and more
 (data#1317) is measured by ``benchmarks/resume.py``. Epochs of a stream that stay short after a resumed one

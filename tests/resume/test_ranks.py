@@ -113,7 +113,7 @@ def again_after_the_end(batches: list[Any]) -> None:
 
 
 def test_the_end_is_compared_once(tmp_path: Path) -> None:
-    """Whoever asks again for a batch does not wait for other ranks."""
+    """A rank that asks again for a batch does not wait for the others."""
     assert [error for _, error in play(again_after_the_end, tmp_path)] == ["", ""]
 
 

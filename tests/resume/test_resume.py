@@ -34,7 +34,7 @@ SAMPLERS = "sequential random replacement subset weighted distributed sharded st
 
 @dataclass(frozen=True)
 class Work:
-    """What the two loaders have in common, and the place of the stop."""
+    """The settings that both loaders have in common, and the place of the stop."""
 
     sampler: str
     own_generator: bool
@@ -63,7 +63,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Setting:
-    """What may differ between the loader that gives a state and the one that goes on from it."""
+    """Settings that may differ between the loader that gives a state and the one that goes on from it."""
 
     workers: int = 0
     options: dict[str, Any] = field(default_factory=dict)
@@ -129,7 +129,7 @@ def by_distributed_checkpoint(state: dict[str, Any], folder: Path, loader: DataL
 
 @dataclass
 class Rest:
-    """What comes behind a stop."""
+    """The batches behind a stop."""
 
     epochs: list[list[torch.Tensor]]
     at_end: torch.Tensor
@@ -243,7 +243,7 @@ def test_worker_threads_go_on(first: int, second: int, taken: int | None) -> Non
 
 
 def test_a_program_that_comes_to_the_same_line_ends_as_the_uninterrupted_one() -> None:
-    """It is seeded as before, restores no generator, and what `iter()` draws is part of it."""
+    """The program is seeded as before and restores no generator; `iter()` draws as it did."""
     for sampler in SAMPLERS:
         for workers in (0, 2):
             work = Work(sampler, False, 60, 4, False, False, 0, 5)

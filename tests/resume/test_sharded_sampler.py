@@ -86,7 +86,7 @@ def test_each_sample_comes_exactly_once_over_runs_of_any_ranks_and_batch_sizes(d
 
 
 def test_what_cannot_be_divided_equally_is_an_error_where_it_is_asked_for() -> None:
-    """When the sampler is made, and when the rest is divided anew."""
+    """The error comes when the sampler is made, or when the rest is divided anew."""
     with pytest.raises(ValueError, match="10 samples cannot be divided equally among 3 ranks"):
         ShardedSampler(range(10), 3, 0, uneven="error")
     sampler = ShardedSampler(range(12), 3, 0, uneven="error")
@@ -119,6 +119,6 @@ def test_an_epoch_after_a_resumed_one_is_whole() -> None:
     ],
 )
 def test_wrong_arguments_are_refused(given: dict[str, Any], message: str) -> None:
-    """In torch's words where torch has the argument."""
+    """Errors are in torch's words where torch has the argument."""
     with pytest.raises(ValueError, match=message):
         ShardedSampler(range(4), **{"num_replicas": 2, "rank": 0} | given)

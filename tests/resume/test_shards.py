@@ -208,7 +208,7 @@ def test_an_error_of_the_stream_says_its_place_in_the_whole_of_it(monkeypatch: p
     ],
 )
 def test_wrong_arguments_are_refused(dataset: Any, given: dict[str, Any], message: str) -> None:
-    """When the loader is made."""
+    """The error comes when the loader is made."""
     with pytest.raises(ValueError, match=message):
         DataLoader(dataset, **given)
 
@@ -222,7 +222,7 @@ def test_bad_samples_cannot_be_left_out_by_stride(monkeypatch: pytest.MonkeyPatc
 
 
 def test_it_is_refused_where_torchs_own_workers_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would give every item as often as there are workers."""
+    """torch's workers would give every item as often as there are workers."""
     monkeypatch.setattr("shmloader.torch_fallback.why_unavailable", lambda: "no memory files")
     with pytest.raises(
         NotImplementedError, match=r"no memory files.*does not divide streams as shard='auto'"

@@ -91,7 +91,7 @@ def test_with_a_state_nothing_is_drawn_again(kind: Any, shard: Any) -> None:
 
 
 def test_without_a_state_one_warning_tells_how_much_is_drawn_again() -> None:
-    """Of the two workers' samples, three batches of three; none for a state."""
+    """Three batches of three samples are drawn again; for a stream with a state there is no warning."""
     for dataset, expected in ((Numbers(20), 1), (Stateful(20), 0)):
         _, state = stopped_after(loader_of(dataset, num_workers=2), 3)
         loader = loader_of(dataset, num_workers=2)
@@ -173,7 +173,7 @@ def test_epochs_after_a_resumed_one_are_whole(make: Callable[[], Any], persisten
 
 
 def test_states_may_be_taken_every_few_batches() -> None:
-    """What was drawn since the last one is drawn again, and nothing before it."""
+    """Samples drawn since the last state are drawn again, and none before it."""
     given = {"num_workers": 2, "snapshot_every_n_steps": 3}
     whole = list(loader_of(Stateful(60), **given))
     for stop in (1, 5, 6, 7, 13):
@@ -262,7 +262,7 @@ def test_another_number_of_workers_is_an_error_that_names_both() -> None:
 
 
 def test_a_state_of_another_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where ranks have streams of their own."""
+    """Ranks have streams of their own here."""
     for dataset, shard in ((ByItself(40), None), (ByShard(40), "auto")):
         of_rank(monkeypatch, 0, 2)
         _, state = stopped_after(loader_of(dataset, shard=shard), 2)

@@ -51,7 +51,7 @@ class MemoryCgroup(NamedTuple):
         (self.folder / self.limit_name).write_text(str(nbytes))
 
     def oom_kills(self) -> int:
-        """How many processes the kernel has killed in it."""
+        """The number of processes that the kernel has killed in it."""
         for name in ("memory.events", "memory.oom_control"):
             with contextlib.suppress(OSError):
                 lines = (self.folder / name).read_text().splitlines()

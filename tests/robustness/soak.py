@@ -118,7 +118,7 @@ def copy_of(batch: Any) -> Any:
 
 
 class Tally:
-    """What a soak has seen."""
+    """Counts of a soak."""
 
     def __init__(self) -> None:
         self.rounds = self.epochs = self.batches = self.kills = self.deaths = self.breaks = self.held = 0
@@ -242,7 +242,7 @@ def run_round(plan: Plan, rng: random.Random, tally: Tally) -> None:
 
 
 class Footprint(NamedTuple):
-    """What this program has at the end of a round.
+    """Resources of this program at the end of a round.
 
     Attributes:
         processes: Workers; none, in the end.

@@ -65,7 +65,7 @@ PROGRAM = """
 
 
 class Outcome(NamedTuple):
-    """What a program did after Ctrl-C.
+    """The behaviour of a program after Ctrl-C.
 
     Attributes:
         text: All that was printed on the terminal after it was ready, by it and by its workers.
@@ -111,7 +111,7 @@ def press_ctrl_c(method: str, stage: str, after_s: float, again_after_s: float |
 
 
 def _read_to_end(terminal: int, timeout_s: float = 30.0) -> bytes:
-    """What is printed until the last process on the terminal has ended, for ``timeout_s`` at most."""
+    """The output until the last process on the terminal has ended, for ``timeout_s`` at most."""
     read, deadline = b"", time.monotonic() + timeout_s
     with contextlib.suppress(OSError):  # EIO: nobody has the other side open
         while select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -172,7 +172,7 @@ def test_a_program_that_catches_ctrl_c_gets_an_exact_next_epoch(after_s: float) 
 
 
 class Interrupted(NamedTuple):
-    """Where a call was interrupted, or None as the place if it was over before that line."""
+    """The place where a call was interrupted; None if it was over before that line."""
 
     place: tuple[str, int] | None
     hit: bool
@@ -209,7 +209,7 @@ EXPECTED = list(range(0, 48, 4))
 
 
 def _lines_of(call: Callable[[Any, Any], object]) -> int:
-    """How many lines of shmloader run in a call."""
+    """The number of lines of shmloader that run in a call."""
     count = 0
 
     def at_line(frame: FrameType, event: str, _: Any) -> Any:

@@ -33,7 +33,7 @@ def states() -> list[Any]:
 
 
 def play(use: Use, make: Callable[[], dict[str, Any]], prefetch: bool, length: int = 22) -> tuple[Any, Any]:
-    """What comes, with the generators' states wherever the program could look, and the statistics."""
+    """Batches, with the generators' states wherever the program could look, and the statistics."""
     torch.manual_seed(3)
     np.random.seed(3)
     random.seed(3)

@@ -69,7 +69,7 @@ def test_it_needs_workers_that_persist() -> None:
 
 
 def test_workers_that_die_are_replaced_in_either_epoch() -> None:
-    """Whichever epoch's tasks the dead one held: none is lost, and none comes twice."""
+    """The dead worker may hold tasks of either epoch: none is lost, and none comes twice."""
     expected = [list(range(k, min(k + 3, 22))) for k in range(0, 22, 3)]
     with DataLoader(
         Numbered(22),

@@ -90,7 +90,7 @@ def test_workers_are_only_ever_added(three_cores: None) -> None:
 
 
 def test_real_work_settles_within_the_cores_of_this_machine() -> None:
-    """Whatever the machine is busy with; and the batches are those of the dataset."""
+    """Other work on the machine does not matter, and the batches are those of the dataset."""
     with DataLoader(
         Busy(), batch_size=2, num_workers="auto", prefetch_factor="auto", persistent_workers=True
     ) as loader:
@@ -142,7 +142,7 @@ def test_short_epochs_settle_together_and_later_ones_begin_with_what_was_chosen(
 
 
 def test_epochs_too_short_to_measure_settle_too() -> None:
-    """Of one batch each, 200 of them."""
+    """200 epochs of one batch each settle."""
     with DataLoader(
         Numbered(1), num_workers="auto", prefetch_factor="auto", persistent_workers=True
     ) as loader:

@@ -60,7 +60,7 @@ def test_workers_that_are_not_forked_join_too(three_cores: None, warm_helpers: N
 
 
 def test_nobody_waits_for_a_worker_that_is_being_started(tmp_path: Path, three_cores: None) -> None:
-    """It gets no task, or the program would wait for it: the file comes only after 70 batches."""
+    """The worker gets no task until it is there: the file that it waits for comes after 70 batches."""
     wait = WaitForFile(tmp_path / "now")
     with DataLoader(
         Draws(150, 0.003), num_workers="auto", worker_init_fn=wait, timeout=30, persistent_workers=True

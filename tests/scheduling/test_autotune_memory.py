@@ -47,7 +47,7 @@ class Sized(Dataset):
 
 
 def within_budget(loader: DataLoader, budget_nbytes: int, most: list[int]) -> None:
-    """What the slots have, and what they would have if all were as large as a typical batch."""
+    """Check the bytes of the slots, and those if all were as large as a typical batch."""
     pool = loader._iterator.pool
     reserved_nbytes = sum(slot.nbytes for slot in pool.slots)
     most[0] = max(most[0], reserved_nbytes)
@@ -147,7 +147,7 @@ class HoldsArray(Draws):
 def test_arrays_that_each_further_worker_is_given_are_reckoned(
     three_cores: None, warm_helpers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are pickled for it alone, into memory that none of its pages shows before it is read."""
+    """The arrays are pickled for one worker alone, into memory that shows only when it is read."""
     room = Headroom(180_000_000, 400_000_000, "a test")
     monkeypatch.setattr("shmloader.scheduling.auto_growth.memory_headroom", lambda: room)
     given: dict[str, Any] = {"persistent_workers": True, "multiprocessing_context": "forkserver"}

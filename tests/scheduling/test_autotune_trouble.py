@@ -128,7 +128,7 @@ def test_a_dataset_that_cannot_be_pickled_any_more_ends_no_epoch(
 def test_an_epoch_ends_without_waiting_for_a_worker_that_is_still_starting(
     tmp_path: Path, three_cores: None
 ) -> None:
-    """It has nothing to finish; others are given five seconds."""
+    """Such a worker has nothing to finish; others are given five seconds."""
     wait = WaitForFile(tmp_path / "never")
     loader = DataLoader(Draws(40, 0.003), num_workers="auto", worker_init_fn=wait, timeout=30)
     iterator = iter(loader)

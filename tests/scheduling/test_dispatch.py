@@ -211,7 +211,7 @@ def test_without_workers_it_has_no_effect() -> None:
 
 
 def test_an_error_of_the_sampler_comes_once_and_the_batches_before_it_come_all() -> None:
-    """It is raised while the program waits for a slow batch, when a further task was to be sent."""
+    """The sampler raises while the program waits for a slow batch, when a further task was to be sent."""
     dataset = Gate(40, {4}, 40, patience_s=1)
     loader = DataLoader(dataset, sampler=BadSampler(), num_workers=2, dispatch="dynamic")
     iterator = iter(loader)

@@ -1,7 +1,7 @@
-"""What the order of tasks costs, in a world without a clock: workers, a program, and the real `FreeWorkers`.
+"""The cost of an order of tasks, in a world without a clock: workers, a program, and the real `FreeWorkers`.
 
-Time is counted, not measured: the loader's own work takes none. What it does on real machines is in
-docs/dispatch.md.
+Time is counted, not measured: the loader's own work takes none. docs/dispatch.md has figures of a real
+machine.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Scheduler:
         self.now = 0.0
 
     def play(self) -> float:
-        """When the last batch was returned."""
+        """Play the epoch; returns the time of the last batch."""
         for _ in range(self.pool.most_tasks):
             self.send()
         for seq in range(len(self.costs)):

@@ -38,7 +38,7 @@ def _reserved_nbytes(segment: MemfdSegment) -> int:
 
 
 def _huge_nbytes(name: str = "slots") -> int:
-    """How much of slots, or of stores, this process has mapped by huge pages."""
+    """Bytes of slots, or of stores, that this process has mapped by huge pages."""
     mappings = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
     found = [mapping for mapping in mappings if f"memfd:shmloader-{name}" in mapping]
     kinds = r"(?:Shmem|File)PmdMapped: +(\d+)"

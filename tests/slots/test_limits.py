@@ -1,4 +1,4 @@
-"""What this host allows is read right: against limits that are really set, in places really made small."""
+"""Limits of this host are read right: against limits that are really set, in places really made small."""
 
 import contextlib
 import json
@@ -105,7 +105,7 @@ def test_the_tightest_quota_of_nested_cgroups_counts() -> None:
             inner.rmdir()
 
 
-# What the kernel writes, for the version that this machine does not have. "no quota" in both.
+# The kernel's files, for the version that this machine does not have. "no quota" in both.
 CPU_FILES = {
     "version 2": ({"cpu.max": "250000 100000\n"}, 2.5),
     "version 2, no quota": ({"cpu.max": "max 100000\n"}, None),

@@ -169,7 +169,7 @@ def mapped(begin: int, nbytes: int) -> bool:
 def test_what_is_detached_is_unmapped_once_and_keeps_its_values(
     kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What another thread maps meanwhile, where the copy was made, stays."""
+    """A mapping that another thread makes meanwhile, where the copy was made, stays."""
     neighbours: list[Any] = []
     move = mapping.libc.mremap
 
@@ -260,7 +260,7 @@ def test_an_alignment_that_the_system_does_not_give_is_had_from_more_space(nbyte
 
 
 def test_address_space_is_of_huge_pages_where_a_slot_is_as_large() -> None:
-    """Whatever lies before it."""
+    """The mappings before it do not matter."""
     segment = MemfdSegment()
     reserved = segment.reserve(0, 0, LARGE)
     kept = []

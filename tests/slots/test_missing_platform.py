@@ -1,4 +1,4 @@
-"""Where the platform lacks what slots need, the loader loads as torch's does, and says so once."""
+"""A loader on a platform that lacks what slots need loads as torch's does, and says so once."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What is gathered is what torch's DataLoader makes of the samples, and is gathered wherever that is sure."""
+"""Gathered batches equal those of torch's DataLoader, and are gathered wherever that is sure."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def arrays(draw: st.DrawFn, rows: int) -> np.ndarray[Any, Any]:
 
 
 def values(draw: st.DrawFn, depth: int) -> Callable[[int], Any]:
-    """What makes row ``i`` of a store."""
+    """Draw a function that makes row ``i`` of a store."""
     kinds = ["int", "float", "bool", "str", "bytes", "tensor", "array", "scalar", "mixed", "ragged", "none"]
     kind = draw(
         st.sampled_from(kinds[:-3] * 3 + kinds[-3:] + (["dict", "tuple", "pair", "list"] * 3) * depth)
@@ -189,7 +189,7 @@ def test_batches_of_two_workers_are_torchs(dataset: Any, batches: list[list[int]
     with descriptors_for_torch():
         expected = outcomes(TorchLoader(dataset, batch_sampler=batches, num_workers=2))
     here = outcomes(TorchLoader(dataset, batch_sampler=batches))
-    # Where samples do not go together torch's own errors are other ones in workers.
+    # torch's own errors for samples that do not go together are other ones in workers.
     expected = [b if isinstance(a, Exception) else a for a, b in zip(expected, here, strict=True)]
     assert_same_outcomes(got, expected)
 

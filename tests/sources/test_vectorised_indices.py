@@ -34,7 +34,7 @@ def arrives(index_batch: Any) -> Any:
 
 
 def travelled(index_batch: Any) -> Any:
-    """What a worker reads: a record's payload has padding behind it."""
+    """The index batch that a worker reads: a record's payload has padding behind it."""
     payload = pack_index_batch(index_batch)
     return unpack_index_batch(payload + bytes(11), len(payload))
 

@@ -1,4 +1,4 @@
-"""Where that is sure, batches are gathered, straight into the slot; all else is fetched sample by sample."""
+"""Batches are gathered where that is sure, straight into the slot; others are fetched sample by sample."""
 
 from __future__ import annotations
 

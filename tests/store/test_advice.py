@@ -1,4 +1,4 @@
-"""What warnings and errors advise is right, and agrees with the other numbers that they give."""
+"""Advice in warnings and errors is right, and agrees with the other numbers that they give."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_a_file_that_is_no_longer_under_its_name_is_sent_by_its_contents(
 
 
 def test_a_shortened_file_is_an_error(file: Path, warm_helpers: None) -> None:
-    """To read behind its end would end the process by SIGBUS."""
+    """A read behind the end would end the process by SIGBUS."""
     array = np.load(file, mmap_mode="r")
     with file.open("r+b") as opened:
         opened.truncate(200)

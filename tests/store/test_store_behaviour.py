@@ -1,4 +1,4 @@
-"""What stores offer beyond a sequence: gathering, Arrow, fields, mappings, descriptions, streams."""
+"""Behaviour of stores beyond a sequence: gathering, Arrow, fields, mappings, descriptions, streams."""
 
 import copy
 import decimal
@@ -347,7 +347,7 @@ def test_keys_whose_hashes_collide_are_told_apart(monkeypatch: pytest.MonkeyPatc
     assert "50" not in store
 
 
-# What is shared, and how it is consumed.
+# Streams and other sources of rows.
 
 
 def test_a_stream_never_exists_as_a_whole() -> None:

@@ -52,7 +52,7 @@ def test_byte_orders_come_back(code: str, tmp_path: Path) -> None:
         assert same(store.take([2, 0], out), array[[2, 0]])
 
 
-# What describes a store.
+# Descriptions of stores.
 
 
 def test_nothing_but_none_is_of_the_kind_that_none_is() -> None:
@@ -188,7 +188,7 @@ def test_sparse_tensors_in_rows_are_compared_and_measured() -> None:
     assert is_shared(shared.few[2], MappedFiles())
 
 
-# What errors say.
+# Messages of errors.
 
 
 def test_what_cannot_be_pickled_is_an_error_that_says_what_and_why() -> None:

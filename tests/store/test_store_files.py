@@ -187,7 +187,7 @@ def test_a_mapped_file_takes_no_memory_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_file_may_be_larger_than_what_memory_may_be_had(tmp_path: Path) -> None:
-    """In a process that may have less private memory than the file is long."""
+    """The process may have less private memory than the file is long."""
     path = tmp_path / "data.arrow"
     write_file(pa.table({"x": np.arange(16 << 20)}), path)
     program = (

@@ -234,7 +234,7 @@ LAUNCHED: dict[str, tuple[dict[str, str], dict[str, str]]] = {
 
 
 def asked(environment: dict[str, str], *command: str) -> list[str]:
-    """What processes with this environment, and those that they start, say of their run."""
+    """The runs named by a process with this environment and by those that it starts."""
     command = command or (ASKS,)
     done = subprocess.run(
         [sys.executable, "-c", *command],

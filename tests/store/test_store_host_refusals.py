@@ -61,7 +61,7 @@ def test_an_empty_name_is_refused() -> None:
 
 
 def test_a_frozen_program_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be started a second time, in the place of an interpreter."""
+    """Starting the server would start the program a second time, in the place of an interpreter."""
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     with pytest.raises(LoaderError, match="frozen program"):
         share_on_host(Building(build), name=name)
@@ -124,7 +124,7 @@ def test_another_users_process_cannot_attach(name: str) -> None:
 
 @as_root
 def test_another_user_that_takes_the_name_is_an_error(name: str) -> None:
-    """It could send us any pickle."""
+    """That user could send us any pickle."""
     address = host._address(name, job_of_process(name))
     held = []
 

@@ -1,4 +1,4 @@
-"""Stores in other processes: under every start method and on both kinds of memory, by handle."""
+"""Stores in other processes: by handle, under every start method."""
 
 import gc
 import multiprocessing
@@ -114,7 +114,7 @@ def test_stores_reach_a_process_and_survive_its_kill(start_method: str) -> None:
         "field": 999,
         "mapped": True,
     }
-    # What the worker wrote to a tensor is its own, and its death takes nothing from anybody.
+    # The worker's writes to a tensor are its own, and its death takes nothing from anybody.
     assert float(stores["tensor"].sum()) == float(array.sum())
     assert identical(stores["records"][-1], make_rows()[-1])
     assert not [name for name in os.listdir("/dev/shm") if "shmloader-store" in name]
@@ -123,7 +123,7 @@ def test_stores_reach_a_process_and_survive_its_kill(start_method: str) -> None:
 
 
 def test_the_message_has_a_handle_and_no_data() -> None:
-    """However large the store is."""
+    """The message is small, however large the store is."""
     store, array = share([b"x" * 1000] * 1000), share(np.zeros(8_000_000))
     table = share(Holder(pa.table({"n": range(200_000)}))).table
     try:

@@ -1,4 +1,4 @@
-"""What is read from a store equals what was given, with the same types."""
+"""Rows read from a store equal those that were given, with the same types."""
 
 import itertools
 import math

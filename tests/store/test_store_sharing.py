@@ -57,7 +57,7 @@ def coco() -> dict[str, Any]:
 
 
 def either_way(data: Any) -> list[Any]:
-    """What becomes of data when it is shared itself, and when it is an attribute."""
+    """Data after sharing: once shared itself, and once as an attribute."""
     return [share(data), share(Holder(data=data)).data]
 
 
@@ -154,7 +154,7 @@ def test_what_repeats_inside_of_rows_is_in_memory_once(tmp_path: Path) -> None:
 
 
 def left(**attributes: Any) -> str:
-    """What the one warning says."""
+    """The text of the one warning."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         shared = share(Holder(**attributes, texts=texts()))

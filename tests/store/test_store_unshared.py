@@ -38,7 +38,7 @@ def read(dataset: Dataset, pipe: Connection) -> None:
 
 
 def warned(dataset: Dataset) -> list[str]:
-    """What is said when a forked worker has read all samples, twice."""
+    """The two warnings after a forked worker has read all samples."""
     watch = CopyWatch(dataset)
     ours, theirs = FORK.Pipe()
     worker = FORK.Process(target=read, args=(dataset, theirs))

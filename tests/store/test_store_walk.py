@@ -55,7 +55,7 @@ def is_shared_array(value: Any) -> bool:
     return False
 
 
-# What is replaced.
+# Attributes that are replaced.
 
 
 def test_a_large_list_becomes_a_store_and_the_original_stays_as_it_was() -> None:
@@ -116,7 +116,7 @@ def test_a_tensor_dataset_holds_tensors_over_shared_memory() -> None:
     assert type(shared[5][0]) is torch.Tensor
 
 
-# Where it looks.
+# Places that are walked.
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_sharing_again_changes_nothing() -> None:
     assert share(shared) is shared
 
 
-# What stays.
+# Attributes that stay.
 
 
 class Text(list):  # type: ignore[type-arg]
@@ -238,7 +238,7 @@ class Text(list):  # type: ignore[type-arg]
 
 
 def test_want_of_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not taken for a container that cannot be represented."""
+    """The error is not taken for a container that cannot be represented."""
 
     def exhausted(*_: Any, **__: Any) -> Any:
         raise SharedMemoryExhausted("too big")
@@ -259,7 +259,7 @@ def test_what_has_no_attributes_to_look_at_is_refused(root: Any) -> None:
 
 def test_a_shared_dataset_is_a_small_message_to_a_spawned_worker() -> None:
     class Popen:
-        """What pickling asks for while a process is being started."""
+        """The object that pickling asks for while a process is being started."""
 
         DupFd = staticmethod(int)
 

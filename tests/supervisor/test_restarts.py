@@ -91,7 +91,7 @@ def test_a_batch_in_parts_is_begun_again(tmp_path: Path) -> None:
 
 
 def test_long_index_batches_are_sent_again(tmp_path: Path) -> None:
-    """They lie in the slot, where the dead worker has begun to write its batch over them."""
+    """Long index batches lie in the slot, and the dead worker has begun to write its batch over them."""
     dataset = Fatal(tmp_path, {63: 1})
     batches = [[i % 64 for i in range(k, k + 4000)] for k in range(3)]
     with DataLoader(dataset, batch_sampler=batches, num_workers=1, worker_restarts=1) as loader:

@@ -14,7 +14,7 @@ from shmloader.diagnostics.stacks import StackFile, answers
 
 
 def test_a_spawned_worker_outlives_timeouts_while_it_starts() -> None:
-    """It has no handler yet: the request for its stack would end it."""
+    """Such a worker has no handler yet: the request for its stack would end it."""
     with DataLoader(
         Numbered(4), num_workers=2, multiprocessing_context="spawn", timeout=0.3, batch_size=2
     ) as loader:

@@ -82,7 +82,7 @@ def test_any_epoch_equals_torchs(
     in_order: bool,
     taken: int,
 ) -> None:
-    """However long, with however many workers; also when the epoch before was left in the middle."""
+    """Epochs of any length, with any number of workers; also when the one before was left in the middle."""
     dataset = loading.Numbered(length)
     order = torch.randperm(length, generator=torch.Generator().manual_seed(taken)).tolist()
     arguments: dict[str, Any] = {"batch_size": batch_size, "drop_last": drop_last, "sampler": order}

@@ -1,4 +1,4 @@
-"""How worker threads end: at any time, promptly, and without leaving a thread, a descriptor or memory."""
+"""Ends of worker threads: at any time, promptly, and without leaving a thread, a descriptor or memory."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def fail_to_begin(loader: DataLoader[Any]) -> None:
 
 @pytest.mark.parametrize("end", [finish, leave, forget_in_a_cycle, close, shut_down, fail_to_begin])
 def test_no_thread_is_left(end: Callable[[DataLoader[Any]], None]) -> None:
-    """However the iterator ends; and another one can be begun."""
+    """The iterator may end in any way, and another one can be begun."""
     before = threading.active_count()
     loader = threads(loading.Numbered(40), batch_size=2, num_workers=3)
     sampler = loader.batch_sampler.sampler  # type: ignore[union-attr]
@@ -127,7 +127,7 @@ def test_close_does_not_wait_for_a_slow_sample(items: int) -> None:
 
 
 def test_a_thread_that_ends_late_has_its_memory_to_itself() -> None:
-    """What it had written before close() is still there, and nobody else's batches are in its way."""
+    """Its bytes from before close() are still there, and nobody else's batches are in its way."""
     seen: list[torch.Tensor] = []
     entered, go = threading.Event(), threading.Event()
 
@@ -154,7 +154,7 @@ def test_a_thread_that_ends_late_has_its_memory_to_itself() -> None:
 
 
 def test_close_by_another_thread_wakes_the_one_that_waits() -> None:
-    """It leaves next() with LoaderClosed."""
+    """The waiting thread leaves next() with LoaderClosed."""
     dataset = Gated(4, at=0)
     loader = threads(dataset, num_workers=1)
     caught: list[BaseException] = []
@@ -223,7 +223,7 @@ class _Stop(BaseException):
 
 
 def test_the_main_thread_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would hold the interpreter lock that the worker needs."""
+    """Spinning would hold the interpreter lock that the worker needs."""
     calls: list[int] = []
     monkeypatch.setattr(os, "sched_yield", lambda: calls.append(1))
     with threads(loading.Numbered(400), batch_size=1, num_workers=2) as loader:

@@ -119,7 +119,7 @@ def test_what_threads_cannot_do_is_refused(arguments: dict[str, Any], message: s
 
 
 def test_datapipes_are_refused() -> None:
-    """Of both kinds."""
+    """DataPipes of both kinds are refused."""
     from torch.utils.data.datapipes.iter import IterableWrapper
     from torch.utils.data.datapipes.map import SequenceWrapper
 

@@ -98,7 +98,7 @@ class Loads(loading.Numbered):
 
 
 def test_a_sample_may_load_with_worker_processes() -> None:
-    """They have no part in the thread's slot."""
+    """Worker processes have no part in the thread's slot."""
     with threads(Loads(2), batch_size=2, num_workers=1) as loader:
         (batch,) = loader
     assert batch[:, :, 0].tolist() == [[0, 1, 2], [1, 2, 3]]

@@ -1,4 +1,4 @@
-"""What default collation remembers from batch to batch never shows: all is as torch makes it."""
+"""Memories of default collation from batch to batch never show: all is as torch makes it."""
 
 import warnings
 from typing import Any
