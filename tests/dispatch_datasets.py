@@ -1,4 +1,4 @@
-"""For ``dispatch="dynamic"``: samples that draw or wait for others, and how their epochs are played."""
+"""Datasets for ``dispatch="dynamic"``, whose samples draw or wait for others, and plays of their epochs."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Draws(Dataset):
 
 
 class DrawsFromItsOwn(Draws):
-    """For threads: leaves the program's generators alone."""
+    """Draws from its own generator, for threads: the program's generators are left alone."""
 
     def __getitem__(self, index: int) -> list[float]:
         rng = torch.utils.data.get_worker_info().rng

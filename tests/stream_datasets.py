@@ -162,7 +162,7 @@ class StatefulIterator(Iterator[tuple[int, int]]):
 
 
 class WithStatefulIterator(Numbers):
-    """Its iterators have a state; the dataset has none."""
+    """A dataset without a state, whose iterators have one."""
 
     def __iter__(self) -> StatefulIterator:
         return StatefulIterator(self.length)
@@ -184,7 +184,7 @@ class StatefulShards(Stateful):
 
 
 class Uneven(Numbers):
-    """Each worker has a stream of its own, of another length."""
+    """A dataset that gives each worker a stream of another length."""
 
     def __init__(self, *lengths: int) -> None:
         super().__init__(sum(lengths))

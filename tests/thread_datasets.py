@@ -212,7 +212,7 @@ def set_part(worker_id: int) -> None:
 
 
 class Counting(IterableDataset[int]):
-    """Its own iterator, with its position as an attribute; and how often it was iterated."""
+    """A dataset that is its own iterator, with its position and its iterations as attributes."""
 
     def __init__(self, length: int) -> None:
         self.length, self.position, self.epochs = length, 0, 0

@@ -87,7 +87,7 @@ def test_the_time_of_next_is_told_apart() -> None:
 
 
 def test_a_collection_in_a_worker_is_measured_where_it_happens() -> None:
-    """And it is dear with torch's loader only: this one's workers freeze what they were started with."""
+    """A collection is dear with torch's loader only: this one's workers freeze their first objects."""
     seen = collector.measure(1, 200_000)
     ((torch_s, torch_nbytes),), ((own_s, own_nbytes),) = seen["torch"], seen["shmloader"]
     assert torch_nbytes > 10e6, "a header of 16 bytes and more before each list, and its item's page"

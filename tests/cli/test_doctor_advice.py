@@ -140,7 +140,7 @@ class Large(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def test_what_fits_is_what_a_loader_makes_without_copies() -> None:
-    """With the budget that is named, and with a page less."""
+    """The budget that is named is tried, and one with a page less."""
     nbytes = 16 * MIB + 400
     advice = advise(Room(cores=1, available_nbytes=8 * nbytes), nbytes, asked_workers=1)
     assert advice.fits
@@ -159,7 +159,7 @@ def test_what_fits_is_what_a_loader_makes_without_copies() -> None:
 
 
 def test_cores_are_held_against_the_workers_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not against the one that the memory is enough for."""
+    """The memory may be enough for fewer workers; the check asks about the wanted ones."""
     trial = Trial(True, {"batches": 4, "batch_nbytes": MIB, "first_batch_s": 0.1})
     monkeypatch.setattr(doctor, "try_loading", lambda *arguments: trial)
     monkeypatch.setattr(doctor, "cores", lambda: Cores(2, 2, None))

@@ -115,7 +115,7 @@ class DeviceMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.held)
     @rule()
     def change_the_current_stream(self) -> None:
-        """With nothing held: a batch that is used on two streams is the program's own affair."""
+        """The program holds nothing: a batch that is used on two streams is its own affair."""
         self.driver.current[0] = self.other if self.driver.current[0] == 0 else 0
 
     @rule()

@@ -204,7 +204,7 @@ def test_a_break_and_another_epoch(driver: ScriptedDriver) -> None:
 
 
 def test_states_count_what_the_program_has(driver: ScriptedDriver) -> None:
-    """And not what is on its way."""
+    """Batches that are on their way do not count."""
     with DataLoader(Samples(), batch_size=4, num_workers=2, device="cuda") as loader:
         iterator = iter(loader)
         for _ in range(7):

@@ -51,7 +51,7 @@ class RaisesGiven(Dataset):
 
 
 def travel(error: BaseException) -> Any:
-    """As an exception that a worker caught arrives in the main process."""
+    """Send an exception to the main process as a worker does."""
     try:
         raise error
     except BaseException as caught:

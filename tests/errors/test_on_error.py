@@ -244,7 +244,7 @@ def test_batches_with_a_report_may_be_larger_than_their_slots() -> None:
 
 
 class Tensors(Sampler):
-    """Its indices are tensors."""
+    """A sampler whose indices are tensors."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(torch.arange(8))

@@ -76,7 +76,7 @@ def test_options_survive_prepare_and_skip_first_batches(
 
 
 def test_two_ranks_get_what_torchs_loader_gives_them(tmp_path: Path) -> None:
-    """Each way to divide batches among ranks, whole and resumed by skip_first_batches."""
+    """All ways to divide batches among ranks are tried, whole and resumed by skip_first_batches."""
     program = Path(__file__).with_name("accelerate_ranks.py")
     found = []
     for mode in ("slots", "torch"):

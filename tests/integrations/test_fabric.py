@@ -21,7 +21,7 @@ def test_the_pages_program() -> None:
 
 
 def test_options_survive_the_wrapper_and_the_rebuild(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for two ranks, of which this is the second."""
+    """The loader is rebuilt as for the second of two ranks."""
     forbid_torchs_workers(monkeypatch)
     fabric = lightning.Fabric(accelerator="cpu", devices=1)
     loader = fabric.setup_dataloaders(shmloader.DataLoader(Rows(), batch_size=4, **ARGUMENTS | OPTIONS))

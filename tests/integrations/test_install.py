@@ -121,7 +121,7 @@ def test_every_loader_loads_from_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_loader_is_pickled_to_its_spawned_workers() -> None:
-    """Its collate_fn is a method of it, and it has loaded before: what it has of shmloader stays here."""
+    """The loader's collate_fn is its method, and it has loaded before: its shmloader state stays here."""
     shmloader.install()
     loader = make(Subclass, multiprocessing_context="spawn")
     loader.num_workers = 1
@@ -160,7 +160,7 @@ def test_persistent_workers_that_died_are_started_anew() -> None:
 
 
 def test_uninstall_gives_loaders_back_to_torch() -> None:
-    """From their next iterator on; a live one and persistent workers go on."""
+    """Loaders change with their next iterator; a live one and persistent workers go on."""
     installation = shmloader.install()
     loader, persistent = make(), make(persistent_workers=True)
     assert indices(persistent) == IN_ORDER
@@ -272,7 +272,7 @@ def test_wrong_options_are_refused(options: dict[str, Any], kind: type[Exception
 def test_threads_that_pose_as_processes_are_left_to_torch_and_refused_without_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As MONAI's ThreadDataLoader has them; one warning."""
+    """MONAI's ThreadDataLoader has such workers; one warning tells."""
     monkeypatch.setattr(torch.utils.data._utils.worker, "_worker_info", None)  # torch's worker leaves its own
     threads = torch.get_num_threads()
     with pytest.raises(ValueError, match=r"ThreadContext: .*ThreadAsProcess\), which cannot write to slots"):

@@ -151,7 +151,7 @@ def test_workers_end_with_an_early_teardown() -> None:
 
 
 def test_stock_loaders_load_from_slots_under_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those of a hook, with the options of install()."""
+    """Loaders of a hook do too, with the options of install()."""
     forbid_torchs_workers(monkeypatch)
 
     class Hooked(Model):
@@ -191,7 +191,7 @@ def test_two_ranks_share_the_samples(strategy: str, tmp_path: Path) -> None:
 def test_a_run_goes_on_in_the_middle_of_an_epoch(
     stock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From Lightning's checkpoint: every sample of the epoch once; torch's loader alone loses 24 of 64."""
+    """Lightning's checkpoint leads to every sample of the epoch once; torch's loader alone loses 24 of 64."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     def run(max_steps: int, checkpoint: str | None = None) -> list[float]:

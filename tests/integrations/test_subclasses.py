@@ -160,7 +160,7 @@ class Variadic(shmloader.DataLoader):
 
 
 def test_the_signature_of_a_variadic_subclass_lists_the_options() -> None:
-    """Once, with the subclass's own defaults; the library's function is left alone."""
+    """Each option is listed once, with the subclass's own default; the library's function is left alone."""
     assert list(inspect.signature(Variadic.__init__).parameters)[:3] == ["self", "args", "on_error"]
     for kind in (Variadic, OurGraphs, OurTimm):
         parameters = inspect.signature(kind.__init__).parameters
@@ -176,7 +176,7 @@ def test_a_subclass_of_a_subclass_is_not_wrapped_twice() -> None:
 
 
 def test_a_constructor_without_a_signature_stays() -> None:
-    """As compiled ones have none."""
+    """Compiled constructors have no signature."""
 
     class Compiled:
         __signature__ = property(lambda _: (_ for _ in ()).throw(ValueError("no signature")))

@@ -139,7 +139,7 @@ def test_close_ends_everything_but_what_is_held() -> None:
 
 
 def test_memory_of_batches_that_nobody_took_is_returned_by_close() -> None:
-    """Also while another process (one that the program forked, say) still has the slots open."""
+    """Another process (one that the program forked, say) may still have the slots open."""
     loader = DataLoader(Numbered(64, items=1 << 18), num_workers=2)
     iterator = iter(loader)
     (slots,) = [fd for fd in os.listdir("/proc/self/fd") if "shmloader-slots" in _target(fd)]
@@ -279,7 +279,7 @@ def test_interpreter_exit_is_quiet_and_leaves_nothing(keep: str) -> None:
 
 @pytest.mark.parametrize("fork", [False, True])
 def test_workers_end_with_a_killed_main_process(fork: bool) -> None:
-    """Also when a process that the program forked still holds the main ends of the pipes."""
+    """A process that the program forked may still hold the main ends of the pipes."""
     code = f"""
         import os, sys, time
         from loading import Sleeps

@@ -14,7 +14,7 @@ from shmloader import DataLoader
 
 
 class Tells(Dataset):
-    """Its samples tell the epoch, and a number that was drawn when it was set."""
+    """A dataset whose samples tell the epoch, and a number that was drawn when it was set."""
 
     def __init__(self, length: int = 12) -> None:
         self.length = length
@@ -139,7 +139,7 @@ def test_what_workers_have_changed_for_themselves_stays() -> None:
 
 
 class Many(Tells):
-    """So much has changed that it does not fit in one record."""
+    """A dataset with so many changes that they do not fit in one record."""
 
 
 def test_many_changes_travel_too() -> None:

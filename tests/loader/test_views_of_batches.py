@@ -58,7 +58,7 @@ def whole_and_parts(_: list[int]) -> tuple[torch.Tensor, ...]:
 
 
 def test_views_of_one_tensor_arrive_as_tensors_of_their_own() -> None:
-    """With torch they share its memory: docs/architecture.md says so, under "When a batch is copied"."""
+    """torch's tensors share memory there; docs/architecture.md tells, under "When a batch is copied"."""
     for whole, first, last, other in DataLoader(Numbers(), collate_fn=whole_and_parts, num_workers=1):
         whole.fill_(1.0)
         assert first.tolist() == [0.0] * 3

@@ -111,7 +111,7 @@ def assert_parity(play: Callable[[Build], Any], context: str = "fork", reference
 
 
 def assert_plays(play: Callable[[Build], Any], context: str = "fork", reference: Build | None = None) -> Any:
-    """As assert_parity, for a play that must come to its end in both loaders."""
+    """Assert parity for a play that must come to its end in both loaders."""
     result = assert_parity(play, context, reference)
     assert result is not None, "the play ended in an error, or saw nothing"
     return result

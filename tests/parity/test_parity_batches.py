@@ -190,7 +190,7 @@ class Lazy(Cases):
 
 @pytest.mark.parametrize("collate", [identity, default_convert, _one])
 def test_lazy_conjugates_and_signs_arrive_with_their_values(collate: Any) -> None:
-    """As without workers: resolved or not, the numbers are right."""
+    """The numbers are right, resolved or not, as without workers."""
     names = ["conjugate", "negative"] * 8
     given = {"batch_size": None, "sampler": names, "collate_fn": collate, "num_workers": 1}
     for name, batch in zip(names, DataLoader(Lazy(), multiprocessing_context="fork", **given), strict=True):

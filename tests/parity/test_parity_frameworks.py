@@ -186,7 +186,7 @@ def test_shutdown_workers_ends_them_and_may_be_called_again() -> None:
 
 
 def test_the_private_names_that_frameworks_read_exist() -> None:
-    """On the loader and on its iterators, with torch's types."""
+    """The loader and its iterators have them, with torch's types."""
 
     def play(build: Build) -> list[Any]:
         seen = []

@@ -158,7 +158,7 @@ def test_looking_one_batch_ahead_is_safe() -> None:
 
 
 def test_held_batches_survive_the_iterator_and_the_loader() -> None:
-    """After the epoch, after the workers are gone, and after the next epoch."""
+    """Batches are compared after the epoch, after the workers are gone, and after the next epoch."""
     loader = _forked(Rows(30, WIDTH), 3, num_workers=2, persistent_workers=True)
     held = list(loader)
     _run_on(iter(loader), 10)

@@ -78,7 +78,7 @@ def test_exhausted_streams_stay_exhausted() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_longer_than_its_length_warns_in_torchs_words(workers: int) -> None:
-    """Only once len() was asked for, at every batch too many, and with the advice for workers."""
+    """The warning comes once len() was asked for, at every batch too many, with the advice for workers."""
     dataset = SizedStream((6, 6), 5)
 
     def play(build: Build, ask: bool) -> Any:
@@ -143,7 +143,7 @@ def test_a_generator_decides_the_shared_seed_of_data_pipes() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_map_data_pipes_are_map_style_datasets(workers: int) -> None:
-    """With their own shuffling, and sampled by the loader."""
+    """They shuffle by themselves, and the loader samples them."""
 
     def play(build: Build) -> Any:
         plain = build(map_pipe(9), 2, num_workers=workers)

@@ -166,7 +166,7 @@ def test_a_sampler_is_read_exactly_as_far_ahead_as_by_torch() -> None:
 
 @pytest.mark.parametrize("how", [{}, {"num_workers": 2, "prefetch_factor": 1}])
 def test_an_error_in_a_sampler_is_raised_where_torch_raises_it(how: dict[str, Any]) -> None:
-    """At iter() or at the next() that reads so far ahead; then the epoch is over."""
+    """iter() raises, or the next() that reads so far ahead; then the epoch is over."""
 
     def play(build: Build, stop: int) -> list[Any]:
         loader, got = build(Rows(9), 2, sampler=FailingSampler(stop), **how), []
@@ -214,7 +214,7 @@ def test_workers_know_what_torchs_workers_know() -> None:
 
 
 def test_the_main_process_has_no_worker_info() -> None:
-    """Neither before, during nor after an epoch, whatever the number of workers."""
+    """There is none before, during and after an epoch, with any number of workers."""
     assert_plays(lambda build: list(build(WorkerFacts(3), None, num_workers=0)))
     for _ in DataLoader(Rows(3), num_workers=1, multiprocessing_context="fork"):
         assert torch.utils.data.get_worker_info() is None

@@ -149,7 +149,7 @@ def test_persistent_workers_go_on_drawing_where_they_stopped() -> None:
 
 @pytest.mark.parametrize("init", [note_worker, reseed_worker])
 def test_worker_init_fn_runs_after_the_seeding_and_before_the_first_sample(init: Any) -> None:
-    """Its draws and its own seeds change what the samples draw."""
+    """The draws and seeds of worker_init_fn change what the samples draw."""
     assert_plays(lambda build: epochs(build, num_workers=2, worker_init_fn=init))
 
 

@@ -212,7 +212,7 @@ def test_pinning_without_an_accelerator_warns_as_torch_does(workers: int) -> Non
 
 
 def test_lengths_are_torchs() -> None:
-    """For samplers, batch samplers and streams, with and without the last batch."""
+    """Samplers, batch samplers and streams are tried, with and without the last batch."""
     plays: list[dict[str, Any]] = [
         {"batch_size": 3},
         {"batch_size": 3, "drop_last": True},
@@ -229,7 +229,7 @@ def test_lengths_are_torchs() -> None:
 
 
 def test_a_length_that_is_unknown_is_a_type_error() -> None:
-    """As Lightning expects of an endless sampler and of a stream without a length."""
+    """Lightning expects that of an endless sampler and of a stream without a length."""
     for given in ({"sampler": EndlessSampler()}, {"batch_sampler": iter([[1]])}):
         with pytest.raises(TypeError):
             len(DataLoader(Rows(10), **given))

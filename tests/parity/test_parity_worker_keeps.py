@@ -38,7 +38,7 @@ def test_what_a_collate_function_keeps_survives_between_epochs() -> None:
 
 
 def test_a_dataset_may_collate_and_cache_by_itself() -> None:
-    """Without automatic batching, with every index asked for several times."""
+    """There is no automatic batching, and every index is asked for several times."""
 
     def play(build: Build) -> list[Any]:
         indices = [k * k % 11 for k in range(60)]  # no more than are kept in slots

@@ -48,7 +48,7 @@ INNER = {"stream", "sampler_settings", "sampler_state"}
 
 @functools.cache
 def states_of(kind: str) -> list[str]:
-    """Before the first batch, in mid-epoch, before the end, and after it; as JSON."""
+    """States before the first batch, in mid-epoch, before the end and after it, as JSON."""
     loader = LOADERS[kind]()
     states = [loader.state_dict()]
     for _ in loader:
@@ -129,7 +129,7 @@ def test_a_state_that_lacks_a_key_is_refused_by_name(kind: str) -> None:
 
 
 def test_a_state_of_an_older_format_is_refused() -> None:
-    """With both versions, whatever its keys are."""
+    """The error names both versions, whatever the keys are."""
     with pytest.raises(ResumeError, match="of version 1, and this shmloader reads 2 only"):
         LOADERS["sharded"]().load_state_dict({"version": 1, "batches": 3})
 

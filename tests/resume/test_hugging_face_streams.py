@@ -35,7 +35,7 @@ def batches_of(
 def test_each_row_comes_exactly_once(
     files: int, ranks: int, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own division among workers, which it does in every worker, does not leave out rows again."""
+    """The dataset's own division among workers does not leave out rows again."""
     dataset = stream(files)
     by_rank = [batches_of(monkeypatch, dataset, rank, ranks, workers) for rank in range(ranks)]
     assert sorted(row for batches in by_rank for batch in batches for row in batch) == list(range(48))
@@ -58,7 +58,7 @@ def test_a_shard_is_shuffled_by_the_epoch_of_its_dataset(monkeypatch: pytest.Mon
     ("files", "shard", "workers"), [(4, "auto", [2, 0, 3]), (1, "auto", [2, 3, 0]), (4, None, [2, 2, 2])]
 )
 def test_its_own_states_resume_it(files: int, shard: Any, workers: list[int]) -> None:
-    """By files, dealt out, and divided by itself; each run but the last is stopped after three batches."""
+    """Streams are divided by files, dealt out, or divide themselves; runs are stopped after three batches."""
     rows: list[int] = []
     state: dict[str, Any] = {}
     for number, stop in zip(workers, (3, 3, 100), strict=True):

@@ -104,7 +104,7 @@ def test_a_killed_training_loop_goes_on_from_its_last_checkpoint(workers: list[i
 
 @pytest.mark.parametrize("workers", [[2, 1, 3], [0, 2, 0]], ids=str)
 def test_a_killed_program_goes_on_in_its_stream(workers: list[int], tmp_path: Path) -> None:
-    """With the same batches and sums as one that nobody killed, each run with other workers."""
+    """Batches and sums are those of a program that nobody killed; each run has other workers."""
     text = program("Streams")
     path = tmp_path / "train.py"
     done, total = 0, 0
@@ -160,7 +160,7 @@ def printed_by_ranks(logs: Path) -> list[Batch]:
 
 
 def test_three_ranks_go_on_where_two_were_killed(tmp_path: Path) -> None:
-    """With batches of another size: each sample of the epoch comes once, over both runs."""
+    """Batches have another size, and each sample of the epoch comes once over both runs."""
     path = tmp_path / "train.py"
     path.write_text(program("Several ranks"))
     first = run_ranks(path, 2, 8, kill_after=24)

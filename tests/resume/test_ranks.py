@@ -98,7 +98,7 @@ def without_collectives(batches: list[Any], kind: Any) -> None:
 
 
 def test_ranks_that_do_not_wait_for_each_other_are_told_at_the_end(tmp_path: Path) -> None:
-    """Both of them, with the numbers."""
+    """Both ranks get the error, with the numbers."""
     results = play(without_collectives, tmp_path, ByShard)
     for _, error in results:
         assert "rank 0 ran out after 0 batches, before others (rank 1: 2)" in error
@@ -118,6 +118,6 @@ def test_the_end_is_compared_once(tmp_path: Path) -> None:
 
 
 def test_one_process_compares_nothing() -> None:
-    """Nor does it need torch.distributed."""
+    """The process needs no torch.distributed."""
     assert len(list(DataLoader(ByItself(5), shard="auto"))) == 5
     assert issubclass(LoaderError, RuntimeError)

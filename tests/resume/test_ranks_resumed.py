@@ -63,7 +63,7 @@ def test_each_sample_comes_exactly_once_over_three_runs(data: Any) -> None:
 
 
 def test_the_same_ranks_go_on_bit_for_bit_and_then_begin_the_next_epoch() -> None:
-    """As an uninterrupted loader, with large batches, which are slices of arrays, too."""
+    """The batches are those of an uninterrupted loader; large ones, slices of arrays, are tried too."""
     for size in (3, 40):
         given = {"batch_size": size, "num_workers": 1}
         whole = loader_of(200, 2, 1, **given)
@@ -81,7 +81,7 @@ def test_the_same_ranks_go_on_bit_for_bit_and_then_begin_the_next_epoch() -> Non
 
 
 def test_its_state_is_small_and_does_not_grow() -> None:
-    """Under 1 KB, at batch 5 and at batch 900."""
+    """The state is under 1 KB at batch 5 and at batch 900."""
     loader = loader_of(10_000, 2, 0, batch_size=5)
     sizes = []
     for number, _ in enumerate(loader):

@@ -203,7 +203,7 @@ SHUFFLED = Work("random", True, 60, 4, False, False, 0, 5)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_workers_of_every_kind_go_on(kind: str, tmp_path: Path) -> None:
-    """From the state of a loader without workers, in the epoch of the stop, by a distributed checkpoint."""
+    """All go on from the state of a loader without workers, by a distributed checkpoint."""
     torch.manual_seed(11)
     state, drawn_so_far, expected = run_to(Setting().loader(SHUFFLED), SHUFFLED)
     torch.manual_seed(12)

@@ -60,7 +60,7 @@ def test_a_sampler_that_draws_among_the_program_is_refused(
 
 @pytest.mark.parametrize("draw", [random.randrange, np.random.randint])
 def test_a_sampler_that_draws_elsewhere_among_the_program_is_refused(draw: Callable[[int], int]) -> None:
-    """Also where a seed at the program's beginning has it give the first batches once more."""
+    """A seed at the program's beginning, which repeats the first batches, does not help."""
 
     def make() -> DataLoader[Any]:
         random.seed(1)

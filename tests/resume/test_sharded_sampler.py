@@ -100,7 +100,7 @@ def test_what_cannot_be_divided_equally_is_an_error_where_it_is_asked_for() -> N
 
 
 def test_an_epoch_after_a_resumed_one_is_whole() -> None:
-    """And its states count from its own beginning, also before it is drawn from."""
+    """States count from that epoch's own beginning, also before it is drawn from."""
     sampler = ShardedSampler(range(12), 2, 0, shuffle=False)
     sampler.load_state_dict({"consumed": 8, "batches": 2})
     assert list(sampler) == [8, 10]

@@ -63,7 +63,7 @@ WAYS: dict[str, IterableDataset[int]] = {
 def test_each_item_comes_exactly_once_over_ranks_and_workers(
     dataset: Any, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And each rank has equally many batches, where items divide equally."""
+    """Ranks have equally many batches where items divide equally."""
     for ranks in (1, 2):
         batches = batches_by_rank(monkeypatch, dataset, ranks, batch_size=2, num_workers=workers)
         expected = [*range(20), *range(28)] if isinstance(dataset, ChainDataset) else range(48)
@@ -100,14 +100,14 @@ def test_they_are_the_same_in_worker_threads(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_without_it_every_worker_has_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with torch: this is what shard="auto" is for."""
+    """torch does the same; shard="auto" is there for this."""
     of_rank(monkeypatch, 1, 2)
     batches = list(DataLoader(Numbers(6), 2, num_workers=2, collate_fn=identity))
     assert items([batches]) == sorted([*range(6)] * 2)
 
 
 def test_the_log_tells_of_a_dataset_that_divides_itself(caplog: pytest.LogCaptureFixture) -> None:
-    """Once: one that reads the number of workers for another reason comes whole from each."""
+    """The log tells once. A dataset that only reads the number of workers comes whole from each."""
 
     class Divided(ByItself):
         pass
@@ -161,14 +161,14 @@ def test_ranks_have_equal_batches_by_stride_whatever_the_length(
 
 
 def test_items_without_batches_come_in_the_streams_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ``batch_size=None`` a group is one item for each rank."""
+    """A group is one item for each rank with ``batch_size=None``."""
     for workers in (0, 2):
         loaders = batches_by_rank(monkeypatch, Numbers(7), 2, batch_size=None, num_workers=workers)
         assert loaders == [[0, 2, 4, 6], [1, 3, 5, 6]]
 
 
 def test_persistent_workers_begin_each_epoch_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By stride, and with a shard, which is told the epoch of the dataset that it is made of."""
+    """Streams are dealt out, or have shards, which are told the epoch of their dataset."""
     of_rank(monkeypatch, 0, 1)
     for dataset in (Numbers(8), ByShard(8)):
         loader = DataLoader(
@@ -192,7 +192,7 @@ def test_a_dataset_that_divides_itself_too_late_is_an_error() -> None:
 
 
 def test_an_error_of_the_stream_says_its_place_in_the_whole_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in what the worker has taken of it."""
+    """The place counts all samples, not those that the worker has taken."""
     of_rank(monkeypatch, 1, 2)
     loader = DataLoader(Numbers(20, fails_at=13), 3, num_workers=2, shard="auto")
     with pytest.raises(ValueError, match="no number 13") as caught:
@@ -233,7 +233,7 @@ def test_it_is_refused_where_torchs_own_workers_load(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("rank", "ranks"), [("2", "2"), ("x", "2"), ("-1", "2")])
 def test_a_wrong_environment_is_refused(rank: str, ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what it says."""
+    """The error quotes the environment."""
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", ranks)
     with pytest.raises(ValueError, match=f"RANK='{rank}' and WORLD_SIZE='{ranks}'"):

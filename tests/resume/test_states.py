@@ -94,12 +94,12 @@ def test_a_copy_has_the_loaded_state_too(kind: str, workers: int) -> None:
 
 
 def rebuilt(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """As Lightning does it."""
+    """Rebuild a loader as Lightning does."""
     return DataLoader(loader.dataset, batch_sampler=loader.batch_sampler)
 
 
 def test_a_loader_made_of_one_with_a_state_warns_that_it_begins_anew() -> None:
-    """Once, and not where that one has gone on from its state."""
+    """The warning comes once, and not where the first loader has gone on from its state."""
     loader = build(0)
     loader.load_state_dict(started(build(0)))
     other = rebuilt(loader)
@@ -202,7 +202,7 @@ def test_a_worker_that_was_replaced_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_the_batch_of_an_interrupted_call_comes_again() -> None:
-    """Without workers, Ctrl-C while a sample is fetched: the program has not had that batch."""
+    """Ctrl-C comes while a sample is fetched without workers: the program has not had that batch."""
     loader = DataLoader(Plain(40), 4)
     iterator = iter(loader)
     take(iterator, 2)
@@ -213,7 +213,7 @@ def test_the_batch_of_an_interrupted_call_comes_again() -> None:
 
 
 def test_the_batch_of_a_call_that_is_interrupted_late_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With workers, after the batch was taken and before it is returned."""
+    """The interrupt comes after the batch was taken from a worker, and before it is returned."""
     with build(1) as loader:
         iterator = iter(loader)
         take(iterator, 2)

@@ -114,7 +114,7 @@ def test_workers_with_streams_of_other_lengths_go_on_in_turn() -> None:
 
 
 def test_a_resumed_epoch_is_stopped_and_resumed_again() -> None:
-    """By states and by counting, with one state for each further batch."""
+    """Streams go on by states and by counting, with one state for each further batch."""
     for make in (lambda: Numbers(20), lambda: Stateful(20), lambda: StatefulShards(20)):
         shard = "auto" if isinstance(make(), StatefulShards) else None
         given = {"num_workers": 2, "shard": shard}
@@ -132,7 +132,7 @@ def test_a_resumed_epoch_is_stopped_and_resumed_again() -> None:
 
 
 def test_a_state_holds_for_what_was_returned_and_not_for_what_was_made() -> None:
-    """Before the first batch, between two, twice, after a break, at the end; and once it is loaded."""
+    """States are taken before the first batch, between two, twice, after a break, at the end, once loaded."""
     loader = loader_of(Stateful(20), num_workers=2, prefetch_factor=4)
     before = loader.state_dict()
     assert numbers(rest_after(loader_of(Stateful(20)), before | {"stream": ""})) == numbers(
@@ -154,7 +154,7 @@ def test_a_state_holds_for_what_was_returned_and_not_for_what_was_made() -> None
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("make", [lambda: Numbers(12), lambda: Stateful(12), lambda: ByShard(12)])
 def test_epochs_after_a_resumed_one_are_whole(make: Callable[[], Any], persistent: bool) -> None:
-    """Also in workers that persist, which were started with the place; and after a finished state."""
+    """Persistent workers, which were started with the place, are tried too, and a finished state."""
     shard = "auto" if isinstance(make(), ByShard) else None
     given = {"num_workers": 2, "persistent_workers": persistent, "shard": shard}
     whole = numbers(list(loader_of(make(), **given)))
@@ -253,7 +253,7 @@ def test_samples_that_were_left_out_count(on_error: Any, workers: int) -> None:
 
 
 def test_another_number_of_workers_is_an_error_that_names_both() -> None:
-    """Without shmloader's sharding each had a stream of its own."""
+    """Each worker had a stream of its own, without shmloader's sharding."""
     _, state = stopped_after(loader_of(Numbers(20), num_workers=2), 2)
     loader = loader_of(Numbers(20), num_workers=3)
     with pytest.raises(ResumeError, match=r"made with 2 worker\(s\), and this loader has 3"):
@@ -273,7 +273,7 @@ def test_a_state_of_another_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_stream_that_is_shorter_now_is_refused() -> None:
-    """And one that is divided in another way."""
+    """A stream that is divided in another way is refused too."""
     _, state = stopped_after(loader_of(Numbers(20)), 4)
     with pytest.raises(ResumeError, match="ended after 5 of the 12 samples"):
         rest_after(loader_of(Numbers(5)), state)

@@ -21,7 +21,7 @@ def there(text: str) -> torch.Tensor:
     draws=st.lists(st.one_of(st.integers(0, 2000), st.integers(16_380, 16_400), st.just(70_000)), max_size=4),
 )
 def test_a_compact_state_leads_to_the_same_state(seed: int, draws: list[int]) -> None:
-    """With one object that makes them, epoch after epoch, and with a new one."""
+    """One object makes them epoch after epoch, and a new one makes the same."""
     generator, compact = torch.Generator().manual_seed(seed), CompactStates()
     for number in draws:
         torch.randperm(number, generator=generator)
@@ -44,7 +44,7 @@ def test_a_generator_that_goes_back_or_is_seeded_again_is_found() -> None:
 
 
 def test_a_state_with_more_than_draws_is_kept_whole() -> None:
-    """After an odd number of normal deviates the generator holds one back."""
+    """The generator holds one normal deviate back after an odd number of them."""
     generator, compact = torch.Generator().manual_seed(1), CompactStates()
     torch.randn(3, generator=generator)
     state = generator.get_state()

@@ -177,7 +177,7 @@ def test_set_epoch_before_the_last_epochs_end_is_foreseen_too() -> None:
 
 @pytest.mark.parametrize("which", ["in order", "shuffled", "a list"])
 def test_what_the_program_draws_is_no_reason(which: str) -> None:
-    """From generators that the sampler does not use; so does another loader, for validation, say."""
+    """The program, or another loader, draws from generators that the sampler does not use."""
 
     def use(loader: Any) -> None:
         for _ in range(3):

@@ -33,7 +33,7 @@ class Jitter(Draws):
 
 
 class Busy(Dataset):
-    """Each sample keeps a core busy for 2 ms, as far as the machine lets it."""
+    """A dataset whose samples keep a core busy for 2 ms each, as far as the machine lets them."""
 
     def __len__(self) -> int:
         return 320

@@ -103,7 +103,7 @@ def test_where_no_further_worker_can_be_started_those_that_are_there_go_on(
 
 
 class OpensSomething(Draws):
-    """After a call in the main process it cannot be pickled any more."""
+    """A dataset that cannot be pickled any more after a call in the main process."""
 
     lock: Any = None
 

@@ -51,14 +51,14 @@ def test_a_slow_batch_does_not_stall_the_other_worker(closed: set[int], others: 
 
 
 def test_with_static_dispatch_it_does() -> None:
-    """So the test above proves what it says: nobody lets the slow batch through."""
+    """Static dispatch waits, which proves the test above: nobody lets the slow batch through."""
     with DataLoader(Gate(100, {30}, 40, patience_s=0.3), num_workers=2) as loader:
         assert passed(loader)[30, 2] == 1
         assert loader.statistics().tasks_ahead == 0
 
 
 def test_out_of_order_a_slow_batch_comes_last() -> None:
-    """As soon as its worker has it; batches that the others make come at once."""
+    """The slow batch comes when its worker has it; batches that the others make come at once."""
     with DataLoader(Gate(40, {3}, 30), num_workers=2, dispatch="dynamic", in_order=False) as loader:
         samples = torch.cat(list(loader))
     assert sorted(samples[:, 0].tolist()) == list(range(40))

@@ -39,7 +39,7 @@ class DrawsAndDies(Draws):
 
 
 def test_an_epoch_is_the_same_though_workers_die(tmp_path: Path) -> None:
-    """Also what the samples draw: those that are made again draw the same numbers again."""
+    """Samples that are made again draw the same numbers again."""
     expected = play(Draws(40), 2, batch_size=4, num_workers=1)
     torch.manual_seed(5)
     with DataLoader(

@@ -132,7 +132,7 @@ def test_samples_of_an_epoch_draw_differently_even_of_one_index() -> None:
 
 
 def test_what_collate_fn_draws_is_the_same_too() -> None:
-    """Also of samples that come from one call, or draw nothing."""
+    """Samples that come from one call, or draw nothing, are tried too."""
     for dataset in (Draws(12), DrawsInBatches(12), TensorDataset(torch.arange(12))):
         found = [
             play(dataset, batch_size=2, num_workers=workers, collate_fn=draws_when_collated)

@@ -118,7 +118,7 @@ def slow_ones(batches: int, shift: int = 0) -> list[float]:
 @pytest.mark.parametrize("compute", [0.0, 2.0, 4.0, 4.8, 6.0])
 @pytest.mark.parametrize("shift", [0, 7])
 def test_one_slow_batch_in_twenty_costs_less_than_ten_percent(compute: float, shift: int) -> None:
-    """With the defaults, over what two workers, or the program, must take at least."""
+    """The cost is over what two workers, or the program, must take at least; with the defaults."""
     costs = slow_ones(1000, shift)
     ideal = max(sum(costs) / 2, compute * len(costs))
     dynamic = Scheduler(costs, compute=compute)
@@ -134,7 +134,7 @@ def test_slow_batches_at_random_cost_little_where_the_program_is_not_the_bottlen
 
 
 def test_batches_that_take_equally_long_need_no_more_slots_than_static_dispatch() -> None:
-    """Nor where they differ a little, as all do."""
+    """Batches that differ a little, as all do, need no more either."""
     chance = random.Random(3)
     for workers in (1, 2, 5):
         even = Scheduler([5.0] * 300, workers)

@@ -243,7 +243,7 @@ def test_a_copy_that_cannot_be_moved_is_not_kept(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("nbytes", [PAGE_NBYTES, HUGE_NBYTES + PAGE_NBYTES, LARGE])
 def test_an_alignment_that_the_system_does_not_give_is_had_from_more_space(nbytes: int) -> None:
-    """So it is with huge pages before Linux 6.7."""
+    """Huge pages before Linux 6.7 need that."""
     alignment = 16 * HUGE_NBYTES
     with tempfile.TemporaryFile() as file:
         file.truncate(nbytes)

@@ -194,7 +194,7 @@ def test_the_description_tells_what_is_saved() -> None:
 
 
 def test_a_tensor_has_a_storage_of_its_own_bytes() -> None:
-    """So saving one sample does not write the store."""
+    """Saving one sample does not write the store."""
     file = io.BytesIO()
     torch.save(share([torch.rand(3) for _ in range(1000)])[5], file)
     assert len(file.getvalue()) < 3000

@@ -267,7 +267,7 @@ def test_errors_of_save_name_the_file_that_was_asked_for(name: str, tmp_path: Pa
 
 
 def test_errors_while_a_file_is_written_name_it_too(tmp_path: Path) -> None:
-    """As of a full disk; here files may not be larger than a limit."""
+    """A limit to the size of files stands for a full disk."""
     store = share(list(np.zeros((64, 1 << 14))))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))

@@ -63,7 +63,7 @@ def test_keys_in_another_order_stay_in_it() -> None:
 
 
 def test_rows_that_repeat_have_fields(tmp_path: Path) -> None:
-    """As of samples that are drawn more than once into a list."""
+    """A list may have samples that were drawn more than once."""
     rows = [{"label": n % 5, "path": f"{n}.jpg", "box": np.full(4, n)} for n in range(500)]
     store = share(rows * 20)
     assert store.nbytes < 2 * share(rows).nbytes + 4 * 20 * 500 + 5000
@@ -104,7 +104,7 @@ def test_a_chunk_of_none_beside_chunks_of_arrays_stays_none(tmp_path: Path) -> N
 
 
 def test_files_of_one_pattern_may_differ_in_the_types_of_columns(tmp_path: Path) -> None:
-    """As parts of one list do that were saved one by one."""
+    """Parts of one list that were saved one by one differ so."""
     parts = [
         [{"id": n, "tag": None} for n in range(100)],
         [{"id": n, "tag": "x"} for n in range(90_000, 90_100)],

@@ -27,7 +27,7 @@ class NoRepr:
 
 
 class Closed(dict[str, int]):
-    """As of a handle to something that has been closed."""
+    """A handle to something that has been closed."""
 
     @property
     def nbytes(self) -> int:

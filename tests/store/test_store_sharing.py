@@ -120,7 +120,7 @@ def test_what_adds_a_method_keeps_it() -> None:
 
 
 def test_objects_in_several_containers_are_in_memory_once() -> None:
-    """As pycocotools has them: the same annotations in a list, by id, and by image."""
+    """pycocotools has the same annotations in a list, by id and by image."""
     boxes = coco()["annotations"]
     by_id = {box["id"]: box for box in boxes}
     by_image = defaultdict(list)

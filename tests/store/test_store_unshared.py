@@ -38,7 +38,7 @@ def read(dataset: Dataset, pipe: Connection) -> None:
 
 
 def warned(dataset: Dataset) -> list[str]:
-    """The two warnings after a forked worker has read all samples."""
+    """Read all samples in a forked worker, and look twice for warnings; returns those."""
     watch = CopyWatch(dataset)
     ours, theirs = FORK.Pipe()
     worker = FORK.Process(target=read, args=(dataset, theirs))

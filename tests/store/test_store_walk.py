@@ -168,7 +168,7 @@ def test_slots_are_followed_hidden_and_unset_ones_too() -> None:
 
 
 def test_a_bound_method_is_bound_to_the_copy() -> None:
-    """Else it would keep the original's list alive, and take it to every worker."""
+    """The original's method would keep the original's list alive, and take it to every worker."""
     shared = share(WithMethod())
     assert shared.read.__self__ is shared
     assert shared.read(3) == "folder/image-3.jpeg"

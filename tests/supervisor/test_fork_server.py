@@ -90,7 +90,7 @@ LOOKS_AT_PLACES = """
 def test_the_server_imports_what_the_program_chose_and_no_module_of_the_dataset(
     chosen: list[str], places: str, tmp_path: Path
 ) -> None:
-    """And processes of the program's own have their signals as they would have without this library."""
+    """The program's own processes have their signals as without this library."""
     main = LOOKS_AT_PLACES.format(chosen=chosen, folder=str(tmp_path))
     lines = _run(tmp_path, main, places=PLACES, chosen=CHOSEN)
     assert lines == [places, places, "False True"]

@@ -21,7 +21,7 @@ from shmloader import DataLoader, LoaderClosed, WorkerDied, WorkerTimeout
 
 
 class Fatal(Dataset):
-    """At each of ``fatal`` something happens to the worker: as often as ``times`` says, then nothing more."""
+    """A dataset that kills, ends or stalls its worker at indices of ``fatal``, as often as that says."""
 
     def __init__(self, folder: Path, fatal: dict[int, int], how: str = "kill", items: int = 3) -> None:
         self.folder, self.fatal, self.how, self.items = folder, fatal, how, items
@@ -224,7 +224,7 @@ class SlowToPickle(Fatal):
 def test_closing_from_another_thread_while_a_worker_is_replaced_leaves_nothing(
     tmp_path: Path, warm_helpers: None
 ) -> None:
-    """Not the new process either, which the thread that closes has not seen."""
+    """The new process, which the thread that closes has not seen, ends too."""
     dataset = SlowToPickle(tmp_path)
     loader = DataLoader(
         dataset, batch_size=4, num_workers=2, worker_restarts=3, multiprocessing_context="forkserver"

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 wo
 
 @pytest.mark.parametrize("start_method", ["fork", "forkserver"], indirect=True)
 def test_the_dataset_is_pickled_once_for_all_workers(start_method: str) -> None:
-    """And a ballast of several MB, which all workers read from one file at once, is whole in each."""
+    """A ballast of several MB, which all workers read from one file at once, is whole in each."""
     dataset = CountsPickles(24, ballast=1_000_000)
     with DataLoader(dataset, 2, num_workers=3, multiprocessing_context=start_method) as loader:
         rows = [row for batch in loader for row in torch.stack(batch, dim=1).tolist()]

@@ -112,7 +112,7 @@ def test_order_is_the_samplers_however_long_batches_take() -> None:
 
 
 def test_batches_are_collated_into_slots() -> None:
-    """Also by a function of the user's that calls default_collate, and by shmloader.empty."""
+    """A user's function that calls default_collate, and shmloader.empty, write there too."""
     for collate_fn in (None, lambda samples: {"x": default_collate(samples)}, loading.into_empty):
         with threads(loading.Numbered(40), batch_size=4, num_workers=2, collate_fn=collate_fn) as loader:
             iterator = iter(loader)
@@ -207,7 +207,7 @@ def test_wrapped_datasets_are_each_workers_own_too() -> None:
 
 
 def test_a_dataset_that_cannot_be_copied_says_what_to_do() -> None:
-    """Before any thread is left."""
+    """The error comes before any thread is left."""
 
     class Single(loading.Numbered):
         def __reduce__(self) -> Any:
@@ -249,7 +249,7 @@ def test_own_generators_are_the_same_in_processes_and_threads() -> None:
 
 
 def test_the_programs_generators_are_not_touched() -> None:
-    """While threads start, draw, and are seeded for each sample."""
+    """Threads start, draw, and are seeded for each sample meanwhile."""
 
     def states() -> Any:
         return torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()
@@ -265,7 +265,7 @@ def test_the_programs_generators_are_not_touched() -> None:
 
 
 def test_streams_are_sharded_by_worker_info() -> None:
-    """As torch's worker processes have it, to the last batch."""
+    """Batches are those of torch's worker processes, to the last one."""
     for dataset, init in ((Sharded(20), None), (SetPart(20), set_part)):
 
         def play(build: Build, dataset: Any = dataset, init: Any = init) -> Any:
@@ -277,7 +277,7 @@ def test_streams_are_sharded_by_worker_info() -> None:
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_stream_with_its_position_in_attributes_is_each_workers_own(persistent: bool) -> None:
-    """And that of a persistent worker goes on from epoch to epoch."""
+    """The stream of a persistent worker goes on from epoch to epoch."""
 
     def play(build: Build) -> Any:
         loader = build(Counting(7), batch_size=2, num_workers=2, persistent_workers=persistent)

@@ -80,7 +80,7 @@ def test_no_thread_is_left(end: Callable[[DataLoader[Any]], None]) -> None:
 
 
 def test_a_closed_link_gives_no_task_and_takes_no_answer() -> None:
-    """Also one that was sent before."""
+    """A task that was sent before is not given either."""
     link = ThreadLink(SimpleQueue())
     link.requests.put(b"a task")
     link.close()
@@ -200,7 +200,7 @@ def test_an_interrupt_while_waiting_loses_nothing() -> None:
     r"ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning"
 )
 def test_a_thread_that_ends_is_an_error_with_its_reason() -> None:
-    """Not a hang. Only an exception from outside can do that."""
+    """Only an exception from outside can end a thread; next() does not hang then."""
     with threads(loading.Numbered(10_000), batch_size=1, num_workers=2) as loader:
         iterator = iter(loader)
         next(iterator)
@@ -251,7 +251,7 @@ print("the end", flush=True)
 
 
 def test_the_program_ends_though_a_sample_takes_for_ever() -> None:
-    """With its own exit status, and nothing on stderr."""
+    """The program has its own exit status, and writes nothing to stderr."""
     began = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", EXITS], capture_output=True, text=True, timeout=100, check=False
@@ -295,7 +295,7 @@ def test_an_iterator_may_die_in_its_own_worker() -> None:
 
 
 def test_restarting_is_refused_when_it_is_set_late() -> None:
-    """As frameworks set things."""
+    """Frameworks set arguments late."""
     loader = threads(Gated(4), num_workers=1, timeout=0.2)
     loader.worker_restarts = 1
     with pytest.raises(ValueError, match="worker_restarts"):

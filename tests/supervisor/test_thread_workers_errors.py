@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
     ],
 )
 def test_exceptions_arrive_as_they_are(name: str) -> None:
-    """With arguments, the sample's index, the worker and its traceback; the loader goes on."""
+    """They have their arguments, the sample's index, the worker and its traceback; the loader goes on."""
     expected = loading.make_error(name)
     with threads(loading.Raises(12, 5, name), batch_size=2, num_workers=2) as loader:
         iterator = iter(loader)
@@ -50,7 +50,7 @@ def test_exceptions_arrive_as_they_are(name: str) -> None:
 
 
 def test_an_interrupt_that_a_sample_raises_arrives_as_such() -> None:
-    """And is no interrupt of the program: the next batch follows."""
+    """The program itself is not interrupted: the next batch follows."""
     with threads(loading.Raises(3, 1, "KeyboardInterrupt"), batch_size=None, num_workers=2) as loader:
         iterator = iter(loader)
         next(iterator)
@@ -60,7 +60,7 @@ def test_an_interrupt_that_a_sample_raises_arrives_as_such() -> None:
 
 
 def test_errors_at_the_start_come_with_the_first_batch() -> None:
-    """From worker_init_fn and from iter(dataset)."""
+    """worker_init_fn and iter(dataset) may raise them."""
 
     class Refuses(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
@@ -77,7 +77,7 @@ def test_errors_at_the_start_come_with_the_first_batch() -> None:
 
 @pytest.mark.parametrize("on_error", ["skip", "replace"])
 def test_bad_samples_are_left_out_or_replaced(on_error: str) -> None:
-    """As by worker processes, counted and warned of once."""
+    """Threads count them and warn once, as worker processes do."""
 
     def play(build: Build) -> Any:
         loader = build(loading.Raises(11, 4, "KeyError"), batch_size=3, num_workers=2, on_error=on_error)
@@ -88,7 +88,7 @@ def test_bad_samples_are_left_out_or_replaced(on_error: str) -> None:
 
 
 def test_a_timeout_shows_where_the_thread_is() -> None:
-    """Its Python stack, down to the line that takes so long; then the batch still comes."""
+    """The message has the Python stack, down to the slow line; then the batch still comes."""
     with threads(loading.Sleeps(4, 1.0, at=2), batch_size=2, num_workers=1, timeout=0.2) as loader:
         iterator = iter(loader)
         next(iterator)
@@ -113,7 +113,7 @@ def test_a_timeout_shows_where_the_thread_is() -> None:
     ],
 )
 def test_what_threads_cannot_do_is_refused(arguments: dict[str, Any], message: str) -> None:
-    """At once, with the reason."""
+    """The refusal comes at once, with the reason."""
     with pytest.raises(ValueError, match=message):
         DataLoader(loading.Numbered(3), num_workers=1, **arguments)
 

@@ -72,7 +72,7 @@ class Forks(loading.Numbered):
 
 
 def test_a_process_that_a_sample_forks_has_its_worker_info() -> None:
-    """As one that is forked in a worker process has, until it is a worker itself."""
+    """The info lasts until the process is a worker itself, as after a fork in a worker process."""
     with threads(Forks(4), batch_size=None, num_workers=2) as loader:
         assert list(loader) == [[0, "0 inner"], [1, "1 inner"]] * 2
 

@@ -55,7 +55,7 @@ def test_what_a_thread_keeps_of_a_batch_does_not_change(keeps: Any) -> None:
 
 
 def test_batches_beyond_the_budget_come_in_parts() -> None:
-    """And index batches that do not fit in a record through the slot."""
+    """Index batches that do not fit in a record come through the slot."""
     sizes = [40_000 if i == 17 else 8 for i in range(64)]
     with (
         threads(loading.Growing(sizes), batch_size=1, num_workers=2, memory_budget_nbytes=100_000) as loader,
@@ -71,7 +71,7 @@ def test_batches_beyond_the_budget_come_in_parts() -> None:
 
 
 def test_slots_are_inspected_in_threads_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With SHMLOADER_DEBUG=1: batches that are right pass, and held ones are listed."""
+    """Batches that are right pass with SHMLOADER_DEBUG=1, and held ones are listed."""
     monkeypatch.setenv("SHMLOADER_DEBUG", "1")
     with threads(Mixed(30), batch_size=2, num_workers=2) as loader:
         iterator = iter(loader)
@@ -85,7 +85,7 @@ def is_collated_as_shared(samples: list[torch.Tensor]) -> bool:
 
 
 def test_collation_in_other_threads_stays_torchs() -> None:
-    """While worker threads collate into slots, and after: dtypes that differ, and gradients."""
+    """Other threads keep torch's dtypes and gradients while worker threads collate into slots, and after."""
     meeting = Meeting(4, 2)
 
     def check() -> None:

@@ -112,7 +112,7 @@ def test_tensors_without_gaps_arrive_with_their_strides() -> None:
     ids=repr,
 )
 def test_a_header_that_comes_again_gives_the_same_in_new_containers(sample: object) -> None:
-    """From the third time on it is read in another way."""
+    """A header is read in another way from the third time on."""
     expected = default_collate([sample, sample])
     batches = list(DataLoader([sample] * 10, batch_size=2, num_workers=1))
     for batch in batches:
