@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -384,3 +385,35 @@ def test_what_is_no_table_is_refused(tmp_path: Path, contents: bytes) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"nothing\.arrow"):
         open_store(tmp_path / "nothing.arrow", allow_pickle=True)
+
+
+GONE = """
+import collections, dataclasses, enum
+Colour = enum.Enum("Colour", "RED BLUE", module=__name__)
+Pair = collections.namedtuple("Pair", "a b", module=__name__)
+@dataclasses.dataclass
+class Person:
+    name: str
+"""
+
+
+def test_rows_whose_classes_are_gone_are_read_and_reach_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.ModuleType("gone_by_now")
+    monkeypatch.setitem(sys.modules, "gone_by_now", module)
+    exec(GONE, vars(module))
+    rows = [{"c": module.Colour.BLUE, "p": module.Pair(1, "x"), "d": module.Person(f"{n}")} for n in range(9)]
+    share(rows).save(tmp_path / "x.arrow")
+    monkeypatch.delitem(sys.modules, "gone_by_now")
+    for row in (open_store(tmp_path / "x.arrow")[7], list(open_store(tmp_path / "x.arrow"))[7]):
+        again = pickle.loads(pickle.dumps(row))
+        for found in (row, again):
+            assert (found["c"].name, found["p"]._fields, found["p"].b, found["d"].name) == (
+                "BLUE",
+                ("a", "b"),
+                "x",
+                "7",
+            )
+        assert again["c"] is row["c"]
+        assert again["d"] == row["d"]
