@@ -120,8 +120,9 @@ def open_store(
       shared memory, batch by batch.
     * Parquet: decoded into shared memory, in the same way.
     * What ``store.save(path)`` wrote: the store equals the one that was saved. Classes of namedtuples,
-      dataclasses and enums are taken from modules that are loaded. Where one is not there any more, a class of
-      the same name and fields is made up; a dataclass is read as a ``SimpleNamespace``. Nothing is imported.
+      dataclasses and enums are taken from modules that are loaded. Where one is not there any more, a class
+      of the same name and fields is made up; a dataclass is read as a ``SimpleNamespace``. Nothing is
+      imported.
 
     Runs in the calling process. Stores over mapped files reach workers by path, under every start method;
     the file must not be changed in place meanwhile (write a new one and rename it, as ``save`` does).

@@ -42,14 +42,20 @@ class Chunks(ABC):
     Attributes:
         buffer: The memory that they lie in.
         starts: The first row of each chunk, and the number of rows.
+        nbytes: Bytes of memory, or of the files.
+        python_nbytes: Estimate of what the rows take as Python objects; 0 where unknown.
         finder: Finds the classes that they name.
         links: The chunks that links of theirs lead to, by number.
         pickles: Whether pickled values may be read.
     """
 
-    def __init__(self, buffer: SharedBuffer, starts: list[int], classes: Classes | None = None) -> None:
+    def __init__(
+        self, buffer: SharedBuffer, starts: list[int], nbytes: int, classes: Classes | None = None
+    ) -> None:
         self.buffer = buffer
         self.starts = starts
+        self.nbytes = nbytes
+        self.python_nbytes = 0
         self.finder = ClassFinder(classes)
         self.links: Mapping[int, Chunks] = {}
         self.pickles = True
@@ -62,16 +68,6 @@ class Chunks(ABC):
     def memory(self, chunk: int) -> SharedBuffer:
         """The memory that a chunk lies in."""
         return self.buffer
-
-    @property
-    @abstractmethod
-    def python_nbytes(self) -> int:
-        """Estimate of what the rows take as Python objects; 0 where unknown."""
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of memory, or of the file."""
 
     def column(self, chunk: int) -> Any:
         """The rows of a chunk as one array: a struct of the batch's columns, or its only column."""
@@ -147,7 +143,8 @@ class MemoryChunks(Chunks):
     ) -> None:
         count = layout.chunks
         table = np.frombuffer(buffer.view, np.int64, 3 * count + 1, layout.table).tolist()
-        super().__init__(buffer, table[: count + 1], classes)
+        super().__init__(buffer, table[: count + 1], layout.nbytes, classes)
+        self.python_nbytes = layout.python_nbytes
         self.links = links
         self._layout = layout
         self._places = table[count + 1 :]
@@ -157,16 +154,6 @@ class MemoryChunks(Chunks):
         begin, end = self._places[2 * chunk : 2 * chunk + 2]
         with pa.ipc.open_stream(pa.py_buffer(self.buffer.view[begin:end])) as reader:
             return reader.read_next_batch()
-
-    @property
-    def python_nbytes(self) -> int:
-        """See `Chunks.python_nbytes`."""
-        return self._layout.python_nbytes
-
-    @property
-    def nbytes(self) -> int:
-        """See `Chunks.nbytes`."""
-        return self._layout.nbytes
 
     def __reduce__(self) -> Any:
         return MemoryChunks, (self.buffer, self._layout, self.finder.found, self.links)

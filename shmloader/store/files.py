@@ -263,7 +263,8 @@ class FileChunks(Chunks):
                 if length:
                     self._places.append((file, number))
                     starts.append(starts[-1] + length)
-        super().__init__(self._files[0].memory, starts, classes)
+        nbytes = sum(file.memory.nbytes for file in self._files)
+        super().__init__(self._files[0].memory, starts, nbytes, classes)
         self.pickles = pickles
 
     def batch(self, chunk: int) -> Any:
@@ -280,16 +281,6 @@ class FileChunks(Chunks):
         """Whether the first batch of each file lies in the file as it is, and is not compressed."""
         firsts = {id(file): (file, number) for file, number in reversed(self._places)}
         return all(_lies_in(file.batch(number), file.memory) for file, number in firsts.values())
-
-    @property
-    def python_nbytes(self) -> int:
-        """See `Chunks.python_nbytes`."""
-        return 0
-
-    @property
-    def nbytes(self) -> int:
-        """See `Chunks.nbytes`."""
-        return sum(file.memory.nbytes for file in self._files)
 
     def __reduce__(self) -> Any:
         for file in self._files:
