@@ -11,15 +11,17 @@ import torch
 
 from shmloader import torch_private
 from shmloader.device.batches import Copy, DeviceBatches
-from shmloader.device.driver import open_driver
+from shmloader.device.driver import Driver, open_driver
 from shmloader.device.guard import DeviceGuard
 from shmloader.device.moving import is_plain, to_device
+from shmloader.device.trial import why_unusable
 from shmloader.diagnostics.stack_level import level_of_the_program
 from shmloader.errors import LoaderError
 from shmloader.slots import GuardedPool, Slot
 from shmloader.statistics import Counters
 
 _told: set[str] = set()
+_tried: dict[int, str] = {}
 
 
 class Delivery:
@@ -46,8 +48,9 @@ class Delivery:
         self._pins = device is None or device.type != "mps"  # which has no pinned memory, says torch
         self._ahead: DeviceBatches | None = None
         driver = open_driver()
-        if isinstance(driver, str):
-            _tell(driver)
+        why = driver if isinstance(driver, str) else _try_once(driver, device)
+        if isinstance(driver, str) or why:
+            _tell(why)
             return
         guard = pool.guard = DeviceGuard(driver)
         if device is not None:
@@ -81,6 +84,14 @@ class Delivery:
             self._counters.pin_copies += not pinned
             batch = torch_private.pin_memory(batch, self._pin_device)  # leaves pinned tensors as they are
         return batch if self._device is None else to_device(batch, self._device)
+
+
+def _try_once(driver: Driver, device: torch.device | None) -> str:
+    """Why a driver is not to be relied on for a device, or ""; tried once for each device."""
+    number = torch.accelerator.current_device_index() if device is None else device.index
+    if number not in _tried and not driver.captures_open():  # a capture would forbid it
+        _tried[number] = why_unusable(driver, number)
+    return _tried.get(number, "")
 
 
 def _tell(reason: str) -> None:

@@ -77,6 +77,7 @@ def driver(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(delivery, "open_driver", lambda: scripted)
+    monkeypatch.setattr(delivery, "_tried", {0: "", 1: ""})
     monkeypatch.setattr(torch_private, "pin_memory", pin)
     monkeypatch.setattr(delivery, "to_device", move)
     yield scripted

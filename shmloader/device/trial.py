@@ -1,0 +1,70 @@
+"""A trial of the driver, once in a process, before any batch relies on it."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import time
+from typing import Any
+
+import numpy as np
+
+from shmloader.device.driver import Driver, DriverError
+
+MOST_S = 10.0
+"""How long the device may take for the trial's copy."""
+
+_NBYTES = 1 << 16
+_POLL_S = 0.0002
+_unfinished: list[object] = []  # the device may still read it
+
+
+def why_unusable(driver: Driver, device: int) -> str:
+    """Copy page-locked bytes to a device on a stream of their own, and read them back.
+
+    Args:
+        driver: The driver.
+        device: The device's number.
+
+    Returns:
+        The reason why batches must not rely on the driver; "" if the bytes have arrived, or if memory cannot
+        be locked, of which `pinned.pin` tells.
+    """
+    source = np.frombuffer(mmap.mmap(-1, _NBYTES), np.uint8)
+    source[:] = np.arange(_NBYTES) % 251
+    try:
+        driver.register(source.ctypes.data, _NBYTES)
+    except DriverError:
+        return ""
+    try:
+        arrived = _copy(driver, source, device)
+        if arrived is None:
+            _unfinished.append(source)
+            return f"a trial copy to device {device} was not done after {MOST_S:g} s"
+        why = "" if np.array_equal(arrived, source) else f"a trial copy to device {device} arrived changed"
+    except DriverError as error:
+        why = f"a trial copy to device {device} failed: {error}"
+    with contextlib.suppress(DriverError):
+        driver.unregister(source.ctypes.data)
+    return why
+
+
+def _copy(
+    driver: Driver, source: np.ndarray[Any, np.dtype[np.uint8]], device: int
+) -> np.ndarray[Any, Any] | None:
+    """Copy bytes to a device as batches are copied, and read them back; None if that is not done in time."""
+    stream = driver.create_stream(device)
+    target = driver.allocate(source.nbytes, device)
+    events = [driver.record(driver.current_stream(device), device)]
+    driver.wait(stream, events[0])
+    driver.copy(target.data_ptr(), source.ctypes.data, source.nbytes, stream, device)
+    events += [driver.record(stream, device), driver.record_all(device)]
+    deadline_s = time.monotonic() + MOST_S
+    while not all(map(driver.is_done, events)):
+        if time.monotonic() > deadline_s:
+            return None
+        time.sleep(_POLL_S)
+    for event in events:
+        driver.recycle(event)
+    driver.destroy_stream(stream, device)
+    return target.cpu().numpy()

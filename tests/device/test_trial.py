@@ -1,0 +1,86 @@
+"""The trial of the driver, before batches rely on it."""
+
+from typing import Any
+
+import pytest
+import torch
+from scripted_driver import CAPTURE_UNSUPPORTED, ScriptedDriver
+
+from shmloader import DataLoader
+from shmloader.device import delivery, trial
+from shmloader.device.driver import DriverError
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> ScriptedDriver:
+    """A driver whose devices work while the trial sleeps."""
+    driver = ScriptedDriver()
+    monkeypatch.setattr(trial.time, "sleep", lambda _: driver.drain())
+    monkeypatch.setattr(trial, "MOST_S", 0.2)
+    return driver
+
+
+def test_a_driver_that_works_is_used(driver: ScriptedDriver) -> None:
+    assert trial.why_unusable(driver, 0) == ""
+    assert driver.copied == [trial._NBYTES]
+    assert driver.registered == {}
+    assert driver.violations == []
+
+
+def test_memory_that_cannot_be_locked_is_left_to_the_slots(driver: ScriptedDriver) -> None:
+    driver.refuse = 1
+    assert trial.why_unusable(driver, 0) == ""
+    assert driver.copied == []
+
+
+@pytest.mark.parametrize(
+    "call", ["create_stream", "allocate", "record", "wait", "copy", "record_all", "is_done"]
+)
+def test_a_call_that_fails_is_named(
+    driver: ScriptedDriver, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise DriverError(f"{call} failed: CUDA_ERROR_NOT_SUPPORTED (801)", 801)
+
+    monkeypatch.setattr(driver, call, fail)
+    assert f"{call} failed: CUDA_ERROR_NOT_SUPPORTED" in trial.why_unusable(driver, 0)
+    driver.drain()
+    assert driver.registered == {}
+
+
+def test_bytes_that_arrive_changed_are_found(driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "copy", lambda *_: None)
+    assert "arrived changed" in trial.why_unusable(driver, 0)
+    assert driver.registered == {}
+
+
+def test_a_copy_that_never_ends_keeps_its_memory(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial.time, "sleep", lambda _: None)
+    monkeypatch.setattr(trial, "_unfinished", [])
+    assert "not done after 0.2 s" in trial.why_unusable(driver, 0)
+    assert len(trial._unfinished) == len(driver.registered) == 1
+    driver.drain()
+    assert driver.violations == []
+
+
+def test_a_loader_whose_trial_fails_copies_and_says_why(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> Any:
+        raise DriverError("cuCtxRecordEvent failed", CAPTURE_UNSUPPORTED)
+
+    monkeypatch.setattr(driver, "record_all", fail)
+    monkeypatch.setattr(delivery, "_tried", {})
+    monkeypatch.setattr(delivery, "_told", set())
+    monkeypatch.setattr(delivery, "open_driver", lambda: driver)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(delivery.torch_private, "pin_memory", lambda batch, _: batch)
+    with DataLoader(torch.arange(8), batch_size=2, num_workers=1, pin_memory=True) as loader:
+        with pytest.warns(RuntimeWarning, match="trial copy to device 0 failed: cuCtxRecordEvent"):
+            batches = list(loader)
+        assert torch.cat(batches).tolist() == list(range(8))
+        assert loader.statistics().pin_copies == 4
