@@ -1,0 +1,200 @@
+"""torchrun on two hosts: a rank is killed, all are started anew, and the epoch goes on from its checkpoint.
+
+A host is a set of namespaces (network, host name, IPC, mounts) with a /dev/shm of its own. Files are shared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "several-hosts.md"
+HOSTS = {"alpha": "10.77.0.1", "beta": "10.77.0.2"}
+RANKS = 4
+KILLED_AT = 9
+DEADLINE_S = 240
+
+pytestmark = pytest.mark.long
+
+# $1 is the host's name, $2 the file with the names of all.
+HOLD = """
+mount -t tmpfs shm /dev/shm && mount --bind "$2" /etc/hosts && hostname "$1" && ip link set lo up || exit
+echo ready
+exec sleep infinity
+"""
+# Goes before the page's loop. Each rank writes a file of its own; one is killed if it has no checkpoint.
+WATCH = f"""
+    import signal, socket, sys
+    sys.stdout = open(f"{{os.getpid()}}.out", "w")
+    begin = loader.state_dict()["batches"]
+    print(socket.gethostname(), os.fstat(dataset.buffer.fd).st_ino, begin)
+    def die_at(step):
+        if rank == {RANKS - 1} and begin == 0 and step == {KILLED_AT}:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+class Host:
+    """A set of namespaces, which live as long as a process that holds them."""
+
+    def __init__(self, name: str, names: Path) -> None:
+        self.name = name
+        namespaces = ["--net", "--uts", "--ipc", "--mount"]
+        self.holder = subprocess.Popen(
+            ["unshare", *namespaces, "sh", "-c", HOLD, "hold", name, str(names)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self._enter = ["nsenter", f"--target={self.holder.pid}", *namespaces]
+
+    def is_ready(self) -> bool:
+        assert self.holder.stdout is not None
+        return self.holder.stdout.readline() == "ready\n"
+
+    def start(self, command: list[str], folder: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        with (folder / f"{self.name}.log").open("wb") as log:
+            return subprocess.Popen(
+                [*self._enter, f"--wd={folder}", *command],
+                env=os.environ | environment,
+                stdout=log,
+                stderr=log,
+            )
+
+    def output(self, *command: str) -> str:
+        return subprocess.run([*self._enter, *command], check=True, capture_output=True, text=True).stdout
+
+    def left(self) -> list[str]:
+        """Processes but for the holder, entries of /dev/shm, and sockets that shmloader made."""
+        sockets = [line for line in self.output("cat", "/proc/net/unix").splitlines() if "shmloader" in line]
+        return [*map(str, self._processes()), *self.output("ls", "-A", "/dev/shm").split(), *sockets]
+
+    def _processes(self) -> Iterator[psutil.Process]:
+        """Processes in the namespaces, but for the holder."""
+        network = os.stat(f"/proc/{self.holder.pid}/ns/net").st_ino
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                if (
+                    process.pid != self.holder.pid
+                    and os.stat(f"/proc/{process.pid}/ns/net").st_ino == network
+                ):
+                    yield process
+
+    def end(self) -> None:
+        """End it, with all that a failed job may have left in it."""
+        for process in [*self._processes(), self.holder]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.holder.communicate()
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[list[Host]]:
+    """Two hosts that reach each other by a cable between their interfaces `eth0`."""
+    if missing := [tool for tool in ("unshare", "nsenter", "ip", "hostname") if not shutil.which(tool)]:
+        pytest.skip(f"no {' and '.join(missing)} here")
+    names = tmp_path / "hosts"
+    names.write_text("127.0.0.1 localhost\n" + "".join(f"{at} {name}\n" for name, at in HOSTS.items()))
+    made = [Host(name, names) for name in HOSTS]
+    try:
+        if not all(map(Host.is_ready, made)):
+            pytest.skip("no hosts can be made of namespaces here (it takes root)")
+        ends = [f"{host.holder.pid}" for host in made]
+        cable = f"ip link add eth0 netns {ends[0]} type veth peer name eth0 netns {ends[1]}"
+        subprocess.run(cable.split(), check=True)
+        for host in made:
+            host.output("ip", "address", "add", f"{HOSTS[host.name]}/24", "dev", "eth0")
+            host.output("ip", "link", "set", "eth0", "up")
+        yield made
+    finally:
+        for host in made:
+            host.end()
+
+
+def page_program() -> str:
+    """The page's program, which says what it has mapped, and of which a rank dies once."""
+    found = re.search(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert found
+    loop, first = "    for epoch in range(first_epoch", "            loss = "
+    assert found[1].count(loop) == found[1].count(first) == 1
+    return found[1].replace(loop, WATCH + loop).replace(first, f"            die_at(step)\n{first}")
+
+
+def page_command() -> tuple[dict[str, str], list[str]]:
+    """The line that starts it on each host: environment and command."""
+    found = re.search(r"^(\w+)=(\S+) torchrun (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert found
+    command = [sys.executable, "-m", "torch.distributed.run", *found[3].replace("HOST:", "alpha:").split()]
+    return {found[1]: found[2], "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}, command
+
+
+class Run(NamedTuple):
+    """One rank of one attempt.
+
+    Attributes:
+        host: The name of its host.
+        inode: The memory of its dataset.
+        begin: Batches before it, by the checkpoint that it went on from.
+        batches: Its indices by rank and step; steps are counted from the beginning of the epoch.
+    """
+
+    host: str
+    inode: str
+    begin: int
+    batches: dict[tuple[int, int], list[int]]
+
+
+def read(output: Path) -> Run:
+    (host, inode, begin), *lines = [line.split(maxsplit=2) for line in output.read_text().splitlines()]
+    batches = {(int(rank), int(begin) + int(step)): json.loads(indices) for rank, step, indices in lines}
+    return Run(host, inode, int(begin), batches)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    end_s = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end_s:
+        time.sleep(0.05)
+    return condition()
+
+
+def test_a_job_of_two_hosts_goes_on_after_a_rank_was_killed(hosts: list[Host], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(page_program())
+    environment, command = page_command()
+    running = [host.start(command, tmp_path, environment) for host in hosts]
+    try:
+        ended = wait_until(lambda: all(one.poll() is not None for one in running), DEADLINE_S)
+        said = "\n".join((tmp_path / f"{name}.log").read_text()[-4000:] for name in HOSTS)
+        assert ended, said
+        assert [one.returncode for one in running] == [0, 0], said
+    finally:
+        for one in running:
+            one.kill()
+            one.wait()
+
+    runs = [read(output) for output in tmp_path.glob("*.out")]
+    begins = sorted({run.begin for run in runs})
+    assert begins[:2] == [0, KILLED_AT // 4 * 4], "the second attempt goes on from the last checkpoint"
+    batches: dict[tuple[int, int], list[int]] = {}
+    for run in runs:
+        for place, indices in run.batches.items():
+            assert batches.setdefault(place, indices) == indices, "what comes again is the same"
+    assert max(step for run in runs if run.begin == 0 for _, step in run.batches) == KILLED_AT
+    assert sorted(batches) == [(rank, step) for rank in range(RANKS) for step in range(480 // 4 // RANKS)]
+    assert sorted(index for indices in batches.values() for index in indices) == list(range(480))
+    for begin in begins:
+        memory = {(run.host, run.inode) for run in runs if run.begin == begin}
+        assert sorted(host for host, _ in memory) == sorted(HOSTS), "the ranks of a host share one dataset"
+        assert len({inode for _, inode in memory}) == len(HOSTS), "hosts have datasets of their own"
+    assert wait_until(lambda: not any(host.left() for host in hosts), 20), [host.left() for host in hosts]
