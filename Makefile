@@ -14,10 +14,11 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 SOAK_ARGS ?=
+MATRIX_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast test-all test-integrations lint bench soak clean
+.PHONY: help demo test test-fast test-all test-integrations test-matrix lint bench soak clean
 
 # The fast set leaves out what starts interpreters (spawned workers, programs, the command line, the benchmarks), and
 # what waits for deaths, timeouts and the clock.
@@ -46,6 +47,9 @@ test-integrations: ## The tests with accelerate, Trainer, Lightning, ignite, PyG
 	$(MAKE) VENV=.venv-integrations .venv-integrations/.stamp-integrations
 	.venv-integrations/bin/python -m pytest tests/integrations $(PYTEST_ARGS)
 
+test-matrix: $(VENV)/.stamp-matrix ## The tests of the installed wheel with every version claimed (MATRIX_ARGS=...)
+	$(BIN)/python tests/matrix/run.py $(MATRIX_ARGS)
+
 lint: $(VENV)/.stamp-test ## Lint, check formatting, check types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -58,7 +62,7 @@ soak: $(VENV)/.stamp-test ## Kill, break off and hold for 30 minutes (SOAK_ARGS=
 	PYTHONPATH=tests $(BIN)/python -m robustness.soak --minutes 30 $(SOAK_ARGS)
 
 clean: ## Remove the environment, builds and caches
-	rm -rf $(VENV) .venv-integrations build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-integrations .matrix build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp per extra, inside the environment so that both go together. setuptools comes with torch, so

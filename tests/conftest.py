@@ -26,6 +26,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Begun in the background of a shell; the programs that tests interrupt would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Python 3.14's default is forkserver, whose workers import what they unpickle. Tests that name no method
+# have datasets of their own, which only forked workers know; `start_method` tries the others.
+multiprocessing.set_start_method("fork")
+
 
 # Tests that start many programs or confine them take minutes: SHMLOADER_LONG=1 runs them (`make test-all`).
 LONG = os.environ.get("SHMLOADER_LONG") == "1"

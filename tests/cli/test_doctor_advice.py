@@ -1,11 +1,11 @@
 """The doctor's advice: arguments that the host has room for, and none where it has room for nothing."""
 
 import re
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from caught_warnings import caught_warnings
 
 from shmloader import DataLoader
 from shmloader.cli import doctor
@@ -151,8 +151,7 @@ def test_what_fits_is_what_a_loader_makes_without_copies() -> None:
             prefetch_factor=advice.prefetch_factor,
             memory_budget_nbytes=budget_nbytes,
         )
-        with warnings.catch_warnings(record=True) as caught, loader:
-            warnings.simplefilter("always")
+        with caught_warnings() as caught, loader:
             assert sum(1 for _ in loader) == 6
             assert (loader.statistics().spills == 0) is fits
         assert len(caught) == (not fits)

@@ -9,6 +9,7 @@ its class is torch's without the options. Batches from workers are counted in bo
 import collections
 import contextlib
 import json
+import multiprocessing
 import re
 import sys
 from pathlib import Path
@@ -50,6 +51,7 @@ def forbid(*_: Any, **__: Any) -> None:
 
 def main() -> None:
     page, mode = Path(sys.argv[1]), sys.argv[2]
+    multiprocessing.set_start_method("fork")  # what a page defines cannot be imported
     if mode == "slots":
         dataloader._MultiProcessingDataLoaderIter.__init__ = forbid
         count_batches_of(SlotIterator)

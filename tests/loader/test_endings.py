@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 LOADER = """
-    import os, signal, sys, threading, time
+    import multiprocessing, os, signal, sys, threading, time
     import torch
     from torch.utils.data import Dataset
     from shmloader import DataLoader
+
+    multiprocessing.set_start_method("fork")  # what "-c" defines cannot be imported
 
     class Numbers(Dataset):
         def __len__(self):

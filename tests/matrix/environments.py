@@ -1,8 +1,7 @@
 """Environments of the matrix: virtual ones of the Pythons found here, and Debian systems in folders.
 
-Debian has CPU builds of torch for other versions of Python. A Debian system is made by debootstrap, and its programs
-run in a mount namespace: the mounts end with the last of them, however that ends, and the rest of the machine never
-sees them.
+Debian has CPU builds of torch for other versions of Python. A Debian system is made by debootstrap. Its
+programs run in a mount namespace: the mounts end with the last of them, however that ends.
 """
 
 import os
@@ -15,8 +14,9 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 CACHE = REPOSITORY / ".matrix"
 
-# Debian's releases: the one with the oldest torch that pyproject.toml claims, and the one with the newest.
-DEBIAN = {"trixie": "Python 3.13 with torch 2.6", "sid": "Python 3.14 with torch 2.14"}
+# Debian's releases, with their versions of Python and torch: the oldest torch that pyproject.toml claims, and
+# the newest that there is.
+DEBIAN = {"trixie": ("3.13", "2.6"), "sid": ("3.14", "2.14")}
 PACKAGES = "python3-torch python3-numpy python3-psutil python3-venv procps git iproute2".split()
 TOOLS = "pyarrow pytest pytest-timeout hypothesis tqdm matplotlib setuptools".split()
 
@@ -39,14 +39,14 @@ class Environment(ABC):
 
     Attributes:
         name: Stands for it on the command line.
-        summary: Its versions, in words.
+        versions: Beginnings of what it has, such as "torch 2.6.".
         suite: The folder that the tests are copied to.
         python: Its interpreter, as its programs name it.
     """
 
-    def __init__(self, name: str, summary: str, suite: Path, python: str) -> None:
+    def __init__(self, name: str, versions: list[str], suite: Path, python: str) -> None:
         self.name = name
-        self.summary = summary
+        self.versions = versions
         self.suite = suite
         self.python = python
 
@@ -63,7 +63,7 @@ class Environment(ABC):
         """Run a command in the folder of the tests; the options are those of `subprocess.run`."""
 
     def install(self, wheel: str, *requirements: str) -> None:
-        """Install what the tests need, as constraints.txt beside the wheel allows, and then the wheel alone."""
+        """Install what the tests need, by constraints.txt beside the wheel, and then the wheel."""
         pip = [self.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         self.run([*pip, "-c", str(Path(wheel).parent / "constraints.txt"), *requirements])
         self.run([*pip, "--no-deps", "--force-reinstall", wheel])  # the same version, built anew
@@ -77,9 +77,9 @@ class Virtual(Environment):
         self.base = base
         self.pins = pins
         self.folder = CACHE / f"{base}-{kind}"
-        summary = ", ".join(pins.values()) if pins else "the versions of constraints.txt"
+        versions = [line.replace("==", " ") for line in pins.values()]
         python = str(self.folder / "venv" / "bin" / "python")
-        super().__init__(self.folder.name, summary, self.folder / "suite", python)
+        super().__init__(self.folder.name, [f"Python {base[6:]}.", *versions], self.folder / "suite", python)
 
     def prepare(self, wheel: Path) -> None:
         if not works(self.base):
@@ -116,10 +116,13 @@ class Virtual(Environment):
 class Debian(Environment):
     """A Debian system in a folder, with its own Python and torch."""
 
-    def __init__(self, release: str, summary: str) -> None:
+    def __init__(self, release: str) -> None:
         self.release = release
         self.root = CACHE / release
-        super().__init__(release, f"Debian {release}: {summary}", self.root / "suite", "/venv/bin/python")
+        python, torch = DEBIAN[release]
+        super().__init__(
+            release, [f"Python {python}.", f"torch {torch}."], self.root / "suite", "/venv/bin/python"
+        )
 
     def prepare(self, wheel: Path) -> None:
         if os.geteuid() != 0:
@@ -210,4 +213,4 @@ def environments_of(project: dict[str, Any]) -> list[Environment]:
     least = int(project["requires-python"].removeprefix(">=3."))
     found = [f"python3.{minor}" for minor in range(least, 20) if works(f"python3.{minor}")]
     virtual = [Virtual(f"python3.{least}", oldest), *(Virtual(base, {}) for base in found)]
-    return [*virtual, *(Debian(release, summary) for release, summary in DEBIAN.items())]
+    return [*virtual, *map(Debian, DEBIAN)]

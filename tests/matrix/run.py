@@ -1,7 +1,8 @@
-"""The suite against the installed wheel, with each version that pyproject.toml claims: `make test-matrix`.
+"""The suite against the installed wheel, with each version that pyproject.toml claims (`make test-matrix`).
 
-Wheel and sdist are built from the files of the checkout. Each environment gets the wheel, and the tests without
-the package beside them: what is tested is what users install. All that is made lies in `.matrix`, to be used again.
+Wheel and sdist are built from the files of the checkout. Each environment gets the wheel, and the tests
+without the package beside them: what is tested is what users install. The tests of the benchmarks are left
+out, which are no part of the wheel. All that is made lies in `.matrix`, to be used again.
 
     python tests/matrix/run.py --list
     python tests/matrix/run.py trixie -- tests/store -x
@@ -74,9 +75,18 @@ def test_in(environment: Environment, wheel: Path, arguments: list[str]) -> str:
     environment.prepare(wheel)
     lay_out(environment.suite)
     versions = environment.run([environment.python, "-c", VERSIONS], capture_output=True).stdout.strip()
+    if lacking := [version for version in environment.versions if version not in versions]:
+        return f"FAILED: has {versions}, and not {', '.join(lacking)}"
     print(f"\n== {environment.name}: {versions}", flush=True)
     results = environment.suite / "results.xml"
-    command = [environment.python, "-m", "pytest", f"--junitxml={results.name}", *arguments]
+    command = [
+        environment.python,
+        "-m",
+        "pytest",
+        "--ignore=tests/bench",
+        f"--junitxml={results.name}",
+        *arguments,
+    ]
     environment.run(command, check=False)
     return f"{counts(results)} with {versions}"
 
@@ -109,7 +119,7 @@ def main() -> int:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     known = {environment.name: environment for environment in environments_of(project)}
     if options.list:
-        print(*(f"{name:<18} {environment.summary}" for name, environment in known.items()), sep="\n")
+        print(*(f"{name:<18} {', '.join(one.versions)}" for name, one in known.items()), sep="\n")
         return 0
     if unknown := set(options.names) - set(known):
         parser.error(f"no such environments: {', '.join(sorted(unknown))} (see --list)")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import resource
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from caught_warnings import caught_warnings
 from torch.utils.data import DataLoader as TorchLoader
 
 from shmloader import DataLoader
@@ -85,8 +85,7 @@ def outcome(play: Callable[[Build], Any], build: Build) -> Outcome:
     """Seed, play, and note the result, the warnings and the generators' states."""
     seed_everything()
     seen = Outcome()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         try:
             seen.result = play(build)
         except Exception as error:

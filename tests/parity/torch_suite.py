@@ -1,9 +1,9 @@
-"""torch's own tests of its loader, run with torch's loader and with this one: says which fail only with this one.
+"""torch's own tests of its loader, with torch's loader and with this one: which fail only with this one?
 
     python tests/parity/torch_suite.py PATH/test_dataloader.py [arguments of pytest]
 
-The file comes with torch's sources, of the version that is installed or an older one; it needs the package
-expecttest. It runs three times: as it is, under `shmloader.install()`, and with torch's class replaced by ours.
+The file comes with torch's sources, and needs the package expecttest. It runs three times: as it is, under
+`shmloader.install()`, and with torch's class replaced by `shmloader.DataLoader`.
 """
 
 import os
@@ -11,27 +11,34 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree as ET
 
-import pytest
-import torch.utils.data
-from torch.utils.data import dataloader
-
-import shmloader
-
-WAYS = ("torch", "install", "replaced")
 WAY = "SHMLOADER_TORCH_SUITE"
 
 
 def use(way: str) -> None:
-    """Have the tests of this process load in one of the ways."""
+    """Have this process load in one of the ways."""
+    import torch.utils.data
+
+    import shmloader
+
     if way == "install":
         shmloader.install()
-    elif way == "replaced":
-        torch.utils.data.DataLoader = dataloader.DataLoader = shmloader.DataLoader
+    else:
+        torch.utils.data.DataLoader = torch.utils.data.dataloader.DataLoader = shmloader.DataLoader
 
 
-use(os.environ.get(WAY, "torch"))  # here, because spawned processes of the tests import this file, too
+# Here, since processes that the tests spawn import this file, too.
+if os.environ.get(WAY, "torch") != "torch":
+    use(os.environ[WAY])
+
+
+def wait_longer(items: list[Any]) -> None:
+    """Give spawned processes more than the minute that the file does: they import torch's tests."""
+    for item in items:
+        item.module.JOIN_TIMEOUT = 300.0
 
 
 def run(way: str, suite: Path, arguments: list[str]) -> dict[str, str]:
@@ -39,41 +46,43 @@ def run(way: str, suite: Path, arguments: list[str]) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.xml"
         command = [sys.executable, __file__, str(suite), *arguments, f"--junitxml={results}"]
-        subprocess.run(command, env={**os.environ, WAY: way}, cwd=folder, check=False)
+        subprocess.run(command, env={**os.environ, WAY: way}, check=False)
         cases = ET.parse(results).iter("testcase")
         return {f"{case.get('classname')}::{case.get('name')}": outcome(case) for case in cases}
 
 
 def outcome(case: ET.Element) -> str:
+    """Return what became of a test; a test may fail, and then fail to clean up."""
     kinds = {element.tag for element in case}
-    return next((kind for kind in ("error", "failure", "skipped") if kind in kinds), "passed")
+    return next((kind for kind in ("failure", "error", "skipped") if kind in kinds), "passed")
 
 
 def main() -> int:
-    """Run all ways, and compare."""
+    """Run all ways and compare them; or run one, in a process that `run` has started."""
     suite, arguments = Path(sys.argv[1]).resolve(), sys.argv[2:]
     if WAY in os.environ:
-        # No configuration of this project: its guard and its warnings as errors are not torch's.
-        settings = [
-            "-c",
-            os.devnull,
-            f"--rootdir={suite.parent}",
-            "-p",
-            "no:cacheprovider",
-            "--timeout=300",
-            "-q",
-        ]
-        return pytest.main([str(suite), *settings, *arguments])
-    outcomes = {way: run(way, suite, arguments) for way in WAYS}
+        import pytest
+
+        # Not this project's settings: its guard and its view of warnings are not torch's.
+        settings = f"-c {os.devnull} --rootdir={suite.parent} -p no:cacheprovider --timeout=900 -q".split()
+        plugin = SimpleNamespace(pytest_collection_modifyitems=wait_longer)
+        return pytest.main([str(suite), *settings, *arguments], plugins=[plugin])
+    torchs = run("torch", suite, arguments)
+    print_counts("torch", torchs)
     worse = 0
-    for way, of_tests in outcomes.items():
-        counts = {kind: list(of_tests.values()).count(kind) for kind in sorted(set(of_tests.values()))}
-        print(f"{way}: {counts}")
-        for test, result in of_tests.items():
-            if result != outcomes["torch"].get(test):
-                print(f"  {test}: {result}, and {outcomes['torch'].get(test)} with torch's loader")
-                worse += result in ("error", "failure")
+    for way in ("install", "replaced"):
+        ours = run(way, suite, arguments)
+        print_counts(way, ours)
+        for test in sorted(torchs.keys() | ours.keys()):
+            if ours.get(test) != torchs.get(test):
+                print(f"  {test}: {ours.get(test)}, with torch's loader {torchs.get(test)}")
+                worse += torchs.get(test) == "passed"
     return worse > 0
+
+
+def print_counts(way: str, outcomes: dict[str, str]) -> None:
+    found = list(outcomes.values())
+    print(f"== {way}:", *(f"{found.count(kind)} {kind}" for kind in sorted(set(found))), flush=True)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def test_every_exception_is_listed_with_its_bases() -> None:
 
 def test_every_environment_variable_is_listed() -> None:
     read = set()
-    for path in (REPOSITORY / "shmloader").rglob("*.py"):
+    for path in Path(shmloader.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 read |= set(re.findall(r"^SHMLOADER_[A-Z_]+$", node.value))
