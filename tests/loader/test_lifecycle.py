@@ -22,7 +22,7 @@ from shmloader import DataLoader
 def _python(code: str, *, timeout_s: float = 60.0) -> subprocess.CompletedProcess:
     """Run a program of its own, with this folder importable."""
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
+        [sys.executable, "-W", "error", "-W", "ignore:This process", "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
         timeout=timeout_s,

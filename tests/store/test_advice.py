@@ -7,11 +7,11 @@ import subprocess
 import sys
 import textwrap
 import time
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from caught_warnings import caught_warnings
 from loading import Growing, Numbered
 
 from shmloader import DataLoader, SpillWarning, WorkerTimeout
@@ -29,9 +29,10 @@ def _number(pattern: re.Pattern[str], text: str) -> int:
 def test_the_budget_advised_is_not_below_the_least_there_can_be() -> None:
     with (
         DataLoader(Numbered(64), batch_size=4, num_workers=2, memory_budget_nbytes=20_000) as loader,
-        pytest.warns(SpillWarning) as caught,
+        caught_warnings() as caught,
     ):
         list(loader)
+    assert [one.category for one in caught] == [SpillWarning]
     text = str(caught[0].message)
     assert _number(BUDGET, text) == _number(ADVISED, text) == 6 * 4096
     assert "(a page for each of 6 slots, the least there can be)" in text
@@ -53,9 +54,8 @@ def test_the_budget_advised_for_large_batches_holds_them(
             DataLoader(
                 Growing(sizes), batch_size=None, num_workers=2, memory_budget_nbytes=budget_nbytes
             ) as loader,
-            warnings.catch_warnings(record=True) as caught,
+            caught_warnings() as caught,
         ):
-            warnings.simplefilter("always", SpillWarning)
             for sample in loader:
                 seen.append(len(sample))
             assert (loader.statistics().spills == 0) is advised
