@@ -392,6 +392,6 @@ def use_one_core_in_this_thread() -> None:
     """
     torch.get_num_threads()  # settles this thread's number, which torch would otherwise do later
     try:
-        ctypes.CDLL(None).omp_set_num_threads(1)
+        ctypes.CDLL(torch._C.__file__).omp_set_num_threads(1)  # of the OpenMP that torch is linked with
     except (AttributeError, OSError, TypeError):
         return

@@ -17,7 +17,11 @@ TESTS = Path(__file__).absolute().parents[1]
 LONG = os.environ.get("SHMLOADER_LONG") == "1"
 """Whether tests that can be repeated are repeated as often as docs/robustness.md says."""
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
+    "PYTHON_COLORS": "0",  # Python 3.13 colours tracebacks on a terminal
+}
 """For programs that import this package."""
 
 HELPERS = ("from multiprocessing.resource_tracker import", "from multiprocessing.forkserver import")
@@ -32,7 +36,17 @@ def python(code: str, *arguments: str, timeout_s: float = 60.0, wrap: tuple[str,
         timeout_s: Most seconds it may take.
         wrap: A command that runs the program, such as ``("prlimit", "--nofile=64")``.
     """
-    command = [*wrap, sys.executable, "-W", "error", "-c", textwrap.dedent(code), *arguments]
+    command = [
+        *wrap,
+        sys.executable,
+        "-W",
+        "error",
+        "-W",
+        "ignore:This process",
+        "-c",
+        textwrap.dedent(code),
+        *arguments,
+    ]
     result = subprocess.run(
         command, capture_output=True, text=True, timeout=timeout_s, check=False, env=ENVIRONMENT
     )

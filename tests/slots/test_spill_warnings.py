@@ -2,7 +2,7 @@
 
 import warnings
 
-import pytest
+from caught_warnings import caught_warnings
 from loading import Growing, Numbered
 
 from shmloader import DataLoader, SpillWarning
@@ -11,12 +11,13 @@ from shmloader.slots import RETAINED_SLOTS
 
 def test_more_kept_batches_than_slots_are_said_once() -> None:
     with DataLoader(Numbered(500), num_workers=2, persistent_workers=True) as loader:
-        with pytest.warns(SpillWarning) as caught:
+        with caught_warnings() as caught:
             kept = [batch for _ in range(2) for batch in loader]
         assert [int(batch[0, 0]) for batch in kept] == [*range(500)] * 2
         spills = loader.statistics().spills
         assert spills == 1000 - RETAINED_SLOTS - 2
     (warning,) = caught
+    assert warning.category is SpillWarning
     assert warning.filename == __file__
     text = str(warning.message)
     assert f"the program keeps {RETAINED_SLOTS + 2} batches" in text
@@ -26,7 +27,7 @@ def test_more_kept_batches_than_slots_are_said_once() -> None:
 
 def test_as_many_kept_batches_as_there_are_slots_for_are_not_copied() -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", SpillWarning)
         with DataLoader(Numbered(RETAINED_SLOTS + 2), num_workers=2) as loader:
             kept = list(loader)
             assert loader.statistics().spills == 0
@@ -40,7 +41,7 @@ def test_a_budget_without_room_for_all_says_how_many_are_made_ahead() -> None:
         Growing(sizes), batch_size=None, num_workers=2, prefetch_factor=4, memory_budget_nbytes=50 * 4096
     ) as loader:
         iterator = iter(loader)
-        with pytest.warns(SpillWarning) as caught:
+        with caught_warnings() as caught:
             assert [len(batch) for batch in iterator] == sizes
         assert iterator.pool.most_tasks == 3
-    assert len(caught) == 1
+    assert [one.category for one in caught] == [SpillWarning]

@@ -53,7 +53,7 @@ def test_objects_that_raise_when_asked_are_left_alone(other: Any) -> None:
 
 
 def test_a_list_whose_elements_raise_anything_when_pickled_stays() -> None:
-    holder = Holder(texts=large(), others=[Unpicklable("x" * 50) for _ in range(30_000)])
+    holder = Holder(texts=large(), others=[Unpicklable("x" * 50) for _ in range(60_000)])
     with pytest.warns(
         NotSharedWarning, match=r"Holder.others, .* element \[0\] is a Unpicklable.*not this one"
     ):

@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import multiprocessing
+import re
 import warnings
 from multiprocessing.connection import Connection
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from caught_warnings import caught_warnings
 
 from shmloader import DataLoader, NotSharedWarning, share
 from shmloader.store import unshared
@@ -92,16 +94,18 @@ class Rows(torch.utils.data.Dataset):
 def test_the_loader_warns_once_at_the_end_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unshared, "LEAST_NBYTES", 16 << 20)
     loader = DataLoader(Rows(), batch_size=2000, num_workers=1, multiprocessing_context="fork")
-    with pytest.warns(NotSharedWarning, match=r"Rows\.rows has about .*share_dataset=True") as said:
+    with caught_warnings() as said:
         assert sum(len(batch) for batch in loader) == 200_000
         assert sum(len(batch) for batch in loader) == 200_000
-    assert len(said) == 1
-    assert said[0].filename == __file__
+    (warning,) = said
+    assert warning.category is NotSharedWarning
+    assert re.search(r"Rows\.rows has about .*share_dataset=True", str(warning.message))
+    assert warning.filename == __file__
     with (
         DataLoader(
             Rows(), batch_size=2000, num_workers=2, multiprocessing_context="fork", share_dataset=True
         ) as shared,
         warnings.catch_warnings(),
     ):
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", NotSharedWarning)
         assert sum(len(batch) for batch in shared) == 200_000

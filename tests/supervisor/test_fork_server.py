@@ -36,7 +36,7 @@ def _run(folder: Path, main: str, **modules: str) -> list[str]:
     for name, source in {"main": MAIN + main, **modules}.items():
         (folder / f"{name}.py").write_text(textwrap.dedent(source))
     result = subprocess.run(
-        [sys.executable, "-W", "error", str(folder / "main.py")],
+        [sys.executable, "-W", "error", "-W", "ignore:This process", str(folder / "main.py")],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
