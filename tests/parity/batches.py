@@ -24,8 +24,9 @@ from . import kinds as t
 BIG = 3000  # elements: past any size at which a leaf would be sent in the message itself
 FLOATS = (
     "bfloat16 float16 float32 float64 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz "
-    "float8_e8m0fnu complex32 complex64 complex128"
+    "complex32 complex64 complex128"
 ).split()
+FLOATS += [name for name in ["float8_e8m0fnu"] if hasattr(torch, name)]  # since torch 2.7
 INTS = "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64".split()
 NUMPY = (
     "? i1 u1 i2 u2 i4 u4 i8 u8 f2 f4 f8 g F D G >i4 >f8 >c16 S7 U5 >U5 V3 M8[ns] M8[D] >M8[s] m8[us]"

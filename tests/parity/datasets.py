@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate, get_worker_info
+from torch.utils.data._utils.worker import WorkerInfo
 
 
 def row(index: int, width: int = 8) -> torch.Tensor:
@@ -143,13 +144,14 @@ def worker_facts(dataset: Any) -> dict[str, Any]:
     if info is not None:
         facts |= {
             "threads": torch.get_num_threads(),
-            "type": type(info),
+            "type": type(info).__name__,
             "id": info.id,
             "num_workers": info.num_workers,
             "seed": info.seed,
             "is_dataset": info.dataset is dataset,
-            "method": info.worker_method,
         }
+        if "worker_method" in WorkerInfo.__annotations__:  # which torch 2.6 lacks
+            facts["method"] = info.worker_method
     return facts
 
 
