@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 BEGIN = """
-import sys, warnings
+import multiprocessing, sys, warnings
+multiprocessing.set_start_method("fork", force=True)  # forced: spawned workers import this, too
 warnings.simplefilter("always")
 import numpy as np
 import torch
