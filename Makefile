@@ -18,7 +18,7 @@ MATRIX_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast test-all test-integrations test-matrix lint bench soak clean
+.PHONY: help demo test test-fast test-all test-integrations test-matrix lint bench gpu soak clean
 
 # The fast set leaves out what starts interpreters (spawned workers, programs, the command line, the benchmarks), and
 # what waits for deaths, timeouts and the clock.
@@ -57,6 +57,12 @@ lint: $(VENV)/.stamp-test ## Lint, check formatting, check types
 
 bench: $(VENV)/.stamp-bench ## Compare with all peers on all work, for an hour or two (BENCH_ARGS=...)
 	$(BIN)/python -m shmloader bench $(BENCH_ARGS)
+
+# pip takes torch's CUDA build where the package index has it first, as PyPI does for Linux.
+gpu: $(VENV)/.stamp-test $(VENV)/.stamp-bench ## On a machine with a GPU: its tests and benchmarks (BENCH_ARGS='--workers 15')
+	$(BIN)/python -m shmloader doctor
+	$(BIN)/python -m pytest tests/device -m gpu $(PYTEST_ARGS)
+	$(BIN)/python -m benchmarks.device $(BENCH_ARGS)
 
 soak: $(VENV)/.stamp-test ## Kill, break off and hold for 30 minutes (SOAK_ARGS=...)
 	PYTHONPATH=tests $(BIN)/python -m robustness.soak --minutes 30 $(SOAK_ARGS)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 
 from shmloader.device.driver import Driver, DriverError
-from shmloader.host.limits import memory_headroom
+from shmloader.host.limits import locked_memory_limits, memory_headroom
 from shmloader.shared_memory import Extent
 
 MOST_SHARE = 2
@@ -85,7 +84,7 @@ def pin(driver: Driver, extent: Extent) -> str:
         try:
             Registration(driver, extent)
         except DriverError as error:
-            soft, hard = map(_limit, resource.getrlimit(resource.RLIMIT_MEMLOCK))
+            soft, hard = locked_memory_limits()
             reason = (
                 f"{error}, with {locked_nbytes:,} bytes locked. If the limit of locked memory is the reason "
                 f"(ulimit -l: {soft}, hard {hard}), raise it: ulimit -l unlimited, docker run --ulimit "
@@ -122,7 +121,3 @@ def release_postponed() -> None:
     """End registrations that could not end while a graph was captured."""
     for registration in [_postponed.pop() for _ in range(len(_postponed))]:
         registration.release(synchronize=True)
-
-
-def _limit(nbytes: int) -> str:
-    return "unlimited" if nbytes == resource.RLIM_INFINITY else f"{nbytes:,} bytes"

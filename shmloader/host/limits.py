@@ -199,3 +199,14 @@ def _resource_limits(name: str) -> list[int | None]:
 
     limits = resource.getrlimit(getattr(resource, name))
     return [None if limit == resource.RLIM_INFINITY else limit for limit in limits]
+
+
+def locked_memory_limits() -> tuple[str, str]:
+    """The limits of locked memory (``ulimit -l``), soft and hard, for people."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return "none", "none"
+    limits = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    soft, hard = ("none" if limit == resource.RLIM_INFINITY else f"{limit:,} bytes" for limit in limits)
+    return soft, hard

@@ -29,7 +29,7 @@ from shmloader.cli.doctor.advice import (
 )
 from shmloader.cli.doctor.trial import Trial
 from shmloader.cli.options import format_nbytes
-from shmloader.host.limits import Bound, Cores, Headroom, address_space, oom_kills
+from shmloader.host.limits import Bound, Cores, Headroom, address_space, locked_memory_limits, oom_kills
 from shmloader.shared_memory import HUGE_NBYTES, MemfdSegment
 
 Status = Literal["ok", "warning", "fail"]
@@ -259,11 +259,25 @@ def check_cuda(host: Host) -> Finding:
         change = "pin_memory=False until CUDA itself works"
         return Finding("warning", f"trying it failed: {trial.error}", change, values)
     device = trial.answer["device"]
+    soft, hard = locked_memory_limits()
     if not (trial.answer["registered"] and trial.answer["is_pinned"]):
-        change = f"{trial.answer.get('error', 'they are not seen as pinned')}; pin_memory=True copies instead"
-        found = f"{device}: pages of shared memory cannot be registered"
+        reason = trial.answer.get("error", "they are not seen as pinned")
+        change = (
+            f"{reason}; pin_memory=True copies instead. The limit of locked memory (ulimit -l) is {soft}, "
+            f"hard {hard}: docker run --ulimit memlock=-1, LimitMEMLOCK=infinity"
+        )
+        found = f"{device}: slots cannot be page-locked"
         return Finding("warning", found, change, values)
-    return Finding("ok", f"{device}: pages of shared memory registered, and seen as pinned", values=values)
+    version, tried_nbytes = trial.answer["driver"], trial.answer["tried_nbytes"]
+    batch_nbytes = host.advice.batch_nbytes or tried_nbytes
+    per_byte_s = trial.answer["copy_s"] / tried_nbytes
+    found = (
+        f"{device}, driver for CUDA {version // 1000}.{version % 1000 // 10}: slots are page-locked at "
+        f"{tried_nbytes / trial.answer['register_s'] / 1e9:.1f} GB/s, once, and copied at "
+        f"{1e-9 / per_byte_s:.1f} GB/s; a batch of {format_nbytes(batch_nbytes)} takes "
+        f"{1e3 * batch_nbytes * per_byte_s:.1f} ms; locked memory (ulimit -l): {soft}"
+    )
+    return Finding("ok", found, values=values)
 
 
 def check_loading(host: Host, start_method: str) -> Finding:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import statistics
 import sys
 import time
 import warnings
@@ -22,6 +23,9 @@ from shmloader import DataLoader, SpillWarning
 BATCHES = 4
 """One more than the smallest loader has slots, so that one slot is used again."""
 BATCH_SIZE = 8
+
+TRIED_NBYTES = 64 << 20
+"""Of memory that is page-locked and copied."""
 
 
 class Numbered(Dataset[torch.Tensor]):
@@ -83,27 +87,42 @@ def load(start_method: str, batch_nbytes: int, limit_s: float, num_workers: int 
 
 
 def register() -> dict[str, Any]:
-    """Page-lock a few pages of a segment with CUDA and undo it.
+    """Page-lock a slot with CUDA as loaders do, copy it to the device, and undo it.
 
     Returns:
-        ``available``; where True also ``device`` (its name), ``registered`` and ``is_pinned``.
+        ``available``; where True also ``device`` (its name), ``registered``, and either ``error`` or
+        ``is_pinned``, ``driver`` (the newest CUDA that the driver supports: 12080 is 12.8), ``tried_nbytes``,
+        ``register_s`` and ``copy_s``, copying as the median of five.
     """
     if not torch.cuda.is_available():
         return {"available": False}
-    from shmloader.shared_memory import PAGE_NBYTES, MemfdSegment
+    from shmloader.device.driver import CudaDriver, DriverError, open_driver
+    from shmloader.shared_memory import MemfdSegment
 
+    answer: dict[str, Any] = {"available": True, "device": torch.cuda.get_device_name(), "registered": False}
+    driver = open_driver()
+    if not isinstance(driver, CudaDriver):
+        return answer | {"error": str(driver)}
     segment = MemfdSegment()
-    nbytes = segment.reserve(0, 0, 4 * PAGE_NBYTES)
-    extent = segment.map(0, nbytes)
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    code = cudart.cudaHostRegister(extent.address, nbytes, 0)
-    answer = {"available": True, "device": torch.cuda.get_device_name(), "registered": int(code) == 0}
-    if answer["registered"]:
-        answer["is_pinned"] = torch.frombuffer(extent.view, dtype=torch.uint8).is_pinned()
-        cudart.cudaHostUnregister(extent.address)
-    else:
-        answer["error"] = str(cudart.cudaGetErrorString(code))
-    segment.discard(0, nbytes)
+    extent = segment.map(0, segment.reserve(0, 0, TRIED_NBYTES))
+    source = torch.frombuffer(extent.view, dtype=torch.uint8)
+    target = torch.empty(TRIED_NBYTES, dtype=torch.uint8, device="cuda")
+    began_s = time.perf_counter()
+    try:
+        driver.register(extent.address, TRIED_NBYTES)
+    except DriverError as error:
+        return answer | {"error": str(error)}
+    answer |= {"registered": True, "register_s": time.perf_counter() - began_s}
+    answer |= {"driver": driver.version(), "tried_nbytes": TRIED_NBYTES}
+    answer["is_pinned"] = source.is_pinned()
+    copies_s = []
+    for _ in range(5):
+        began_s = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        copies_s.append(time.perf_counter() - began_s)
+    answer["copy_s"] = statistics.median(copies_s)
+    driver.unregister(extent.address)
     segment.close()
     return answer
 

@@ -1,0 +1,510 @@
+"""Batches for a CUDA device: are they right, and how fast do they come?
+
+Run from a checkout, on a machine with a GPU:
+
+    python -m benchmarks.device [--part NAME]... [--workers N] [--seconds S] [--json FILE]
+
+The parts, all of them by default:
+
+* guard: pinned batches are copied on a busy side stream without waiting, dropped, and the next one is taken;
+  also around graph captures, in this thread and in another one. Every batch is compared on the device.
+* guard-off: the same with slots granted again at once. It has to show wrong batches, or `guard` is no proof.
+* copy: batches of 64 MB with ``device="cuda"``, over a plain ``copy_`` of a pinned tensor in a loop.
+* torch: the same batches, beside torch's loader with ``pin_memory=True``: throughput, and processor time.
+* leaves: batches of 500 small tensors, beside torch's; and with one copy for each tensor.
+* resnet: training ResNet-18 on uint8 images: how much longer a step takes than on a batch that is there.
+* leak: 1,000 loaders, one after the other: what stays registered, mapped, and allocated.
+
+Workers stamp a batch with its number, once in each 4,096 bytes, and otherwise leave the memory as it is: what
+is measured in `copy` and `torch` is the way of the bytes, not how fast workers can write them. Exit status: 0
+where all is as it should be, 1 where not, 2 where there is no CUDA device, 3 where results are not written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+from torch.utils.data import Dataset
+
+import shmloader
+from benchmarks.machine import CpuMeter, describe, describe_in_words
+from benchmarks.options import NOT_MEASURED, NOT_WRITTEN, finite_number, whole_number
+from benchmarks.resnet import resnet18
+from benchmarks.result_files import result_file, write_json
+from benchmarks.tables import render_table
+
+PAGE = 4096
+STAMPS = 251  # batches are told apart by their number modulo this prime
+GUARDED_BATCHES = 1000
+LOADERS = 1000
+LEAVES = 500
+
+
+class Figure(NamedTuple):
+    """One line of the result.
+
+    Attributes:
+        part: Which part it is of.
+        what: What was measured.
+        value: The figure.
+        unit: Its unit.
+        good: Whether it is as it should be; None where nothing is asked of it.
+    """
+
+    part: str
+    what: str
+    value: float
+    unit: str
+    good: bool | None = None
+
+
+class Numbers(Dataset[int]):
+    """Sample ``i`` is ``i``."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stamped:
+    """A collate function: a batch of so many bytes, stamped with its number."""
+
+    def __init__(self, nbytes: int, *, in_slot: bool = True) -> None:
+        self.nbytes = nbytes
+        self.in_slot = in_slot
+
+    def __call__(self, samples: list[int]) -> torch.Tensor:
+        make = shmloader.empty if self.in_slot else torch.empty
+        batch: torch.Tensor = make(self.nbytes, dtype=torch.uint8)
+        batch[::PAGE] = samples[0] % STAMPS
+        return batch
+
+
+class Small:
+    """A collate function: a dict of small float32 tensors."""
+
+    def __init__(self, leaves: int) -> None:
+        self.leaves = leaves
+
+    def __call__(self, samples: list[int]) -> dict[str, torch.Tensor]:
+        return {str(leaf): torch.full((16, 4), float(samples[0])) for leaf in range(self.leaves)}
+
+
+class Images:
+    """A collate function: uint8 images of 3 x 224 x 224, and labels."""
+
+    def __call__(self, samples: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        images = shmloader.empty((len(samples), 3, 224, 224), dtype=torch.uint8)
+        images.view(-1)[::PAGE] = samples[0] % STAMPS
+        return images, torch.tensor(samples) % 1000
+
+
+def make(kind: Any, batches: int, collate: Callable[..., Any], workers: int, **options: Any) -> Any:
+    """A loader whose every batch is of one sample, unless `batch_size` says otherwise."""
+    size = options.pop("batch_size", 1)
+    return kind(Numbers(batches * size), batch_size=size, num_workers=workers, collate_fn=collate, **options)
+
+
+def wrong_batches(workers: int, batches: int, nbytes: int, *, guarded: bool, captures: bool) -> int:
+    """Copies pinned batches on a busy side stream and drops them; how many arrive with wrong bytes."""
+    side = torch.cuda.Stream()
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    capturing = _Captures() if captures else None
+    with make(shmloader.DataLoader, batches, Stamped(nbytes), workers, pin_memory=True) as loader:
+        iterator = iter(loader)
+        if not guarded:
+            leave_unguarded(iterator.pool)
+        for number, batch in enumerate(iterator):
+            if not batch.is_pinned():
+                raise RuntimeError(f"batch {number} is not pinned: see what the loader has warned of")
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(2_000_000)  # noqa: SLF001 - a kernel that keeps the stream busy
+                copied = batch.to("cuda", non_blocking=True)
+                wrong += (copied[::PAGE] != number % STAMPS).any()
+                copied.record_stream(side)
+            del batch, copied
+            if capturing is not None and number % 50 == 0:
+                capturing.capture(in_thread=number % 100 == 0)
+        torch.cuda.synchronize()
+    if capturing is not None:
+        capturing.replay()
+    return int(wrong)
+
+
+def leave_unguarded(pool: Any) -> None:
+    """Have the slots of a pool granted again as soon as their leases have ended."""
+    free: list[Any] = []
+
+    def done() -> list[Any]:
+        taken = free[:]
+        free.clear()
+        return taken
+
+    pool.guard.end = free.extend
+    pool.guard.done = done
+
+
+class _Captures:
+    """Captures a small graph, here or in a thread while this one goes on, and replays all at the end."""
+
+    def __init__(self) -> None:
+        self._value = torch.ones(1000, device="cuda")
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._threads: list[threading.Thread] = []
+
+    def capture(self, *, in_thread: bool) -> None:
+        """Capture one."""
+        if in_thread:
+            self._threads.append(threading.Thread(target=self._capture, args=(0.05,)))
+            self._threads[-1].start()
+        else:
+            for thread in self._threads:  # torch captures one graph at a time
+                thread.join()
+            self._capture(0.0)
+
+    def _capture(self, open_s: float) -> None:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._value.mul_(2)
+            time.sleep(open_s)
+            self._value.mul_(0.5)
+        self._graphs.append(graph)
+
+    def replay(self) -> None:
+        """Replay all; raises if one is invalid."""
+        for thread in self._threads:
+            thread.join()
+        for graph in self._graphs:
+            graph.replay()
+        torch.cuda.synchronize()
+
+
+def guard(arguments: argparse.Namespace, *, guarded: bool = True) -> Iterator[Figure]:
+    """See the module: `guard` and `guard-off`."""
+    part = "guard" if guarded else "guard-off"
+    for captures in (False, True) if guarded else (False,):
+        wrong = wrong_batches(
+            min(arguments.workers, 8), GUARDED_BATCHES, 8 << 20, guarded=guarded, captures=captures
+        )
+        what = f"wrong batches of {GUARDED_BATCHES:,}{', around graph captures' if captures else ''}"
+        yield Figure(part, what, wrong, "", wrong == 0 if guarded else wrong > 0)
+
+
+def rate_of(batches: Iterable[Any], seconds: float, step: Callable[[Any], object]) -> tuple[float, float]:
+    """Batches per second behind the first twenty, and processor time per batch, of all processes."""
+    iterator = iter(batches)
+    for batch in itertools.islice(iterator, 20):
+        step(batch)
+    torch.cuda.synchronize()
+    meter, began_s, count = CpuMeter(), time.perf_counter(), 0
+    while time.perf_counter() - began_s < seconds:
+        step(next(iterator))
+        count += 1
+    torch.cuda.synchronize()
+    took_s = time.perf_counter() - began_s
+    return count / took_s, meter.read()[0] / count
+
+
+def plain_copy_rate(nbytes: int, seconds: float) -> float:
+    """Copies per second of one pinned tensor to the device."""
+    source = torch.empty(nbytes, dtype=torch.uint8).pin_memory()
+    target = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    return rate_of(itertools.repeat(source), seconds, lambda batch: target.copy_(batch, non_blocking=True))[0]
+
+
+def keep(batch: Any) -> None:
+    """A step that does nothing: the batch is on the device."""
+
+
+def to_cuda(batch: Any) -> Any:
+    """A step as it is with torch's loader: every tensor is copied without waiting."""
+    if isinstance(batch, dict):
+        return {name: tensor.to("cuda", non_blocking=True) for name, tensor in batch.items()}
+    return batch.to("cuda", non_blocking=True)
+
+
+def in_turns(
+    turns: int, contests: dict[str, Callable[[], tuple[float, float]]]
+) -> dict[str, tuple[float, float]]:
+    """Runs each in turn, so often; the medians of what they give."""
+    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in contests}
+    for turn in range(turns):
+        for name in sorted(contests, reverse=bool(turn % 2)):
+            runs[name].append(contests[name]())
+    return {
+        name: (statistics.median(one for one, _ in found), statistics.median(two for _, two in found))
+        for name, found in runs.items()
+    }
+
+
+def measured(
+    kind: Any,
+    collate: Callable[..., Any],
+    workers: int,
+    seconds: float,
+    step: Callable[[Any], object],
+    **options: Any,
+) -> tuple[float, float]:
+    """The rate of one loader; see `rate_of`."""
+    loader = make(kind, 1 << 30, collate, workers, **options)
+    try:
+        return rate_of(loader, seconds, step)
+    finally:
+        if kind is shmloader.DataLoader:
+            loader.close()
+
+
+def copy(arguments: argparse.Namespace) -> Iterator[Figure]:
+    """See the module."""
+    nbytes, workers, seconds = 64_000_000, min(arguments.workers, 8), arguments.seconds
+    ours = functools.partial(
+        measured, shmloader.DataLoader, Stamped(nbytes), workers, seconds, keep, device="cuda"
+    )
+    rates = in_turns(3, {"plain": lambda: (plain_copy_rate(nbytes, seconds), 0.0), "ours": ours})
+    plain, found = rates["plain"][0], rates["ours"][0]
+    yield Figure("copy", "plain pinned copy_", plain * nbytes / 1e9, "GB/s")
+    yield Figure("copy", f"device='cuda', {workers} workers", found * nbytes / 1e9, "GB/s")
+    yield Figure("copy", "of a plain copy", 100 * found / plain, "%", found >= 0.95 * plain)
+
+
+def torchs(arguments: argparse.Namespace) -> Iterator[Figure]:
+    """See the module: `torch`."""
+    nbytes, workers, seconds = 64_000_000, min(arguments.workers, 8), arguments.seconds
+    ours = functools.partial(measured, shmloader.DataLoader, Stamped(nbytes), workers, seconds)
+    theirs = functools.partial(
+        measured, torch.utils.data.DataLoader, Stamped(nbytes, in_slot=False), workers, seconds
+    )
+    rates = in_turns(
+        3,
+        {
+            "shmloader device='cuda'": lambda: ours(keep, device="cuda"),
+            "shmloader pin_memory=True": lambda: ours(to_cuda, pin_memory=True),
+            "torch pin_memory=True": lambda: theirs(to_cuda, pin_memory=True),
+        },
+    )
+    for name, (rate, cpu_s) in rates.items():
+        yield Figure("torch", name, rate, "batches/s")
+        yield Figure("torch", name, cpu_s * 1e3, "ms of processor time per batch")
+    (ours_rate, ours_cpu_s), _, (rate, cpu_s) = rates.values()
+    yield Figure("torch", "throughput, times torch", ours_rate / rate, "", ours_rate >= 3 * rate)
+    yield Figure(
+        "torch", "processor time, of torch's", 100 * ours_cpu_s / cpu_s, "%", 3 * ours_cpu_s <= cpu_s
+    )
+
+
+def leaves(arguments: argparse.Namespace) -> Iterator[Figure]:
+    """See the module."""
+    from shmloader.device import batches
+
+    workers, seconds, collate = min(arguments.workers, 8), arguments.seconds, Small(LEAVES)
+
+    def ours(large_nbytes: int) -> tuple[float, float]:
+        before, batches.LARGE_NBYTES = batches.LARGE_NBYTES, large_nbytes
+        batches.plan_of.cache_clear()
+        try:
+            return measured(shmloader.DataLoader, collate, workers, seconds, keep, device="cuda")
+        finally:
+            batches.LARGE_NBYTES = before
+            batches.plan_of.cache_clear()
+
+    torch_loader = torch.utils.data.DataLoader
+    rates = in_turns(
+        3,
+        {
+            "one copy": lambda: ours(batches.LARGE_NBYTES),
+            "one copy per leaf": lambda: ours(0),
+            "torch": lambda: measured(torch_loader, collate, workers, seconds, to_cuda, pin_memory=True),
+        },
+    )
+    for name, (rate, _) in rates.items():
+        yield Figure("leaves", f"{LEAVES} leaves, {name}", rate, "batches/s")
+    ratio = rates["one copy"][0] / rates["torch"][0]
+    yield Figure("leaves", "times torch", ratio, "", ratio >= 10)
+
+
+def pinned_ring(batches: Iterable[Any], size: int = 4) -> Iterator[Any]:
+    """Batches through a ring of pinned memory, copied on a stream of their own, as DALI does it."""
+    stream, ring = torch.cuda.Stream(), [None] * size
+    events = [torch.cuda.Event() for _ in ring]
+    waiting: list[Any] = []
+    for number, batch in enumerate(batches):
+        place = number % size
+        events[place].synchronize()
+        if ring[place] is None:
+            ring[place] = [tensor.pin_memory() for tensor in batch]
+        for memory, tensor in zip(ring[place], batch, strict=True):
+            memory.copy_(tensor)
+        with torch.cuda.stream(stream):
+            moved = [memory.to("cuda", non_blocking=True) for memory in ring[place]]
+            events[place].record(stream)
+        waiting.append((moved, events[place]))
+        if len(waiting) > 1:
+            ready, event = waiting.pop(0)
+            torch.cuda.current_stream().wait_event(event)
+            for tensor in ready:
+                tensor.record_stream(torch.cuda.current_stream())
+            yield ready
+
+
+def spdl_batches(workers: int, size: int) -> Iterable[Any] | None:
+    """Batches of SPDL's loader, if that is installed; they are on the CPU."""
+    from benchmarks import peers  # noqa: F401 - registers them
+    from benchmarks.loaders import LOADERS as REGISTERED
+
+    loader = REGISTERED.get("spdl-arena")
+    if loader is None or loader.missing() is not None:
+        return None
+    batches: Iterable[Any] = loader.build(Numbers(1 << 20), size, workers, 2, collate_fn=Images())
+    return batches
+
+
+class Training:
+    """A ResNet-18 on the device, and its step on a batch of uint8 images."""
+
+    def __init__(self, device: str = "cuda") -> None:
+        self.device = device
+        self.network = resnet18().to(device, memory_format=torch.channels_last)
+        self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.01, momentum=0.9)
+
+    def step(self, batch: Any) -> None:
+        """One step; nothing waits for it."""
+        images, labels = (tensor.to(self.device, non_blocking=True) for tensor in batch)
+        images = images.to(memory_format=torch.channels_last).float().div_(255)
+        with torch.autocast(self.device, torch.bfloat16):
+            loss = torch.nn.functional.cross_entropy(self.network(images), labels)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimizer.step()
+
+
+def resnet(arguments: argparse.Namespace) -> Iterator[Figure]:
+    """See the module."""
+    torch.backends.cudnn.benchmark = True
+    workers, seconds, size = arguments.workers, arguments.seconds, 256
+    training = Training()
+    resident = tuple(tensor.cuda() for tensor in Images()(list(range(size))))
+
+    def through(wrap: Callable[[Any], Any], **options: Any) -> tuple[float, float]:
+        kind = options.pop("kind", shmloader.DataLoader)
+        loader = make(kind, 1 << 20, Images(), workers, batch_size=size, **options)
+        try:
+            return rate_of(wrap(loader), seconds, training.step)
+        finally:
+            if kind is shmloader.DataLoader:
+                loader.close()
+
+    def same(loader: Any) -> Any:
+        return loader
+
+    torch_loader = torch.utils.data.DataLoader
+    contests: dict[str, Callable[[], tuple[float, float]]] = {
+        "a batch that is there": lambda: rate_of(itertools.repeat(resident), seconds, training.step),
+        "shmloader device='cuda'": lambda: through(same, device="cuda"),
+        "shmloader pin_memory=True": lambda: through(same, pin_memory=True),
+        "shmloader, pinned ring": lambda: through(pinned_ring),
+        "torch pin_memory=True": lambda: through(same, kind=torch_loader, pin_memory=True),
+    }
+    if (found := spdl_batches(workers, size)) is not None:
+        contests["SPDL, pinned ring"] = lambda: rate_of(pinned_ring(found), seconds, training.step)
+    rates = in_turns(3, contests)
+    best = rates["a batch that is there"][0]
+    for name, (rate, _) in rates.items():
+        yield Figure("resnet", f"{name}, {workers} workers", rate * size, "images/s")
+        wait = 100 * (1 - rate / best)
+        good = wait < 1 if name == "shmloader device='cuda'" else None
+        yield Figure("resnet", f"{name}: the loop waits", wait, "%", good)
+
+
+def leak(arguments: argparse.Namespace) -> Iterator[Figure]:
+    """See the module."""
+    from shmloader.device import pinned
+
+    process = psutil.Process()
+
+    def run(loaders: int) -> tuple[int, int, int]:
+        for number in range(loaders):
+            option = {"device": "cuda"} if number % 2 else {"pin_memory": True}
+            with make(shmloader.DataLoader, 4, Stamped(1 << 20), 1, **option) as loader:
+                for batch in loader:
+                    keep(batch)
+            del batch
+        torch.cuda.synchronize()
+        return (
+            process.memory_info().rss,
+            torch.cuda.memory_reserved(),
+            len(process.memory_maps(grouped=False)),
+        )
+
+    before = run(LOADERS // 10)
+    after = run(LOADERS)
+    yield Figure(
+        "leak", "registered after close()", pinned.pinned_nbytes(), "bytes", not pinned.pinned_nbytes()
+    )
+    grown = after[0] - before[0]
+    yield Figure("leak", f"growth over {LOADERS:,} loaders", grown / 1e6, "MB", grown < 20e6)
+    yield Figure("leak", "growth on the device", after[1] - before[1], "bytes", after[1] == before[1])
+    yield Figure("leak", "further mappings", after[2] - before[2], "", after[2] - before[2] < 10)
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Figure]]] = {
+    "guard": guard,
+    "guard-off": functools.partial(guard, guarded=False),
+    "copy": copy,
+    "torch": torchs,
+    "leaves": leaves,
+    "resnet": resnet,
+    "leak": leak,
+}
+
+
+def report(figures: list[Figure]) -> str:
+    """The table of figures."""
+    judged = {True: "yes", False: "NO", None: ""}
+    rows = [[one.part, one.what, f"{one.value:,.4g} {one.unit}".strip(), judged[one.good]] for one in figures]
+    return render_table([["part", "what", "measured", "as wanted"], *rows], 2)
+
+
+def main() -> int:
+    """Measure, and print a table; see the module for the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", action="append", choices=PARTS, metavar="NAME")
+    parser.add_argument("--workers", type=whole_number(1), default=8)
+    parser.add_argument("--seconds", type=finite_number(0.05), default=5.0)
+    parser.add_argument("--json", type=result_file, metavar="FILE")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("there is no CUDA device here: nothing was measured", file=sys.stderr)
+        return NOT_MEASURED
+    print(f"{torch.cuda.get_device_name()}\n{describe_in_words(describe())}")
+    figures: list[Figure] = []
+    for name in arguments.part or PARTS:
+        for figure in PARTS[name](arguments):
+            print(report([figure]).splitlines()[-1], flush=True)
+            figures.append(figure)
+    print(report(figures))
+    results = {"device": torch.cuda.get_device_name(), "machine": describe(), "figures": figures}
+    if arguments.json is not None and not write_json(arguments.json, results):
+        return NOT_WRITTEN
+    return int(any(one.good is False for one in figures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
