@@ -291,6 +291,22 @@ def test_a_spilled_batch_leaves_the_slot_guarded(driver: ScriptedDriver, pool: G
     assert not slot.unguarded
 
 
+def test_memory_of_a_batch_that_nobody_takes_is_kept_for_its_copy(
+    driver: ScriptedDriver, pool: SlotPool
+) -> None:
+    """The program's next tensor would be written over by the copy."""
+    slot, anchor, header = _leaves(pool, torch.ones(4))
+    DeviceBatches(pool.guard, 0).begin(slot, anchor, header)
+    del anchor
+    tensor = driver.allocate(16, 0)
+    tensor.fill_(9)
+    driver.drain()
+    assert tensor.tolist() == [9] * 16
+    pool.collect()
+    copied_to = driver.allocate(16, 0)
+    assert copied_to.view(torch.float32).tolist() == [1] * 4  # it is used again behind the copy
+
+
 class Point(NamedTuple):
     x: object
     y: object

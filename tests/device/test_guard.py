@@ -314,6 +314,18 @@ def test_nothing_ends_a_capture_at_the_end_of_a_batch(driver: ScriptedDriver) ->
     assert driver.registered == {}
 
 
+def test_what_is_guarded_when_the_loader_is_closed_is_not_given_back(driver: ScriptedDriver) -> None:
+    pool = _pool(driver)
+    _, batch = _batch(pool, 7)
+    driver.read_late(0, batch.ctypes.data, batch.nbytes, 7)
+    driver.captures.add(driver.new_stream())  # so that nothing can wait for the copy now
+    del batch
+    pool.close()
+    driver.drain()
+    driver.captures.clear()
+    pinned.release_postponed()
+
+
 def test_a_refused_registration_warns_once_and_batches_are_not_pinned(
     driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,12 +381,14 @@ def test_memory_that_is_given_back_is_unlocked_first(driver: ScriptedDriver) -> 
     kept.clear()
     pool.trim()
     assert len(driver.registered) == pool.base_slots
+    assert driver.waits == 0  # nothing reads it
     pool.close()
 
 
-def test_ten_thousand_slots_leave_nothing(driver: ScriptedDriver) -> None:
+def test_a_hundred_loaders_leave_nothing(driver: ScriptedDriver) -> None:
     for _ in range(100):
         pool = _pool(driver)
+        driver.launch(0, lambda: None)  # so that they are guarded when the loader is closed
         for number in range(10):
             _batch(pool, number)
         pool.close()
