@@ -144,5 +144,6 @@ class GuardedPool(SlotPool):
     def close(self) -> None:
         """See `SlotPool`; what is guarded lives on until the accelerator is done."""
         if self.guard is not None and not self._closed:
+            self.collect()  # before it: an event that is recorded afterwards would never be given back
             self.guard.close()
         super().close()

@@ -292,7 +292,7 @@ def test_a_spilled_batch_leaves_the_slot_guarded(driver: ScriptedDriver, pool: G
 
 
 def test_memory_of_a_batch_that_nobody_takes_is_kept_for_its_copy(
-    driver: ScriptedDriver, pool: SlotPool
+    driver: ScriptedDriver, pool: GuardedPool
 ) -> None:
     """The program's next tensor would be written over by the copy."""
     slot, anchor, header = _leaves(pool, torch.ones(4))
