@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,18 +76,30 @@ def test_a_missed_figure_is_marked() -> None:
     assert "1.5 GB/s" in text.splitlines()[3]
 
 
-@pytest.mark.long
-def test_the_comparison_with_more_workers(tmp_path: Path) -> None:
-    given = argparse.Namespace(workload=["tiny"], loader=["shmloader"], seconds=0.1, repeats=1, quick=True)
-    results = {workers: scaling.measure(workers, given) for workers in (1, 2)}
-    rates = scaling.rates_of(results)
-    assert set(rates["tiny"]) == {"shmloader", "limit"}
-    assert set(rates["tiny"]["shmloader"]) == {1, 2}
+def test_rates_of_comparisons_are_put_side_by_side() -> None:
+    """As `bench --json` writes them."""
+    row = {"samples_per_s": 1000.0}
+    first = {"workloads": {"tiny": {"contestants": {"shmloader": row, "limit": {"samples_per_s": 5000.0}}}}}
+    rates = scaling.rates_of({1: first, 2: {"workloads": {"tiny": {"contestants": {"shmloader": row}}}}})
+    assert rates == {"tiny": {"shmloader": {1: 1000.0, 2: 1000.0}, "limit": {1: 5000.0}}}
     text = scaling.table(rates, [1, 2], 2)
     assert "2 *" in text
     assert "more processes than the 2 usable cores" in text
-    scaling.draw(tmp_path / "rates.png", rates)
+
+
+@pytest.mark.long
+def test_the_comparison_with_more_workers_in_a_program(tmp_path: Path) -> None:
+    words = "--quick --seconds 0.1 --repeats 1 --workload tiny --loader shmloader --workers 1"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.scaling", *words.split(), "--plot", str(tmp_path / "rates.png")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
     assert (tmp_path / "rates.png").stat().st_size > 1000
+    assert re.search(r"\| tiny +\| shmloader +\|", done.stdout)
 
 
 def test_a_comparison_that_fails_ends_it() -> None:
