@@ -13,10 +13,9 @@ from environments import DEBIAN, environments_of  # noqa: E402 - it is no packag
 
 def test_each_python_that_is_claimed_is_tested() -> None:
     claimed = [line.rsplit(" ", 1)[1] for line in PROJECT["classifiers"] if ":: Python :: 3." in line]
-    assert claimed == [
-        PROJECT["requires-python"].removeprefix(">="),
-        *(python for python, _ in DEBIAN.values()),
-    ]
+    tested = {PROJECT["requires-python"].removeprefix(">="), *(python for python, _ in DEBIAN.values())}
+    assert claimed
+    assert set(claimed) <= tested
 
 
 def test_the_oldest_versions_that_are_claimed_are_tested() -> None:
