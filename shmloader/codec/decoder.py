@@ -22,6 +22,7 @@ _Anchor = np.ndarray[Any, np.dtype[np.uint8]]
 _WrapAll = Callable[[_Anchor], list[Any]]
 _Read = Callable[[_Anchor], Any]
 _ndarray: Any = np.ndarray  # looked up for every leaf
+_lone = operator.itemgetter(0)
 
 
 class Decoder:
@@ -64,6 +65,10 @@ def _reader(header: bytes, wrap_all: _WrapAll) -> _Read:
     join = structure_of(header)
     if join is list:
         return wrap_all
+    if join is _lone:
+        (leaf,) = unpack_table(table_of(header))
+        wrap, shape, carrier, offset = _wrapping(leaf)
+        return lambda anchor: wrap(_ndarray(shape, carrier, anchor, offset))
     if join is None:
         return lambda anchor: pickle.loads(header, buffers=wrap_all(anchor))
     return lambda anchor: join(wrap_all(anchor))
@@ -81,7 +86,7 @@ def structure_of(header: bytes) -> Callable[[list[Any]], Any] | None:
     except pickle.UnpicklingError:
         return None
     if len(probes) == 1 and batch is probes[0]:
-        return operator.itemgetter(0)
+        return _lone
     if type(batch) is list and batch == probes:
         return list
     if type(batch) is dict and list(batch.values()) == probes:
@@ -108,8 +113,12 @@ def _comes_again(known: dict[bytes, Any], key: bytes) -> bool:
     return False
 
 
+def _wrapping(leaf: Leaf) -> tuple[Callable[..., Any], tuple[int, ...], np.dtype[Any], int]:
+    return wrapper_of(leaf), leaf.shape, DTYPES[leaf.code].carrier, leaf.offset
+
+
 def _one_by_one(leaves: list[Leaf]) -> _WrapAll:
-    wrappings = [(wrapper_of(leaf), leaf.shape, DTYPES[leaf.code].carrier, leaf.offset) for leaf in leaves]
+    wrappings = list(map(_wrapping, leaves))
 
     def wrap_all(anchor: _Anchor) -> list[Any]:
         return [wrap(_ndarray(shape, carrier, anchor, offset)) for wrap, shape, carrier, offset in wrappings]
