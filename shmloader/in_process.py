@@ -14,6 +14,7 @@ from shmloader.arguments import device_of, seeds_samples
 from shmloader.diagnostics.bad_samples import LEFT_OUT, Reported, count, take_report, warn_of_bad_samples
 from shmloader.resume import States, StreamProgress
 from shmloader.resume.states import loaded_state
+from shmloader.sampling.index_batches import PackedInts
 from shmloader.sampling.samplers import generator_states
 from shmloader.statistics import Counters
 from shmloader.wire.stream_records import StreamReport, StreamRules
@@ -80,7 +81,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             index_batch = next(self._sampler_iter)
             self._position += 1
             if self._position not in self._behind:
-                return index_batch
+                return index_batch.tolist() if isinstance(index_batch, PackedInts) else index_batch
 
     def _next_data(self) -> Any:
         began_ns = time.perf_counter_ns()

@@ -11,6 +11,7 @@ import contextlib
 import io
 import marshal
 import pickle
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -74,6 +75,10 @@ class PackedInts:
         """The bytes that `unpack_index_batch` reads."""
         return _ARRAY + self._array.tobytes()
 
+    def checksum(self, before: int) -> int:
+        """The CRC-32 of those bytes, behind others whose CRC-32 is ``before``."""
+        return zlib.crc32(self._array.tobytes(), zlib.crc32(_ARRAY, before))
+
 
 def int_array(numbers: list[Any]) -> IntArray | None:
     """A list of plain ints as a new array; None if there is anything but ints of 64 bits in it.
@@ -94,18 +99,24 @@ def int_array(numbers: list[Any]) -> IntArray | None:
     return None
 
 
+def with_packed_ints(index_batch: Any) -> Any:
+    """A list of many ints as `PackedInts`; any other index batch as it is."""
+    if type(index_batch) is list and len(index_batch) >= LEAST_PACKED:
+        numbers = int_array(index_batch)
+        if numbers is not None:
+            return PackedInts(numbers)
+    return index_batch
+
+
 def pack_index_batch(index_batch: object) -> bytes:
     """Pack an index batch: the indices of one batch, or one index, of whatever kind the sampler yields.
 
     What `unpack_index_batch` makes of it is equal, or where it is a list of many ints a `PackedInts` of them.
     Stores of ``shmloader.share`` arrive as lists, shared arrays and tensors as private ones.
     """
+    index_batch = with_packed_ints(index_batch)
     if type(index_batch) is PackedInts:
         return index_batch.to_bytes()
-    if type(index_batch) is list and len(index_batch) >= LEAST_PACKED:
-        numbers = int_array(index_batch)
-        if numbers is not None:
-            return PackedInts(numbers).to_bytes()
     try:
         payload = pickle.dumps(index_batch, 5)
     except pickle.PicklingError as error:

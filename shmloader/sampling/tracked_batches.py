@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from shmloader.errors import ResumeError
-from shmloader.sampling.index_batches import pack_index_batch
+from shmloader.sampling.index_batches import PackedInts, pack_index_batch, with_packed_ints
 from shmloader.sampling.samplers import is_torchs, sampler_of_indices, sampler_with_state, sharded_sampler
 
 ADVICE = (
@@ -85,6 +85,7 @@ class TrackedBatches(Iterator[Any]):
                 raise ResumeError(self._why_not_again())
         self._drawn += 1
         if stateful is None:
+            index_batch = with_packed_ints(index_batch)  # they are needed packed anyway
             self._after[self._drawn] = self._checksum = _add(self._checksum, index_batch)
         else:
             self._after[self._drawn] = _copy(stateful)
@@ -135,6 +136,8 @@ def _copy(stateful: Any) -> Any:
 
 
 def _add(checksum: int, index_batch: Any) -> int:
+    if type(index_batch) is PackedInts:
+        return index_batch.checksum(checksum)
     try:
         payload = pack_index_batch(index_batch)
     except Exception:  # noqa: BLE001 - without workers, indices may be anything
