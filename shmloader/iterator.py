@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from threading import main_thread
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from shmloader import torch_private
 from shmloader.arguments import THREAD, device_of, seeds_samples
@@ -30,7 +30,7 @@ from shmloader.resume.states import loaded_state
 from shmloader.sampling.array_samplers import index_arrays
 from shmloader.sampling.samplers import generator_states
 from shmloader.scheduling.auto import Auto
-from shmloader.scheduling.copies_ahead import CopiesAhead
+from shmloader.scheduling.copies_ahead import copies_ahead_of
 from shmloader.scheduling.dispatcher import Dispatcher
 from shmloader.scheduling.ledger import ARRIVED, Task
 from shmloader.scheduling.lifecycle import IDLE, Lifecycle
@@ -45,9 +45,6 @@ from shmloader.wire.stream_records import StreamReport, StreamRules
 from shmloader.worker.epoch_settings import DatasetState, EpochSettings
 from shmloader.worker.fetcher import FetchRules
 from shmloader.worker.loop import WorkerArguments
-
-if TYPE_CHECKING:
-    from shmloader.device import Delivery
 
 
 @dataclass
@@ -112,8 +109,8 @@ class SlotIterator(torch_private.BaseIterator):
             policy = RestartPolicy(loader.worker_restarts, self._timeout)
             self._dispatcher = Dispatcher(self.pool, workers, counters, policy, self._lifecycle)
             self._dispatcher.ledger.epoch = epoch
-            self._delivery = self._make_delivery(device)  # initialises CUDA: after workers were forked
-            self._ahead = None if self._delivery is None else CopiesAhead(self._dispatcher, self._delivery)
+            pin_device = self._pin_memory_device if self._pin_memory else None
+            self._ahead = copies_ahead_of(self._dispatcher, counters, pin_device, device)
         except BaseException:
             with HeldInterrupts():
                 if workers is not None:
@@ -161,14 +158,6 @@ class SlotIterator(torch_private.BaseIterator):
 
         self.pool.keeps_granted = loader.worker_type == THREAD
         return start_workers(loader, arguments_of)
-
-    def _make_delivery(self, device: Any) -> Delivery | None:
-        if not isinstance(self.pool, GuardedPool):
-            return None
-        from shmloader.device import Delivery
-
-        pin_device = self._pin_memory_device if self._pin_memory else None
-        return Delivery(self.pool, self._counters, pin_device, device)
 
     # --- epochs
 
@@ -282,8 +271,8 @@ class SlotIterator(torch_private.BaseIterator):
 
     def _next_data(self) -> Any:
         """The next batch; torch's name for it, as its own ``__next__`` calls it."""
-        if self._delivery is not None and self._delivery.is_captured():
-            raise self._lifecycle.expect(self._delivery.capture_error())
+        if self._ahead is not None and self._ahead.delivery.is_captured():
+            raise self._lifecycle.expect(self._ahead.delivery.capture_error())
         if self._held_back:
             batch, held_task, report = self._held_back.pop()
             self._take(held_task, report)
@@ -364,8 +353,8 @@ class SlotIterator(torch_private.BaseIterator):
                 if batch is LEFT_OUT:
                     self._take(task, report)
                     return batch
-            if self._delivery is not None and copy is None:
-                batch = self._delivery.deliver(batch, task.slot)
+            if ahead is not None and copy is None:
+                batch = ahead.delivery.deliver(batch, task.slot)
         except Exception as error:
             self._take(task, report)  # the next call goes on behind it
             self._lifecycle.expect(error)

@@ -66,7 +66,7 @@ class Delivery:
         return self._ahead is not None and not self._ahead.guard.admits_leases()
 
     def capture_error(self) -> LoaderError:
-        """The error for that."""
+        """The error for ``next()`` while `is_captured`."""
         return LoaderError(
             f"next() of a loader with device='{self._device}' was called while a CUDA graph is captured: "
             "its copies would become a part of the graph. Take the batch before the capture begins, and copy "
@@ -87,7 +87,7 @@ class Delivery:
 
 
 def _try_once(driver: Driver, device: torch.device | None) -> str:
-    """Why a driver is not to be relied on for a device, or ""; tried once for each device."""
+    """The reason not to rely on a driver for a device, or "". Each device is tried once."""
     number = torch.accelerator.current_device_index() if device is None else device.index
     if number not in _tried and not driver.captures_open():  # a capture would forbid it
         _tried[number] = why_unusable(driver, number)

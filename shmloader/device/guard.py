@@ -14,11 +14,11 @@ from shmloader.slots import Slot
 
 
 class Held:
-    """What a copy reads and writes, kept until it is done.
+    """Memory that a copy reads and writes, kept until the copy is done.
 
     Attributes:
-        event: Behind the copy; None when it is done.
-        kept: What is kept until then.
+        event: An event behind the copy; None when it is done.
+        kept: The owners of the memory.
     """
 
     __slots__ = ("event", "kept")

@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from shmloader.scheduling.dispatcher import ByteArray, Dispatcher
 from shmloader.scheduling.ledger import ARRIVED, Task
+from shmloader.slots import GuardedPool
+from shmloader.statistics import Counters
 from shmloader.wire.records import FAILED, REPORTED
 
 if TYPE_CHECKING:
@@ -22,11 +26,14 @@ class CopiesAhead:
     Args:
         dispatcher: The iterator's.
         delivery: Sends batches to a device.
+
+    Attributes:
+        delivery: As above.
     """
 
     def __init__(self, dispatcher: Dispatcher, delivery: Delivery) -> None:
         self._dispatcher = dispatcher
-        self._delivery = delivery
+        self.delivery = delivery
         self._taken: dict[int, tuple[ByteArray, bytes, Any]] = {}  # by the task's `seq`
 
     def take(self, task: Task) -> tuple[ByteArray, bytes, Any]:
@@ -37,7 +44,7 @@ class CopiesAhead:
         """Begin to copy a batch to the device; None where it is not to be, or moves itself."""
         if task.answer.flags & (FAILED | REPORTED):
             return None
-        return self._delivery.begin(task.slot, anchor, header)
+        return self.delivery.begin(task.slot, anchor, header)
 
     def begin_next(self, *, in_order: bool) -> None:
         """Begin to copy the batch that will be returned next, if it is here.
@@ -45,7 +52,7 @@ class CopiesAhead:
         Args:
             in_order: Whether batches are returned in order.
         """
-        if not self._delivery.copies_ahead:
+        if not self.delivery.copies_ahead:
             return
         ledger = self._dispatcher.ledger
         due = ledger.due()
@@ -65,3 +72,23 @@ class CopiesAhead:
         for seq in self._taken:
             ledger.finish(ledger.tasks[seq])
         self._taken.clear()
+
+
+def copies_ahead_of(
+    dispatcher: Dispatcher, counters: Counters, pin_device: str | None, device: torch.device | None
+) -> CopiesAhead | None:
+    """The `CopiesAhead` of an iterator; None where no accelerator reads its slots.
+
+    Initialises CUDA, so it is called after workers were forked.
+
+    Args:
+        dispatcher: The iterator's.
+        counters: The loader's counters.
+        pin_device: The kind of device that pinned batches are for, or None.
+        device: The device that batches go to, or None.
+    """
+    if not isinstance(dispatcher.pool, GuardedPool):
+        return None
+    from shmloader.device import Delivery
+
+    return CopiesAhead(dispatcher, Delivery(dispatcher.pool, counters, pin_device, device))

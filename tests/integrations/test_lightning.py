@@ -187,24 +187,30 @@ def test_two_ranks_share_the_samples(strategy: str, tmp_path: Path) -> None:
     assert sorted(ranks[0] + ranks[1]) == list(range(64))
 
 
+def _trainer(folder: Path, max_steps: int) -> Any:
+    """A trainer that saves a checkpoint after six steps."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    return lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=max_steps,
+        logger=False,
+        enable_progress_bar=False,
+        callbacks=[ModelCheckpoint(folder, every_n_train_steps=6, filename="six", save_top_k=-1)],
+    )
+
+
 @pytest.mark.parametrize("stock", [False, True])
 def test_a_run_goes_on_in_the_middle_of_an_epoch(
     stock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lightning's checkpoint leads to every sample of the epoch once; torch's loader alone loses 24 of 64."""
-    from lightning.pytorch.callbacks import ModelCheckpoint
 
     def run(max_steps: int, checkpoint: str | None = None) -> list[float]:
         model = Model()
         kind = DataLoader if stock else shmloader.DataLoader
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_steps=max_steps,
-            logger=False,
-            enable_progress_bar=False,
-            callbacks=[ModelCheckpoint(tmp_path, every_n_train_steps=6, filename="six", save_top_k=-1)],
-        )
+        trainer = _trainer(tmp_path, max_steps)
         trainer.fit(model, kind(Rows(64), batch_size=4, shuffle=True, num_workers=2), ckpt_path=checkpoint)
         return torch.cat(model.seen).flatten().tolist()
 
@@ -230,18 +236,10 @@ def test_a_checkpoint_does_not_stop_a_run_whose_sampler_cannot_be_resumed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With torch's loader the run would go on. The log warns; resuming from the checkpoint is the error."""
-    from lightning.pytorch.callbacks import ModelCheckpoint
 
     def run(max_steps: int, checkpoint: str | None = None) -> int:
         model = Model()
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_steps=max_steps,
-            logger=False,
-            enable_progress_bar=False,
-            callbacks=[ModelCheckpoint(tmp_path, every_n_train_steps=6, filename="six", save_top_k=-1)],
-        )
+        trainer = _trainer(tmp_path, max_steps)
         loader = shmloader.DataLoader(Rows(64), 4, sampler=FromGlobal(), num_workers=1)
         trainer.fit(model, loader, ckpt_path=checkpoint)
         return len(torch.cat(model.seen))
