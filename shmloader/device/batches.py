@@ -42,16 +42,16 @@ _MOST_GAP_NBYTES = 4096
 _MOST_KNOWN = 256
 _MOST_HEADER_NBYTES = 1 << 12  # longer ones hold data, and do not repeat
 
-Image = npt.NDArray[np.uint8]
+ByteArray = npt.NDArray[np.uint8]
 
 
 class Run(NamedTuple):
     """Leaves that one copy takes to the device.
 
     Attributes:
-        begin: Where they begin in the slot.
-        nbytes: How much is copied.
-        space_nbytes: How much is allocated.
+        begin: Bytes from the slot's start to the first.
+        nbytes: Bytes that are copied.
+        space_nbytes: Bytes that are allocated.
         places: Their places among all leaves, with dtype, shape, strides, and offset in items.
     """
 
@@ -74,7 +74,7 @@ class Plan(NamedTuple):
     """The way of the leaves of batches with the same leaf table.
 
     Attributes:
-        leaves: How many there are.
+        leaves: Number of leaves.
         runs: Copies of tensors.
         kept: Places of arrays and bytes, which stay where they are.
     """
@@ -155,7 +155,7 @@ class Copy:
     memories: list[torch.Tensor]
     held: Held
     stream: int
-    anchor: Image | None
+    anchor: ByteArray | None
 
     def finish(self) -> Any:
         """The batch, for work on the stream that is current now."""
@@ -190,7 +190,7 @@ class DeviceBatches:
         self._device = device
         self._side: int | None = None
 
-    def begin(self, slot: Slot, anchor: Image, header: bytes) -> Copy | None:
+    def begin(self, slot: Slot, anchor: ByteArray, header: bytes) -> Copy | None:
         """Queue the copies of a batch.
 
         Args:
