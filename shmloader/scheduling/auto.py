@@ -77,7 +77,7 @@ class Auto:
         self.tunes_prefetch = tunes_prefetch
         self.batches = 0
         self._may_add_workers = tunes_workers
-        self._may_add_prefetch = tunes_prefetch
+        self._may_add_prefetch = tunes_prefetch and prefetch_factor < MOST_PREFETCH
         self._why_workers = self._why_prefetch = self._figures = ""
         self._period: list[Measured] = []
         self._rate_wanted = 0.0  # batches per second that the last step had to bring

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shmloader.scheduling.auto import MOST_BATCHES, MOST_PREFETCH, Auto, Measured
@@ -116,6 +116,7 @@ def test_what_cannot_be_had_is_not_asked_for_again() -> None:
     assert (chooser.num_workers, chooser.prefetch_factor, chooser.settled) == (3, 2, True)
 
 
+@example(measured=[(0.0, 1.0, 1.0)], cores=1, start=(1, 17), prefetch=True)
 @settings(max_examples=200, deadline=None)
 @given(
     measured=st.lists(
