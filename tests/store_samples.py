@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-
-from shmloader.testing import identical
+from store_checks import identical
 
 
 class Point(NamedTuple):
