@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shmloader.shared_memory import PAGE_NBYTES, MemfdSegment
+from shmloader.shared_memory import PAGE_NBYTES, Segment
 from shmloader.slots import RETAINED_SLOTS, Slot, SlotPool, SlotState
 from shmloader.slots.budget import SPARE_SLOTS
 
@@ -28,7 +28,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.segment = MemfdSegment()
+        self.segment = Segment()
         self.pool = self.pool_class(self.segment, self.most_tasks, self.budget_nbytes)
         self.granted: list = []
         self.published: list = []

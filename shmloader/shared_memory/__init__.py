@@ -23,7 +23,7 @@ from shmloader.shared_memory.mapping import (
     whole_pages,
 )
 from shmloader.shared_memory.platform import why_unavailable
-from shmloader.shared_memory.segment import SLOT_STRIDE, MemfdSegment, Segment
+from shmloader.shared_memory.segment import SLOT_STRIDE, Segment
 
 __all__ = [
     "HUGE_NBYTES",
@@ -32,7 +32,6 @@ __all__ = [
     "SLOT_STRIDE",
     "Descriptor",
     "Extent",
-    "MemfdSegment",
     "Segment",
     "check_headroom",
     "make_pages_huge",

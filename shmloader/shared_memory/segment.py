@@ -6,7 +6,7 @@ import contextlib
 import errno
 import mmap
 import os
-from typing import Any, Protocol
+from typing import Any
 
 from shmloader.errors import SharedMemoryExhausted
 from shmloader.host.held_interrupts import HeldInterrupts
@@ -22,44 +22,11 @@ SLOT_STRIDE = 1 << 38
 _KEEP_SIZE_PUNCH_HOLE = 0x1 | 0x2
 
 
-class Segment(Protocol):
-    """Memory for numbered slots, as the main process and workers use it.
+class Segment:
+    """Memory for numbered slots: one anonymous, sparse memory file.
 
-    Exactly one process, the main one, owns it and closes it.
+    Exactly one process, the main one, owns it and closes it; workers use it too.
     """
-
-    def reserve(self, slot: int, held_nbytes: int, nbytes: int) -> int:
-        """Make a slot of ``held_nbytes`` at least ``nbytes`` large; its contents stay.
-
-        Returns:
-            Bytes (whole pages) that the slot has now.
-
-        Raises:
-            SharedMemoryExhausted: If the host cannot give that much; nothing was touched.
-        """
-
-    def map(self, slot: int, nbytes: int) -> Extent:
-        """Map a slot that was reserved, by this process or another one.
-
-        Raises:
-            SharedMemoryExhausted: If this process has no address space for it.
-        """
-
-    def discard(self, slot: int, nbytes: int, kept_nbytes: int = 0) -> None:
-        """Give a slot's memory back to the host, but for its first ``kept_nbytes`` (whole pages).
-
-        Nothing may be reading what is given back.
-        """
-
-    def duplicate(self) -> Segment:
-        """The same memory by a descriptor of its own, for a worker thread, which may outlive the owner."""
-
-    def close(self) -> None:
-        """Drop the owner's hold on all slots; mapped extents live on while they are used."""
-
-
-class MemfdSegment:
-    """The `Segment` of worker processes: all slots in one anonymous, sparse memory file."""
 
     def __init__(self, descriptor: Descriptor | None = None) -> None:
         with HeldInterrupts():  # until somebody owns the descriptor
@@ -75,7 +42,14 @@ class MemfdSegment:
             pass
 
     def reserve(self, slot: int, held_nbytes: int, nbytes: int) -> int:
-        """See `Segment.reserve`."""
+        """Make a slot of ``held_nbytes`` at least ``nbytes`` large; its contents stay.
+
+        Returns:
+            Bytes (whole pages) that the slot has now.
+
+        Raises:
+            SharedMemoryExhausted: If the host cannot give that much; nothing was touched.
+        """
         nbytes = whole_pages(nbytes)
         more_nbytes = nbytes - held_nbytes
         check_headroom(more_nbytes, f"a slot needs {more_nbytes:,} more bytes of shared memory")
@@ -95,7 +69,11 @@ class MemfdSegment:
         return nbytes
 
     def map(self, slot: int, nbytes: int) -> Extent:
-        """See `Segment.map`."""
+        """Map a slot that was reserved, by this process or another one.
+
+        Raises:
+            SharedMemoryExhausted: If this process has no address space for it.
+        """
         fd, offset = self._descriptor.fd, slot * SLOT_STRIDE
         mapping = None
         if nbytes >= HUGE_NBYTES:
@@ -106,22 +84,25 @@ class MemfdSegment:
         return Extent(mapping.address, nbytes, mapping)
 
     def discard(self, slot: int, nbytes: int, kept_nbytes: int = 0) -> None:
-        """See `Segment.discard`."""
+        """Give a slot's memory back to the host, but for its first ``kept_nbytes`` (whole pages).
+
+        Nothing may be reading what is given back.
+        """
         begin = slot * SLOT_STRIDE + kept_nbytes
         libc.fallocate(self._descriptor.fd, _KEEP_SIZE_PUNCH_HOLE, begin, nbytes - kept_nbytes)
 
-    def duplicate(self) -> MemfdSegment:
-        """See `Segment.duplicate`. The descriptor is closed when the object dies."""
-        return MemfdSegment(Descriptor(os.dup(self._descriptor.fd)))
+    def duplicate(self) -> Segment:
+        """The same memory by a descriptor of its own, for a worker thread, which may outlive the owner."""
+        return Segment(Descriptor(os.dup(self._descriptor.fd)))
 
     def close(self) -> None:
-        """See `Segment.close`."""
+        """Drop this object's hold on all slots; mapped extents live on while they are used."""
         if self._descriptor.fd >= 0:
             os.close(self._descriptor.fd)
             self._descriptor.fd = -1
 
     def __reduce__(self) -> tuple[Any, tuple[Any]]:
-        return MemfdSegment, (self._descriptor,)
+        return Segment, (self._descriptor,)
 
 
 def _not_given(error: OSError, slot: int, nbytes: int) -> SharedMemoryExhausted:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmloader.host.limits import memory_headroom
-from shmloader.shared_memory import Extent, MemfdSegment, Segment
+from shmloader.shared_memory import Extent, Segment
 from shmloader.slots import memory_warnings
 from shmloader.slots.budget import SPARE_SLOTS, Budget
 from shmloader.slots.slot import Lease, Slot, SlotState
@@ -90,7 +90,7 @@ class SlotPool:
         else:  # a plain number, since sums of NumPy's narrow ones overflow
             budget_nbytes = min(operator.index(memory_budget_nbytes), available_nbytes)
         return cls(
-            MemfdSegment(),
+            Segment(),
             num_workers * prefetch_factor,
             budget_nbytes,
             workers=num_workers,

@@ -14,7 +14,7 @@ from shmloader.cli.doctor.advice import Advice, Room, advise, describe_advice, s
 from shmloader.cli.doctor.checks import Finding, Host
 from shmloader.cli.doctor.trial import Trial
 from shmloader.host.limits import Cores, Headroom
-from shmloader.shared_memory import MemfdSegment, whole_pages
+from shmloader.shared_memory import Segment, whole_pages
 from shmloader.slots import SlotPool
 
 REPOSITORY = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ GIB = 2**30
 
 @pytest.mark.parametrize(("workers", "prefetch"), [(1, 1), (2, 2), (7, 3)])
 def test_slots_are_counted_as_the_pool_counts_them(workers: int, prefetch: int) -> None:
-    segment = MemfdSegment()
+    segment = Segment()
     assert slots_of(workers, prefetch) == SlotPool(segment, workers * prefetch, MIB).base_slots
     segment.close()
 

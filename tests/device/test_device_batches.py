@@ -26,7 +26,7 @@ from shmloader.device import pinned
 from shmloader.device.batches import DeviceBatches, plan_of
 from shmloader.device.guard import DeviceGuard
 from shmloader.device.moving import is_plain, to_device
-from shmloader.shared_memory import PAGE_NBYTES, MemfdSegment
+from shmloader.shared_memory import PAGE_NBYTES, Segment
 from shmloader.slots import GuardedPool, SlotState, guarded
 
 UINT8 = CODE_OF_TORCH_DTYPE[torch.uint8]
@@ -59,7 +59,7 @@ class DeviceMachine(RuleBasedStateMachine):
         self.begin_loader()
 
     def begin_loader(self) -> None:
-        self.pool = GuardedPool(MemfdSegment(), 2, 8 * PAGE_NBYTES)
+        self.pool = GuardedPool(Segment(), 2, 8 * PAGE_NBYTES)
         self.pool.guard = DeviceGuard(self.driver)
         self.batches = DeviceBatches(self.pool.guard, 0)
         self.ahead: collections.deque = collections.deque()
@@ -158,7 +158,7 @@ def driver():
 
 @pytest.fixture
 def pool(driver: ScriptedDriver):
-    pool = GuardedPool(MemfdSegment(), 1, 400 * PAGE_NBYTES)
+    pool = GuardedPool(Segment(), 1, 400 * PAGE_NBYTES)
     pool.guard = DeviceGuard(driver)
     yield pool
     pool.close()

@@ -12,7 +12,7 @@ from scripted_driver import ScriptedDriver
 
 from shmloader.device import pinned
 from shmloader.device.guard import DeviceGuard
-from shmloader.shared_memory import PAGE_NBYTES, MemfdSegment
+from shmloader.shared_memory import PAGE_NBYTES, Segment
 from shmloader.slots import GuardedPool, SlotState, guarded
 from shmloader.slots.inspection import POISON, Inspection
 from shmloader.statistics import Counters
@@ -106,7 +106,7 @@ def driver():
 
 
 def _pool(driver: ScriptedDriver | None, pages: int = 40, counters: Counters | None = None) -> GuardedPool:
-    pool = GuardedPool(MemfdSegment(), 1, pages * PAGE_NBYTES, counters=counters)
+    pool = GuardedPool(Segment(), 1, pages * PAGE_NBYTES, counters=counters)
     if driver is not None:
         pool.guard = DeviceGuard(driver)
     return pool

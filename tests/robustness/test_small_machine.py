@@ -15,7 +15,7 @@ from robustness.datasets import Dicts, first_indices
 from robustness.processes import ENVIRONMENT, TESTS, descriptors, mappings, python
 from shmloader import DataLoader
 from shmloader.codec.slot_writer import SlotWriter
-from shmloader.shared_memory import Extent, MemfdSegment
+from shmloader.shared_memory import Extent, Segment
 
 MIB = 1 << 20
 
@@ -148,8 +148,8 @@ def test_many_small_growths_are_measured_against_the_cgroup_too() -> None:
         import sys
         import shmloader
         from shmloader.host.limits import memory_headroom
-        from shmloader.shared_memory import Extent, MemfdSegment
-        segment, number = MemfdSegment(), 0
+        from shmloader.shared_memory import Extent, Segment
+        segment, number = Segment(), 0
         try:
             while True:
                 segment.reserve(number, 0, 2 << 20)
@@ -370,7 +370,7 @@ def test_too_few_descriptors_for_the_workers_leave_nothing() -> None:
 # The worker's side of a slot by itself.
 
 
-class _NoAddressSpace(MemfdSegment):
+class _NoAddressSpace(Segment):
     """Cannot map more than ``most_nbytes`` at once."""
 
     most_nbytes = 0

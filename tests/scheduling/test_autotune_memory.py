@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from shmloader import DataLoader
 from shmloader.host.limits import Headroom
-from shmloader.shared_memory import PAGE_NBYTES, MemfdSegment, whole_pages
+from shmloader.shared_memory import PAGE_NBYTES, Segment, whole_pages
 from shmloader.slots import SlotPool
 from shmloader.slots.budget import SPARE_SLOTS
 
@@ -192,7 +192,7 @@ class ResizedPool(PoolMachine):
 
 def test_a_pool_does_not_promise_again_what_slots_have_or_may_take() -> None:
     """40 pages: four slots with 9 each, and then two with 9 and one that may grow to 10."""
-    pool = SlotPool(MemfdSegment(), 2, BUDGET_NBYTES)
+    pool = SlotPool(Segment(), 2, BUDGET_NBYTES)
     kept = [lease_of(pool, 9) for _ in range(4)]
     assert not pool.resize(4)  # six slots: the two new ones would have 2 pages each
     assert not pool.resize(3)
@@ -204,7 +204,7 @@ def test_a_pool_does_not_promise_again_what_slots_have_or_may_take() -> None:
 
 def test_a_refused_number_of_tasks_is_had_later() -> None:
     """Slots that are granted after the refusal leave the others what they need."""
-    pool = SlotPool(MemfdSegment(), 2, BUDGET_NBYTES)
+    pool = SlotPool(Segment(), 2, BUDGET_NBYTES)
     kept = [lease_of(pool, 6) for _ in range(2)]
     first, second = pool.grant(), pool.grant()
     assert first.limit_nbytes == second.limit_nbytes == 10 * PAGE_NBYTES

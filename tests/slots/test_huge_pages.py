@@ -17,7 +17,7 @@ import torch
 from loading import Numbered
 
 from shmloader import DataLoader, SharedMemoryExhausted, share
-from shmloader.shared_memory import PAGE_NBYTES, MemfdSegment, huge_pages, sealed_buffer
+from shmloader.shared_memory import PAGE_NBYTES, Segment, huge_pages, sealed_buffer
 from shmloader.shared_memory.huge_pages import HUGE_NBYTES
 from shmloader.shared_memory.mapping import Mapping
 from shmloader.shared_memory.sealed_buffer import BufferBuilder
@@ -26,14 +26,14 @@ SMALL_END = 3 * PAGE_NBYTES
 
 
 @pytest.fixture
-def segment(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemfdSegment]:
+def segment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Segment]:
     monkeypatch.setattr(huge_pages, "_refused", False)
-    segment = MemfdSegment()
+    segment = Segment()
     yield segment
     segment.close()
 
 
-def _reserved_nbytes(segment: MemfdSegment) -> int:
+def _reserved_nbytes(segment: Segment) -> int:
     return os.fstat(segment._descriptor.fd).st_blocks * 512
 
 
@@ -46,7 +46,7 @@ def _huge_nbytes(name: str = "slots") -> int:
 
 
 @pytest.fixture
-def has_huge_pages(segment: MemfdSegment) -> None:
+def has_huge_pages(segment: Segment) -> None:
     """Skip where the host has none, or just now no whole piece of memory."""
     segment.reserve(1, 0, HUGE_NBYTES)
     if huge_pages._refused:
@@ -63,7 +63,7 @@ def aligns_mappings(has_huge_pages: None) -> None:
             pytest.skip("the kernel does not align mappings, so stores' huge pages are mapped as small ones")
 
 
-def test_whole_parts_are_huge_and_the_rest_is_not(segment: MemfdSegment, has_huge_pages: None) -> None:
+def test_whole_parts_are_huge_and_the_rest_is_not(segment: Segment, has_huge_pages: None) -> None:
     nbytes = 2 * HUGE_NBYTES + SMALL_END
     assert segment.reserve(0, 0, nbytes - 5) == nbytes
     assert _reserved_nbytes(segment) == nbytes
@@ -76,7 +76,7 @@ def test_whole_parts_are_huge_and_the_rest_is_not(segment: MemfdSegment, has_hug
     assert _reserved_nbytes(segment) == nbytes
 
 
-def test_a_slot_that_grows_keeps_its_contents(segment: MemfdSegment, has_huge_pages: None) -> None:
+def test_a_slot_that_grows_keeps_its_contents(segment: Segment, has_huge_pages: None) -> None:
     held = HUGE_NBYTES + SMALL_END
     segment.reserve(0, 0, held)
     before = np.frombuffer(segment.map(0, held).buffer, np.uint32)
@@ -92,7 +92,7 @@ def test_a_slot_that_grows_keeps_its_contents(segment: MemfdSegment, has_huge_pa
     assert _reserved_nbytes(segment) == 4 * HUGE_NBYTES
 
 
-def test_a_part_of_a_huge_page_can_be_given_back(segment: MemfdSegment, has_huge_pages: None) -> None:
+def test_a_part_of_a_huge_page_can_be_given_back(segment: Segment, has_huge_pages: None) -> None:
     segment.reserve(0, 0, 3 * HUGE_NBYTES)
     np.frombuffer(segment.map(0, 3 * HUGE_NBYTES).buffer, np.uint8)[:] = 7
     segment.discard(0, 3 * HUGE_NBYTES, HUGE_NBYTES + PAGE_NBYTES)
@@ -101,7 +101,7 @@ def test_a_part_of_a_huge_page_can_be_given_back(segment: MemfdSegment, has_huge
     assert _reserved_nbytes(segment) == 0
 
 
-def test_small_slots_take_small_pages(segment: MemfdSegment) -> None:
+def test_small_slots_take_small_pages(segment: Segment) -> None:
     nbytes = HUGE_NBYTES - PAGE_NBYTES
     segment.reserve(0, 0, nbytes)
     np.frombuffer(segment.map(0, nbytes).buffer, np.uint8)[:] = 1
@@ -110,7 +110,7 @@ def test_small_slots_take_small_pages(segment: MemfdSegment) -> None:
 
 
 @pytest.mark.parametrize("held", [0, HUGE_NBYTES + SMALL_END])
-def test_a_reservation_that_fails_leaves_what_there_was(segment: MemfdSegment, held: int) -> None:
+def test_a_reservation_that_fails_leaves_what_there_was(segment: Segment, held: int) -> None:
     if held:
         segment.reserve(0, 0, held)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -123,9 +123,7 @@ def test_a_reservation_that_fails_leaves_what_there_was(segment: MemfdSegment, h
     assert _reserved_nbytes(segment) == held
 
 
-def test_a_host_without_huge_pages_is_asked_once(
-    segment: MemfdSegment, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_without_huge_pages_is_asked_once(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huge_pages, "_MADV_COLLAPSE", 9999)  # a call that no kernel has
     for slot in range(2):
         assert segment.reserve(slot, 0, 2 * HUGE_NBYTES) == 2 * HUGE_NBYTES
@@ -135,7 +133,7 @@ def test_a_host_without_huge_pages_is_asked_once(
     assert _reserved_nbytes(segment) == 4 * HUGE_NBYTES
 
 
-def test_without_address_space_to_align_in_a_slot_is_mapped_all_the_same(segment: MemfdSegment) -> None:
+def test_without_address_space_to_align_in_a_slot_is_mapped_all_the_same(segment: Segment) -> None:
     nbytes = 64 * HUGE_NBYTES
     segment.reserve(0, 0, nbytes)
     used_nbytes = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE_NBYTES
@@ -160,7 +158,7 @@ def test_batches_lie_in_huge_pages_in_the_main_process(has_huge_pages: None) -> 
 
 @pytest.mark.parametrize(("answer", "asked_again"), [(errno.ENOMEM, True), (errno.EINVAL, False)])
 def test_a_passing_shortage_is_not_remembered(
-    segment: MemfdSegment, monkeypatch: pytest.MonkeyPatch, answer: int, asked_again: bool
+    segment: Segment, monkeypatch: pytest.MonkeyPatch, answer: int, asked_again: bool
 ) -> None:
     def refuse(*_: int) -> int:
         ctypes.set_errno(answer)
@@ -251,7 +249,7 @@ def test_what_is_written_to_a_store_in_huge_pages_stays_in_this_process(aligns_m
 
 
 def test_a_host_that_takes_long_is_not_asked_for_the_rest(
-    segment: MemfdSegment, has_huge_pages: None, monkeypatch: pytest.MonkeyPatch
+    segment: Segment, has_huge_pages: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huge_pages, "_MOST_PIECE_S", -1.0)
     monkeypatch.setattr(huge_pages, "_LEAST_LIMIT_S", -1.0)

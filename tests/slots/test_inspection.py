@@ -13,7 +13,7 @@ from loading import Numbered
 
 from shmloader import DataLoader
 from shmloader.errors import SlotCorrupted
-from shmloader.shared_memory import MemfdSegment
+from shmloader.shared_memory import Segment
 from shmloader.slots import Slot, SlotPool
 from shmloader.slots.inspection import POISON, Inspection
 
@@ -83,7 +83,7 @@ def test_who_holds_the_slots_is_told() -> None:
 
 @pytest.fixture
 def granted() -> tuple[Inspection, SlotPool, Slot]:
-    pool = SlotPool(MemfdSegment(), 2, 1 << 20)
+    pool = SlotPool(Segment(), 2, 1 << 20)
     inspection = Inspection(pool)
     slot = pool.grant()
     pool.reserve(slot, 4096)

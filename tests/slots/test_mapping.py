@@ -22,7 +22,7 @@ from shmloader import SharedMemoryExhausted
 from shmloader.shared_memory import (
     HUGE_NBYTES,
     PAGE_NBYTES,
-    MemfdSegment,
+    Segment,
     map_copy_on_write,
     map_over,
     mapping,
@@ -91,7 +91,7 @@ ACTIONS = [map_slot, detach]
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("nbytes", [SMALL, LARGE])
 def test_an_exception_at_any_moment_leaves_no_mapping(nbytes: int, action: Any) -> None:
-    segment = MemfdSegment()
+    segment = Segment()
     try:
         leaves_none(action(segment, nbytes), nbytes)
     finally:
@@ -112,7 +112,7 @@ def test_nor_does_one_while_other_memory_is_mapped(how: str) -> None:
                     os.close(fd)
                 raise
 
-        segment = MemfdSegment()
+        segment = Segment()
         actions = {
             "array of a worker": lambda: map_copy_on_write(file.fileno(), LARGE),
             "store": map_store,
@@ -145,7 +145,7 @@ def _leaves_none(action: Callable[[], object], nbytes: int) -> None:
 
 
 def test_without_an_exception_the_last_view_unmaps() -> None:
-    segment = MemfdSegment()
+    segment = Segment()
     reserved = segment.reserve(0, 0, LARGE)
     before = address_space_nbytes()
     view = segment.map(0, reserved).view[5:9]
@@ -182,7 +182,7 @@ def test_what_is_detached_is_unmapped_once_and_keeps_its_values(
     if kernel == "before 5.7":
         monkeypatch.setattr(mapping, "_MREMAP_DONTUNMAP", 1 << 6)  # a flag that this kernel lacks
     monkeypatch.setattr(mapping.libc, "mremap", move_and_map)
-    segment = MemfdSegment()
+    segment = Segment()
     nbytes = segment.reserve(0, 0, LARGE)
     extent, other = (segment.map(0, nbytes) for _ in range(2))
     extent.view[:3] = b"abc"
@@ -206,10 +206,10 @@ def test_a_limit_on_memory_takes_no_view_away(spare: float) -> None:
         import resource
         from pathlib import Path
         from shmloader import SharedMemoryExhausted
-        from shmloader.shared_memory import MemfdSegment
+        from shmloader.shared_memory import Segment
 
         nbytes = 64 << 20
-        segment = MemfdSegment()
+        segment = Segment()
         extent = segment.map(0, segment.reserve(0, 0, nbytes))
         extent.view[:3] = b"abc"
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -228,7 +228,7 @@ def test_a_limit_on_memory_takes_no_view_away(spare: float) -> None:
 def test_a_copy_that_cannot_be_moved_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot stays mapped as it was."""
     monkeypatch.setattr(mapping.libc, "mremap", lambda *_: mapping._MAP_FAILED)
-    segment = MemfdSegment()
+    segment = Segment()
     nbytes = segment.reserve(0, 0, LARGE)
     extent = segment.map(0, nbytes)
     extent.view[:3] = b"abc"
@@ -261,7 +261,7 @@ def test_an_alignment_that_the_system_does_not_give_is_had_from_more_space(nbyte
 
 def test_address_space_is_of_huge_pages_where_a_slot_is_as_large() -> None:
     """The mappings before it do not matter."""
-    segment = MemfdSegment()
+    segment = Segment()
     reserved = segment.reserve(0, 0, LARGE)
     kept = []
     for _ in range(8):
@@ -270,13 +270,13 @@ def test_address_space_is_of_huge_pages_where_a_slot_is_as_large() -> None:
     segment.close()
 
 
-@pytest.mark.parametrize("what", ["MemfdSegment()", "share(list(range(9000)))", "begun()"])
+@pytest.mark.parametrize("what", ["Segment()", "share(list(range(9000)))", "begun()"])
 def test_what_is_alive_at_the_interpreters_end_ends_without_a_word(what: str) -> None:
     """Names of its module are gone by then if another module, which goes later, holds it."""
     code = f"""
         import torch
         from shmloader import DataLoader, share
-        from shmloader.shared_memory import MemfdSegment
+        from shmloader.shared_memory import Segment
 
         def begun():
             iterator = iter(DataLoader(list(range(99)), num_workers=2))

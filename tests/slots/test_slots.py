@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 from pool_machine import BUDGET_NBYTES, MOST_TASKS, PoolMachine
 
-from shmloader.shared_memory import PAGE_NBYTES, MemfdSegment
+from shmloader.shared_memory import PAGE_NBYTES, Segment
 from shmloader.slots import SlotPool, SlotState
 
 TestPool = PoolMachine.TestCase
@@ -15,7 +15,7 @@ TestPool.settings = settings(max_examples=60, stateful_step_count=60, deadline=N
 
 @pytest.fixture
 def pool():
-    pool = SlotPool(MemfdSegment(), MOST_TASKS, BUDGET_NBYTES)
+    pool = SlotPool(Segment(), MOST_TASKS, BUDGET_NBYTES)
     yield pool
     pool.close()
 
@@ -57,7 +57,7 @@ def test_a_reference_cycle_frees_the_slot_when_it_is_collected(pool: SlotPool) -
 
 
 def test_limits_of_tasks_share_the_budget() -> None:
-    pool = SlotPool(MemfdSegment(), MOST_TASKS, BUDGET_NBYTES)
+    pool = SlotPool(Segment(), MOST_TASKS, BUDGET_NBYTES)
     limits = [pool.grant().limit_nbytes for _ in range(pool.base_slots)]
     assert sum(limits) <= BUDGET_NBYTES
     assert min(limits) >= BUDGET_NBYTES // (4 * pool.base_slots)
@@ -86,7 +86,7 @@ def test_a_trimmed_slot_can_be_used_again(pool: SlotPool) -> None:
 
 
 def test_a_pool_out_of_budget_refuses_leases_and_still_grants_every_task() -> None:
-    pool = SlotPool(MemfdSegment(), MOST_TASKS, (MOST_TASKS + 4) * PAGE_NBYTES)
+    pool = SlotPool(Segment(), MOST_TASKS, (MOST_TASKS + 4) * PAGE_NBYTES)
     kept = []
     while pool.can_lease():
         kept.append(pool.lease(_published(pool, PAGE_NBYTES))[0])

@@ -30,7 +30,7 @@ from shmloader import DataLoader, why_per_sample
 from shmloader.codec import Decoder, Encoder, read_leaves
 from shmloader.codec.layout import DTYPES
 from shmloader.codec.slot_writer import SlotWriter, set_current_writer
-from shmloader.shared_memory import MemfdSegment
+from shmloader.shared_memory import Segment
 from shmloader.sources import NOT_GATHERED, Gatherer
 
 ROWS = 12
@@ -271,7 +271,7 @@ def test_a_batch_is_no_view_of_the_dataset() -> None:
 @contextlib.contextmanager
 def slot() -> Iterator[SlotWriter]:
     """A slot to make batches in, as in a worker."""
-    segment = MemfdSegment()
+    segment = Segment()
     reserved = segment.reserve(0, 0, 1 << 16)
     writer = SlotWriter(segment)
     writer.begin(0, reserved, reserved)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import default_collate
 
 from shmloader import SpillWarning
-from shmloader.shared_memory import MemfdSegment
+from shmloader.shared_memory import Segment
 from shmloader.worker.collate import install_slot_collate
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -113,7 +113,7 @@ def test_collation_in_other_threads_stays_torchs() -> None:
 
 def test_memory_that_is_detached_never_reads_as_anything_else() -> None:
     """Other threads may be reading a batch that a collate function keeps, in the very moment."""
-    segment = MemfdSegment()
+    segment = Segment()
     nbytes = segment.reserve(0, 0, 1 << 20)
     wrong: list[int] = []
     for _ in range(60):
@@ -142,7 +142,7 @@ def test_memory_that_is_detached_never_reads_as_anything_else() -> None:
 
 def test_a_threads_segment_outlives_the_owners_and_dies_with_the_thread() -> None:
     """A thread that ends late writes to its own slot, whatever file has the number of the owner's by then."""
-    segment = MemfdSegment()
+    segment = Segment()
     before = len(os.listdir("/proc/self/fd"))
     own = segment.duplicate()
     nbytes = segment.reserve(0, 0, 1)

@@ -30,7 +30,7 @@ from shmloader.cli.doctor.advice import (
 from shmloader.cli.doctor.trial import Trial
 from shmloader.cli.options import format_nbytes
 from shmloader.host.limits import Bound, Cores, Headroom, address_space, locked_memory_limits, oom_kills
-from shmloader.shared_memory import HUGE_NBYTES, MemfdSegment
+from shmloader.shared_memory import HUGE_NBYTES, Segment
 
 Status = Literal["ok", "warning", "fail"]
 Value = str | int | float | bool | None
@@ -183,7 +183,7 @@ def check_segment(host: Host) -> Finding:
         found = "no memfd on this platform: the loader loads torch's way, with the same batches"
         return Finding("warning", found, "for shared-memory slots run it on Linux")
     try:
-        segment = MemfdSegment()
+        segment = Segment()
         try:
             nbytes = segment.reserve(0, 0, _TRIED_NBYTES)
             written = segment.map(0, nbytes)

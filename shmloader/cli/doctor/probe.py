@@ -97,13 +97,13 @@ def register() -> dict[str, Any]:
     if not torch.cuda.is_available():
         return {"available": False}
     from shmloader.device.driver import CudaDriver, DriverError, open_driver
-    from shmloader.shared_memory import MemfdSegment
+    from shmloader.shared_memory import Segment
 
     answer: dict[str, Any] = {"available": True, "device": torch.cuda.get_device_name(), "registered": False}
     driver = open_driver()
     if not isinstance(driver, CudaDriver):
         return answer | {"error": str(driver)}
-    segment = MemfdSegment()
+    segment = Segment()
     extent = segment.map(0, segment.reserve(0, 0, TRIED_NBYTES))
     source = torch.frombuffer(extent.view, dtype=torch.uint8)
     target = torch.empty(TRIED_NBYTES, dtype=torch.uint8, device="cuda")
