@@ -331,7 +331,7 @@ class SlotIterator(torch_private.BaseIterator):
         """The batch of a task that has arrived, or ``LEFT_OUT``; raises the exception in its place."""
         if not self._all_workers.workers:
             self._check_open()
-        dispatcher, flags = self._dispatcher, task.answer.flags
+        dispatcher, flags = self._dispatcher, task.flags
         ahead, copy = self._ahead, None
         if ahead is None:
             anchor, header = dispatcher.take(task)

@@ -119,6 +119,9 @@ def _wrapping(leaf: Leaf) -> tuple[Callable[..., Any], tuple[int, ...], np.dtype
 
 def _one_by_one(leaves: list[Leaf]) -> _WrapAll:
     wrappings = list(map(_wrapping, leaves))
+    if len(wrappings) == 1:
+        ((wrap, shape, carrier, offset),) = wrappings
+        return lambda anchor: [wrap(_ndarray(shape, carrier, anchor, offset))]
 
     def wrap_all(anchor: _Anchor) -> list[Any]:
         return [wrap(_ndarray(shape, carrier, anchor, offset)) for wrap, shape, carrier, offset in wrappings]

@@ -114,9 +114,10 @@ def pack_index_batch(index_batch: object) -> bytes:
     What `unpack_index_batch` makes of it is equal, or where it is a list of many ints a `PackedInts` of them.
     Stores of ``shmloader.share`` arrive as lists, shared arrays and tensors as private ones.
     """
-    index_batch = with_packed_ints(index_batch)
-    if type(index_batch) is PackedInts:
-        return index_batch.to_bytes()
+    if type(index_batch) is not list or len(index_batch) >= LEAST_PACKED:
+        index_batch = with_packed_ints(index_batch)
+        if type(index_batch) is PackedInts:
+            return index_batch.to_bytes()
     try:
         payload = pickle.dumps(index_batch, 5)
     except pickle.PicklingError as error:

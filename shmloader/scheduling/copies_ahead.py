@@ -42,7 +42,7 @@ class CopiesAhead:
 
     def begin(self, task: Task, anchor: ByteArray, header: bytes) -> Any:
         """Begin to copy a batch to the device; None where it is not to be, or moves itself."""
-        if task.answer.flags & (FAILED | REPORTED):
+        if task.flags & (FAILED | REPORTED):
             return None
         return self.delivery.begin(task.slot, anchor, header)
 
@@ -59,7 +59,7 @@ class CopiesAhead:
         if due is not None and due.state is not ARRIVED:
             self._dispatcher.look_at(due.worker_id)
         task = ledger.next_arrived(in_order=in_order)
-        if task is None or task.seq in self._taken or task.answer.flags & FAILED:
+        if task is None or task.seq in self._taken or task.flags & FAILED:
             return
         with contextlib.suppress(RuntimeError):  # too little memory, say: it is tried again when due
             anchor, header = self._dispatcher.take(task)

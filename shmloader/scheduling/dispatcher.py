@@ -258,25 +258,26 @@ class Dispatcher:
 
     def _accept_batch(self, worker: Worker, answer: Published) -> None:
         pool, counters = self.pool, self._counters
-        task = self.ledger.tasks[answer.seq]
+        seq, slot_nbytes, header_begin, used_nbytes, wait_ns, flags = answer
+        task = self.ledger.tasks[seq]
+        task.header_begin, task.header_end, task.flags = header_begin, used_nbytes, flags
         slot = task.slot
-        used_nbytes = answer.header_end
-        if answer.flags & SPILLED:
+        if flags & SPILLED:
             if task.state is not VOID:
                 pool.note_parts(slot, used_nbytes)
             used_nbytes = 0
         elif self.inspection is not None:
             workers = worker.worker_id, task.worker_id
-            self.inspection.published(slot, task.seq, workers, answer.slot_nbytes, used_nbytes)
-        pool.publish(slot, answer.slot_nbytes, used_nbytes)
-        counters.workers_wait_for_slots_ns += answer.wait_ns
-        if answer.flags & DETACHED:
+            self.inspection.published(slot, seq, workers, slot_nbytes, used_nbytes)
+        pool.publish(slot, slot_nbytes, used_nbytes)
+        counters.workers_wait_for_slots_ns += wait_ns
+        if flags & DETACHED:
             counters.detached += 1
         if task.state is VOID:
             self.ledger.finish(task)
             pool.give_back(slot)
         else:
-            self.ledger.arrive(task, answer)
+            self.ledger.arrive(task)
 
     def _accept_part(self, worker: Worker, answer: PartReady) -> None:
         """Copy a part of a batch that is larger than its slot, and ask for the next one."""
@@ -303,13 +304,13 @@ class Dispatcher:
         Returns:
             The anchor of all its leaves, and the header.
         """
-        pool, answer, slot = self.pool, task.answer, task.slot
-        in_parts = answer.flags & SPILLED
+        pool, slot = self.pool, task.slot
+        in_parts = task.flags & SPILLED
         if not in_parts and pool.can_lease():
             anchor, view = pool.lease(slot)
-            header = bytes(view[answer.header_begin : answer.header_end])
+            header = bytes(view[task.header_begin : task.header_end])
             if self.inspection is not None:
-                self.inspection.leased(slot, task.seq, header, answer.header_begin)
+                self.inspection.leased(slot, task.seq, header, task.header_begin)
             return anchor, header
         if in_parts:
             assert task.spilled is not None
@@ -317,7 +318,7 @@ class Dispatcher:
             pool.give_back(slot)
         else:
             private = pool.spill(slot)
-        return private, private[answer.header_begin : answer.header_end].tobytes()
+        return private, private[task.header_begin : task.header_end].tobytes()
 
     # --- workers that die or do not answer
 

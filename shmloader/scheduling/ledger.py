@@ -8,12 +8,12 @@ read the ledger; only the dispatcher and the iterator write it, by the methods b
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from shmloader.slots import Slot
-from shmloader.wire.records import Published
 
 
 class TaskState(enum.Enum):
@@ -27,6 +27,7 @@ class TaskState(enum.Enum):
 MAKING, ARRIVED, VOID = TaskState  # quicker to look up than attributes of the class
 
 
+@dataclass(eq=False, slots=True)
 class Task:
     """One task.
 
@@ -38,29 +39,25 @@ class Task:
         payload: The packed index batch. Packed, because a sampler may fill the same list again for the next.
         slot: The slot granted with it.
         state: See the module.
-        answer: The worker's answer; there is none before it has arrived.
+        header_begin, header_end, flags: As in the worker's `Published`; unset before that came.
         deaths: Workers that have ended at it.
         spilled: Private memory for a batch that comes in parts.
         spilled_nbytes: Bytes of it that have come.
     """
 
-    # In the class, because most tasks never change them.
+    seq: int
+    epoch: int
+    position: int
+    worker_id: int
+    payload: bytes
+    slot: Slot
     state: TaskState = MAKING
     deaths: int = 0
     spilled: npt.NDArray[np.uint8] | None = None
-    spilled_nbytes: int = 0
-
-    answer: Published
-
-    def __init__(
-        self, seq: int, epoch: int, position: int, worker_id: int, payload: bytes, slot: Slot
-    ) -> None:
-        self.seq = seq
-        self.epoch = epoch
-        self.position = position
-        self.worker_id = worker_id
-        self.payload = payload
-        self.slot = slot
+    spilled_nbytes: int = field(init=False)
+    header_begin: int = field(init=False)
+    header_end: int = field(init=False)
+    flags: int = field(init=False)
 
 
 class Ledger:
@@ -81,6 +78,7 @@ class Ledger:
         self.outstanding = 0
         self.unanswered = [0] * num_workers
         self._sent = 0  # the next task's number
+        self._due = 0  # no task before this number is wanted; looking it up is quicker than iterating
 
     def add_worker(self) -> None:
         """Make room for one more worker."""
@@ -97,9 +95,9 @@ class Ledger:
         self.unanswered[worker_id] += 1
         return task
 
-    def arrive(self, task: Task, answer: Published) -> None:
+    def arrive(self, task: Task) -> None:
         """Note that a wanted task's batch, or the exception in its place, is here."""
-        task.answer, task.state = answer, ARRIVED
+        task.state = ARRIVED
         self.arrived[task.seq] = task
         self.unanswered[task.worker_id] -= 1
 
@@ -112,6 +110,8 @@ class Ledger:
             self.unanswered[task.worker_id] -= 1
         if task.state is not VOID:
             self.outstanding -= 1
+        if task.seq == self._due:
+            self._due += 1
 
     def void(self, task: Task) -> None:
         """Note that nobody wants the batch that a worker is making."""
@@ -123,10 +123,13 @@ class Ledger:
 
     def due(self) -> Task | None:
         """The task whose batch is next in order; None if none of this epoch is outstanding."""
-        for task in self.tasks.values():
-            if task.state is not VOID:
-                return task if task.epoch == self.epoch else None
-        return None
+        task = self.tasks.get(self._due)
+        while task is None or task.state is VOID:
+            if self._due >= self._sent:
+                return None
+            self._due += 1
+            task = self.tasks.get(self._due)
+        return task if task.epoch == self.epoch else None
 
     def next_arrived(self, *, in_order: bool) -> Task | None:
         """The task whose batch is returned next, if that batch is here; out of order, any that is here."""

@@ -133,9 +133,10 @@ class SlotPool:
         """Whether one more batch may be leased and ``most_tasks`` tasks still find slots."""
         if self._released:
             self.collect()
-        budget = self.budget
-        ahead = max(0, budget.tasks - 1 - budget.most_tasks)  # batches beyond `most_tasks` that are made
-        if self._leased + ahead >= SPARE_SLOTS + RETAINED_SLOTS:
+        budget, leased = self.budget, self._leased
+        if budget.tasks > budget.most_tasks:
+            leased += budget.tasks - 1 - budget.most_tasks  # slots of batches made beyond `most_tasks`
+        if leased >= SPARE_SLOTS + RETAINED_SLOTS:
             return False
         return budget.committed_nbytes <= budget.ample_nbytes or budget.has_room_for_lease()
 

@@ -19,7 +19,6 @@ from shmloader import DataLoader
 from shmloader.scheduling.free_workers import FreeWorkers
 from shmloader.scheduling.ledger import Ledger
 from shmloader.slots import Slot
-from shmloader.wire.records import Published
 
 # three workers on two cores
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -174,7 +173,7 @@ def test_any_task_goes_to_the_worker_with_the_fewest_to_do(
             ledger.send(worker_id, 0, 0, b"", Slot(0))
         elif step == "answer" and to_do[which % workers]:
             task = to_do[which % workers][0]
-            ledger.arrive(task, Published(task.seq, 0, 0, 0, 0))
+            ledger.arrive(task)
         elif step == "return" and ledger.arrived:
             ledger.finish(list(ledger.arrived.values())[which % len(ledger.arrived)])
         idle = any(not [t for t in ledger.held_by(None) if t.worker_id == k] for k in range(workers))

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from shmloader.scheduling.free_workers import FreeWorkers
 from shmloader.scheduling.ledger import Ledger
 from shmloader.slots import Slot
-from shmloader.wire.records import Published
 
 
 class Pool:
@@ -81,7 +80,7 @@ class Scheduler:
     def hear(self) -> None:
         while self.answers and self.answers[0][0] <= self.now:
             seq = heapq.heappop(self.answers)[1]
-            self.ledger.arrive(self.ledger.tasks[seq], Published(seq, 0, 0, 0, 0))
+            self.ledger.arrive(self.ledger.tasks[seq])
 
     def send(self) -> bool:
         if self.sent == len(self.costs):
