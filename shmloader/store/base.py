@@ -36,6 +36,7 @@ class SharedObject(ABC):
     def to_arrow(self) -> Any:
         """A ``pyarrow`` object with the same rows, over the same memory where chunks agree in their types.
 
+        Numbers of records that have three or more are copied: in memory they lie side by side.
         Values that Arrow has no type for have extension types of shmloader's over ordinary ones.
 
         Raises:

@@ -19,6 +19,7 @@ from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.columns import merge
 from shmloader.store.columns.compiled import Reader, Scope
 from shmloader.store.columns.encode import Encoder
+from shmloader.store.columns.packed import field_of_struct, names_of, unpacked
 from shmloader.store.columns.read import make_reader
 from shmloader.store.columns.types import (
     Classes,
@@ -81,7 +82,7 @@ class Chunks(ABC):
         column = self.column(chunk)
         for name in path:
             is_link = isinstance(column.type, LinkType)
-            column = field_of(self.without_links(chunk, column) if is_link else column, name)
+            column = field_of(self.plain(chunk, column) if is_link else column, name)
         return column
 
     def readers_of_links(self, *, copy: bool = False) -> dict[int, Reader]:
@@ -92,10 +93,10 @@ class Chunks(ABC):
         """A new scope for expressions of a chunk's columns."""
         return Scope(self.memory(chunk), self.finder, links, copy=copy, pickles=self.pickles)
 
-    def without_links(self, chunk: int, column: Any) -> Any:
-        """A column of a chunk, in which the rows that links lead to are copied."""
+    def plain(self, chunk: int, column: Any) -> Any:
+        """A column of a chunk as other programs read it: rows that links lead to are copied."""
         if not find_types(column.type, LinkType):
-            return column
+            return unpacked(column)
         read = make_reader(column, self.scope(chunk, self.readers_of_links()))
         return Encoder().encode(list(map(read, range(len(column)))))
 
@@ -107,12 +108,11 @@ def field_of(column: Any, name: str | int) -> Any:
         return pa.DictionaryArray.from_arrays(column.indices, field_of(column.dictionary, name))
     storage = storage_of(column)
     if pa.types.is_struct(storage.type) and not storage.null_count:
-        names = [field.name for field in storage.type]
-        place = name if isinstance(name, int) and storage is not column else None
-        if place is None and names.count(str(name)) == 1:
-            place = names.index(str(name))
-        if place is not None and 0 <= place < len(names):
-            return storage.field(place)
+        names = names_of(storage.type)
+        if isinstance(name, int) and storage is not column and 0 <= name < len(names):
+            name = names[name]
+        if names.count(str(name)) == 1:
+            return field_of_struct(storage, str(name))
     raise KeyError(name)
 
 

@@ -11,11 +11,14 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from shmloader.store.columns.packed import field_of_struct, names_of, numbers
 from shmloader.store.columns.types import (
     KeysType,
     LinkType,
+    PackedType,
     PickleType,
     PythonType,
+    RecordsType,
     children_of,
     find_types,
     storage_of,
@@ -125,15 +128,14 @@ def _describe(name: str, parts: list[Any], type_of_link: Callable[[int], Any]) -
     pickles = [one for kind in kinds for _, one in find_types(kind, PickleType)]
     classes = dict.fromkeys(name for one in pickles for name in one.parameters["types"])
     why = f"no column gives back {', '.join(classes)} as given" if classes else None
-    nbytes = sum(part.nbytes for part in parts)
+    nbytes = sum(numbers(part).nbytes if isinstance(part.type, PackedType) else part.nbytes for part in parts)
     return FieldDescription(name, " or ".join(dict.fromkeys(map(type_name, kinds))), nbytes, why)
 
 
 def _parts_of(column: Any) -> list[tuple[str, Any]]:
     storage = storage_of(column)
     if pa.types.is_struct(storage.type) and storage.type.num_fields:
-        fields = [(field.name, storage.field(number)) for number, field in enumerate(storage.type)]
-        return [(name, field) for name, field in fields if not isinstance(field.type, KeysType)]
+        return [(name, field_of_struct(storage, name)) for name in names_of(storage.type)]
     return [("", column)]
 
 
@@ -146,17 +148,22 @@ def _kind_of(columns: list[Any]) -> str:
 
 def type_name(kind: Any) -> str:
     """A type for people: of shmloader's own without the storage."""
+    if isinstance(kind, PackedType):
+        return str(pa.from_numpy_dtype(kind.parameters["code"]))
     if isinstance(kind, PythonType):
         said = kind.parameters
         parts = [str(said[key]) for key in ("python", "tensor", "dtype", "shape", "kind") if key in said]
         if "tensor" in said:
             return f"tensor {said['tensor']} {said.get('shape', '')}".strip()
         return " ".join([kind.NAME.removeprefix("shmloader."), *parts])
+    if pa.types.is_fixed_size_list(kind):
+        return f"list of {kind.list_size} {type_name(kind.value_type)}"
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return f"list of {type_name(kind.value_type)}"
     if pa.types.is_struct(kind) or pa.types.is_union(kind):
+        kinds = [one for one in children_of(kind) if not isinstance(one, KeysType | RecordsType)]
         joint = ", " if pa.types.is_struct(kind) else " or "
-        return ("struct of " if joint == ", " else "") + joint.join(map(type_name, children_of(kind)))
+        return ("struct of " if joint == ", " else "") + joint.join(map(type_name, kinds))
     if pa.types.is_dictionary(kind):
         return f"{type_name(kind.value_type)}, each once"
     return str(kind)

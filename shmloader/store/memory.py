@@ -23,7 +23,8 @@ from shmloader.shared_memory import PAGE_NBYTES
 from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
 from shmloader.store.arrays import array_of_tensor, kind_of_tensor
 from shmloader.store.chunks import Layout, MemoryChunks
-from shmloader.store.columns.encode import Encoder
+from shmloader.store.columns.encode import Encoder, batch_of
+from shmloader.store.columns.packed import packed
 from shmloader.store.columns.types import LinkType, find_types
 from shmloader.store.handles import register_reducers
 from shmloader.store.kinds import nbytes_of_rows
@@ -201,12 +202,12 @@ class Table:
             SharedMemoryExhausted: If the host has not enough memory left.
         """
         self._python_nbytes += nbytes_of_rows(values)
-        self.append_batch(self._encoder.rows(values))
+        self.append_batch(batch_of(packed(self._encoder.encode(values))))
 
     def append_items(self, items: list[tuple[Any, Any]]) -> None:
         """Append one chunk of a mapping's items."""
         self._python_nbytes += nbytes_of_rows(items)
-        columns = [self._encoder.encode([item[n] for item in items], 1) for n in (0, 1)]
+        columns = [packed(self._encoder.encode([item[n] for item in items], 1)) for n in (0, 1)]
         self.append_batch(pa.RecordBatch.from_arrays(columns, ["key", "value"]))
 
     def append_batch(self, batch: Any) -> None:

@@ -150,7 +150,7 @@ class RowStore(Store):
         """See `SharedObject.to_arrow`: a ``Table`` of dict records, a ``ChunkedArray`` of anything else."""
         try:
             count = len(self._starts) - 1
-            columns = [self.chunks.without_links(chunk, self.field(chunk)) for chunk in range(count)]
+            columns = [self.chunks.plain(chunk, self.field(chunk)) for chunk in range(count)]
             if self._file is not None:
                 for column in columns:
                     column.validate(full=True)  # Arrow's functions trust their buffers

@@ -59,7 +59,7 @@ def _table_of(store: Any) -> Any:
     except TypeError:  # a kind of store of one's own
         rows, encoder = iter(store), Encoder()
         chunks = iter(lambda: list(islice(rows, _ENCODED_ROWS)), [])
-        data = merge.joined([merge.rows_of(encoder.rows(chunk)) for chunk in chunks])
+        data = merge.joined(list(map(encoder.encode, chunks)))
     said: dict[str, Any] = {"version": VERSION, "rows": "table", **store.form}
     if not isinstance(data, pa.Table):
         said["rows"] = said["rows"] if said["rows"] == "set" else "column"

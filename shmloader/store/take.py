@@ -17,12 +17,22 @@ from shmloader.store.arrays import Array, ArrayKind, array_of_tensor, kind_of_ar
 from shmloader.store.base import Rows
 from shmloader.store.chunks import ChunkReaders, Chunks, Path
 from shmloader.store.columns.arrays import block_of
-from shmloader.store.columns.types import ArrayType, KeysType, NamedTupleType, TupleType, is_plain_namedtuple
+from shmloader.store.columns.packed import names_of, numbers
+from shmloader.store.columns.types import (
+    ArrayType,
+    KeysType,
+    NamedTupleType,
+    PackedType,
+    TupleType,
+    is_plain_namedtuple,
+)
 
 _ROWS_WORTH_A_CALL = 16  # gathering a column costs about as much as reading so many rows
 _MOST_SECTIONS = 4096
 _INTS, _FLOATS = ArrayKind(np.dtype(np.int64), 0), ArrayKind(np.dtype(np.float64), 0)
-_KIND_OF_SCALAR = {int: _INTS, float: _FLOATS, bool: ArrayKind(np.dtype(np.bool_), 0)}
+_BOOLS = ArrayKind(np.dtype(np.bool_), 0)
+_KIND_OF_SCALAR = {int: _INTS, float: _FLOATS, bool: _BOOLS}
+_KIND_OF_NUMBERS = {"i": _INTS, "u": _INTS, "f": _FLOATS, "b": _BOOLS}
 
 
 _Gather = Callable[[Rows, Rows, Any], Any]
@@ -147,7 +157,7 @@ class _Items:
 
 
 class _Piece:
-    """Chunks of a column whose items have one dtype and lie in one piece of memory.
+    """Chunks of a column whose items have one dtype, one distance, and lie in one piece of memory.
 
     That memory is seen as rows which begin at each multiple of so many bytes that every row of the column is
     one of them. So rows of all chunks are gathered with one call.
@@ -159,15 +169,16 @@ class _Piece:
         self.dtype = first.dtype
         size = first.dtype.itemsize * math.prod(first.shape[1:])
         addresses = {chunk: _address(block) for chunk, block in blocks.items()}
-        low = min(addresses.values())
-        nbytes = max(address + blocks[chunk].nbytes for chunk, address in addresses.items()) - low
-        unit = math.gcd(size, *(address - low for address in addresses.values()))
+        stride, low = first.strides[0], min(addresses.values())
+        ends = [addresses[chunk] + (len(block) - 1) * stride + size for chunk, block in blocks.items()]
+        nbytes = max(ends) - low
+        unit = math.gcd(size, stride, *(address - low for address in addresses.values()))
         word = math.gcd(unit, 8)
         inner = 1 if size == word else 2  # dimensions
         shape, strides = ((nbytes - size) // unit + 1, size // word)[:inner], (unit, word)[:inner]
         items: Array = np.ndarray(shape, f"i{word}", memory.private, low - memory.address, strides)
         self._items = torch.from_numpy(items)
-        self._step = size // unit
+        self._step = stride // unit
         bases = np.zeros(len(starts) - 1, np.int64)
         for chunk, address in addresses.items():
             bases[chunk] = (address - low) // unit - starts[chunk] * self._step
@@ -217,7 +228,7 @@ def _items_of(columns: list[Any], chunks: Chunks, chunk_of: Rows) -> _Items | No
         inside = 0 <= _address(block) - memory.address <= memory.nbytes - block.nbytes
         if len(kinds) > 1 or len(block) != len(column) or not (inside or not block.nbytes):
             return None
-        alike.setdefault((block.dtype, id(memory)), {})[chunk] = block
+        alike.setdefault((block.dtype, block.strides[0], id(memory)), {})[chunk] = block
     ((kind, shape),) = kinds
     piece_of = np.zeros(len(columns), np.int64)
     for number, blocks in enumerate(alike.values()):
@@ -232,7 +243,7 @@ def _keys(column: Any) -> tuple[str, ...]:
         return ()
     if any(isinstance(field.type, KeysType) for field in column.type):
         return ()
-    names = tuple(field.name for field in column.type)
+    names = tuple(names_of(column.type))
     return names if len(set(names)) == len(names) else ()
 
 
@@ -241,7 +252,7 @@ def tuple_shape(column: Any) -> tuple[str, tuple[str, ...]]:
     kind = column.type
     is_tuple = isinstance(kind, TupleType | NamedTupleType) and pa.types.is_struct(kind.storage_type)
     if is_tuple and not column.storage.null_count:
-        return kind.parameters.get("python", ""), tuple(field.name for field in kind.storage_type)
+        return kind.parameters.get("python", ""), tuple(names_of(kind.storage_type))
     return "", ()
 
 
@@ -252,11 +263,14 @@ def _block(column: Any, memory: SharedBuffer) -> tuple[Array, ArrayKind] | None:
         storage = column.storage
         is_whole = not storage.null_count or pa.types.is_null(storage.type)  # of arrays without items
         return block_of(column, memory) if is_whole and not pa.types.is_dictionary(storage.type) else None
-    if column.null_count or not _is_number(kind):
+    if isinstance(kind, PackedType):
+        found = numbers(column)
+    elif column.null_count or not _is_number(kind):
         return None
-    dtype = np.dtype(kind.to_pandas_dtype())
-    numbers = np.frombuffer(column.buffers()[1] or b"", dtype)[column.offset : column.offset + len(column)]
-    return numbers, _FLOATS if dtype.kind == "f" else _INTS
+    else:
+        dtype = np.dtype(kind.to_pandas_dtype())
+        found = np.frombuffer(column.buffers()[1] or b"", dtype)[column.offset : column.offset + len(column)]
+    return found, _KIND_OF_NUMBERS[found.dtype.kind]
 
 
 def _is_number(kind: Any) -> bool:

@@ -12,6 +12,7 @@ wrong values or an exception, but no access beyond the memory.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ import numpy as np
 
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.columns.types import ClassFinder
+
+_FOLLOWING = "j = i + 1"
 
 Reader = Callable[[int], Any]
 """Reads one row of a column, by its number."""
@@ -34,6 +37,7 @@ class Scope:
         copy: Whether arrays and tensors are private copies, which may be changed.
         pickles: Whether pickled values may be read.
         values: The objects that have been given names, in order.
+        lines: Statements that come before the expression.
     """
 
     def __init__(
@@ -51,15 +55,38 @@ class Scope:
         self.copy = copy
         self.pickles = pickles
         self.values: list[object] = []
+        self.lines: list[str] = []
 
     def bind(self, value: object) -> str:
         """A name for an object."""
         self.values.append(value)
         return f"v{len(self.values) - 1}"
 
+    def bind_octets(self, buffer: Any) -> tuple[str, str]:
+        """Names for memory to read a buffer's bytes from, and for the place where they begin there.
+
+        Slices of an mmap are quicker than those of a memoryview, and one of it serves all buffers.
+        """
+        memory = self.memory
+        if buffer is None or memory is None or not 0 <= buffer.address - memory.address < memory.nbytes:
+            return self.bind(b"" if buffer is None else memoryview(buffer)), ""
+        return self.bind(memory.mapping), f"{self.bind(buffer.address - memory.address)} + "
+
+    def following(self) -> str:
+        """A name for the number of the next row."""
+        if _FOLLOWING not in self.lines:
+            self.lines.append(_FOLLOWING)
+        return "j"
+
     def inner(self) -> Scope:
         """A scope of the same memory, for another function."""
         return Scope(self.memory, self.finder, self.links, copy=self.copy, pickles=self.pickles)
+
+    def copied(self) -> Scope:
+        """A scope with the same names, for further functions."""
+        scope = self.inner()
+        scope.values = [*self.values]
+        return scope
 
 
 def compile_reader(lines: Sequence[str], scope: Scope, first: int = 0) -> Reader:
@@ -79,7 +106,10 @@ def compile_reader(lines: Sequence[str], scope: Scope, first: int = 0) -> Reader
 @functools.lru_cache(maxsize=256)  # chunks of one store nearly always have the same source
 def _factory(body: str, names: int) -> Callable[..., Reader]:
     arguments = "".join(f", v{n}" for n in range(names))
-    source = f"def make(first{arguments}):\n def read(i):\n  {body}\n return read"
+    # As defaults they lie side by side in memory; the cells of a closure do not.
+    used = [name for name in ("first", *(f"v{n}" for n in range(names))) if re.search(rf"\b{name}\b", body)]
+    defaults = "".join(f", {name}={name}" for name in used)
+    source = f"def make(first{arguments}):\n def read(i{defaults}):\n  {body}\n return read"
     namespace: dict[str, Any] = {}
     exec(compile(source, "<reader of a shmloader column>", "exec"), namespace)
     make: Callable[..., Reader] = namespace["make"]

@@ -17,6 +17,7 @@ import enum
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
+from heapq import heappop, heappush
 from itertools import chain, compress, cycle, pairwise
 from operator import is_, itemgetter
 from typing import Any
@@ -78,13 +79,6 @@ class Encoder:
             np.ndarray: lambda values, depth: self._arrays(values, kind_of_array),
             torch.Tensor: lambda values, depth: self._arrays(values, kind_of_tensor),
         }
-
-    def rows(self, values: list[Any]) -> Any:
-        """A record batch: columns for the keys of dicts of one form, else one column for all rows."""
-        column = self.encode(values)
-        if pa.types.is_struct(column.type) and column.type.num_fields and not column.null_count:
-            return pa.RecordBatch.from_struct_array(column)
-        return pa.RecordBatch.from_arrays([column], schema=pa.schema([pa.field("", column.type)], COLUMN))
 
     def encode(self, values: list[Any], depth: int = 0) -> Any:
         """A column of these values.
@@ -173,11 +167,18 @@ class Encoder:
         )
 
     def _lists(self, values: list[Any], depth: int) -> Any:
+        lengths, items = self._items_of(values, depth)
+        if lengths[0] and (lengths == lengths[0]).all():
+            return pa.FixedSizeListArray.from_arrays(items, int(lengths[0]))
+        return lists_to_arrow(lengths, items)
+
+    def _items_of(self, values: list[Any], depth: int) -> tuple[Any, Any]:
+        """The number of items of each value, and a column of the items of all."""
         lengths = np.fromiter(map(len, values), np.int64, len(values))
-        return lists_to_arrow(lengths, self.encode(list(chain.from_iterable(values)), depth + 1))
+        return lengths, self.encode(list(chain.from_iterable(values)), depth + 1)
 
     def _sets(self, values: list[Any], depth: int) -> Any:
-        lists = self._lists(list(map(list, values)), depth)
+        lists = lists_to_arrow(*self._items_of(values, depth))
         return types.SetType(lists.type, kind=type(values[0]).__name__).wrap(lists)
 
     def _tuples(self, values: list[Any], depth: int) -> Any:
@@ -185,7 +186,7 @@ class Encoder:
         if len(lengths) == 1 and 0 < max(lengths) <= _MOST_TUPLE:
             storage = self._items(values, [str(n) for n in range(len(values[0]))], depth)
         else:
-            storage = self._lists(values, depth)
+            storage = lists_to_arrow(*self._items_of(values, depth))
         return types.TupleType(storage.type).wrap(storage)
 
     def _items(
@@ -246,6 +247,13 @@ class Encoder:
         items = self.encode([item for value in values for item in value.values()], depth + 1)
         lists = lists_to_arrow(lengths, pa.StructArray.from_arrays([keys, items], ["key", "value"]))
         return types.DictType(lists.type).wrap(lists)
+
+
+def batch_of(column: Any) -> Any:
+    """A record batch of rows: of the fields of records, else of one column."""
+    if pa.types.is_struct(column.type) and column.type.num_fields and not column.null_count:
+        return pa.RecordBatch.from_struct_array(column)
+    return pa.RecordBatch.from_arrays([column], schema=pa.schema([pa.field("", column.type)], COLUMN))
 
 
 COLUMN = {b"shmloader": b'{"rows": "column", "version": 1}'}
@@ -309,18 +317,27 @@ def keys_to_arrow(bits: Sequence[int], names: Sequence[str]) -> Any:
 
 
 def merged_order(name_tuples: Iterable[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """All names in an order that is, if there is one, that of every tuple."""
+    """All names in an order that agrees with every tuple, if there is one; where several do, as they came."""
     sorter: TopologicalSorter[Any] = TopologicalSorter()
     found: dict[Any, None] = {}
     for names in name_tuples:
         found.update(dict.fromkeys(names))
+        for name in names[:1]:
+            sorter.add(name)
         for name, following in pairwise(names):
             sorter.add(following, name)
     try:
-        order = [name for name in sorter.static_order() if name in found]
+        sorter.prepare()
     except CycleError:
-        order = []
-    return tuple(dict.fromkeys([*order, *found]))
+        return tuple(found)
+    came, ready, order = list(found), list[int](), list[Any]()
+    places = {name: place for place, name in enumerate(came)}
+    while sorter.is_active():
+        for name in sorter.get_ready():
+            heappush(ready, places[name])
+        order.append(came[heappop(ready)])
+        sorter.done(order[-1])
+    return tuple(order)
 
 
 def _scalars(dtype: Any, values: list[Any]) -> Any:
@@ -354,7 +371,7 @@ def _are_fields(names: Sequence[Any], keys: list[tuple[Any, ...]] | None) -> boo
     return (
         kinds <= {str}
         and len(names) <= _MOST_FIELDS
-        and types.KeysType.NAME not in names
+        and not {types.KeysType.NAME, types.RecordsType.NAME} & set(names)
         and all(map(is_unicode, names))
     )
 

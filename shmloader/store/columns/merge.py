@@ -95,7 +95,7 @@ def _form(kind: Any) -> Any:
         return "text"
     if arrow.is_binary(kind) or arrow.is_large_binary(kind):
         return "bytes"
-    if arrow.is_list(kind) or arrow.is_large_list(kind):
+    if arrow.is_list(kind) or arrow.is_large_list(kind) or arrow.is_fixed_size_list(kind):
         return "list"
     if arrow.is_struct(kind):
         return "struct"
@@ -166,13 +166,29 @@ def _keys_of(part: Any, found: tuple[str, ...], names: tuple[str, ...]) -> Any:
 
 def _united_lists(parts: list[Any]) -> list[Any]:
     items = united([part.values for part in parts])
+    sizes = {getattr(part.type, "list_size", None) for part in parts}
+    if len(sizes) == 1 and None not in sizes:
+        size = sizes.pop()
+        return [
+            pa.FixedSizeListArray.from_arrays(
+                some[part.offset * size : (part.offset + len(part)) * size], size, mask=_mask(part)
+            )
+            for part, some in zip(parts, items, strict=True)
+        ]
     make, code = pa.ListArray, "i4"
     if any(arrow.is_large_list(part.type) for part in parts):
         make, code = pa.LargeListArray, "i8"
     return [
-        make.from_arrays(pa.array(np.asarray(part.offsets).astype(code)), some, mask=_mask(part))
+        make.from_arrays(pa.array(_offsets_of(part).astype(code)), some, mask=_mask(part))
         for part, some in zip(parts, items, strict=True)
     ]
+
+
+def _offsets_of(lists: Any) -> Any:
+    """Where each list begins, and where the last one ends, in the items."""
+    if arrow.is_fixed_size_list(lists.type):
+        return np.arange(lists.offset, lists.offset + len(lists) + 1) * lists.type.list_size
+    return np.asarray(lists.offsets)
 
 
 def _mask(column: Any) -> Any:

@@ -9,7 +9,7 @@ import pickle
 import uuid
 import zoneinfo
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +18,7 @@ from pyarrow import types as arrow
 from shmloader.store.columns import types
 from shmloader.store.columns.arrays import array_expression, dtype_named
 from shmloader.store.columns.compiled import Reader, Scope, compile_reader, numbers_of, octets_of
+from shmloader.store.columns.packed import absent, fields_of, keys_of, numbers, unpacking
 from shmloader.store.columns.types import maker_of
 
 _CODES = {
@@ -48,7 +49,8 @@ def make_reader(column: Any, scope: Scope, first: int = 0) -> Reader:
     Raises:
         ValueError: If the column is none that can be read: its type contradicts itself or its storage.
     """
-    return compile_reader([f"return {expression(column, scope)}"], scope, first)
+    value = expression(column, scope)
+    return compile_reader([*scope.lines, f"return {value}"], scope, first)
 
 
 def _reader(column: Any, scope: Scope) -> str:
@@ -104,14 +106,12 @@ def _bool(column: Any, scope: Scope) -> str:
 
 
 def _octets(column: Any, scope: Scope) -> str:
-    """Bytes of row ``i``: a slice of the mmap is quicker than one of a memoryview."""
+    """Bytes of row ``i``."""
     large = arrow.is_large_string(column.type) or arrow.is_large_binary(column.type)
     ends = scope.bind(numbers_of(column, 1, "q" if large else "i", len(column) + 1))
-    data, memory = column.buffers()[2], scope.memory
-    if data is not None and memory is not None and 0 <= data.address - memory.address < memory.nbytes:
-        begin = scope.bind(data.address - memory.address)
-        return f"{scope.bind(memory.mapping)}[{begin} + {ends}[i] : {begin} + {ends}[i + 1]]"
-    return f"{scope.bind(octets_of(column, 2))}[{ends}[i] : {ends}[i + 1]].tobytes()"
+    octets, begin = scope.bind_octets(column.buffers()[2])
+    part = f"{octets}[{begin}{ends}[i] : {begin}{ends}[{scope.following()}]]"
+    return part if begin else f"bytes({part})"
 
 
 def _text(column: Any, scope: Scope) -> str:
@@ -135,43 +135,59 @@ def _dictionary(column: Any, scope: Scope) -> str:
 
 
 def _struct(column: Any, scope: Scope) -> str:
-    fields = {field.name: column.field(number) for number, field in enumerate(column.type)}
-    keys = fields.get(types.KeysType.NAME)
-    if keys is not None and isinstance(keys.type, types.KeysType):
-        del fields[types.KeysType.NAME]
-        forms = _Forms(fields, keys, scope.inner())
-        return f"{scope.bind(forms)}[{expression(keys, scope)}](i)"
-    return f"{{{', '.join(f'{name!r}: {expression(field, scope)}' for name, field in fields.items())}}}"
+    keys = keys_of(column)
+    if keys is not None:
+        return f"{scope.bind(_Forms(column, keys, scope.inner()))}[{expression(keys, scope)}](i)"
+    return f"{{{', '.join(f'{name!r}: {value}' for name, value in _fields(column, scope).items())}}}"
+
+
+def _fields(column: Any, scope: Scope) -> dict[str, str]:
+    """Sources of the fields of the struct in row ``i``."""
+    fields = fields_of(column)
+    lines, found = unpacking(column, fields, scope)
+    scope.lines += lines
+    return {name: found.get(name) or expression(field, scope) for name, field in fields.items()}
 
 
 class _Forms(dict[int, Reader]):
     """Readers of dicts that do not have all keys, by the bits that say which: made when first needed."""
 
-    def __init__(self, fields: dict[str, Any], keys: Any, scope: Scope) -> None:
+    def __init__(self, column: Any, keys: Any, scope: Scope) -> None:
         super().__init__()
-        names, storage = keys.type.parameters["names"], keys.storage
-        found = (
-            np.asarray(numbers_of(storage, 1, _CODES[storage.type], len(keys))) if len(names) <= 64 else None
-        )
-        self._values: dict[int, tuple[str, str]] = {}
-        for name, field in fields.items():
-            bit = 1 << names.index(name)
-            absent = -1 if found is None else len(keys) - np.count_nonzero(found & found.dtype.type(bit))
-            read = _present if types.storage_of(field).null_count == absent else expression
-            self._values[bit] = name, read(field, scope)
-        self._lines = [f"b, d = {expression(keys, scope)}, {{}}"]
+        names = keys.type.parameters["names"]
+        self._column = column
+        self._values: dict[str, tuple[int, str]] = {}
+        for name, field in fields_of(column).items():
+            lacking = absent(keys, name)
+            is_whole = lacking is not None and types.storage_of(field).null_count == np.count_nonzero(lacking)
+            is_packed = isinstance(field.type, types.PackedType)
+            value = "" if is_packed else (_present if is_whole else expression)(field, scope)
+            self._values[name] = 1 << names.index(name), value
+        self._bits = expression(keys, scope)
         self._scope = scope
         self._any: Reader | None = None
 
     def __missing__(self, bits: int) -> Reader:
         if len(self) < _MOST_FORMS:
-            parts = [f"{name!r}: {value}" for bit, (name, value) in self._values.items() if bits & bit]
-            reader = self[bits] = compile_reader([f"return {{{', '.join(parts)}}}"], self._scope)
+            names = [name for name, (bit, _) in self._values.items() if bits & bit]
+            lines, values = self._sources(names, scope := self._scope.copied())
+            parts = [f"{name!r}: {values[name]}" for name in names]
+            reader = self[bits] = compile_reader([*lines, f"return {{{', '.join(parts)}}}"], scope)
             return reader
         if self._any is None:
-            lines = [f"if b & {bit}: d[{name!r}] = {value}" for bit, (name, value) in self._values.items()]
-            self._any = compile_reader([*self._lines, *lines, "return d"], self._scope)
+            lines, values = self._sources(list(self._values), scope := self._scope.copied())
+            lines.append(f"b, d = {self._bits}, {{}}")
+            for name, (bit, _) in self._values.items():
+                lines.append(f"if b & {bit}: d[{name!r}] = {values[name]}")
+            self._any = compile_reader([*lines, "return d"], scope)
         return self._any
+
+    def _sources(self, names: list[str], scope: Scope) -> tuple[list[str], dict[str, str]]:
+        """Statements, and the values that some fields have after them."""
+        lines, found = unpacking(self._column, names, scope)
+        return [*self._scope.lines, *lines], {
+            name: found.get(name) or self._values[name][1] for name in names
+        }
 
 
 def _list(column: Any, scope: Scope) -> str:
@@ -179,8 +195,19 @@ def _list(column: Any, scope: Scope) -> str:
     items = column.values
     if items.type in _CODES and not items.null_count and len(items):
         numbers = scope.bind(numbers_of(items, 1, _CODES[items.type], len(items)))
-        return f"{numbers}[{ends}[i] : {ends}[i + 1]].tolist()"
-    return f"[*map({_reader(items, scope)}, range({ends}[i], {ends}[i + 1]))]"
+        return f"{numbers}[{ends}[i] : {ends}[{scope.following()}]].tolist()"
+    return f"[*map({_reader(items, scope)}, range({ends}[i], {ends}[{scope.following()}]))]"
+
+
+def _fixed_list(column: Any, scope: Scope) -> str:
+    items, length = column.values, column.type.list_size
+    begin = f"(i + {column.offset}) * {length}" if column.offset else f"i * {length}"
+    if items.type in _CODES and not items.null_count and len(items):
+        numbers = scope.bind(numbers_of(items, 1, _CODES[items.type], len(items)))
+        return f"{numbers}[{begin} : {begin} + {length}].tolist()"
+    if length == 1:
+        return f"[{_reader(items, scope)}({begin})]"
+    return f"[*map({_reader(items, scope)}, range({begin}, {begin} + {length}))]"
 
 
 def _union(column: Any, scope: Scope) -> str:
@@ -215,6 +242,7 @@ _READ: list[tuple[Callable[[Any], bool], Callable[[Any, Scope], str]]] = [
     (lambda kind: arrow.is_binary(kind) or arrow.is_large_binary(kind), _octets),
     (arrow.is_fixed_size_binary, _fixed_octets),
     (lambda kind: arrow.is_list(kind) or arrow.is_large_list(kind), _list),
+    (arrow.is_fixed_size_list, _fixed_list),
     (arrow.is_dictionary, _dictionary),
     (arrow.is_union, _union),
     (arrow.is_date32, _date),
@@ -242,8 +270,7 @@ def _path(column: Any, scope: Scope) -> str:
 def _tuple(column: Any, scope: Scope) -> str:
     storage = column.storage
     if arrow.is_struct(storage.type):
-        parts = [expression(storage.field(number), scope) for number in range(storage.type.num_fields)]
-        return f"({''.join(f'{part}, ' for part in parts)})"
+        return f"({''.join(f'{value}, ' for value in _fields(storage, scope).values())})"
     return f"(*{_storage(column, scope, arrow.is_list, arrow.is_large_list)},)"
 
 
@@ -281,7 +308,7 @@ def _dict(column: Any, scope: Scope) -> str:
         raise ValueError(f"dicts over {storage.type} mean nothing")
     ends = scope.bind(numbers_of(storage, 1, "i" if arrow.is_list(storage.type) else "q", len(storage) + 1))
     keys, items = (_reader(storage.values.field(number), scope) for number in (0, 1))
-    part = f"range({ends}[i], {ends}[i + 1])"
+    part = f"range({ends}[i], {ends}[{scope.following()}])"
     return f"{scope.bind(dict)}({scope.bind(zip)}(map({keys}, {part}), map({items}, {part})))"
 
 
@@ -330,6 +357,10 @@ def _link(column: Any, scope: Scope) -> str:
     return f"{read}({_storage(column, scope, arrow.is_integer)})"
 
 
+def _packed(column: Any, scope: Scope) -> str:
+    return f"{scope.bind(memoryview(cast('Any', numbers(column))))}[i]"
+
+
 def _keys(column: Any, scope: Scope) -> str:
     if arrow.is_fixed_size_binary(column.storage.type):
         return f"int.from_bytes({_fixed_octets(column.storage, scope)}, 'little')"
@@ -345,6 +376,7 @@ _PYTHON: dict[type, Callable[[Any, Scope], str]] = {
     types.SetType: _set,
     types.DictType: _dict,
     types.KeysType: _keys,
+    types.PackedType: _packed,
     types.ArrayType: array_expression,
     types.ScalarType: _scalar,
     types.DatetimeType: _zoned,

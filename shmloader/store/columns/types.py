@@ -94,6 +94,8 @@ DecimalType = _declare("decimal", "Decimals, as strings: these keep trailing zer
 UuidType = _declare("uuid", "UUIDs, as 16 bytes.")
 PickleType = _declare("pickle", "Other objects, each pickled by itself; ``types`` names their classes.")
 LinkType = _declare("link", "Row numbers in the column ``link`` of the same memory. In no file.")
+PackedType = _declare("packed", "Numbers (``code``) at ``offset`` of each of the records beside. In no file.")
+RecordsType = _declare("records", "Records of packed numbers, as bytes. In no file.")
 DatetimeType = _declare(
     "datetime", "datetimes with a zone: microseconds in UTC; the zone is ``key`` (zoneinfo) or ``offset_s``."
 )
