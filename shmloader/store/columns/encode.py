@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
 from itertools import chain, compress, cycle, pairwise
-from operator import is_, itemgetter
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -189,13 +189,14 @@ class Encoder:
             storage = lists_to_arrow(*self._items_of(values, depth))
         return types.TupleType(storage.type).wrap(storage)
 
-    def _items(
-        self, values: list[Any], names: Sequence[str], depth: int, keys: Iterable[Any] | None = None
-    ) -> Any:
-        """A struct of the items that all values have, at places from 0 on or at ``keys``."""
-        places = range(len(names)) if keys is None else keys
-        columns = [self.encode(list(map(itemgetter(place), values)), depth + 1) for place in places]
-        return pa.StructArray.from_arrays(columns, list(names))
+    def _items(self, values: Iterable[Iterable[Any]], names: Sequence[str], depth: int) -> Any:
+        """A struct of the items of values that all have as many, in the order of the names."""
+        # One pass over the values, which lie anywhere in memory; their items are only referred to.
+        flat = list(chain.from_iterable(values))
+        columns = [flat[place :: len(names)] for place in range(len(names))]
+        del flat  # objects with more references than their list's and their record's may repeat
+        arrays = [self.encode(column, depth + 1) for column in columns]
+        return pa.StructArray.from_arrays(arrays, list(names))
 
     def _records(self, kind: type, name: str, values: list[Any], depth: int) -> Any:
         """A column of namedtuples or dataclasses; None if they have no fields of their own."""
@@ -226,7 +227,7 @@ class Encoder:
         if not names:
             return pa.array([{}] * len(values), pa.struct([]))
         if keys is None or set(keys) == {names}:
-            return self._items(values, names, depth, names)
+            return self._items(map(dict.values, values), names, depth)
         places = {name: place for place, name in enumerate(names)}
         ascends = {some: _ascend([places[name] for name in some]) for some in set(keys)}
         if not all(ascends.values()):
