@@ -63,7 +63,7 @@ def compare_growth(arguments: argparse.Namespace, report: dict[str, Any]) -> lis
     verdicts = []
     lines: dict[str, list[MemorySample]] = {}
     for rows in arguments.rows:
-        list_nbytes = 0
+        list_nbytes = size_of_list(rows)
         for name in arguments.contestant:
             say(f"growth, {name}, {rows:,} rows")
             spec = Spec("growth", name, rows, arguments.workers, epochs=2)
@@ -74,8 +74,7 @@ def compare_growth(arguments: argparse.Namespace, report: dict[str, Any]) -> lis
                     raise
                 print(f"left out: {failure}", file=sys.stderr)  # some other library's trouble
                 continue
-            report["growth"].append({**asdict(spec), **figures})
-            list_nbytes = list_nbytes or figures["data_nbytes"]  # the list comes first
+            report["growth"].append({**asdict(spec), **figures, "list_nbytes": list_nbytes})
             growth = max(figures["growth_nbytes"])
             share = growth / list_nbytes
             table.append(
@@ -209,13 +208,19 @@ def compare_limited(arguments: argparse.Namespace, report: dict[str, Any]) -> li
     return verdicts
 
 
+def size_of_list(rows: int) -> int:
+    """Measures the bytes that the list of all records takes."""
+    say(f"what the list takes, {rows:,} rows")
+    figures, _ = run(Spec("size", LIST, rows, workers=0))
+    return int(figures["data_nbytes"])
+
+
 def find_limit(arguments: argparse.Namespace, rows: int) -> int:
     """Bytes that the processes need without data, and one and a half times the list."""
-    say(f"what the list takes, {rows:,} rows")
-    figures, _ = run(Spec("growth", LIST, rows, workers=1))
+    list_nbytes = size_of_list(rows)
     with memory_cgroup.limited(1 << 40) as folder:
         run(Spec("growth", "torch, nothing", rows, arguments.workers, epochs=2), folder)
-        return memory_cgroup.peak_nbytes(folder) + int(1.5 * figures["data_nbytes"])
+        return memory_cgroup.peak_nbytes(folder) + int(1.5 * list_nbytes)
 
 
 def skip_limited(error: Exception, report: dict[str, Any]) -> list[Verdict]:
@@ -276,7 +281,7 @@ def parse(command_line: list[str] | None) -> argparse.Namespace:
     if arguments.quick:
         arguments.rows, arguments.blocks, arguments.repeats = arguments.rows or [20_000], 10_000, 1
     arguments.rows = sorted(arguments.rows or [500_000, 2_000_000])
-    # In this order: the list comes first, and others are compared with it.
+    # In the order of the table, whatever the command line's is.
     arguments.contestant = [name for name in available() if name in (arguments.contestant or available())]
     arguments.part = arguments.part or [name for name in PARTS if name != "limited"]
     if arguments.cgroup_limit is not None and "limited" not in arguments.part:

@@ -38,7 +38,7 @@ CONTEXT = multiprocessing.get_context("fork")
 class Spec:
     """One measurement.
 
-    `kind` is growth, ranks, rank (one of the ranks) or spawn. `rows` are records, or with spawn KB of
+    `kind` is size, growth, ranks, rank (one of the ranks) or spawn. `rows` are records, or with spawn KB of
     data. `name` is what the ranks share under.
     """
 
@@ -87,13 +87,19 @@ class Start:
         self.private[worker_id] = read_memory(os.getpid())["Private_Dirty"]
 
 
+def measure_size(spec: Spec) -> dict[str, Any]:
+    """Measures the private memory that the samples take."""
+    before = read_memory(os.getpid())["Private_Dirty"]
+    samples = CONTESTANTS[spec.contestant].make(spec.rows)
+    nbytes = read_memory(os.getpid())["Private_Dirty"] - before
+    return {"data_nbytes": nbytes, "rows": len(samples)}
+
+
 def measure_growth(spec: Spec) -> dict[str, Any]:
     """Measures the private memory that each worker comes to have while it reads."""
-    before = read_memory(os.getpid())["Private_Dirty"]
     began_s = time.monotonic()
     samples = CONTESTANTS[spec.contestant].make(spec.rows)
     built_s = time.monotonic() - began_s
-    data_nbytes = read_memory(os.getpid())["Private_Dirty"] - before
     start = Start(spec.workers)
     loader = make_loader(spec, Rows(samples), worker_init_fn=start, multiprocessing_context="fork")
     began_s = time.monotonic()
@@ -104,7 +110,6 @@ def measure_growth(spec: Spec) -> dict[str, Any]:
         for pid, private in zip(start.pids, start.private, strict=True)
     ]
     return {
-        "data_nbytes": data_nbytes,
         "growth_nbytes": growth,
         "build_s": built_s,
         "epoch_s": epoch_s,
@@ -224,7 +229,7 @@ def measure_spawn(spec: Spec) -> dict[str, Any]:
     return {"first_batch_s": first_batch_s, "message_nbytes": dump.of_workers()}
 
 
-KINDS = {"growth": measure_growth, "ranks": measure_ranks, "spawn": measure_spawn}
+KINDS = {"size": measure_size, "growth": measure_growth, "ranks": measure_ranks, "spawn": measure_spawn}
 
 
 def main() -> None:

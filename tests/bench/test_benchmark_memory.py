@@ -33,12 +33,22 @@ def test_growth_is_compared_with_the_list(tmp_path: Path, capsys: pytest.Capture
     chosen = ["--contestant", "torch, list", "--contestant", OURS, "--workers", "1"]
     output, report = run(tmp_path, capsys, "--part", "growth", *chosen)
     theirs, ours = report["growth"]
-    assert theirs["data_nbytes"] > 20_000 * 100  # a dict, a string and two references at the least
+    assert theirs["list_nbytes"] > 20_000 * 100  # a dict, a string and two references at the least
     assert len(ours["growth_nbytes"]) == 1
     assert "of the list" in output
     assert "a worker grows by under 1% of the list" in output
     assert report["targets"][0]["figure"].endswith("%")
     assert report["machine"]["cores"] >= 1
+
+
+def test_growth_of_one_contestant_is_compared_with_the_list(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, report = run(tmp_path, capsys, "--part", "growth", "--contestant", OURS, "--workers", "1")
+    (ours,) = report["growth"]
+    assert ours["list_nbytes"] > 20_000 * 200  # a store of these records is smaller
+    share = max(ours["growth_nbytes"]) / ours["list_nbytes"]
+    assert report["targets"][0]["figure"] == f"{share:.1%}"
 
 
 def test_memory_over_time_is_drawn_as_a_png(tmp_path: Path) -> None:
