@@ -111,20 +111,16 @@ class SlotIterator(torch_private.BaseIterator):
             self._dispatcher.ledger.epoch = epoch
             pin_device = self._pin_memory_device if self._pin_memory else None
             self._ahead = copies_ahead_of(self._dispatcher, counters, pin_device, device)
-        except BaseException:
-            with HeldInterrupts():
-                if workers is not None:
-                    workers.close()
-                self.pool.close()
-            raise
-        try:
             self._copies = watch_copies(loader, workers.processes)
             self._scheduler = Scheduler(
                 loader, self._index_sampler, self._dispatcher, counters, self._lifecycle, auto
             )
             self._reset(loader, first_iter=True)
         except BaseException:
-            self.close("its first tasks could not be sent")
+            with HeldInterrupts():
+                if workers is not None:
+                    workers.close("its first tasks could not be sent")
+                self.pool.close()
             raise
 
     def _start_workers(self, loader: Any, auto: Auto | None) -> Workers:
@@ -177,8 +173,6 @@ class SlotIterator(torch_private.BaseIterator):
 
     def _begin_epoch(self, loader: Any, *, first_iter: bool) -> None:
         scheduler = self._scheduler
-        # A batch whose warning was an error.
-        self._held_back: list[tuple[Any, Task, StreamReport | None]] = []
         if first_iter:
             sampler_iter = self._reset_sampler(loader, None, first_iter=True)
             first_worker = 0 if self._stream is None else self._stream.first_worker
@@ -273,10 +267,8 @@ class SlotIterator(torch_private.BaseIterator):
         """The next batch; torch's name for it, as its own ``__next__`` calls it."""
         if self._ahead is not None and self._ahead.delivery.is_captured():
             raise self._lifecycle.expect(self._ahead.delivery.capture_error())
-        if self._held_back:
-            batch, held_task, report = self._held_back.pop()
-            self._take(held_task, report)
-            return batch
+        if self.pool.warning:
+            self._warn()
         ledger = self._dispatcher.ledger
         while True:
             task = ledger.due()
@@ -360,8 +352,6 @@ class SlotIterator(torch_private.BaseIterator):
             self._lifecycle.expect(error)
             raise
         self._counters.batches += 1
-        if self.pool.warning:
-            self._warn(batch, task, report)
         if self._scattered:
             self._take(task, report)
         else:
@@ -381,16 +371,14 @@ class SlotIterator(torch_private.BaseIterator):
         count(failure.bad_samples, self._counters)
         raise self._lifecycle.expect(restore(failure))
 
-    def _warn(self, batch: Any, task: Task, report: StreamReport | None) -> None:
-        """Give the warning; where the program's filters make it an error, the next call returns the batch."""
+    def _warn(self) -> None:
+        """Give the pool's warning; no batch is lost where the program's filters make it an error."""
         warning, self.pool.warning = self.pool.warning, ""
-        self._held_back.append((batch, task, report))
         try:
             warnings.warn(warning, SpillWarning, stacklevel=level_of_the_program())
         except SpillWarning as error:
             self._lifecycle.expect(error)
             raise
-        self._held_back.clear()
 
     # --- the end
 
@@ -433,7 +421,6 @@ class SlotIterator(torch_private.BaseIterator):
             because: The reason, for whoever calls ``next()`` later.
         """
         self._all_workers.closed_because = self._all_workers.closed_because or because
-        self._held_back = []
         if self._all_workers.workers:
             self._all_workers.interrupt()
             self._lifecycle.await_others()

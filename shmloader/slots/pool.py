@@ -39,7 +39,7 @@ class SlotPool:
         budget: What each slot may take, and how many tasks there may be.
         slots: All slots that were made, by number.
         warm_slots: How many slots keep their memory, besides leased ones.
-        warning: A warning for the program, to be given with the next batch, or "".
+        warning: A warning for the program, given when the next batch is asked for, or "".
         keeps_granted: Whether workers may outlive the pool: `close` leaves them the slots that they have.
         on_freed: Called with each slot that has become free (see `inspection`).
         on_granted: Called with each free slot before it is granted.
