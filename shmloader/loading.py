@@ -29,8 +29,6 @@ from shmloader.torch_features import Feature, is_missing
 from shmloader.torch_private import drop_iterator, iterator_of
 from shmloader.worker.epoch_settings import set_epoch_of
 
-_ATTRIBUTE = "_shmloader_loading"
-
 
 @dataclass
 class Loading:
@@ -175,7 +173,10 @@ def loading_of(loader: Any) -> Loading:
     It belongs to one object: frameworks copy ``__dict__`` from loader to loader, and a copy must not close
     the original's iterators.
     """
-    loading: Loading | None = vars(loader).get(_ATTRIBUTE)
+    try:
+        loading: Loading | None = loader._shmloader_loading  # noqa: SLF001 - faster than vars() and getattr()
+    except AttributeError:
+        loading = None
     if loading is None or loading.loader_id != id(loader):
-        loading = vars(loader)[_ATTRIBUTE] = Loading(id(loader))
+        loading = loader._shmloader_loading = Loading(id(loader))  # noqa: SLF001
     return loading

@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.utils.data import Dataset, Sampler
 
 
 class Drawing(Dataset[torch.Tensor]):
-    """Sample ``i`` is ``i`` and what it draws from the three global generators.
+    """Sample ``i`` is ``i`` and what it draws from the three global generators; in a thread, from its own.
 
     Args:
         length: Samples.
@@ -37,8 +38,13 @@ class Drawing(Dataset[torch.Tensor]):
                 file.write(f"{int(index)}\n")
         if index in self.bad:
             raise ValueError(f"sample {index} is bad")
-        drawn = torch.randint(1 << 30, ()).item(), random.getrandbits(30), np.random.randint(1 << 30)
-        return torch.tensor([index, *drawn])
+        if threading.current_thread() is threading.main_thread():
+            drawn = torch.randint(1 << 30, ()).item(), random.getrandbits(30), np.random.randint(1 << 30)
+            return torch.tensor([index, *drawn])
+        rng: Any = torch.utils.data.get_worker_info().rng  # type: ignore[union-attr]
+        of_torch = torch.randint(1 << 30, (), generator=rng.torch_generator).item()
+        others = rng.random_generator.getrandbits(30), int(rng.numpy_generator.integers(1 << 30))
+        return torch.tensor([index, of_torch, *others])
 
 
 class Plain(Drawing):

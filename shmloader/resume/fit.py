@@ -20,35 +20,36 @@ from shmloader.sampling.samplers import (
 
 State = dict[str, Any]
 
-VERSION = 2
+VERSION = 3
 """Of the state's format."""
 
 ADDED_BY_OTHERS = {"_iterator_finished"}
 """Keys that frameworks add to a state (accelerate); they are ignored."""
 
-_TEXTS = (
-    "kind sampler sampler_settings sampler_generator loader_generator global_generator batches_behind stream"
-)
-_TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(_TEXTS.split(), (str,)),
-    **dict.fromkeys("drop_last persistent_workers finished sampler_ended".split(), (bool,)),
-    **dict.fromkeys("version iterator_epoch batches".split(), (int,)),
-    **dict.fromkeys("dataset_len batch_size base_seed sampler_checksum".split(), (int, type(None))),
-    **dict.fromkeys("set_epoch sampler_epoch".split(), (int, type(None))),
-    "sampler_state": (str, type(None)),
+AT_THE_BEGINNING: State = {
+    "global_generator": "",
+    "batches": 0,
+    "batches_behind": "",
+    "finished": False,
+    "sampler_checksum": None,
+    "sampler_state": None,
+    "sampler_ended": False,
+    "stream": "",
 }
-"""The keys of a state, with the types of their values. Numbers are not below 0, but for epochs of others."""
+"""The keys that tell how far an epoch has come, before its first batch."""
 
-_MOST = 1 << 63
-_SETTINGS = (
-    "seed",
-    "initial_seed",
-    "shuffle",
-    "replacement",
-    "drop_last",
-    "num_replicas",
-    "rank",
+_TEXTS = "kind sampler sampler_settings sampler_generator loader_generator sampler_state"
+_FLAGS = "drop_last persistent_workers in_order"
+_NUMBERS = "version iterator_epoch dataset_len batch_size base_seed sampler_checksum set_epoch sampler_epoch"
+_TYPES = {name: type(value) for name, value in AT_THE_BEGINNING.items()}
+_TYPES |= dict.fromkeys(_TEXTS.split(), str) | dict.fromkeys(_FLAGS.split(), bool)
+_TYPES |= dict.fromkeys(_NUMBERS.split(), int)
+_MAY_BE_NONE = set(
+    "dataset_len batch_size base_seed sampler_checksum sampler_state set_epoch sampler_epoch".split()
 )
+_MOST = 1 << 63  # numbers are below it, and not below 0, but for epochs of others
+
+_SETTINGS = ("seed", "initial_seed", "shuffle", "replacement", "drop_last", "num_replicas", "rank")
 _OF_THE_RUN = {"batch_size", "sampler's num_replicas", "sampler's rank", "sampler's samples"}
 """Keys that may differ where the sampler counts samples of all ranks."""
 _OF_THE_EPOCH = {"dataset_len", "batch_size", "drop_last", "sampler's samples"}
@@ -61,10 +62,13 @@ def described(loader: Any) -> State:
     batch_size = loader.batch_size
     if batch_size is None and isinstance(loader.batch_sampler, BatchSampler):
         batch_size = getattr(loader.batch_sampler, "batch_size", None)  # accelerate's subclasses have none
+    length: int | None = None
+    with contextlib.suppress(TypeError, NotImplementedError):
+        length = len(loader.dataset)
     return {
         "version": VERSION,
         "kind": "iterable-style" if isinstance(loader.dataset, IterableDataset) else "map-style",
-        "dataset_len": _len(loader.dataset),
+        "dataset_len": length,
         "batch_size": None if batch_size is None else int(batch_size),
         "drop_last": bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last)),
         "sampler": " of ".join(type(sampler).__name__ for sampler in samplers),
@@ -74,23 +78,14 @@ def described(loader: Any) -> State:
 
 def _settings(samplers: list[Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for sampler in samplers:
-        if type(sampler) is BatchSampler:
-            continue
-        attributes = getattr(sampler, "__dict__", {})
-        for name in _SETTINGS:
-            if type(value := attributes.get(name)) in (int, bool, str):
-                found.setdefault(name, value)
-        if is_torchs(sampler):
-            found["samples"] = len(sampler)
+    for sampler in reversed(samplers):  # the outermost counts
+        if type(sampler) is not BatchSampler:
+            attributes = getattr(sampler, "__dict__", {})
+            found |= {
+                name: attributes[name] for name in _SETTINGS if type(attributes.get(name)) in (int, bool, str)
+            }
+            found |= {"samples": len(sampler)} if is_torchs(sampler) else {}
     return found
-
-
-def _len(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def is_between_epochs(state: Mapping[str, Any]) -> bool:
@@ -122,30 +117,27 @@ def behind(state: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def check_fit(state: Mapping[str, Any], loader: Any) -> None:
-    """Check that a state is one, and fits a loader.
-
-    Args:
-        state: What `DataLoader.load_state_dict` was given.
-        loader: The loader.
-
-    Raises:
-        ResumeError: With what is wrong, or with the differences, and what may differ.
-    """
+    """Raise a `ResumeError` with the differences, and what may differ, if a state does not fit a loader."""
     _check_keys(state)
     behind(state)
     index_sampler = index_sampler_of(loader)
     sharded, between_epochs = sharded_sampler(index_sampler), is_between_epochs(state)
-    may_differ = set(_OF_THE_RUN) if sharded is not None else set()
+    may_differ = set(_OF_THE_RUN) if sharded is not None and (state["in_order"] or between_epochs) else set()
     if isinstance(loader.dataset, IterableDataset):
         may_differ |= {"batch_size"}
     if between_epochs:
         may_differ |= _OF_THE_EPOCH
     here, then = _with_settings(described(loader)), _with_settings(state)
-    differences = [
-        f"{name} is {then.get(name)!r} in the state and {here.get(name)!r} in this loader"
+    names = [
+        name
         for name in dict.fromkeys([*here, *(name for name in then if name.startswith("sampler's "))])
         if then.get(name) != here.get(name) and name not in may_differ
     ]
+    differences = [
+        f"{name} is {then.get(name)!r} in the state and {here.get(name)!r} in this loader" for name in names
+    ]
+    if sharded is not None and not _OF_THE_RUN.isdisjoint(names):
+        differences.append("with in_order=False its batches are no prefix of the order that ranks share")
     has_state = sampler_with_state(index_sampler) is not None or not (sharded is None or between_epochs)
     if has_state != (state["sampler_state"] is not None) and not differences:
         has, text = "a" if has_state else "no", state["sampler_state"]
@@ -171,13 +163,12 @@ def _check_keys(state: Mapping[str, Any]) -> None:
             f"this is no state of a shmloader.DataLoader: it lacks {sorted(missing)}, and has "
             f"{sorted(map(str, unknown))}. Pass what state_dict() returned."
         )
-    for name, types in _TYPES.items():
+    for name, kind in _TYPES.items():
+        value = state[name]
         with named_in_errors(state, name):
-            value = state[name]
-            if type(value) not in types:
-                raise TypeError(f"it is no {' or '.join(sorted(one.__name__ for one in types))}")
-            lowest = -_MOST if name.endswith("_epoch") else 0
-            if type(value) is int and not lowest <= value < _MOST:
+            if type(value) is not kind and not (value is None and name in _MAY_BE_NONE):
+                raise TypeError(f"it is no {kind.__name__}")
+            if type(value) is int and not (-_MOST if name.endswith("_epoch") else 0) <= value < _MOST:
                 raise ValueError("it is out of range")
     with named_in_errors(state, "base_seed"):
         if state["base_seed"] is None and (state["batches"] or state["finished"]):

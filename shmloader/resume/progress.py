@@ -23,9 +23,8 @@ class Progress:
         sampler_epoch: The sampler's epoch, if it has one.
         global_before: State of torch's global generator before ``iter()``.
         before: States of the generators before the sampler drew the order; None if it has not yet.
-        done: Index batches, from the epoch's beginning, that are done with: returned, left out for having
-            no good sample, or raised from ``next()``. Where batches were returned out of order: a tuple of
-            that number and of the positions behind it that are done with, too.
+        done: Index batches that are done with: returned, left out for having no good sample, or raised from
+            ``next()``. Out of order, a tuple of that number and of the positions behind it.
         finished: Whether ``next()`` has raised ``StopIteration``.
         before_next: As `before`, for the next epoch, if that was begun early.
         tracked: The sampler's batches, if it is not torch's.

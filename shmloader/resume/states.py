@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +13,15 @@ from torch.utils.data import IterableDataset
 
 from shmloader.diagnostics.stack_level import level_of_the_program
 from shmloader.errors import ResumeError
-from shmloader.resume.fit import ADDED_BY_OTHERS, State, behind, check_fit, described, is_between_epochs
+from shmloader.resume.fit import (
+    ADDED_BY_OTHERS,
+    AT_THE_BEGINNING,
+    State,
+    behind,
+    check_fit,
+    described,
+    is_between_epochs,
+)
 from shmloader.resume.progress import Progress
 from shmloader.resume.replay import batches_by_own_state, batches_from, set_generator
 from shmloader.resume.stream_progress import rules_for
@@ -55,7 +64,9 @@ class States:
         self.set_epoch: int | None = None
         self.begun = False
         self._progress: Progress | None = None
-        self._older: list[tuple[weakref.ref[Progress], Any]] = []  # with `done` when the next one began
+        self._counted: Progress | None = None  # the same, where nothing but `done` changes in its states
+        # Epochs of iterators that live on, with `done` when the next one began.
+        self._older: weakref.WeakKeyDictionary[Progress, Any] = weakref.WeakKeyDictionary()
         self._of_sampler, self._of_loader = CompactStates(), CompactStates()
         self._global_before = torch.empty(0)  # state of torch's global generator before the last iter()
         self._repeats_iter = True  # whether what the last iter() draws belongs to the program
@@ -69,6 +80,14 @@ class States:
         Raises:
             ResumeError: If two iterators are in use at once, or a sampler's own state cannot be saved.
         """
+        counted = self._counted
+        if counted is not None and type(done := counted.done) is int and not counted.finished:
+            state: State = counted.constant.copy()  # type: ignore[union-attr]
+            state["batches"] = done
+            return state
+        return self._state_now(loader)
+
+    def _state_now(self, loader: Any) -> State:
         loaded, progress = loaded_state(loader), self._progress
         if loaded is not None:
             return loaded.copy()
@@ -76,19 +95,14 @@ class States:
             return self._between_epochs(loader, progress)
         if self._older:
             self._refuse_two_iterators()
-        constant = progress.constant
-        if constant is None:
-            constant = self._constant(loader, progress)
-        state = constant.copy()
-        done = progress.done
-        if isinstance(done, int):
-            state["batches"] = done
-        else:
-            state["batches"], state["batches_behind"] = done[0], ",".join(map(str, done[1:]))
+        state = (progress.constant or self._constant(loader, progress)).copy()
+        state["batches"], state["batches_behind"] = progress.taken, ",".join(map(str, progress.behind))
         if progress.stream is not None:
             state |= progress.stream.state(progress)
         elif state["sampler_state"] is not None or progress.tracked is not None:
             state |= _sampler_keys(loader, progress)
+        elif progress.constant is not None and not self._older:
+            self._counted = progress
         return state
 
     def _constant(self, loader: Any, progress: Progress) -> State:
@@ -133,16 +147,10 @@ class States:
             "base_seed": None if progress is None else progress.base_seed,
             "iterator_epoch": 0 if progress is None else progress.iterator_epoch,
             "persistent_workers": bool(loader.persistent_workers),
+            "in_order": _in_order(loader),
             "sampler_generator": generators[0],
             "loader_generator": generators[1],
-            "global_generator": "",
-            "batches": 0,
-            "batches_behind": "",
-            "finished": False,
-            "sampler_checksum": None,
-            "sampler_state": None,
-            "sampler_ended": False,
-            "stream": "",
+            **AT_THE_BEGINNING,
         }
 
     def _own_generators(self, loader: Any, states: GeneratorStates | None) -> tuple[str, str]:
@@ -157,14 +165,11 @@ class States:
         return self._of_sampler.of(states.sampler), self._of_loader.of(states.loader)
 
     def _refuse_two_iterators(self) -> None:
-        for reference, done in self._older:
-            older = reference()
-            if older is not None and older.done != done:
-                raise ResumeError(
-                    "two iterators over this loader are in use at once: the older one has given batches "
-                    "since the newer one began, and a state would hold for one of them only. Make a loader "
-                    "for each."
-                )
+        if any(older.done != done for older, done in self._older.items()):
+            raise ResumeError(
+                "two iterators over this loader are in use at once: the older one has given batches since "
+                "the newer one began, and a state would hold for one of them only. Make a loader for each."
+            )
 
     # --- going on from one
 
@@ -175,6 +180,7 @@ class States:
             ResumeError: If it does not fit the loader.
         """
         check_fit(state, loader)
+        self._counted = None
         if state["stream"]:
             rules_for(loader, dict(state))  # raises where it does not fit
         vars(loader)[_LOADED] = {name: value for name, value in state.items() if name not in ADDED_BY_OTHERS}
@@ -214,12 +220,7 @@ class States:
                 torch.set_rng_state(before)
 
     def seeds(self, loader: Any, base_seed: int) -> tuple[int, int]:
-        """The base seed of a new iterator, and the number of epochs in its life before the first.
-
-        Args:
-            loader: The loader.
-            base_seed: The one that was drawn.
-        """
+        """The base seed of a new iterator, which has drawn one, and the number of epochs before this one."""
         loaded = loaded_state(loader)
         if loaded is None or loaded["base_seed"] is None:
             return base_seed, 0
@@ -236,16 +237,13 @@ class States:
     def begin_epoch(
         self, loader: Any, sampler_iter: Iterator[Any], before: GeneratorStates | None, seeds: tuple[int, int]
     ) -> tuple[Iterator[Any], Progress]:
-        """Begin an epoch, or go on in that of the loaded state.
+        """Begin an epoch, or go on in that of the loaded state: its index batches, and its progress.
 
         Args:
             loader: The loader.
             sampler_iter: Iterates over the index batches, from the epoch's beginning.
             before: States of the generators before it draws; None if it draws only with the first batch.
             seeds: The iterator's base seed, and the number of its epochs before this one.
-
-        Returns:
-            The iterator over the index batches, and the epoch's progress.
 
         Raises:
             ResumeError: If the state cannot be resumed from.
@@ -264,10 +262,9 @@ class States:
         if isinstance(batches, TrackedBatches):
             progress.tracked = batches
             batches.taken = lambda: progress.taken
-        older = [(reference, done) for reference, done in self._older if reference() is not None]
         if self._progress is not None and not self._progress.finished:
-            older.append((weakref.ref(self._progress), self._progress.done))
-        self._older, self._progress, self.begun = older, progress, True
+            self._older[self._progress] = self._progress.done
+        self._progress, self._counted, self.begun = progress, None, True
         vars(loader).pop(_LOADED, None)
         return batches, progress
 
@@ -289,15 +286,22 @@ class States:
         batches = batches_from(index_sampler, loaded)
         taken, early = loaded["batches"], behind(loaded)
         progress.done = (taken, *early) if early else taken
-        if taken or loaded["sampler_generator"]:
-            progress.constant = loaded | described(loader)
-            progress.constant |= {
-                "persistent_workers": bool(loader.persistent_workers),
-                "batches_behind": "",
-                "sampler_checksum": None,
-                "sampler_ended": False,
-            }
+        if taken or early or loaded["sampler_generator"]:
+            progress.constant = (
+                loaded
+                | described(loader)
+                | {
+                    "persistent_workers": bool(loader.persistent_workers),
+                    "in_order": loaded["in_order"] and _in_order(loader),
+                    "sampler_checksum": None,
+                    "sampler_ended": False,
+                }
+            )
         return batches
+
+
+def _in_order(loader: Any) -> bool:
+    return bool(loader.in_order) or int(loader.num_workers) < 2
 
 
 def _sampler_keys(loader: Any, progress: Progress) -> State:
@@ -306,7 +310,7 @@ def _sampler_keys(loader: Any, progress: Progress) -> State:
     sharded, stateful = sharded_sampler(index_sampler), sampler_with_state(index_sampler)
     if sharded is not None:
         state: Any = sharded.state_after(taken, getattr(loader.batch_sampler, "batch_size", 1))
-        return {"sampler_state": pack_user_state(state, type(sharded).__name__)}
+        return {"sampler_state": json.dumps(state)}
     if tracked is None:
         return {}
     if stateful is None:

@@ -5,6 +5,7 @@ Main process only.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import pickle
@@ -20,7 +21,6 @@ from shmloader.resume.user_states import pack_user_state, unpack_user_state
 from shmloader.wire.stream_records import OWN, SHARD, STRIDE, Cursor, StreamReport, StreamRules
 
 _log = logging.getLogger("shmloader")
-_told: set[str] = set()  # classes of datasets that divide themselves
 
 
 class StreamProgress:
@@ -85,7 +85,7 @@ class StreamProgress:
         if report is not None:
             self._layout, self._playing[worker_id] = report.layout, report.part
             if self.rules.shard and report.layout == OWN:
-                self._tell_of_own_division()
+                _tell_of_own_division(self._dataset_name)
         stride = self._layout == STRIDE
         self._last = part = 0 if stride else self._playing[worker_id]
         cursor = self._cursors[part]
@@ -97,16 +97,6 @@ class StreamProgress:
         else:
             cursor = cursor._replace(drawn=report.cursor.drawn, ended=report.cursor.ended)
         self._cursors[part] = cursor
-
-    def _tell_of_own_division(self) -> None:
-        if self._dataset_name in _told:
-            return
-        _told.add(self._dataset_name)
-        _log.warning(
-            "%s reads get_worker_info().num_workers, and so divides its stream itself: shard='auto' leaves "
-            "that to it",
-            self._dataset_name,
-        )
 
     def state(self, progress: Progress) -> State:
         """The keys of a state that tell how far the stream has come; as text, empty at its beginning.
@@ -150,6 +140,15 @@ class StreamProgress:
         self._count(progress)
         if self._layout != STRIDE:
             check_equal_ends(self._batches, self._timeout_s)
+
+
+@functools.cache  # once for each class
+def _tell_of_own_division(name: str) -> None:
+    _log.warning(
+        "%s reads get_worker_info().num_workers, and so divides its stream itself: shard='auto' leaves that "
+        "to it",
+        name,
+    )
 
 
 def _fresh_rules(loader: Any) -> StreamRules:

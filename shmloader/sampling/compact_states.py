@@ -14,14 +14,12 @@ import hashlib
 import re
 import zlib
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 _MOST_DRAWS = 1 << 27
 """Numbers that are drawn again at most, to find a compact state or to go to it: half a second."""
 
-_CHUNK = 1 << 14  # few enough for one thread: torch's others would wait for work on busy cores
+_CHUNK = 1 << 13  # few enough for one thread: torch's others would wait for work on busy cores
 _NEXT = 8  # numbers that tell a state: 31 bits of each
 _DRAWN = re.compile(r"drawn (\d{1,20}) (\d{1,9})", re.ASCII)
 _WHOLE = "state "
@@ -36,8 +34,8 @@ class CompactStates:
     """Makes compact states of one generator. Remembers the last one, from which the next is seldom far."""
 
     def __init__(self) -> None:
-        self._last: tuple[torch.Tensor, str] | None = None
-        self._known: tuple[int, torch.Tensor] | None = None  # numbers drawn, and the state then
+        self._state, self._text = torch.empty(0, dtype=torch.uint8), ""
+        self._known = -1, 0, self._state  # seed, numbers drawn, and the state then
         self._lost: int | None = None  # the seed from which a state was not found
 
     def of(self, state: torch.Tensor | None) -> str:
@@ -48,20 +46,19 @@ class CompactStates:
         """
         if state is None:
             return ""
-        if self._last is None or not torch.equal(self._last[0], state):
-            self._last = state, self._find(state)
-        return self._last[1]
+        if not torch.equal(self._state, state):
+            self._state, self._text = state, self._find(state)
+        return self._text
 
     def _find(self, state: torch.Tensor) -> str:
         seed = _with_state(state).initial_seed()
-        starts = [(0, torch.Generator().manual_seed(seed).get_state())]
-        if self._known is not None and _with_state(self._known[1]).initial_seed() == seed:
-            starts.insert(0, self._known)
-        for drawn, known in [] if seed == self._lost else starts:
-            further = _draws_between(known, state, _MOST_DRAWS - drawn)
-            if further is not None:
-                self._known = drawn + further, state
-                return f"drawn {seed} {drawn + further}"
+        seeded = torch.Generator().manual_seed(seed).get_state()
+        for of_seed, drawn, known in (self._known, (seed, 0, seeded)):
+            if of_seed == seed != self._lost:
+                further = _draws_between(known, state, _MOST_DRAWS - drawn)
+                if further is not None:
+                    self._known = seed, drawn + further, state
+                    return f"drawn {seed} {drawn + further}"
         self._lost = seed
         return f"{_WHOLE}{base64.b64encode(zlib.compress(state.numpy().tobytes())).decode()}"
 
@@ -93,12 +90,9 @@ def _with_state(state: torch.Tensor) -> torch.Generator:
     return generator
 
 
-def _numbers(generator: torch.Generator, count: int) -> npt.NDArray[np.int32]:
+def _numbers(generator: torch.Generator, count: int) -> torch.Tensor:
     """The next numbers, of 31 bits."""
-    numbers: npt.NDArray[np.int32] = (
-        torch.empty(count, dtype=torch.int32).random_(generator=generator).numpy()
-    )
-    return numbers
+    return torch.empty(count, dtype=torch.int32).random_(generator=generator)
 
 
 def _draw(generator: torch.Generator, draws: int) -> torch.Generator:
@@ -111,13 +105,12 @@ def _draws_between(earlier: torch.Tensor, later: torch.Tensor, most: int) -> int
     """The number of draws from one state to another; None if no more than ``most`` of them lead there."""
     following = _numbers(_with_state(later), _NEXT)
     generator = _with_state(earlier)
-    window = _numbers(generator, _NEXT)
     for begin in range(0, most + 1, _CHUNK):
-        window = np.concatenate([window, _numbers(generator, _CHUNK)])
-        for offset in np.flatnonzero(window[:_CHUNK] == following[0]).tolist():
-            if np.array_equal(window[offset : offset + _NEXT], following):
-                draws: int = begin + offset
-                same = torch.equal(_draw(_with_state(earlier), draws).get_state(), later)
-                return draws if same and draws <= most else None
-        window = window[_CHUNK:]
+        state = generator.get_state()
+        for offset in (_numbers(generator, _CHUNK) == following[0]).nonzero().flatten().tolist():
+            found = _draw(_with_state(state), offset)
+            if torch.equal(found.get_state(), later):
+                return begin + offset if begin + offset <= most else None
+            if torch.equal(_numbers(found, _NEXT), following):
+                return None  # the same numbers come, but the states differ in something else
     return None

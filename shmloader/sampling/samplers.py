@@ -75,10 +75,9 @@ def draws_one_seed(index_sampler: Any) -> bool:
 
 
 def generator_of(index_sampler: Any) -> torch.Generator | None:
-    """The generator that a sampler draws its order from; None if it draws from none.
+    """The generator that a sampler draws its order from: its ``generator``, or torch's global one.
 
-    It is the sampler's ``generator``, or that of the sampler below it; else torch's global one. A sampler
-    with a state of its own is left to itself.
+    None if it draws from none, or has a state of its own.
     """
     if sampler_with_state(index_sampler) is not None:
         return None
@@ -92,7 +91,7 @@ def generator_of(index_sampler: Any) -> torch.Generator | None:
 
 
 class GeneratorStates(NamedTuple):
-    """States of the generators at the moment before a sampler draws an epoch's order; None for no generator.
+    """States of the generators before a sampler draws an epoch's order; None for no generator.
 
     Attributes:
         sampler: Of the one that the sampler draws from.
@@ -104,14 +103,7 @@ class GeneratorStates(NamedTuple):
 
 
 def generator_states(index_sampler: Any, generator: torch.Generator | None) -> GeneratorStates:
-    """Read the states; takes 3 µs.
-
-    Args:
-        index_sampler: The loader's sampler of index batches.
-        generator: The loader's generator.
-    """
+    """Read the states of a sampler's and a loader's generators; takes 3 µs."""
     drawn_from = generator_of(index_sampler)
     other = None if generator is drawn_from else generator
-    return GeneratorStates(
-        None if drawn_from is None else drawn_from.get_state(), None if other is None else other.get_state()
-    )
+    return GeneratorStates(*(None if one is None else one.get_state() for one in (drawn_from, other)))

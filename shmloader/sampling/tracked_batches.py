@@ -43,8 +43,7 @@ class TrackedBatches(Iterator[Any]):
     Attributes:
         taken: Tells how many of them the program has had; what belongs to earlier ones is forgotten.
         end: The sampler's own state after its last batch; None while it may have further ones.
-        resumed: Whether to raise where the sampler is seen to draw from a global generator behind its first
-            batch, where the program draws as well: then nothing tells what it would draw again.
+        resumed: Whether to raise where the sampler is seen to draw from a global generator among the program.
     """
 
     def __init__(
@@ -59,10 +58,11 @@ class TrackedBatches(Iterator[Any]):
         self._oldest = self._drawn = begin
         self._ahead: list[Any] = []
         self._checksum = 0
-        self._draws_globally = self._told = False
+        self._told = False
+        self._warning = ""  # why a state is of no use, until it is said
         # After each number of batches: the sampler's state, or the checksum of the batches.
         if state is None:
-            state = 0 if stateful is None else _copy(stateful)
+            state = 0 if stateful is None else copy.deepcopy(stateful.state_dict())
         self._after: dict[int, Any] = {begin: state}
 
     def __next__(self) -> Any:
@@ -77,28 +77,26 @@ class TrackedBatches(Iterator[Any]):
             index_batch = next(self._iterator)
         except StopIteration:
             if self.end is None and stateful is not None:
-                self.end = _copy(stateful)
+                self.end = copy.deepcopy(stateful.state_dict())
             raise
         if states is not None and states != _global_states():
-            self._draws_globally = True
+            self._warning = (
+                f"the sampler ({self._name}) draws from a global generator (torch's, NumPy's, random's) "
+                "batch by batch, among what the program draws, so it cannot come to the same place again. "
+                f"{ADVICE}"
+            )
             if self.resumed:
-                raise ResumeError(self._why_not_again())
+                raise ResumeError(self._warning)
         self._drawn += 1
         if stateful is None:
             index_batch = with_packed_ints(index_batch)  # they are needed packed anyway
             self._after[self._drawn] = self._checksum = _add(self._checksum, index_batch)
         else:
-            self._after[self._drawn] = _copy(stateful)
+            self._after[self._drawn] = copy.deepcopy(stateful.state_dict())
         while self._oldest < min(self.taken(), self._drawn):
             self._after.pop(self._oldest, None)
             self._oldest += 1
         return index_batch
-
-    def _why_not_again(self) -> str:
-        return (
-            f"the sampler ({self._name}) draws from a global generator (torch's, NumPy's, random's) batch by "
-            f"batch, among what the program draws, so it cannot come to the same place again. {ADVICE}"
-        )
 
     def after(self, taken: int) -> Any:
         """The sampler's state, or the checksum, as it was when that many batches had been drawn.
@@ -106,9 +104,9 @@ class TrackedBatches(Iterator[Any]):
         Logs a warning, once, where the sampler is seen not to give the same batches again. That is an error
         only when the state is resumed from: a program that saves states in vain is not to be stopped by it.
         """
-        if self._draws_globally and not self._told:
+        if self._warning and not self._told:
             self._told = True
-            _log.warning("a state in mid-epoch cannot be resumed from: %s", self._why_not_again())
+            _log.warning("a state in mid-epoch cannot be resumed from: %s", self._warning)
         return self._after[taken]
 
     def ends_after(self, taken: int) -> bool:
@@ -129,10 +127,6 @@ class TrackedBatches(Iterator[Any]):
 def _global_states() -> tuple[Any, ...]:
     _, keys, *rest = np.random.get_state()  # noqa: NPY002 - the program's
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(keys).tobytes(), *rest
-
-
-def _copy(stateful: Any) -> Any:
-    return copy.deepcopy(stateful.state_dict())
 
 
 def _add(checksum: int, index_batch: Any) -> int:

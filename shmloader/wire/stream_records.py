@@ -49,16 +49,8 @@ class StreamRules(NamedTuple):
         """The same rules for an epoch that is not resumed."""
         return self._replace(layout="", cursors=())
 
-    def parts_of(self, worker_id: int, num_workers: int) -> list[int]:
-        """Numbers of the parts that a worker plays, one after another, without those that have ended.
-
-        There is one part for each worker of the run that began the epoch.
-        """
-        parts = range(worker_id, self.parts(num_workers), num_workers)
-        return [part for part in parts if not self.cursor_of(part).ended]
-
     def parts(self, num_workers: int) -> int:
-        """Number of parts of the stream of a rank."""
+        """Number of parts of a rank's stream: one for each worker of the run that began the epoch."""
         return num_workers if self.layout in ("", STRIDE) else len(self.cursors)
 
     def cursor_of(self, part: int) -> Cursor:

@@ -29,34 +29,30 @@ class PartsFetcher(Fetcher):
         super().__init__()
         self._dataset, self._rules = dataset, rules
         self._worker_id, self._num_workers = worker_id, num_workers
-        self._parts = rules.stream.parts_of(worker_id, num_workers)
+        parts = range(worker_id, rules.stream.parts(num_workers), num_workers)
+        self._parts = [part for part in parts if not rules.stream.cursor_of(part).ended]
         self._fetcher: _StreamFetcher | None = None
         if self._parts:
             self._begin_part()
 
     def _begin_part(self) -> None:
-        rules, worker_id, num_workers = self._rules, self._worker_id, self._num_workers
-        self._part = self._parts.pop(0)
-        self._batches = 0
-        drawn = rules.stream.cursor_of(self._part).drawn
-        stream = self._stream = Stream(
-            self._dataset,
-            rules.stream,
-            self._part,
-            rules.stream.parts(num_workers),
-            tolerant=rules.on_error != RAISE,
-        )
+        rules, num_workers = self._rules, self._num_workers
+        part, self._batches = self._parts.pop(0), 0
+        drawn, tolerant = rules.stream.cursor_of(part).drawn, rules.on_error != RAISE
+        parts = rules.stream.parts(num_workers)
+        self._part = part
+        stream = self._stream = Stream(self._dataset, rules.stream, part, parts, tolerant=tolerant)
         if stream.layout != STRIDE:
-            kind = _IterableFetcher if rules.on_error == RAISE else _TolerantIterableFetcher
+            kind = _TolerantIterableFetcher if tolerant else _IterableFetcher
             self._fetcher = kind(stream, rules, drawn)
             return
-        if rules.on_error != RAISE:
+        if tolerant:
             raise ValueError(
                 f"on_error={rules.on_error!r} cannot be had where shard='auto' deals out the samples of a "
                 "stream: ranks would have batches of other sizes. Give the dataset a method "
                 "shard(num_shards, index), or leave on_error='raise'"
             )
-        stride = Stride(stream, rules.stream, worker_id, num_workers, rules.drop_last, drawn)
+        stride = Stride(stream, rules.stream, self._worker_id, num_workers, rules.drop_last, drawn)
         self._fetcher = _StrideFetcher(stride, rules)
 
     def fetch(self, index_batch: Any) -> Any:

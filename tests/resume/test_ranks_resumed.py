@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from resume_settings import cheap_settings, ways_to_keep
+from robustness.processes import LONG
 from stream_datasets import identity
 from torch.utils.data import DistributedSampler
 
@@ -25,13 +27,14 @@ def loader_of(length: int, ranks: int, rank: int, **arguments: Any) -> DataLoade
 def taken(loader: DataLoader[Any], batches: int) -> tuple[list[Any], State]:
     iterator = iter(loader)
     had = list(itertools.islice(iterator, batches))
-    state = json.loads(json.dumps(loader.state_dict()))
+    state = loader.state_dict()
     loader.close()
     return had, state
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200 if LONG else 40, deadline=None)
 def test_each_sample_comes_exactly_once_over_three_runs(data: Any) -> None:
     """Each with ranks, batches and workers of its own, and a state of any rank of the run before."""
     length = data.draw(st.integers(1, 90), "length")
@@ -39,23 +42,19 @@ def test_each_sample_comes_exactly_once_over_three_runs(data: Any) -> None:
     state: State = {}
     for run in range(3):
         ranks, size = data.draw(st.integers(1, 4), "ranks"), data.draw(st.integers(1, 7), "batch size")
-        workers = data.draw(st.sampled_from([0, 0, 1, 2]), "workers")
-        given = {
-            "batch_size": size,
-            "num_workers": workers,
-            "worker_type": "thread" if workers else "process",
-        }
+        setting = data.draw(cheap_settings(in_order=[True]), "setting")
         stop = 1000 if run == 2 else data.draw(st.integers(0, 6), "batches taken")
         by_rank, states = [], []
         for rank in range(ranks):
-            loader = loader_of(length, ranks, rank, **given)
+            loader = loader_of(length, ranks, rank, batch_size=size, **setting.arguments)
             loader.load_state_dict(state)
             had, after = taken(loader, stop)
             by_rank.append(had)
             states.append(after)
         assert len({tuple(map(len, had)) for had in by_rank}) == 1, "ranks differ in their batches"
         seen += [index for had in zip(*by_rank, strict=True) for at in zip(*had, strict=True) for index in at]
-        state = data.draw(st.sampled_from(states), "state")
+        keep = data.draw(ways_to_keep, "way to keep the state")
+        state = keep(data.draw(st.sampled_from(states), "state"), lambda: loader_of(length, 1, 0))
         if len(seen) >= length:
             break
     assert sorted(seen[:length]) == list(range(length))
@@ -111,3 +110,20 @@ def test_another_seed_or_length_is_refused() -> None:
     sampler = ShardedSampler(range(20), 2, 0, seed=4)
     with pytest.raises(ResumeError, match="seed is 3 in the state and 4"):
         DataLoader(range(20), 2, sampler=sampler).load_state_dict(state)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [{"ranks": 3}, {"rank": 1}, {"batch_size": 3}], ids=str)
+def test_out_of_order_a_state_holds_for_its_own_rank_and_batches_only(given: dict[str, Any]) -> None:
+    """What a rank has had is no prefix of the order then, also where it came in order by chance."""
+    kind = {"length": 48, "ranks": 2, "rank": 0, "batch_size": 4}
+    had, state = taken(loader_of(**kind, num_workers=2, in_order=False), 3)
+    again = loader_of(**kind, num_workers=2)
+    again.load_state_dict(state)
+    more, state = taken(again, 1)  # in order now, and still not a prefix on all ranks
+    with pytest.raises(ResumeError, match="with in_order=False its batches are no prefix of the order"):
+        loader_of(**kind | given).load_state_dict(state)
+    last = loader_of(**kind)
+    last.load_state_dict(state)
+    found = [index for batch in [*had, *more, *last] for index in batch]
+    assert sorted(found) == sorted(ShardedSampler(range(48), 2, 0, seed=3))
+    loader_of(**kind | given).load_state_dict(last.state_dict())  # between epochs nothing is left

@@ -6,18 +6,24 @@ with what samples drew, and so is the state of torch's global generator at the e
 
 from __future__ import annotations
 
-import io
 import json
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint
-from hypothesis import HealthCheck, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from resume_datasets import Buckets, Drawing, OwnGenerator, Plain, Stateful, StatefulToTheEnd
+from resume_settings import (
+    Setting,
+    by_distributed_checkpoint,
+    by_json,
+    cheap_settings,
+    settings_with,
+    ways_to_keep,
+)
+from robustness.processes import LONG
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -29,6 +35,7 @@ from torch.utils.data import (
 
 from shmloader import DataLoader, ShardedSampler
 
+QUIET = ("ignore:This DataLoader will create", "ignore:torch.distributed is disabled")
 SAMPLERS = "sequential random replacement subset weighted distributed sharded stateful to_the_end own".split()
 
 
@@ -61,30 +68,23 @@ class Work:
         }[self.sampler]()
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Settings that may differ between the loader that gives a state and the one that goes on from it."""
-
-    workers: int = 0
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def loader(self, work: Work) -> DataLoader[Any]:
-        dataset = Drawing(work.length, bad=(1, 2) if work.skips else ())
-        generator = torch.Generator().manual_seed(7) if work.own_generator else None
-        kind: dict[str, Any] = {"batch_size": work.batch_size}
-        sampler = work.sampler_of(dataset, generator)
-        if work.batch_size is None:
-            kind["sampler"] = sampler
-        else:
-            kind = {"batch_sampler": BatchSampler(sampler, work.batch_size, work.drop_last)}
-        return DataLoader(
-            dataset,
-            **kind,
-            generator=generator,
-            on_error="skip" if work.skips else "raise",
-            seed_per_sample=True,
-            **{"num_workers": self.workers} | self.options,
-        )
+def loader_of(work: Work, setting: Setting) -> DataLoader[Any]:
+    dataset = Drawing(work.length, bad=(1, 2) if work.skips else ())
+    generator = torch.Generator().manual_seed(7) if work.own_generator else None
+    kind: dict[str, Any] = {"batch_size": work.batch_size}
+    sampler = work.sampler_of(dataset, generator)
+    if work.batch_size is None:
+        kind["sampler"] = sampler
+    else:
+        kind = {"batch_sampler": BatchSampler(sampler, work.batch_size, work.drop_last)}
+    return DataLoader(
+        dataset,
+        **kind,
+        generator=generator,
+        on_error="skip" if work.skips else "raise",
+        seed_per_sample=True,
+        **setting.arguments,
+    )
 
 
 works = st.builds(
@@ -98,33 +98,6 @@ works = st.builds(
     epochs_before=st.integers(0, 1),
     taken=st.one_of(st.none(), st.integers(0, 6)),
 )
-with_workers = st.builds(
-    lambda workers, **options: Setting(workers, options),
-    workers=st.integers(1, 2),
-    prefetch_factor=st.integers(1, 3),
-    dispatch=st.sampled_from(["static", "dynamic"]),
-    multiprocessing_context=st.just("fork"),
-)
-settings_of_loaders = st.one_of(st.just(Setting()), with_workers)
-
-
-def by_json(state: dict[str, Any]) -> dict[str, Any]:
-    return dict(json.loads(json.dumps(state)))
-
-
-def by_torch(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return dict(torch.load(file, weights_only=True))
-
-
-def by_distributed_checkpoint(state: dict[str, Any], folder: Path, loader: DataLoader[Any]) -> dict[str, Any]:
-    """Loads only the keys that a new loader's own state has."""
-    torch.distributed.checkpoint.save({"loader": state}, checkpoint_id=folder, no_dist=True)
-    found = {"loader": loader.state_dict()}
-    torch.distributed.checkpoint.load(found, checkpoint_id=folder, no_dist=True)
-    return found["loader"]
 
 
 @dataclass
@@ -157,29 +130,64 @@ def assert_same(found: Rest, expected: Rest) -> None:
     assert torch.equal(found.at_end, expected.at_end)
 
 
-@pytest.mark.filterwarnings("ignore::shmloader.BadSampleWarning")
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    work=works,
-    first=settings_of_loaders,
-    second=settings_of_loaders,
-    keep=st.sampled_from([by_json, by_torch]),
-)
-def test_the_remainder_is_that_of_the_uninterrupted_program(
-    work: Work, first: Setting, second: Setting, keep: Any
-) -> None:
+def go_on(work: Work, first: Setting, second: Setting, keep: Any) -> None:
+    """Compare the rest of a resumed program with that of the uninterrupted one.
+
+    Out of order, the epochs' batches are compared as sets. Draws are those of threads in threads only. Later
+    epochs are others with persistent workers than without.
+    """
     torch.manual_seed(11)
-    with first.loader(work) as loader:
+    with loader_of(work, first) as loader:
         state, drawn_so_far, expected = run_to(loader, work)
     assert len(json.dumps(state)) < 1024 or not is_known(work)
     torch.manual_seed(99)  # another program, that restores torch's generator and the loader's state
     torch.rand(3)
-    with second.loader(work) as loader:
-        loader.load_state_dict(keep(state))
+    with loader_of(work, second) as loader:
+        loader.load_state_dict(keep(state, lambda: loader_of(work, Setting())))
         assert loader.state_dict() == state
         torch.set_rng_state(drawn_so_far)
-        epochs = [[] if state["finished"] else list(loader), list(loader)]
-        assert_same(Rest(epochs, torch.get_rng_state()), expected)
+        found = Rest([[] if state["finished"] else list(loader), list(loader)], torch.get_rng_state())
+    if first.persistent != second.persistent:
+        del found.epochs[1:], expected.epochs[1:]
+        found.at_end = expected.at_end
+    for rest in (found, expected):
+        if first.in_threads != second.in_threads:
+            rest.epochs = [[batch[..., 0] for batch in epoch] for epoch in rest.epochs]
+        if not (first.in_order and second.in_order):
+            rest.epochs = [sorted(epoch, key=torch.Tensor.tolist) for epoch in rest.epochs]
+    assert_same(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore::shmloader.BadSampleWarning", *QUIET)
+@settings(max_examples=300 if LONG else 60, deadline=None)
+@given(
+    work=works,
+    first=cheap_settings(in_order=[True, False]),
+    second=cheap_settings(in_order=[True, False]),
+    keep=ways_to_keep,
+)
+def test_the_remainder_is_that_of_the_uninterrupted_program(
+    work: Work, first: Setting, second: Setting, keep: Any
+) -> None:
+    go_on(work, first, second, keep)
+
+
+def settings_by(method: str) -> st.SearchStrategy[Setting]:
+    return settings_with([method, "fork"], persistent=[True], in_order=[True, False])
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.filterwarnings("ignore::shmloader.BadSampleWarning", *QUIET)
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_the_start_method_may_be_another_one(method: str) -> None:
+    """As above, with few examples, since workers import torch; persistent, so that they do so once."""
+
+    @settings(max_examples=25 if LONG else 3, deadline=None, phases=[Phase.explicit, Phase.generate])
+    @given(work=works, first=settings_by(method), second=settings_by(method), keep=ways_to_keep)
+    def check(work: Work, first: Setting, second: Setting, keep: Any) -> None:
+        go_on(work, first, second, keep)
+
+    check()
 
 
 def is_known(work: Work) -> bool:
@@ -200,15 +208,15 @@ KINDS: dict[str, Setting] = {
 SHUFFLED = Work("random", True, 60, 4, False, False, 0, 5)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.filterwarnings(*QUIET)
 @pytest.mark.parametrize("kind", KINDS)
-def test_workers_of_every_kind_go_on(kind: str, tmp_path: Path) -> None:
+def test_workers_of_every_kind_go_on(kind: str) -> None:
     """All go on from the state of a loader without workers, by a distributed checkpoint."""
     torch.manual_seed(11)
-    state, drawn_so_far, expected = run_to(Setting().loader(SHUFFLED), SHUFFLED)
+    state, drawn_so_far, expected = run_to(loader_of(SHUFFLED, Setting()), SHUFFLED)
     torch.manual_seed(12)
-    with KINDS[kind].loader(SHUFFLED) as loader:
-        loader.load_state_dict(by_distributed_checkpoint(state, tmp_path, loader))
+    with loader_of(SHUFFLED, KINDS[kind]) as loader:
+        loader.load_state_dict(by_distributed_checkpoint(state, lambda: loader))
         torch.set_rng_state(drawn_so_far)
         assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in expected.epochs[0]]
 
@@ -216,10 +224,10 @@ def test_workers_of_every_kind_go_on(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loader_without_workers_goes_on_from_workers_of_every_kind(kind: str) -> None:
     torch.manual_seed(11)
-    with KINDS[kind].loader(SHUFFLED) as loader:
+    with loader_of(SHUFFLED, KINDS[kind]) as loader:
         state, drawn_so_far, expected = run_to(loader, SHUFFLED)
     torch.manual_seed(12)
-    other = Setting().loader(SHUFFLED)
+    other = loader_of(SHUFFLED, Setting())
     other.load_state_dict(state)
     torch.set_rng_state(drawn_so_far)
     assert [batch.tolist() for batch in other] == [batch.tolist() for batch in expected.epochs[0]]
@@ -248,10 +256,10 @@ def test_a_program_that_comes_to_the_same_line_ends_as_the_uninterrupted_one() -
         for workers in (0, 2):
             work = Work(sampler, False, 60, 4, False, False, 0, 5)
             torch.manual_seed(11)
-            with Setting(workers).loader(work) as loader:
+            with loader_of(work, Setting(workers)) as loader:
                 state, _, expected = run_to(loader, work)
             torch.manual_seed(11)
-            with Setting(2 - workers).loader(work) as loader:
+            with loader_of(work, Setting(2 - workers)) as loader:
                 loader.load_state_dict(state)
                 assert_same(Rest([list(loader), list(loader)], torch.get_rng_state()), expected)
 
@@ -266,15 +274,15 @@ def test_a_state_of_a_resumed_epoch_before_its_first_batch(
     """The second epoch is stopped, resumed, stopped before another batch, and resumed again."""
     work = Work(sampler, own_generator, 60, 4, False, False, 1, taken)
     torch.manual_seed(11)
-    state, drawn_so_far, expected = run_to(Setting().loader(work), work)
+    state, drawn_so_far, expected = run_to(loader_of(work, Setting()), work)
     for _ in range(2):
         torch.manual_seed(99)
-        with Setting(workers).loader(work) as loader:
+        with loader_of(work, Setting(workers)) as loader:
             loader.load_state_dict(by_json(state))
             torch.set_rng_state(drawn_so_far)
             iter(loader)
             state, drawn_so_far = loader.state_dict(), torch.get_rng_state()
-    with Setting().loader(work) as loader:
+    with loader_of(work, Setting()) as loader:
         loader.load_state_dict(by_json(state))
         torch.set_rng_state(drawn_so_far)
         assert_same(Rest([list(loader), list(loader)], torch.get_rng_state()), expected)

@@ -70,6 +70,30 @@ def test_a_loaded_state_is_the_loaders_until_it_iterates() -> None:
     assert other.state_dict()["batches"] == 4
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_is_that_of_the_latest_epoch_or_of_the_loaded_state(workers: int) -> None:
+    """States of an epoch that was left say nothing any more."""
+    with build(workers) as loader:
+        iterator = iter(loader)
+        take(iterator, 3)
+        third = loader.state_dict()
+        take(iterator, 1)
+        assert loader.state_dict() == third | {"batches": 4}
+        loader.load_state_dict(third)
+        assert loader.state_dict() == third
+        iterator = iter(loader)
+        assert loader.state_dict() == third
+        take(iterator, 2)
+        assert loader.state_dict()["batches"] == 5
+        del iterator
+        iterator = iter(loader)
+        assert loader.state_dict()["batches"] == 0
+        take(iterator, 1)
+        assert loader.state_dict()["batches"] == 1
+        values(iterator)
+        assert loader.state_dict()["finished"]
+
+
 COPIES: dict[str, Callable[[Any], Any]] = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
