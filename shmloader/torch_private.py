@@ -146,25 +146,35 @@ change it so that a user's ``collate_fn`` built on ``default_collate`` collates 
 collate_tensor_fn = find_function(Feature.COLLATION, _COLLATE, "collate_tensor_fn")
 collate_numpy_array_fn = find_function(Feature.COLLATION, _COLLATE, "collate_numpy_array_fn")
 
+SAME_AS_TORCHS: list[Any] = []
+"""Functions of `shmloader.worker.collate` that join samples as torch's own do, and may stand in its map."""
+
+_pristine: dict[Any, Any] | None = None  # the map as it was when it was last found pristine
 _KNOWN_KEYS = {torch.Tensor, np.ndarray, (np.bool_, np.number, np.object_), float, int, str, bytes}
 _JOINED_HERE = (torch.Tensor, np.ndarray, np.generic, bool, int, float, str, bytes, dict, list, tuple)
 """Types of samples and of their parts that shmloader joins without torch's functions."""
 
 
-def collate_map_is_pristine(ours: tuple[Any, ...] = ()) -> bool:
+def collate_map_is_pristine() -> bool:
     """Whether ``default_collate`` joins samples of the types that shmloader knows as torch 2.13 does.
 
-    False if an entry for one of these types is not torch's, nor one of ``ours``. An entry for a further type
-    does not count, unless it would be used for one of these types.
+    False if an entry for one of these types is not torch's, nor one of `SAME_AS_TORCHS`. An entry for a
+    further type does not count, unless it would be used for one of these types. The program may change the
+    map at any time.
     """
+    global _pristine  # noqa: PLW0603 - there is one map
+    if collate_fn_map == _pristine:
+        return True
     if why_missing(Feature.COLLATION) is not None or not collate_fn_map.keys() >= _KNOWN_KEYS:
         return False
-    return all(
-        _is_torchs(function) or function in ours
+    pristine = all(
+        _is_torchs(function) or function in SAME_AS_TORCHS
         if key in _KNOWN_KEYS
         else not _is_of_known_type(key, by_torch=_is_torchs(function))
         for key, function in collate_fn_map.items()
     )
+    _pristine = dict(collate_fn_map) if pristine else None
+    return pristine
 
 
 def _is_torchs(function: object) -> bool:

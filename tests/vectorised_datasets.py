@@ -72,26 +72,7 @@ class Columns(Samples):
     """Gives a batch as columns."""
 
     def __getitems__(self, indices: list[int]) -> Any:
-        assert type(indices) is list
-        assert set(map(type, indices)) == {int}
-        return {"x": self.x[indices], "y": [i % ROWS for i in indices], "s": [str(i) for i in indices]}
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"x": self.x[index], "y": index % ROWS, "s": str(index)}
-
-
-class BadColumns(Samples):
-    """Gives columns that are too short."""
-
-    def __getitems__(self, indices: list[int]) -> Any:
-        return {"x": self.x[indices][1:]}
-
-
-class ViewColumns(Samples):
-    """Gives a view of its memory as a column."""
-
-    def __getitems__(self, indices: list[int]) -> Any:
-        return {"x": self.x[indices[0] : indices[-1] + 1]}
+        return {"x": self.x[indices]}
 
 
 class DoubledSubset(Subset[Any]):

@@ -4,7 +4,7 @@ A gathered batch equals the one that torch's ``default_collate`` makes of the sa
 certain, the samples are fetched one by one. See docs/vectorised.md.
 """
 
-from shmloader.sources.base import NOT_GATHERED, SAME_AS_TORCHS, DefaultCollate
+from shmloader.sources.base import NOT_GATHERED
 from shmloader.sources.gatherer import Gatherer, why_per_sample
 
-__all__ = ["NOT_GATHERED", "SAME_AS_TORCHS", "DefaultCollate", "Gatherer", "why_per_sample"]
+__all__ = ["NOT_GATHERED", "Gatherer", "why_per_sample"]

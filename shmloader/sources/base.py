@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,15 +16,8 @@ from shmloader.codec.slot_writer import current_writer
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 """Row numbers, one dimension; negative ones count from the end."""
 
-Make = Callable[[int, Sequence[int], torch.dtype], torch.Tensor]
-"""Makes the tensor of a leaf, uninitialised and contiguous, of a number of rows and the shape of each."""
-
 NOT_GATHERED: Any = object()
 """Stands for a batch that is to be made sample by sample."""
-
-SAME_AS_TORCHS: set[Any] = set()
-"""Functions that join samples as torch's own do, and may stand in its map of collate functions. `collate`
-adds its own."""
 
 
 class NotGathered(Exception):
@@ -41,12 +34,11 @@ class Source(ABC):
     users_code: bool = False
 
     @abstractmethod
-    def gather(self, rows: Rows, make: Make) -> Any:
-        """Make the batch that ``default_collate`` would make of these rows' samples.
+    def gather(self, rows: Rows) -> Any:
+        """Make the batch that ``default_collate`` would make of these rows' samples; leaves by `make_output`.
 
         Args:
             rows: At least one.
-            make: Makes the tensors of leaves.
 
         Raises:
             NotGathered: If the batch has to be made sample by sample; also where a row does not exist, so
@@ -54,37 +46,23 @@ class Source(ABC):
         """
 
 
-class DefaultCollate(ABC):
-    """A collate function that joins samples as torch's ``default_collate`` does."""
-
-    @abstractmethod
-    def __call__(self, samples: list[Any]) -> Any:
-        """Join samples to a batch."""
-
-    @abstractmethod
-    def is_default(self) -> bool:
-        """Whether torch's map of collate functions is unchanged; the program may change it at any time."""
+def is_default_collate(collate_fn: object) -> bool:
+    """Whether a collate function is torch's ``default_collate``, or ours in its place."""
+    return collate_fn is default_collate or collate_fn in torch_private.SAME_AS_TORCHS
 
 
 def joins_by_default(collate_fn: object) -> bool:
     """Whether a collate function does what ``default_collate`` does in a torch that nobody has changed."""
-    if collate_fn is default_collate:
-        return torch_private.collate_map_is_pristine(tuple(SAME_AS_TORCHS))
-    return isinstance(collate_fn, DefaultCollate) and collate_fn.is_default()
+    return is_default_collate(collate_fn) and torch_private.collate_map_is_pristine()
 
 
 def make_output(items: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A leaf of the batch: in the slot where there is one and it fits, else in private memory."""
+    """An uninitialised leaf of ``items`` rows: in the slot where there is one and it fits, else private."""
     writer = current_writer()
     if writer is not None:
         output = writer.output(items, tuple(shape), dtype)
         if output is not None:
             return output.tensor
-    return make_private(items, shape, dtype)
-
-
-def make_private(items: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in private memory."""
     return torch.empty((items, *shape), dtype=dtype, device="cpu")
 
 

@@ -10,10 +10,9 @@ import torch
 from torch.utils.data import default_collate
 
 from shmloader.codec.layout import CODE_OF_NUMPY_DTYPE, DTYPES
-from shmloader.sources.base import Make, NotGathered, Rows, Source, within
+from shmloader.sources.base import NotGathered, Rows, Source, make_output, within
 from shmloader.store.arrays import Array, array_of_tensor, kind_of_tensor
 
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _ARRAYS = (np.ndarray, np.memmap)
 
 
@@ -30,36 +29,32 @@ class ArrayBlock(Source):
         self._shape = array.shape[1:]
         self._dtype = dtype
 
-    def gather(self, rows: Rows, make: Make) -> torch.Tensor:
+    def gather(self, rows: Rows) -> torch.Tensor:
         """See `Source.gather`."""
         array = self._array
         rows = within(rows, len(array))
-        out = make(len(rows), self._shape, self._dtype)
+        out = make_output(len(rows), self._shape, self._dtype)
         # The bounds are checked. With mode="raise" NumPy would gather elsewhere first, and copy.
         array.take(rows, axis=0, out=array_of_tensor(out, array.dtype), mode="clip")
         return out
 
 
 class StridedBlock(Source):
-    """Rows of a tensor that are contiguous each, but lie apart or upon one another.
+    """Rows of a tensor that is not contiguous.
 
     Args:
         tensor: At least one dimension.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._bits = _SAME_SIZE[tensor.dtype.itemsize]  # index_select does not know every dtype
-        self._tensor = tensor.view(self._bits)
-        self._shape = tensor.shape[1:]
-        self._dtype = tensor.dtype
+        self._tensor = tensor
 
-    def gather(self, rows: Rows, make: Make) -> torch.Tensor:
+    def gather(self, rows: Rows) -> torch.Tensor:
         """See `Source.gather`."""
         tensor = self._tensor
         rows = within(rows, len(tensor))
-        out = make(len(rows), self._shape, self._dtype)
-        torch.index_select(tensor, 0, torch.from_numpy(rows), out=out.view(self._bits))
-        return out
+        out = make_output(len(rows), tensor.shape[1:], tensor.dtype)
+        return torch.index_select(tensor, 0, torch.from_numpy(rows), out=out)
 
 
 def is_array(dataset: object) -> bool:
@@ -98,18 +93,7 @@ def _block_of_tensor(tensor: torch.Tensor) -> Source:
         )
     if tensor.is_contiguous():
         return ArrayBlock(array_of_tensor(tensor, kind.dtype), tensor.dtype)
-    if not _is_row_major(tensor.shape[1:], tensor.stride()[1:]):
-        raise NotGathered("the rows of a tensor are not contiguous. Pass tensor.contiguous()")
     return StridedBlock(tensor)
-
-
-def _is_row_major(shape: torch.Size, strides: tuple[int, ...]) -> bool:
-    step = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    return True
 
 
 def _block_of_array(array: Array) -> Source:

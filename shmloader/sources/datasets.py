@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
+from torch.utils.data import StackDataset, Subset, TensorDataset
 
 from shmloader.sampling.array_samplers import is_by_torch
 from shmloader.sampling.index_batches import int_array
-from shmloader.sources.base import Make, NotGathered, Rows, Source, as_sample_field, make_private, within
+from shmloader.sources.base import NotGathered, Rows, Source, as_sample_field, within
 from shmloader.sources.blocks import block_of
-from shmloader.sources.merge import merge
 from shmloader.sources.stores import is_any_store
 
 Recognise = Callable[[Any], Source]
@@ -29,9 +28,9 @@ class TupleRows(Source):
         self._fields = fields
         self.users_code = any(field.users_code for field in fields)
 
-    def gather(self, rows: Rows, make: Make) -> list[Any]:
+    def gather(self, rows: Rows) -> list[Any]:
         """See `Source.gather`."""
-        return [as_sample_field(field.gather(rows, make)) for field in self._fields]
+        return [as_sample_field(field.gather(rows)) for field in self._fields]
 
 
 class DictRows(Source):
@@ -41,9 +40,9 @@ class DictRows(Source):
         self._fields = fields
         self.users_code = any(field.users_code for field in fields.values())
 
-    def gather(self, rows: Rows, make: Make) -> dict[Any, Any]:
+    def gather(self, rows: Rows) -> dict[Any, Any]:
         """See `Source.gather`."""
-        return {name: field.gather(rows, make) for name, field in self._fields.items()}
+        return {name: field.gather(rows) for name, field in self._fields.items()}
 
 
 class SubsetRows(Source):
@@ -54,40 +53,9 @@ class SubsetRows(Source):
         self._pick = pick
         self.users_code = source.users_code
 
-    def gather(self, rows: Rows, make: Make) -> Any:
+    def gather(self, rows: Rows) -> Any:
         """See `Source.gather`."""
-        return self._source.gather(self._pick(rows), make)
-
-
-class ConcatRows(Source):
-    """The rows of several sources, one after the other.
-
-    Args:
-        sources: At least one.
-        ends: For each the number of rows up to its end.
-    """
-
-    def __init__(self, sources: Sequence[Source], ends: Sequence[int]) -> None:
-        self._sources = sources
-        self._ends = np.asarray(ends, np.int64)
-        self.users_code = any(source.users_code for source in sources)
-
-    def gather(self, rows: Rows, make: Make) -> Any:
-        """See `Source.gather`."""
-        rows = within(rows, int(self._ends[-1]))
-        numbers = np.searchsorted(self._ends, rows, "right")
-        present = np.unique(numbers).tolist()
-        if len(present) == 1:
-            return self._sources[present[0]].gather(rows - self._start(present[0]), make)
-        parts = []
-        for number in present:
-            places = np.flatnonzero(numbers == number)
-            part = self._sources[number].gather(rows[places] - self._start(number), make_private)
-            parts.append((places, part))
-        return merge(parts, len(rows), make)
-
-    def _start(self, number: int) -> int:
-        return int(self._ends[number - 1]) if number else 0
+        return self._source.gather(self._pick(rows))
 
 
 class OwnBatches(Source):
@@ -98,7 +66,7 @@ class OwnBatches(Source):
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
 
-    def gather(self, rows: Rows, make: Make) -> Any:
+    def gather(self, rows: Rows) -> Any:
         """See `Source.gather`."""
         return self._dataset.__getbatch__(rows)
 
@@ -125,7 +93,7 @@ def kind_of_dataset(dataset: Any) -> type | None:
     Raises:
         NotGathered: If it is derived from one of them and makes its samples in a way of its own.
     """
-    for kind in (TensorDataset, Subset, ConcatDataset, StackDataset):
+    for kind in (TensorDataset, Subset, StackDataset):
         if isinstance(dataset, kind):
             if not _gets_samples_as(dataset, kind):
                 name = type(dataset).__qualname__
@@ -141,7 +109,6 @@ _METHODS = ("__getitem__", "__getitems__")
 _READS: dict[type, tuple[str, ...]] = {
     TensorDataset: ("tensors",),
     Subset: ("dataset", "indices"),
-    ConcatDataset: ("datasets", "cumulative_sizes"),
     StackDataset: ("datasets",),
 }
 """Attributes that the methods of torch's classes read of an instance, for each sample anew."""
@@ -150,8 +117,7 @@ _READS: dict[type, tuple[str, ...]] = {
 def _gets_samples_as(dataset: Any, kind: type) -> bool:
     """Whether a dataset makes its samples exactly as one of torch's classes does."""
     found = type(dataset)
-    # A ConcatDataset asks for its length where an index is below 0.
-    for name in (*_METHODS, "__len__") if kind is ConcatDataset else _METHODS:
+    for name in _METHODS:
         method = getattr(kind, name, None)
         if getattr(found, name, None) is not method or not (method is None or is_by_torch(method, kind)):
             return False
@@ -178,8 +144,6 @@ def source_of(dataset: Any, kind: type, recognise: Recognise) -> Source:
         return TupleRows([block_of(tensor) for tensor in dataset.tensors])
     if kind is Subset:
         return SubsetRows(recognise(dataset.dataset), pick_from(dataset.indices))
-    if kind is ConcatDataset:
-        return ConcatRows([recognise(part) for part in dataset.datasets], dataset.cumulative_sizes)
     if isinstance(dataset.datasets, dict):
         return DictRows({name: recognise(part) for name, part in dataset.datasets.items()})
     return TupleRows([recognise(part) for part in dataset.datasets])

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, IterableDataset, Subset, default_collate
+from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from shmloader.codec.slot_writer import current_writer
 from shmloader.sampling.index_batches import PackedInts
 from shmloader.sources.base import (
     NOT_GATHERED,
-    DefaultCollate,
     NotGathered,
     Rows,
     Source,
+    is_default_collate,
     joins_by_default,
-    make_output,
 )
 from shmloader.sources.blocks import block_of, is_array
-from shmloader.sources.columns import HuggingFace, is_hugging_face, join_columns
+from shmloader.sources.columns import HuggingFace, is_hugging_face
 from shmloader.sources.datasets import OwnBatches, has_getbatch, kind_of_dataset, plain_ints, source_of
 from shmloader.sources.stores import StoreRows, is_store
 from shmloader.torch_features import Feature, missing_message, why_missing
@@ -38,12 +36,11 @@ _CHANGED_COLLATE = (
 )
 
 
-def recognise(dataset: Any, *, by_row: bool = False) -> Source:
+def recognise(dataset: Any) -> Source:
     """The source for a dataset.
 
     Args:
         dataset: A map-style dataset.
-        by_row: Whether torch asks the dataset for one sample at a time, even if it has a ``__getitems__``.
 
     Raises:
         NotGathered: If its batches are made sample by sample, with the reason.
@@ -61,11 +58,14 @@ def recognise(dataset: Any, *, by_row: bool = False) -> Source:
         return block_of(dataset)
     kind = kind_of_dataset(dataset)
     if kind is not None:
-        # A ConcatDataset has no __getitems__, and so asks for none of what lies in it.
-        inner = functools.partial(recognise, by_row=by_row or kind is ConcatDataset)
-        return source_of(dataset, kind, inner)
+        return source_of(dataset, kind, recognise)
     if is_hugging_face(dataset):
-        return HuggingFace(dataset, by_row=by_row)
+        return HuggingFace(dataset)
+    if isinstance(dataset, ConcatDataset):
+        raise NotGathered(
+            "the rows of a ConcatDataset lie in several datasets. Join these into one: with torch.cat() of "
+            "their tensors, shmloader.share() of all rows, or datasets.concatenate_datasets()"
+        )
     name = type(dataset).__qualname__
     raise NotGathered(
         f"shmloader cannot tell how {name} makes its samples, and there is no __getbatch__ beside its "
@@ -121,7 +121,7 @@ class Gatherer:
         try:
             if not joins_by_default(self._collate_fn):
                 raise NotGathered(_CHANGED_COLLATE)
-            batch = source.gather(_rows_of(index_batch), make_output)
+            batch = source.gather(_rows_of(index_batch))
         except Exception as error:
             if source.users_code and not isinstance(error, NotGathered):
                 raise
@@ -145,25 +145,6 @@ class Gatherer:
             self._usable = False
             self._log_reason(reason)
 
-    def take_columns(self, columns: dict[Any, Any], count: int) -> Any:
-        """Make a batch of the columns that a dataset's ``__getitems__`` gave instead of a list of samples.
-
-        torch's ``default_collate`` raises an error for a dict of columns.
-
-        Args:
-            columns: Each with an item for every sample.
-            count: Samples.
-
-        Returns:
-            The batch, or ``NOT_GATHERED`` if these are no such columns, or another function joins samples.
-        """
-        if not joins_by_default(self._collate_fn):
-            return NOT_GATHERED
-        try:
-            return join_columns(columns, count, make_output)
-        except NotGathered:
-            return NOT_GATHERED
-
 
 def _asks_for_batches(dataset: Any) -> bool:
     """Whether a dataset, or the one that a ``Subset`` is of, has a ``__getbatch__``."""
@@ -178,23 +159,20 @@ def _rows_of(index_batch: Any) -> Rows:
         rows = index_batch.array()
     elif type(index_batch) in (list, tuple):
         rows = plain_ints(list(index_batch))
-    elif type(index_batch) is range:
-        rows = np.arange(index_batch.start, index_batch.stop, index_batch.step, dtype=np.int64)
-    elif type(index_batch) is torch.Tensor and index_batch.dtype is torch.int64 and index_batch.dim() == 1:
-        rows = index_batch.numpy()
-    elif type(index_batch) is np.ndarray and index_batch.dtype == np.int64 and index_batch.ndim == 1:
-        rows = index_batch
+    elif type(index_batch) in (range, torch.Tensor, np.ndarray):
+        rows = np.asarray(index_batch)
     else:
         name = type(index_batch).__qualname__
         raise NotGathered(f"the index batch is a {name}. Let the batch sampler yield lists of ints")
+    if rows.dtype != np.int64 or rows.ndim != 1:
+        raise NotGathered(f"the index batch is {rows.ndim}-d, of {rows.dtype}. Let it be a list of ints")
     if not len(rows):
         raise NotGathered("the index batch is empty")
     return np.ascontiguousarray(rows)
 
 
 def _why_collation_differs(collate_fn: Any) -> str:
-    by_torch = collate_fn is default_collate or isinstance(collate_fn, DefaultCollate)
-    return _CHANGED_COLLATE if by_torch else _CUSTOM_COLLATE
+    return _CHANGED_COLLATE if is_default_collate(collate_fn) else _CUSTOM_COLLATE
 
 
 def why_per_sample(dataset: Any, collate_fn: Any = None) -> str | None:

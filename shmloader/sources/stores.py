@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import default_collate
 
 from shmloader.codec.layout import CODE_OF_NUMPY_DTYPE, CODE_OF_TORCH_DTYPE, DTYPES
-from shmloader.sources.base import Make, NotGathered, Rows, Source, as_sample_field, within
+from shmloader.sources.base import NotGathered, Rows, Source, as_sample_field, make_output, within
 from shmloader.sources.blocks import joined_dtype
 
 if TYPE_CHECKING:
@@ -44,23 +44,23 @@ class StoreRows(Source):
         self._store = store
         self._fields: list[StoreRows] | None = None
 
-    def gather(self, rows: Rows, make: Make) -> Any:
+    def gather(self, rows: Rows) -> Any:
         """See `Source.gather`."""
         store = self._store
         rows = within(rows, len(store))
         sample = store.row(int(rows[0]))
         fields = self._fields_of(sample)
         if fields:
-            joined = [field.gather(rows, make) for field in fields]
+            joined = [field.gather(rows) for field in fields]
             return _as_record(type(sample), joined)
         # `take` refuses rows that the outputs cannot hold, by a TypeError.
-        outs = _outputs_like(sample, len(rows), make)
+        outs = _outputs_like(sample, len(rows))
         if outs is not None:
             try:
-                return _join_taken(store.take(rows, outs), make)
+                return _join_taken(store.take(rows, outs))
             except TypeError:
                 pass
-        return _join_taken(store.take(rows), make)
+        return _join_taken(store.take(rows))
 
     def _fields_of(self, sample: Any) -> list[StoreRows] | None:
         """A source for each field of rows that are all tuples of one class and length."""
@@ -73,22 +73,22 @@ class StoreRows(Source):
         return self._fields
 
 
-def _outputs_like(sample: Any, count: int, make: Make) -> Any:
+def _outputs_like(sample: Any, count: int) -> Any:
     """Outputs for rows like this one: a tensor, a dict of the fields that can be output, or None."""
     kind = type(sample)
     if kind is dict:
-        outs = {name: _outputs_like(value, count, make) for name, value in sample.items()}
+        outs = {name: _outputs_like(value, count) for name, value in sample.items()}
         return {name: out for name, out in outs.items() if out is not None} or None
     if kind in _SCALARS:
-        return make(count, (), _SCALARS[kind])
+        return make_output(count, (), _SCALARS[kind])
     if kind is torch.Tensor and sample.dtype in CODE_OF_TORCH_DTYPE:
-        return make(count, sample.shape, sample.dtype)
+        return make_output(count, sample.shape, sample.dtype)
     if kind is np.ndarray and sample.dtype in CODE_OF_NUMPY_DTYPE and sample.flags.c_contiguous:
-        return make(count, sample.shape, DTYPES[CODE_OF_NUMPY_DTYPE[sample.dtype]].torch_dtype)
+        return make_output(count, sample.shape, DTYPES[CODE_OF_NUMPY_DTYPE[sample.dtype]].torch_dtype)
     return None
 
 
-def _join_taken(taken: Any, make: Make) -> Any:
+def _join_taken(taken: Any) -> Any:
     """Make the batch out of what a store's ``take`` gives."""
     kind = type(taken)
     if kind is torch.Tensor:
@@ -96,9 +96,9 @@ def _join_taken(taken: Any, make: Make) -> Any:
     if kind is np.ndarray:
         return _join_array(taken)
     if kind is dict:
-        return {name: _join_taken(column, make) for name, column in taken.items()}
+        return {name: _join_taken(column) for name, column in taken.items()}
     if isinstance(taken, tuple):
-        return _as_record(kind, [_join_taken(column, make) for column in taken])
+        return _as_record(kind, [_join_taken(column) for column in taken])
     if kind is list:  # samples that `take` does not put together
         return default_collate(taken)
     raise NotGathered(f"a {kind.__qualname__} was taken from a store")

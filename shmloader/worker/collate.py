@@ -1,10 +1,10 @@
 """Default collate straight into the slot, and ``empty()`` for custom collate functions.
 
 torch's ``default_collate`` looks up how to join samples in a public map at every call. A worker replaces
-torch's own entries of that map, in its own process, by functions that write their result into the slot of
-the current task. A user's ``collate_fn`` that calls ``default_collate`` gets the same; entries that the
-user put there stay. Functions that worker threads put there stay too: in other threads they do what torch's
-own do.
+torch's own entry for tensors in that map, in its own process, by a function that writes its result into the
+slot of the current task. A user's ``collate_fn`` that calls ``default_collate`` gets the same, also for
+ndarrays, which torch joins as tensors; entries that the user put there stay. The entry that worker threads
+put there stays too: in other threads it does what torch's own does.
 
 Where ``default_collate`` itself is the loader's collate function, no code of the user sees the batch before
 it is published. It then consists of placeholders for outputs, which are made once for each place in a slot
@@ -24,11 +24,10 @@ import torch
 from torch.utils.data import default_collate
 
 from shmloader import torch_private
-from shmloader.codec.layout import CODE_OF_NUMPY_DTYPE, DTYPES
 from shmloader.codec.slot_writer import SlotWriter, current_writer
-from shmloader.sources import SAME_AS_TORCHS, DefaultCollate
 
 _CollateMap = dict[Any, Callable[..., Any]]
+_in_worker_process = False
 
 
 def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -55,9 +54,7 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     return torch.empty(shape, dtype=dtype, device="cpu")  # type: ignore[arg-type]
 
 
-def install_slot_collate(
-    collate_fn: Callable[[Any], Any], *, in_thread: bool = False
-) -> Callable[[Any], Any]:
+def install_slot_collate(collate_fn: Callable[[Any], Any], *, in_thread: bool) -> Callable[[Any], Any]:
     """Let ``default_collate`` write into slots, in this process.
 
     Args:
@@ -67,52 +64,28 @@ def install_slot_collate(
     Returns:
         The function to call in its place: itself unless it is torch's ``default_collate``.
     """
+    global _in_worker_process  # noqa: PLW0603 - a process is a worker for good
+    _in_worker_process = not in_thread
     collate_map = torch_private.collate_fn_map
-    pristine = torch_private.collate_map_is_pristine(tuple(SAME_AS_TORCHS))
-    if collate_map.get(torch.Tensor) in (torch_private.collate_tensor_fn, _collate_tensors_in_threads):
-        collate_map[torch.Tensor] = _collate_tensors_in_threads if in_thread else collate_tensors
-    if collate_map.get(np.ndarray) is torch_private.collate_numpy_array_fn:
-        collate_map[np.ndarray] = collate_arrays
-    if not pristine or collate_fn is not default_collate:
-        return collate_fn
-    return _SlotCollate(dict(collate_map))
+    if collate_map.get(torch.Tensor) is torch_private.collate_tensor_fn:
+        collate_map[torch.Tensor] = collate_tensors
+    return slot_collate if collate_fn is default_collate else collate_fn
 
 
-class _SlotCollate(DefaultCollate):
-    """``default_collate``, into the writer's outputs.
+def slot_collate(samples: list[Any]) -> Any:
+    """Join samples as torch's ``default_collate`` does, into the writer's outputs.
 
-    Args:
-        ours: torch's map of collate functions as `install_slot_collate` has left it.
+    Returns:
+        The batch for the `Encoder`: placeholders in the place of leaves that were written in the slot.
     """
-
-    def __init__(self, ours: _CollateMap) -> None:
-        self._ours = ours
-
-    def is_default(self) -> bool:
-        """See `DefaultCollate`."""
-        # The map may be changed at any time, by worker_init_fn for one.
-        collate_map = torch_private.collate_fn_map
-        if collate_map == self._ours:
-            return True
-        if not torch_private.collate_map_is_pristine(tuple(SAME_AS_TORCHS)):
-            return False
-        self._ours = dict(collate_map)  # with an entry more, for a type that is not joined here
-        return True
-
-    def __call__(self, samples: list[Any]) -> Any:
-        """Join samples as torch's ``default_collate`` does.
-
-        Returns:
-            The batch for the `Encoder`: placeholders in the place of leaves that were written in the slot.
-        """
-        writer = current_writer()
-        if writer is None or not self.is_default():
-            return default_collate(samples)
-        return _collate(samples, writer)
+    writer = current_writer()
+    if writer is None or not torch_private.collate_map_is_pristine():
+        return default_collate(samples)
+    return _collate(samples, writer)
 
 
 def _collate(samples: Sequence[Any], writer: SlotWriter) -> Any:
-    """Join samples, or the parts of samples that belong together; see `_SlotCollate`.
+    """Join samples, or the parts of samples that belong together; see `slot_collate`.
 
     Tensors, ndarrays, numbers and strings in built-in containers are joined here; whatever else there is
     goes to torch's function.
@@ -180,7 +153,7 @@ def _stack_arrays(samples: Sequence[np.ndarray[Any, Any]], writer: SlotWriter) -
                 return output.placeholder
     except (TypeError, ValueError):
         writer.cursor = begin  # shapes or dtypes that differ; nobody has seen the output
-    return collate_arrays(samples, collate_fn_map=torch_private.collate_fn_map)
+    return _join_by_torch(samples, writer)
 
 
 def _join_numbers(samples: Sequence[Any], writer: SlotWriter) -> Any:
@@ -225,20 +198,21 @@ def _has_torchs_strides(array: np.ndarray[Any, Any]) -> bool:
     return not strides or (min(strides) >= 0 and not gcd(*strides) % array.itemsize)
 
 
-# --- in the place of torch's own functions, for code of the user that calls default_collate
-
-
 def collate_tensors(
     batch: Sequence[torch.Tensor], *, collate_fn_map: _CollateMap | None = None
 ) -> torch.Tensor:
-    """Stack tensors into the slot; same result and errors as torch's ``collate_tensor_fn``."""
-    first = batch[0]
-    if first.is_nested or first.layout is not torch.strided:
+    """Stack tensors into the slot, in the place of torch's ``collate_tensor_fn``: same result and errors.
+
+    In the program's process, and in workers of torch's that it forks, it is torch's own function but for
+    worker threads.
+    """
+    first, writer = batch[0], current_writer()
+    in_worker = _in_worker_process or writer is not None
+    if not in_worker or first.is_nested or first.layout is not torch.strided:
         result: torch.Tensor = torch_private.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
         return result
     shape = (len(batch), *first.shape)
     out = None
-    writer = current_writer()
     if writer is not None and type(first) is torch.Tensor and first.device.type == "cpu":
         out = writer.tensor(shape, first.dtype)
     if out is None:
@@ -248,42 +222,4 @@ def collate_tensors(
     return torch.stack(batch, 0, out=out)  # type: ignore[arg-type]
 
 
-def _collate_tensors_in_threads(
-    batch: Sequence[torch.Tensor], *, collate_fn_map: _CollateMap | None = None
-) -> torch.Tensor:
-    """Do the same in worker threads while they make a batch; call torch's own function anywhere else.
-
-    Workers that torch's loader forks later inherit this function, and need memory that torch shares.
-    """
-    if current_writer() is not None:
-        return collate_tensors(batch, collate_fn_map=collate_fn_map)
-    result: torch.Tensor = torch_private.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
-    return result
-
-
-_JOIN_TENSORS = (collate_tensors, _collate_tensors_in_threads)
-
-
-def collate_arrays(
-    batch: Sequence[np.ndarray[Any, Any]], *, collate_fn_map: _CollateMap | None = None
-) -> torch.Tensor:
-    """Stack ndarrays into a tensor in the slot; same result and errors as torch's own function."""
-    first = batch[0]
-    code = CODE_OF_NUMPY_DTYPE.get(first.dtype)
-    writer = current_writer()
-    ours = collate_fn_map is not None and collate_fn_map.get(torch.Tensor) in _JOIN_TENSORS
-    if ours and code is not None and writer is not None and _has_torchs_strides(first):
-        dtype, shape = first.dtype, first.shape
-        samples: Sequence[Any] = batch
-        if all(
-            isinstance(each, np.ndarray) and (each.shape, each.dtype) == (shape, dtype) for each in samples
-        ):
-            out = writer.tensor((len(batch), *shape), DTYPES[code].torch_dtype)
-            if out is not None:
-                np.stack(batch, out=out.numpy())
-                return out
-    result: torch.Tensor = torch_private.collate_numpy_array_fn(batch, collate_fn_map=collate_fn_map)
-    return result
-
-
-SAME_AS_TORCHS.update((*_JOIN_TENSORS, collate_arrays))
+torch_private.SAME_AS_TORCHS += [slot_collate, collate_tensors]

@@ -67,10 +67,6 @@ class _MapFetcher(Fetcher):
 
     def _join(self, samples: Any, index_batch: Any) -> Any:
         try:
-            if type(samples) is dict and self._gatherer is not None:
-                batch = self._gatherer.take_columns(samples, len(index_batch))
-                if batch is not NOT_GATHERED:
-                    return batch
             return self._collate_fn(samples)
         except Exception as error:
             if self._auto_collation:

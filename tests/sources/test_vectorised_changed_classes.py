@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from parity.compare import assert_same
-from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset
 
 from shmloader import DataLoader, why_per_sample
 
@@ -51,20 +51,6 @@ class Inner(Counting, Subset[Any]):
     dataset = property(lambda self: X + self.read())
 
 
-class Parts(Counting, ConcatDataset[Any]):
-    cumulative_sizes = (ROWS,)
-
-    datasets = property(lambda self: [X + self.read()])
-
-
-class Sizes(Counting, ConcatDataset[Any]):
-    def __init__(self) -> None:
-        super().__init__()
-        self.datasets = [X, X + 10]
-
-    cumulative_sizes = property(lambda self: [self.read() // 100 % 4 + 3, 2 * ROWS])
-
-
 class Stacked(Counting, StackDataset[Any]):
     datasets = property(lambda self: {"a": X + self.read()})
 
@@ -85,14 +71,7 @@ class MadeUp(TensorDataset):
         return ROWS
 
 
-class Short(ConcatDataset[Any]):
-    """Counts negative indices from another end."""
-
-    def __len__(self) -> int:
-        return 4
-
-
-@pytest.mark.parametrize("kind", [Tensors, Indices, Inner, Parts, Sizes, Stacked, MadeUp])
+@pytest.mark.parametrize("kind", [Tensors, Indices, Inner, Stacked, MadeUp])
 def test_a_property_is_read_for_each_sample(kind: Any) -> None:
     assert "overrides" in str(why_per_sample(kind()))
     assert "overrides" in str(why_per_sample(Subset(kind(), [1])))
@@ -101,17 +80,9 @@ def test_a_property_is_read_for_each_sample(kind: Any) -> None:
     assert_same(list(DataLoader(kind(), 4, num_workers=1, worker_type="thread")), expected)
 
 
-def test_a_negative_index_counts_from_the_end_that_len_says() -> None:
-    dataset, batches = Short([X, X + 10]), [[-1, -4], [1]]
-    assert "overrides" in str(why_per_sample(dataset))
-    expected = list(TorchLoader(dataset, batch_sampler=batches))
-    assert_same(list(DataLoader(dataset, batch_sampler=batches, num_workers=1)), expected)
-
-
 CHANGED = {
     "__getitem__": (TensorDataset, lambda: TensorDataset(X), lambda self, index: (X[index] * 100,)),
     "__getitems__": (Subset, lambda: Subset(X, [3, 2]), lambda self, indices: [X[i] * 100 for i in indices]),
-    "__len__": (ConcatDataset, lambda: ConcatDataset([X]), lambda self: 4),
 }
 
 

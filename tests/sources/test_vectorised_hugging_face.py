@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from parity.compare import assert_same
-from parity.run import descriptors_for_torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset
 from torch.utils.data import DataLoader as TorchLoader
 
@@ -87,32 +85,5 @@ CONCATENATED: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("kind", [None, "numpy", "torch"])
 def test_a_concat_dataset_asks_for_single_rows(dataset: Any, kind: str | None, way: str) -> None:
     rows = CONCATENATED[way](dataset.add_column("tenth", [i / 10 for i in range(ROWS)]).with_format(kind))
-    if "stack of" not in way:  # a range is fetched sample by sample in any case
-        reason = why_per_sample(rows)
-        assert "concatenate_datasets" in str(reason)
+    assert "concatenate_datasets" in str(why_per_sample(rows))
     assert_same(list(DataLoader(rows, 16, num_workers=2)), list(TorchLoader(rows, 16)))
-
-
-@pytest.mark.parametrize("way", CONCATENATED)
-@pytest.mark.parametrize("kind", [None, "numpy", "torch"])
-def test_values_that_are_something_else_in_a_batch_are_so_for_torch(kind: str | None, way: str) -> None:
-    columns = {"gap": [1, None, 3, 4] * (ROWS // 4), "ragged": [[1] * (i % 2 + 1) for i in range(ROWS)]}
-    for name, column in columns.items():
-        rows = CONCATENATED[way](hugging_face.Dataset.from_dict({name: column}).with_format(kind))
-        for indices in ([0, 2], [0, 1]):  # such as go together, and others
-            found: list[Any] = []
-            for build in (TorchLoader, DataLoader):
-                try:
-                    with descriptors_for_torch():
-                        found.append(list(build(rows, batch_sampler=[indices], num_workers=1)))
-                except (TypeError, RuntimeError) as error:
-                    found.append([str(type(error))])
-            assert_same(found[1], found[0])
-
-
-def test_what_is_decoded_is_not_gathered_below_a_concat_dataset() -> None:
-    features = hugging_face.Features({"image": hugging_face.Image(), "n": hugging_face.Value("int64")})
-    images = {"image": [np.zeros((2, 2, 3), np.uint8)] * 4, "n": range(4)}
-    rows = hugging_face.Dataset.from_dict(images, features=features)
-    assert why_per_sample(rows) is None
-    assert "concatenate_datasets" in str(why_per_sample(ConcatDataset([rows])))

@@ -11,7 +11,7 @@ import torch
 import vectorised_datasets as made
 from batch_outcomes import outcomes
 from parity.compare import assert_same
-from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 from torch.utils.data import DataLoader as TorchLoader
 
 from shmloader import DataLoader
@@ -76,16 +76,7 @@ def test_rows_that_do_not_exist_are_bad_samples(mode: str, workers: int) -> None
     assert loader.statistics().bad_samples == 1
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_columns_of_getitems_are_the_batch(workers: int) -> None:
-    expected = [
-        default_collate([made.Columns()[i] for i in range(begin, min(begin + 7, made.ROWS))])
-        for begin in range(0, made.ROWS, 7)
-    ]
-    assert_same(list(DataLoader(made.Columns(), 7, num_workers=workers)), expected)
-
-
-def test_columns_of_another_length_are_torchs_error() -> None:
-    got = outcomes(DataLoader(made.BadColumns(), 7))
-    expected = outcomes(TorchLoader(made.BadColumns(), 7))
+def test_columns_of_getitems_are_torchs_error() -> None:
+    got = outcomes(DataLoader(made.Columns(), 7))
+    expected = outcomes(TorchLoader(made.Columns(), 7))
     assert [(type(e), e.args) for e in got] == [(type(e), e.args) for e in expected]
