@@ -18,7 +18,7 @@ from shmloader.sampling.index_batches import PackedInts
 from shmloader.sampling.samplers import generator_states
 from shmloader.statistics import Counters
 from shmloader.wire.stream_records import StreamReport, StreamRules
-from shmloader.worker.fetch import make_fetcher
+from shmloader.worker.fetch import before_each_sample, make_fetcher
 from shmloader.worker.fetcher import FetchRules
 from shmloader.worker.random_state import Generators, SampleSeeds, worker_seeds
 
@@ -64,7 +64,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         self._base_seed = seeds[0]
         if seeds_samples(loader) and not rules.iterable:
             self._seeds = SampleSeeds(Generators(worker_seeds(seeds[0], 0)), *seeds, in_thread=False)
-            dataset = self._seeds.wrap(dataset, rules.collate_fn, auto_collation=rules.auto_collation)
+            dataset = before_each_sample(dataset, rules, self._seeds.seed_next)
         self._dataset_fetcher = make_fetcher(dataset, rules)
         self._read_states = functools.partial(generator_states, self._index_sampler, loader.generator)
         batches, self._progress = states.begin_epoch(loader, self._sampler_iter, None, seeds)

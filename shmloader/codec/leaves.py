@@ -15,7 +15,7 @@ import math
 import operator
 import pickle
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -61,7 +61,8 @@ Handler = Callable[[Any, Add], Any]
 
 def memory_of_buffer(buffer: pickle.PickleBuffer) -> Memory:
     """The memory of a buffer that an object's own reduction has left out of the pickle."""
-    return _memory_of_bytes(np.frombuffer(buffer.raw(), np.uint8), buffer)
+    array = np.frombuffer(buffer.raw(), np.uint8)
+    return Memory(BYTES, _UINT8, (array.nbytes,), _address_of(array), buffer)
 
 
 # --- tensors
@@ -153,41 +154,19 @@ def _reduce_array(array: np.ndarray[Any, Any], add: Add) -> Any:
     """Reduce an ndarray so that it arrives as with pickle's default protocol, which torch uses.
 
     Protocol 5 keeps byte order, read-only flags and the order of dimensions; protocol 4 brings arrays to the
-    machine's byte order, makes them writable, and knows C and Fortran order only.
+    machine's byte order, makes them writable, and knows C and Fortran order only. What is no leaf of a slot
+    in one of these ways is pickled by that protocol.
     """
-    dtype = array.dtype
-    keeps = pickle.DEFAULT_PROTOCOL >= 5
-    if dtype.hasobject:
-        return NotImplemented
-    code = CODE_OF_NUMPY_DTYPE.get(dtype)
-    plain = array.flags.c_contiguous and dtype.metadata is None and (array.flags.writeable or not keeps)
-    if code is not None and plain:
+    code = CODE_OF_NUMPY_DTYPE.get(array.dtype)
+    plain = array.flags.c_contiguous and array.dtype.metadata is None
+    if code is not None and plain and (array.flags.writeable or pickle.DEFAULT_PROTOCOL < 5):
         return _as_leaf(add(Memory(ARRAY, code, array.shape, _address_of(array), array)))
-    if keeps:
-        reduced = array.__reduce_ex__(5)
-        if isinstance(reduced[1][0], pickle.PickleBuffer):
-            return reduced  # and the buffer is left out of the pickle
-    if dtype.byteorder == ">":
-        dtype = dtype.newbyteorder("=")
-        array = array.astype(dtype)
-    order: Literal["C", "F"] = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
-    array = np.asarray(array, order=order)
-    return _as_array, ([add(_memory_of_bytes(array, array))], array.shape, dtype, order)
+    return array.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
 
 
 def _address_of(array: np.ndarray[Any, Any]) -> int:
     address: int = array.__array_interface__["data"][0]
     return address
-
-
-def _memory_of_bytes(array: np.ndarray[Any, Any], owner: object) -> Memory:
-    return Memory(BYTES, _UINT8, (array.nbytes,), _address_of(array), owner)
-
-
-def _as_array(
-    leaf: list[np.ndarray[Any, Any]], shape: tuple[int, ...], dtype: np.dtype[Any], order: Literal["C", "F"]
-) -> np.ndarray[Any, Any]:
-    return np.ndarray(shape, dtype, leaf[0], order=order)
 
 
 # --- storages

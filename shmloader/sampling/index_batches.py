@@ -12,7 +12,7 @@ import io
 import marshal
 import pickle
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -34,8 +34,8 @@ _ITEM = np.dtype([("letter", "u1"), ("value", "<i4")])
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
-BY_VALUE: dict[type, Callable[[Any], Any]] = {}
-"""Makes of what lies in shared memory its values, by base class; the modules of those classes put it here.
+BY_VALUE: list[type[Any]] = []
+"""Base classes of sequences in shared memory, which are pickled as lists; their modules put them here.
 
 Index batches are kept as bytes, are read any number of times, or never: no descriptor can go with them.
 """
@@ -120,19 +120,12 @@ def pack_index_batch(index_batch: object) -> bytes:
             return index_batch.to_bytes()
     try:
         payload = pickle.dumps(index_batch, 5)
-    except pickle.PicklingError as error:
-        try:
-            return _dumps(_ByValuePickler, index_batch)
-        except pickle.PicklingError:
-            raise error from None
-    if len(payload) > _LONG_NBYTES and not _is_ints(index_batch):
-        return _dumps(_CompactPickler, index_batch)
-    return payload
-
-
-def _dumps(pickler: type[pickle.Pickler], index_batch: object) -> bytes:
+        if len(payload) <= _LONG_NBYTES:
+            return payload
+    except pickle.PicklingError:
+        pass  # for what lies in shared memory, perhaps
     file = io.BytesIO()
-    pickler(file, 5).dump(index_batch)
+    _Pickler(file, 5).dump(index_batch)
     return file.getvalue()
 
 
@@ -149,28 +142,15 @@ def unpack_index_batch(payload: bytes, nbytes: int) -> Any:
     return pickle.loads(payload)
 
 
-def _is_ints(index_batch: object) -> bool:
-    return type(index_batch) is list and type(index_batch[0]) is int
-
-
-class _CompactPickler(pickle.Pickler):
-    """Pickles of a tensor what it shows, not all of the storage that it is a view of."""
+class _Pickler(pickle.Pickler):
+    """Pickles of a tensor what it shows, not all of its storage; what lies in shared memory by its value."""
 
     def reducer_override(self, obj: Any) -> Any:
         """See ``pickle.Pickler``."""
+        if isinstance(obj, tuple(BY_VALUE)):
+            values: Any = obj
+            return list, (list(values),)
         plain = type(obj) is torch.Tensor and obj.device.type == "cpu" and obj.layout is torch.strided
         if plain and obj.untyped_storage().nbytes() > obj.numel() * obj.element_size():
             return obj.clone().__reduce_ex__(5)
         return NotImplemented
-
-
-class _ByValuePickler(_CompactPickler):
-    """Pickles what lies in shared memory by its value; see `BY_VALUE`."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        """See ``pickle.Pickler``."""
-        for base, value_of in BY_VALUE.items():
-            if isinstance(obj, base):
-                values = value_of(obj)
-                return (list, (values,)) if type(values) is list else values.__reduce_ex__(5)
-        return super().reducer_override(obj)

@@ -201,7 +201,7 @@ class Store(SharedObject, Sequence[Any]):
         return f"<table><caption>{caption}</caption><tr>{head}</tr>{body}</table>"
 
 
-BY_VALUE[Store] = list
+BY_VALUE.append(Store)
 
 
 def row_number(index: Any, rows: int) -> int:

@@ -12,7 +12,7 @@ import bisect
 import contextlib
 import copy
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -27,7 +27,7 @@ from shmloader.diagnostics.bad_samples import (
 from shmloader.diagnostics.exceptions import add_note, forget_frames
 from shmloader.diagnostics.mismatches import explain_collation
 from shmloader.sampling.index_batches import PackedInts
-from shmloader.sources import NOT_GATHERED, Gatherer
+from shmloader.sources import NOT_GATHERED, Gatherer, why_per_sample
 from shmloader.worker.fetch_streams import PartsFetcher
 from shmloader.worker.fetcher import Fetcher, FetchRules
 
@@ -39,7 +39,21 @@ def make_fetcher(dataset: Any, rules: FetchRules, worker_id: int = 0, num_worker
     return _MapFetcher(dataset, rules) if rules.on_error == RAISE else _TolerantMapFetcher(dataset, rules)
 
 
-# --- map-style datasets
+def before_each_sample(dataset: Any, rules: FetchRules, call: Callable[[], None]) -> Any:
+    """A dataset that makes a call before it fetches a sample; itself if it is not fetched one by one."""
+    if rules.iterable or not rules.auto_collation or getattr(dataset, "__getitems__", None):
+        return dataset
+    return dataset if why_per_sample(dataset, rules.collate_fn) is None else _CallsFirst(dataset, call)
+
+
+class _CallsFirst:
+    def __init__(self, dataset: Any, call: Callable[[], None]) -> None:
+        self._dataset = dataset
+        self._call = call
+
+    def __getitem__(self, index: Any) -> Any:
+        self._call()
+        return self._dataset[index]
 
 
 class _MapFetcher(Fetcher):

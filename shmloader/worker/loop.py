@@ -10,7 +10,6 @@ import contextlib
 import gc
 import os
 import pickle
-import sys
 import threading
 import traceback
 from collections import deque
@@ -28,7 +27,6 @@ from shmloader.diagnostics.bad_samples import Reported
 from shmloader.diagnostics.exceptions import capture, forget_frames
 from shmloader.sampling.index_batches import unpack_index_batch
 from shmloader.shared_memory import Segment
-from shmloader.sources import why_per_sample
 from shmloader.wire.channel import Link, PipeLink, Pipes
 from shmloader.wire.records import (
     DETACHED,
@@ -48,7 +46,7 @@ from shmloader.wire.records import (
 )
 from shmloader.worker.collate import install_slot_collate
 from shmloader.worker.epoch_settings import EpochSettings
-from shmloader.worker.fetch import make_fetcher
+from shmloader.worker.fetch import before_each_sample, make_fetcher
 from shmloader.worker.fetcher import Fetcher, FetchRules
 from shmloader.worker.random_state import (
     Generators,
@@ -106,9 +104,11 @@ def run_in_thread(arguments: WorkerArguments, link: Link) -> None:
     try:
         _Worker(arguments, link, in_thread=True).run()
     except BaseException:
-        if os.getpid() != pid:
-            _end_fork()
-        raise
+        if os.getpid() == pid:
+            raise
+        # In a process that the dataset forked, an end of this thread, the only one, aborts the interpreter.
+        traceback.print_exc()
+        os._exit(1)
 
 
 class _Worker:
@@ -163,10 +163,15 @@ class _Worker:
     def _make_fetcher(self) -> Fetcher:
         dataset, rules = self._dataset, self._rules
         if self._seeds is not None:
-            dataset = self._seeds.wrap(dataset, rules.collate_fn, auto_collation=rules.auto_collation)
-        if self._in_thread and _is_fetched_one_by_one(self._dataset, rules):
-            dataset = _UntilClosed(dataset, self._link)
+            dataset = before_each_sample(dataset, rules, self._seeds.seed_next)
+        if self._in_thread:
+            dataset = before_each_sample(dataset, rules, self._end_if_closed)
         return make_fetcher(dataset, rules, self._arguments.worker_id, self._arguments.num_workers)
+
+    def _end_if_closed(self) -> None:
+        """End in the middle of a batch that nobody waits for: nobody can end a thread from outside."""
+        if self._link.closed:
+            raise BrokenPipeError("the main process wants nothing more")
 
     def _serve(self) -> None:
         """Answer one request."""
@@ -231,8 +236,7 @@ class _Worker:
         except BaseException as error:
             if os.getpid() != self._pid:
                 raise  # a process that the user's code forked is no worker: the exception ends it
-            if self._link.closed:
-                raise BrokenPipeError("the main process wants nothing more") from None
+            self._end_if_closed()
             encoded, detached = self._encode_failure(error, index_batch)
             flags = FAILED | DETACHED if detached else FAILED
         if encoded.spilled is not None:
@@ -296,39 +300,6 @@ class _Worker:
         """Wait until the part was copied out; requests that come meanwhile are kept for later."""
         while type(request := unpack_request(self._link.receive())) is not SendNextPart:
             self._later.append(request)
-
-
-def _end_fork() -> None:
-    """End a process that a dataset forked in a worker thread, by the exception that is being handled.
-
-    Leaving the thread instead would leave the interpreter without any thread. When a thread ends torch's code
-    calls the interpreter, which then aborts (CPython 3.11).
-    """
-    error = sys.exception()
-    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
-        os._exit(error.code or 0)
-    traceback.print_exc()
-    sys.stderr.flush()
-    os._exit(1)
-
-
-def _is_fetched_one_by_one(dataset: Any, rules: FetchRules) -> bool:
-    if rules.iterable or not rules.auto_collation or getattr(dataset, "__getitems__", None):
-        return False
-    return why_per_sample(dataset, rules.collate_fn) is not None
-
-
-class _UntilClosed:
-    """Fetches like the dataset, until nobody waits for the batch: a thread can only end by itself."""
-
-    def __init__(self, dataset: Any, link: Link) -> None:
-        self._dataset = dataset
-        self._link = link
-
-    def __getitem__(self, index: Any) -> Any:
-        if self._link.closed:
-            raise BrokenPipeError("the main process wants nothing more")
-        return self._dataset[index]
 
 
 def _shorten(index_batch: Any, most: int = 200) -> str:

@@ -18,13 +18,11 @@ import hashlib
 import random
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.random  # NumPy would import it at its first use, in each forked worker
 import torch
-
-from shmloader.sources import why_per_sample
 
 _MASK32 = 0xFFFFFFFF
 _SAMPLE = struct.Struct("<4Q")
@@ -177,28 +175,3 @@ class SampleSeeds:
             torch.set_rng_state(states[0])
             random.setstate(states[1])
             np.random.set_state(states[2])  # noqa: NPY002
-
-    def wrap(self, dataset: Any, collate_fn: Any, *, auto_collation: bool) -> Any:
-        """A map-style dataset that is seeded before each sample; itself where `begin` is enough.
-
-        Args:
-            dataset: The dataset.
-            collate_fn: Joins its samples.
-            auto_collation: Whether it is asked for lists of indices; else each batch is one sample.
-        """
-        whole = not auto_collation or getattr(dataset, "__getitems__", None)
-        if whole or why_per_sample(dataset, collate_fn) is None:
-            return dataset
-        return _Seeded(dataset, self)
-
-
-class _Seeded:
-    """Fetches like the dataset, after seeding."""
-
-    def __init__(self, dataset: Any, seeds: SampleSeeds) -> None:
-        self._dataset = dataset
-        self._seed_next = seeds.seed_next
-
-    def __getitem__(self, index: Any) -> Any:
-        self._seed_next()
-        return self._dataset[index]

