@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 
 from shmloader import torch_private
 from shmloader.diagnostics.bad_samples import MODES as ON_ERROR
-from shmloader.torch_features import Feature, require
+from shmloader.torch_features import Feature, missing_message, why_missing
 
 OnError = Literal["raise", "skip", "replace"]
 Dispatch = Literal["static", "dynamic"]
@@ -145,7 +145,8 @@ def check_worker_type(loader: Any, dataset: object, multiprocessing_context: obj
     """
     if loader.worker_type != THREAD:
         return
-    require(Feature.THREADS)
+    if why_missing(Feature.THREADS) is not None:
+        raise NotImplementedError(missing_message(Feature.THREADS))
     if multiprocessing_context is not None:
         raise ValueError(
             f"worker_type='thread' starts no processes: multiprocessing_context={multiprocessing_context!r} "

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
-from collections.abc import Callable
 from enum import StrEnum
 from typing import Any, NoReturn
 
@@ -44,41 +43,16 @@ _INSTEAD = {
 
 _reasons: dict[Feature, str] = {}
 _warned: set[Feature] = set()
-_checks: dict[Feature, Callable[[], None]] = {}
 
 
 def why_missing(feature: Feature) -> str | None:
     """The reason why a feature is not available with this torch; None if it is available."""
-    check = _checks.get(feature)
-    if check is not None:
-        check()
-        _checks.pop(feature, None)
     return _reasons.get(feature)
-
-
-def known_reason(feature: Feature) -> str | None:
-    """The reason as far as it is known: checks that wait for the first use are not run."""
-    return _reasons.get(feature)
-
-
-def check_at_first_use(feature: Feature, check: Callable[[], None]) -> None:
-    """Have a feature checked when it is first asked for: ``check`` disables it if this torch does not fit."""
-    _checks[feature] = check
 
 
 def disable(feature: Feature, reason: str) -> None:
     """Disable a feature for this process; the first reason counts."""
     _reasons.setdefault(feature, reason)
-
-
-def require(feature: Feature) -> None:
-    """Do nothing if a feature is available.
-
-    Raises:
-        NotImplementedError: If it is not, with the reason and what to change.
-    """
-    if why_missing(feature) is not None:
-        raise NotImplementedError(missing_message(feature))
 
 
 def is_missing(feature: Feature, stacklevel: int) -> bool:
@@ -122,7 +96,7 @@ def find(feature: Feature, module: str, name: str, default: Any = None) -> Any:
 
 
 def find_function(feature: Feature, module: str, name: str) -> Any:
-    """Look up a function of torch; without it, calling what is returned raises as `require` does."""
+    """Look up a function of torch; without it, what is returned raises NotImplementedError when called."""
     return find(feature, module, name, functools.partial(_refuse, feature))
 
 

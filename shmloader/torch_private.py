@@ -23,11 +23,9 @@ from torch.autograd import profiler
 
 from shmloader.torch_features import (
     Feature,
-    check_at_first_use,
     disable,
     find,
     find_function,
-    known_reason,
     why_missing,
 )
 
@@ -63,7 +61,7 @@ ITERABLE_KIND = getattr(find(Feature.SLOTS, _DATALOADER, "_DatasetKind"), "Itera
 
 def _check_iterator() -> None:
     """Disable the slots if torch's iterators lack an attribute that ours need."""
-    if known_reason(Feature.SLOTS) is not None:
+    if why_missing(Feature.SLOTS) is not None:
         return
     try:
         # With its own generator: the global one must not be drawn from.
@@ -77,7 +75,7 @@ def _check_iterator() -> None:
         disable(Feature.SLOTS, f"its iterators have no attribute {', '.join(absent)}")
 
 
-check_at_first_use(Feature.SLOTS, _check_iterator)
+_check_iterator()
 
 GET_ITERATOR = "_get_iterator"
 """The method of torch's class that makes an iterator, for `install`, which replaces it."""
@@ -144,7 +142,6 @@ collate_fn_map: dict[Any, Callable[..., Any]] = find(
 change it so that a user's ``collate_fn`` built on ``default_collate`` collates into the slot too."""
 
 collate_tensor_fn = find_function(Feature.COLLATION, _COLLATE, "collate_tensor_fn")
-collate_numpy_array_fn = find_function(Feature.COLLATION, _COLLATE, "collate_numpy_array_fn")
 
 SAME_AS_TORCHS: list[Any] = []
 """Functions of `shmloader.worker.collate` that join samples as torch's own do, and may stand in its map."""
@@ -198,7 +195,7 @@ def _is_of_known_type(key: Any, *, by_torch: bool) -> bool:
 
 def _check_collation() -> None:
     """Disable our collation if torch's functions give other dtypes or shapes than they did in torch 2.13."""
-    if known_reason(Feature.COLLATION) is not None or not all(map(_is_torchs, collate_fn_map.values())):
+    if why_missing(Feature.COLLATION) is not None or not all(map(_is_torchs, collate_fn_map.values())):
         return
     known = {
         torch.Tensor: ([torch.zeros(1, dtype=torch.int8)] * 2, torch.int8, (2, 1)),
@@ -217,7 +214,7 @@ def _check_collation() -> None:
             disable(Feature.COLLATION, f"default_collate makes {found} of two of {name}, not {expected}")
 
 
-check_at_first_use(Feature.COLLATION, _check_collation)
+_check_collation()
 
 # --- which worker this is
 
@@ -230,7 +227,7 @@ find(Feature.SLOTS, _WORKER, "_worker_info")
 _code = getattr(torch.utils.data.get_worker_info, "__code__", None)
 if "_worker_info" not in getattr(_code, "co_names", ()):
     disable(Feature.SLOTS, "its get_worker_info() does not read a global name _worker_info")
-if (_reason := known_reason(Feature.SLOTS)) is not None:
+if (_reason := why_missing(Feature.SLOTS)) is not None:
     disable(Feature.THREADS, _reason)
 
 

@@ -102,7 +102,6 @@ NAMES = [
     ("torch.utils.data", "MapDataPipe", []),
     ("torch.utils.data._utils.collate", "default_collate_fn_map", ["COLLATION"]),
     ("torch.utils.data._utils.collate", "collate_tensor_fn", ["COLLATION"]),
-    ("torch.utils.data._utils.collate", "collate_numpy_array_fn", ["COLLATION"]),
     ("torch.utils.data._utils.worker", "WorkerInfo", ["SLOTS", "THREADS"]),
     (
         "torch.utils.data._utils.worker",
