@@ -24,7 +24,7 @@ from shmloader.errors import LoaderError
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.chunks import Chunks
 from shmloader.store.columns import types
-from shmloader.store.columns.types import VERSION, Classes, LinkType, PickleType, find_types
+from shmloader.store.columns.types import ONLY_IN_MEMORY, VERSION, Classes, PickleType, find_types
 from shmloader.store.mapped_files import Fingerprint
 from shmloader.store.mapping import MappingStore, SetStore, index_of
 from shmloader.store.memory import MemoryWriter
@@ -145,8 +145,8 @@ def _check(path: str, schema: Any, columns: Sequence[str] | None, *, allow_pickl
             "If you trust the file's source: shmloader.open(path, allow_pickle=True); or choose "
             "other columns, columns=[...]"
         )
-    if any(find_types(field.type, LinkType) for field in fields):
-        raise ValueError("it has links to other columns, which no file has")
+    if any(find_types(field.type, ONLY_IN_MEMORY) for field in fields):
+        raise ValueError("it has columns that refer to others, which no file has")
 
 
 def _chunks_of(paths: list[str], columns: Sequence[str] | None, allow_pickle: bool) -> Chunks:

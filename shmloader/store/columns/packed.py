@@ -16,7 +16,7 @@ import pyarrow as pa
 from pyarrow import types as arrow
 
 from shmloader.store.arrays import Array
-from shmloader.store.columns.compiled import Scope, numbers_of, octets_of
+from shmloader.store.columns.compiled import Scope, octets_of
 from shmloader.store.columns.types import KeysType, PackedType, PythonType, RecordsType
 
 LEAST_NUMBERS = 3
@@ -30,6 +30,7 @@ _CODES = {
     pa.uint8(): "B",
     pa.uint16(): "H",
     pa.uint32(): "I",
+    pa.uint64(): "Q",
     pa.float64(): "d",
     pa.bool_(): "?",
 }
@@ -57,7 +58,14 @@ def _column_of(column: Any, kind: type[PythonType]) -> Any:
 
 def keys_of(column: Any) -> Any:
     """The column of the keys that each of some structs has; None where all have all."""
-    return _column_of(column, KeysType)
+    keys = _column_of(column, KeysType)
+    return keys if keys is None or "code" not in keys.type.parameters else _over_records(keys, column)
+
+
+def _over_records(field: Any, column: Any) -> Any:
+    """A packed field of structs, over the records that have its numbers."""
+    records = _column_of(column, RecordsType).storage
+    return field.type.over(records.type).wrap(records)
 
 
 def absent(keys: Any, name: str) -> Array | None:
@@ -65,8 +73,7 @@ def absent(keys: Any, name: str) -> Array | None:
     names = keys.type.parameters["names"]
     if len(names) > 64 or name not in names:
         return None
-    storage = keys.storage
-    bits = np.asarray(numbers_of(storage, 1, _CODES.get(storage.type, "Q"), len(keys)))
+    bits = numbers(keys) if "code" in keys.type.parameters else keys.storage.to_numpy()
     found: Array = np.equal(bits & bits.dtype.type(1 << names.index(name)), 0)
     return found
 
@@ -84,6 +91,9 @@ def packed(column: Any) -> Any:
         name for name, field in fields.items() if field.type in _CODES and _is_whole(field, column, name)
     ]
     if len(chosen) >= LEAST_NUMBERS:
+        if (keys := keys_of(column)) is not None and keys.storage.type in _CODES:
+            chosen.append(KeysType.NAME)
+            fields[KeysType.NAME] = keys.storage
         chosen.sort(key=lambda name: -fields[name].type.bit_width)  # so that each is aligned
         dtype = np.dtype([(str(n), _CODES[fields[name].type]) for n, name in enumerate(chosen)], align=True)
         records = np.zeros(len(column), dtype)
@@ -91,7 +101,11 @@ def packed(column: Any) -> Any:
             filled = fields[name].fill_null(pa.scalar(0).cast(fields[name].type))
             records[str(number)] = filled.to_numpy(zero_copy_only=False)
             code, offset = _CODES[fields[name].type], dtype.fields[str(number)][1]  # type: ignore[index]
-            fields[name] = PackedType(pa.null(), code=code, offset=offset).wrap(pa.nulls(len(column)))
+            said = {"code": code, "offset": offset}
+            kind = PackedType(pa.null(), **said)
+            if name == KeysType.NAME:
+                kind = KeysType(pa.null(), names=keys.type.parameters["names"], **said)
+            fields[name] = kind.wrap(pa.nulls(len(column)))
         octets = pa.py_buffer(records.view(np.uint8))
         storage = pa.Array.from_buffers(pa.binary(dtype.itemsize), len(column), [None, octets])
         fields[RecordsType.NAME] = RecordsType(storage.type).wrap(storage)
@@ -125,7 +139,9 @@ def unpacked(column: Any) -> Any:
         return column
     fields = {name: unpacked(field_of_struct(column, name)) for name in fields_of(column)}
     if (keys := keys_of(column)) is not None:
-        fields[KeysType.NAME] = keys
+        said = keys.type.parameters
+        plain = pa.array(np.ascontiguousarray(numbers(keys))) if "code" in said else keys.storage
+        fields[KeysType.NAME] = KeysType(plain.type, names=said["names"]).wrap(plain)
     return _struct_of(fields, column)
 
 
@@ -134,15 +150,14 @@ def field_of_struct(column: Any, name: str) -> Any:
     field = column.field(column.type.get_field_index(name))
     if not isinstance(field.type, PackedType):
         return field
-    records = _column_of(column, RecordsType).storage
-    field = field.type.over(records.type).wrap(records)
+    field = _over_records(field, column)
     keys = keys_of(column)
     lacking = absent(keys, name) if keys is not None else None
     return field if lacking is None or not lacking.any() else pa.array(numbers(field), mask=lacking)
 
 
 def numbers(column: Any) -> Array:
-    """The numbers of a packed field: an array with a stride, over the same memory."""
+    """The numbers of a packed field, or packed keys: an array with a stride, over the same memory."""
     storage, code, offset = column.storage, column.type.parameters["code"], column.type.parameters["offset"]
     width = storage.type.byte_width
     one = np.dtype({"names": ["n"], "formats": [_checked(code)], "offsets": [offset], "itemsize": width})

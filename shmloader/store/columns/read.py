@@ -362,6 +362,8 @@ def _packed(column: Any, scope: Scope) -> str:
 
 
 def _keys(column: Any, scope: Scope) -> str:
+    if "code" in column.type.parameters:
+        return _packed(column, scope)
     if arrow.is_fixed_size_binary(column.storage.type):
         return f"int.from_bytes({_fixed_octets(column.storage, scope)}, 'little')"
     return _storage(column, scope, arrow.is_unsigned_integer)

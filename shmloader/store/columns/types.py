@@ -88,7 +88,10 @@ DataclassType = _declare("dataclass", "Instances of the dataclass ``python``: at
 EnumType = _declare("enum", "Members of the enum ``python``: positions in ``members``.")
 SetType = _declare("set", "sets or frozensets (``kind``), as lists.")
 DictType = _declare("dict", "dicts of any keys, as lists of the structs ``key`` and ``value``.")
-KeysType = _declare("keys", "The keys that each of some dicts has: bit ``k`` stands for ``names[k]``.")
+KeysType = _declare(
+    "keys",
+    "The keys that each of some dicts has: bit ``k`` stands for ``names[k]``. May be ``packed``.",
+)
 ScalarType = _declare("scalar", "NumPy scalars of ``dtype``: numbers, or items of bytes.")
 DecimalType = _declare("decimal", "Decimals, as strings: these keep trailing zeros and NaN.")
 UuidType = _declare("uuid", "UUIDs, as 16 bytes.")
@@ -108,6 +111,10 @@ ArrayType = _declare(
     the shapes. Items of dtypes that Arrow lacks are bytes.
     """,
 )
+
+
+ONLY_IN_MEMORY = (LinkType, PackedType, RecordsType)
+"""Types that refer to other columns of the same memory; no file has them."""
 
 
 def storage_of(column: Any) -> Any:
@@ -133,7 +140,9 @@ def children_of(kind: Any) -> list[Any]:
     return [kind.field(number).type for number in range(kind.num_fields)]
 
 
-def find_types(kind: Any, wanted: type[PythonType], path: str = "") -> list[tuple[str, PythonType]]:
+def find_types(
+    kind: Any, wanted: type[PythonType] | tuple[type[PythonType], ...], path: str = ""
+) -> list[tuple[str, PythonType]]:
     """The place in a type where a Python type occurs, by the names of fields."""
     if isinstance(kind, wanted):
         return [(path, kind)]
