@@ -87,59 +87,28 @@ def _shadows_getitems(dataset: Any) -> bool:
     return "__getitems__" in getattr(dataset, "__dict__", ())
 
 
-def kind_of_dataset(dataset: Any) -> type | None:
-    """The class of torch's that a dataset behaves as; None if there is none.
-
-    Raises:
-        NotGathered: If it is derived from one of them and makes its samples in a way of its own.
-    """
-    for kind in (TensorDataset, Subset, StackDataset):
-        if isinstance(dataset, kind):
-            if not _gets_samples_as(dataset, kind):
-                name = type(dataset).__qualname__
-                raise NotGathered(
-                    f"{name} overrides how {kind.__name__} gets a sample. Give it a method "
-                    "__getbatch__(indices) that returns the whole batch, or use the class itself"
-                )
-            return kind
-    return None
-
-
-_METHODS = ("__getitem__", "__getitems__")
-_READS: dict[type, tuple[str, ...]] = {
-    TensorDataset: ("tensors",),
-    Subset: ("dataset", "indices"),
-    StackDataset: ("datasets",),
-}
-"""Attributes that the methods of torch's classes read of an instance, for each sample anew."""
-
-
-def _gets_samples_as(dataset: Any, kind: type) -> bool:
-    """Whether a dataset makes its samples exactly as one of torch's classes does."""
-    found = type(dataset)
-    for name in _METHODS:
-        method = getattr(kind, name, None)
-        if getattr(found, name, None) is not method or not (method is None or is_by_torch(method, kind)):
-            return False
-    # getattr also finds attributes of the instance, and those that __getattr__ makes up.
-    if _shadows_getitems(dataset) or (not hasattr(kind, "__getitems__") and hasattr(dataset, "__getitems__")):
-        return False
-    # A property, of which the program may make anything, would be read once for many samples.
-    own = getattr(dataset, "__dict__", ())
-    if not all(name in own and not hasattr(found, name) for name in _READS[kind]):
-        return False
-    getattribute: Any = found.__getattribute__
-    return getattribute is object.__getattribute__
-
-
-def source_of(dataset: Any, kind: type, recognise: Recognise) -> Source:
-    """The source for a dataset that behaves as one of torch's classes.
+def source_of(dataset: Any, recognise: Recognise) -> Source | None:
+    """The source for a dataset of one of torch's classes, which no other class is derived from.
 
     Args:
         dataset: The dataset.
-        kind: The class.
         recognise: For the datasets inside it.
+
+    Returns:
+        None for a dataset of another class.
+
+    Raises:
+        NotGathered: If the program has changed how the class gets a sample.
     """
+    kind = type(dataset)
+    if kind not in (TensorDataset, Subset, StackDataset):
+        return None
+    methods = [getattr(kind, name, None) for name in ("__getitem__", "__getitems__")]
+    if _shadows_getitems(dataset) or not all(each is None or is_by_torch(each, kind) for each in methods):
+        raise NotGathered(
+            f"the program overrides how {kind.__name__} gets a sample. Give a class of your own a method "
+            "__getbatch__(indices) that returns the whole batch"
+        )
     if kind is TensorDataset:
         return TupleRows([block_of(tensor) for tensor in dataset.tensors])
     if kind is Subset:

@@ -21,7 +21,7 @@ from shmloader.sources.base import (
 )
 from shmloader.sources.blocks import block_of, is_array
 from shmloader.sources.columns import HuggingFace, is_hugging_face
-from shmloader.sources.datasets import OwnBatches, has_getbatch, kind_of_dataset, plain_ints, source_of
+from shmloader.sources.datasets import OwnBatches, has_getbatch, plain_ints, source_of
 from shmloader.sources.stores import StoreRows, is_store
 from shmloader.torch_features import Feature, missing_message, why_missing
 
@@ -56,9 +56,9 @@ def recognise(dataset: Any) -> Source:
         return StoreRows(dataset)
     if is_array(dataset):
         return block_of(dataset)
-    kind = kind_of_dataset(dataset)
-    if kind is not None:
-        return source_of(dataset, kind, recognise)
+    source = source_of(dataset, recognise)
+    if source is not None:
+        return source
     if is_hugging_face(dataset):
         return HuggingFace(dataset)
     if isinstance(dataset, ConcatDataset):

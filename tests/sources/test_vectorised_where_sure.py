@@ -75,7 +75,6 @@ GATHERED = {
     "one tensor": TensorDataset(X),
     "columns of a matrix": TensorDataset(X[:, 1:3], X[:, 0]),
     "shared tensors": shmloader.share(TensorDataset(torch.rand(1 << 18, 2))),
-    "a subclass that changes nothing": made.NamedTensors(X, Y),
     "subset": Subset(TensorDataset(X), [3, 2, 1, 0]),
     "rows in any order of memory": TensorDataset(torch.rand(4, 3, ROWS).permute(2, 1, 0)),
     "stack": StackDataset(x=X, y=TensorDataset(Y)),
@@ -103,12 +102,13 @@ def _shadowed() -> TensorDataset:
 
 
 PER_SAMPLE = {
-    "a Subset's subclass": (made.DoubledSubset(TensorDataset(X), range(8)), "overrides"),
-    "a TensorDataset's subclass": (made.DoubledTensors(X), "overrides"),
-    "a subclass with __getitems__": (made.TensorsInBulk(X), "overrides"),
-    "a subclass that makes up methods": (made.TensorsThatMakeUpMethods(X), "overrides"),
+    "a subclass that changes nothing": (made.NamedTensors(X, Y), "no __getbatch__"),
+    "a Subset's subclass": (made.DoubledSubset(TensorDataset(X), range(8)), "no __getbatch__"),
+    "a TensorDataset's subclass": (made.DoubledTensors(X), "no __getbatch__"),
+    "a subclass with __getitems__": (made.TensorsInBulk(X), "no __getbatch__"),
+    "a subclass that makes up methods": (made.TensorsThatMakeUpMethods(X), "no __getbatch__"),
     "an instance with __getitems__": (_shadowed(), "overrides"),
-    "inside a Subset": (Subset(made.DoubledTensors(X), range(8)), "overrides"),
+    "inside a Subset": (Subset(made.DoubledTensors(X), range(8)), "no __getbatch__"),
     "several datasets": (ConcatDataset([TensorDataset(X), TensorDataset(X)]), "Join these into one"),
     "any dataset": (made.Samples(), "no __getbatch__"),
     "list": ([1, 2, 3, 4], "list"),
@@ -163,8 +163,11 @@ GETBATCH = "Give it a method __getbatch__(indices) that returns the whole batch"
 WHOLE_NUMBERS = "Pass a list of ints, or an array or tensor of int64 with one dimension"
 ADVICE = [
     (
-        made.DoubledTensors(X),
-        f"DoubledTensors overrides how TensorDataset gets a sample. {GETBATCH}, or use the class itself",
+        _shadowed(),
+        (
+            "the program overrides how TensorDataset gets a sample. Give a class of your own a method "
+            "__getbatch__(indices) that returns the whole batch"
+        ),
     ),
     (
         made.Samples(),
