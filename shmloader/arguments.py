@@ -38,12 +38,7 @@ class AutoCount(int):
 
 
 def number_or_auto(name: str, argument: Any, start: int) -> Any:
-    """An argument, with an `AutoCount` of ``start`` in the place of ``"auto"``.
-
-    Args:
-        name: The argument's name.
-        argument: Its value. Torch checks everything but words.
-        start: The number to begin with.
+    """An argument, with an `AutoCount` of ``start`` in the place of ``"auto"``; torch checks what is no word.
 
     Raises:
         ValueError: For another word.

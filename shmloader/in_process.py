@@ -26,10 +26,7 @@ from shmloader.worker.random_state import Generators, SampleSeeds, worker_seeds
 class InProcessIterator(torch_private.SingleProcessIterator):
     """Iterates over a loader with ``num_workers=0``, in the main process.
 
-    Args:
-        loader: The loader; its arguments are read now, as frameworks set some late.
-        counters: The loader's counters.
-        states: The loader's states.
+    The loader's arguments are read now, as frameworks set some late.
 
     Raises:
         AssertionError: If the loader has a timeout, as torch has it.

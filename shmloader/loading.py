@@ -110,12 +110,7 @@ class Loading:
                 continue
 
     def close(self, loader: Any, *, warn: bool = True) -> None:
-        """Stop all workers of a loader and free its slots.
-
-        Args:
-            loader: The loader.
-            warn: Whether to warn of bad samples.
-        """
+        """Stop all workers of a loader and free its slots; warn of bad samples."""
         self.closes += 1
         for iterator in self.live():
             iterator.close("loader.close() was called")

@@ -26,7 +26,6 @@ class Feature(StrEnum):
     DATAPIPES = "sharding and seeding DataPipes"
     PINNING = "pin_memory=True"
     THREADS = "worker_type='thread'"
-    OTHER_TENSORS = "sending sparse and nested tensors and tensors of other devices"
 
 
 _INSTEAD = {
@@ -37,7 +36,6 @@ _INSTEAD = {
     Feature.DATAPIPES: "Load from a map-style dataset or an IterableDataset.",
     Feature.PINNING: "Pass pin_memory=False.",
     Feature.THREADS: "Pass worker_type='process'.",
-    Feature.OTHER_TENSORS: "Return dense CPU tensors from collate_fn.",
 }
 """The consequence for a feature that has a replacement; advice for the others."""
 

@@ -44,14 +44,11 @@ _ITERATOR_ATTRIBUTES = (
 # and of draws from the generator, which must stay identical to torch's. SingleProcessIterator is torch's
 # iterator without workers; frameworks and users may look for its type.
 if TYPE_CHECKING:
-    from torch import storage
     from torch.utils.data import dataloader
 
-    TypedStorage = storage.TypedStorage
     BaseIterator = dataloader._BaseDataLoaderIter
     SingleProcessIterator = dataloader._SingleProcessDataLoaderIter
 else:
-    TypedStorage = getattr(torch, "TypedStorage", type("TypedStorage", (), {}))
     BaseIterator = find(Feature.SLOTS, _DATALOADER, "_BaseDataLoaderIter", object)
     SingleProcessIterator = find(Feature.SLOTS, _DATALOADER, "_SingleProcessDataLoaderIter", BaseIterator)
 
@@ -234,16 +231,7 @@ if (_reason := why_missing(Feature.SLOTS)) is not None:
 def set_worker_info(
     *, worker_id: int, num_workers: int, seed: int, dataset: Any, rng: Any, in_thread: bool = False
 ) -> None:
-    """Make ``torch.utils.data.get_worker_info()`` answer in this worker process, or in this thread only.
-
-    Args:
-        worker_id: Its ``id``.
-        num_workers: Its ``num_workers``.
-        seed: Its ``seed``.
-        dataset: Its ``dataset``.
-        rng: Its ``rng``.
-        in_thread: Whether the worker is the calling thread.
-    """
+    """Make ``get_worker_info()`` answer in this worker process or, if it is a thread, in this thread only."""
     info = _worker_info(
         id=worker_id,
         num_workers=num_workers,
@@ -347,30 +335,8 @@ def _keep_after_fork(in_threads: Any) -> None:
         vars(importlib.import_module(_WORKER))["_worker_info"] = info
 
 
-# --- tensors and storages
-
-reduce_tensor = find_function(Feature.OTHER_TENSORS, "torch.multiprocessing.reductions", "reduce_tensor")
-"""Reduces a tensor as torch itself does to send it to another process (sparse, nested, other devices)."""
-
 pin_memory = find_function(Feature.PINNING, "torch.utils.data._utils.pin_memory", "pin_memory")
 """Copies a batch to pinned memory as torch's pin-memory thread does."""
-
-
-def untyped(storage: TypedStorage) -> torch.UntypedStorage:
-    """The bytes below a ``TypedStorage``, without its deprecation warning where that can be had."""
-    known: Any = storage
-    found: torch.UntypedStorage = getattr(known, "_untyped_storage", None) or known.untyped()
-    return found
-
-
-def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> TypedStorage:
-    """Wrap bytes as a ``TypedStorage``, without its deprecation warning where that can be had."""
-    kind: Any = TypedStorage
-    try:
-        typed: TypedStorage = kind(wrap_storage=storage, dtype=dtype, _internal=True)
-    except TypeError:
-        typed = kind(wrap_storage=storage, dtype=dtype)
-    return typed
 
 
 # --- the rest

@@ -37,12 +37,7 @@ class Decoder:
         self._tables: dict[bytes, _WrapAll | None] = {}
 
     def decode(self, anchor: _Anchor, header: bytes) -> Any:
-        """Rebuild a batch over the memory of ``anchor``.
-
-        Args:
-            anchor: uint8, the slot's bytes; every leaf keeps it alive and nothing else does.
-            header: The batch's header.
-        """
+        """Rebuild a batch over the slot's bytes: every leaf keeps ``anchor`` alive, and nothing else does."""
         read = self._headers.get(header)
         if read is not None:
             return read(anchor)
@@ -66,7 +61,7 @@ def _reader(header: bytes, wrap_all: _WrapAll) -> _Read:
     if join is list:
         return wrap_all
     if join is _lone:
-        (leaf,) = unpack_table(table_of(header))
+        (leaf,) = read_leaves(header)
         wrap, shape, carrier, offset = _wrapping(leaf)
         return lambda anchor: wrap(_ndarray(shape, carrier, anchor, offset))
     if join is None:
@@ -80,7 +75,7 @@ def structure_of(header: bytes) -> Callable[[list[Any]], Any] | None:
     Returns:
         None if the batch consists of more than leaves, built-in containers and constants.
     """
-    probes = [object() for _ in unpack_table(table_of(header))]
+    probes = [object() for _ in read_leaves(header)]
     try:
         batch = _WithoutCalls(io.BytesIO(header), buffers=probes).load()
     except pickle.UnpicklingError:

@@ -9,9 +9,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
-from shmloader import torch_private
 from shmloader.codec.layout import ALIGNMENT, BYTES, DTYPES, LONE_LEAF, Leaf, join_header
 from shmloader.codec.leaves import HANDLERS, Add, Memory, memory_of_buffer
 from shmloader.codec.slot_writer import SlotWriter, make_placeholder
@@ -49,7 +47,8 @@ class _Written(list[bytes]):
 class _BatchPickler(ForkingPickler):
     """Pickles the structure of a batch; adds the memory of its leaves by ``add``.
 
-    As torch's transport does, it knows the reducers that programs register with ``multiprocessing``.
+    As torch's transport does, it knows the reducers that torch (for sparse and nested tensors, and those of
+    other devices) and programs register with ``multiprocessing``.
 
     Attributes:
         written: The pickle.
@@ -65,11 +64,7 @@ class _BatchPickler(ForkingPickler):
     def reducer_override(self, obj: Any) -> Any:
         """See ``pickle.Pickler``; called for all but built-in containers, numbers, strings and buffers."""
         handler = HANDLERS.get(type(obj))
-        if handler is not None:
-            return handler(obj, self._add)
-        if isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
-            return torch_private.reduce_tensor(obj)
-        return NotImplemented
+        return NotImplemented if handler is None else handler(obj, self._add)
 
 
 class Encoder:

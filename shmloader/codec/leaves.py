@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shmloader import torch_private
 from shmloader.codec.layout import (
     ARRAY,
     BYTES,
@@ -56,7 +55,7 @@ Add = Callable[[Memory], pickle.PickleBuffer]
 """Adds a leaf and returns its placeholder."""
 
 Handler = Callable[[Any, Add], Any]
-"""Reduces an object for pickling; ``NotImplemented`` where it is pickled as if there were no handler."""
+"""Reduces an object for pickling; ``NotImplemented`` where it is pickled as by torch."""
 
 
 def memory_of_buffer(buffer: pickle.PickleBuffer) -> Memory:
@@ -97,7 +96,7 @@ def _reduce_tensor(tensor: torch.Tensor, add: Add) -> Any:
     code = CODE_OF_TORCH_DTYPE.get(tensor.dtype)
     dense = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_nested
     if code is None or not dense:
-        return torch_private.reduce_tensor(tensor)
+        return NotImplemented
     if tensor.requires_grad:
         if not tensor.is_leaf:
             raise RuntimeError(
@@ -182,18 +181,10 @@ def _as_storage(leaf: list[np.ndarray[Any, Any]]) -> torch.UntypedStorage:
     return torch.from_numpy(leaf[0]).untyped_storage()
 
 
-def _reduce_typed_storage(storage: torch_private.TypedStorage, add: Add) -> Any:
-    untyped = torch_private.untyped(storage)
-    if untyped.device.type != "cpu":
-        return NotImplemented
-    return torch_private.typed_storage, (untyped, storage.dtype)
-
-
 HANDLERS: dict[type, Handler] = {
     torch.Tensor: _reduce_tensor,
     torch.nn.Parameter: _reduce_parameter,
     np.ndarray: _reduce_array,
     torch.UntypedStorage: _reduce_storage,
-    torch_private.TypedStorage: _reduce_typed_storage,
 }
 """By the exact class of an object; subclasses are pickled by their own reductions."""

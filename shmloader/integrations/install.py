@@ -30,12 +30,7 @@ _TORCHS = torch.utils.data.DataLoader
 
 
 class Installation:
-    """The handle that `install` returns: a context manager that restores the former state at its end.
-
-    Args:
-        options: Defaults for all loaders, by name.
-        before: The options of the installation that this one replaces, if there is one.
-    """
+    """The handle that `install` returns: a context manager that restores the former state at its end."""
 
     def __init__(self, options: dict[str, Any], before: dict[str, Any] | None) -> None:
         self.options = options

@@ -67,10 +67,6 @@ def _why_not(loader: Any, index_sampler: Any) -> str:
 class NextEpoch:
     """Draws early for one iterator, epoch after epoch.
 
-    Args:
-        index_sampler: The sampler that the loader draws index batches from.
-        generator: The loader's generator.
-
     Attributes:
         before: States of the generators before the epoch that was begun early; None if none was.
     """
@@ -123,11 +119,8 @@ class NextEpoch:
     def take(self, *, discard: bool) -> Iterator[Any] | None:
         """The iterator over the next epoch's index batches, as far as they were not drawn early.
 
-        Args:
-            discard: Whether the early batches are of no use, whatever the sampler says.
-
         Returns:
-            None if there is none, or if it is discarded.
+            None if there is none, if it is to be discarded, or if the sampler's epoch is another one.
         """
         iterator, self._iterator = self._iterator, None
         if iterator is None:

@@ -42,11 +42,7 @@ Index batches are kept as bytes, are read any number of times, or never: no desc
 
 
 class PackedInts:
-    """Ints that are not objects: a worker reads them as an array, or as the list that stands for them.
-
-    Args:
-        array: The numbers.
-    """
+    """Ints that are not objects: a worker reads them as an array, or as the list that stands for them."""
 
     __slots__ = ("_array",)
 
@@ -130,12 +126,7 @@ def pack_index_batch(index_batch: object) -> bytes:
 
 
 def unpack_index_batch(payload: bytes, nbytes: int) -> Any:
-    """Read an index batch.
-
-    Args:
-        payload: What `pack_index_batch` gave, perhaps with something behind it.
-        nbytes: How long that was.
-    """
+    """Read the ``nbytes`` that `pack_index_batch` gave; there may be something behind them."""
     begin = len(_ARRAY)
     if payload.startswith(_ARRAY):
         return PackedInts(np.frombuffer(payload, np.int64, (nbytes - begin) // 8, begin))

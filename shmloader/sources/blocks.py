@@ -17,12 +17,7 @@ _ARRAYS = (np.ndarray, np.memmap)
 
 
 class ArrayBlock(Source):
-    """Rows of a C-contiguous array.
-
-    Args:
-        array: At least one dimension; of a tensor's carrier dtype.
-        dtype: Of the batch.
-    """
+    """Rows of a C-contiguous array of a tensor's carrier dtype; ``dtype`` is the batch's."""
 
     def __init__(self, array: Array, dtype: torch.dtype) -> None:
         self._array = array
@@ -40,11 +35,7 @@ class ArrayBlock(Source):
 
 
 class StridedBlock(Source):
-    """Rows of a tensor that is not contiguous.
-
-    Args:
-        tensor: At least one dimension.
-    """
+    """Rows of a tensor that is not contiguous."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor

@@ -21,9 +21,6 @@ class HuggingFace(Source):
 
     Its formats give a batch other dtypes than single rows: 0.1 is a float64 alone and a float32 among others,
     and an int beside a None becomes a float.
-
-    Args:
-        dataset: The dataset.
     """
 
     def __init__(self, dataset: Any) -> None:

@@ -88,14 +88,7 @@ def _shadows_getitems(dataset: Any) -> bool:
 
 
 def source_of(dataset: Any, recognise: Recognise) -> Source | None:
-    """The source for a dataset of one of torch's classes, which no other class is derived from.
-
-    Args:
-        dataset: The dataset.
-        recognise: For the datasets inside it.
-
-    Returns:
-        None for a dataset of another class.
+    """The source for a dataset of exactly one of torch's classes; None for any other.
 
     Raises:
         NotGathered: If the program has changed how the class gets a sample.

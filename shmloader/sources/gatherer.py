@@ -39,9 +39,6 @@ _CHANGED_COLLATE = (
 def recognise(dataset: Any) -> Source:
     """The source for a dataset.
 
-    Args:
-        dataset: A map-style dataset.
-
     Raises:
         NotGathered: If its batches are made sample by sample, with the reason.
     """
@@ -76,11 +73,8 @@ def recognise(dataset: Any) -> Source:
 class Gatherer:
     """Makes batches of one dataset without its samples, where that is possible.
 
-    It lives for one epoch, in a worker or, without workers, in the main process.
-
-    Args:
-        dataset: The dataset.
-        collate_fn: The function that would join the samples.
+    It lives for one epoch, in a worker or, without workers, in the main process. ``collate_fn`` is the
+    function that would join the samples.
     """
 
     def __init__(self, dataset: Any, collate_fn: Any) -> None:
@@ -98,9 +92,6 @@ class Gatherer:
 
     def gather(self, index_batch: Any) -> Any:
         """Make a batch.
-
-        Args:
-            index_batch: The indices.
 
         Returns:
             The batch, or ``NOT_GATHERED`` if it is to be made sample by sample: for indices that are not all
@@ -180,10 +171,6 @@ def why_per_sample(dataset: Any, collate_fn: Any = None) -> str | None:
 
     A single batch may still be made sample by sample, for example where an index is out of range. The logger
     ``"shmloader"`` tells of these at DEBUG level, in the workers and in the main process.
-
-    Args:
-        dataset: The loader's dataset.
-        collate_fn: The loader's ``collate_fn``.
 
     Returns:
         The reason, and what to change; None if batches are gathered with one call per leaf.

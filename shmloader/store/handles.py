@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from shmloader import torch_private
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.leaves import wrap_tensor
 from shmloader.shared_memory.sealed_buffer import SharedBuffer, buffer_at
@@ -167,14 +166,14 @@ _Reduce = Callable[[Any, MappedFiles | None], Any]
 _reducers: dict[type, _Reduce] = {}
 
 
-def register(kind: type, reduce: _Reduce, copy: Callable[[Any], Any] | None = None) -> None:
+def register(kind: type, reduce: _Reduce) -> None:
     """Have ``multiprocessing``'s pickler, and `pack`, send objects of a type by handle.
 
     Args:
         kind: The type, exactly.
         reduce: Gives the pickle of one by handle; None where it is pickled as ever.
-        copy: Gives that pickle; None: as the object itself has it.
     """
+    copy = ForkingPickler(io.BytesIO()).dispatch_table.get(kind)  # torch's, for tensors
 
     def reduce_or_copy(value: Any) -> Any:
         reduced = reduce(value, _files_to_send()) if _sends_handles() else None
@@ -193,7 +192,7 @@ def register_reducers() -> None:
     """
     register(np.ndarray, reduce_array)
     register(np.memmap, reduce_array)
-    register(torch.Tensor, _reduce_tensor, torch_private.reduce_tensor)
+    register(torch.Tensor, _reduce_tensor)
 
 
 def reduce_arrow_buffer(buffer: Any, _: MappedFiles | None) -> Any:

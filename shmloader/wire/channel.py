@@ -56,11 +56,7 @@ class Pipes(NamedTuple):
 
 
 class PipeLink:
-    """The `Link` of a worker process.
-
-    Args:
-        pipes: Its ends, open in this process.
-    """
+    """The `Link` of a worker process, over its pipes."""
 
     def __init__(self, pipes: Pipes) -> None:
         self.wait_ns = 0

@@ -55,14 +55,10 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
 
 
 def install_slot_collate(collate_fn: Callable[[Any], Any], *, in_thread: bool) -> Callable[[Any], Any]:
-    """Let ``default_collate`` write into slots, in this process.
-
-    Args:
-        collate_fn: The loader's collate function.
-        in_thread: Whether this process is the program's, and only some of its threads are workers.
+    """Let ``default_collate`` write into slots: in this process, or with ``in_thread`` in its worker threads.
 
     Returns:
-        The function to call in its place: itself unless it is torch's ``default_collate``.
+        The function to call in the place of the loader's ``collate_fn``.
     """
     global _in_worker_process  # noqa: PLW0603 - a process is a worker for good
     _in_worker_process = not in_thread

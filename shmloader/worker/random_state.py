@@ -49,10 +49,6 @@ def worker_seeds(base_seed: int, worker_id: int) -> Seeds:
     ``[worker_id, low 32 bits, high 32 bits, 0]`` (``torch/utils/data/_utils/worker.py``,
     ``_generate_state``), so that NumPy and ``random`` do not share a stream.
 
-    Args:
-        base_seed: The iterator's base seed, a non-negative 64-bit integer.
-        worker_id: 0 to ``num_workers - 1``.
-
     Returns:
         The seeds; NumPy's is four 32-bit words.
     """
@@ -95,9 +91,6 @@ class Generators:
 
     Each is made when it is first asked for. Where samples are seeded they are the present sample's, so a
     dataset must ask for them in each sample.
-
-    Args:
-        seeds: The first seeds.
     """
 
     def __init__(self, seeds: Seeds) -> None:
@@ -145,11 +138,7 @@ class SampleSeeds:
         self._seq = self._position = 0
 
     def begin(self, seq: int) -> None:
-        """Begin a batch, and seed for draws outside of its samples.
-
-        Args:
-            seq: Number of the batch in the epoch.
-        """
+        """Begin the batch of this number in the epoch, and seed for draws outside of its samples."""
         self._seq, self._position = seq, 0
         self.seed_next()
 

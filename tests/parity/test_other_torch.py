@@ -109,9 +109,7 @@ NAMES = [
         ["SLOTS", "COLLATION", "THREADS"],
     ),  # read by torch's own
     ("torch.utils.data._utils.pin_memory", "pin_memory", ["PINNING"]),
-    ("torch.multiprocessing.reductions", "reduce_tensor", ["OTHER_TENSORS"]),
     ("torch.autograd.profiler", "_is_profiler_enabled", []),
-    ("torch", "TypedStorage", []),
 ]
 
 
@@ -340,12 +338,6 @@ REFUSED = {
         {"num_workers": 1, "worker_type": "thread"},
         "worker_type='thread' is not available",
     ),
-    "sparse tensors": (
-        "import torch.multiprocessing.reductions\ndel torch.multiprocessing.reductions.reduce_tensor",
-        "[torch.zeros(2).to_sparse()]",
-        {"num_workers": 1, "batch_size": None},
-        "sending sparse and nested tensors and tensors of other devices is not available",
-    ),
 }
 
 
@@ -361,20 +353,3 @@ else:
     raise AssertionError("nothing was raised")
 """
     run(tmp_path, change, check)
-
-
-def test_a_typed_storage_is_made_and_read_without_torchs_private_ways(tmp_path: Path) -> None:
-    check = """
-from shmloader.torch_private import typed_storage, untyped
-class Public:
-    def __init__(self, *, wrap_storage, dtype):
-        self.made_of = wrap_storage, dtype
-    def untyped(self):
-        return self.made_of[0]
-torch_private.TypedStorage = Public
-storage = torch.arange(3.0).untyped_storage()
-made = typed_storage(storage, torch.float32)
-assert made.made_of == (storage, torch.float32)
-assert untyped(made) is storage
-"""
-    run(tmp_path, "", check)
