@@ -81,14 +81,7 @@ class Gatherer:
         self._dataset = dataset
         self._collate_fn = collate_fn
         self._source: Source | None = None
-        self._usable = joins_by_default(collate_fn)
-        if not self._usable:
-            self._log_reason(_why_collation_differs(collate_fn))
-
-    def _log_reason(self, reason: object) -> None:
-        name = type(self._dataset).__qualname__
-        # Not the exception itself: a log record that is kept would keep its frames, and with them the slot.
-        _log.debug("samples of %s are fetched one by one: %s", name, str(reason))
+        self._is_recognised = False
 
     def gather(self, index_batch: Any) -> Any:
         """Make a batch.
@@ -100,10 +93,8 @@ class Gatherer:
         Raises:
             Exception: Any that a ``__getbatch__`` raises.
         """
-        if not self._usable:
-            return NOT_GATHERED
         writer = current_writer()
-        if self._source is None:
+        if not self._is_recognised:
             self._recognise(in_worker=writer is not None)
         source = self._source
         if source is None:
@@ -123,18 +114,20 @@ class Gatherer:
         return batch if writer is None or source.users_code else writer.with_placeholders(batch)
 
     def _recognise(self, *, in_worker: bool) -> None:
-        """Find the source, or note that there is none.
+        """Find the source, if there is one.
 
         Without workers only a dataset's own ``__getbatch__`` is used: there the program may change its
         datasets and tensors between two batches.
         """
+        self._is_recognised = True
         try:
             if not in_worker and not _asks_for_batches(self._dataset):
                 raise NotGathered("there are no workers")
-            self._source = recognise(self._dataset)
+            self._source = _source_for(self._dataset, self._collate_fn)
         except Exception as reason:  # noqa: BLE001 - also what odd datasets' attributes raise
-            self._usable = False
-            self._log_reason(reason)
+            name = type(self._dataset).__qualname__
+            # Not the exception itself: a log record that is kept would keep its frames, and so the slot.
+            _log.debug("samples of %s are fetched one by one: %s", name, str(reason))
 
 
 def _asks_for_batches(dataset: Any) -> bool:
@@ -162,10 +155,6 @@ def _rows_of(index_batch: Any) -> Rows:
     return np.ascontiguousarray(rows)
 
 
-def _why_collation_differs(collate_fn: Any) -> str:
-    return _CHANGED_COLLATE if is_default_collate(collate_fn) else _CUSTOM_COLLATE
-
-
 def why_per_sample(dataset: Any, collate_fn: Any = None) -> str | None:
     """The reason why a loader fetches a dataset's samples one by one instead of gathering whole batches.
 
@@ -175,12 +164,16 @@ def why_per_sample(dataset: Any, collate_fn: Any = None) -> str | None:
     Returns:
         The reason, and what to change; None if batches are gathered with one call per leaf.
     """
-    if why_missing(Feature.COLLATION) is not None:
-        return missing_message(Feature.COLLATION)
-    if collate_fn is not None and not joins_by_default(collate_fn):
-        return _why_collation_differs(collate_fn)
     try:
-        recognise(dataset)
+        _source_for(dataset, collate_fn)
     except Exception as reason:  # noqa: BLE001 - also what odd datasets' attributes raise
         return str(reason) or repr(reason)
     return None
+
+
+def _source_for(dataset: Any, collate_fn: Any) -> Source:
+    if why_missing(Feature.COLLATION) is not None:
+        raise NotGathered(missing_message(Feature.COLLATION))
+    if collate_fn is not None and not joins_by_default(collate_fn):
+        raise NotGathered(_CHANGED_COLLATE if is_default_collate(collate_fn) else _CUSTOM_COLLATE)
+    return recognise(dataset)
