@@ -125,11 +125,6 @@ class SlotWriter:
             with contextlib.suppress(SharedMemoryExhausted):
                 self._grow(hint_nbytes)
 
-    @property
-    def extent(self) -> Extent | None:
-        """The slot as it is mapped here; None while nothing is reserved for it."""
-        return None if self._here is None else self._here.extent
-
     def read(self, nbytes: int) -> bytes:
         """The first bytes of the slot, before anything is allocated (a long index batch).
 
@@ -230,9 +225,9 @@ class SlotWriter:
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
         """The offset of this process's memory in the slot's allocated part; None if it does not lie there."""
-        if self.extent is None:
+        if self._here is None:
             return None
-        offset = address - self.extent.address
+        offset = address - self.address
         return offset if offset >= 0 and offset + nbytes <= min(self.cursor, self.nbytes) else None
 
     def ensure(self, nbytes: int) -> bool:

@@ -109,13 +109,8 @@ def _join_dicts(samples: Sequence[Any], writer: SlotWriter) -> Any:
         columns = list(zip(*rows, strict=True))
     except Exception:  # noqa: BLE001 - a key that is missing: torch's own function has the error
         return _join_by_torch(samples, writer)
-    batch: dict[Any, Any] = {}
-    for name, column in zip(names, columns, strict=True):
-        join = _JOIN.get(type(column[0]), _join_by_torch)
-        # torch's functions are given a list, and return it where there is nothing to join (numpy.str_).
-        is_returned = join is _join_strings or join is _join_by_torch
-        batch[name] = join(list(column) if is_returned else column, writer)
-    return batch
+    # As lists, like torch's: they are returned where there is nothing to join.
+    return {name: _collate(list(column), writer) for name, column in zip(names, columns, strict=True)}
 
 
 def _join_sequences(samples: Sequence[Any], writer: SlotWriter) -> Any:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset
 
 _PLAIN = (int, float, bool, str, type(None))
-_MOST_NESTED = 20
 
 Path = tuple[str | int, ...]
 """Names of attributes, and places in lists, that lead from the loader's dataset to one inside it."""
@@ -65,7 +64,7 @@ def datasets_in(dataset: Any) -> list[tuple[Path, Any]]:
     seen: set[int] = set()
 
     def walk(one: Any, path: Path) -> None:
-        if id(one) in seen or len(path) > _MOST_NESTED:
+        if id(one) in seen:
             return
         seen.add(id(one))
         found.append((path, one))
