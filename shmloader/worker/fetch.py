@@ -12,7 +12,7 @@ import bisect
 import contextlib
 import copy
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -146,8 +146,7 @@ class _TolerantMapFetcher(_MapFetcher):
         indices = list(index_batch) if self._auto_collation else [index_batch]
         samples = self._fetch_good(indices)
         if self._bad:
-            places = _places_to_take(samples, replace=self._replaces and self._auto_collation)
-            samples, indices = _take(samples, places), [indices[place] for place in places]
+            samples, indices = _without_bad(samples, indices, self._replaces and self._auto_collation)
             if not samples:
                 return Reported(None, True, bool(get_all), self.take_bad_samples())
         batch = self._join(samples, indices) if self._auto_collation else self._join(samples[0], index_batch)
@@ -185,26 +184,18 @@ class _OneByOne:
         return self._dataset.__getitems__([index])[0]
 
 
-def _places_to_take(samples: Sequence[Any], *, replace: bool) -> list[int]:
-    """The places of the good samples; with ``replace``, for each bad one the place of the next good one.
+def _without_bad(samples: list[Any], indices: list[Any], replace: bool) -> tuple[list[Any], list[Any]]:
+    """The good samples and their indices; with ``replace``, a copy of the next good one for each bad one.
 
-    Behind the last good one comes the first again.
+    Behind the last good one comes the first again. A copy, because a collate function may change samples.
     """
-    good = [place for place, sample in enumerate(samples) if sample is not _BAD]
-    if not replace or not good:
-        return good
-    return [good[bisect.bisect_left(good, place) % len(good)] for place in range(len(samples))]
-
-
-def _take(samples: Sequence[Any], places: Sequence[int]) -> list[Any]:
-    """The samples at these places, copied where one is taken again: a collate function may change it."""
-    taken = []
-    seen: set[int] = set()
-    for place in places:
-        sample = samples[place]
-        if place in seen:
-            with contextlib.suppress(Exception):  # what cannot be copied is there twice
-                sample = copy.deepcopy(sample)
-        seen.add(place)
-        taken.append(sample)
-    return taken
+    places = good = [place for place, sample in enumerate(samples) if sample is not _BAD]
+    if replace and good:
+        places = [good[bisect.bisect_left(good, place) % len(good)] for place in range(len(samples))]
+    taken = [samples[place] for place in places]
+    if len(taken) > len(good):
+        for place, sample in enumerate(samples):
+            if sample is _BAD:
+                with contextlib.suppress(Exception):  # what cannot be copied is there twice
+                    taken[place] = copy.deepcopy(taken[place])
+    return taken, [indices[place] for place in places]

@@ -92,6 +92,17 @@ def test_batches_are_the_oracles_whatever_the_number_of_workers(pattern: str, mo
         assert (figures.failures, figures.spills, figures.detached) == (0, 0, 0)
 
 
+def add_places(samples: list[torch.Tensor]) -> torch.Tensor:
+    """Changes its samples in place."""
+    return torch.stack([sample.add_(place) for place, sample in enumerate(samples)])
+
+
+@quiet
+def test_a_sample_in_a_bad_ones_place_is_a_copy() -> None:
+    loader = DataLoader(Flawed(4, {1, 3}), batch_size=4, on_error="replace", collate_fn=add_places)
+    assert [batch[:, 0].tolist() for batch in loader] == [[0, 2 + 1, 2 + 2, 0 + 3]]
+
+
 @quiet
 def test_it_is_the_same_under_every_start_method_and_in_every_epoch(start_method: str) -> None:
     bad, mode = PATTERNS["whole batches"], "replace"
