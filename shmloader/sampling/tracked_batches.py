@@ -22,6 +22,8 @@ ADVICE = (
     "`generator`, or from a seed and set_epoch(); or give it state_dict() and load_state_dict()."
 )
 
+_LOOKS = 64  # first batches that are looked at: a sampler may draw for some dozens of them at once
+
 _log = logging.getLogger("shmloader")
 
 
@@ -70,8 +72,8 @@ class TrackedBatches(Iterator[Any]):
 
     def _draw(self) -> Any:
         stateful, drawn = self._stateful, self._drawn
-        # At few of its batches only, since it takes as long as a small sampler does.
-        looks = stateful is None and drawn and not drawn & (drawn - 1)
+        # Not at all of its batches, since it takes as long as a small sampler does.
+        looks = stateful is None and drawn and (drawn < _LOOKS or not drawn & (drawn - 1))
         states = _global_states() if looks else None
         try:
             index_batch = next(self._iterator)

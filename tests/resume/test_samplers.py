@@ -76,6 +76,28 @@ def test_a_sampler_that_draws_elsewhere_among_the_program_is_refused(draw: Calla
         values(other)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_that_draws_elsewhere_now_and_then_is_refused(workers: int) -> None:
+    """It draws the order of five batches at once; some were drawn in advance when the program stopped."""
+
+    class Chunks(FromRandom):
+        def __iter__(self) -> Any:
+            for begin in range(0, self.length, 20):
+                yield from random.sample(range(begin, begin + 20), 20)
+
+    def make() -> DataLoader[Any]:
+        random.seed(1)
+        return DataLoader(Plain(80), 4, sampler=Chunks(80), num_workers=workers)
+
+    with make() as loader:
+        take(iter(loader), 3)
+        state = loader.state_dict()
+    with make() as other:
+        other.load_state_dict(state)
+        with pytest.raises(ResumeError, match=r"Chunks.* batch by batch"):
+            values(other)
+
+
 def test_the_samplers_epoch_is_set_by_the_state_and_another_one_is_refused() -> None:
     def make() -> DataLoader[Any]:
         dataset = Plain(40)
