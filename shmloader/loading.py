@@ -133,7 +133,7 @@ class Loading:
 
     def load_state_dict(self, loader: Any, state: Mapping[str, Any]) -> None:
         """Have the next iterator go on from a state; see `DataLoader.load_state_dict`."""
-        if state:
+        if state != {}:  # None is no state, and no empty one
             check_resumable(loader)
             self.states.load(loader, state)
 

@@ -153,6 +153,8 @@ def check_fit(state: Mapping[str, Any], loader: Any) -> None:
 
 
 def _check_keys(state: Mapping[str, Any]) -> None:
+    if not isinstance(state, Mapping):
+        raise ResumeError(f"a state is a dict, not {state!r:.100}. Pass what state_dict() returned, or {{}}.")
     if state.get("version", VERSION) != VERSION:
         raise ResumeError(
             f"the state's format is of version {state['version']!r}, and this shmloader reads {VERSION} only"

@@ -55,9 +55,11 @@ def test_the_seed_of_a_distributed_sampler_counts(seed: int | None) -> None:
     [
         ({"_num_yielded": 3}, "no state of a shmloader.DataLoader"),
         ({"version": 99}, "version 99"),
+        (None, "a state is a dict, not None"),
+        ([], r"a state is a dict, not \[\]"),
     ],
 )
-def test_what_is_no_state_is_refused(state: dict[str, Any], message: str) -> None:
+def test_what_is_no_state_is_refused(state: Any, message: str) -> None:
     with pytest.raises(ResumeError, match=message):
         build(0).load_state_dict(state)
 
