@@ -14,6 +14,7 @@ import hashlib
 import re
 import zlib
 
+import numpy as np
 import torch
 
 _MOST_DRAWS = 1 << 27
@@ -104,10 +105,12 @@ def _draw(generator: torch.Generator, draws: int) -> torch.Generator:
 def _draws_between(earlier: torch.Tensor, later: torch.Tensor, most: int) -> int | None:
     """The number of draws from one state to another; None if no more than ``most`` of them lead there."""
     following = _numbers(_with_state(later), _NEXT)
+    first = int(following[0])
     generator = _with_state(earlier)
     for begin in range(0, most + 1, _CHUNK):
         state = generator.get_state()
-        for offset in (_numbers(generator, _CHUNK) == following[0]).nonzero().flatten().tolist():
+        numbers = _numbers(generator, _CHUNK).numpy()  # whose first calls take less than torch's
+        for offset in np.flatnonzero(numbers == first).tolist():
             found = _draw(_with_state(state), offset)
             if torch.equal(found.get_state(), later):
                 return begin + offset if begin + offset <= most else None

@@ -50,11 +50,11 @@ class Stream:
         cursor = rules.cursor_of(part)
         states = pickle.loads(cursor.state) if cursor.state else {}
         if "dataset" in states:
-            dataset.load_state_dict(states["dataset"])
+            _load(dataset, states["dataset"])
         self._dataset = dataset
         self._iterator: Iterator[Any] = self._call(iter, dataset)
         if "iterator" in states:
-            self._iterator.load_state_dict(states["iterator"])
+            _load(self._iterator, states["iterator"])
         self._first: list[Any] = []
         hugging_face = type(dataset).__module__.partition(".")[0] == "datasets"
         if self.layout == STRIDE or (hugging_face and states):
@@ -139,6 +139,13 @@ _BY = {
 
 def _has(one: Any, *methods: str) -> bool:
     return all(callable(getattr(one, name, None)) for name in methods)
+
+
+def _load(one: Any, state: Any) -> None:
+    try:
+        one.load_state_dict(state)
+    except Exception as error:
+        raise ResumeError(f"load_state_dict() of {type(one).__name__} raised {error!r:.500}") from error
 
 
 def _is_stateful(one: Any) -> bool:

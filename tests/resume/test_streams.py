@@ -15,6 +15,7 @@ from stream_datasets import (
     Files,
     Numbers,
     Stateful,
+    StatefulIterator,
     StatefulShards,
     Uneven,
     WithBadSamples,
@@ -259,6 +260,23 @@ def test_another_number_of_workers_is_an_error_that_names_both() -> None:
     with pytest.raises(ResumeError, match=r"made with 2 worker\(s\), and this loader has 3"):
         loader.load_state_dict(state)
     assert len(rest_after(loader_of(Numbers(20), num_workers=2), state)) == 12
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [Stateful, WithStatefulIterator])
+def test_a_state_that_the_dataset_itself_refuses_is_refused(
+    kind: Any, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the class, and has the exception."""
+    owner = StatefulIterator if kind is WithStatefulIterator else kind
+    _, state = stopped_after(loader_of(kind(20), num_workers=workers), 2)
+
+    def refuse(self: Any, state: Any) -> None:
+        raise KeyError("no shards")
+
+    monkeypatch.setattr(owner, "load_state_dict", refuse)
+    with pytest.raises(ResumeError, match=rf"of {owner.__name__} raised KeyError\('no shards'\)"):
+        rest_after(loader_of(kind(20), num_workers=workers), state)
 
 
 def test_a_state_of_another_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
