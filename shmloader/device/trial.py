@@ -12,7 +12,7 @@ import numpy as np
 from shmloader.device.driver import Driver, DriverError
 
 MOST_S = 10.0
-"""How long the device may take for the trial's copy."""
+"""Time that the device may take for the trial's copy."""
 
 _NBYTES = 1 << 16
 _POLL_S = 0.0002

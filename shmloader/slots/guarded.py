@@ -12,7 +12,7 @@ from shmloader.slots.pool import SlotPool
 from shmloader.slots.slot import Slot, SlotState
 
 MOST_GUARD_WAIT_S = 1.0
-"""How long one batch waits for slots that an accelerator reads, before it is copied to private memory."""
+"""Time that one batch waits for slots that an accelerator reads, before it is copied to private memory."""
 
 _GUARD_POLL_S = 0.0002
 _LEASED, _GUARDED = SlotState.LEASED, SlotState.GUARDED

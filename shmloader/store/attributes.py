@@ -116,7 +116,7 @@ def _report(graph: Graph, replaced: Mapping[int, Any]) -> None:
 # --- a loader's dataset
 
 _shared: dict[int, tuple[list[Any], weakref.ref[Any]]] = {}
-"""What datasets held that were shared, by their ``id``, and what became of them."""
+"""Objects of shared datasets, by their ``id``, and what became of them."""
 
 
 def share_for_loader(dataset: Any) -> Any:

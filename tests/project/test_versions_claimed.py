@@ -1,4 +1,4 @@
-"""What pyproject.toml claims of Python and torch is what the matrix tests."""
+"""The versions of Python and torch that pyproject.toml claims are those that the matrix tests."""
 
 import sys
 import tomllib

@@ -114,7 +114,7 @@ def test_another_seed_or_length_is_refused() -> None:
 
 @pytest.mark.parametrize("given", [{"ranks": 3}, {"rank": 1}, {"batch_size": 3}], ids=str)
 def test_out_of_order_a_state_holds_for_its_own_rank_and_batches_only(given: dict[str, Any]) -> None:
-    """What a rank has had is no prefix of the order then, also where it came in order by chance."""
+    """A rank has had no prefix of the order then, also where its batches came in order by chance."""
     kind = {"length": 48, "ranks": 2, "rank": 0, "batch_size": 4}
     had, state = taken(loader_of(**kind, num_workers=2, in_order=False), 3)
     again = loader_of(**kind, num_workers=2)

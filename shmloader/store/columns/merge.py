@@ -185,7 +185,7 @@ def _united_lists(parts: list[Any]) -> list[Any]:
 
 
 def _offsets_of(lists: Any) -> Any:
-    """Where each list begins, and where the last one ends, in the items."""
+    """The places in the items where lists begin, and where the last one ends."""
     if arrow.is_fixed_size_list(lists.type):
         return np.arange(lists.offset, lists.offset + len(lists) + 1) * lists.type.list_size
     return np.asarray(lists.offsets)
