@@ -1,7 +1,7 @@
 """Measures for `Auto`, and adds the workers and slots that it wants, for one iterator. Main process.
 
-All of it happens inside ``next()``. An added worker is given tasks when it has said that it is there, so
-nobody waits for it.
+All of it happens inside ``next()``, which starts one worker at most. It is given tasks when it has said that
+it is there, so nobody waits for it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ import psutil
 from shmloader.arguments import AutoCount
 from shmloader.errors import LoaderClosed
 from shmloader.host.limits import cores, memory_headroom
-from shmloader.scheduling.auto import Auto, Measured
+from shmloader.scheduling.auto import Auto
 from shmloader.scheduling.dispatcher import Dispatcher
 from shmloader.scheduling.free_workers import FreeWorkers
 from shmloader.statistics import Counters
 
 _log = logging.getLogger("shmloader")
-_START_NS = 50_000_000  # how long one call of next() goes on starting workers
 _MOST_REFUSALS = 8  # batches returned, beyond those on their way, until it is clear that no room is made
 
 
@@ -35,24 +34,19 @@ def auto_for(loader: Any, before: Auto | None) -> Auto | None:
         loader: The loader, whose attributes may have been changed.
         before: The one that has decided for it until now.
     """
-    workers = isinstance(loader.num_workers, AutoCount)
-    prefetch = isinstance(loader.prefetch_factor, AutoCount)
-    if not workers and not prefetch:
+    workers, prefetch = loader.num_workers, loader.prefetch_factor
+    given = _given(workers), _given(prefetch)
+    if None not in given:
         return None
-    if before is not None and (before.tunes_workers, before.tunes_prefetch) == (workers, prefetch):
-        same_workers = workers or before.num_workers == loader.num_workers
-        if same_workers and (prefetch or before.prefetch_factor == loader.prefetch_factor):
-            _show(loader, before)
-            return before
-    auto = Auto(
-        max(1, int(loader.num_workers)),
-        int(loader.prefetch_factor),
-        tunes_workers=workers,
-        tunes_prefetch=prefetch,
-        most_workers=_most_workers(),
-    )
+    auto = before
+    if auto is None or auto.given != given:
+        auto = Auto(max(1, int(workers)), int(prefetch), given, _most_workers())
     _show(loader, auto)
     return auto
+
+
+def _given(number: int) -> int | None:
+    return None if isinstance(number, AutoCount) else number
 
 
 def _most_workers() -> int:
@@ -95,28 +89,26 @@ class Growth:
         self._workers = dispatcher.workers
         self._free_workers = free_workers
         self._counters = counters
-        self._told = self._serving = (int(loader.num_workers), auto.prefetch_factor)
+        self._serving = (int(loader.num_workers), auto.prefetch_factor)
         self._refusals = 0
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
-        """Begin an epoch: until all workers have made a batch in it, nothing is measured."""
-        self._drop = len(self._workers.workers)
+        """Begin an epoch, or begin anew with another choice: the first batches were made otherwise."""
+        self._unmeasured = len(self._workers.workers) + 2
         self._last = self._clocks()
 
     def note_return(self) -> None:
         """Measure the batch that was returned, and add what is wanted."""
-        wanted = (self._auto.num_workers, self._auto.prefetch_factor)
-        in_effect = wanted == self._serving
-        if self._auto.settled and in_effect:
+        auto = self._auto
+        in_effect = (auto.num_workers, auto.prefetch_factor) == self._serving
+        if auto.settled and in_effect:
             return
         before, self._last = self._last, self._clocks()
-        elapsed_ns, wait_ns, idle_ns = (now - then for now, then in zip(self._last, before, strict=True))
-        measured = None
-        if in_effect and self._drop == 0:
-            measured = Measured(max(0, elapsed_ns - wait_ns) / 1e9, wait_ns / 1e9, idle_ns / 1e9)
-        self._drop = max(0, self._drop - 1)
-        self._auto.note(measured)
+        elapsed_s, wait_s, idle_s = ((now - then) / 1e9 for now, then in zip(self._last, before, strict=True))
+        measured = in_effect and not self._unmeasured
+        auto.note((max(0.0, elapsed_s - wait_s), wait_s, idle_s) if measured else None)
+        self._unmeasured = max(0, self._unmeasured - 1)
         self._add()
         self._last = self._clocks()
 
@@ -126,43 +118,43 @@ class Growth:
 
     def _add(self) -> None:
         """Add as much as can be added now of what is wanted."""
-        auto = self._auto
-        there = auto.num_workers if self._free_workers is None else self._add_workers()
+        auto, free_workers = self._auto, self._free_workers
+        there = auto.num_workers
+        if free_workers is not None:
+            self._add_worker()
+            self._dispatcher.look_for_joining()
+            there = min(auto.num_workers, len(self._workers.workers), *self._dispatcher.joining)
         serving = (there, auto.prefetch_factor)
         if serving != self._serving and self._add_slots(serving):
             self._serving = serving
-            if self._free_workers is not None:
-                self._free_workers.serve(*serving)
-        wanted = (auto.num_workers, auto.prefetch_factor)
+            if free_workers is not None:
+                free_workers.serve(*serving)
+            self.begin_epoch()
         loader = self._loader()
-        if loader is not None and wanted != self._told:
-            self._told = wanted
+        if loader is not None:
             _show(loader, auto)
 
-    def _add_workers(self) -> int:
-        """Start workers that are missing; gives the number of those that may be given tasks."""
-        dispatcher, auto = self._dispatcher, self._auto
-        until_ns = time.perf_counter_ns() + _START_NS
-        while len(self._workers.workers) < auto.num_workers and time.perf_counter_ns() < until_ns:
-            there = len(self._workers.workers)
-            try:
-                if not self._has_memory_for_one_more():
-                    auto.refuse_workers(there, "no more workers fit in the memory")
-                    break
-                worker = self._workers.add()
-            except Exception as error:  # whatever it is, the workers that are there go on
-                if self._workers.interrupted:
-                    raise
-                _log.warning("shmloader could not start one more worker: %s", repr(error))
-                auto.refuse_workers(there, "no more workers could be started")
-                break
-            if self._workers.interrupted:  # closed meanwhile, by a thread that has not seen this worker
-                self._workers.close()
-                raise LoaderClosed("the loader was closed while a worker was being started")
-            dispatcher.welcome(worker)
-        if dispatcher.joining:
-            dispatcher.look_for_joining()
-        return min(auto.num_workers, len(self._workers.workers), *dispatcher.joining)
+    def _add_worker(self) -> None:
+        """Start a worker, if one is missing and the host has room for it."""
+        auto, workers = self._auto, self._workers
+        there = len(workers.workers)
+        if there >= auto.num_workers:
+            return
+        if not self._has_memory_for_one_more():
+            auto.settle(there, auto.prefetch_factor, "no more workers fit in the memory")
+            return
+        try:
+            worker = workers.add()
+        except Exception as error:  # whatever it is, the workers that are there go on
+            if workers.interrupted:
+                raise
+            _log.warning("shmloader could not start one more worker: %s", repr(error))
+            auto.settle(there, auto.prefetch_factor, "no more workers could be started")
+            return
+        if workers.interrupted:  # closed meanwhile, by a thread that has not seen this worker
+            workers.close()
+            raise LoaderClosed("the loader was closed while a worker was being started")
+        self._dispatcher.welcome(worker)
 
     def _has_memory_for_one_more(self) -> bool:
         """Whether the host has memory for one more worker process, if it takes as much as the largest."""
@@ -181,5 +173,5 @@ class Growth:
             return True
         self._refusals += 1
         if self._refusals > pool.most_tasks + _MOST_REFUSALS:
-            self._auto.refuse_tasks(*self._serving, "no more batches fit in the memory budget")
+            self._auto.settle(*self._serving, "no more batches fit in the memory budget")
         return False

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shmloader.scheduling.auto import MOST_BATCHES, MOST_PREFETCH, Auto, Measured
+from shmloader.scheduling.auto import MOST_BATCHES, MOST_PREFETCH, Auto
 
 
 class World:
@@ -30,7 +29,7 @@ class World:
         self.noise = noise
         self.chance = random.Random(1)
 
-    def measure(self, auto: Auto, number: int) -> Measured:
+    def measure(self, auto: Auto, number: int) -> tuple[float, float, float]:
         batch_s = self.batch_s / min(auto.num_workers, self.useful)
         wait_s = max(0.0, batch_s - self.program_s)
         idle_s = auto.num_workers * max(0.0, self.program_s - batch_s)
@@ -39,7 +38,7 @@ class World:
             wait_s = max(wait_s, self.slow_s - in_advance_s)
             idle_s = (auto.num_workers - 1) * wait_s
         factor = 1 + self.noise * self.chance.random()
-        return Measured(self.program_s * factor, wait_s * factor, idle_s * factor)
+        return self.program_s * factor, wait_s * factor, idle_s * factor
 
 
 def play(auto: Auto, world: World, batches: int = 2 * MOST_BATCHES) -> list[tuple[int, int]]:
@@ -51,9 +50,15 @@ def play(auto: Auto, world: World, batches: int = 2 * MOST_BATCHES) -> list[tupl
     return choices
 
 
-def auto(cores: int = 2, start: tuple[int, int] = (1, 2), **which: bool) -> Auto:
-    wanted: Any = {"tunes_workers": True, "tunes_prefetch": False} | which
-    return Auto(*start, most_workers=cores, **wanted)
+def auto(
+    cores: int = 2,
+    start: tuple[int, int] = (1, 2),
+    *,
+    tunes_workers: bool = True,
+    tunes_prefetch: bool = False,
+) -> Auto:
+    given = None if tunes_workers else start[0], None if tunes_prefetch else start[1]
+    return Auto(*start, given, cores)
 
 
 WORKLOADS: dict[str, tuple[World, int, range]] = {
@@ -108,12 +113,11 @@ def test_what_cannot_be_had_is_not_asked_for_again() -> None:
     chooser = auto(16, tunes_prefetch=True)
     play(chooser, World(0.03, 0.0001), 40)
     assert chooser.num_workers > 4
-    chooser.refuse_workers(4, "no more workers fit in the memory")
+    assert not chooser.settled
+    chooser.settle(4, 2, "no more workers fit in the memory")
     play(chooser, World(0.03, 0.0001))
-    assert chooser.num_workers == 4
+    assert (chooser.num_workers, chooser.prefetch_factor, chooser.settled) == (4, 2, True)
     assert "no more workers fit in the memory" in chooser.report().why
-    chooser.refuse_tasks(3, 2, "no more batches fit in the memory budget")
-    assert (chooser.num_workers, chooser.prefetch_factor, chooser.settled) == (3, 2, True)
 
 
 @example(measured=[(0.0, 1.0, 1.0)], cores=1, start=(1, 17), prefetch=True)
@@ -134,7 +138,7 @@ def test_any_measurements_settle_in_time_within_the_bounds_and_only_add(
     for number in range(MOST_BATCHES + 5):
         settled = chooser.settled
         one = measured[number % len(measured)] if measured else None
-        chooser.note(None if one is None else Measured(*one))
+        chooser.note(one)
         now = (chooser.num_workers, chooser.prefetch_factor)
         assert now == before if settled else now >= before
         assert 1 <= now[0] <= cores
