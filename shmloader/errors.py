@@ -65,7 +65,7 @@ class SharedMemoryExhausted(LoaderError, MemoryError):
 
 
 class SlotCorrupted(LoaderError):
-    """``SHMLOADER_DEBUG=1`` found a slot that was written to while it was free, or a record that is wrong."""
+    """A slot was written to while it was free, as ``SHMLOADER_DEBUG=1`` has found."""
 
 
 class LoaderClosed(LoaderError):

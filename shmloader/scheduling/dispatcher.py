@@ -247,7 +247,7 @@ class Dispatcher:
         for begin in range(0, len(records), ANSWER_NBYTES):
             answer = unpack_answer(records, begin)
             if type(answer) is Published:
-                self._accept_batch(worker, answer)
+                self._accept_batch(answer)
             elif type(answer) is PartReady:
                 self._accept_part(worker, answer)
             elif type(answer) is StreamEnded:
@@ -256,7 +256,7 @@ class Dispatcher:
                 self._awaited.discard(worker.worker_id)
                 self.joining.discard(worker.worker_id)
 
-    def _accept_batch(self, worker: Worker, answer: Published) -> None:
+    def _accept_batch(self, answer: Published) -> None:
         pool, counters = self.pool, self._counters
         seq, slot_nbytes, header_begin, used_nbytes, wait_ns, flags = answer
         task = self.ledger.tasks[seq]
@@ -266,9 +266,6 @@ class Dispatcher:
             if task.state is not VOID:
                 pool.note_parts(slot, used_nbytes)
             used_nbytes = 0
-        elif self.inspection is not None:
-            workers = worker.worker_id, task.worker_id
-            self.inspection.published(slot, seq, workers, slot_nbytes, used_nbytes)
         pool.publish(slot, slot_nbytes, used_nbytes)
         counters.workers_wait_for_slots_ns += wait_ns
         if flags & DETACHED:
@@ -310,7 +307,7 @@ class Dispatcher:
             anchor, view = pool.lease(slot)
             header = bytes(view[task.header_begin : task.header_end])
             if self.inspection is not None:
-                self.inspection.leased(slot, task.seq, header, task.header_begin)
+                self.inspection.leased(slot, task.seq, header)
             return anchor, header
         if in_parts:
             assert task.spilled is not None

@@ -1,4 +1,4 @@
-"""Checks of ``SHMLOADER_DEBUG=1``: poisoned slots, checked records, and who holds the slots.
+"""Checks of ``SHMLOADER_DEBUG=1``: poisoned slots, and who holds the slots.
 
 Slow, and meant to be: every byte of a slot is written when it becomes free and read when it is granted again.
 Main process only.
@@ -6,7 +6,6 @@ Main process only.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shmloader.codec import read_leaves
-from shmloader.codec.layout import ALIGNMENT, ARRAY, DTYPES, TENSOR, Leaf
+from shmloader.codec.layout import ARRAY, DTYPES, TENSOR, Leaf
 from shmloader.errors import SlotCorrupted
 from shmloader.slots import Slot, SlotPool
 
@@ -36,7 +35,7 @@ class _Held(NamedTuple):
 
 
 class Inspection:
-    """Looks at every slot that is granted, published, leased and freed.
+    """Looks at every slot that is granted, leased and freed.
 
     Args:
         pool: The iterator's slots; from now on it tells when slots are freed and granted.
@@ -70,37 +69,9 @@ class Inspection:
                 "by something that holds no reference to it (data_ptr(), DLPack, ctypes, a C extension)."
             )
 
-    def published(self, slot: Slot, seq: int, workers: tuple[int, int], nbytes: int, end: int) -> None:
-        """Check a worker's answer against the task.
-
-        Args:
-            slot: The task's slot.
-            seq: The task's number.
-            workers: The worker that has answered, and the one that the task was sent to.
-            nbytes: Bytes reserved for the slot, by the answer.
-            end: Bytes from the slot's start to the end of the batch, by the answer.
-        """
-        what = f"worker {workers[0]} published batch {seq} in slot {slot.number}"
-        if workers[0] != workers[1]:
-            raise SlotCorrupted(f"{what}, but that task was sent to worker {workers[1]}")
-        if end > nbytes:
-            raise SlotCorrupted(f"{what} up to byte {end:,}, beyond its {nbytes:,} bytes")
-
-    def leased(self, slot: Slot, seq: int, header: bytes, header_begin: int) -> None:
-        """Check the leaves of a batch that is about to be returned, and remember who has its slot."""
+    def leased(self, slot: Slot, seq: int, header: bytes) -> None:
+        """Remember who has a slot: the batch that is about to be returned."""
         leaves = read_leaves(header)
-        for leaf in leaves:
-            nbytes = math.prod(leaf.shape) * DTYPES[leaf.code].carrier.itemsize
-            if (
-                leaf.offset < 0
-                or leaf.offset + nbytes > header_begin
-                or (nbytes and leaf.offset % _item(leaf))
-            ):
-                raise SlotCorrupted(
-                    f"a leaf of batch {seq}, {_describe(leaf)}, lies at bytes {leaf.offset:,} to "
-                    f"{leaf.offset + nbytes:,} of slot {slot.number}, whose leaves end at {header_begin:,} "
-                    f"and begin at multiples of their item size (new ones of {ALIGNMENT})"
-                )
         text = ", ".join(map(_describe, leaves[:_MOST_LEAVES]))
         more = f" and {len(leaves) - _MOST_LEAVES} more" if len(leaves) > _MOST_LEAVES else ""
         self._held[slot.number] = _Held(time.monotonic(), seq, text + more)
@@ -108,21 +79,13 @@ class Inspection:
     def oldest_leases(self, most: int = 5) -> tuple[str, ...]:
         """The batches that the program has held for longest: number, seconds, and what they consist of."""
         now_s = time.monotonic()
-        alive = [
-            (held, slot)
-            for slot in list(self._pool.slots)
-            if (held := self._held.get(slot.number)) is not None
-            and slot.lease is not None
-            and slot.lease() is not None
-        ]
-        return tuple(
-            f"batch {held.seq} in slot {slot.number}, held for {now_s - held.since_s:.1f} s: {held.leaves}"
-            for held, slot in sorted(alive, key=lambda pair: pair[0].since_s)[:most]
-        )
-
-
-def _item(leaf: Leaf) -> int:
-    return DTYPES[leaf.code].carrier.itemsize
+        found = []
+        for number, held in list(self._held.items()):  # the oldest first
+            lease = self._pool.slots[number].lease
+            if lease is not None and lease() is not None:
+                since = f"held for {now_s - held.since_s:.1f} s"
+                found.append(f"batch {held.seq} in slot {number}, {since}: {held.leaves}")
+        return tuple(found[:most])
 
 
 def _describe(leaf: Leaf) -> str:

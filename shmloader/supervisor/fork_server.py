@@ -13,14 +13,11 @@ import site
 import sys
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from typing import Any
 
 from shmloader.supervisor.launch import interrupts_blocked
 
 _PRELOADED = ["torch", "shmloader", "shmloader.supervisor.fork_server_ready"]
 _DEFAULT = ["__main__"]  # multiprocessing's, which imports the program's script and with it its modules
-
-_waited_in_pid = -1
 
 
 def begin() -> None:
@@ -40,26 +37,6 @@ def begin() -> None:
             forkserver.ensure_running()
     finally:
         forkserver.set_forkserver_preload(chosen)
-
-
-def wait_until_ready(context: Any) -> None:
-    """Wait until a server that was just started has imported everything. Ctrl-C may interrupt this.
-
-    Otherwise the start of a worker would wait for it, and that holds back Ctrl-C.
-
-    Args:
-        context: The ``multiprocessing`` context of start method forkserver.
-    """
-    global _waited_in_pid  # noqa: PLW0603 - there is one server for a process
-    if _waited_in_pid == os.getpid():
-        return
-    process = context.Process(target=os.getpid, daemon=True)
-    with contextlib.suppress(OSError, EOFError):  # the server has died: the first worker's start will say so
-        process.start()  # returns when the server has forked it
-        process.kill()  # before it imports the program's main module for nothing
-        process.join()
-        process.close()
-    _waited_in_pid = os.getpid()
 
 
 def _chosen_by_program() -> list[str] | None:

@@ -84,8 +84,6 @@ class ProcessWorkers(Workers):
         if self._method == "forkserver":
             fork_server.begin()  # it imports while this process pickles
         with SpawnPayload(self._method, self._make_arguments) as payload:
-            if self._method == "forkserver":
-                fork_server.wait_until_ready(self._context)
             self.given_nbytes = payload.arrays_nbytes
             yield payload
 

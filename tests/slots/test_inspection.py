@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-import pickle
 
 import numpy as np
 import pytest
-import torch
 from loading import Numbered
 
 from shmloader import DataLoader
 from shmloader.errors import SlotCorrupted
-from shmloader.shared_memory import Segment
-from shmloader.slots import Slot, SlotPool
-from shmloader.slots.inspection import POISON, Inspection
+from shmloader.slots.inspection import POISON
 
 
 @pytest.fixture(autouse=True)
@@ -79,44 +75,6 @@ def test_who_holds_the_slots_is_told() -> None:
         del other
         assert len(loader.statistics().oldest_leases) == 1
         assert held[0, 0] == 0
-
-
-@pytest.fixture
-def granted() -> tuple[Inspection, SlotPool, Slot]:
-    pool = SlotPool(Segment(), 2, 1 << 20)
-    inspection = Inspection(pool)
-    slot = pool.grant()
-    pool.reserve(slot, 4096)
-    yield inspection, pool, slot
-    pool.close()
-
-
-@pytest.mark.parametrize(
-    ("worker_id", "end", "match"),
-    [(1, 74, "sent to worker 0"), (0, 4100, "up to byte 4,100, beyond its 4,096 bytes")],
-)
-def test_wrong_records_are_found(
-    granted: tuple[Inspection, SlotPool, Slot], worker_id: int, end: int, match: str
-) -> None:
-    inspection, _, slot = granted
-    with pytest.raises(SlotCorrupted, match=match):
-        inspection.published(slot, 7, (worker_id, 0), 4096, end)
-    inspection.published(slot, 7, (0, 0), 4096, 74)
-
-
-def test_leaves_outside_their_slot_are_found(granted: tuple[Inspection, SlotPool, Slot]) -> None:
-    from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, TENSOR, Leaf, join_header
-
-    inspection, _, slot = granted
-    code = CODE_OF_TORCH_DTYPE[torch.float32]
-
-    def header(offset: int, items: int) -> bytes:
-        return join_header([pickle.dumps(None)], [Leaf(TENSOR, code, offset, (items,)).pack()])
-
-    inspection.leased(slot, 3, header(64, 16), 128)
-    for offset, items in ((64, 17), (-64, 4), (66, 2)):
-        with pytest.raises(SlotCorrupted, match="a leaf of batch 3"):
-            inspection.leased(slot, 3, header(offset, items), 128)
 
 
 def test_the_variable_is_read_when_iteration_begins() -> None:
