@@ -140,10 +140,10 @@ class Growth:
         there = len(workers.workers)
         if there >= auto.num_workers:
             return
-        if not self._has_memory_for_one_more():
-            auto.settle(there, auto.prefetch_factor, "no more workers fit in the memory")
-            return
         try:
+            if not self._has_memory_for_one_more():
+                auto.settle(there, auto.prefetch_factor, "no more workers fit in the memory")
+                return
             worker = workers.add()
         except Exception as error:  # whatever it is, the workers that are there go on
             if workers.interrupted:
