@@ -17,11 +17,11 @@ from benchmarks import machine, memory_cgroup
 from benchmarks.fresh_process import FreshProcess, MeasurementFailedError
 from benchmarks.memory_datasets import CONTESTANTS, available
 from benchmarks.memory_process import Spec
+from benchmarks.memory_samples import MemorySample, sample_until_exit
 from benchmarks.options import NOT_WRITTEN, whole_number
 from benchmarks.result_files import UnusablePathError, check_drawing, result_file, write_json
 from benchmarks.tables import render_table
 from benchmarks.verdicts import Verdict, render_verdicts
-from shmloader.host.process_memory import MemorySample, sample_until_exit
 
 LIST = "torch, list"
 LEAST_ROWS = 10_000

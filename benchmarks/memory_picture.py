@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shmloader.host.process_memory import MemorySample
+from benchmarks.memory_samples import MemorySample
 
 MIB = 2**20
 

@@ -56,8 +56,8 @@ def test_memory_over_time_is_drawn_as_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     program = (
         "import sys; from pathlib import Path; from benchmarks.memory_picture import draw\n"
-        "from shmloader.host.process_memory import MemorySample\n"
-        "samples = [MemorySample(time, 1000 * time, 1) for time in range(5)]\n"
+        "from benchmarks.memory_samples import MemorySample\n"
+        "samples = [MemorySample(time, 1000 * time) for time in range(5)]\n"
         "draw(Path(sys.argv[1]), {'torch, list': samples}, 'title')\n"
     )
     environment = os.environ | {"MPLCONFIGDIR": str(tmp_path)}

@@ -11,14 +11,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from shmloader.cli.demo.report import Run, describe_work, format_table, runs_agree
+from shmloader.cli.demo.report import format_table
 from shmloader.cli.demo.run import INTERRUPTED, RunResult, RunSpec
 from shmloader.cli.options import parse_nbytes, whole_number
-from shmloader.host.process_memory import sample_until_exit
+from shmloader.host.process_memory import tree_pss_nbytes
 
 DESCRIPTION = """\
 Train a small byte-level language model on the Python sources of this interpreter, with
@@ -34,7 +35,7 @@ process. The table shows:
   loss                  on held-out samples; equal, bit for bit, for both loaders
   peak memory           proportional set size (PSS), summed over main process and workers
 
-PSS needs Linux. The picture needs matplotlib (pip install matplotlib).
+PSS needs Linux.
 """
 
 _SAMPLING_INTERVAL_S = 0.2
@@ -91,13 +92,6 @@ def _add_run_options(add: Callable[..., object]) -> None:
         metavar="N",
         help="seed of the model and of the shuffling (default: %(default)s)",
     )
-    add(
-        "--picture",
-        type=Path,
-        default=Path("shmloader-demo.png"),
-        metavar="PATH",
-        help="where to write the picture of memory over time (default: %(default)s)",
-    )
 
 
 def _add_loader_options(add: Callable[..., object]) -> None:
@@ -133,41 +127,45 @@ def main(words: Sequence[str]) -> int:
         0, or 1 when a run failed or the two loaders disagreed, or 130 after Ctrl-C.
     """
     arguments = parse(words)
-    specs = _specs(arguments)
-    print("shmloader demo: a byte-level language model on this interpreter's Python sources")
-    print(describe_work(specs[0]), flush=True)
-    runs: list[Run] = []
+    names = ["torch", "shmloader"] if arguments.loader == "both" else [arguments.loader]
+    start = f" ({arguments.start_method})" if arguments.workers else ""
+    print(
+        "shmloader demo: a byte-level language model on this interpreter's Python sources\n"
+        f"{arguments.steps} training steps of {arguments.batch_size} shuffled samples, {arguments.workers} "
+        f"workers{start}, seed {arguments.seed}",
+        flush=True,
+    )
+    results: dict[str, RunResult] = {}
     try:
-        for spec in specs:
-            print(f"running {spec.loader} ...", file=sys.stderr, flush=True)
-            runs.append(_run_in_process(spec))
+        for name in names:
+            print(f"running {name} ...", file=sys.stderr, flush=True)
+            results[name] = _run_in_process(_spec(name, arguments))
     except RunFailedError as failure:
         print(failure, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    return _report(arguments.picture, runs)
+    print(f"{results[names[0]].corpus}\n\n{format_table(results)}")
+    outcomes = {(one.checksum, one.loss_before, one.loss_after) for one in results.values()}
+    if len(names) > 1:
+        print(f"batches and losses equal, bit for bit: {'yes' if len(outcomes) == 1 else 'NO'}")
+    return len(outcomes) - 1
 
 
-def _specs(arguments: argparse.Namespace) -> list[RunSpec]:
-    """Turn the options into one run per loader."""
-    names = ["torch", "shmloader"] if arguments.loader == "both" else [arguments.loader]
-    return [
-        RunSpec(
-            loader=name,
-            steps=arguments.steps,
-            batch_size=arguments.batch_size,
-            workers=arguments.workers,
-            start_method=arguments.start_method,
-            max_nbytes=arguments.max_bytes,
-            seed=arguments.seed,
-        )
-        for name in names
-    ]
+def _spec(loader: str, arguments: argparse.Namespace) -> RunSpec:
+    return RunSpec(
+        loader=loader,
+        steps=arguments.steps,
+        batch_size=arguments.batch_size,
+        workers=arguments.workers,
+        start_method=arguments.start_method,
+        max_nbytes=arguments.max_bytes,
+        seed=arguments.seed,
+    )
 
 
-def _run_in_process(spec: RunSpec) -> Run:
+def _run_in_process(spec: RunSpec) -> RunResult:
     """Run one spec in a fresh process and watch the memory of its tree.
 
     Raises:
@@ -182,14 +180,17 @@ def _run_in_process(spec: RunSpec) -> Run:
             env=_ALLOCATOR_SETTINGS | os.environ,
             start_new_session=True,
         )
+        peak_nbytes = 0
         try:
-            memory = sample_until_exit(process, _SAMPLING_INTERVAL_S)
+            while process.poll() is None:
+                peak_nbytes = max(peak_nbytes, tree_pss_nbytes(process.pid))
+                time.sleep(_SAMPLING_INTERVAL_S)
         finally:
             _stop(process)
         if process.returncode:
             raise RunFailedError(f"the run with {spec.loader} failed (exit status {process.returncode})")
         values = json.loads(result_path.read_text(encoding="utf-8"))
-        return Run(spec, RunResult(**values), memory)
+        return RunResult(**(values | {"peak_nbytes": peak_nbytes}))
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -205,28 +206,3 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.kill()
     process.wait()
-
-
-def _report(picture: Path, runs: Sequence[Run]) -> int:
-    """Print what was measured, write the picture, and return the exit status."""
-    print(f"{runs[0].result.corpus}\n\n{format_table(runs)}")
-    agree = runs_agree(runs)
-    if len(runs) > 1:
-        print(f"batches and losses equal, bit for bit: {'yes' if agree else 'NO'}")
-    print(_write_picture(picture, runs))
-    return 0 if agree else 1
-
-
-def _write_picture(picture: Path, runs: Sequence[Run]) -> str:
-    """Write the picture if it can be, and say in one line where it is or why it is not."""
-    if not all(run.memory for run in runs):
-        return "no picture: this platform does not report PSS"
-    try:
-        from shmloader.cli.demo.picture import draw_memory
-    except ImportError:
-        return "no picture: matplotlib is not installed (pip install matplotlib)"
-    try:
-        draw_memory(picture, runs)
-    except OSError as error:
-        return f"no picture: {error}"
-    return f"picture of memory over time: {picture.resolve()}"

@@ -13,7 +13,7 @@ import signal
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -66,7 +66,7 @@ class RunSpec:
 
 @dataclass
 class RunResult:
-    """Figures of one run. Times in s, moments on the clock of ``time.monotonic``.
+    """Figures of one run; times in s.
 
     Attributes:
         corpus: Description of what was read, for people.
@@ -77,7 +77,7 @@ class RunResult:
         loss_before: Loss on held-out samples before training, in nats per byte.
         loss_after: The same, after training.
         checksum: CRC-32 over all bytes of all batches, in order.
-        phases: Moments at which the phases of the run began, by name.
+        peak_nbytes: Most PSS of all its processes together, read by the demo; 0 where it is not known.
     """
 
     corpus: str = ""
@@ -88,7 +88,7 @@ class RunResult:
     loss_before: float = 0.0
     loss_after: float = 0.0
     checksum: int = 0
-    phases: dict[str, float] = field(default_factory=dict)
+    peak_nbytes: int = 0
 
 
 class StopRequested(BaseException):
@@ -164,7 +164,7 @@ def train(spec: RunSpec, dataset: SourceDataset, held_out: Sequence[Batch], stop
     result = RunResult()
     trainer = Trainer(spec.seed)
     result.loss_before = trainer.evaluate(held_out)
-    result.phases["training"] = asked_s = time.monotonic()
+    asked_s = time.monotonic()
     batches = endless(make_loader(spec, dataset))
     first_s = 0.0
     for step in with_progress_bar(spec.steps, spec.loader):
@@ -187,7 +187,6 @@ def train(spec: RunSpec, dataset: SourceDataset, held_out: Sequence[Batch], stop
 
 def measure_loader_alone(spec: RunSpec, dataset: SourceDataset, result: RunResult, stop: StopSignal) -> None:
     """Load batches without a model; every batch is still read, for its checksum."""
-    result.phases["loader alone"] = time.monotonic()
     first_s = 0.0
     samples = 0
     for batch in itertools.islice(make_loader(spec, dataset), _LOADER_ALONE_BATCHES):
