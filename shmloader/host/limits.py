@@ -1,4 +1,4 @@
-"""Limits of this host: memory, descriptors, address space, cores.
+"""Limits of this host: memory, descriptors, cores.
 
 They are read before shared memory is asked for. Inside a memory cgroup the OOM killer, not an error, answers
 a request that is too large. So the cgroup's limit and usage are compared first (versions 1 and 2).
@@ -162,7 +162,7 @@ class Bound(NamedTuple):
     """Something that this process uses, and the most that it may.
 
     Attributes:
-        used: Units in use now, bytes or descriptors; None where they cannot be counted.
+        used: Units in use now; None where they cannot be counted.
         most: What it may use now; None for no limit.
         reachable: The value up to which it may raise ``most`` by itself; None for no limit.
     """
@@ -185,13 +185,6 @@ def open_files() -> Bound | None:
     with contextlib.suppress(OSError):  # there may be none left to count them with
         used = psutil.Process().num_fds() - 1  # without the one by which they are counted
     return Bound(used, *_resource_limits("RLIMIT_NOFILE"))
-
-
-def address_space() -> Bound | None:
-    """Bytes of address space: mapped now, the soft limit (``ulimit -v``) and the hard one."""
-    if os.name != "posix":
-        return None
-    return Bound(psutil.Process().memory_info().vms, *_resource_limits("RLIMIT_AS"))
 
 
 def _resource_limits(name: str) -> list[int | None]:

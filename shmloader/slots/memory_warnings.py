@@ -58,8 +58,7 @@ def refused_by_host(nbytes: int) -> str:
     return (
         f"the host gave a slot less shared memory than its batch of {nbytes:,} bytes needs: batches "
         f"{_COPIED}. Available are {memory_headroom().available_nbytes:,} bytes of memory; address space "
-        "(ulimit -v) and the size of files (ulimit -f) may be limited too. `python -m shmloader doctor` "
-        "shows all of these."
+        "(ulimit -v) and the size of files (ulimit -f) may be limited too."
     )
 
 

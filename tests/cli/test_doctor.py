@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -97,7 +96,6 @@ def test_a_small_memory_cgroup_is_survived_and_named() -> None:
 def test_what_makes_loaders_fail_is_a_failure_here() -> None:
     report = _run_json(prefix=("prlimit", "--fsize=4096", "--"))
     assert (report["status"], report["loading_works"]) == (1, False)
-    assert report["checks"]["segment"]["status"] == "fail"
     assert report["checks"][f"loading_{OWN}"]["status"] == "fail"
     assert report["checks"]["loading_spawn"]["status"] == ("fail" if OWN == "spawn" else "warning")
     assert "ulimit -f" in report["checks"]["loading_spawn"]["found"]
@@ -180,7 +178,7 @@ def _advice(batch_nbytes: int = MIB, available_nbytes: int = 2**33) -> Advice:
 
 def test_the_versions_are_held_to_what_the_package_declares() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    declared = dict(text.split(">=") for text in project["dependencies"])
+    declared = sorted(text.split(">=")[0] for text in project["dependencies"])
     assert checks.requirements() == declared
     finding = checks.check_versions(_host())
     assert finding.status == "ok"
@@ -196,14 +194,6 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "reinstall shmloader" in finding.change
     assert "pip" not in finding.change  # it is not on the package index: a checkout is what was installed
     assert finding.values["pyarrow"] is None
-
-
-def test_an_old_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "requirements", lambda: {"numpy": "99.1", "psutil": "1.0"})
-    finding = checks.check_versions(_host())
-    assert finding.status == "warning"
-    assert "is older than 99.1" in finding.change
-    assert "psutil" not in finding.change
 
 
 @pytest.mark.parametrize(
@@ -238,42 +228,11 @@ def test_memory_is_held_against_the_slots(
     assert bool(finding.change) == (status != "ok")
 
 
-def test_a_segment_is_really_made() -> None:
-    finding = checks.check_segment(_host())
-    assert finding.status == "ok"
-    assert finding.values["tried_nbytes"] > 0
-
-
-def test_a_segment_that_cannot_be_reserved_fails() -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    try:
-        finding = checks.check_segment(_host())
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
-    assert finding.status == "fail"
-    assert "SharedMemoryExhausted" in finding.found
-
-
 def test_without_memfd_it_says_that_the_loader_loads_torchs_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
-    finding = checks.check_segment(_host())
+    finding = checks.check_loading(_host(loading={"fork": Trial(True)}), "fork")
     assert finding.status == "warning"
     assert "loads torch's way, with the same batches" in finding.found
-
-
-def test_address_space_is_held_against_the_slots() -> None:
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    large = _advice(batch_nbytes=2**45, available_nbytes=2**50)
-    assert checks.check_address_space(_host(advice=large)).status == "ok"
-    resource.setrlimit(resource.RLIMIT_AS, (2**44, before[1]))
-    try:
-        statuses = [checks.check_address_space(_host(advice=one)).status for one in (_advice(), large)]
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-    assert statuses == ["warning", "fail"]
 
 
 CUDA = {

@@ -44,23 +44,18 @@ def test_sizes_are_written(nbytes: int | None, text: str) -> None:
     assert format_nbytes(nbytes) == text
 
 
-@pytest.mark.parametrize("text", ["1.5", "0", "-3", "1000001", "many", ""])
-def test_what_is_no_number_of_workers_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("option", ["workers", "timeout"])
+@pytest.mark.parametrize("text", ["1.5", "0", "-3", "1000001", "many", "", "nan"])
+def test_what_is_no_number_of_workers_or_seconds_is_refused(
+    option: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as refused:
-        main(["doctor", f"--workers={text}"])
+        main(["doctor", f"--{option}={text}"])
     assert refused.value.code == 2
     assert f"{text!r} is not a whole number from 1 to 1,000,000" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["2000000", "0", "-1", "nan", "inf", "soon"])
-def test_what_is_no_time_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as refused:
-        main(["doctor", f"--timeout={text}"])
-    assert refused.value.code == 2
-    assert f"{text!r} is not a number of seconds above 0 and up to 1,000,000" in capsys.readouterr().err
-
-
 def test_what_the_refusals_name_is_accepted() -> None:
-    for workers, timeout in [("1", "0.5"), ("1000000", "1000000")]:
+    for workers, timeout in [("1", "1"), ("1000000", "1000000")]:
         arguments = parse(["--workers", workers, "--timeout", timeout])
-        assert (arguments.workers, arguments.timeout) == (int(workers), float(timeout))
+        assert (arguments.workers, arguments.timeout) == (int(workers), int(timeout))

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import mmap
 import os
 import resource
 import sys
@@ -51,24 +50,6 @@ def test_open_files_tells_the_limits_where_no_descriptor_is_left_to_count_with()
         during = limits.open_files()
     assert during == (None, before.used + 20, before.reachable)
     assert during.left is None
-
-
-def test_address_space_follows_ulimit_v() -> None:
-    without, held = limits.address_space(), mmap.mmap(-1, 64 * MIB)
-    with soft_limit(resource.RLIMIT_AS, 1 << 44):
-        bound = limits.address_space()
-    held.close()
-    assert without
-    assert bound
-    assert bound.most == 1 << 44
-    assert without.used + 64 * MIB <= bound.used < 1 << 44
-    assert bound.left == bound.most - bound.used
-
-
-def test_no_limit_is_none() -> None:
-    bound = limits.address_space()
-    assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
-    assert (bound.most, bound.left) == (None, None)
 
 
 def test_cores_follow_the_affinity() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
 import platform
 import shutil
@@ -101,10 +100,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--timeout",
-        type=_seconds,
-        default=60.0,
+        type=whole_number(1, _MOST),
+        default=60,
         metavar="S",
-        help="most seconds for each attempt to load (default: %(default)g)",
+        help="most seconds for each attempt to load (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser.parse_args(words)
@@ -192,14 +191,3 @@ def _paragraph(head: str, text: str, width: int) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def _seconds(text: str) -> float:
-    """Read a time for argparse."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number <= _MOST:  # nan neither
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0 and up to {_MOST:,}")
-    return number

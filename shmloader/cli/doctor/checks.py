@@ -7,8 +7,6 @@ A check reads the host, or judges what was read and tried before, and returns a 
 from __future__ import annotations
 
 import importlib
-import multiprocessing
-import os
 import platform
 import re
 from collections.abc import Callable, Mapping
@@ -29,13 +27,12 @@ from shmloader.cli.doctor.advice import (
 )
 from shmloader.cli.doctor.trial import Trial
 from shmloader.cli.options import format_nbytes
-from shmloader.host.limits import Bound, Cores, Headroom, address_space, locked_memory_limits, oom_kills
-from shmloader.shared_memory import HUGE_NBYTES, Segment
+from shmloader.host.limits import Bound, Cores, Headroom, locked_memory_limits, oom_kills
+from shmloader.shared_memory import why_unavailable
 
 Status = Literal["ok", "warning", "fail"]
 Value = str | int | float | bool | None
 
-_TRIED_NBYTES = 1 << 20
 _MANY_FILES = 64  # descriptors that a program should have left for files of its own
 _GOOD_FILES = 4096
 
@@ -83,19 +80,16 @@ class Host:
 
 
 def check_versions(host: Host) -> Finding:
-    """Python, and the libraries that shmloader's metadata asks for, against its lower bounds."""
+    """Python, and the libraries that shmloader's metadata asks for, really imported."""
     versions: dict[str, Value] = {"python": platform.python_version()}
     trouble = []
-    for name, least in sorted(requirements().items()):
+    for name in requirements():
         try:
             importlib.import_module(name)
             versions[name] = metadata.version(name)
         except (ImportError, OSError) as error:  # OSError: a shared library that does not load
             versions[name] = None
             trouble.append(f"{name} cannot be imported: {error}")
-            continue
-        if _numbers(metadata.version(name)) < _numbers(least):
-            trouble.append(f"{name} {metadata.version(name)} is older than {least}")
     found = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
     if not trouble:
         return Finding("ok", found, values=versions)
@@ -103,36 +97,14 @@ def check_versions(host: Host) -> Finding:
     return Finding("warning", found, change, versions)
 
 
-def requirements() -> dict[str, str]:
-    """The libraries that shmloader needs, with the oldest version of each."""
+def requirements() -> list[str]:
+    """The libraries that shmloader needs."""
     try:
         required = metadata.requires("shmloader") or []
     except metadata.PackageNotFoundError:  # run from a source tree
-        required = ["torch>=0", "numpy>=0", "pyarrow>=0", "psutil>=0"]
-    found = (re.fullmatch(r"([\w-]+)>=([\d.]+)", text) for text in required)  # extras carry a marker
-    return {match[1]: match[2] for match in found if match}
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    release = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, release[0].split("."))) if release else ()
-
-
-_START_METHODS = {
-    "fork": "workers begin as copies of the program; a lock that another of its threads holds at that moment "
-    "stays locked in them. shmloader itself starts no thread. If workers hang at their start, use "
-    "multiprocessing_context='forkserver'",
-    "forkserver": "workers are forked from a small server without threads; the dataset is pickled once",
-    "spawn": "workers are new interpreters; the dataset is pickled once, and each imports the program",
-}
-
-
-def check_start_method(host: Host) -> Finding:
-    """The platform's default start method, and what it means for threads."""
-    method = host.default_start_method
-    found = f"{method}, the default of Python {platform.python_version()} here: {_START_METHODS[method]}"
-    methods = " ".join(multiprocessing.get_all_start_methods())
-    return Finding("ok", found, values={"default": method, "available": methods})
+        required = ["numpy>=0", "psutil>=0", "pyarrow>=0", "torch>=0"]
+    found = (re.fullmatch(r"([\w-]+)>=[\d.]+", text) for text in required)  # extras carry a marker
+    return sorted(match[1] for match in found if match)
 
 
 def check_cores(host: Host) -> Finding:
@@ -177,31 +149,6 @@ def check_memory(host: Host) -> Finding:
     return Finding("ok", found, values=values)
 
 
-def check_segment(host: Host) -> Finding:
-    """Shared memory: made, reserved, mapped, written, and read back through a second mapping."""
-    if not hasattr(os, "memfd_create"):
-        found = "no memfd on this platform: the loader loads torch's way, with the same batches"
-        return Finding("warning", found, "for shared-memory slots run it on Linux")
-    try:
-        segment = Segment()
-        try:
-            nbytes = segment.reserve(0, 0, _TRIED_NBYTES)
-            written = segment.map(0, nbytes)
-            written.view[:] = bytes(range(256)) * (nbytes // 256)
-            intact = segment.map(0, nbytes).view == written.view
-        finally:
-            segment.close()
-    except (OSError, RuntimeError, ValueError) as error:
-        change = "allow memfd_create, fallocate and shared mappings (a seccomp profile may forbid them)"
-        return Finding("fail", f"{type(error).__name__}: {error}", change)
-    values: dict[str, Value] = {"tried_nbytes": nbytes}
-    if not intact:
-        change = "report this, with the platform: the two mappings do not show the same memory"
-        return Finding("fail", "a memfd does not share", change, values)
-    found = f"memfd: {format_nbytes(nbytes)} reserved, mapped twice, written and read back"
-    return Finding("ok", found, values=values)
-
-
 def check_open_files(host: Host) -> Finding:
     """Descriptors, against what the workers take of the main process's."""
     bound, workers, method = host.open_files, host.num_workers, host.default_start_method
@@ -209,10 +156,9 @@ def check_open_files(host: Host) -> Finding:
     values = {**_values(bound), "held": held, "needed": needed}
     if bound is None or bound.most is None:
         return Finding("ok", "no limit", values=values)
-    hard = "no limit" if bound.reachable is None else f"{bound.reachable:,}"
     found = (
-        f"{bound.most:,} (ulimit -n; hard limit {hard}), {bound.used} open; {workers} worker(s) take "
-        f"{held} in the main process, and {needed} while the last one starts; batches take none"
+        f"{bound.most:,} (ulimit -n; hard limit {bound.reachable or 'none'}), {bound.used} open; {workers} "
+        f"worker(s) take {held} in the main process, and {needed} while the last one starts"
     )
     enough_for = most_workers(bound.left, method)
     if enough_for is not None and enough_for < workers:
@@ -231,20 +177,6 @@ def _raise_files(bound: Bound, needed: int) -> str:
     if bound.reachable is None or bound.reachable >= total:
         return f"ulimit -n {min(wanted, bound.reachable or wanted)}"
     return f"raise the hard limit (docker run --ulimit nofile={wanted}, LimitNOFILE=, limits.conf)"
-
-
-def check_address_space(host: Host) -> Finding:
-    """``ulimit -v``, against the mappings of the slots, which may begin and end at whole huge pages."""
-    bound, slots = address_space(), host.advice.slots
-    if bound is None or bound.most is None:
-        return Finding("ok", "no limit (ulimit -v)", values=_values(bound))
-    needed = (host.advice.slots_nbytes or 0) + slots * 2 * HUGE_NBYTES
-    found = f"{format_nbytes(bound.most)} (ulimit -v), {format_nbytes(bound.left)} left"
-    if bound.left is not None and bound.left < needed:
-        change = f"ulimit -v unlimited: the slots alone need {format_nbytes(needed)}"
-        return Finding("fail", found, change, _values(bound))
-    change = "ulimit -v unlimited: it bounds mappings, and not memory that is used"
-    return Finding("warning", found, change, _values(bound))
 
 
 def check_cuda(host: Host) -> Finding:
@@ -284,6 +216,9 @@ def check_loading(host: Host, start_method: str) -> Finding:
     """Loading itself, as it was tried with a start method."""
     trial, needed = host.loading[start_method], start_method == host.default_start_method
     values: dict[str, Value] = {"works": trial.works, "out_of_memory": trial.out_of_memory, **trial.answer}
+    if why_unavailable() is not None:
+        found = f"{why_unavailable()}: the loader loads torch's way, with the same batches"
+        return Finding("warning", found, "for shared-memory slots run it on Linux", values)
     if trial.works:
         found = (
             f"works: {trial.answer['batches']} batches of {format_nbytes(trial.answer['batch_nbytes'])} from "
@@ -317,12 +252,9 @@ class Check(NamedTuple):
 
 CHECKS = (
     Check("versions", "versions", check_versions),
-    Check("start_method", "start method", check_start_method),
     Check("cores", "cores", check_cores),
     Check("memory", "memory", check_memory),
-    Check("segment", "shared memory", check_segment),
     Check("open_files", "open files", check_open_files),
-    Check("address_space", "address space", check_address_space),
     Check("cuda", "CUDA", check_cuda),
 )
 """All checks in the order of the report; behind them come those of loading, one for each start method."""
