@@ -28,13 +28,13 @@ class Registration:
     def __init__(self, driver: Driver, extent: Extent) -> None:
         self._driver = driver
         self._nbytes = extent.nbytes
-        self._owner = extent.owner
+        self._owner = extent.buffer.owner
         self._pid = os.getpid()
         self.address: int | None = None  # while it is registered
         driver.register(extent.address, extent.nbytes)
         self.address = extent.address
         _registered[self.address] = self._nbytes
-        extent.owner = self
+        extent.buffer.owner = self
 
     def release(self, *, synchronize: bool) -> None:
         """Unlock the memory.
@@ -103,13 +103,13 @@ def pin(driver: Driver, extent: Extent) -> str:
 
 def unpin(extent: Extent) -> None:
     """Undo `pin` of a mapping that nothing reads."""
-    if isinstance(extent.owner, Registration):
-        extent.owner.release(synchronize=False)
+    if isinstance(extent.buffer.owner, Registration):
+        extent.buffer.owner.release(synchronize=False)
 
 
 def is_pinned(extent: Extent) -> bool:
     """Whether a mapping is page-locked by `pin`."""
-    return isinstance(extent.owner, Registration) and extent.owner.address is not None
+    return isinstance(extent.buffer.owner, Registration) and extent.buffer.owner.address is not None
 
 
 def pinned_nbytes() -> int:

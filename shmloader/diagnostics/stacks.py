@@ -22,10 +22,6 @@ from shmloader.shared_memory import Descriptor
 _SIGNAL = getattr(signal, "SIGRTMIN", 0) + 6
 _MOST_CHARACTERS = 8000
 _START_ERROR = b"\0process %d could not start\0"
-# The thread of `shmloader.worker.parent_watch` as faulthandler shows it.
-_WATCH_THREAD = re.compile(
-    r'Thread .*\n  File ".*shmloader.worker.parent_watch\.py", line \d+ in wait\n.*threading\.py'
-)
 
 
 class StackFile:
@@ -65,7 +61,7 @@ class StackFile:
         text = os.pread(fd, end - begin, begin).decode("utf-8", "replace").rstrip()
         if not text:
             return f"(its process is {status} and did not answer with its stack within {wait_s} s)"
-        return _without_watch_thread(text)[:_MOST_CHARACTERS]
+        return text[:_MOST_CHARACTERS]
 
     def start_error(self, pid: int) -> str:
         """The traceback that a worker has left by `report_start_error`, or ""."""
@@ -103,9 +99,3 @@ def report_start_error(descriptor: Descriptor) -> None:
     """Leave the exception that is being handled in the `StackFile`, in a worker that cannot start."""
     text = traceback.format_exc()[-_MOST_CHARACTERS:].encode("utf-8", "replace")
     os.write(descriptor.fd, _START_ERROR % os.getpid() + text + b"\0")
-
-
-def _without_watch_thread(stack: str) -> str:
-    """A worker's stacks, without the thread that waits for the end of the main process."""
-    threads = stack.split("\n\n")
-    return "\n\n".join(thread for thread in threads if not _WATCH_THREAD.match(thread)) or stack

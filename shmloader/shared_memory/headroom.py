@@ -39,15 +39,7 @@ def check_headroom(nbytes: int, purpose: str, *, spare: int = 0, advice: str = _
 def exhausted(
     what: str, nbytes: int, room: Headroom | None = None, *, spare: int = 0, advice: str = _ADVICE
 ) -> SharedMemoryExhausted:
-    """The error for memory that the host does not give, with what it has and what to change.
-
-    Args:
-        what: How the message begins: what failed, or what needs the memory.
-        nbytes: Bytes that were asked for.
-        room: What the host has; None to ask it now.
-        spare: As for `check_headroom`.
-        advice: Likewise.
-    """
+    """The error for memory that the host does not give; for its arguments see `check_headroom`."""
     room = room or memory_headroom()
     return SharedMemoryExhausted(
         f"{what}, but only {room.available_nbytes:,} of {room.limit_nbytes:,} bytes are available in "

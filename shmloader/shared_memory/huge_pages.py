@@ -81,12 +81,10 @@ def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> bool
 
 
 def make_pages_huge(address: int, nbytes: int, most_s: float) -> None:
-    """Make huge pages of a mapped part of a file that is complete: its small ones are copied.
+    """Make huge pages of a mapped part of a file that is complete, for so much processor time at most.
 
-    Args:
-        address: Where it is mapped; where that is no multiple of ``HUGE_NBYTES``, nothing is done.
-        nbytes: How much of it; a last part of a huge page stays as it is.
-        most_s: Processor time after which the rest stays as it is.
+    Small pages are copied. A last part of a huge page stays as it is, and so does all of it where the address
+    is no multiple of ``HUGE_NBYTES``.
     """
     if _refused or address % HUGE_NBYTES:
         return

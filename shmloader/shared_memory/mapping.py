@@ -38,7 +38,8 @@ class Extent:
     Attributes:
         address: Where it starts in this process.
         nbytes: Its length, whole pages.
-        buffer: A ctypes array over it, writable.
+        buffer: A ctypes array over it, writable. The death of its ``owner`` unmaps the memory; an object that
+            keeps that one alive may take its place.
         view: The same as a memoryview of bytes.
     """
 
@@ -48,19 +49,9 @@ class Extent:
         self.address = address
         self.nbytes = nbytes
         buffer: Any = (ctypes.c_ubyte * nbytes).from_address(address)
-        # The owner's death unmaps; the array is the last thing that every view leads to.
-        buffer.owner = owner
+        buffer.owner = owner  # the array is the last thing that every view leads to
         self.buffer = buffer
         self.view = memoryview(buffer).cast("B")
-
-    @property
-    def owner(self) -> object:
-        """The object whose death unmaps the memory. One that keeps this object alive may take its place."""
-        return self.buffer.owner
-
-    @owner.setter
-    def owner(self, owner: object) -> None:
-        self.buffer.owner = owner
 
     def detach(self) -> None:
         """Turn this mapping, in place, into private memory with the same contents.
@@ -89,14 +80,9 @@ class Mapping:
     __slots__ = ("_space", "address")
 
     def __init__(self, nbytes: int, flags: int, fd: int, offset: int, alignment: int = PAGE_NBYTES) -> None:
-        """Map it.
+        """Map ``nbytes`` of a file, which may be closed afterwards.
 
-        Args:
-            nbytes: How much.
-            flags: ``MAP_SHARED``, or ``MAP_PRIVATE`` with or without `MAP_NORESERVE`.
-            fd: Of which file; may be closed afterwards.
-            offset: From where in it, a multiple of the page size.
-            alignment: Of what the address is to be a multiple: huge pages need theirs.
+        The address is a multiple of ``alignment``: huge pages need theirs. For ``flags`` see `map_over`.
 
         Raises:
             SharedMemoryExhausted: If there is no address space for it.
@@ -118,10 +104,8 @@ class Mapping:
 def take_space(nbytes: int, protection: int, flags: int = MAP_NORESERVE) -> mmap.mmap:
     """Take address space, anonymous and private, for something to be mapped there.
 
-    Args:
-        nbytes: How much, at least 1.
-        protection: ``PROT_*``; without any (0) the system does not charge for it.
-        flags: 0 if all of it will be written.
+    With ``PROT_NONE`` or `MAP_NORESERVE` the system does not charge for it; ``flags`` are 0 where all of it
+    will be written.
 
     Returns:
         Its owner, whose death unmaps all of it.
@@ -156,8 +140,8 @@ def map_over(
         nbytes: How much.
         flags: ``MAP_SHARED``, or ``MAP_PRIVATE`` with or without `MAP_NORESERVE`.
         fd: Of which file; may be closed afterwards.
-        offset: From where in it, a multiple of the page size.
-        begin: Where in the space, a multiple of the page size.
+        offset: From where in the file, whole pages.
+        begin: Where in the space, whole pages.
         protection: ``PROT_*``.
 
     Returns:
@@ -204,14 +188,7 @@ def map_copy_on_write(fd: int, nbytes: int) -> Extent:
 
 
 def _move_pages(space: mmap.mmap, address: int, nbytes: int, to: int) -> None:
-    """Move private memory to where another mapping is, which it replaces.
-
-    Args:
-        space: Owner of the memory.
-        address: Where it begins.
-        nbytes: Its length, whole pages.
-        to: Where it goes.
-    """
+    """Move private memory, owned by ``space``, to where another mapping is, which it replaces."""
     how, target = _MREMAP_MAYMOVE | _MREMAP_FIXED, ctypes.c_void_p(to)
     with contextlib.suppress(SharedMemoryExhausted):
         # The kernel charges for both places, and refuses only after it has unmapped the target: ask first.

@@ -83,13 +83,9 @@ class SharedBuffer:
     __slots__ = ("__weakref__", "address", "fd", "mapping", "nbytes")
 
     def __init__(self, fd: int, nbytes: int, protection: int = _READ_WRITE) -> None:
-        """Map a sealed object.
+        """Map a sealed object, whose descriptor this buffer owns from now on.
 
-        Args:
-            fd: Its descriptor, which this buffer owns from now on and closes when it dies.
-            nbytes: Its length.
-            protection: ``PROT_*``. Without ``PROT_WRITE`` there is no `private`, and nothing is charged for
-                it.
+        Without ``PROT_WRITE`` there is no `private`, and nothing is charged for it.
 
         Raises:
             SharedMemoryExhausted: If there is no address space for it.
@@ -278,11 +274,7 @@ class BufferBuilder:
 
 
 def _space_for(nbytes: int, protection: int) -> mmap.mmap:
-    """Take untouched address space for a store.
-
-    It is rounded up to whole huge pages: Linux (6.7) begins such a mapping at a multiple of their size, and
-    only there can a huge page be mapped as one.
-    """
+    """Take untouched address space, in whole huge pages: see `Mapping` for their alignment."""
     if nbytes >= HUGE_NBYTES:
         with contextlib.suppress(SharedMemoryExhausted):  # there is not that much
             return take_space(-(-nbytes // HUGE_NBYTES) * HUGE_NBYTES, protection)

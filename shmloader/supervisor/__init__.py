@@ -3,15 +3,6 @@
 There are two kinds with one interface, processes and threads. A worker process has a pipe each way, which it
 shares with the main process only. So one that dies leaves neither a lock taken nor half a message behind. Its
 death is an event of its own (a pidfd, elsewhere the process sentinel), waited for together with the pipes.
-
-* `shmloader.supervisor.base`: the interface of both kinds; workers in a process that the program forks
-* `shmloader.supervisor.processes`: all worker processes of one iterator
-* `shmloader.supervisor.worker_process`: one worker process and its pipes
-* `shmloader.supervisor.launch`: the start of a worker process, and its first line
-* `shmloader.supervisor.spawn_payload`: arguments of workers that start together, pickled once
-* `shmloader.supervisor.fork_server`, `fork_server_ready`: the fork server, and its last import
-* `shmloader.supervisor.death_reports`: messages about workers that died or do not answer
-* `shmloader.supervisor.threads`: all worker threads of one iterator, and their queues
 """
 
 from __future__ import annotations
@@ -26,21 +17,11 @@ from shmloader.supervisor.death_reports import log_replacement, worker_timeout
 from shmloader.supervisor.processes import ProcessWorkers
 from shmloader.supervisor.threads import ThreadWorkers
 
-__all__ = [
-    "Worker",
-    "Workers",
-    "log_replacement",
-    "start_workers",
-    "worker_timeout",
-]
+__all__ = ["Worker", "Workers", "log_replacement", "start_workers", "worker_timeout"]
 
 
 def start_workers(loader: Any, make_arguments: MakeArguments) -> Workers:
-    """Start the workers that a loader's arguments ask for.
-
-    Args:
-        loader: The loader. Its arguments are checked again: some frameworks set them late.
-        make_arguments: See `MakeArguments`.
+    """Start the workers that a loader's arguments ask for; some frameworks set those late.
 
     Raises:
         ValueError: If worker threads cannot do what the arguments ask for.

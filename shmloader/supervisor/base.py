@@ -71,9 +71,6 @@ class Workers(Protocol):
     def wait(self, timeout_s: float | None) -> Sequence[Worker]:
         """Wait until a worker has sent something or has ended, or until `interrupt` is called.
 
-        Args:
-            timeout_s: Most seconds to wait, or None for as long as it takes.
-
         Returns:
             The workers to receive from; empty after the timeout.
         """
@@ -85,22 +82,14 @@ class Workers(Protocol):
         """Python stacks of a live worker's threads, or why they could not be had."""
 
     def died(self, worker: Worker, indices: tuple[object, ...], memory: str, why: str = "") -> WorkerDied:
-        """The error for a dead worker.
+        """The error for a dead worker that held these index batches.
 
-        Args:
-            worker: The worker.
-            indices: The index batches that it held.
-            memory: The loader's memory figures, told if the kernel seems to have killed it for memory.
-            why: A sentence on restarts before, or "".
+        It tells the loader's ``memory`` figures if the kernel seems to have killed the worker for memory, and
+        ``why`` no further restart came.
         """
 
     def close(self, because: str = ..., grace_s: float = ...) -> None:
-        """Stop all workers. Only the first call does anything.
-
-        Args:
-            because: The reason, kept in ``closed_because``.
-            grace_s: Seconds that they may take to finish what is at hand.
-        """
+        """Stop all workers, which may take ``grace_s`` to finish what is at hand. Only once."""
 
     def leave_to_parent(self) -> None:
         """Forget the workers, in a process that the program forked: they are the parent's."""

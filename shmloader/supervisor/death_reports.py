@@ -17,16 +17,7 @@ _MOST_CHARACTERS = 300  # of index batches
 def log_replacement(
     fresh: Worker, pid: int, index_batch: object, silent_s: float | None, restarts_left: int, stack: str
 ) -> None:
-    """Log that a worker was replaced.
-
-    Args:
-        fresh: The new one.
-        pid: The process id of the old one.
-        index_batch: The index batch that the old one worked on.
-        silent_s: Seconds for which the old one had not answered; None if it had died.
-        restarts_left: Workers that may still be replaced.
-        stack: The stack of the old one, or "".
-    """
+    """Log that worker ``pid`` died, or was silent for so long, and was replaced by a fresh one."""
     _log.warning(
         "shmloader worker %d (pid %d) %s at the index batch %.200s and was replaced by pid %d; "
         "%d more restart(s).%s",
@@ -43,15 +34,7 @@ def log_replacement(
 def worker_timeout(
     workers: Workers, worker: Worker, silent_s: float, waiting_for: tuple[object, ...], why: str
 ) -> WorkerTimeout:
-    """The error for workers that do not answer, with the stack of one.
-
-    Args:
-        workers: All of them.
-        worker: The one that is to make the next batch.
-        silent_s: The timeout.
-        waiting_for: The index batches of all workers that were not answered.
-        why: A sentence on restarts before, or "".
-    """
+    """The error for workers that do not answer, with the stack of the one that is to make the next batch."""
     return WorkerTimeout(
         f"DataLoader timed out after {silent_s} seconds: none of {len(workers.workers)} worker(s) "
         f"has finished a batch; outstanding index batches: {waiting_for!s:.300}. {why and why + ' '}"
@@ -61,14 +44,12 @@ def worker_timeout(
     )
 
 
-def describe_death(worker: Worker, code: int | None, indices: tuple[object, ...], hint: str) -> str:
-    """The text of a `WorkerDied`, first in torch's words, which people and scripts search for.
+def describe_death(worker: Worker, code: int | None) -> str:
+    """Sentences on the end of a worker, first in torch's words, which people and scripts search for.
 
     Args:
         worker: The worker.
         code: Its exit code as of ``multiprocessing``; None where it could not be learnt.
-        indices: The index batches that it held.
-        hint: Further sentences, or "".
     """
     name = f"shmloader worker {worker.worker_id} ({worker.place})"
     if code is not None and code < 0:
@@ -81,7 +62,7 @@ def describe_death(worker: Worker, code: int | None, indices: tuple[object, ...]
         # torch/utils/data/dataloader.py, _try_get_data
         torchs = f"DataLoader worker (pid(s) {worker.pid}) exited unexpectedly. "
         how = "ended" if code is None else f"exited with code {code}"
-    return f"{torchs}{name} {how}.{describe_held(indices)}{hint}"
+    return f"{torchs}{name} {how}."
 
 
 def describe_held(indices: tuple[object, ...]) -> str:

@@ -22,16 +22,7 @@ _DESCRIPTORS = 4  # pairs that starting a process may take for a moment
 
 
 def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes) -> Any:
-    """Start a worker's process.
-
-    Args:
-        context: ``multiprocessing`` context or module.
-        worker_id: The worker's number.
-        given: What `SpawnPayload.for_worker` returns.
-        pipes: The worker's ends of its pipes.
-
-    Returns:
-        The process object.
+    """Start a worker's process, with what `SpawnPayload.for_worker` gave and its ends of its pipes.
 
     Raises:
         WorkerDied: If it ended before it was started wholly.

@@ -17,7 +17,7 @@ from shmloader.host.limits import oom_kills
 from shmloader.shared_memory import Descriptor
 from shmloader.supervisor import fork_server
 from shmloader.supervisor.base import MakeArguments, Worker, Workers, live
-from shmloader.supervisor.death_reports import describe_death, explain_kill
+from shmloader.supervisor.death_reports import describe_death, describe_held, explain_kill
 from shmloader.supervisor.launch import start_process
 from shmloader.supervisor.spawn_payload import SpawnPayload
 from shmloader.supervisor.worker_process import ProcessWorker
@@ -31,13 +31,7 @@ _DEATH_S = 1.0  # how long to wait for the exit code of a worker whose pipe is c
 
 
 class ProcessWorkers(Workers):
-    """All worker processes of one iterator.
-
-    Args:
-        context: ``multiprocessing`` context (or module) to start processes with.
-        make_arguments: See `MakeArguments`.
-        num_workers: How many.
-    """
+    """All worker processes of one iterator, started with a ``multiprocessing`` context or module."""
 
     workers: list[ProcessWorker]
     look_again_ns = SPIN_NS
@@ -198,7 +192,7 @@ class ProcessWorkers(Workers):
             error = self._stacks.start_error(dead.pid)
             hint += f" It could not take what it was given:\n{error}" if error else _SEE_OUTPUT
         return WorkerDied(
-            describe_death(dead, code, indices, hint),
+            describe_death(dead, code) + describe_held(indices) + hint,
             worker_id=worker.worker_id,
             pid=worker.pid,
             exit_code=code,

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from shmloader.diagnostics.exceptions import add_note, forget_frames
+from shmloader.diagnostics.exceptions import forget_frames
 from shmloader.errors import WorkerDied
 from shmloader.host.held_interrupts import HeldInterrupts
 from shmloader.supervisor.base import MakeArguments, Worker, Workers, live
@@ -42,10 +42,6 @@ class ThreadWorkers(Workers):
 
     It has no ``processes``: frameworks end those, and a thread cannot be ended. And it never looks again
     before it waits, which would hold the interpreter lock that the workers need.
-
-    Args:
-        make_arguments: See `MakeArguments`.
-        num_workers: How many.
     """
 
     workers: list[ThreadWorker]
@@ -150,13 +146,7 @@ class ThreadWorkers(Workers):
 
 
 class ThreadWorker:
-    """One worker thread as the main process sees it; a `Worker`.
-
-    Attributes:
-        worker_id, pid, place: See `Worker`; the process is this one.
-        thread: The thread.
-        link: What connects it with the main process.
-    """
+    """One worker thread as the main process sees it; a `Worker` whose process is this one."""
 
     def __init__(self, worker_id: int, thread: threading.Thread, link: ThreadLink) -> None:
         self.worker_id = worker_id
@@ -250,7 +240,7 @@ def _copy_dataset(dataset: Any) -> Any:
     """
     if not isinstance(dataset, Dataset):
         return dataset
-    copies = {id(one): _copy_shallowly(one) for _, one in datasets_in(dataset) if isinstance(one, Dataset)}
+    copies = {id(one): copy.copy(one) for _, one in datasets_in(dataset) if isinstance(one, Dataset)}
     for twin in copies.values():
         attributes = getattr(twin, "__dict__", {})
         for name, value in attributes.items():
@@ -259,18 +249,6 @@ def _copy_dataset(dataset: Any) -> Any:
             elif type(value) in (list, tuple) and any(id(one) in copies for one in value):
                 attributes[name] = type(value)(copies.get(id(one), one) for one in value)
     return copies[id(dataset)]
-
-
-def _copy_shallowly(dataset: Dataset[Any]) -> Dataset[Any]:
-    try:
-        return copy.copy(dataset)
-    except Exception as error:
-        add_note(
-            error,
-            f"raised by copy.copy() of a {type(dataset).__name__}: each worker thread has a shallow copy of "
-            "it. A __copy__ that returns self would have the threads share it.",
-        )
-        raise
 
 
 def _run(arguments: Any, link: ThreadLink) -> None:
