@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import mmap
@@ -17,7 +16,7 @@ from shmloader.shared_memory.platform import libc
 
 PAGE_NBYTES = mmap.PAGESIZE
 _MAP_FAILED = ctypes.c_void_p(-1).value
-_MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
+_MREMAP_REPLACING = 1 | 2 | 4  # MAYMOVE, FIXED, DONTUNMAP
 _MAP_FIXED = 0x10  # Python's `mmap` lacks it
 _PROT_NONE, _READ_WRITE = 0, 0x1 | 0x2  # not from Python's `mmap`: on Windows it lacks them
 MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
@@ -62,7 +61,16 @@ class Extent:
         copied = take_space(self.nbytes, _READ_WRITE, 0)  # all of it is written
         source = address_of(copied)
         ctypes.memmove(source, self.address, self.nbytes)
-        _move_pages(copied, source, self.nbytes, self.address)
+        # The kernel charges for both places, and refuses only after it has unmapped the target: ask first.
+        take_space(self.nbytes, _READ_WRITE, 0).close()
+        # The source stays mapped, empty: in a hole, which its owner unmaps, others may map something.
+        target = ctypes.c_void_p(self.address)
+        if libc.mremap(source, self.nbytes, self.nbytes, _MREMAP_REPLACING, target) == _MAP_FAILED:
+            why = os.strerror(ctypes.get_errno())
+            raise SharedMemoryExhausted(
+                f"moving a mapping of {self.nbytes:,} bytes failed: {why} (it needs Linux 5.7). The worker "
+                "keeps a batch, or a view of one: have it keep a copy (`tensor.clone()`)."
+            )
 
 
 class Mapping:
@@ -185,21 +193,3 @@ def map_copy_on_write(fd: int, nbytes: int) -> Extent:
     nbytes = whole_pages(nbytes)
     mapping = Mapping(nbytes, mmap.MAP_PRIVATE | MAP_NORESERVE, fd, 0)
     return Extent(mapping.address, nbytes, mapping)
-
-
-def _move_pages(space: mmap.mmap, address: int, nbytes: int, to: int) -> None:
-    """Move private memory, owned by ``space``, to where another mapping is, which it replaces."""
-    how, target = _MREMAP_MAYMOVE | _MREMAP_FIXED, ctypes.c_void_p(to)
-    with contextlib.suppress(SharedMemoryExhausted):
-        # The kernel charges for both places, and refuses only after it has unmapped the target: ask first.
-        take_space(nbytes, _READ_WRITE, 0).close()
-        if libc.mremap(address, nbytes, nbytes, how | _MREMAP_DONTUNMAP, target) != _MAP_FAILED:
-            return
-    # There is no room for that (ulimit -d, strict overcommit), or Linux is older than 5.7. The plain move
-    # leaves the old place empty, and other threads may map something there. So its owner must never unmap it.
-    owner = ctypes.py_object(space)
-    ctypes.pythonapi.Py_IncRef(owner)
-    if libc.mremap(address, nbytes, nbytes, how, target) == _MAP_FAILED:
-        code = ctypes.get_errno()
-        ctypes.pythonapi.Py_DecRef(owner)
-        raise SharedMemoryExhausted(f"moving a mapping of {nbytes:,} bytes failed: {os.strerror(code)}")

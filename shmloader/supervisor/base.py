@@ -45,6 +45,7 @@ class Workers(Protocol):
         processes: Their ``multiprocessing`` process objects by number, if they are processes. They answer
             ``pid``, ``is_alive()`` and ``exitcode`` after the end too.
         closed_because: The reason why they were stopped, or are about to be; "" before.
+        closed: Whether `close` has come to its end.
         interrupted: Whether `interrupt` was called.
         look_again_ns: How long to look for a record before `wait`, while records come quickly.
         given_nbytes: Bytes of the large arrays that the worker started last has to itself.
@@ -53,9 +54,19 @@ class Workers(Protocol):
     workers: Sequence[Worker]
     processes: list[Any]
     closed_because: str = ""
+    closed: bool = False
     interrupted: bool = False
     look_again_ns: int = 0
     given_nbytes: int = 0
+
+    def __del__(self) -> None:
+        # Usually nothing is left to do. But a Ctrl-C may have cut `__init__` short, or the iterator's
+        # finalizer, which runs only once. At the interpreter's end a module's names may be gone.
+        try:
+            if not self.closed:
+                self.close()
+        except AttributeError:
+            pass
 
     def add(self) -> Worker:
         """Start one more worker, which has been sent nothing; if that fails, the others are as they were."""

@@ -7,16 +7,9 @@ what the program itself chose, and each worker imports the dataset's modules for
 
 from __future__ import annotations
 
-import contextlib
-import os
-import site
-import sys
-from multiprocessing import forkserver, resource_tracker
-from pathlib import Path
+from multiprocessing import forkserver
 
-from shmloader.supervisor.launch import interrupts_blocked
-
-_PRELOADED = ["torch", "shmloader", "shmloader.supervisor.fork_server_ready"]
+_PRELOADED = ["torch", "shmloader"]
 _DEFAULT = ["__main__"]  # multiprocessing's, which imports the program's script and with it its modules
 
 
@@ -31,10 +24,7 @@ def begin() -> None:
         return
     forkserver.set_forkserver_preload([*(chosen if chosen != _DEFAULT else []), *_PRELOADED])
     try:
-        resource_tracker.ensure_running()  # as in `launch`
-        # Blocked, the server would die of Ctrl-C while it imports. `fork_server_ready` unblocks it.
-        with interrupts_blocked() if _server_finds_this_package() else contextlib.nullcontext():
-            forkserver.ensure_running()
+        forkserver.ensure_running()
     finally:
         forkserver.set_forkserver_preload(chosen)
 
@@ -47,16 +37,3 @@ def _chosen_by_program() -> list[str] | None:
     server = getattr(forkserver.set_forkserver_preload, "__self__", None)
     chosen = getattr(server, "_preload_modules", None)
     return None if chosen is None else list(chosen)
-
-
-def _server_finds_this_package() -> bool:
-    """Whether the server, a fresh interpreter, can import what unblocks SIGINT again."""
-    if sys.version_info >= (3, 13, 1) or (3, 12, 8) <= sys.version_info < (3, 13):
-        return True  # it is given this process's sys.path
-    if sys.flags.isolated:
-        return False
-    search = [os.curdir, *site.getsitepackages(), site.getusersitepackages()]
-    if not sys.flags.ignore_environment:
-        search += os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    folder = Path(__file__).resolve().parents[2]
-    return any(Path(entry or os.curdir).resolve() == folder for entry in search)

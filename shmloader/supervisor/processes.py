@@ -64,15 +64,6 @@ class ProcessWorkers(Workers):
             self.close(grace_s=0.0)
             raise
 
-    def __del__(self) -> None:
-        # Usually nothing is left to do. But a Ctrl-C may have cut `__init__` short, or the iterator's
-        # finalizer, which runs only once. At the interpreter's end this module's names may be gone.
-        try:
-            if self.workers or self._wake_fd >= 0:
-                self.close()
-        except AttributeError:
-            pass
-
     @contextlib.contextmanager
     def _payload(self) -> Iterator[SpawnPayload]:
         if self._method == "forkserver":
@@ -225,6 +216,7 @@ class ProcessWorkers(Workers):
             self._end(workers)
             self._stacks.close()
             self._close_wake()
+            self.closed = True
 
     def _end(self, workers: list[ProcessWorker]) -> None:
         """End those processes that have not ended by themselves, and release all."""
@@ -251,4 +243,5 @@ class ProcessWorkers(Workers):
             os.close(fd)
         self.workers, self.processes, self._starting = [], [], ()
         self._close_wake()
+        self.closed = True
         self.closed_because = "its workers belong to the process that this one was forked from"

@@ -60,15 +60,6 @@ class ThreadWorkers(Workers):
             self.close(grace_s=0.0)
             raise
 
-    def __del__(self) -> None:
-        # Usually nothing is left to do. But a Ctrl-C may have cut the iterator's finalizer, which runs only
-        # once, short before it came to `close`.
-        try:
-            if self.workers:
-                self.close()
-        except AttributeError:
-            pass
-
     def _start(self, worker_id: int) -> ThreadWorker:
         arguments = self._make_arguments(worker_id)
         link = ThreadLink(self._wakeup)
@@ -138,10 +129,12 @@ class ThreadWorkers(Workers):
             for worker in workers:
                 worker.link.close()
             _join([worker.thread for worker in workers], max(grace_s, _LEAST_CLOSE_S), interrupts)
+            self.closed = True
 
     def leave_to_parent(self) -> None:
         """See `Workers`."""
         self.workers = []
+        self.closed = True
         self.closed_because = "its workers are threads of the process that this one was forked from"
 
 

@@ -87,12 +87,12 @@ class LeasesTooShort(SlotPool):
 class TakesStaleBatches(Dispatcher):
     """A batch of the epoch before is taken for one of this epoch."""
 
-    def _accept_batch(self, worker: Any, answer: Published) -> None:
+    def _accept_batch(self, answer: Published) -> None:
         stale = self.ledger.tasks[answer.seq]
         if stale.state is TaskState.VOID:
             stale.state, stale.epoch = TaskState.MAKING, self.ledger.epoch
             self.ledger.outstanding += 1
-        super()._accept_batch(worker, answer)
+        super()._accept_batch(answer)
 
 
 class KeepsPipe(Workers):

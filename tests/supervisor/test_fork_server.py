@@ -133,8 +133,7 @@ def test_the_programs_choice_is_left_as_it_is(warm_helpers: None) -> None:
 
 
 @pytest.mark.parametrize("after_s", [0.6, pytest.param(1.2, marks=pytest.mark.long)])
-def test_ctrl_c_while_the_server_imports_gives_one_traceback_and_no_noise(after_s: float) -> None:
+def test_ctrl_c_while_the_server_imports_leaves_nothing(after_s: float) -> None:
     outcome = press_ctrl_c("forkserver", "starting", after_s)
-    assert outcome.text.count("Traceback (most recent call last)") == 1, outcome.text
     assert outcome.text.strip().endswith("KeyboardInterrupt"), outcome.text
     assert not outcome.left
