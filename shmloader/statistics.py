@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -160,7 +161,7 @@ class LoaderStatistics:
         return f"The workers are the bottleneck: next() waited {waited}; {advice}."
 
     def __str__(self) -> str:
-        rows = [*self._rows_of_time(), *self._rows_of_slots(), *self._rows_of_events()]
+        rows = [*self._figures(), *self._events()]
         width = max(len(label) for label, _ in rows)
         lines = [f"{label:<{width}}  {value}" for label, value in rows]
         bad = [f"  {sample}" for sample in self.bad_sample_list[:_MOST_BAD_SAMPLES]]
@@ -171,21 +172,20 @@ class LoaderStatistics:
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
 
-    def _rows_of_time(self) -> list[tuple[str, str]]:
-        rows = [
-            ("batches returned", f"{self.batches:,}"),
-            ("time in the loop", f"{self.iterating_s:,.1f} s"),
-        ]
+    def _figures(self) -> Iterator[tuple[str, str]]:
+        yield "batches returned", f"{self.batches:,}"
+        yield "time in the loop", f"{self.iterating_s:,.1f} s"
         if self.in_process_s:
-            return [*rows, ("next() made batches", f"{self.in_process_s:,.1f} s")]
-        first = f"{self.wait_for_first_batches_s:,.1f} s of it for first batches"
-        return [
-            *rows,
-            ("next() waited for workers", f"{self.wait_for_workers_s:,.1f} s, {first}"),
-            ("workers waited for slots", f"{self.workers_wait_for_slots_s:,.1f} s, summed over the workers"),
-        ]
-
-    def _rows_of_slots(self) -> list[tuple[str, str]]:
+            yield "next() made batches", f"{self.in_process_s:,.1f} s"
+        else:
+            first = f"{self.wait_for_first_batches_s:,.1f} s of it for first batches"
+            yield "next() waited for workers", f"{self.wait_for_workers_s:,.1f} s, {first}"
+            yield (
+                "workers waited for slots",
+                f"{self.workers_wait_for_slots_s:,.1f} s, summed over the workers",
+            )
+        if self.wait_for_device_s:
+            yield "next() waited for the accelerator", f"{self.wait_for_device_s:,.1f} s"
         slots = {
             "free": self.slots_free,
             "being written": self.slots_granted,
@@ -194,17 +194,12 @@ class LoaderStatistics:
         }
         if self.slots_guarded:
             slots["read by the accelerator"] = self.slots_guarded
-        if not any(slots.values()):
-            return []
-        waited = [("next() waited for the accelerator", f"{self.wait_for_device_s:,.1f} s")]
-        return [
-            *(waited if self.wait_for_device_s else []),
-            ("slots", ", ".join(f"{count} {name}" for name, count in slots.items())),
-            ("shared memory", f"{_mib(self.reserved_nbytes)} reserved, {_mib(self.used_nbytes)} used"),
-            ("largest batch", _mib(self.largest_batch_nbytes)),
-        ]
+        if any(slots.values()):
+            yield "slots", ", ".join(f"{count} {name}" for name, count in slots.items())
+            yield "shared memory", f"{_mib(self.reserved_nbytes)} reserved, {_mib(self.used_nbytes)} used"
+            yield "largest batch", _mib(self.largest_batch_nbytes)
 
-    def _rows_of_events(self) -> list[tuple[str, str]]:
+    def _events(self) -> Iterator[tuple[str, str]]:
         """Rows for those special events that have happened."""
         counts = {
             "exceptions of workers": self.failures,
@@ -220,11 +215,9 @@ class LoaderStatistics:
             "bad samples": self.bad_samples,
         }
         spilled = f" ({_mib(self.spilled_nbytes)})"
-        return [
-            (label, f"{count:,}{spilled if label.endswith('private memory') else ''}")
-            for label, count in counts.items()
-            if count
-        ]
+        for label, count in counts.items():
+            if count:
+                yield label, f"{count:,}{spilled if label.endswith('private memory') else ''}"
 
 
 def _share(part_s: float, total_s: float) -> str:

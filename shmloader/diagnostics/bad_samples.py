@@ -66,13 +66,7 @@ def is_a_samples_fault(error: Exception) -> bool:
 
 
 def describe(error: Exception, index: object, *, of_stream: bool) -> BadSample:
-    """Describe a bad sample, in the process that fetched it.
-
-    Args:
-        error: Its exception.
-        index: Its index, or its position in an iterable-style dataset's stream.
-        of_stream: Whether ``index`` is such a position.
-    """
+    """Describe a bad sample by its index, or its position in a stream, in the process that fetched it."""
     message = text_of(error)
     if len(message) > _MOST_CHARACTERS:
         message = f"{message[: _MOST_CHARACTERS - 3]}..."
@@ -99,10 +93,7 @@ def count(bad_samples: bytes, counters: Counters) -> None:
 
 
 def take_report(reported: Reported, counters: Counters) -> Any:
-    """Take the report off a batch and count it. Main process.
-
-    Returns:
-        The batch, or ``LEFT_OUT``.
+    """Take the report off a batch and count it; gives the batch, or ``LEFT_OUT``. Main process.
 
     Raises:
         NoGoodSample: If this is the ``MOST_IN_A_ROW``-th batch in a row that is left out.

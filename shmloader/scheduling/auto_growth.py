@@ -124,12 +124,17 @@ class Growth:
             self._add_worker()
             self._dispatcher.look_for_joining()
             there = min(auto.num_workers, len(self._workers.workers), *self._dispatcher.joining)
-        serving = (there, auto.prefetch_factor)
-        if serving != self._serving and self._add_slots(serving):
-            self._serving = serving
-            if free_workers is not None:
-                free_workers.serve(*serving)
-            self.begin_epoch()
+        serving, pool = (there, auto.prefetch_factor), self._dispatcher.pool
+        if serving != self._serving:
+            if pool.resize(serving[0] * serving[1]):
+                self._serving, self._refusals = serving, 0
+                if free_workers is not None:
+                    free_workers.serve(*serving)
+                self.begin_epoch()
+            elif self._refusals < pool.most_tasks + _MOST_REFUSALS:
+                self._refusals += 1
+            else:
+                auto.settle(*self._serving, "no more batches fit in the memory budget")
         loader = self._loader()
         if loader is not None:
             _show(loader, auto)
@@ -164,14 +169,3 @@ class Growth:
             with contextlib.suppress(psutil.Error, OSError, AttributeError):
                 taken.append(psutil.Process(process.pid).memory_full_info().uss)
         return max(taken) + self._workers.given_nbytes <= memory_headroom().available_nbytes // 2
-
-    def _add_slots(self, serving: tuple[int, int]) -> bool:
-        """Have the pool hold as many tasks as are wanted; whether it does."""
-        pool = self._dispatcher.pool
-        if pool.resize(serving[0] * serving[1]):
-            self._refusals = 0
-            return True
-        self._refusals += 1
-        if self._refusals > pool.most_tasks + _MOST_REFUSALS:
-            self._auto.settle(*self._serving, "no more batches fit in the memory budget")
-        return False

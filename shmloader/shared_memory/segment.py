@@ -65,7 +65,13 @@ class Segment:
             self.discard(slot, nbytes, held_nbytes)  # what could be had of it
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
-            raise _not_given(error, slot, nbytes) from error
+            failed = f"reserving {nbytes:,} bytes of shared memory for a slot failed: {error.strerror}"
+            if error.errno != errno.EFBIG:
+                raise exhausted(failed, nbytes) from error
+            limited = (
+                "all slots lie in one sparse file, and the size of files is limited: ulimit -f unlimited"
+            )
+            raise SharedMemoryExhausted(f"{failed}: {limited}", needed_nbytes=nbytes) from error
         return nbytes
 
     def map(self, slot: int, nbytes: int) -> Extent:
@@ -103,15 +109,3 @@ class Segment:
 
     def __reduce__(self) -> tuple[Any, tuple[Any]]:
         return Segment, (self._descriptor,)
-
-
-def _not_given(error: OSError, slot: int, nbytes: int) -> SharedMemoryExhausted:
-    """The error for a slot's pages that the system would not give."""
-    failed = f"reserving {nbytes:,} bytes of shared memory for a slot failed: {error.strerror}"
-    if error.errno != errno.EFBIG:
-        return exhausted(failed, nbytes)
-    return SharedMemoryExhausted(
-        f"{failed}. All slots lie in one sparse file, this one at {slot * SLOT_STRIDE:,} bytes, and the size "
-        "of files is limited (ulimit -f, RLIMIT_FSIZE): lift the limit.",
-        needed_nbytes=nbytes,
-    )

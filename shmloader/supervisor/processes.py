@@ -68,7 +68,7 @@ class ProcessWorkers(Workers):
     def _payload(self) -> Iterator[SpawnPayload]:
         if self._method == "forkserver":
             fork_server.begin()  # it imports while this process pickles
-        with SpawnPayload(self._method, self._make_arguments) as payload:
+        with contextlib.closing(SpawnPayload(self._method, self._make_arguments)) as payload:
             self.given_nbytes = payload.arrays_nbytes
             yield payload
 

@@ -18,8 +18,8 @@ import sys
 from collections.abc import Callable
 from multiprocessing import reduction
 from multiprocessing.context import set_spawning_popen
-from types import FunctionType, TracebackType
-from typing import Any, Self
+from types import FunctionType
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,10 +38,10 @@ _OWNERS = frozenset({"numpy", "pyarrow"})  # whose objects take any buffer as th
 
 
 class SpawnPayload:
-    """The arguments of workers that are started together; a context manager, left when all are started.
+    """The arguments of workers that are started together. Main process.
 
-    Runs in the main process. The pickle is dropped at the end: a worker that is started later, in another's
-    place, is given the dataset as it is then.
+    It is closed when all are started: a worker that is started later, in another's place, is given the
+    dataset as it is then.
 
     Args:
         method: The start method.
@@ -62,21 +62,13 @@ class SpawnPayload:
         self._for_one = False  # whether only one process may unpickle it
         self._taken = False  # whether one was given it
         self._pickler: Any = None  # keeps alive what was made only to be pickled
-
-    def __enter__(self) -> Self:
-        if self._method != "fork":
+        if method != "fork":
             self._pickle(0)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._forget()
 
     def __del__(self) -> None:
-        # A Ctrl-C may have cut `__enter__` short; at the interpreter's end this module's names may be gone.
+        # A Ctrl-C may have cut `__init__` short; at the interpreter's end this module's names may be gone.
         try:  # noqa: SIM105
-            self._forget()
+            self.close()
         except (AttributeError, OSError):
             pass
 
@@ -92,7 +84,7 @@ class SpawnPayload:
         return _Sent(worker_id, Descriptor(self._stream_fd), self._stream_nbytes, arrays, passed)
 
     def _pickle(self, worker_id: int) -> None:
-        self._forget()
+        self.close()
         try:
             self._stream_fd = os.memfd_create("shmloader-arguments")
             self._write(self._make_arguments(worker_id))
@@ -109,7 +101,7 @@ class SpawnPayload:
                     "pickles the dataset, collate_fn and worker_init_fn. Use classes and functions defined "
                     "at the top of a module (no lambdas), or multiprocessing_context='fork'."
                 )
-            self._forget()
+            self.close()
             raise
 
     def _write(self, arguments: WorkerArguments) -> None:
@@ -167,7 +159,7 @@ class SpawnPayload:
                 places.append((begin, self.arrays_nbytes))
         return places
 
-    def _forget(self) -> None:
+    def close(self) -> None:
         """Close the files, once the processes have been given them."""
         for fd in (self._stream_fd, self._arrays_fd):
             if fd >= 0:

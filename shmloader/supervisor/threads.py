@@ -34,7 +34,7 @@ _LEAST_CLOSE_S = 0.1  # also where nothing is to be waited for: threads without 
 _EXIT_S = 2.0  # how long the end of the program waits for them
 _MOST_CHARACTERS = 8000
 
-_unended: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # told to end, and not ended in time
+_started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class ThreadWorkers(Workers):
@@ -68,6 +68,7 @@ class ThreadWorkers(Workers):
         )
         name = f"shmloader-worker-{worker_id}"
         thread = threading.Thread(target=_run, args=(own, link), name=name, daemon=True)
+        _started.add(thread)
         thread.start()
         worker = ThreadWorker(worker_id, thread, link)
         self.workers.append(worker)
@@ -258,14 +259,13 @@ def _run(arguments: Any, link: ThreadLink) -> None:
 
 
 def _join(threads: list[threading.Thread], grace_s: float, interrupts: HeldInterrupts | None = None) -> None:
-    """Wait for threads to end, and remember those that did not."""
+    """Wait for threads to end."""
     deadline = time.monotonic() + grace_s
     for thread in threads:
         while thread is not threading.current_thread() and thread.is_alive():
             left_s = deadline - time.monotonic()
             if left_s <= 0 or (interrupts is not None and interrupts.came):
-                _unended.add(thread)
-                break
+                return
             thread.join(min(left_s, _LEAST_CLOSE_S))
 
 
@@ -280,4 +280,4 @@ def _end_with_program() -> None:
         if isinstance(workers, ThreadWorkers):
             workers.interrupt()
             workers.close("the program ends", grace_s=0.0)
-    _join(list(_unended), _EXIT_S)
+    _join(list(_started), _EXIT_S)
