@@ -18,7 +18,7 @@ from shmloader.wire.channel import Pipes
 from shmloader.worker import parent_watch
 from shmloader.worker.loop import run
 
-_DESCRIPTORS = 4  # pairs that starting a process may take for a moment
+_DESCRIPTORS = 6  # pairs: of the worker's two pipes, and those that starting a process takes for a moment
 
 
 def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes) -> Any:
@@ -27,7 +27,6 @@ def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes) -> Any
     Raises:
         WorkerDied: If it ended before it was started wholly.
     """
-    _check_descriptors()
     method = context.get_start_method()
     by_leader = threading.get_native_id() == os.getpid()
     process = context.Process(target=_worker, args=(given, pipes, os.getpid(), by_leader), daemon=True)
@@ -73,8 +72,8 @@ def interrupts_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _check_descriptors() -> None:
-    """Fail early where a process has too few descriptors to start: multiprocessing would lose some."""
+def check_descriptors() -> None:
+    """Fail early where there are too few descriptors to start a worker: multiprocessing would lose some."""
     spare: list[int] = []
     try:
         for _ in range(_DESCRIPTORS):

@@ -18,7 +18,7 @@ from shmloader.shared_memory import Descriptor
 from shmloader.supervisor import fork_server
 from shmloader.supervisor.base import MakeArguments, Worker, Workers, live
 from shmloader.supervisor.death_reports import describe_death, describe_held, explain_kill
-from shmloader.supervisor.launch import start_process
+from shmloader.supervisor.launch import check_descriptors, start_process
 from shmloader.supervisor.spawn_payload import SpawnPayload
 from shmloader.supervisor.worker_process import ProcessWorker
 from shmloader.wire.channel import Pipes
@@ -73,13 +73,9 @@ class ProcessWorkers(Workers):
             yield payload
 
     def _start(self, worker_id: int, payload: SpawnPayload) -> ProcessWorker:
+        check_descriptors()
         requests_read, requests_write = os.pipe()
-        try:
-            answers_read, answers_write = os.pipe()
-        except OSError:
-            os.close(requests_read)
-            os.close(requests_write)
-            raise
+        answers_read, answers_write = os.pipe()
         self._starting = (requests_write, answers_read)
         pipes = Pipes(Descriptor(requests_read), Descriptor(answers_write), self._stacks.descriptor)
         try:

@@ -162,6 +162,7 @@ def _spec(loader: str, arguments: argparse.Namespace) -> RunSpec:
         start_method=arguments.start_method,
         max_nbytes=arguments.max_bytes,
         seed=arguments.seed,
+        demo_pid=os.getpid(),
     )
 
 

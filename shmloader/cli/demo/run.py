@@ -10,12 +10,12 @@ import itertools
 import json
 import os
 import signal
+import sys
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ class RunSpec:
         start_method: Name of a multiprocessing start method.
         max_nbytes: Most source text to read.
         seed: Seed of the model and of the shuffling.
+        demo_pid: The process that has started this one.
     """
 
     loader: str
@@ -62,6 +63,7 @@ class RunSpec:
     start_method: str
     max_nbytes: int
     seed: int
+    demo_pid: int
 
 
 @dataclass
@@ -91,35 +93,14 @@ class RunResult:
     peak_nbytes: int = 0
 
 
-class StopRequested(BaseException):
-    """The run is to end early, and quietly."""
+def end_without_demo(parent_pid: int) -> None:
+    """End this process if the demo, which has started it, is gone.
 
-
-class StopSignal:
-    """Notes that the run is to stop: on SIGTERM, or because the demo's process is gone.
-
-    It is looked at between batches instead of raised from the handler, so that a loader is never
-    torn out of the middle of its own work.
+    Raises:
+        SystemExit: If so.
     """
-
-    def __init__(self) -> None:
-        """Install the handler of SIGTERM; call it in the main thread."""
-        self._owner_pid = os.getpid()
-        self._parent_pid = os.getppid()
-        self._requested = False
-        signal.signal(signal.SIGTERM, self._on_sigterm)
-
-    def check(self) -> None:
-        """Raise :class:`StopRequested` when the run is to stop."""
-        if self._requested or os.getppid() != self._parent_pid:
-            raise StopRequested
-
-    def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
-        if os.getpid() == self._owner_pid:
-            self._requested = True
-        else:  # A forked worker inherits the handler, but must end when it is told to.
-            signal.signal(signum, signal.SIG_DFL)
-            signal.raise_signal(signum)
+    if os.getppid() != parent_pid:
+        raise SystemExit(INTERRUPTED)
 
 
 def make_loader(spec: RunSpec, dataset: SourceDataset) -> Iterable[Batch]:
@@ -159,7 +140,7 @@ def with_progress_bar(steps: int, label: str) -> Iterable[int]:
     return bar
 
 
-def train(spec: RunSpec, dataset: SourceDataset, held_out: Sequence[Batch], stop: StopSignal) -> RunResult:
+def train(spec: RunSpec, dataset: SourceDataset, held_out: Sequence[Batch]) -> RunResult:
     """Train the model for a fixed number of steps and measure what the training loop sees."""
     result = RunResult()
     trainer = Trainer(spec.seed)
@@ -168,7 +149,7 @@ def train(spec: RunSpec, dataset: SourceDataset, held_out: Sequence[Batch], stop
     batches = endless(make_loader(spec, dataset))
     first_s = 0.0
     for step in with_progress_bar(spec.steps, spec.loader):
-        stop.check()
+        end_without_demo(spec.demo_pid)
         batch = next(batches)
         arrived_s = time.monotonic()
         if step == 0:
@@ -185,28 +166,18 @@ def train(spec: RunSpec, dataset: SourceDataset, held_out: Sequence[Batch], stop
     return result
 
 
-def measure_loader_alone(spec: RunSpec, dataset: SourceDataset, result: RunResult, stop: StopSignal) -> None:
+def measure_loader_alone(spec: RunSpec, dataset: SourceDataset, result: RunResult) -> None:
     """Load batches without a model; every batch is still read, for its checksum."""
     first_s = 0.0
     samples = 0
     for batch in itertools.islice(make_loader(spec, dataset), _LOADER_ALONE_BATCHES):
-        stop.check()
+        end_without_demo(spec.demo_pid)
         result.checksum = extend_checksum(result.checksum, batch)
         if first_s:  # The first batch pays for the start of the workers: not counted.
             samples += len(batch.lengths)
         else:
             first_s = time.monotonic()
     result.loader_alone_rate = samples / (time.monotonic() - first_s)
-
-
-def measure(spec: RunSpec, stop: StopSignal) -> RunResult:
-    """Carry one run out: read the sources, train, then run the loader alone."""
-    dataset, held_out, corpus = prepare(spec)
-    stop.check()
-    result = train(spec, dataset, held_out, stop)
-    measure_loader_alone(spec, dataset, result, stop)
-    result.corpus = corpus
-    return result
 
 
 def prepare(spec: RunSpec) -> tuple[SourceDataset, list[Batch], str]:
@@ -237,16 +208,23 @@ def _grouped(dataset: SourceDataset) -> Iterator[list[torch.Tensor]]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run one :class:`RunSpec` and write its :class:`RunResult`."""
-    stop = StopSignal()
+    own_pid = os.getpid()
+
+    def stop(*_: object) -> None:
+        if os.getpid() != own_pid:  # a forked worker inherits this
+            os._exit(INTERRUPTED)
+        sys.exit(INTERRUPTED)
+
+    signal.signal(signal.SIGTERM, stop)
     spec = RunSpec(**json.loads(arguments[0]))
     # Sums in the backward pass must come out in one order, or equal batches give unequal losses.
     torch.use_deterministic_algorithms(True)
     # One thread for the model leaves the other cores to the workers. On two cores a second thread
     # gains little, and where other programs run, the two mostly wait for one another.
     torch.set_num_threads(1)
-    try:
-        result = measure(spec, stop)
-    except (StopRequested, KeyboardInterrupt):
-        return INTERRUPTED
+    dataset, held_out, corpus = prepare(spec)
+    result = train(spec, dataset, held_out)
+    measure_loader_alone(spec, dataset, result)
+    result.corpus = corpus
     Path(arguments[1]).write_text(json.dumps(asdict(result)), encoding="utf-8")
     return 0
