@@ -20,8 +20,7 @@ from shmloader.in_process import InProcessIterator
 from shmloader.iterator import SlotIterator
 from shmloader.resume import States
 from shmloader.resume.states import loaded_state
-from shmloader.scheduling.auto import Auto
-from shmloader.scheduling.auto_growth import auto_for
+from shmloader.scheduling.auto import Auto, auto_for
 from shmloader.slots import SlotState
 from shmloader.statistics import Counters, LoaderStatistics
 from shmloader.torch_fallback import check_resumable, must_load_as_torch

@@ -360,4 +360,4 @@ def three_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that says so: sleeping workers need none."""
     from shmloader.host.limits import Cores
 
-    monkeypatch.setattr("shmloader.scheduling.auto_growth.cores", lambda: Cores(3, 3, None))
+    monkeypatch.setattr("shmloader.scheduling.auto.cores", lambda: Cores(3, 3, None))

@@ -164,12 +164,10 @@ class Bound(NamedTuple):
     Attributes:
         used: Units in use now; None where they cannot be counted.
         most: What it may use now; None for no limit.
-        reachable: The value up to which it may raise ``most`` by itself; None for no limit.
     """
 
     used: int | None
     most: int | None
-    reachable: int | None
 
     @property
     def left(self) -> int | None:
@@ -178,20 +176,16 @@ class Bound(NamedTuple):
 
 
 def open_files() -> Bound | None:
-    """Descriptors: open now, the soft limit (``ulimit -n``) and the hard one."""
-    if os.name != "posix":
+    """Descriptors: those that are open now, and the limit (``ulimit -n``)."""
+    try:
+        import resource
+    except ImportError:  # Windows
         return None
     used: int | None = None
     with contextlib.suppress(OSError):  # there may be none left to count them with
         used = psutil.Process().num_fds() - 1  # without the one by which they are counted
-    return Bound(used, *_resource_limits("RLIMIT_NOFILE"))
-
-
-def _resource_limits(name: str) -> list[int | None]:
-    import resource  # not on Windows
-
-    limits = resource.getrlimit(getattr(resource, name))
-    return [None if limit == resource.RLIM_INFINITY else limit for limit in limits]
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return Bound(used, None if most == resource.RLIM_INFINITY else most)
 
 
 def locked_memory_limits() -> tuple[str, str]:

@@ -12,8 +12,7 @@ from typing import Any
 from shmloader.arguments import is_dynamic
 from shmloader.sampling.epoch_prefetch import NOTHING, next_epoch_for
 from shmloader.sampling.samplers import GeneratorStates
-from shmloader.scheduling.auto import Auto
-from shmloader.scheduling.auto_growth import Growth
+from shmloader.scheduling.auto import Auto, Growth
 from shmloader.scheduling.dispatcher import Dispatcher
 from shmloader.scheduling.free_workers import FreeWorkers
 from shmloader.scheduling.ledger import Task

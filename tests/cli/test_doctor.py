@@ -163,7 +163,7 @@ def _host(**changes: Any) -> Host:
     values = {
         "cores": Cores(4, 4, None),
         "memory": Headroom(2**33, 2**34, "the machine's memory"),
-        "open_files": Bound(5, 20_000, 20_000),
+        "open_files": Bound(5, 20_000),
         "default_start_method": "fork",
         "advice": _advice(),
         "num_workers": 4,

@@ -80,9 +80,9 @@ def test_workers_that_what_is_left_is_enough_for(left: int | None, most: int | N
         assert descriptors_needed(most, "fork") <= left < descriptors_needed(most + 1, "fork")
 
 
-def _check(left: int, num_workers: int, hard: int = 20_000) -> Finding:
+def _check(left: int, num_workers: int) -> Finding:
     """The check in a process with so many descriptors left."""
-    bound = Bound(100, 100 + left, hard)
+    bound = Bound(100, 100 + left)
     memory = Headroom(2**33, 2**34, "the machine's memory")
     advice: Any = None  # nothing of it is looked at
     return check_open_files(Host(Cores(4, 4, None), memory, bound, "fork", advice, num_workers, {}))
@@ -93,13 +93,12 @@ def test_open_files_are_held_against_the_workers(left: int, status: str) -> None
     check = _check(left, num_workers=4)
     assert check.status == status
     assert (check.values["held"], check.values["needed"]) == (23, 30)
-    assert check.change.startswith("" if status == "ok" else "ulimit -n 4096: ")
+    assert check.change.startswith("" if status == "ok" else "ulimit -n 4096 (")
 
 
 def test_the_limit_that_is_advised_is_enough() -> None:
-    check = _check(100, num_workers=1000, hard=100_000)
+    check = _check(100, num_workers=1000)
     assert check.status == "fail"
-    total = int(check.change.split("ulimit -n ")[1].split(":")[0])
+    total = int(check.change.split("ulimit -n ")[1].split(" ")[0])
     assert most_workers(total - check.values["used"], "fork") >= 1000
-    low = _check(100, num_workers=1000, hard=4096)
-    assert low.change.startswith(f"raise the hard limit (docker run --ulimit nofile={total},")
+    assert f"docker run --ulimit nofile={total}," in check.change

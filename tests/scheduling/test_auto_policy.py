@@ -57,7 +57,7 @@ def auto(
     tunes_workers: bool = True,
     tunes_prefetch: bool = False,
 ) -> Auto:
-    given = None if tunes_workers else start[0], None if tunes_prefetch else start[1]
+    given = [None if tunes_workers else start[0], None if tunes_prefetch else start[1]]
     return Auto(*start, given, cores)
 
 

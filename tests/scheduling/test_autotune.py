@@ -158,7 +158,7 @@ def test_ranks_that_share_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPa
     """torchrun says how many there are; ranks that were given cores of their own keep them."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for host, expected in ((Cores(8, 8, None), 2), (Cores(8, 2, None), 2), (Cores(2, 2, None), 1)):
-        monkeypatch.setattr("shmloader.scheduling.auto_growth.cores", lambda host=host: host)
+        monkeypatch.setattr("shmloader.scheduling.auto.cores", lambda host=host: host)
         loader = DataLoader(Info(2), num_workers="auto")
         assert {int(batch[0, 1]) for batch in loader} == {expected}
 

@@ -131,7 +131,7 @@ def test_workers_that_the_memory_has_no_room_for_are_not_started(
         next(iterator)
         taken_nbytes = psutil.Process(iterator._workers[0].pid).memory_full_info().uss
     room = Headroom(taken_nbytes, taken_nbytes * 9, "a test")
-    monkeypatch.setattr("shmloader.scheduling.auto_growth.memory_headroom", lambda: room)
+    monkeypatch.setattr("shmloader.scheduling.auto.memory_headroom", lambda: room)
     with DataLoader(Draws(90, 0.012), num_workers="auto", persistent_workers=True) as loader:
         assert len(list(loader)) == 90
         assert loader.num_workers == processes(loader) == 1
@@ -149,7 +149,7 @@ def test_arrays_that_each_further_worker_is_given_are_reckoned(
 ) -> None:
     """The arrays are pickled for one worker alone, into memory that shows only when it is read."""
     room = Headroom(180_000_000, 400_000_000, "a test")
-    monkeypatch.setattr("shmloader.scheduling.auto_growth.memory_headroom", lambda: room)
+    monkeypatch.setattr("shmloader.scheduling.auto.memory_headroom", lambda: room)
     given: dict[str, Any] = {"persistent_workers": True, "multiprocessing_context": "forkserver"}
     with DataLoader(HoldsArray(90, 0.012), num_workers="auto", **given) as loader:
         assert len(list(loader)) == 90

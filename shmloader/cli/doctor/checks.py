@@ -153,12 +153,13 @@ def check_open_files(host: Host) -> Finding:
     """Descriptors, against what the workers take of the main process's."""
     bound, workers, method = host.open_files, host.num_workers, host.default_start_method
     held, needed = descriptors_held(workers, method), descriptors_needed(workers, method)
-    values = {**_values(bound), "held": held, "needed": needed}
+    values: dict[str, Value] = {"held": held, "needed": needed}
     if bound is None or bound.most is None:
         return Finding("ok", "no limit", values=values)
+    values |= {"used": bound.used, "limit": bound.most}
     found = (
-        f"{bound.most:,} (ulimit -n; hard limit {bound.reachable or 'none'}), {bound.used} open; {workers} "
-        f"worker(s) take {held} in the main process, and {needed} while the last one starts"
+        f"{bound.most:,} (ulimit -n), {bound.used} open; {workers} worker(s) "
+        f"take {held} in the main process, and {needed} while the last one starts"
     )
     enough_for = most_workers(bound.left, method)
     if enough_for is not None and enough_for < workers:
@@ -171,12 +172,9 @@ def check_open_files(host: Host) -> Finding:
 
 
 def _raise_files(bound: Bound, needed: int) -> str:
-    """The way to have so many descriptors free: anyone can raise the soft limit, up to the hard one."""
-    total = (bound.used or 0) + needed
-    wanted = max(_GOOD_FILES, total)
-    if bound.reachable is None or bound.reachable >= total:
-        return f"ulimit -n {min(wanted, bound.reachable or wanted)}"
-    return f"raise the hard limit (docker run --ulimit nofile={wanted}, LimitNOFILE=, limits.conf)"
+    """The way to have so many descriptors free."""
+    total = max(_GOOD_FILES, (bound.used or 0) + needed)
+    return f"ulimit -n {total} (beyond the hard limit: docker run --ulimit nofile={total}, LimitNOFILE=)"
 
 
 def check_cuda(host: Host) -> Finding:
@@ -235,11 +233,6 @@ def check_loading(host: Host, start_method: str) -> Finding:
     elif not needed:
         change = f"do not use multiprocessing_context={start_method!r} here"
     return Finding("fail" if needed else "warning", f"does not work: {trial.error}", change, values)
-
-
-def _values(bound: Bound | None) -> dict[str, Value]:
-    used, most, reachable = bound or (None, None, None)
-    return {"used": used, "limit": most, "hard_limit": reachable}
 
 
 class Check(NamedTuple):
