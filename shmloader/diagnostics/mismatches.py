@@ -11,9 +11,8 @@ import re
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
 from numbers import Number
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,9 +33,9 @@ def explain_collation(error: BaseException, samples: Any, indices: Any, *, of_st
     """Add a note to an exception of a collate function: the samples, and those that do not fit together.
 
     Args:
-        error: The exception, with its traceback. Its type and text stay as they are.
+        error: The exception, with its traceback.
         samples: The argument of the collate function.
-        indices: The samples' indices, in their order; for a stream's samples, their positions in it.
+        indices: The samples' indices, or their positions in a stream.
         of_stream: Whether the samples are those of an iterable-style dataset.
     """
     names: list[str] = []
@@ -78,21 +77,14 @@ def _shorten(text: str) -> str:
 # --- finding
 
 
-class _Mismatch(NamedTuple):
-    """A place where samples differ, and a description of each of them there ("shape (3, 4)")."""
-
-    path: str
-    each: list[str]
+_Mismatch = tuple[str, list[str]]
+"""A place where samples differ, and a description of each of them there ("shape (3, 4)")."""
 
 
 def _find(column: list[Any], path: str, depth: int, describe: Callable[[Any, Any], str]) -> _Mismatch | None:
-    """The first place where the items of a column do not fit together.
+    """The first place where the items of a column, one for each sample, do not fit together.
 
-    Args:
-        column: For each sample, its item at this place.
-        path: The place, as one would write it.
-        depth: Number of levels to look into.
-        describe: Describes an item by what must be equal, given the first one.
+    ``describe`` describes an item by what must be equal, given the first one.
     """
     first = column[0]
     if depth == 0 or isinstance(first, str | bytes):
@@ -101,14 +93,14 @@ def _find(column: list[Any], path: str, depth: int, describe: Callable[[Any, Any
     if kind is None:
         each = [describe(item, first) for item in column]
         unjoinable = not isinstance(first, torch.Tensor | np.ndarray | np.generic | Number)
-        return _Mismatch(path, each) if unjoinable or len(set(each)) > 1 else None
+        return (path, each) if unjoinable or len(set(each)) > 1 else None
     if not all(isinstance(item, kind) and not isinstance(item, str | bytes) for item in column):
-        return _Mismatch(path, [f"type {type(item).__name__}" for item in column])
+        return path, [f"type {type(item).__name__}" for item in column]
     if kind is Sequence and len(set(map(len, column))) > 1:
-        return _Mismatch(path, [f"length {len(item)}" for item in column])
+        return path, [f"length {len(item)}" for item in column]
     for key, place in _places(first):
         if kind is Mapping and not all(key in item for item in column):
-            return _Mismatch(path + place, ["a value" if key in item else "no value" for item in column])
+            return path + place, ["a value" if key in item else "no value" for item in column]
         found = _find([item[key] for item in column], path + place, depth - 1, describe)
         if found is not None:
             return found
@@ -150,12 +142,12 @@ def _format(item: Any, first: Any) -> str:
 
 def _say(found: _Mismatch, names: list[str]) -> str:
     """A line on a sample of the most frequent kind, and on the first few of other kinds."""
-    usual = Counter(found.each).most_common(1)[0][0]  # of equals, the one that comes first
-    pairs = list(zip(names, found.each, strict=True))
-    like = next(name for name, what in pairs if what == usual)
-    odd = [(name, what) for name, what in pairs if what != usual]
+    path, each = found
+    usual = Counter(each).most_common(1)[0][0]  # of equals, the one that comes first
+    like = names[each.index(usual)]
+    odd = [f"{name} has {what}" for name, what in zip(names, each, strict=True) if what != usual]
     if not odd:
-        return f"cannot join samples: {like} has {usual} at {found.path}, and so have the others"
-    said = ", ".join(f"{name} has {what}" for name, what in [(like, usual), *islice(odd, _MOST_ODD)])
+        return f"cannot join samples: {like} has {usual} at {path}, and so have the others"
+    said = ", ".join([f"{like} has {usual}", *odd[:_MOST_ODD]])
     more = f" (and {len(odd) - _MOST_ODD:,} more differ)" if len(odd) > _MOST_ODD else ""
-    return f"cannot join samples: {said}{more} at {found.path}"
+    return f"cannot join samples: {said}{more} at {path}"

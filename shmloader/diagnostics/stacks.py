@@ -61,7 +61,9 @@ class StackFile:
         text = os.pread(fd, end - begin, begin).decode("utf-8", "replace").rstrip()
         if not text:
             return f"(its process is {status} and did not answer with its stack within {wait_s} s)"
-        return text[:_MOST_CHARACTERS]
+        # Without the thread that waits for the end of the main process.
+        threads = [thread for thread in text.split("\n\n") if "parent_watch.py" not in thread]
+        return "\n\n".join(threads)[:_MOST_CHARACTERS]
 
     def start_error(self, pid: int) -> str:
         """The traceback that a worker has left by `report_start_error`, or ""."""

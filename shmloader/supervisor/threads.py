@@ -178,12 +178,9 @@ class ThreadLink:
         wakeup: The queue at which the main process's thread waits; one item is enough to wake it.
 
     Attributes:
-        requests: Records for the worker.
-        answers: Records for the main process, which is woken after each.
         ended: Whether the thread has ended.
         error: The exception that has ended it; None if the main process has.
-        wait_ns: See `Link`.
-        closed: Likewise.
+        requests, answers, wait_ns, closed: The records each way; see `Link`.
     """
 
     def __init__(self, wakeup: SimpleQueue[None]) -> None:
