@@ -40,13 +40,8 @@ def check_equal_ends(batches: int, timeout_s: float) -> None:
     """Compare how many batches the ranks have had, at the end of an epoch whose stream they divided.
 
     A rank that has more batches than others would wait for them in its next collective operation. So each
-    rank publishes its number at its end, and waits for the numbers of the others. All ranks have to come
-    to the ends of such epochs in the same order. Nothing is sent before the end; without
-    ``torch.distributed`` nothing is compared. Runs in the main process.
-
-    Args:
-        batches: Batches that this rank has had.
-        timeout_s: Most seconds to wait; 0 waits for five minutes.
+    rank publishes its number at its end, and waits for the others' for ``timeout_s``, or five minutes if that
+    is 0. All ranks have to come to the ends of such epochs in the same order.
 
     Raises:
         LoaderError: If another rank has had more or fewer batches, or has not come to its end in time.

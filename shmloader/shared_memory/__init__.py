@@ -12,34 +12,18 @@ from __future__ import annotations
 
 from shmloader.shared_memory.descriptor import Descriptor
 from shmloader.shared_memory.headroom import check_headroom, spare_nbytes
-from shmloader.shared_memory.huge_pages import HUGE_NBYTES, make_pages_huge, take_huge_pages
-from shmloader.shared_memory.mapping import (
-    MAP_NORESERVE,
-    PAGE_NBYTES,
-    Extent,
-    map_copy_on_write,
-    map_over,
-    take_space,
-    whole_pages,
-)
+from shmloader.shared_memory.mapping import PAGE_NBYTES, Extent, map_copy_on_write, whole_pages
 from shmloader.shared_memory.platform import why_unavailable
-from shmloader.shared_memory.segment import SLOT_STRIDE, Segment
+from shmloader.shared_memory.segment import Segment
 
 __all__ = [
-    "HUGE_NBYTES",
-    "MAP_NORESERVE",
     "PAGE_NBYTES",
-    "SLOT_STRIDE",
     "Descriptor",
     "Extent",
     "Segment",
     "check_headroom",
-    "make_pages_huge",
     "map_copy_on_write",
-    "map_over",
     "spare_nbytes",
-    "take_huge_pages",
-    "take_space",
     "whole_pages",
     "why_unavailable",
 ]

@@ -29,18 +29,10 @@ from typing import Any, Self
 import numpy as np
 
 from shmloader.errors import SharedMemoryExhausted
-from shmloader.shared_memory import (
-    HUGE_NBYTES,
-    MAP_NORESERVE,
-    PAGE_NBYTES,
-    Descriptor,
-    make_pages_huge,
-    map_over,
-    take_huge_pages,
-    take_space,
-    whole_pages,
-)
+from shmloader.shared_memory.descriptor import Descriptor
 from shmloader.shared_memory.headroom import check_headroom, exhausted
+from shmloader.shared_memory.huge_pages import HUGE_NBYTES, make_pages_huge, take_huge_pages
+from shmloader.shared_memory.mapping import MAP_NORESERVE, PAGE_NBYTES, map_over, take_space, whole_pages
 
 ALIGNMENT = 64
 """Default alignment of what is appended, in bytes: a cache line, and what Arrow recommends."""

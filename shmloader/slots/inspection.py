@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from typing import NamedTuple
 
 import numpy as np
 
@@ -28,12 +27,6 @@ def wanted() -> bool:
     return os.environ.get("SHMLOADER_DEBUG", "0") not in ("", "0")
 
 
-class _Held(NamedTuple):
-    since_s: float
-    seq: int
-    leaves: str
-
-
 class Inspection:
     """Looks at every slot that is granted, leased and freed.
 
@@ -44,7 +37,7 @@ class Inspection:
     def __init__(self, pool: SlotPool) -> None:
         self._pool = pool
         self._poisoned: dict[int, int] = {}  # bytes of the slots that are
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, tuple[float, int, str]] = {}  # since when, batch, leaves; the oldest first
         pool.on_freed = self._freed
         pool.on_granted = self._granted
 
@@ -74,17 +67,16 @@ class Inspection:
         leaves = read_leaves(header)
         text = ", ".join(map(_describe, leaves[:_MOST_LEAVES]))
         more = f" and {len(leaves) - _MOST_LEAVES} more" if len(leaves) > _MOST_LEAVES else ""
-        self._held[slot.number] = _Held(time.monotonic(), seq, text + more)
+        self._held[slot.number] = time.monotonic(), seq, text + more
 
     def oldest_leases(self, most: int = 5) -> tuple[str, ...]:
         """The batches that the program has held for longest: number, seconds, and what they consist of."""
         now_s = time.monotonic()
         found = []
-        for number, held in list(self._held.items()):  # the oldest first
+        for number, (since_s, seq, leaves) in list(self._held.items()):
             lease = self._pool.slots[number].lease
             if lease is not None and lease() is not None:
-                since = f"held for {now_s - held.since_s:.1f} s"
-                found.append(f"batch {held.seq} in slot {number}, {since}: {held.leaves}")
+                found.append(f"batch {seq} in slot {number}, held for {now_s - since_s:.1f} s: {leaves}")
         return tuple(found[:most])
 
 

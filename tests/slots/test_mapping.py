@@ -19,16 +19,9 @@ from robustness.processes import python
 
 import shmloader
 from shmloader import SharedMemoryExhausted
-from shmloader.shared_memory import (
-    HUGE_NBYTES,
-    PAGE_NBYTES,
-    Segment,
-    map_copy_on_write,
-    map_over,
-    mapping,
-    take_space,
-)
-from shmloader.shared_memory.mapping import Mapping, address_of
+from shmloader.shared_memory import PAGE_NBYTES, Segment, map_copy_on_write, mapping
+from shmloader.shared_memory.huge_pages import HUGE_NBYTES
+from shmloader.shared_memory.mapping import Mapping, address_of, map_over, take_space
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts address space in /proc")
