@@ -158,34 +158,20 @@ def _cpu_quota(folder: Path) -> float | None:
         return None
 
 
-class Bound(NamedTuple):
-    """Something that this process uses, and the most that it may.
+def open_files() -> tuple[int | None, int | None]:
+    """Descriptors that are open now, and the most there may be (``ulimit -n``).
 
-    Attributes:
-        used: Units in use now; None where they cannot be counted.
-        most: What it may use now; None for no limit.
+    None for what cannot be counted, and for no limit.
     """
-
-    used: int | None
-    most: int | None
-
-    @property
-    def left(self) -> int | None:
-        """Units that it may still take; None for no limit, or where the use is not known."""
-        return None if self.most is None or self.used is None else max(0, self.most - self.used)
-
-
-def open_files() -> Bound | None:
-    """Descriptors: those that are open now, and the limit (``ulimit -n``)."""
     try:
         import resource
     except ImportError:  # Windows
-        return None
+        return None, None
     used: int | None = None
     with contextlib.suppress(OSError):  # there may be none left to count them with
         used = psutil.Process().num_fds() - 1  # without the one by which they are counted
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return Bound(used, None if most == resource.RLIM_INFINITY else most)
+    return used, None if most == resource.RLIM_INFINITY else most
 
 
 def locked_memory_limits() -> tuple[str, str]:

@@ -46,16 +46,12 @@ class Auto:
     """Decides for one loader, over all its epochs, until it has settled. Arithmetic only.
 
     Args:
-        num_workers: Workers to begin with.
-        prefetch_factor: Batches in advance per worker to begin with.
+        num_workers: Workers to begin with; as an attribute, those that are wanted.
+        prefetch_factor: Batches in advance per worker, likewise.
         given: The program's numbers of both, which stay; None for what is chosen.
         most_workers: Most workers there may be, where their number is chosen.
 
     Attributes:
-        num_workers: Workers that are wanted.
-        prefetch_factor: Batches in advance per worker that are wanted.
-        given: As above.
-        most_workers: Most workers there may be.
         batches: Batches returned until it settled.
         settled: Whether nothing is added any more.
     """
@@ -176,12 +172,8 @@ def _show(loader: Any, auto: Auto) -> None:
 class Growth:
     """Lets one iterator measure, and gives it the workers and slots that `Auto` wants.
 
-    Args:
-        auto: Decides for the loader.
-        loader: The loader, whose attributes tell the choice; not kept alive.
-        dispatcher: The iterator's workers and slots.
-        free_workers: Its policy of dispatch, where workers may be added.
-        counters: The loader's counters.
+    The loader's attributes tell the choice; it is not kept alive. ``free_workers`` is None where no workers
+    are added.
     """
 
     def __init__(

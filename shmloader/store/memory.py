@@ -257,8 +257,8 @@ def new_builder() -> BufferBuilder:
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-        files = open_files()
-        most = "an unknown number" if files is None or files.most is None else f"{files.most:,}"
+        _, limit = open_files()
+        most = "an unknown number" if limit is None else f"{limit:,}"
         raise OSError(
             error.errno,
             f"a store needs one descriptor, and this process has as many open as it may: {most}. Raise the "

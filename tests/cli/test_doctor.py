@@ -22,7 +22,7 @@ from shmloader.cli.doctor import Report, as_text, checks, examine
 from shmloader.cli.doctor.advice import Advice, Room, advise
 from shmloader.cli.doctor.checks import Check, Finding, Host
 from shmloader.cli.doctor.trial import Trial, try_cuda, try_loading
-from shmloader.host.limits import Bound, Cores, Headroom
+from shmloader.host.limits import Cores, Headroom
 
 REPOSITORY = Path(__file__).parents[2]
 DOCTOR = [sys.executable, "-m", "shmloader", "doctor"]
@@ -163,7 +163,7 @@ def _host(**changes: Any) -> Host:
     values = {
         "cores": Cores(4, 4, None),
         "memory": Headroom(2**33, 2**34, "the machine's memory"),
-        "open_files": Bound(5, 20_000),
+        "open_files": (5, 20_000),
         "default_start_method": "fork",
         "advice": _advice(),
         "num_workers": 4,

@@ -98,7 +98,7 @@ def test_workers_beyond_the_cores_are_told_of_and_not_advised() -> None:
 
 
 def _check_memory(memory: Headroom, advice: Advice) -> Finding:
-    host = Host(Cores(2, 2, None), memory, None, "fork", advice, advice.num_workers, {})
+    host = Host(Cores(2, 2, None), memory, (None, None), "fork", advice, advice.num_workers, {})
     return checks.check_memory(host)
 
 

@@ -11,7 +11,7 @@ from small_places import run_in
 
 from shmloader.cli.doctor.advice import descriptors_held, descriptors_needed, most_workers
 from shmloader.cli.doctor.checks import Finding, Host, check_open_files
-from shmloader.host.limits import Bound, Cores, Headroom
+from shmloader.host.limits import Cores, Headroom
 
 OWN = multiprocessing.get_all_start_methods()[0]
 
@@ -82,10 +82,11 @@ def test_workers_that_what_is_left_is_enough_for(left: int | None, most: int | N
 
 def _check(left: int, num_workers: int) -> Finding:
     """The check in a process with so many descriptors left."""
-    bound = Bound(100, 100 + left)
     memory = Headroom(2**33, 2**34, "the machine's memory")
     advice: Any = None  # nothing of it is looked at
-    return check_open_files(Host(Cores(4, 4, None), memory, bound, "fork", advice, num_workers, {}))
+    return check_open_files(
+        Host(Cores(4, 4, None), memory, (100, 100 + left), "fork", advice, num_workers, {})
+    )
 
 
 @pytest.mark.parametrize(("left", "status"), [(400, "ok"), (70, "warning"), (30, "warning"), (29, "fail")])

@@ -118,8 +118,9 @@ def examine(batch_nbytes: int | None, workers: int | None, limit_s: float) -> Re
         limit_s: Most seconds for each trial.
     """
     default = multiprocessing.get_all_start_methods()[0]  # documented: the first is the default
-    memory, usable, files = memory_headroom(), cores(), open_files()
-    room = Room(usable.usable, memory.available_nbytes, files and files.left, default)
+    memory, usable, (used, limit) = memory_headroom(), cores(), open_files()
+    left = None if used is None or limit is None else max(0, limit - used)
+    room = Room(usable.usable, memory.available_nbytes, left, default)
     advice = advise(room, batch_nbytes, workers)
     tried_nbytes = batch_nbytes if batch_nbytes and advice.fits else USUAL_BATCH_NBYTES
     loading = {}
@@ -136,7 +137,7 @@ def examine(batch_nbytes: int | None, workers: int | None, limit_s: float) -> Re
     host = Host(
         cores=usable,
         memory=memory,
-        open_files=files,
+        open_files=(used, limit),
         default_start_method=default,
         advice=advice,
         num_workers=workers or advice.num_workers,

@@ -27,7 +27,7 @@ from shmloader.cli.doctor.advice import (
 )
 from shmloader.cli.doctor.trial import Trial
 from shmloader.cli.options import format_nbytes
-from shmloader.host.limits import Bound, Cores, Headroom, locked_memory_limits, oom_kills
+from shmloader.host.limits import Cores, Headroom, locked_memory_limits, oom_kills
 from shmloader.shared_memory import why_unavailable
 
 Status = Literal["ok", "warning", "fail"]
@@ -61,7 +61,7 @@ class Host:
     Attributes:
         cores: Cores that can be used.
         memory: Memory that can be had.
-        open_files: Descriptors, and the limit on them; None where the platform has none.
+        open_files: Descriptors that are open, and the limit on them.
         default_start_method: The platform's start method.
         advice: The loader's arguments.
         num_workers: Workers that were asked for, else those advised.
@@ -71,7 +71,7 @@ class Host:
 
     cores: Cores
     memory: Headroom
-    open_files: Bound | None
+    open_files: tuple[int | None, int | None]
     default_start_method: str
     advice: Advice
     num_workers: int
@@ -151,29 +151,28 @@ def check_memory(host: Host) -> Finding:
 
 def check_open_files(host: Host) -> Finding:
     """Descriptors, against what the workers take of the main process's."""
-    bound, workers, method = host.open_files, host.num_workers, host.default_start_method
+    (used, limit), workers, method = host.open_files, host.num_workers, host.default_start_method
     held, needed = descriptors_held(workers, method), descriptors_needed(workers, method)
-    values: dict[str, Value] = {"held": held, "needed": needed}
-    if bound is None or bound.most is None:
+    values: dict[str, Value] = {"held": held, "needed": needed, "used": used, "limit": limit}
+    if used is None or limit is None:
         return Finding("ok", "no limit", values=values)
-    values |= {"used": bound.used, "limit": bound.most}
     found = (
-        f"{bound.most:,} (ulimit -n), {bound.used} open; {workers} worker(s) "
-        f"take {held} in the main process, and {needed} while the last one starts"
+        f"{limit:,} (ulimit -n), {used} open; {workers} worker(s) take {held} in the main process, and "
+        f"{needed} while the last one starts"
     )
-    enough_for = most_workers(bound.left, method)
+    left = max(0, limit - used)
+    enough_for = most_workers(left, method)
     if enough_for is not None and enough_for < workers:
-        change = f"{_raise_files(bound, needed)}: {bound.left} free ones are enough for {enough_for} workers"
+        change = f"{_raise_files(used + needed)}: {left} free ones are enough for {enough_for} workers"
         return Finding("fail", found, change, values)
-    if bound.left is not None and bound.left - held < _MANY_FILES:
-        change = f"{_raise_files(bound, held + _MANY_FILES)}: little is left for files that the program opens"
+    if left - held < _MANY_FILES:
+        change = f"{_raise_files(used + held + _MANY_FILES)}: little is left for files that the program opens"
         return Finding("warning", found, change, values)
     return Finding("ok", found, values=values)
 
 
-def _raise_files(bound: Bound, needed: int) -> str:
-    """The way to have so many descriptors free."""
-    total = max(_GOOD_FILES, (bound.used or 0) + needed)
+def _raise_files(needed: int) -> str:
+    total = max(_GOOD_FILES, needed)
     return f"ulimit -n {total} (beyond the hard limit: docker run --ulimit nofile={total}, LimitNOFILE=)"
 
 
