@@ -17,8 +17,7 @@ class BadSample:
     """A sample that raised, where the loader went on (``on_error="skip"`` or ``"replace"``).
 
     Attributes:
-        index: Its index, as the sampler gave it. Of an iterable-style dataset: its position in its worker's
-            stream, counted from 0 in every epoch.
+        index: Its index; of an iterable-style dataset, its position in its worker's stream in this epoch.
         error: Name of the exception's type.
         message: The exception's text, cut at 500 characters.
         of_stream: Whether the dataset is iterable-style.

@@ -14,8 +14,8 @@ _unchecked_nbytes = 0  # taken by this process since it last asked for the headr
 def check_headroom(nbytes: int, purpose: str, *, spare: int = 0, advice: str = _ADVICE) -> None:
     """Refuse to take more memory than the host has, before anything is taken.
 
-    The last of it is left to the program: otherwise the OOM killer would answer its next allocation. This
-    process sums up what it takes, and compares the sum with what the host has every ``SURE_NBYTES``.
+    The last of it is left to the program, or the OOM killer would answer its next allocation. What is taken
+    is summed up, and compared with what the host has every ``SURE_NBYTES``.
 
     Args:
         nbytes: Bytes that are about to be taken.

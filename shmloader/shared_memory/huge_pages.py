@@ -25,8 +25,6 @@ HUGE_NBYTES = 2 << 20
 _PIECE_NBYTES = 8 * HUGE_NBYTES  # asked for at once
 _MOST_PIECE_S = 0.025
 """Most processor time for a piece after which the next one is asked for; 5 ms are usual."""
-_LEAST_LIMIT_S = 0.005
-"""The limit for less than a piece is its share, but no less than this."""
 
 _MADV_COLLAPSE = 25
 
@@ -42,7 +40,7 @@ def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> bool
 
     Args:
         fd: A memfd.
-        offset: Where the part begins, a multiple of ``HUGE_NBYTES``.
+        offset: Begin of the part, a multiple of ``HUGE_NBYTES``.
         held_nbytes: How much of it is reserved already, and may be in use.
         nbytes: How much there is to be.
 
@@ -72,8 +70,7 @@ def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> bool
                 # Anything else is an answer of this moment: no memory in one piece, a page in use.
                 _refused = ctypes.get_errno() == errno.EINVAL
                 return False
-            most_s = max(_MOST_PIECE_S * (stop - start) / _PIECE_NBYTES, _LEAST_LIMIT_S)
-            if time.thread_time() - began_s > most_s:
+            if time.thread_time() - began_s > _MOST_PIECE_S:
                 return False
     finally:
         mapping.close()

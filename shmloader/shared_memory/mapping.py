@@ -141,19 +141,10 @@ def map_over(
     begin: int = 0,
     protection: int = _READ_WRITE,
 ) -> int:
-    """Map a part of a file in address space, whose owner it then belongs to.
+    """Map a part of a file over address space at ``begin``, both in whole pages; gives the address.
 
-    Args:
-        space: From `take_space`.
-        nbytes: How much.
-        flags: ``MAP_SHARED``, or ``MAP_PRIVATE`` with or without `MAP_NORESERVE`.
-        fd: Of which file; may be closed afterwards.
-        offset: From where in the file, whole pages.
-        begin: Where in the space, whole pages.
-        protection: ``PROT_*``.
-
-    Returns:
-        The address.
+    It belongs to the space's owner then, and the file may be closed. ``flags`` are ``MAP_SHARED``, or
+    ``MAP_PRIVATE`` with or without `MAP_NORESERVE`.
 
     Raises:
         SharedMemoryExhausted: If the system refuses.
@@ -181,11 +172,7 @@ def _refused(nbytes: int, code: int) -> SharedMemoryExhausted:
 
 
 def map_copy_on_write(fd: int, nbytes: int) -> Extent:
-    """Map the beginning of a file so that what this process writes there stays its own.
-
-    Args:
-        fd: The file; may be closed afterwards.
-        nbytes: How much, at least one byte.
+    """Map the beginning of a file, which may be closed then, so that what is written there stays private.
 
     Raises:
         SharedMemoryExhausted: If there is no address space for it.

@@ -4,12 +4,11 @@ A `BufferBuilder` appends to it and grows it in place, so that a stream of unkno
 without a second copy; `BufferBuilder.seal` turns it into a `SharedBuffer`. It is a memfd, sealed against
 writing. It has no name. The kernel frees it when the last process that maps it is gone, however that went.
 
-Every process maps it privately and writably, and hands out read-only views. Reading shares the pages.
-A write that goes round the views (torch knows no read-only tensors) changes a page of that process alone,
-instead of ending the process with a segmentation fault.
+Every process maps it privately and writably, and hands out read-only views. A write that goes round the views
+(torch knows no read-only tensors) changes a page of that process alone, and ends nothing.
 
-A view leads to its buffer, and so keeps the descriptor. `buffer_at` finds the buffer of an address: plain
-arrays over shared memory reach other processes by handle because of that.
+A view leads to its buffer. `buffer_at` finds the buffer of an address: by it plain arrays over shared memory
+reach other processes by handle.
 """
 
 from __future__ import annotations

@@ -17,9 +17,7 @@ class ProcessWorker:
     """One worker process and its two pipes; a `Worker`.
 
     Attributes:
-        worker_id: 0 to ``num_workers - 1``.
         process: The ``multiprocessing`` process object.
-        pid: Its process id.
         requests_fd: Write end of the pipe that brings it requests, non-blocking.
         answers_fd: Read end of the pipe that takes its answers, non-blocking.
         death_fd: Becomes readable when the process ends.

@@ -252,7 +252,6 @@ def test_a_host_that_takes_long_is_not_asked_for_the_rest(
     segment: Segment, has_huge_pages: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huge_pages, "_MOST_PIECE_S", -1.0)
-    monkeypatch.setattr(huge_pages, "_LEAST_LIMIT_S", -1.0)
     monkeypatch.setattr(huge_pages, "_PIECE_NBYTES", 2 * HUGE_NBYTES)
     nbytes = 5 * HUGE_NBYTES
     segment.reserve(0, 0, nbytes)
@@ -267,7 +266,6 @@ def test_a_host_that_takes_long_is_not_asked_for_the_rest(
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that takes too long for each piece of four mebibytes."""
     monkeypatch.setattr(huge_pages, "_MOST_PIECE_S", -1.0)
-    monkeypatch.setattr(huge_pages, "_LEAST_LIMIT_S", -1.0)
     monkeypatch.setattr(huge_pages, "_PIECE_NBYTES", 2 * HUGE_NBYTES)
 
 

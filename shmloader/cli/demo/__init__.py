@@ -85,13 +85,6 @@ def _add_run_options(add: Callable[..., object]) -> None:
         metavar="SIZE",
         help="most source text to read, as 500000, 500K, 32M or 1G (default: %(default)s)",
     )
-    add(
-        "--seed",
-        type=whole_number(0),
-        default=0,
-        metavar="N",
-        help="seed of the model and of the shuffling (default: %(default)s)",
-    )
 
 
 def _add_loader_options(add: Callable[..., object]) -> None:
@@ -132,7 +125,7 @@ def main(words: Sequence[str]) -> int:
     print(
         "shmloader demo: a byte-level language model on this interpreter's Python sources\n"
         f"{arguments.steps} training steps of {arguments.batch_size} shuffled samples, {arguments.workers} "
-        f"workers{start}, seed {arguments.seed}",
+        f"workers{start}",
         flush=True,
     )
     results: dict[str, RunResult] = {}
@@ -161,7 +154,6 @@ def _spec(loader: str, arguments: argparse.Namespace) -> RunSpec:
         workers=arguments.workers,
         start_method=arguments.start_method,
         max_nbytes=arguments.max_bytes,
-        seed=arguments.seed,
         demo_pid=os.getpid(),
     )
 

@@ -38,14 +38,12 @@ class Corpus:
         files: How many files were read.
         lines: How many lines those files hold.
         nbytes: Their size, in bytes.
-        unreadable_files: How many files could not be read and were left out.
     """
 
     pieces: list[bytes]
     files: int
     lines: int
     nbytes: int
-    unreadable_files: int
 
 
 class Batch(NamedTuple):
@@ -122,12 +120,11 @@ def build_corpus(folders: Sequence[Path], max_nbytes: int) -> Corpus:
         The corpus: the same for the same files and size, on every run.
     """
     pieces: list[bytes] = []
-    files = lines = nbytes = unreadable_files = 0
+    files = lines = nbytes = 0
     for path in source_files(folders):
         try:
             source = path.read_bytes()
         except OSError:
-            unreadable_files += 1
             continue
         if nbytes + len(source) > max_nbytes:
             if files:
@@ -137,14 +134,13 @@ def build_corpus(folders: Sequence[Path], max_nbytes: int) -> Corpus:
         lines += source.count(b"\n")
         nbytes += len(source)
         pieces.extend(p for p in split_source(source) if len(p) >= MIN_SAMPLE_NBYTES)
-    return Corpus(pieces, files, lines, nbytes, unreadable_files)
+    return Corpus(pieces, files, lines, nbytes)
 
 
 def describe_corpus(corpus: Corpus) -> str:
     """Describe in one line what was read."""
-    skipped = f" ({corpus.unreadable_files} unreadable)" if corpus.unreadable_files else ""
     return (
-        f"{corpus.files:,} Python files{skipped}, {corpus.lines:,} lines, {corpus.nbytes / 2**20:.1f} MiB: "
+        f"{corpus.files:,} Python files, {corpus.lines:,} lines, {corpus.nbytes / 2**20:.1f} MiB: "
         f"{len(corpus.pieces):,} samples of {MIN_SAMPLE_NBYTES} to {MAX_SAMPLE_NBYTES} bytes"
     )
 
