@@ -284,7 +284,7 @@ _NO_STATE = (
 
 def _attributes(thing: object, *without: str) -> dict[str, Any]:
     names = getattr(thing, "__slots__", None) or vars(thing)
-    return {name: getattr(thing, name) for name in names if name not in without}
+    return {name: getattr(thing, name) for name in names if name not in without and hasattr(thing, name)}
 
 
 _PLAIN = {int, bool, str, bytes, type(None), SlotState, TaskState, Published}

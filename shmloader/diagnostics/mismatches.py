@@ -32,11 +32,7 @@ _OF_SIZES = re.compile(r"\b(sizes?|shapes?|dimensions?|dtypes?|cast)\b", re.IGNO
 def explain_collation(error: BaseException, samples: Any, indices: Any, *, of_stream: bool = False) -> None:
     """Add a note to an exception of a collate function: the samples, and those that do not fit together.
 
-    Args:
-        error: The exception, with its traceback.
-        samples: The argument of the collate function.
-        indices: The samples' indices, or their positions in a stream.
-        of_stream: Whether the samples are those of an iterable-style dataset.
+    ``indices`` are those of ``samples``, or their positions in a stream.
     """
     names: list[str] = []
     with contextlib.suppress(Exception):  # the user's indices: a lack of notes is no error

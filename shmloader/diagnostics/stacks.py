@@ -31,12 +31,7 @@ class StackFile:
         self.descriptor = Descriptor(os.memfd_create("shmloader-stacks"))
 
     def ask(self, pid: int, wait_s: float = 1.0) -> str:
-        """The Python stacks of all threads of a worker, or why there are none.
-
-        Args:
-            pid: The worker's process id.
-            wait_s: Most seconds to wait for its answer.
-        """
+        """The Python stacks of all threads of a worker, or why there are none within ``wait_s``."""
         fd = self.descriptor.fd
         if fd < 0:
             return ""

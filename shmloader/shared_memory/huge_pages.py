@@ -38,11 +38,8 @@ def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> bool
     of memory, and moves other pages out of the way. If the kernel lacks the call, or may not give any, this
     process asks no more.
 
-    Args:
-        fd: A memfd.
-        offset: Begin of the part, a multiple of ``HUGE_NBYTES``.
-        held_nbytes: How much of it is reserved already, and may be in use.
-        nbytes: How much there is to be.
+    The part begins at ``offset``, a multiple of ``HUGE_NBYTES``; ``held_nbytes`` of it are reserved already,
+    and may be in use; there are to be ``nbytes``.
 
     Returns:
         Whether asking for more makes sense at the moment.

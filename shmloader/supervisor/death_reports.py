@@ -45,12 +45,7 @@ def worker_timeout(
 
 
 def describe_death(worker: Worker, code: int | None) -> str:
-    """Sentences on the end of a worker, first in torch's words, which people and scripts search for.
-
-    Args:
-        worker: The worker.
-        code: Its exit code as of ``multiprocessing``; None where it could not be learnt.
-    """
+    """Sentences on the end of a worker, first in torch's words, which people and scripts search for."""
     name = f"shmloader worker {worker.worker_id} ({worker.place})"
     if code is not None and code < 0:
         # torch/csrc/DataLoader.cpp
@@ -74,12 +69,7 @@ def describe_held(indices: tuple[object, ...]) -> str:
 
 
 def explain_kill(oom_kills_before: int | None, memory: str) -> str:
-    """A sentence on the kernel's out-of-memory killer, if that seems to have ended a worker, or "".
-
-    Args:
-        oom_kills_before: `oom_kills` when the workers were started.
-        memory: The loader's memory figures.
-    """
+    """A sentence on the kernel's out-of-memory killer, if that seems to have ended a worker, or ""."""
     now = oom_kills()
     if now is None or oom_kills_before is None or now <= oom_kills_before:
         return ""

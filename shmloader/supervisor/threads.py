@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from shmloader.diagnostics.exceptions import forget_frames
+from shmloader.diagnostics.exceptions import add_note, forget_frames
 from shmloader.errors import WorkerDied
 from shmloader.host.held_interrupts import HeldInterrupts
 from shmloader.supervisor.base import MakeArguments, Worker, Workers, live
@@ -231,7 +231,14 @@ def _copy_dataset(dataset: Any) -> Any:
     """
     if not isinstance(dataset, Dataset):
         return dataset
-    copies = {id(one): copy.copy(one) for _, one in datasets_in(dataset) if isinstance(one, Dataset)}
+    try:
+        copies = {id(one): copy.copy(one) for _, one in datasets_in(dataset) if isinstance(one, Dataset)}
+    except Exception as error:
+        advice = "a __copy__ that returns self would have the threads share it."
+        add_note(
+            error, f"raised by copy.copy(): each worker thread has a shallow copy of the dataset; {advice}"
+        )
+        raise
     for twin in copies.values():
         attributes = getattr(twin, "__dict__", {})
         for name, value in attributes.items():

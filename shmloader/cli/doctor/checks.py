@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import platform
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -33,6 +32,8 @@ from shmloader.shared_memory import why_unavailable
 Status = Literal["ok", "warning", "fail"]
 Value = str | int | float | bool | None
 
+LIBRARIES = ("numpy", "psutil", "pyarrow", "torch")
+"""Libraries that shmloader needs."""
 _MANY_FILES = 64  # descriptors that a program should have left for files of its own
 _GOOD_FILES = 4096
 
@@ -80,10 +81,10 @@ class Host:
 
 
 def check_versions(host: Host) -> Finding:
-    """Python, and the libraries that shmloader's metadata asks for, really imported."""
+    """Python, and the libraries that shmloader needs, really imported."""
     versions: dict[str, Value] = {"python": platform.python_version()}
     trouble = []
-    for name in requirements():
+    for name in LIBRARIES:
         try:
             importlib.import_module(name)
             versions[name] = metadata.version(name)
@@ -95,16 +96,6 @@ def check_versions(host: Host) -> Finding:
         return Finding("ok", found, values=versions)
     change = f"{'; '.join(trouble)}: reinstall shmloader and what it depends on"
     return Finding("warning", found, change, versions)
-
-
-def requirements() -> list[str]:
-    """The libraries that shmloader needs."""
-    try:
-        required = metadata.requires("shmloader") or []
-    except metadata.PackageNotFoundError:  # run from a source tree
-        required = ["numpy>=0", "psutil>=0", "pyarrow>=0", "torch>=0"]
-    found = (re.fullmatch(r"([\w-]+)>=[\d.]+", text) for text in required)  # extras carry a marker
-    return sorted(match[1] for match in found if match)
 
 
 def check_cores(host: Host) -> Finding:
