@@ -159,8 +159,13 @@ def measure(count: int) -> Iterator[tuple[str, float, str]]:
             except ImportError as error:
                 print(f"left out: {name}: {error}", file=sys.stderr)
         times: dict[str, list[int]] = {name: [] for name in kept}
-        for index in chosen:  # in turns, so that whatever else the machine does hits all alike
-            for name, data in kept.items():
+        turns = list(kept)
+        for index in chosen:
+            # In turns, so that whatever else the machine does hits all alike, and in any order: after a slow
+            # one there is less of one's own in the processor's cache.
+            random.shuffle(turns)
+            for name in turns:
+                data = kept[name]
                 begin = time.perf_counter_ns()
                 data[index]
                 times[name].append(time.perf_counter_ns() - begin)

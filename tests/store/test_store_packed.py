@@ -26,6 +26,12 @@ PACKED: dict[str, list[Any]] = {
     "optional keys that may be None": [
         {"a": n, "b": n, "c": n, **({"d": None if n % 3 else n} if n % 2 else {})} for n in range(ROWS)
     ],
+    "optional keys of rows that may be None": [
+        {"a": n, "b": n, "c": n, **({"d": n} if n % 2 else {})} if n % 3 else None for n in range(ROWS)
+    ],
+    "one optional key of rows that may be None": [
+        ({"a": n} if n % 2 else {}) if n % 3 else None for n in range(ROWS)
+    ],
     "optional records": [
         {"s": n, **({"r": {"x": n, "y": n, "z": n}} if n % 2 else {}), "t": "x"} for n in range(ROWS)
     ],
@@ -35,7 +41,7 @@ PACKED: dict[str, list[Any]] = {
         {"z": 1, **{f"k{place}": n for place in range(9) if n >> place & 1}} for n in range(ROWS)
     ],
 }
-FEW_NUMBERS = {"namedtuples", "dataclasses"}
+FEW_NUMBERS = {"namedtuples", "dataclasses", "one optional key of rows that may be None"}
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["list", "stream"])

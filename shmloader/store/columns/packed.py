@@ -16,7 +16,7 @@ import pyarrow as pa
 from pyarrow import types as arrow
 
 from shmloader.store.arrays import Array
-from shmloader.store.columns.compiled import Scope, octets_of
+from shmloader.store.columns.compiled import Scope, numbers_of, octets_of
 from shmloader.store.columns.types import KeysType, PackedType, PythonType, RecordsType
 
 LEAST_NUMBERS = 3
@@ -73,7 +73,11 @@ def absent(keys: Any, name: str) -> Array | None:
     names = keys.type.parameters["names"]
     if len(names) > 64 or name not in names:
         return None
-    bits = numbers(keys) if "code" in keys.type.parameters else keys.storage.to_numpy()
+    if "code" in keys.type.parameters:
+        bits = numbers(keys)
+    else:  # of rows that are None they are anything
+        storage = keys.storage
+        bits = np.asarray(numbers_of(storage, 1, _CODES.get(storage.type, "Q"), len(keys)))
     found: Array = np.equal(bits & bits.dtype.type(1 << names.index(name)), 0)
     return found
 
