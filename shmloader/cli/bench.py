@@ -18,14 +18,9 @@ _ENTRY = Path("benchmarks", "comparison.py")
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the benchmarks of the checkout that this package lies in.
+    """Run the benchmarks of the checkout that this package lies in; gives the exit status of the comparison.
 
-    Args:
-        words: Command line behind ``bench``; ``benchmarks/comparison.py`` reads it.
-
-    Returns:
-        The exit status: that of the comparison, 2 where the benchmarks or a library they need are missing,
-        130 after Ctrl-C.
+    It is 2 where the benchmarks or a library they need are missing, and 130 after Ctrl-C.
     """
     root = Path(shmloader.__file__).resolve().parent.parent
     if not (root / _ENTRY).is_file():

@@ -3,8 +3,7 @@
 They are read before shared memory is asked for. Inside a memory cgroup the OOM killer, not an error, answers
 a request that is too large. So the cgroup's limit and usage are compared first (versions 1 and 2).
 
-Every function may be called in any process. It reads the present state, keeps nothing, and answers None for
-what this platform does not tell.
+Every function reads the present state, in any process, and answers None for what the platform does not tell.
 """
 
 from __future__ import annotations

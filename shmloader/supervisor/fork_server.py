@@ -30,10 +30,7 @@ def begin() -> None:
 
 
 def _chosen_by_program() -> list[str] | None:
-    """The list of ``set_forkserver_preload``, or its default; None if this Python keeps it elsewhere.
-
-    There is a public way to set the list and none to read it, and what the program chose must not be lost.
-    """
+    """The list of ``set_forkserver_preload``, which has no getter; None if this Python has it elsewhere."""
     server = getattr(forkserver.set_forkserver_preload, "__self__", None)
     chosen = getattr(server, "_preload_modules", None)
     return None if chosen is None else list(chosen)

@@ -43,9 +43,7 @@ class SpawnPayload:
     It is closed when all are started: a worker that is started later, in another's place, is given the
     dataset as it is then.
 
-    Args:
-        method: The start method.
-        make_arguments: Makes a worker's arguments of its number, in which nothing else may differ.
+    Workers' arguments may differ in the worker's number only.
 
     Attributes:
         arrays_nbytes: Bytes of large arrays, which only the workers started with this payload share.

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -59,55 +59,27 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_run_options(parser.add_argument)
-    _add_loader_options(parser.add_argument)
-    return parser.parse_args(words)
-
-
-def _add_run_options(add: Callable[..., object]) -> None:
-    add(
+    parser.add_argument(
         "--loader",
         choices=["both", "torch", "shmloader"],
         default="both",
         help="which loader to run (default: both, one after the other)",
     )
-    add(
-        "--steps",
-        type=whole_number(1),
-        default=100,
-        metavar="N",
-        help="training steps for each loader; sets how long the demo takes (default: %(default)s)",
-    )
-    add(
-        "--max-bytes",
-        type=parse_nbytes,
-        default="32M",
-        metavar="SIZE",
-        help="most source text to read, as 500000, 500K, 32M or 1G (default: %(default)s)",
-    )
-
-
-def _add_loader_options(add: Callable[..., object]) -> None:
-    add(
-        "--batch-size",
-        type=whole_number(1),
-        default=32,
-        metavar="N",
-        help="samples per batch (default: %(default)s)",
-    )
-    add(
-        "--workers",
-        type=whole_number(0),
-        default=2,
-        metavar="N",
-        help="worker processes; 0 loads in the main process (default: %(default)s)",
-    )
-    add(
+    parser.add_argument(
         "--start-method",
         choices=multiprocessing.get_all_start_methods(),
         default=multiprocessing.get_start_method(),
         help="how workers start (default: Python's own, here %(default)s)",
     )
+    for name, kind, default, metavar, text in (
+        ("--steps", whole_number(1), 100, "N", "training steps for each loader"),
+        ("--max-bytes", parse_nbytes, "32M", "SIZE", "most source text to read, as 500000, 500K, 32M or 1G"),
+        ("--batch-size", whole_number(1), 32, "N", "samples per batch"),
+        ("--workers", whole_number(0), 2, "N", "worker processes; 0 loads in the main process"),
+    ):
+        help_text = f"{text} (default: %(default)s)"
+        parser.add_argument(name, type=kind, default=default, metavar=metavar, help=help_text)
+    return parser.parse_args(words)
 
 
 def main(words: Sequence[str]) -> int:

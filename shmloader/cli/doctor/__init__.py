@@ -61,14 +61,7 @@ class Report:
 
 
 def main(words: Sequence[str]) -> int:
-    """Examine the host and print the report.
-
-    Args:
-        words: Command line behind ``doctor``.
-
-    Returns:
-        0 if loading works, 1 if it does not, 130 after Ctrl-C.
-    """
+    """Examine the host and print the report; 0 if loading works, 1 if it does not, 130 after Ctrl-C."""
     arguments = parse(words)
     try:
         report = examine(arguments.batch_bytes, arguments.workers, arguments.timeout)
@@ -110,13 +103,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def examine(batch_nbytes: int | None, workers: int | None, limit_s: float) -> Report:
-    """Read the host's limits, try loading, and judge both.
-
-    Args:
-        batch_nbytes: Bytes of the largest batch, or None if not known.
-        workers: Workers that the user wants, or None.
-        limit_s: Most seconds for each trial.
-    """
+    """Read the host's limits, try loading for ``limit_s`` at most, and judge both."""
     default = multiprocessing.get_all_start_methods()[0]  # documented: the first is the default
     memory, usable, (used, limit) = memory_headroom(), cores(), open_files()
     left = None if used is None or limit is None else max(0, limit - used)

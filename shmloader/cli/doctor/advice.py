@@ -93,11 +93,6 @@ def advise(room: Room, batch_nbytes: int | None, asked_workers: int | None) -> A
     the main process where there are more than two cores. If their slots do not fit in half of the available
     memory, which is the loader's own default for its budget, less is prefetched first, and then there are
     fewer workers.
-
-    Args:
-        room: Resources of the host.
-        batch_nbytes: Bytes of the largest batch, or None if not known.
-        asked_workers: Workers that the user wants, or None to leave it open.
     """
     workers, reasons = _choose_workers(room, asked_workers)
     prefetch, fits, slots_nbytes, budget_nbytes = 2, True, None, None

@@ -44,12 +44,6 @@ class Numbered(Dataset[torch.Tensor]):
 def load(start_method: str, batch_nbytes: int, limit_s: float, num_workers: int = 1) -> dict[str, Any]:
     """Load one epoch with the smallest prefetch factor and look at every value.
 
-    Args:
-        start_method: How the workers are started.
-        batch_nbytes: Bytes of a batch, rounded up to a whole number for each of its samples.
-        limit_s: Most seconds to wait for a batch.
-        num_workers: How many workers there are.
-
     Returns:
         ``batches``, ``batch_nbytes``, ``first_batch_s`` (from ``iter()`` on) and ``seconds_s``.
 

@@ -35,15 +35,8 @@ class Trial:
 def try_loading(start_method: str, batch_nbytes: int, limit_s: float, grace_s: float = 5.0) -> Trial:
     """Load a few batches with one worker and look at every value.
 
-    Args:
-        start_method: How the worker is started.
-        batch_nbytes: Bytes of a batch.
-        limit_s: Most seconds it may take once it has begun.
-        grace_s: Seconds more for the interpreter to start, and for it to end itself and say where it hung;
-            after them it is killed.
-
-    Returns:
-        How it went. Never raises for what the probe does, and leaves no process behind.
+    It may take ``limit_s`` once it has begun, and ``grace_s`` more for the interpreter to start and to end.
+    Never raises for what the probe does, and leaves no process behind.
     """
     return _try(["load", str(limit_s), start_method, str(batch_nbytes)], limit_s, grace_s)
 
