@@ -23,14 +23,7 @@ from store_samples import Colour, Person, Point
 
 import shmloader
 from shmloader import share
-from shmloader.store.columns.types import (
-    ArrayType,
-    EnumType,
-    LinkType,
-    NamedTupleType,
-    PackedType,
-    PickleType,
-)
+from shmloader.store.columns.types import ArrayType, EnumType, LinkType, NamedTupleType, PickleType
 
 ROWS: list[Any] = [
     {
@@ -169,9 +162,6 @@ HOSTILE: dict[str, Any] = {
     ).wrap(pa.FixedSizeListArray.from_arrays(pa.array([0] * 8, pa.uint8()), 8)),
     "a negative shape": lambda: ArrayType(pa.list_(pa.uint8(), 8), dtype="|u1", shape=[-8]).wrap(
         pa.FixedSizeListArray.from_arrays(pa.array([0] * 8, pa.uint8()), 8)
-    ),
-    "packed numbers": lambda: PackedType(pa.binary(4), code="O", offset=99).wrap(
-        pa.array([b"abcd"], pa.binary(4))
     ),
     "links": lambda: LinkType(pa.int8(), link=0).wrap(pa.array([0], pa.int8())),
     "a tensor of no dtype": lambda: ArrayType(

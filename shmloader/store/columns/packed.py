@@ -164,15 +164,9 @@ def numbers(column: Any) -> Array:
     """The numbers of a packed field, or packed keys: an array with a stride, over the same memory."""
     storage, code, offset = column.storage, column.type.parameters["code"], column.type.parameters["offset"]
     width = storage.type.byte_width
-    one = np.dtype({"names": ["n"], "formats": [_checked(code)], "offsets": [offset], "itemsize": width})
+    one = np.dtype({"names": ["n"], "formats": [code], "offsets": [offset], "itemsize": width})
     found: Array = np.frombuffer(octets_of(storage, 1), one, len(storage), storage.offset * width)["n"]
     return found
-
-
-def _checked(code: str) -> str:
-    if code not in _CODES.values():
-        raise ValueError(f"{code!r} is no number that records have")
-    return code
 
 
 def unpacking(column: Any, names: Iterable[str], scope: Scope) -> tuple[list[str], dict[str, str]]:
@@ -193,7 +187,7 @@ def unpacking(column: Any, names: Iterable[str], scope: Scope) -> tuple[list[str
     order = sorted(found, key=lambda name: int(found[name]["offset"]))
     code, end = "=", 0
     for name in order:
-        one, offset = _checked(found[name]["code"]), found[name]["offset"]
+        one, offset = found[name]["code"], found[name]["offset"]
         code += f"{offset - end}x{one}"
         end = offset + struct.calcsize(f"={one}")
     storage = _column_of(column, RecordsType).storage
