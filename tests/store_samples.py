@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from store_checks import identical
+
+from shmloader.testing import identical
 
 
 class Point(NamedTuple):

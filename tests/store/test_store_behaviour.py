@@ -16,7 +16,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_checks import identical
 from store_samples import Colour, Point
 
 import shmloader
@@ -26,6 +25,7 @@ from shmloader.store import Store
 from shmloader.store.handles import pack, unpack
 from shmloader.store.memory import progress_bar
 from shmloader.store.take import join
+from shmloader.testing import identical
 
 ROWS = 5000
 

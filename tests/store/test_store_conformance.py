@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-import store_checks as conformance
 import torch
 from store_samples import Colour, Custom, Frozen, Person, Point
 
 from shmloader import share
+from shmloader import testing as conformance
 from shmloader.store import Store
 from shmloader.store.rows import RowStore
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from store_checks import identical
 
 from shmloader import open as open_store
 from shmloader import share
 from shmloader.store import Store
+from shmloader.testing import identical
 
 
 def rows_with_some_of(names: int, count: int = 3000) -> list[dict[str, Any]]:

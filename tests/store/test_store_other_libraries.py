@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from store_checks import identical
 
 from shmloader import DataLoader, NotSharedWarning, share
 from shmloader import open as open_store
 from shmloader.store import Store
 from shmloader.store.handles import is_shared, pack, unpack
 from shmloader.store.mapped_files import MappedFiles
+from shmloader.testing import identical
 
 
 @pytest.fixture

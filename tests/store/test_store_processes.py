@@ -15,12 +15,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from store_checks import identical
 from store_samples import Person
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from shmloader import share
 from shmloader.shared_memory.sealed_buffer import buffer_at
+from shmloader.testing import identical
 
 ROWS = 50_000
 

@@ -1,4 +1,10 @@
-"""Checks that every kind of store passes, also one of a program's own (docs/stores.md).
+"""Checks for stores of one's own: every kind of store passes them.
+
+    from shmloader.testing import CHECKS
+
+    @pytest.mark.parametrize("check", CHECKS)
+    def test_my_store(check):
+        check(MyStore(rows), rows)
 
 Each check takes a store and a list of the rows it was made from, and raises AssertionError with what is
 wrong. They need no test framework. `identical` is the comparison they use: equal and of the same types,
