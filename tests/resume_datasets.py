@@ -62,14 +62,17 @@ class Plain(Drawing):
 
 
 class Late(Plain):
-    """The first sample waits until twelve others were fetched, where there is a worker for them."""
+    """The first sample waits until sixteen others were fetched, where there is a worker for them.
+
+    Of two workers, the other one fetches so many only when two of its batches were taken.
+    """
 
     def __getitem__(self, index: int) -> torch.Tensor:
         assert self.log is not None
         info = torch.utils.data.get_worker_info()
         deadline_s = time.monotonic() + 30
         while index == 0 and info is not None and info.num_workers > 1:
-            if self.log.exists() and len(self.log.read_text().split()) >= 12:
+            if self.log.exists() and len(self.log.read_text().split()) >= 16:
                 break
             assert time.monotonic() < deadline_s
             time.sleep(0.01)

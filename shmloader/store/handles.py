@@ -179,7 +179,8 @@ def register(kind: type, reduce: _Reduce) -> None:
         reduced = reduce(value, _files_to_send()) if _sends_handles() else None
         if reduced is not None:
             return reduced
-        return value.__reduce_ex__(4) if copy is None else copy(value)  # no reducer is told the protocol
+        # No reducer is told the protocol; multiprocessing takes the default.
+        return value.__reduce_ex__(pickle.DEFAULT_PROTOCOL) if copy is None else copy(value)
 
     _reducers[kind] = reduce
     ForkingPickler.register(kind, reduce_or_copy)

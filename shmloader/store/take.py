@@ -268,7 +268,7 @@ def _block(column: Any, memory: SharedBuffer) -> tuple[Array, ArrayKind] | None:
     elif column.null_count or not _is_number(kind):
         return None
     else:
-        dtype = np.dtype(kind.to_pandas_dtype())
+        dtype = np.dtype(str(kind))  # to_pandas_dtype() imports pandas in older releases of pyarrow
         found = np.frombuffer(column.buffers()[1] or b"", dtype)[column.offset : column.offset + len(column)]
     return found, _KIND_OF_NUMBERS[found.dtype.kind]
 

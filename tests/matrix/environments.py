@@ -18,15 +18,16 @@ CACHE = REPOSITORY / ".matrix"
 # the newest that there is.
 DEBIAN = {"trixie": ("3.13", "2.6"), "sid": ("3.14", "2.14")}
 PACKAGES = "python3-torch python3-numpy python3-psutil python3-venv procps git iproute2".split()
-TOOLS = "pyarrow pytest pytest-timeout hypothesis tqdm matplotlib setuptools".split()
+TOOLS = "pyarrow pytest pytest-timeout pytest-xdist hypothesis tqdm matplotlib setuptools".split()
 
-# Runs the rest in the system $1, at its folder $2. UCX, which Debian's torch loads, would take signals over.
+# Runs the rest in the system $1, at its folder $2. UCX, which Debian's torch loads, would take signals over;
+# libuv it may lack.
 ENTER = """
 set -eu
 for place in proc sys dev; do mount --rbind /$place "$1/$place"; done
 mount -t tmpfs -o size=8g shm "$1/dev/shm"
 root=$1; place=$2; shift 2
-exec chroot "$root" env --chdir="$place" UCX_DEBUG_SIGNO=0 UCX_HANDLE_ERRORS=none "$@"
+exec chroot "$root" env --chdir="$place" UCX_DEBUG_SIGNO=0 UCX_HANDLE_ERRORS=none USE_LIBUV=0 "$@"
 """
 
 
@@ -133,16 +134,21 @@ class Debian(Environment):
         if not self.root.exists():
             self._bootstrap()
         self.suite.mkdir(exist_ok=True)
-        for path in ("etc/resolv.conf", "etc/hosts", "etc/pip.conf", "etc/ssl/certs/ca-certificates.crt"):
-            if (source := Path("/") / path).exists():
-                (self.root / path).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(source, self.root / path)
         if not (self.root / "venv/bin/pip").exists():
+            self._copy_settings()
             self._install_packages()
+        self._copy_settings()  # Debian's ca-certificates has written a file of its own meanwhile
         shutil.copy(wheel, self.root)
         write_constraints(self.root, self._debians("torch", "numpy", "psutil"))
         # One by one: Debian's torch asks for a sympy that Debian does not have.
         self.install(f"/{wheel.name}", *TOOLS)
+
+    def _copy_settings(self) -> None:
+        """Give the system this machine's way to its mirrors and package indices."""
+        for path in ("etc/resolv.conf", "etc/hosts", "etc/pip.conf", "etc/ssl/certs/ca-certificates.crt"):
+            if (source := Path("/") / path).exists():
+                (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source, self.root / path)
 
     def _bootstrap(self) -> None:
         new = CACHE / f"{self.release}.new"

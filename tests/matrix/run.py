@@ -132,6 +132,8 @@ def main() -> int:
             line = test_in(known[name], wheel, words[split + 1 :])
         except Unavailable as reason:
             line = f"skipped: {reason}"
+        except subprocess.CalledProcessError as error:  # its output stands above
+            line = f"FAILED: a command of its preparation ended with status {error.returncode}"
         lines.append(f"{name:<18} {line}, {(time.monotonic() - began_s) / 60:.0f} minutes")
     print("", *lines, sep="\n")
     return any("FAILED" in line for line in lines)

@@ -185,6 +185,8 @@ def _arrays() -> dict[str, Callable[[], Any]]:
         made[f"array {code}"] = lambda code=code: [
             array(code, *shape) for shape in ((), (0,), (3,), (4, 0, 2), (50, 60))
         ]
+    if hasattr(np.dtypes, "StringDType"):  # NumPy 2
+        made["StringDType"] = lambda: np.array(["é", "long" * 40], dtype=np.dtypes.StringDType())
     scalars = (np.float32(1.5), np.int64(-3), np.bool_(True), np.complex64(1j), np.float16("nan"))
     times = (np.datetime64("2020-01-02T03:04:05"), np.timedelta64(5, "D"), np.str_("é"))
     return made | {
@@ -203,7 +205,6 @@ def _arrays() -> dict[str, Callable[[], Any]]:
         "one object": lambda: np.array({"a": 1}, dtype=object),
         "objects F": lambda: np.asfortranarray(np.array([[1, "a"], [None, 2.5]], dtype=object)),
         "record with object": lambda: np.array([(1, "a")], dtype=[("n", "i4"), ("o", "O")]),
-        "StringDType": lambda: np.array(["é", "long" * 40], dtype=np.dtypes.StringDType()),
         "masked": lambda: np.ma.masked_greater(array("f4", BIG), 100),
         "read-only subclass": lambda: readonly(array("f4", BIG).view(t.TaggedArray)),
         "strided subclass": lambda: array("f4", 60, 50)[::2, ::3].view(t.TaggedArray),

@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+import shmloader.store.memory  # noqa: F401 - it registers the reducers
 from shmloader import DataLoader, LoaderError, WorkerDied
 
 ROWS, COLUMNS = 50, 1 << 17  # 50 MB of int64
@@ -187,3 +189,15 @@ def test_arrays_elsewhere_are_pickled_as_ever(file: Path) -> None:
     """The reducers are this library's pickles' alone."""
     array = np.load(file, mmap_mode="r")
     assert len(pickle.dumps(array)) > array.nbytes
+
+
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_arrays_elsewhere_are_sent_by_the_default_protocol(
+    protocol: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It decides whether they keep their byte order; it is 5 from Python 3.14 on."""
+    monkeypatch.setattr(pickle, "DEFAULT_PROTOCOL", protocol)
+    array = np.arange(3, dtype=">i4")
+    got = pickle.loads(ForkingPickler.dumps(array, protocol))
+    assert got.tolist() == array.tolist()
+    assert got.dtype.str == pickle.loads(pickle.dumps(array, protocol)).dtype.str

@@ -156,15 +156,14 @@ def test_empty_tables_are_described() -> None:
         assert "0 rows" in repr(store)
 
 
-@pytest.mark.parametrize(
-    "column",
-    [
-        pa.array(["x" * 30, "y", None], pa.string_view()),
-        pa.RunEndEncodedArray.from_arrays(pa.array([2, 3], pa.int32()), pa.array(["x", "y"])),
-    ],
-    ids=["string_view", "run_end_encoded"],
-)
-def test_types_that_arrow_cannot_gather_are_taken_row_by_row(column: Any) -> None:
+@pytest.mark.parametrize("kind", ["string_view", "run_end_encoded"])
+def test_types_that_arrow_cannot_gather_are_taken_row_by_row(kind: str) -> None:
+    if kind == "run_end_encoded":
+        column = pa.RunEndEncodedArray.from_arrays(pa.array([2, 3], pa.int32()), pa.array(["x", "y"]))
+    elif hasattr(pa, kind):
+        column = pa.array(["x" * 30, "y", None], pa.string_view())
+    else:
+        pytest.skip("this release of pyarrow has no string_view")
     values = column.to_pylist()
     numbers = [2, 0, 0, 1, -1]
     wanted = [values[number] for number in numbers]
