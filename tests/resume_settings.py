@@ -82,8 +82,8 @@ def by_distributed_checkpoint(state: State, make: Make) -> State:
     """Loads only the keys that a new loader's own state has."""
     found = {"loader": make().state_dict()}
     with tempfile.TemporaryDirectory() as folder:
-        torch.distributed.checkpoint.save({"loader": state}, checkpoint_id=folder, no_dist=True)
-        torch.distributed.checkpoint.load(found, checkpoint_id=folder, no_dist=True)
+        torch.distributed.checkpoint.save({"loader": state}, checkpoint_id=folder)
+        torch.distributed.checkpoint.load(found, checkpoint_id=folder)
     return found["loader"]
 
 

@@ -32,7 +32,7 @@ def taken(loader: DataLoader[Any], batches: int) -> tuple[list[Any], State]:
     return had, state
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is .*uninitialized")
 @given(st.data())
 @settings(max_examples=200 if LONG else 40, deadline=None)
 def test_each_sample_comes_exactly_once_over_three_runs(data: Any) -> None:

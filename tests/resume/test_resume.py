@@ -35,7 +35,7 @@ from torch.utils.data import (
 
 from shmloader import DataLoader, ShardedSampler
 
-QUIET = ("ignore:This DataLoader will create", "ignore:torch.distributed is disabled")
+QUIET = ("ignore:This DataLoader will create", "ignore:torch.distributed is .*uninitialized")
 SAMPLERS = "sequential random replacement subset weighted distributed sharded stateful to_the_end own".split()
 
 

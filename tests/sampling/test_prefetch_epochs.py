@@ -301,4 +301,6 @@ def test_where_it_would_change_the_order_nothing_is_made_early_and_that_is_said(
     ) as said:
         statistics = assert_same(whole, make)
     assert statistics.epochs_prefetched == statistics.epochs_in_vain == 0
-    assert {warning.filename for warning in said} == {__file__}, "it points at the program"
+    # Others are Python's own about forks.
+    places = {warning.filename for warning in said if issubclass(warning.category, UserWarning)}
+    assert places == {__file__}, "it points at the program"
