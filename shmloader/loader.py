@@ -285,8 +285,8 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         """Call ``set_epoch(epoch)`` of the sampler, the batch sampler and the dataset, where they have it.
 
         Call it before ``iter(loader)``. It reaches the dataset in persistent workers too, which begin the
-        next epoch with it. Without it, workers are sent those attributes of the dataset that are numbers,
-        strings, booleans or None and that the program has changed since.
+        next epoch with it. Without it, workers are sent what has changed of a dataset that has ``set_epoch``:
+        those of its attributes that are numbers, strings, booleans or None.
 
         Args:
             epoch: The number.

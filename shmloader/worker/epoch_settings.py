@@ -1,9 +1,10 @@
 """Settings that workers get when an epoch begins, with the attributes of the dataset that have changed.
 
 A persistent worker has a copy of the dataset from the time when it was started. A later change by the
-program, ``dataset.set_epoch(3)`` say, would never reach it. So the main process looks at the dataset when an
-epoch begins, and sends workers the plain attributes (numbers, strings, booleans, None) that have changed. For
-others there is ``loader.set_epoch()``.
+program, ``dataset.set_epoch(3)`` say, would never reach it. So the main process looks at datasets with a
+method ``set_epoch`` when an epoch begins, and sends workers their plain attributes (numbers, strings,
+booleans, None) that have changed. For others there is ``loader.set_epoch()``. Datasets without that method
+stay as the workers got them: torch's own tests rely on it.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def datasets_in(dataset: Any) -> list[tuple[Path, Any]]:
 
 
 class DatasetState:
-    """The plain attributes of a dataset as its workers know them. Lives in the main process.
+    """The plain attributes of datasets with ``set_epoch``, as workers know them. Lives in the main process.
 
     Args:
         dataset: The dataset that the workers are being started with.
@@ -118,5 +119,5 @@ def _plain_attributes(dataset: Any) -> dict[Path, dict[str, Any]]:
     return {
         path: {name: value for name, value in vars(one).items() if type(value) in _PLAIN}
         for path, one in datasets_in(dataset)
-        if hasattr(one, "__dict__")
+        if hasattr(one, "__dict__") and callable(getattr(one, "set_epoch", None))
     }

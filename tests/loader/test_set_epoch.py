@@ -84,6 +84,27 @@ def test_a_call_on_the_dataset_takes_effect_in_persistent_workers(how: str, warm
                 assert batch["scale"].tolist() == [epoch / 8] * 4
 
 
+class Plain(Dataset):
+    """A dataset without ``set_epoch``."""
+
+    start = 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return self.start
+
+
+@pytest.mark.parametrize("loader_class", [DataLoader, torch.utils.data.DataLoader])
+def test_a_dataset_without_set_epoch_stays_as_persistent_workers_got_it(loader_class: Any) -> None:
+    dataset = Plain()
+    loader = loader_class(dataset, num_workers=1, persistent_workers=True)
+    for start in range(3):
+        assert torch.cat(list(loader)).tolist() == [0] * 4
+        dataset.start = start
+
+
 @pytest.mark.parametrize("wrapped", WRAPPED)
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_the_loaders_own_call_reaches_datasets_inside_datasets(wrapped: str, num_workers: int) -> None:

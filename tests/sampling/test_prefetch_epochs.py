@@ -210,6 +210,9 @@ def test_an_epoch_left_early_discards_what_was_made_early(cut: int, which: str) 
 class HasEpoch(Numbered):
     epoch = 0
 
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
     def __getitem__(self, index: int) -> torch.Tensor:
         return super().__getitem__(index) + 1000 * self.epoch
 
@@ -219,9 +222,7 @@ def test_a_dataset_that_is_told_of_the_epoch_has_it_in_every_batch(through: str)
     dataset = HasEpoch(16)
     with DataLoader(dataset, 4, num_workers=2, persistent_workers=True, prefetch_epochs=True) as loader:
         for epoch in range(4):
-            if through == "loader":
-                loader.set_epoch(epoch)
-            dataset.epoch = epoch
+            (loader if through == "loader" else dataset).set_epoch(epoch)
             assert [int(batch[0, 0]) for batch in loader] == [1000 * epoch + k for k in range(0, 16, 4)]
         assert loader.statistics().epochs_in_vain > 0
 
