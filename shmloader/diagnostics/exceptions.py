@@ -18,9 +18,11 @@ import pickle
 import pkgutil
 import re
 import traceback
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 _MOST_IN_A_CHAIN = 32
+_PICKLING_METHODS = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
@@ -43,7 +45,13 @@ class Failure(NamedTuple):
 
 
 def capture(error: BaseException, where: str, bad_samples: bytes = b"") -> Failure:
-    """Pack an exception, in the worker, with a line on where it was. Raises nothing, whatever it is."""
+    """Pack an exception, in the worker. Raises nothing, whatever the exception is.
+
+    Args:
+        error: The exception, with its traceback.
+        where: One line that names the worker and the samples.
+        bad_samples: See `Failure`.
+    """
     try:
         formatted = traceback.TracebackException.from_exception(error, compact=True)
         formatted.__notes__ = None  # they are sent with the exception
@@ -51,7 +59,7 @@ def capture(error: BaseException, where: str, bad_samples: bytes = b"") -> Failu
     except BaseException as reason:  # noqa: BLE001 - formatting runs the user's code
         trace = f"{type(error).__name__}: its traceback could not be formatted ({type(reason).__name__})"
     note = f"{where}\nTraceback in the worker:\n{trace}"
-    return Failure(_pickle(error), _names_of(type(error)), text_of(error), note, bad_samples)
+    return Failure(_checked(_dump, error), _names_of(type(error)), text_of(error), note, bad_samples)
 
 
 def restore(failure: Failure) -> BaseException:
@@ -122,19 +130,27 @@ class _ErrorPickler(pickle.Pickler):
         for other in chain:
             self._depths.setdefault(id(other), depth)
         args, attributes = _contents_of(obj)
-        made = (_names_of(type(obj)), text_of(obj), args)
-        return _make, made, (attributes, *chain, obj.__suppress_context__), None, None, _fill
+        whole = _checked(pickle.dumps, obj) if _says_how_to_pickle(type(obj)) else b""
+        made: tuple[Any, ...] = (_make, (_names_of(type(obj)), text_of(obj), args))
+        if whole:
+            made, attributes = (pickle.loads, (whole,)), {"__notes__": attributes.get("__notes__", [])}
+        return *made, (attributes, *chain, obj.__suppress_context__), None, None, _fill
 
 
-def _pickle(error: BaseException) -> bytes:
+def _dump(error: BaseException) -> bytes:
+    file = io.BytesIO()
+    _ErrorPickler(file).dump(error)
+    return file.getvalue()
+
+
+def _checked(dump: Callable[[BaseException], bytes], error: BaseException) -> bytes:
     """Pickle an exception; empty if that fails, or if the copy has another class name or text."""
     with contextlib.suppress(BaseException):  # the user's code may raise anything
-        file = io.BytesIO()
-        _ErrorPickler(file).dump(error)
-        copy = pickle.loads(file.getvalue())
+        pickled = dump(error)
+        copy = pickle.loads(pickled)
         one, other = (_ADDRESS.sub("0x", text_of(one)) for one in (copy, error))
         if type(copy).__qualname__ == type(error).__qualname__ and one == other:
-            return file.getvalue()
+            return pickled
     return b""
 
 
@@ -150,6 +166,12 @@ def _names_of(kind: type) -> tuple[str, ...]:
     bases = [base for base in kind.__mro__ if issubclass(base, BaseException)]
     builtin = [base.__module__ for base in bases].index("builtins")
     return tuple(f"{base.__module__}:{base.__qualname__}" for base in bases[: builtin + 1])
+
+
+def _says_how_to_pickle(kind: type) -> bool:
+    """Whether a class replaces what its built-in base does when it is pickled."""
+    base = _builtin_base(kind)
+    return any(getattr(kind, name, None) is not getattr(base, name, None) for name in _PICKLING_METHODS)
 
 
 def _contents_of(error: BaseException) -> tuple[tuple[Any, ...], dict[str, Any]]:
