@@ -203,7 +203,7 @@ def main() -> int:
         for make, costs in measured.values():
             measure_resume(make, given.batches, costs)
         for make, costs in measured.values():
-            measure_throughput(make, 2000, 5, costs)
+            measure_throughput(make, 5_000, 5, costs)
     found = {name: costs.medians() for name, (_, costs) in measured.items()}
     rows = [
         [
