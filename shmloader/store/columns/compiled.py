@@ -17,11 +17,26 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.columns.types import ClassFinder
 
 _FOLLOWING = "j = i + 1"
+
+NUMBER_CODES = {
+    pa.int8(): "b",
+    pa.int16(): "h",
+    pa.int32(): "i",
+    pa.int64(): "q",
+    pa.uint8(): "B",
+    pa.uint16(): "H",
+    pa.uint32(): "I",
+    pa.uint64(): "Q",
+    pa.float32(): "f",
+    pa.float64(): "d",
+}
+"""Types of numbers, with the codes that ``memoryview``, ``struct`` and NumPy have for them."""
 
 Reader = Callable[[int], Any]
 """Reads one row of a column, by its number."""

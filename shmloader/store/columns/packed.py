@@ -16,24 +16,13 @@ import pyarrow as pa
 from pyarrow import types as arrow
 
 from shmloader.store.arrays import Array
-from shmloader.store.columns.compiled import Scope, numbers_of, octets_of
+from shmloader.store.columns.compiled import NUMBER_CODES, Scope, numbers_of, octets_of
 from shmloader.store.columns.types import KeysType, PackedType, PythonType, RecordsType
 
 LEAST_NUMBERS = 3
 """Fewer in a record stay columns."""
 
-_CODES = {
-    pa.int8(): "b",
-    pa.int16(): "h",
-    pa.int32(): "i",
-    pa.int64(): "q",
-    pa.uint8(): "B",
-    pa.uint16(): "H",
-    pa.uint32(): "I",
-    pa.uint64(): "Q",
-    pa.float64(): "d",
-    pa.bool_(): "?",
-}
+_CODES = {**NUMBER_CODES, pa.bool_(): "?"}
 """Types of numbers that are packed, with the codes that `struct` and NumPy have for them."""
 
 

@@ -17,22 +17,17 @@ from pyarrow import types as arrow
 
 from shmloader.store.columns import types
 from shmloader.store.columns.arrays import array_expression, dtype_named
-from shmloader.store.columns.compiled import Reader, Scope, compile_reader, numbers_of, octets_of
+from shmloader.store.columns.compiled import (
+    NUMBER_CODES,
+    Reader,
+    Scope,
+    compile_reader,
+    numbers_of,
+    octets_of,
+)
 from shmloader.store.columns.packed import absent, fields_of, keys_of, numbers, unpacking
 from shmloader.store.columns.types import maker_of
 
-_CODES = {
-    pa.int8(): "b",
-    pa.int16(): "h",
-    pa.int32(): "i",
-    pa.int64(): "q",
-    pa.uint8(): "B",
-    pa.uint16(): "H",
-    pa.uint32(): "I",
-    pa.uint64(): "Q",
-    pa.float32(): "f",
-    pa.float64(): "d",
-}
 _MOST_FORMS = 64  # of dicts with optional keys that have a function of their own, in each chunk
 _EPOCH = dt.datetime(1970, 1, 1)  # noqa: DTZ001 - Arrow's
 _PATHS = {kind.__name__: kind for kind in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)}
@@ -81,7 +76,7 @@ def _present(column: Any, scope: Scope) -> str:
 
 def _value_of(kind: Any) -> Callable[[Any, Scope], str] | None:
     """The reader of a type's values that are not null; None for those left to Arrow's scalars."""
-    if kind in _CODES:
+    if kind in NUMBER_CODES:
         return _number
     for fits, read in _READ:
         if fits(kind):
@@ -98,7 +93,7 @@ def _bit(bits: str, offset: int) -> str:
 
 
 def _number(column: Any, scope: Scope) -> str:
-    return f"{scope.bind(numbers_of(column, 1, _CODES[column.type], len(column)))}[i]"
+    return f"{scope.bind(numbers_of(column, 1, NUMBER_CODES[column.type], len(column)))}[i]"
 
 
 def _bool(column: Any, scope: Scope) -> str:
@@ -193,8 +188,8 @@ class _Forms(dict[int, Reader]):
 def _list(column: Any, scope: Scope) -> str:
     ends = scope.bind(numbers_of(column, 1, "i" if arrow.is_list(column.type) else "q", len(column) + 1))
     items = column.values
-    if items.type in _CODES and not items.null_count and len(items):
-        numbers = scope.bind(numbers_of(items, 1, _CODES[items.type], len(items)))
+    if items.type in NUMBER_CODES and not items.null_count and len(items):
+        numbers = scope.bind(numbers_of(items, 1, NUMBER_CODES[items.type], len(items)))
         return f"{numbers}[{ends}[i] : {ends}[{scope.following()}]].tolist()"
     return f"[*map({_reader(items, scope)}, range({ends}[i], {ends}[{scope.following()}]))]"
 
@@ -202,8 +197,8 @@ def _list(column: Any, scope: Scope) -> str:
 def _fixed_list(column: Any, scope: Scope) -> str:
     items, length = column.values, column.type.list_size
     begin = f"(i + {column.offset}) * {length}" if column.offset else f"i * {length}"
-    if items.type in _CODES and not items.null_count and len(items):
-        numbers = scope.bind(numbers_of(items, 1, _CODES[items.type], len(items)))
+    if items.type in NUMBER_CODES and not items.null_count and len(items):
+        numbers = scope.bind(numbers_of(items, 1, NUMBER_CODES[items.type], len(items)))
         return f"{numbers}[{begin} : {begin} + {length}].tolist()"
     if length == 1:
         return f"[{_reader(items, scope)}({begin})]"
