@@ -19,7 +19,7 @@ from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.columns import merge
 from shmloader.store.columns.compiled import Reader, Scope
 from shmloader.store.columns.encode import Encoder
-from shmloader.store.columns.packed import field_of_struct, names_of, unpacked
+from shmloader.store.columns.packed import field_of_struct, names_of, structs_of, unpacked
 from shmloader.store.columns.read import make_reader
 from shmloader.store.columns.types import (
     Classes,
@@ -27,7 +27,6 @@ from shmloader.store.columns.types import (
     LinkType,
     dictionary_outside,
     find_types,
-    storage_of,
 )
 from shmloader.store.handles import reduce_arrow_buffer, register
 
@@ -106,13 +105,13 @@ def field_of(column: Any, name: str | int) -> Any:
     column = dictionary_outside(column)
     if pa.types.is_dictionary(column.type):
         return pa.DictionaryArray.from_arrays(column.indices, field_of(column.dictionary, name))
-    storage = storage_of(column)
-    if pa.types.is_struct(storage.type) and not storage.null_count:
-        names = names_of(storage.type)
-        if isinstance(name, int) and storage is not column and 0 <= name < len(names):
+    structs = structs_of(column)
+    if structs is not None and not structs.null_count:
+        names = names_of(structs.type)
+        if isinstance(name, int) and structs is not column and 0 <= name < len(names):
             name = names[name]
         if names.count(str(name)) == 1:
-            return field_of_struct(storage, str(name))
+            return field_of_struct(structs, str(name))
     raise KeyError(name)
 
 

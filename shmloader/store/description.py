@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from shmloader.store.columns.packed import field_of_struct, names_of, numbers
+from shmloader.store.columns.packed import field_of_struct, names_of, numbers, structs_of
 from shmloader.store.columns.types import (
     KeysType,
     LinkType,
@@ -21,7 +21,6 @@ from shmloader.store.columns.types import (
     RecordsType,
     children_of,
     find_types,
-    storage_of,
 )
 
 _MOST_SHOWN = 5  # rows in the table of a repr
@@ -133,9 +132,9 @@ def _describe(name: str, parts: list[Any], type_of_link: Callable[[int], Any]) -
 
 
 def _parts_of(column: Any) -> list[tuple[str, Any]]:
-    storage = storage_of(column)
-    if pa.types.is_struct(storage.type) and storage.type.num_fields:
-        return [(name, field_of_struct(storage, name)) for name in names_of(storage.type)]
+    structs = structs_of(column)
+    if structs is not None and structs.type.num_fields:
+        return [(name, field_of_struct(structs, name)) for name in names_of(structs.type)]
     return [("", column)]
 
 

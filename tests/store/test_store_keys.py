@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 
 from shmloader import open as open_store
 from shmloader import share
 from shmloader.store import Store
+from shmloader.store.columns.types import ArrayType
 from shmloader.testing import identical
 
 
@@ -101,6 +103,35 @@ def test_a_chunk_of_none_beside_chunks_of_arrays_stays_none(tmp_path: Path) -> N
     for number in (0, 19_999, 20_000, 20_001, 40_000, -1):
         assert identical(opened[number], rows[number])
         assert identical(store[number], rows[number])
+
+
+@pytest.mark.parametrize("beside", [[], 1, None, {"a": 1, "b": 2, "c": 3}])
+@pytest.mark.parametrize("empty", [torch.tensor([]), np.zeros((0, 3), "u1"), np.zeros((2, 0), ">f4")])
+def test_arrays_without_items_stand_beside_anything(empty: Any, beside: Any, tmp_path: Path) -> None:
+    """Each is a column, and the columns after it are read right."""
+    rows = [{"x": empty, "n": 1}, {"x": beside, "n": 2}, {"x": [empty, beside], "n": 3}]
+    store = share(rows)
+    store.save(tmp_path / "rows.arrow")
+    assert all(map(identical, store, rows))
+    assert all(map(identical, open_store(tmp_path / "rows.arrow"), rows))
+
+
+@pytest.mark.parametrize("empty", [torch.tensor([]), np.zeros((0, 3), "u1")])
+def test_arrays_without_items_alone(empty: Any, tmp_path: Path) -> None:
+    store = share([{"x": empty}, {"x": empty[:0]}] * 20)
+    store.save(tmp_path / "rows.parquet")
+    assert all(map(identical, open_store(tmp_path / "rows.parquet"), store))
+    assert share([empty] * 20).take(range(20)).shape == (20, *empty.shape)
+
+
+def test_arrays_without_items_are_read_from_files_that_have_no_column_for_them(tmp_path: Path) -> None:
+    """As they were saved when their storage was Arrow's null."""
+    kind = ArrayType(pa.null(), dtype="<f8", shape=[0, 3])
+    column = pa.chunked_array([kind.wrap(pa.nulls(3))])
+    share(pa.table({"n": [1, 2, 3], "x": column})).save(tmp_path / "rows.arrow")
+    opened = open_store(tmp_path / "rows.arrow")
+    assert identical(opened[2], {"n": 3, "x": np.zeros((0, 3))})
+    assert opened["x"].take(range(3)).shape == (3, 0, 3)
 
 
 def test_files_of_one_pattern_may_differ_in_the_types_of_columns(tmp_path: Path) -> None:

@@ -61,12 +61,10 @@ def arrays_to_arrow(values: list[Any], kind: ArrayKind) -> Any:
     names = {"dtype": kind.dtype.str}
     if kind.torch_dtype is not None:
         names["tensor"] = str(kind.torch_dtype).removeprefix("torch.")
-    if len(shapes) == 1:
+    # How many fixed-size lists of no items there are Arrow cannot tell: such arrays are kept as ragged ones.
+    if len(shapes) == 1 and len(flat):
         shape = shapes.pop()
-        if math.prod(shape):
-            storage = pa.FixedSizeListArray.from_arrays(items, math.prod(shape) * width)
-        else:
-            storage = pa.nulls(len(arrays))  # Arrow cannot tell how many lists of no items there are
+        storage = pa.FixedSizeListArray.from_arrays(items, math.prod(shape) * width)
         return ArrayType(storage.type, shape=list(shape), **names).wrap(storage)
     sizes = np.array([array.shape for array in arrays], np.int64)
     lists = lists_to_arrow(sizes.prod(axis=1) * width, items)
@@ -135,7 +133,7 @@ def block_of(column: Any, memory: SharedBuffer | None = None) -> tuple[Array, Ar
     if shape is None:
         return None
     storage = column.storage
-    if arrow.is_null(storage.type):
+    if arrow.is_null(storage.type):  # arrays without items, in files of before
         return np.empty((len(storage), *shape), kind.dtype), kind
     if not arrow.is_fixed_size_list(storage.type):
         raise ValueError(f"arrays of shape {shape} over {storage.type} mean nothing")

@@ -17,13 +17,23 @@ from pyarrow import types as arrow
 
 from shmloader.store.arrays import Array
 from shmloader.store.columns.compiled import NUMBER_CODES, Scope, numbers_of, octets_of
-from shmloader.store.columns.types import KeysType, PackedType, PythonType, RecordsType
+from shmloader.store.columns.types import (
+    ArrayType,
+    KeysType,
+    PackedType,
+    PythonType,
+    RecordsType,
+    storage_of,
+)
 
 LEAST_NUMBERS = 3
 """Fewer in a record stay columns."""
 
 _CODES = {**NUMBER_CODES, pa.bool_(): "?"}
 """Types of numbers that are packed, with the codes that `struct` and NumPy have for them."""
+
+_NOTHING = pa.binary(0)
+"""Storage of placeholders. Not ``null``: pyarrow before 23 loses its place at extension types over that."""
 
 
 def fields_of(column: Any) -> dict[str, Any]:
@@ -32,6 +42,13 @@ def fields_of(column: Any) -> dict[str, Any]:
     return {
         name: field for name, field in found.items() if not isinstance(field.type, KeysType | RecordsType)
     }
+
+
+def structs_of(column: Any) -> Any:
+    """The structs that have the fields of a column's rows; None where these are no records."""
+    storage = storage_of(column)
+    is_records = arrow.is_struct(storage.type) and not isinstance(column.type, ArrayType)
+    return storage if is_records else None
 
 
 def names_of(kind: Any) -> list[str]:
@@ -90,15 +107,16 @@ def packed(column: Any) -> Any:
         chosen.sort(key=lambda name: -fields[name].type.bit_width)  # so that each is aligned
         dtype = np.dtype([(str(n), _CODES[fields[name].type]) for n, name in enumerate(chosen)], align=True)
         records = np.zeros(len(column), dtype)
+        placeholders = pa.Array.from_buffers(_NOTHING, len(column), [None, pa.py_buffer(b"")])
         for number, name in enumerate(chosen):
             filled = fields[name].fill_null(pa.scalar(0).cast(fields[name].type))
             records[str(number)] = filled.to_numpy(zero_copy_only=False)
             code, offset = _CODES[fields[name].type], dtype.fields[str(number)][1]  # type: ignore[index]
             said = {"code": code, "offset": offset}
-            kind = PackedType(pa.null(), **said)
+            kind = PackedType(_NOTHING, **said)
             if name == KeysType.NAME:
-                kind = KeysType(pa.null(), names=keys.type.parameters["names"], **said)
-            fields[name] = kind.wrap(pa.nulls(len(column)))
+                kind = KeysType(_NOTHING, names=keys.type.parameters["names"], **said)
+            fields[name] = kind.wrap(placeholders)
         octets = pa.py_buffer(records.view(np.uint8))
         storage = pa.Array.from_buffers(pa.binary(dtype.itemsize), len(column), [None, octets])
         fields[RecordsType.NAME] = RecordsType(storage.type).wrap(storage)
