@@ -13,9 +13,8 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 from threading import main_thread
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shmloader import torch_private
 from shmloader.arguments import THREAD, device_of, seeds_samples
@@ -30,13 +29,11 @@ from shmloader.resume.states import loaded_state
 from shmloader.sampling.array_samplers import index_arrays
 from shmloader.sampling.samplers import generator_states
 from shmloader.scheduling.auto import Auto
-from shmloader.scheduling.copies_ahead import copies_ahead_of
 from shmloader.scheduling.dispatcher import Dispatcher
 from shmloader.scheduling.ledger import ARRIVED, Task
 from shmloader.scheduling.lifecycle import IDLE, Lifecycle
-from shmloader.scheduling.restarts import RestartPolicy
 from shmloader.scheduling.scheduler import Scheduler
-from shmloader.slots import GuardedPool, SlotPool
+from shmloader.slots import SlotPool
 from shmloader.statistics import Counters
 from shmloader.store.unshared import warn_of_copies, watch_copies
 from shmloader.supervisor import Workers, start_workers
@@ -46,18 +43,10 @@ from shmloader.worker.epoch_settings import DatasetState, EpochSettings
 from shmloader.worker.fetcher import FetchRules
 from shmloader.worker.loop import WorkerArguments
 
+if TYPE_CHECKING:
+    import torch
 
-@dataclass
-class _CurrentEpoch:
-    """Settings of the current epoch, for workers that are started in it.
-
-    Attributes:
-        shared_seed: As in `EpochSettings`.
-        epoch: Number of the epoch over the iterator's life.
-    """
-
-    shared_seed: int | None
-    epoch: int = 0
+    from shmloader.scheduling.delivery import Delivery
 
 
 class SlotIterator(torch_private.BaseIterator):
@@ -93,28 +82,28 @@ class SlotIterator(torch_private.BaseIterator):
         self._dataset_state = DatasetState(self._dataset)
         self._states = states
         self._base_seed, epoch = states.seeds(loader, int(self._base_seed))
-        self._current_epoch = _CurrentEpoch(self._shared_seed, epoch)
+        # For workers that are started in this epoch; see `WorkerArguments`.
+        self._current_epoch: dict[str, Any] = {"shared_seed": self._shared_seed, "epoch": epoch}
         self._set_epoch: int | None = None
         num_workers, prefetch_factor = int(loader.num_workers), int(loader.prefetch_factor)
         device = device_of(loader)
-        pool_class = SlotPool if device is None and not self._pin_memory else GuardedPool
-        self.pool: SlotPool = pool_class.for_loader(
-            num_workers, prefetch_factor, loader.memory_budget_nbytes, counters
-        )
+        pool_class = SlotPool
+        if device is not None or self._pin_memory:
+            from shmloader.device import GuardedPool as pool_class  # noqa: N813
+        self.pool = pool_class.for_loader(num_workers, prefetch_factor, loader.memory_budget_nbytes, counters)
         workers: Workers | None = None
         try:
             workers = self._all_workers = self._start_workers(loader, auto)
             # Runs when the iterator dies and at interpreter exit; refers to the parts, not to the iterator.
             self._finalizer = weakref.finalize(self, _stop, os.getpid(), workers, self.pool)
-            policy = RestartPolicy(loader.worker_restarts, self._timeout)
-            self._dispatcher = Dispatcher(self.pool, workers, counters, policy, self._lifecycle)
-            self._dispatcher.ledger.epoch = epoch
-            pin_device = self._pin_memory_device if self._pin_memory else None
-            self._ahead = copies_ahead_of(self._dispatcher, counters, pin_device, device)
-            self._copies = watch_copies(loader, workers.processes)
-            self._scheduler = Scheduler(
-                loader, self._index_sampler, self._dispatcher, counters, self._lifecycle, auto
+            restarts, timeout_s = loader.worker_restarts, self._timeout
+            self._dispatcher = dispatcher = Dispatcher(
+                self.pool, workers, self._lifecycle, restarts=restarts, timeout_s=timeout_s
             )
+            dispatcher.ledger.epoch = epoch
+            self._delivery = self._make_delivery(device)
+            self._copies = watch_copies(loader, workers.processes)
+            self._scheduler = Scheduler(loader, self._index_sampler, dispatcher, auto)
             self._reset(loader, first_iter=True)
         except BaseException:
             with HeldInterrupts():
@@ -148,12 +137,17 @@ class SlotIterator(torch_private.BaseIterator):
             seeds_samples=seeds_samples(loader),
         )
         current = self._current_epoch  # not the iterator, which must die alone
-
-        def arguments_of(worker_id: int) -> WorkerArguments:
-            return make_arguments(worker_id=worker_id, shared_seed=current.shared_seed, epoch=current.epoch)
-
         self.pool.keeps_granted = loader.worker_type == THREAD
-        return start_workers(loader, arguments_of)
+        return start_workers(loader, lambda worker_id: make_arguments(worker_id=worker_id, **current))
+
+    def _make_delivery(self, device: torch.device | None) -> Delivery | None:
+        """Make the `Delivery` of pinned or device batches, after workers were forked: it initialises CUDA."""
+        if device is None and not self._pin_memory:
+            return None
+        from shmloader.scheduling.delivery import Delivery
+
+        pin_device = self._pin_memory_device if self._pin_memory else None
+        return Delivery(self._dispatcher, pin_device, device)
 
     # --- epochs
 
@@ -183,13 +177,13 @@ class SlotIterator(torch_private.BaseIterator):
         settings = EpochSettings(None, self._set_epoch, self._dataset_state.changes())
         early = scheduler.take_early(discard=settings != (None, None, {}))
         sampler_iter = self._reset_sampler(loader, early, first_iter=False)
-        self._current_epoch.shared_seed = self._shared_seed
-        self._current_epoch.epoch += 1
+        self._current_epoch["shared_seed"] = self._shared_seed
+        self._current_epoch["epoch"] += 1
         if early is not None:
             scheduler.go_on(sampler_iter)
         else:
-            if self._ahead is not None:
-                self._ahead.drop()
+            if self._delivery is not None:
+                self._delivery.drop()
             self._dispatcher.begin_epoch(pickle.dumps(settings._replace(shared_seed=self._shared_seed), 5))
             # Not before: an exception of the sampler, say, leaves them to the next attempt.
             self._set_epoch = None
@@ -208,7 +202,7 @@ class SlotIterator(torch_private.BaseIterator):
             super()._reset(loader, first_iter)
             if early is None:
                 self._sampler_iter = index_arrays(index_sampler) or self._sampler_iter
-            seeds = int(self._base_seed), self._current_epoch.epoch + (not first_iter)
+            seeds = int(self._base_seed), self._current_epoch["epoch"] + (not first_iter)
             sampler_iter, self._progress = self._states.begin_epoch(loader, self._sampler_iter, before, seeds)
         except Exception as error:
             self._lifecycle.expect(error)  # the sampler's own, or of a state that cannot be resumed from
@@ -265,11 +259,11 @@ class SlotIterator(torch_private.BaseIterator):
 
     def _next_data(self) -> Any:
         """The next batch; torch's name for it, as its own ``__next__`` calls it."""
-        if self._ahead is not None and self._ahead.delivery.is_captured():
-            raise self._lifecycle.expect(self._ahead.delivery.capture_error())
+        delivery, ledger = self._delivery, self._dispatcher.ledger
+        if delivery is not None and delivery.is_captured():
+            raise self._lifecycle.expect(delivery.capture_error())  # no local variable: see `__next__`
         if self.pool.warning:
             self._warn()
-        ledger = self._dispatcher.ledger
         while True:
             task = ledger.due()
             if task is None:
@@ -283,8 +277,8 @@ class SlotIterator(torch_private.BaseIterator):
             if batch is not LEFT_OUT:
                 if not self._num_yielded:
                     self._counters.note_first_batch()
-                if self._ahead is not None:
-                    self._ahead.begin_next(in_order=self._in_order)
+                if delivery is not None:
+                    delivery.begin_next(in_order=self._in_order)
                 self._counters.last_next_ns = time.perf_counter_ns()
                 return batch
         raise self._end_epoch()
@@ -324,18 +318,18 @@ class SlotIterator(torch_private.BaseIterator):
         if not self._all_workers.workers:
             self._check_open()
         dispatcher, flags = self._dispatcher, task.flags
-        ahead, copy = self._ahead, None
-        if ahead is None:
+        delivery, finish_copy = self._delivery, None
+        if delivery is None:
             anchor, header = dispatcher.take(task)
         else:
-            anchor, header, copy = ahead.take(task)
+            anchor, header, finish_copy = delivery.take(task)
         dispatcher.ledger.finish(task)
         self._scheduler.send_more()
         report: StreamReport | None = None
         try:
-            if ahead is not None:
-                copy = copy or ahead.begin(task, anchor, header)
-            batch = self._decoder.decode(anchor, header) if copy is None else copy.finish()
+            if delivery is not None:
+                finish_copy = finish_copy or delivery.begin(task, anchor, header)
+            batch = self._decoder.decode(anchor, header) if finish_copy is None else finish_copy()
             del anchor
             if flags & FAILED:
                 self._raise(batch)
@@ -345,8 +339,8 @@ class SlotIterator(torch_private.BaseIterator):
                 if batch is LEFT_OUT:
                     self._take(task, report)
                     return batch
-            if ahead is not None and copy is None:
-                batch = ahead.delivery.deliver(batch, task.slot)
+            if delivery is not None and finish_copy is None:
+                batch = delivery.deliver(batch, task)
         except Exception as error:
             self._take(task, report)  # the next call goes on behind it
             self._lifecycle.expect(error)

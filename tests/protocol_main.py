@@ -16,10 +16,8 @@ from shmloader.errors import LoaderError
 from shmloader.scheduling.dispatcher import Dispatcher
 from shmloader.scheduling.ledger import ARRIVED, Task, TaskState
 from shmloader.scheduling.lifecycle import Lifecycle
-from shmloader.scheduling.restarts import RestartPolicy
 from shmloader.shared_memory import PAGE_NBYTES
 from shmloader.slots import SlotPool, SlotState
-from shmloader.statistics import Counters
 from shmloader.wire.records import Published
 
 ONE_HAND = "a slot is in one hand at a time"
@@ -110,8 +108,9 @@ class Main:
         most_tasks = WORKERS * setting.prefetch
         self.pool = setting.pool(self.segment, most_tasks, (most_tasks + 2) * PAGE_NBYTES)
         self.workers = setting.workers(self)
-        self.policy = RestartPolicy(setting.restarts, timeout_s=1.0)
-        self.dispatcher = setting.dispatcher(self.pool, self.workers, Counters(), self.policy, Lifecycle())
+        self.dispatcher = setting.dispatcher(
+            self.pool, self.workers, Lifecycle(), restarts=setting.restarts, timeout_s=1.0
+        )
         self.ledger = self.dispatcher.ledger
         self.phase = "run"
         self.epoch = self.returned = self.sent = 0
@@ -257,12 +256,11 @@ class Main:
             self.epoch,
             self.returned,
             self.sent,
-            self.policy.restarts_left,
             tuple(sorted(self.held)),
             _canonical(_attributes(self.dispatcher, *_NO_STATE)),
             _canonical(_attributes(self.ledger, "arrived", "_due")),
             tuple(self.ledger.arrived),
-            _canonical(_attributes(self.pool, "segment", "slots", "budget", "_counters", "_warning")),
+            _canonical(_attributes(self.pool, "segment", "slots", "budget", "counters")),
             _canonical(_attributes(self.pool.budget)),
             tuple(slots),
             tuple(shown),
@@ -275,9 +273,9 @@ _NO_STATE = (
     "workers",
     "ledger",
     "inspection",
-    "_counters",
-    "_policy",
-    "_lifecycle",
+    "counters",
+    "lifecycle",
+    "_timeout_s",
     "_wait_ns",
 )
 

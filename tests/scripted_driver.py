@@ -45,7 +45,7 @@ class Stream:
 
 
 class ScriptedDriver:
-    """See `shmloader.device.driver.Driver`.
+    """See `shmloader.device.driver.CudaDriver`.
 
     Attributes:
         streams: All streams by number; those below 100 are devices' default streams.

@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +26,6 @@ import torch
 
 from shmloader.codec import structure_of
 from shmloader.codec.layout import ALIGNMENT, DTYPES, TENSOR, Leaf, table_of, unpack_table
-from shmloader.device.driver import Driver
 from shmloader.device.guard import DeviceGuard, Held
 from shmloader.slots import Slot, SlotState
 
@@ -133,46 +131,6 @@ def _nbytes(leaf: Leaf) -> int:
 _known_structure = functools.lru_cache(_MOST_KNOWN)(structure_of)
 
 
-@dataclass(frozen=True)
-class Copy:
-    """A batch that is being copied.
-
-    Attributes:
-        driver: The driver.
-        device: The device's number.
-        plan: The way of its leaves.
-        join: Makes the batch of its leaves.
-        memories: Device memory for each run.
-        held: Its event, and what is kept until it is done.
-        stream: The consumer's when the memory was allocated.
-        anchor: The slot's bytes, if leaves stay there.
-    """
-
-    driver: Driver
-    device: int
-    plan: Plan
-    join: Callable[[list[Any]], Any]
-    memories: list[torch.Tensor]
-    held: Held
-    stream: int
-    anchor: ByteArray | None
-
-    def finish(self) -> Any:
-        """The batch, for work on the stream that is current now."""
-        stream = self.driver.current_stream(self.device)
-        if self.held.event is not None:
-            self.driver.wait(stream, self.held.event)
-        leaves: list[Any] = [None] * self.plan.leaves
-        for run, memory in zip(self.plan.runs, self.memories, strict=True):
-            if stream != self.stream:
-                self.driver.use_on_current_stream(memory)
-            run.unpack(memory, leaves)
-        for place, leaf in self.plan.kept:
-            leaves[place] = np.ndarray(leaf.shape, DTYPES[leaf.code].carrier, self.anchor, leaf.offset)
-        self.memories.clear()  # from here on the consumer's stream is behind the copy
-        return self.join(leaves)
-
-
 class DeviceBatches:
     """Copies batches of one iterator to one device.
 
@@ -190,7 +148,7 @@ class DeviceBatches:
         self._device = device
         self._side: int | None = None
 
-    def begin(self, slot: Slot, anchor: ByteArray, header: bytes) -> Copy | None:
+    def begin(self, slot: Slot, anchor: ByteArray, header: bytes) -> Callable[[], Any] | None:
         """Queue the copies of a batch.
 
         Args:
@@ -199,7 +157,8 @@ class DeviceBatches:
             header: The batch's header.
 
         Returns:
-            None for a batch with objects of other classes than built-in containers, which move themselves.
+            A function that gives the batch, for work on the stream that is current when it is called. None
+            for a batch with objects of other classes than built-in containers, which move themselves.
         """
         known = len(header) <= _MOST_HEADER_NBYTES
         join = _known_structure(header) if known else structure_of(header)
@@ -223,4 +182,28 @@ class DeviceBatches:
         held = self.guard.hold(event, (anchor, memories))
         if slot.state is SlotState.LEASED:
             slot.unguarded = not plan.kept
-        return Copy(driver, device, plan, join, memories, held, stream, anchor if plan.kept else None)
+        kept = anchor if plan.kept else None
+        return functools.partial(self._finish, plan, join, memories, held, stream, kept)
+
+    def _finish(
+        self,
+        plan: Plan,
+        join: Callable[[list[Any]], Any],
+        memories: list[torch.Tensor],
+        held: Held,
+        allocated_on: int,
+        anchor: ByteArray | None,
+    ) -> Any:
+        """The batch whose copies were queued, its memory allocated for a stream of the program's."""
+        stream = self._driver.current_stream(self._device)
+        if held.event is not None:
+            self._driver.wait(stream, held.event)
+        leaves: list[Any] = [None] * plan.leaves
+        for run, memory in zip(plan.runs, memories, strict=True):
+            if stream != allocated_on:
+                self._driver.use_on_current_stream(memory)
+            run.unpack(memory, leaves)
+        for place, leaf in plan.kept:
+            leaves[place] = np.ndarray(leaf.shape, DTYPES[leaf.code].carrier, anchor, leaf.offset)
+        memories.clear()  # from here on the consumer's stream is behind the copy
+        return join(leaves)

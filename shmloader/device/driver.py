@@ -11,7 +11,7 @@ import ctypes
 import functools
 from collections.abc import Iterator
 from ctypes import POINTER, byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -96,68 +96,12 @@ class Event:
         self.device = device
 
 
-class Driver(Protocol):
-    """The calls that slots make; `CudaDriver`, or the scripted one of the tests.
+class CudaDriver:
+    """The calls that slots make of this process's CUDA devices.
 
     Devices are numbered as torch numbers them; a stream is the number that torch calls ``cuda_stream``.
     May be called by any thread of the process that first called it, never by one that was forked from it.
     Each call raises `DriverError` where it fails.
-    """
-
-    def active_devices(self) -> list[int]:
-        """Devices that this process has used so far."""
-
-    def register(self, address: int, nbytes: int) -> None:
-        """Page-lock memory for all devices."""
-
-    def unregister(self, address: int) -> None:
-        """Undo `register`; nothing may be reading the memory."""
-
-    def synchronize(self) -> None:
-        """Wait until all active devices have done everything that is queued."""
-
-    def record_all(self, device: int) -> Event:
-        """An event behind everything that is queued on a device now, on whatever stream."""
-
-    def is_done(self, event: Event) -> bool:
-        """Whether the work before an event is done. Does not wait."""
-
-    def recycle(self, event: Event) -> None:
-        """Give an event back; what waits for it already goes on doing so."""
-
-    def is_capturing(self) -> bool:
-        """Whether the calling thread's current stream captures a graph."""
-
-    def captures_open(self) -> bool:
-        """Whether any stream of torch's, or any blocking stream, captures a graph."""
-
-    def current_stream(self, device: int) -> int:
-        """The calling thread's current stream."""
-
-    def create_stream(self, device: int) -> int:
-        """A new stream that waits for no other by itself."""
-
-    def destroy_stream(self, stream: int, device: int) -> None:
-        """Wait for a stream's work and destroy it."""
-
-    def record(self, stream: int, device: int) -> Event:
-        """An event behind everything that is queued on a stream now."""
-
-    def wait(self, stream: int, event: Event) -> None:
-        """Have what is queued on a stream from now on wait for an event."""
-
-    def copy(self, address: int, source: int, nbytes: int, stream: int, device: int) -> None:
-        """Queue a copy to a device's memory; ``source`` is read when the stream comes to it."""
-
-    def allocate(self, nbytes: int, device: int) -> torch.Tensor:
-        """Uninitialised bytes on a device, of the caching allocator's memory for the current stream."""
-
-    def use_on_current_stream(self, tensor: torch.Tensor) -> None:
-        """Tell the caching allocator that the current stream uses memory that another one has allocated."""
-
-
-class CudaDriver:
-    """The `Driver` of this process's CUDA devices.
 
     Args:
         path: The library.
@@ -218,7 +162,7 @@ class CudaDriver:
         return version.value
 
     def active_devices(self) -> list[int]:
-        """See `Driver`."""
+        """Devices that this process has used so far."""
         found = []
         for device in range(torch.cuda.device_count()):
             flags, active = c_uint(), c_int(1)
@@ -229,7 +173,7 @@ class CudaDriver:
         return found
 
     def register(self, address: int, nbytes: int) -> None:
-        """See `Driver`."""
+        """Page-lock memory for all devices."""
         if self._home is None:
             current, active = torch.cuda.current_device(), self.active_devices()
             # A context takes memory of its device: none is made where there is one.
@@ -238,13 +182,13 @@ class CudaDriver:
             self._call("cuMemHostRegister_v2", address, nbytes, _PORTABLE)
 
     def unregister(self, address: int) -> None:
-        """See `Driver`."""
+        """Undo `register`; nothing may be reading the memory."""
         assert self._home is not None
         with self._on(self._home):
             self._call("cuMemHostUnregister", address)
 
     def synchronize(self) -> None:
-        """See `Driver`."""
+        """Wait until all active devices have done everything that is queued."""
         for device in self.active_devices():
             with self._on(device):
                 self._call("cuCtxSynchronize")
@@ -258,7 +202,7 @@ class CudaDriver:
         return Event(handle, device)
 
     def record_all(self, device: int) -> Event:
-        """See `Driver`."""
+        """An event behind everything that is queued on a device now, on whatever stream."""
         with self._on(device) as context:
             event = self._new_event(device)
             try:
@@ -269,7 +213,7 @@ class CudaDriver:
         return event
 
     def is_done(self, event: Event) -> bool:
-        """See `Driver`."""
+        """Whether the work before an event is done. Does not wait."""
         with self._on(event.device):
             code = self._calls["cuEventQuery"](event.handle)
             if code != _NOT_READY and code:
@@ -277,15 +221,15 @@ class CudaDriver:
         return bool(code == 0)
 
     def recycle(self, event: Event) -> None:
-        """See `Driver`."""
+        """Give an event back; what waits for it already goes on doing so."""
         self._events[event.device].append(event)
 
     def is_capturing(self) -> bool:
-        """See `Driver`."""
+        """Whether the calling thread's current stream captures a graph."""
         return torch.cuda.is_current_stream_capturing()
 
     def captures_open(self) -> bool:
-        """See `Driver`.
+        """Whether any stream of torch's, or any blocking stream, captures a graph.
 
         Nothing tells this of a whole context. torch captures on streams of its own pools, so those are asked;
         the default stream answers for all blocking streams, whoever made them.
@@ -311,50 +255,50 @@ class CudaDriver:
         return self._streams[device]
 
     def current_stream(self, device: int) -> int:
-        """See `Driver`."""
+        """The calling thread's current stream."""
         return int(torch.cuda.current_stream(device).cuda_stream)
 
     def create_stream(self, device: int) -> int:
-        """See `Driver`."""
+        """A new stream that waits for no other by itself."""
         stream = c_void_p()
         with self._on(device):
             self._call("cuStreamCreate", byref(stream), _NON_BLOCKING)
         return stream.value or 0
 
     def destroy_stream(self, stream: int, device: int) -> None:
-        """See `Driver`."""
+        """Wait for a stream's work and destroy it."""
         with self._on(device):
             self._call("cuStreamSynchronize", stream)
             self._call("cuStreamDestroy_v2", stream)
 
     def record(self, stream: int, device: int) -> Event:
-        """See `Driver`."""
+        """An event behind everything that is queued on a stream now."""
         with self._on(device):
             event = self._new_event(device)
             self._call("cuEventRecord", event.handle, stream)
         return event
 
     def wait(self, stream: int, event: Event) -> None:
-        """See `Driver`."""
+        """Have what is queued on a stream from now on wait for an event."""
         with self._on(event.device):
             self._call("cuStreamWaitEvent", stream, event.handle, 0)
 
     def copy(self, address: int, source: int, nbytes: int, stream: int, device: int) -> None:
-        """See `Driver`."""
+        """Queue a copy to a device's memory; ``source`` is read when the stream comes to it."""
         with self._on(device):
             self._call("cuMemcpyHtoDAsync_v2", address, source, nbytes, stream)
 
     def allocate(self, nbytes: int, device: int) -> torch.Tensor:
-        """See `Driver`."""
+        """Uninitialised bytes on a device, of the caching allocator's memory for the current stream."""
         return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
 
     def use_on_current_stream(self, tensor: torch.Tensor) -> None:
-        """See `Driver`."""
+        """Tell the caching allocator that the current stream uses memory that another one has allocated."""
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 @functools.cache
-def open_driver() -> Driver | str:
+def open_driver() -> CudaDriver | str:
     """The driver of this process, or the reason why slots cannot be page-locked here."""
     if torch.version.cuda is None:
         kind = torch.accelerator.current_accelerator()

@@ -7,9 +7,7 @@ import os
 from collections import deque
 from collections.abc import Sequence
 
-from shmloader.device import pinned
-from shmloader.device.driver import Driver, DriverError, Event
-from shmloader.shared_memory import Extent
+from shmloader.device.driver import CudaDriver, DriverError, Event
 from shmloader.slots import Slot
 
 
@@ -29,7 +27,7 @@ class Held:
 
 
 class DeviceGuard:
-    """The `Guard` of slots that CUDA devices read.
+    """Keeps slots back that CUDA devices may still read. Main process only, one thread at a time.
 
     One event for each device that is in use is recorded behind all work that is queued when leases have
     ended, on whatever stream; the slots wait for it. Events are done in the order in which they are recorded,
@@ -43,7 +41,7 @@ class DeviceGuard:
         driver: The driver.
     """
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: CudaDriver) -> None:
         self.driver = driver
         self._pid = os.getpid()
         self._ended: list[Slot] = []  # no event is recorded yet
@@ -52,24 +50,8 @@ class DeviceGuard:
         self._streams: list[tuple[int, int]] = []
         self._failed = False
 
-    # --- registrations
-
-    def map(self, extent: Extent) -> str:
-        """See `Guard`."""
-        return pinned.pin(self.driver, extent)
-
-    def unmap(self, extent: Extent) -> None:
-        """See `Guard`."""
-        pinned.unpin(extent)
-
-    def is_pinned(self, extent: Extent | None) -> bool:
-        """See `Guard`."""
-        return extent is not None and pinned.is_pinned(extent)
-
-    # --- slots that may be read
-
     def admits_leases(self) -> bool:
-        """See `Guard`."""
+        """Whether batches may be read in their slots now: not while this thread captures a graph."""
         return not self.driver.is_capturing()
 
     def create_stream(self, device: int) -> int:
@@ -85,14 +67,14 @@ class DeviceGuard:
         return held
 
     def drop_copied(self) -> None:
-        """See `Guard`."""
+        """End the leases of batches that have been copied to a device."""
         while self._copies and (event := self._copies[0].event) is not None and self._is_done(event):
             held = self._copies.popleft()
             held.event = held.kept = None
             self.driver.recycle(event)
 
     def end(self, slots: Sequence[Slot]) -> None:
-        """See `Guard`."""
+        """Take over slots whose leases have ended."""
         self._ended += slots
         if not self._ended or self._failed:
             return
@@ -111,7 +93,7 @@ class DeviceGuard:
         self._ended = []
 
     def done(self) -> list[Slot]:
-        """See `Guard`."""
+        """Slots that no work reads which was queued before their leases ended. Does not wait."""
         free: list[Slot] = []
         while self._waiting and all(map(self._is_done, self._waiting[0][0])):
             events, slots = self._waiting.popleft()
@@ -121,7 +103,7 @@ class DeviceGuard:
         return free
 
     def is_busy(self) -> bool:
-        """See `Guard`."""
+        """Whether slots come back by themselves, without the program dropping anything."""
         return not self._failed and bool(self._ended or self._waiting or self._copies)
 
     def _is_done(self, event: Event) -> bool:
@@ -132,7 +114,10 @@ class DeviceGuard:
             return False
 
     def close(self) -> None:
-        """See `Guard`. The registrations of slots that wait for an event wait for it when they end."""
+        """Wait for copies that are under way, and give everything back but what extents hold.
+
+        The registrations of slots that wait for an event wait for it when they end.
+        """
         if os.getpid() == self._pid:
             for stream, device in self._streams:
                 with contextlib.suppress(DriverError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from shmloader.device.driver import Driver, DriverError
+from shmloader.device.driver import CudaDriver, DriverError
 from shmloader.host.limits import locked_memory_limits, memory_headroom
 from shmloader.shared_memory import Extent
 
@@ -25,7 +25,7 @@ class Registration:
 
     __slots__ = ("_driver", "_nbytes", "_owner", "_pid", "address")
 
-    def __init__(self, driver: Driver, extent: Extent) -> None:
+    def __init__(self, driver: CudaDriver, extent: Extent) -> None:
         self._driver = driver
         self._nbytes = extent.nbytes
         self._owner = extent.buffer.owner
@@ -65,7 +65,7 @@ _postponed: list[Registration] = []
 _told: set[str] = set()
 
 
-def pin(driver: Driver, extent: Extent) -> str:
+def pin(driver: CudaDriver, extent: Extent) -> str:
     """Page-lock a mapping, if the budget and the system allow it.
 
     Returns:

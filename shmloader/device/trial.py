@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from shmloader.device.driver import Driver, DriverError
+from shmloader.device.driver import CudaDriver, DriverError
 
 MOST_S = 10.0
 """Time that the device may take for the trial's copy."""
@@ -19,7 +19,7 @@ _POLL_S = 0.0002
 _unfinished: list[object] = []  # the device may still read it
 
 
-def why_unusable(driver: Driver, device: int) -> str:
+def why_unusable(driver: CudaDriver, device: int) -> str:
     """Copy page-locked bytes to a device on a stream of their own, and read them back.
 
     Args:
@@ -50,7 +50,7 @@ def why_unusable(driver: Driver, device: int) -> str:
 
 
 def _copy(
-    driver: Driver, source: np.ndarray[Any, np.dtype[np.uint8]], device: int
+    driver: CudaDriver, source: np.ndarray[Any, np.dtype[np.uint8]], device: int
 ) -> np.ndarray[Any, Any] | None:
     """Copy bytes to a device as batches are copied, and read them back; None if that is not done in time."""
     stream = driver.create_stream(device)

@@ -23,7 +23,7 @@ from shmloader.errors import LoaderClosed
 from shmloader.host.limits import cores, memory_headroom
 from shmloader.scheduling.dispatcher import Dispatcher
 from shmloader.scheduling.free_workers import FreeWorkers
-from shmloader.statistics import AutotuneReport, Counters
+from shmloader.statistics import AutotuneReport
 
 _log = logging.getLogger("shmloader")
 MOST_BATCHES = 200
@@ -177,19 +177,14 @@ class Growth:
     """
 
     def __init__(
-        self,
-        auto: Auto,
-        loader: Any,
-        dispatcher: Dispatcher,
-        free_workers: FreeWorkers | None,
-        counters: Counters,
+        self, auto: Auto, loader: Any, dispatcher: Dispatcher, free_workers: FreeWorkers | None
     ) -> None:
         self._auto = auto
         self._loader = weakref.ref(loader)
         self._dispatcher = dispatcher
         self._workers = dispatcher.workers
         self._free_workers = free_workers
-        self._counters = counters
+        self._counters = dispatcher.counters
         self._serving = (int(loader.num_workers), auto.prefetch_factor)
         self._refusals = 0
         self.begin_epoch()

@@ -1,13 +1,14 @@
-"""The dispatcher: sends tasks to workers, takes in their answers, replaces dead ones. Main process only.
+"""The dispatcher: gives tasks slots and sends them, takes in answers, replaces dead workers.
 
-The dispatcher gives each task a slot, takes in what workers answer, and replaces workers that die. It knows
-nothing of samplers, of the order in which batches are returned, nor of whose turn it is.
+Main process only. It knows nothing of samplers, of the order in which batches are returned, nor of whose
+turn it is.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -17,11 +18,9 @@ from shmloader.errors import LoaderClosed
 from shmloader.sampling.index_batches import PackedInts, pack_index_batch, unpack_index_batch
 from shmloader.scheduling.ledger import VOID, Ledger, Task
 from shmloader.scheduling.lifecycle import WAITING, Lifecycle
-from shmloader.scheduling.restarts import RestartPolicy
 from shmloader.slots import Slot, SlotPool
 from shmloader.slots.inspection import Inspection
 from shmloader.slots.inspection import wanted as inspection_wanted
-from shmloader.statistics import Counters
 from shmloader.supervisor import Worker, Workers, log_replacement, worker_timeout
 from shmloader.wire.records import (
     ANSWER_NBYTES,
@@ -41,6 +40,8 @@ from shmloader.wire.records import (
 
 ByteArray = npt.NDArray[np.uint8]
 
+_MOST_DEATHS = 2  # a batch that has ended so many workers is not tried again
+
 
 class Dispatcher:
     """Sends tasks to the workers of one iterator, and receives their answers.
@@ -48,34 +49,31 @@ class Dispatcher:
     Args:
         pool: The slots.
         workers: The workers.
-        counters: The loader's counters.
-        policy: Which workers are replaced; also the timeout.
         lifecycle: The iterator's, told while this sleeps.
+        restarts: Workers that may be replaced.
+        timeout_s: Seconds after which silent workers are treated as dead ones; 0 for never.
 
     Attributes:
         ledger: All unfinished tasks.
         ended_streams: Workers that have said, since this was last emptied, that their dataset is exhausted.
         joining: Workers that were added later and have not come to the present epoch yet.
+        restarts_left: Workers that may still be replaced.
         inspection: The checks of ``SHMLOADER_DEBUG=1``, or None.
     """
 
     def __init__(
-        self,
-        pool: SlotPool,
-        workers: Workers,
-        counters: Counters,
-        policy: RestartPolicy,
-        lifecycle: Lifecycle,
+        self, pool: SlotPool, workers: Workers, lifecycle: Lifecycle, *, restarts: int, timeout_s: float
     ) -> None:
         self.pool = pool
         self.workers = workers
+        self.lifecycle = lifecycle
+        self.counters = pool.counters
+        self.restarts_left = restarts
         self.ledger = Ledger(len(workers.workers))
         self.ended_streams: list[int] = []
         self.joining: set[int] = set()
         self.inspection = Inspection(pool) if inspection_wanted() else None
-        self._counters = counters
-        self._policy = policy
-        self._lifecycle = lifecycle
+        self._timeout_s = timeout_s if timeout_s > 0 else None
         self._awaited: set[int] = set()  # workers that have not come to the present epoch yet
         self._settings_slots: list[Slot] = []  # slots with settings that are too long for a record
         self._wait_ns = 0  # how long the last wait took
@@ -189,19 +187,16 @@ class Dispatcher:
         """
         ready = self._sleep()
         if not ready:
-            self._recover(self._silent_worker(due_from), self._policy.timeout_s)
-        for worker in ready:
-            # What a dead worker had written before it died is read first: it is whole.
-            records = worker.receive()
-            if records:
-                self._accept(worker, records)
-            elif records is None or worker.is_dead():
-                self._recover(worker, None)
+            self._recover(self._silent_worker(due_from), self._timeout_s)
+        self._take_in(ready)
 
     def look_for_joining(self) -> None:
         """Take in what workers that are `joining` have said."""
-        for worker_id in list(self.joining):
-            worker = self.workers.workers[worker_id]
+        self._take_in([self.workers.workers[worker_id] for worker_id in self.joining])
+
+    def _take_in(self, workers: Iterable[Worker]) -> None:
+        for worker in workers:
+            # What a dead worker had written before it died is read first: it is whole.
             records = worker.receive()
             if records:
                 self._accept(worker, records)
@@ -226,22 +221,22 @@ class Dispatcher:
         self._note_wait(now_ns - began_ns)
         return records
 
-    def _sleep(self) -> list[Worker]:
-        lifecycle = self._lifecycle
+    def _sleep(self) -> Sequence[Worker]:
+        lifecycle = self.lifecycle
         began_ns = time.perf_counter_ns()
         before, lifecycle.phase = lifecycle.phase, WAITING
-        ready = self.workers.wait(self._policy.timeout_s)
+        ready = self.workers.wait(self._timeout_s)
         lifecycle.phase = before
         self._note_wait(time.perf_counter_ns() - began_ns)
         if self.workers.interrupted:
             raise lifecycle.expect(
                 LoaderClosed("the loader was closed by another thread while this one waited for a batch")
             )
-        return list(ready)
+        return ready
 
     def _note_wait(self, wait_ns: int) -> None:
         self._wait_ns = wait_ns
-        self._counters.wait_for_workers_ns += wait_ns
+        self.counters.wait_for_workers_ns += wait_ns
 
     def _accept(self, worker: Worker, records: bytes) -> None:
         for begin in range(0, len(records), ANSWER_NBYTES):
@@ -257,7 +252,7 @@ class Dispatcher:
                 self.joining.discard(worker.worker_id)
 
     def _accept_batch(self, answer: Published) -> None:
-        pool, counters = self.pool, self._counters
+        pool, counters = self.pool, self.counters
         seq, slot_nbytes, header_begin, used_nbytes, wait_ns, flags = answer
         task = self.ledger.tasks[seq]
         task.header_begin, task.header_end, task.flags = header_begin, used_nbytes, flags
@@ -335,10 +330,13 @@ class Dispatcher:
                 return  # it has answered in this very moment
         held = self.ledger.held_by(worker.worker_id)
         culprit = held[0] if held else None
-        if not self._policy.may_replace(culprit):
+        deaths = 1 if culprit is None else culprit.deaths + 1
+        if not self.restarts_left or deaths >= _MOST_DEATHS:
             self._fail(worker, silent_s, held)
-        self._policy.note_replacement(culprit)
-        self._counters.worker_restarts += 1
+        if culprit is not None:
+            culprit.deaths = deaths
+        self.restarts_left -= 1
+        self.counters.worker_restarts += 1
         stack = "" if silent_s is None else self.workers.stack_of(worker)
         pid = worker.pid
         try:
@@ -346,10 +344,10 @@ class Dispatcher:
         except Exception as error:
             indices = [_indices(task) for task in held]
             error.add_note(f"It was to replace worker {worker.worker_id} (pid {pid}), with {indices!s:.200}")
-            self._lifecycle.expect(error)
+            self.lifecycle.expect(error)
             raise
         index_batch = None if culprit is None else _indices(culprit)
-        log_replacement(fresh, pid, index_batch, silent_s, self._policy.restarts_left, stack)
+        log_replacement(fresh, pid, index_batch, silent_s, self.restarts_left, stack)
         self._hand_over(fresh, held)
 
     def _hand_over(self, worker: Worker, held: list[Task]) -> None:
@@ -365,15 +363,18 @@ class Dispatcher:
 
     def _fail(self, worker: Worker, silent_s: float | None, held: list[Task]) -> NoReturn:
         """Raise the death or the silence of a worker."""
-        why = self._policy.why_not(held[0] if held else None, died=silent_s is None)
+        deaths, why = held[0].deaths if held else 0, ""
+        if deaths:
+            deaths += silent_s is None  # a silent one has not ended
+            why = f"{deaths} workers have ended at the first of its index batches."
         if silent_s is not None:
             waiting_for = tuple(map(_indices, self.ledger.held_by(None)))
-            raise self._lifecycle.expect(worker_timeout(self.workers, worker, silent_s, waiting_for, why))
+            raise self.lifecycle.expect(worker_timeout(self.workers, worker, silent_s, waiting_for, why))
         indices = tuple(map(_indices, held))
         error = self.workers.died(worker, indices, self.pool.figures(), why)
         self.workers.close(f"worker {worker.worker_id} died", grace_s=0.0)
         self.pool.close()
-        raise self._lifecycle.expect(error)
+        raise self.lifecycle.expect(error)
 
 
 def _indices(task: Task) -> object:

@@ -16,9 +16,7 @@ from shmloader.scheduling.auto import Auto, Growth
 from shmloader.scheduling.dispatcher import Dispatcher
 from shmloader.scheduling.free_workers import FreeWorkers
 from shmloader.scheduling.ledger import Task
-from shmloader.scheduling.lifecycle import Lifecycle
 from shmloader.scheduling.turns import Turns
-from shmloader.statistics import Counters
 
 
 class Scheduler:
@@ -28,8 +26,6 @@ class Scheduler:
         loader: The loader.
         index_sampler: The sampler that it draws index batches from.
         dispatcher: Sends tasks.
-        counters: The loader's counters.
-        lifecycle: The iterator's, told of the sampler's own exceptions.
         auto: Decides about the number of workers or of batches in advance, if that is ``"auto"``.
 
     Attributes:
@@ -37,23 +33,14 @@ class Scheduler:
         free_workers: The policy of dynamic dispatch; None with static dispatch.
     """
 
-    def __init__(
-        self,
-        loader: Any,
-        index_sampler: Any,
-        dispatcher: Dispatcher,
-        counters: Counters,
-        lifecycle: Lifecycle,
-        auto: Auto | None,
-    ) -> None:
+    def __init__(self, loader: Any, index_sampler: Any, dispatcher: Dispatcher, auto: Auto | None) -> None:
         self.epoch = 0
         self.free_workers: FreeWorkers | None = None
         self._dispatcher = dispatcher
         self._ledger = ledger = dispatcher.ledger
         self._pool = dispatcher.pool
         self._budget = dispatcher.pool.budget
-        self._counters = counters
-        self._lifecycle = lifecycle
+        self._counters = dispatcher.counters
         self._next_epoch = next_epoch_for(loader, index_sampler)
         self._sampler_iter: Iterator[Any] = iter(())
         self._sent = 0  # index batches of this epoch that were sent, or are not to be
@@ -65,7 +52,7 @@ class Scheduler:
         self._policy: Turns | FreeWorkers = self.free_workers or self._turns
         self._growth: Growth | None = None
         if auto is not None:
-            self._growth = Growth(auto, loader, dispatcher, self.free_workers, counters)
+            self._growth = Growth(auto, loader, dispatcher, self.free_workers)
 
     # --- epochs
 
@@ -148,7 +135,7 @@ class Scheduler:
             self._send_early_task()
             return False
         except Exception as error:
-            self._lifecycle.expect(error)  # the sampler's own: as in torch, the next call goes on
+            self._dispatcher.lifecycle.expect(error)  # the sampler's own: as in torch, the next call goes on
             raise
         worker_id = self._policy.choose()
         if worker_id is None:

@@ -37,6 +37,7 @@ class SlotPool:
 
     Attributes:
         budget: What each slot may take, and how many tasks there may be.
+        counters: As above.
         slots: All slots that were made, by number.
         warm_slots: How many slots keep their memory, besides leased ones.
         warning: A warning for the program, given when the next batch is asked for, or "".
@@ -66,7 +67,7 @@ class SlotPool:
         self._empty: list[Slot] = []  # free as well, but without memory: granted when no other is free
         self._released: deque[Lease] = deque()
         self._leased = 0  # or guarded
-        self._counters = counters or Counters()
+        self.counters = counters or Counters()
         self._wanted_tasks = most_tasks
         self.warning = ""
         self._closed = False
@@ -386,7 +387,7 @@ class SlotPool:
 
     def _note_size(self, nbytes: int) -> None:
         before = self.most_tasks
-        counters = self._counters
+        counters = self.counters
         counters.largest_batch_nbytes = max(counters.largest_batch_nbytes, nbytes)
         self.budget.note_size(nbytes, self.reserved_nbytes())
         self._follow_budget(before)
@@ -403,11 +404,11 @@ class SlotPool:
         return memory_warnings.figures(self.budget, self.reserved_nbytes())
 
     def _count_spill(self, nbytes: int) -> None:
-        self._counters.spills += 1
-        self._counters.spilled_nbytes += nbytes
+        self.counters.spills += 1
+        self.counters.spilled_nbytes += nbytes
 
     def _warn(self, message: Callable[..., str], *facts: Any) -> None:
         """Have a warning ready for the program; one for each loader."""
-        if not self._counters.warned_of_spills:
-            self._counters.warned_of_spills = True
+        if not self.counters.warned_of_spills:
+            self.counters.warned_of_spills = True
             self.warning = message(*facts)

@@ -22,12 +22,13 @@ from shmloader.codec.layout import (
     join_header,
 )
 from shmloader.device import batches as device_batches
-from shmloader.device import pinned
+from shmloader.device import guarded_pool, pinned
 from shmloader.device.batches import DeviceBatches, plan_of
 from shmloader.device.guard import DeviceGuard
+from shmloader.device.guarded_pool import GuardedPool
 from shmloader.device.moving import is_plain, to_device
 from shmloader.shared_memory import PAGE_NBYTES, Segment
-from shmloader.slots import GuardedPool, SlotState, guarded
+from shmloader.slots import SlotState
 
 UINT8 = CODE_OF_TORCH_DTYPE[torch.uint8]
 NBYTES = 3000
@@ -54,7 +55,7 @@ class DeviceMachine(RuleBasedStateMachine):
         pinned._registered.clear()
         self.driver = ScriptedDriver()
         self.other = self.driver.new_stream()
-        self._wait_s, guarded.MOST_GUARD_WAIT_S = guarded.MOST_GUARD_WAIT_S, 0.0
+        self._wait_s, guarded_pool.MOST_GUARD_WAIT_S = guarded_pool.MOST_GUARD_WAIT_S, 0.0
         self.number = 0
         self.begin_loader()
 
@@ -82,7 +83,7 @@ class DeviceMachine(RuleBasedStateMachine):
     @rule()
     def finish(self) -> None:
         copy, number = self.ahead.popleft()
-        self.held.append((copy.finish(), number))
+        self.held.append((copy(), number))
 
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 99), drop=st.booleans())
@@ -139,7 +140,7 @@ class DeviceMachine(RuleBasedStateMachine):
         self.nothing_is_violated()
         assert self.driver.registered == {}
         assert self.driver._events == 0
-        guarded.MOST_GUARD_WAIT_S = self._wait_s
+        guarded_pool.MOST_GUARD_WAIT_S = self._wait_s
 
 
 TestDevice = DeviceMachine.TestCase
@@ -196,7 +197,7 @@ def test_leaves_come_as_they_are(driver: ScriptedDriver, pool: GuardedPool) -> N
     slot, anchor, header = _leaves(pool, *MIXED)
     copy = DeviceBatches(pool.guard, 0).begin(slot, anchor, header)
     del anchor
-    batch = copy.finish()
+    batch = copy()
     driver.drain()
     for found, expected in zip(batch, MIXED, strict=True):
         assert (found.dtype, found.shape, found.stride()) == (
@@ -213,7 +214,7 @@ def test_leaves_come_as_they_are(driver: ScriptedDriver, pool: GuardedPool) -> N
 def test_leaves_are_tensors_of_their_own_for_autograd(driver: ScriptedDriver, pool: GuardedPool) -> None:
     """Views of one tensor would share its version: writing to one would make the others' gradients fail."""
     slot, anchor, header = _leaves(pool, torch.ones(4), torch.ones(4))
-    first, second = DeviceBatches(pool.guard, 0).begin(slot, anchor, header).finish()
+    first, second = DeviceBatches(pool.guard, 0).begin(slot, anchor, header)()
     del anchor
     driver.drain()
     weight = torch.ones(4, requires_grad=True)
@@ -228,7 +229,7 @@ def test_a_large_leaf_has_memory_of_its_own(driver: ScriptedDriver, pool: Guarde
     """A program that keeps the labels does not keep the images."""
     images = torch.zeros(device_batches.LARGE_NBYTES, dtype=torch.uint8)
     slot, anchor, header = _leaves(pool, torch.ones(4), images, torch.ones(5), torch.ones(6))
-    batch = DeviceBatches(pool.guard, 0).begin(slot, anchor, header).finish()
+    batch = DeviceBatches(pool.guard, 0).begin(slot, anchor, header)()
     del anchor
     assert [tensor.untyped_storage().nbytes() for tensor in batch][:2] == [16, images.nbytes]
     assert batch[2].untyped_storage().data_ptr() == batch[3].untyped_storage().data_ptr()
@@ -253,7 +254,7 @@ def test_one_copy_takes_no_more_than_its_limit() -> None:
 def test_arrays_stay_and_are_guarded(driver: ScriptedDriver, pool: GuardedPool) -> None:
     """The program may begin copies of them itself."""
     slot, anchor, header = _leaves(pool, torch.ones(4), torch.arange(4), kinds=(TENSOR, ARRAY))
-    tensor, array = DeviceBatches(pool.guard, 0).begin(slot, anchor, header).finish()
+    tensor, array = DeviceBatches(pool.guard, 0).begin(slot, anchor, header)()
     del anchor
     assert type(array) is np.ndarray
     driver.drain()

@@ -16,9 +16,10 @@ from scripted_driver import ScriptedDriver
 from torch.utils.data import Dataset, IterableDataset
 
 from shmloader import DataLoader, torch_private
-from shmloader.device import delivery, pinned
+from shmloader.device import pinned
 from shmloader.device.driver import open_driver
 from shmloader.errors import LoaderError
+from shmloader.scheduling import delivery
 
 BATCHES = 30
 

@@ -10,10 +10,11 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from pool_machine import PoolMachine
 from scripted_driver import ScriptedDriver
 
-from shmloader.device import pinned
+from shmloader.device import guarded_pool, pinned
 from shmloader.device.guard import DeviceGuard
+from shmloader.device.guarded_pool import GuardedPool
 from shmloader.shared_memory import PAGE_NBYTES, Segment
-from shmloader.slots import GuardedPool, SlotState, guarded
+from shmloader.slots import SlotState
 from shmloader.slots.inspection import POISON, Inspection
 from shmloader.statistics import Counters
 
@@ -35,7 +36,7 @@ class GuardedMachine(PoolMachine):
         self.side = self.driver.new_stream()
         if self.guarded:
             self.pool.guard = DeviceGuard(self.driver)
-        self._wait_s, guarded.MOST_GUARD_WAIT_S = guarded.MOST_GUARD_WAIT_S, 0.0
+        self._wait_s, guarded_pool.MOST_GUARD_WAIT_S = guarded_pool.MOST_GUARD_WAIT_S, 0.0
 
     @initialize(poisons=st.booleans())
     def inspect(self, poisons: bool) -> None:
@@ -86,7 +87,7 @@ class GuardedMachine(PoolMachine):
         assert self.driver.registered == {} or not self.guarded
         self.driver.drain()
         self.nothing_is_violated()
-        guarded.MOST_GUARD_WAIT_S = self._wait_s
+        guarded_pool.MOST_GUARD_WAIT_S = self._wait_s
 
 
 TestGuarded = GuardedMachine.TestCase
@@ -229,7 +230,7 @@ def test_while_this_thread_captures_batches_are_copied(driver: ScriptedDriver) -
 def test_where_no_slot_is_left_it_waits_and_then_copies(
     driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guarded, "MOST_GUARD_WAIT_S", 0.05)
+    monkeypatch.setattr(guarded_pool, "MOST_GUARD_WAIT_S", 0.05)
     counters = Counters()
     pool = _pool(driver, pages=3, counters=counters)
     slots = []
@@ -248,10 +249,10 @@ def test_where_no_slot_is_left_it_waits_and_then_copies(
 
 
 def test_waiting_ends_when_a_slot_is_there(driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guarded, "MOST_GUARD_WAIT_S", 60.0)
+    monkeypatch.setattr(guarded_pool, "MOST_GUARD_WAIT_S", 60.0)
     counters = Counters()
     pool = _pool(driver, pages=3, counters=counters)
-    monkeypatch.setattr(guarded.time, "sleep", lambda _: driver.drain())
+    monkeypatch.setattr(guarded_pool.time, "sleep", lambda _: driver.drain())
     for number in range(6):
         _, batch = _batch(pool, number)
         driver.read_late(0, batch.ctypes.data, batch.nbytes, number)

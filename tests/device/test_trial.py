@@ -7,8 +7,9 @@ import torch
 from scripted_driver import CAPTURE_UNSUPPORTED, ScriptedDriver
 
 from shmloader import DataLoader
-from shmloader.device import delivery, trial
+from shmloader.device import trial
 from shmloader.device.driver import DriverError
+from shmloader.scheduling import delivery
 
 
 @pytest.fixture

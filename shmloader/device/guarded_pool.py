@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Protocol
 
+from shmloader.device import pinned
+from shmloader.device.guard import DeviceGuard
 from shmloader.shared_memory import Extent
-from shmloader.slots import memory_warnings
-from shmloader.slots.pool import SlotPool
-from shmloader.slots.slot import Slot, SlotState
+from shmloader.slots import Slot, SlotPool, SlotState, memory_warnings
 
 MOST_GUARD_WAIT_S = 1.0
 """Time that one batch waits for slots that an accelerator reads, before it is copied to private memory."""
@@ -18,51 +16,18 @@ _GUARD_POLL_S = 0.0002
 _LEASED, _GUARDED = SlotState.LEASED, SlotState.GUARDED
 
 
-class Guard(Protocol):
-    """Page-locks the slots of one pool, and keeps those back that an accelerator may still read.
-
-    A program may drop a batch while a copy of it is queued on an accelerator. The pool hands each slot whose
-    lease has ended to `end`, and grants it again after `done` has returned it. Main process only; like the
-    pool, one thread at a time.
-    """
-
-    def map(self, extent: Extent) -> str:
-        """Page-lock a slot that was mapped, if that can be had; returns a warning for the program, or ""."""
-
-    def unmap(self, extent: Extent) -> None:
-        """Undo `map`. Called for slots that nothing reads, before their memory or mapping goes."""
-
-    def is_pinned(self, extent: Extent | None) -> bool:
-        """Whether a slot is page-locked."""
-
-    def admits_leases(self) -> bool:
-        """Whether batches may be read in their slots now: not while this thread captures a graph."""
-
-    def drop_copied(self) -> None:
-        """End the leases of batches that have been copied to a device."""
-
-    def end(self, slots: Sequence[Slot]) -> None:
-        """Take over slots whose leases have ended."""
-
-    def done(self) -> list[Slot]:
-        """Slots that no work reads which was queued before their leases ended. Does not wait."""
-
-    def is_busy(self) -> bool:
-        """Whether slots come back by themselves, without the program dropping anything."""
-
-    def close(self) -> None:
-        """Wait for copies that are under way, and give everything back but what extents hold."""
-
-
 class GuardedPool(SlotPool):
     """A `SlotPool` with a guard. Behind ``LEASED`` its slots are ``GUARDED`` until the guard has them free.
+
+    A program may drop a batch while a copy of it is queued on an accelerator. So each slot whose lease has
+    ended goes to the guard, and is granted again after the guard has said that it is done.
 
     Attributes:
         guard: The guard. There is none before workers were started, since it initialises the accelerator,
             nor where slots cannot be page-locked.
     """
 
-    guard: Guard | None = None
+    guard: DeviceGuard | None = None
 
     def can_lease(self) -> bool:
         """See `SlotPool`; waits `MOST_GUARD_WAIT_S` at most for guarded slots, if there is no room else."""
@@ -75,14 +40,14 @@ class GuardedPool(SlotPool):
                 self._await(guard)
         return super().can_lease()
 
-    def _await(self, guard: Guard) -> None:
+    def _await(self, guard: DeviceGuard) -> None:
         began_s = time.monotonic()
         while guard.is_busy() and time.monotonic() - began_s < MOST_GUARD_WAIT_S:
             time.sleep(_GUARD_POLL_S)
             self.collect()
             if super().can_lease():
                 break
-        self._counters.wait_for_device_ns += int((time.monotonic() - began_s) * 1e9)
+        self.counters.wait_for_device_ns += int((time.monotonic() - began_s) * 1e9)
 
     def has_room_for_more(self) -> bool:
         """See `SlotPool`."""
@@ -120,17 +85,17 @@ class GuardedPool(SlotPool):
         """See `SlotPool`; page-locks it if that can be had."""
         before, extent = slot.extent, super().map(slot)
         if self.guard is not None and extent is not before:
-            self.warning = self.guard.map(extent) or self.warning
+            self.warning = pinned.pin(self.guard.driver, extent) or self.warning
         return extent
 
     def _unmap(self, slot: Slot) -> None:
-        if slot.extent is not None and self.guard is not None and slot.state not in (_LEASED, _GUARDED):
-            self.guard.unmap(slot.extent)
+        if slot.extent is not None and slot.state not in (_LEASED, _GUARDED):
+            pinned.unpin(slot.extent)
         super()._unmap(slot)
 
     def is_pinned(self, slot: Slot) -> bool:
         """Whether a slot is page-locked and leased, so that its batch needs no copy to be pinned."""
-        return self.guard is not None and slot.state is _LEASED and self.guard.is_pinned(slot.extent)
+        return slot.state is _LEASED and slot.extent is not None and pinned.is_pinned(slot.extent)
 
     def _warn_of_kept(self, nbytes: int) -> None:
         guarded = [slot.state for slot in self.slots].count(_GUARDED)

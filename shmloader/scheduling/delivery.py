@@ -1,0 +1,137 @@
+"""Batches that are delivered pinned, or on a device to which they are copied before they are due.
+
+Imported only for loaders with ``pin_memory`` or ``device``, and only where there is an accelerator. Main
+process only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shmloader import torch_private
+from shmloader.device import DeviceBatches, DeviceGuard, GuardedPool, to_device
+from shmloader.device.driver import CudaDriver, open_driver
+from shmloader.device.moving import is_plain
+from shmloader.device.trial import why_unusable
+from shmloader.diagnostics.stack_level import level_of_the_program
+from shmloader.errors import LoaderError
+from shmloader.scheduling.dispatcher import ByteArray, Dispatcher
+from shmloader.scheduling.ledger import ARRIVED, Task
+from shmloader.wire.records import FAILED, REPORTED
+
+_told: set[str] = set()
+_tried: dict[int, str] = {}
+
+
+class Delivery:
+    """Takes the batches of one iterator out of the dispatcher, and delivers them pinned or on a device.
+
+    Slots are page-locked, and guarded, where that is possible; elsewhere batches are copied to pinned memory
+    of torch's, and their slots are free at once. The first such iterator says why. With a device, the next
+    batch is taken early; its task stays in the ledger until it is returned, so that neither the sampler nor
+    the loader's state sees a difference.
+
+    Args:
+        dispatcher: The iterator's. Its pool gets its guard now: to be made after workers were forked, since
+            it initialises CUDA.
+        pin_device: The kind of device that the program has asked pinned batches for, or None.
+        device: Where batches go, or None.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, pin_device: str | None, device: torch.device | None) -> None:
+        assert isinstance(dispatcher.pool, GuardedPool)
+        self._dispatcher = dispatcher
+        self._pool = dispatcher.pool
+        self._pin_device = pin_device
+        self._device = device
+        self._pins = device is None or device.type != "mps"  # which has no pinned memory, says torch
+        self._batches: DeviceBatches | None = None  # only if copies are begun ahead
+        self._taken: dict[int, tuple[ByteArray, bytes, Any]] = {}  # by the task's `seq`
+        driver = open_driver()
+        why = driver if isinstance(driver, str) else _try_once(driver, device)
+        if isinstance(driver, str) or why:
+            _tell(why)
+            return
+        guard = self._pool.guard = DeviceGuard(driver)
+        if device is not None:
+            self._batches = DeviceBatches(guard, device.index)
+
+    def is_captured(self) -> bool:
+        """Whether copies to the device are not possible now: the current stream captures a graph."""
+        return self._batches is not None and not self._batches.guard.admits_leases()
+
+    def capture_error(self) -> LoaderError:
+        """The error for ``next()`` while `is_captured`."""
+        return LoaderError(
+            f"next() of a loader with device='{self._device}' was called while a CUDA graph is captured: "
+            "its copies would become a part of the graph. Take the batch before the capture begins, and copy "
+            "it into the graph's input between replays. No batch was lost."
+        )
+
+    def take(self, task: Task) -> tuple[ByteArray, bytes, Any]:
+        """The memory of a batch that is due, its header, and its copy to the device if one was begun."""
+        return self._taken.pop(task.seq, None) or (*self._dispatcher.take(task), None)
+
+    def begin(self, task: Task, anchor: ByteArray, header: bytes) -> Callable[[], Any] | None:
+        """Begin to copy a batch to the device, see `DeviceBatches`; None where it is not to be."""
+        if self._batches is None or task.flags & (FAILED | REPORTED):
+            return None
+        return self._batches.begin(task.slot, anchor, header)
+
+    def begin_next(self, *, in_order: bool) -> None:
+        """Begin to copy the batch that will be returned next, if it is here.
+
+        Args:
+            in_order: Whether batches are returned in order.
+        """
+        if self._batches is None:
+            return
+        ledger = self._dispatcher.ledger
+        due = ledger.due()
+        if due is not None and due.state is not ARRIVED:
+            self._dispatcher.look_at(due.worker_id)
+        task = ledger.next_arrived(in_order=in_order)
+        if task is None or task.seq in self._taken or task.flags & FAILED:
+            return
+        with contextlib.suppress(RuntimeError):  # too little memory, say: it is tried again when due
+            anchor, header = self._dispatcher.take(task)
+            self._taken[task.seq] = anchor, header, None
+            self._taken[task.seq] = anchor, header, self.begin(task, anchor, header)
+
+    def drop(self) -> None:
+        """Forget what is not due any more: its epoch was left."""
+        ledger = self._dispatcher.ledger
+        for seq in self._taken:
+            ledger.finish(ledger.tasks[seq])
+        self._taken.clear()
+
+    def deliver(self, batch: Any, task: Task) -> Any:
+        """Deliver a batch that was rebuilt over its slot, or over what it was spilled to."""
+        pinned = self._pool.is_pinned(task.slot) or not self._pins
+        if not pinned or (self._pin_device is not None and not is_plain(batch)):
+            self._dispatcher.counters.pin_copies += not pinned
+            batch = torch_private.pin_memory(batch, self._pin_device)  # leaves pinned tensors as they are
+        return batch if self._device is None else to_device(batch, self._device)
+
+
+def _try_once(driver: CudaDriver, device: torch.device | None) -> str:
+    """The reason not to rely on a driver for a device, or "". Each device is tried once."""
+    number = torch.accelerator.current_device_index() if device is None else device.index
+    if number not in _tried and not driver.captures_open():  # a capture would forbid it
+        _tried[number] = why_unusable(driver, number)
+    return _tried.get(number, "")
+
+
+def _tell(reason: str) -> None:
+    if reason not in _told:
+        _told.add(reason)
+        warnings.warn(
+            f"slots are not page-locked: {reason}. Batches are copied once more, to torch's pinned memory.",
+            RuntimeWarning,
+            stacklevel=level_of_the_program(),
+        )
