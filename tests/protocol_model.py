@@ -31,10 +31,10 @@ from shmloader.wire.records import (
     INLINE_NBYTES,
     SPILLED,
     BeginEpoch,
-    EpochBegun,
     MakeBatch,
-    PartReady,
     SendNextPart,
+    pack_epoch_begun,
+    pack_part_ready,
     pack_published,
     unpack_request,
 )
@@ -156,7 +156,7 @@ class Model:
         task = unpack_request(record)
         name = f"worker {worker_id}"
         if type(task) is BeginEpoch:
-            answer = EpochBegun(task.epoch).pack()
+            answer = pack_epoch_begun(task.epoch)
             said = process._replace(dones=(*process.dones, (answer, 0, 0)))
             return f"{name} comes to epoch {task.epoch}", _with(world, worker_id, said), True
         if type(task) is SendNextPart:
@@ -192,7 +192,7 @@ class Model:
         if in_parts and process.part < 2:
             part = process.part + 1
             full_of = stamp(task.epoch, task.position, part)
-            record = PartReady(task.seq, reserved, 2 * PAGE_NBYTES, PAGE_NBYTES).pack()
+            record = pack_part_ready(task.seq, reserved, 2 * PAGE_NBYTES, PAGE_NBYTES)
             after = process._replace(doing="wait", part=part)
             what = f"sends part {part} of"
         else:

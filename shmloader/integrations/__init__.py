@@ -3,6 +3,6 @@
 Only `shmloader/__init__` imports this package, and it imports no framework that the program has not imported.
 """
 
-from shmloader.integrations.install import Installation, install, uninstall
+from shmloader.integrations.install import install, uninstall
 
-__all__ = ["Installation", "install", "uninstall"]
+__all__ = ["install", "uninstall"]

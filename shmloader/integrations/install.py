@@ -6,10 +6,11 @@ subclasses inherit that, also those that were imported before.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from types import SimpleNamespace, TracebackType
-from typing import Any, Self
+from types import SimpleNamespace
+from typing import Any
 
 import torch.utils.data
 
@@ -29,30 +30,7 @@ from shmloader.torch_private import GET_ITERATOR
 _TORCHS = torch.utils.data.DataLoader
 
 
-class Installation:
-    """The handle that `install` returns: a context manager that restores the former state at its end."""
-
-    def __init__(self, options: dict[str, Any], before: dict[str, Any] | None) -> None:
-        self.options = options
-        self._before = before
-
-    def __enter__(self) -> Self:
-        """Use as ``with install():``."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._before is None:
-            uninstall()
-        else:
-            install(**self._before)
-
-
-def install(**options: Any) -> Installation:
+def install(**options: Any) -> contextlib.ExitStack:
     """Let every ``torch.utils.data.DataLoader`` of this process load through slots.
 
     It holds for the program's own loaders, for those that frameworks make (accelerate, Trainer, Lightning,
@@ -75,7 +53,7 @@ def install(**options: Any) -> Installation:
             warning.
 
     Returns:
-        A context manager; it need not be used.
+        A context manager that restores the former state at its end; it need not be used.
 
     Raises:
         TypeError: For an option that does not exist or is of a wrong type.
@@ -98,7 +76,9 @@ def install(**options: Any) -> Installation:
         _options = options
         _warned.clear()
         _accelerate.patch()
-    return Installation(options, before)
+    restore = contextlib.ExitStack()
+    restore.callback(uninstall if before is None else functools.partial(install, **before))
+    return restore
 
 
 def uninstall() -> None:

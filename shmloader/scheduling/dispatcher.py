@@ -28,13 +28,13 @@ from shmloader.wire.records import (
     INLINE_NBYTES,
     SPILLED,
     SPIN_NS,
-    BeginEpoch,
     EpochBegun,
     PartReady,
     Published,
-    SendNextPart,
     StreamEnded,
+    pack_begin_epoch,
     pack_make_batch,
+    pack_send_next_part,
     unpack_answer,
 )
 
@@ -143,7 +143,7 @@ class Dispatcher:
             self.pool.reserve(slot, len(settings)).view[: len(settings)] = settings
             slot_number, slot_nbytes = slot.number, slot.nbytes
         inline = b"" if slot_nbytes else settings
-        request = BeginEpoch(self.ledger.epoch, slot_number, slot_nbytes, len(settings), inline).pack()
+        request = pack_begin_epoch(self.ledger.epoch, slot_number, slot_nbytes, len(settings), inline)
         for worker in self.workers.workers:
             worker.send(request)
 
@@ -154,7 +154,7 @@ class Dispatcher:
         """
         self.ledger.add_worker()
         self.joining.add(worker.worker_id)
-        worker.send(BeginEpoch(self.ledger.epoch, 0, 0, 0, b"").pack())
+        worker.send(pack_begin_epoch(self.ledger.epoch, 0, 0, 0, b""))
 
     # --- in
 
@@ -280,7 +280,7 @@ class Dispatcher:
             end = task.spilled_nbytes + answer.part_nbytes
             self.pool.read_part(task.slot, answer.slot_nbytes, task.spilled[task.spilled_nbytes : end])
             task.spilled_nbytes = end
-        worker.send(SendNextPart(answer.seq).pack())
+        worker.send(pack_send_next_part(answer.seq))
 
     def _accept_end(self, worker: Worker, answer: StreamEnded) -> None:
         task = self.ledger.tasks[answer.seq]

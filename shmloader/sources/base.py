@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,26 +23,18 @@ class NotGathered(Exception):
     """The batch, or any batch of the dataset, is to be made sample by sample; the message is the reason."""
 
 
-class Source(ABC):
+class Source(NamedTuple):
     """Gathers batches of one dataset. Lives where batches are made; keeps nothing between two of them.
 
     Attributes:
+        gather: Makes the batch that ``default_collate`` would make of the samples of these rows, one at
+            least; leaves by `make_output`. Raises `NotGathered` if the batch has to be made sample by sample;
+            also where a row does not exist, so that the error is the dataset's own.
         users_code: Whether gathering runs code of the program, which must not run twice for one batch.
     """
 
+    gather: Callable[[Rows], Any]
     users_code: bool = False
-
-    @abstractmethod
-    def gather(self, rows: Rows) -> Any:
-        """Make the batch that ``default_collate`` would make of these rows' samples; leaves by `make_output`.
-
-        Args:
-            rows: At least one.
-
-        Raises:
-            NotGathered: If the batch has to be made sample by sample; also where a row does not exist, so
-                that the error is the dataset's own.
-        """
 
 
 def is_default_collate(collate_fn: object) -> bool:

@@ -16,36 +16,29 @@ from shmloader.store.arrays import Array, array_of_tensor, kind_of_tensor
 _ARRAYS = (np.ndarray, np.memmap)
 
 
-class ArrayBlock(Source):
+def _array_block(array: Array, dtype: torch.dtype) -> Source:
     """Rows of a C-contiguous array of a tensor's carrier dtype; ``dtype`` is the batch's."""
+    shape = array.shape[1:]
 
-    def __init__(self, array: Array, dtype: torch.dtype) -> None:
-        self._array = array
-        self._shape = array.shape[1:]
-        self._dtype = dtype
-
-    def gather(self, rows: Rows) -> torch.Tensor:
-        """See `Source.gather`."""
-        array = self._array
+    def gather(rows: Rows) -> torch.Tensor:
         rows = within(rows, len(array))
-        out = make_output(len(rows), self._shape, self._dtype)
+        out = make_output(len(rows), shape, dtype)
         # The bounds are checked. With mode="raise" NumPy would gather elsewhere first, and copy.
         array.take(rows, axis=0, out=array_of_tensor(out, array.dtype), mode="clip")
         return out
 
+    return Source(gather)
 
-class StridedBlock(Source):
+
+def _strided_block(tensor: torch.Tensor) -> Source:
     """Rows of a tensor that is not contiguous."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def gather(self, rows: Rows) -> torch.Tensor:
-        """See `Source.gather`."""
-        tensor = self._tensor
+    def gather(rows: Rows) -> torch.Tensor:
         rows = within(rows, len(tensor))
         out = make_output(len(rows), tensor.shape[1:], tensor.dtype)
         return torch.index_select(tensor, 0, torch.from_numpy(rows), out=out)
+
+    return Source(gather)
 
 
 def is_array(dataset: object) -> bool:
@@ -83,8 +76,8 @@ def _block_of_tensor(tensor: torch.Tensor) -> Source:
             "inference mode)"
         )
     if tensor.is_contiguous():
-        return ArrayBlock(array_of_tensor(tensor, kind.dtype), tensor.dtype)
-    return StridedBlock(tensor)
+        return _array_block(array_of_tensor(tensor, kind.dtype), tensor.dtype)
+    return _strided_block(tensor)
 
 
 def _block_of_array(array: Array) -> Source:
@@ -99,7 +92,7 @@ def _block_of_array(array: Array) -> Source:
             f"torch joins single rows of {array.dtype} to another dtype, or refuses them. Pass an array of a "
             "dtype that torch has, as a tensor (torch.from_numpy(array)) if it has one dimension"
         )
-    return ArrayBlock(array, dtype)
+    return _array_block(array, dtype)
 
 
 def joined_dtype(array: Array) -> torch.dtype | None:

@@ -16,29 +16,27 @@ from shmloader.store.arrays import kind_of_tensor
 _HF_FORMATS = (None, "numpy", "torch")  # others may be the program's own functions, or draw random numbers
 
 
-class HuggingFace(Source):
-    """A ``datasets.Dataset``, whose own batched access gives columns.
+def hugging_face_rows(dataset: Any) -> Source:
+    """The source for a ``datasets.Dataset``, whose own batched access gives columns.
 
     Its formats give a batch other dtypes than single rows: 0.1 is a float64 alone and a float32 among others,
     and an int beside a None becomes a float.
     """
+    kind = dataset.format["type"]
+    if kind not in _HF_FORMATS:
+        raise NotGathered(
+            f"the format {kind!r} of a Hugging Face dataset may make anything of its rows. Use "
+            'dataset.with_format(None), "numpy" or "torch"'
+        )
 
-    def __init__(self, dataset: Any) -> None:
-        kind = dataset.format["type"]
-        if kind not in _HF_FORMATS:
-            raise NotGathered(
-                f"the format {kind!r} of a Hugging Face dataset may make anything of its rows. Use "
-                'dataset.with_format(None), "numpy" or "torch"'
-            )
-        self._dataset = dataset
-
-    def gather(self, rows: Rows) -> Any:
-        """See `Source.gather`."""
-        rows = within(rows, len(self._dataset))
-        columns = self._dataset[rows.tolist()]
+    def gather(rows: Rows) -> Any:
+        rows = within(rows, len(dataset))
+        columns = dataset[rows.tolist()]
         if not columns or not isinstance(columns, dict):
             raise NotGathered("the Hugging Face dataset has no columns")
         return {name: _join(column, len(rows)) for name, column in columns.items()}
+
+    return Source(gather)
 
 
 def _join(column: Any, count: int) -> Any:

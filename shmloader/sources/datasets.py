@@ -21,54 +21,26 @@ Recognise = Callable[[Any], Source]
 Pick = Callable[[Rows], Rows]
 
 
-class TupleRows(Source):
+def _tuple_rows(fields: Sequence[Source]) -> Source:
     """Samples that are tuples, each field from a source of its own."""
-
-    def __init__(self, fields: Sequence[Source]) -> None:
-        self._fields = fields
-        self.users_code = any(field.users_code for field in fields)
-
-    def gather(self, rows: Rows) -> list[Any]:
-        """See `Source.gather`."""
-        return [as_sample_field(field.gather(rows)) for field in self._fields]
+    gathers = [field.gather for field in fields]
+    return Source(
+        lambda rows: [as_sample_field(gather(rows)) for gather in gathers],
+        users_code=any(field.users_code for field in fields),
+    )
 
 
-class DictRows(Source):
+def _dict_rows(fields: Mapping[Any, Source]) -> Source:
     """Samples that are dicts, each value from a source of its own."""
-
-    def __init__(self, fields: Mapping[Any, Source]) -> None:
-        self._fields = fields
-        self.users_code = any(field.users_code for field in fields.values())
-
-    def gather(self, rows: Rows) -> dict[Any, Any]:
-        """See `Source.gather`."""
-        return {name: field.gather(rows) for name, field in self._fields.items()}
+    return Source(
+        lambda rows: {name: field.gather(rows) for name, field in fields.items()},
+        users_code=any(field.users_code for field in fields.values()),
+    )
 
 
-class SubsetRows(Source):
+def _subset_rows(source: Source, pick: Pick) -> Source:
     """Some rows of another source."""
-
-    def __init__(self, source: Source, pick: Pick) -> None:
-        self._source = source
-        self._pick = pick
-        self.users_code = source.users_code
-
-    def gather(self, rows: Rows) -> Any:
-        """See `Source.gather`."""
-        return self._source.gather(self._pick(rows))
-
-
-class OwnBatches(Source):
-    """A dataset with a ``__getbatch__``."""
-
-    users_code = True
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def gather(self, rows: Rows) -> Any:
-        """See `Source.gather`."""
-        return self._dataset.__getbatch__(rows)
+    return Source(lambda rows: source.gather(pick(rows)), source.users_code)
 
 
 def has_getbatch(dataset: Any) -> bool:
@@ -103,12 +75,12 @@ def source_of(dataset: Any, recognise: Recognise) -> Source | None:
             "__getbatch__(indices) that returns the whole batch"
         )
     if kind is TensorDataset:
-        return TupleRows([block_of(tensor) for tensor in dataset.tensors])
+        return _tuple_rows([block_of(tensor) for tensor in dataset.tensors])
     if kind is Subset:
-        return SubsetRows(recognise(dataset.dataset), pick_from(dataset.indices))
+        return _subset_rows(recognise(dataset.dataset), pick_from(dataset.indices))
     if isinstance(dataset.datasets, dict):
-        return DictRows({name: recognise(part) for name, part in dataset.datasets.items()})
-    return TupleRows([recognise(part) for part in dataset.datasets])
+        return _dict_rows({name: recognise(part) for name, part in dataset.datasets.items()})
+    return _tuple_rows([recognise(part) for part in dataset.datasets])
 
 
 # --- the indices of a Subset

@@ -20,8 +20,8 @@ from shmloader.sources.base import (
     joins_by_default,
 )
 from shmloader.sources.blocks import block_of, is_array
-from shmloader.sources.columns import HuggingFace, is_hugging_face
-from shmloader.sources.datasets import OwnBatches, has_getbatch, plain_ints, source_of
+from shmloader.sources.columns import hugging_face_rows, is_hugging_face
+from shmloader.sources.datasets import has_getbatch, plain_ints, source_of
 from shmloader.sources.stores import StoreRows, is_store
 from shmloader.torch_features import Feature, missing_message, why_missing
 
@@ -48,16 +48,16 @@ def recognise(dataset: Any) -> Source:
             "give a batch at once"
         )
     if has_getbatch(dataset):
-        return OwnBatches(dataset)
+        return Source(dataset.__getbatch__, users_code=True)
     if is_store(dataset):
-        return StoreRows(dataset)
+        return Source(StoreRows(dataset).gather)
     if is_array(dataset):
         return block_of(dataset)
     source = source_of(dataset, recognise)
     if source is not None:
         return source
     if is_hugging_face(dataset):
-        return HuggingFace(dataset)
+        return hugging_face_rows(dataset)
     if isinstance(dataset, ConcatDataset):
         raise NotGathered(
             "the rows of a ConcatDataset lie in several datasets. Join these into one: with torch.cat() of "

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import default_collate
 
 from shmloader.codec.layout import CODE_OF_NUMPY_DTYPE, CODE_OF_TORCH_DTYPE, DTYPES
-from shmloader.sources.base import NotGathered, Rows, Source, as_sample_field, make_output, within
+from shmloader.sources.base import NotGathered, Rows, as_sample_field, make_output, within
 from shmloader.sources.blocks import joined_dtype
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ def _loaded(module: str, name: str) -> Any:
     return getattr(sys.modules.get(f"shmloader.store.{module}"), name, None)
 
 
-class StoreRows(Source):
-    """Rows of a store of any kind, by its ``take``."""
+class StoreRows:
+    """Rows of a store of any kind, by its ``take``; see `Source`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

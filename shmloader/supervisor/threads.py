@@ -15,7 +15,6 @@ import threading
 import time
 import traceback
 import weakref
-from collections import deque
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -26,6 +25,7 @@ from shmloader.errors import WorkerDied
 from shmloader.host.held_interrupts import HeldInterrupts
 from shmloader.supervisor.base import MakeArguments, Worker, Workers, live
 from shmloader.supervisor.death_reports import describe_held
+from shmloader.wire.channel import ThreadLink
 from shmloader.worker.epoch_settings import datasets_in
 from shmloader.worker.loop import run_in_thread
 
@@ -169,58 +169,6 @@ class ThreadWorker:
         if frame is None:
             return "(it has ended)"
         return "".join(traceback.format_stack(frame)).rstrip()[-_MOST_CHARACTERS:]
-
-
-class ThreadLink:
-    """The `Link` of a worker thread: two queues of records.
-
-    Args:
-        wakeup: The queue at which the main process's thread waits; one item is enough to wake it.
-
-    Attributes:
-        ended: Whether the thread has ended.
-        error: The exception that has ended it; None if the main process has.
-        requests, answers, wait_ns, closed: The records each way; see `Link`.
-    """
-
-    def __init__(self, wakeup: SimpleQueue[None]) -> None:
-        self.requests: SimpleQueue[bytes] = SimpleQueue()
-        self.answers: deque[bytes] = deque()
-        self.ended = False
-        self.error: BaseException | None = None
-        self.wait_ns = 0
-        self.closed = False
-        self._wakeup = wakeup
-
-    def receive(self) -> bytes:
-        """See `Link.receive`."""
-        began_ns = time.perf_counter_ns()
-        record = self.requests.get()
-        self.wait_ns = time.perf_counter_ns() - began_ns
-        if self.closed:
-            raise BrokenPipeError("the main process wants nothing more")
-        return record
-
-    def send(self, record: bytes) -> None:
-        """See `Link.send`."""
-        if self.closed:
-            raise BrokenPipeError("the main process wants nothing more")
-        self.answers.append(record)
-        self._wake()
-
-    def close(self) -> None:
-        """Let the worker find the link broken; called in the main process's thread."""
-        self.closed = True
-        self.requests.put(b"")
-
-    def end(self, error: BaseException | None) -> None:
-        """Note that the worker ends; called in its thread."""
-        self.error, self.ended = error, True
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._wakeup.empty():  # else it will look at the new records too
-            self._wakeup.put(None)
 
 
 def _copy_dataset(dataset: Any) -> Any:

@@ -1,7 +1,6 @@
 """A worker's end of its connection with the main process: records in, records out.
 
-It knows nothing of their contents. A worker process has two pipes; `shmloader.supervisor.threads` has the
-link of a worker thread.
+It knows nothing of their contents. A worker process has two pipes, a worker thread two queues.
 """
 
 from __future__ import annotations
@@ -9,36 +8,12 @@ from __future__ import annotations
 import os
 import select
 import time
-from typing import NamedTuple, Protocol
+from collections import deque
+from queue import SimpleQueue
+from typing import NamedTuple
 
 from shmloader.shared_memory import Descriptor
 from shmloader.wire.records import REQUEST_NBYTES, SPIN_NS
-
-
-class Link(Protocol):
-    """A worker's end of its connection with the main process.
-
-    Attributes:
-        wait_ns: Nanoseconds that the last `receive` waited.
-        closed: Whether it is known already that the main process wants nothing more.
-    """
-
-    wait_ns: int
-    closed: bool
-
-    def receive(self) -> bytes:
-        """The next record; waits until there is one.
-
-        Raises:
-            BrokenPipeError: If the main process wants nothing more of this worker.
-        """
-
-    def send(self, record: bytes) -> None:
-        """Send a record.
-
-        Raises:
-            BrokenPipeError: As above.
-        """
 
 
 class Pipes(NamedTuple):
@@ -56,7 +31,12 @@ class Pipes(NamedTuple):
 
 
 class PipeLink:
-    """The `Link` of a worker process, over its pipes."""
+    """The link of a worker process, over its pipes.
+
+    Attributes:
+        wait_ns: Nanoseconds that the last `receive` waited.
+        closed: Whether it is known already that the main process wants nothing more.
+    """
 
     def __init__(self, pipes: Pipes) -> None:
         self.wait_ns = 0
@@ -72,6 +52,9 @@ class PipeLink:
 
         Going to sleep and being woken costs more than a small batch does, on both sides. While records
         come quickly the worker therefore looks again for a moment, letting others have the processor.
+
+        Raises:
+            BrokenPipeError: If the main process wants nothing more of this worker; so does `send`.
         """
         began_ns = time.perf_counter_ns()
         spin_until_ns = began_ns + SPIN_NS if self.wait_ns < SPIN_NS else 0
@@ -90,5 +73,61 @@ class PipeLink:
                 return record
 
     def send(self, record: bytes) -> None:
-        """See `Link.send`."""
+        """Send a record."""
         os.write(self._answers_fd, record)
+
+
+class ThreadLink:
+    """The link of a worker thread: two queues of records.
+
+    Args:
+        wakeup: The queue at which the main process's thread waits; one item is enough to wake it.
+
+    Attributes:
+        ended: Whether the thread has ended.
+        error: The exception that has ended it; None if the main process has.
+        requests, answers: The records each way.
+        wait_ns, closed: See `PipeLink`.
+    """
+
+    def __init__(self, wakeup: SimpleQueue[None]) -> None:
+        self.requests: SimpleQueue[bytes] = SimpleQueue()
+        self.answers: deque[bytes] = deque()
+        self.ended = False
+        self.error: BaseException | None = None
+        self.wait_ns = 0
+        self.closed = False
+        self._wakeup = wakeup
+
+    def receive(self) -> bytes:
+        """See `PipeLink`."""
+        began_ns = time.perf_counter_ns()
+        record = self.requests.get()
+        self.wait_ns = time.perf_counter_ns() - began_ns
+        if self.closed:
+            raise BrokenPipeError("the main process wants nothing more")
+        return record
+
+    def send(self, record: bytes) -> None:
+        """See `PipeLink`."""
+        if self.closed:
+            raise BrokenPipeError("the main process wants nothing more")
+        self.answers.append(record)
+        self._wake()
+
+    def close(self) -> None:
+        """Let the worker find the link broken; called in the main process's thread."""
+        self.closed = True
+        self.requests.put(b"")
+
+    def end(self, error: BaseException | None) -> None:
+        """Note that the worker ends; called in its thread."""
+        self.error, self.ended = error, True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._wakeup.empty():  # else it will look at the new records too
+            self._wakeup.put(None)
+
+
+Link = PipeLink | ThreadLink

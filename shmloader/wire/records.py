@@ -1,4 +1,4 @@
-"""Records that the main process and its workers send each other: one frozen class for each kind.
+"""Records that the main process and its workers send each other: one class, and one layout, for each kind.
 
 Each worker has one private channel each way. Every record of one direction has the same size, at most
 ``PIPE_BUF`` bytes (512 at the least, by POSIX), so the kernel writes it whole or not at all: a reader never
@@ -7,12 +7,14 @@ it, and the channel is the memory fence between the two processes.
 
 Requests go to a worker: `MakeBatch`, `SendNextPart`, `BeginEpoch`. Answers come back: `Published`,
 `PartReady`, `StreamEnded`, `EpochBegun`. Both name a task by ``seq``, its number over the iterator's life.
+They are packed from their fields, without an object, and are objects where they are read.
 """
 
 from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 SPIN_NS = 50_000
@@ -23,18 +25,21 @@ REQUEST_NBYTES = 256
 """Size of a request."""
 ANSWER_NBYTES = 64
 """Size of an answer."""
-
-_MAKE_BATCH_FIELDS = "<B3xIQQIxxxxQQQI"
-INLINE_NBYTES = REQUEST_NBYTES - struct.calcsize(_MAKE_BATCH_FIELDS)
+INLINE_NBYTES = 200
 """Most bytes of a payload that travel in the request itself; a longer payload lies at the slot's start."""
 
+_Kinds = dict[int, tuple[Any, Callable[[bytes, int], tuple[Any, ...]]]]
+_requests: _Kinds = {}
+_answers: _Kinds = {}
+_new = tuple.__new__  # as `_make` does it, in a third of the time
 
-def _request_layout(fields: str) -> struct.Struct:
-    return struct.Struct(f"{fields}{REQUEST_NBYTES - struct.calcsize(fields)}s")
 
-
-def _answer_layout(fields: str) -> struct.Struct:
-    return struct.Struct(f"{fields}{ANSWER_NBYTES - struct.calcsize(fields)}x")
+def _packs(kinds: _Kinds, kind: Any, fields: str, nbytes: int) -> Callable[..., bytes]:
+    """Number a kind of record and note its layout; returns the function that packs its fields."""
+    number = len(kinds) + 1
+    kinds[number] = kind, struct.Struct(f"<x{fields}").unpack_from
+    padding = nbytes - struct.calcsize(f"<B{fields}")
+    return functools.partial(struct.Struct(f"<B{fields}{padding}x").pack, number)
 
 
 # --- requests
@@ -75,10 +80,6 @@ class SendNextPart(NamedTuple):
 
     seq: int
 
-    def pack(self) -> bytes:
-        """The record."""
-        return _NEXT_PART_LAYOUT.pack(_NEXT_PART, self.seq, b"")
-
 
 class BeginEpoch(NamedTuple):
     """The beginning of an epoch, to which all later tasks belong. The worker answers with `EpochBegun`.
@@ -97,34 +98,19 @@ class BeginEpoch(NamedTuple):
     payload_nbytes: int
     payload: bytes
 
-    def pack(self) -> bytes:
-        """The record."""
-        return _BEGIN_EPOCH_LAYOUT.pack(_BEGIN_EPOCH, *self)
-
 
 Request = MakeBatch | SendNextPart | BeginEpoch
 
-_new = tuple.__new__  # as `_make` does it, in a third of the time
-
-_MAKE_BATCH, _NEXT_PART, _BEGIN_EPOCH = 1, 2, 3
-_MAKE_BATCH_LAYOUT = _request_layout(_MAKE_BATCH_FIELDS)
-pack_make_batch = functools.partial(_MAKE_BATCH_LAYOUT.pack, _MAKE_BATCH)
-"""Packs the fields of a `MakeBatch`: there is one for every batch, and no need for the object here."""
-# The same without the kind, for every batch:
-_unpack_make_batch = _request_layout(_MAKE_BATCH_FIELDS.replace("B3x", "4x")).unpack
-_NEXT_PART_LAYOUT = _request_layout("<B7xQ")
-# The payload begins where that of `MakeBatch` does, so that both may be as long.
-_BEGIN_EPOCH_LAYOUT = _request_layout("<B3xIQQ20xI")
+pack_make_batch = _packs(_requests, MakeBatch, f"IQQIQQQI{INLINE_NBYTES}s", REQUEST_NBYTES)
+pack_send_next_part = _packs(_requests, SendNextPart, "Q", REQUEST_NBYTES)
+pack_begin_epoch = _packs(_requests, BeginEpoch, f"IIQI{INLINE_NBYTES}s", REQUEST_NBYTES)
 
 
 def unpack_request(record: bytes) -> Request:
     """Read a request."""
-    kind = record[0]
-    if kind == _MAKE_BATCH:
-        return _new(MakeBatch, _unpack_make_batch(record))
-    if kind == _NEXT_PART:
-        return SendNextPart(_NEXT_PART_LAYOUT.unpack(record)[1])
-    return BeginEpoch._make(_BEGIN_EPOCH_LAYOUT.unpack(record)[1:])
+    kind, unpack = _requests[record[0]]
+    request: Request = _new(kind, unpack(record, 0))
+    return request
 
 
 # --- answers
@@ -152,7 +138,7 @@ class Published(NamedTuple):
     header_begin: int
     header_end: int
     wait_ns: int
-    flags: int = 0
+    flags: int
 
 
 class PartReady(NamedTuple):
@@ -170,10 +156,6 @@ class PartReady(NamedTuple):
     total_nbytes: int
     part_nbytes: int
 
-    def pack(self) -> bytes:
-        """The record."""
-        return _PART_LAYOUT.pack(_PART, *self)
-
 
 class StreamEnded(NamedTuple):
     """The end of a task without a batch: the worker's iterable-style dataset is exhausted.
@@ -186,10 +168,6 @@ class StreamEnded(NamedTuple):
     seq: int
     slot_nbytes: int
 
-    def pack(self) -> bytes:
-        """The record."""
-        return _STREAM_ENDED_LAYOUT.pack(_STREAM_ENDED, *self)
-
 
 class EpochBegun(NamedTuple):
     """The worker has come to an epoch.
@@ -200,32 +178,17 @@ class EpochBegun(NamedTuple):
 
     epoch: int
 
-    def pack(self) -> bytes:
-        """The record."""
-        return _EPOCH_BEGUN_LAYOUT.pack(_EPOCH_BEGUN, *self)
-
 
 Answer = Published | PartReady | StreamEnded | EpochBegun
 
-_PUBLISHED, _PART, _STREAM_ENDED, _EPOCH_BEGUN = 1, 2, 3, 4
-_PUBLISHED_LAYOUT = _answer_layout("<B7xQQQQQB")
-pack_published = functools.partial(_PUBLISHED_LAYOUT.pack, _PUBLISHED)
-"""Packs the fields of a `Published`; see `pack_make_batch`."""
-_PART_LAYOUT = _answer_layout("<B7xQQQQ")
-_STREAM_ENDED_LAYOUT = _answer_layout("<B7xQQ")
-_EPOCH_BEGUN_LAYOUT = _answer_layout("<B3xI")
-_unpack_published = _answer_layout("<8xQQQQQB").unpack_from  # for every batch
-_ANSWERS: dict[int, tuple[Any, struct.Struct]] = {
-    _PART: (PartReady, _PART_LAYOUT),
-    _STREAM_ENDED: (StreamEnded, _STREAM_ENDED_LAYOUT),
-    _EPOCH_BEGUN: (EpochBegun, _EPOCH_BEGUN_LAYOUT),
-}
+pack_published = _packs(_answers, Published, "QQQQQB", ANSWER_NBYTES)
+pack_part_ready = _packs(_answers, PartReady, "QQQQ", ANSWER_NBYTES)
+pack_stream_ended = _packs(_answers, StreamEnded, "QQ", ANSWER_NBYTES)
+pack_epoch_begun = _packs(_answers, EpochBegun, "I", ANSWER_NBYTES)
 
 
 def unpack_answer(records: bytes, begin: int) -> Answer:
     """Read the answer at an offset."""
-    if records[begin] == _PUBLISHED:
-        return _new(Published, _unpack_published(records, begin))
-    kind, layout = _ANSWERS[records[begin]]
-    answer: Answer = kind._make(layout.unpack_from(records, begin)[1:])
+    kind, unpack = _answers[records[begin]]
+    answer: Answer = _new(kind, unpack(records, begin))
     return answer

@@ -35,13 +35,13 @@ from shmloader.wire.records import (
     REPORTED,
     SPILLED,
     BeginEpoch,
-    EpochBegun,
     MakeBatch,
-    PartReady,
     Request,
     SendNextPart,
-    StreamEnded,
+    pack_epoch_begun,
+    pack_part_ready,
     pack_published,
+    pack_stream_ended,
     unpack_request,
 )
 from shmloader.worker.collate import install_slot_collate
@@ -197,7 +197,7 @@ class _Worker:
                 self._fetcher = self._make_fetcher()
             except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch
                 self._start_error = error
-        self._link.send(EpochBegun(request.epoch).pack())
+        self._link.send(pack_epoch_begun(request.epoch))
 
     def _read_settings(self, request: BeginEpoch) -> bytes:
         if request.payload_nbytes <= INLINE_NBYTES:
@@ -228,7 +228,7 @@ class _Worker:
                 )
             if self._ended:
                 writer.release()
-                self._link.send(StreamEnded(task.seq, writer.nbytes).pack())
+                self._link.send(pack_stream_ended(task.seq, writer.nbytes))
                 return
             flags = REPORTED if type(batch) is Reported else 0
             encoded = self._encoder.encode(batch)
@@ -293,7 +293,7 @@ class _Worker:
         for begin in range(0, len(spilled), len(view)):
             part = spilled[begin : begin + len(view)]
             view[: len(part)] = part.data
-            self._link.send(PartReady(task.seq, writer.nbytes, len(spilled), len(part)).pack())
+            self._link.send(pack_part_ready(task.seq, writer.nbytes, len(spilled), len(part)))
             self._await_next_part()
 
     def _await_next_part(self) -> None:
