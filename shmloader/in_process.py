@@ -57,10 +57,9 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         )
         self._seeds: SampleSeeds | None = None
         dataset = self._dataset
-        seeds = states.seeds(loader, int(self._base_seed))
-        self._base_seed = seeds[0]
+        self._base_seed, self._epoch = seeds = states.seeds(loader, int(self._base_seed))
         if seeds_samples(loader) and not rules.iterable:
-            self._seeds = SampleSeeds(Generators(worker_seeds(seeds[0], 0)), *seeds, in_thread=False)
+            self._seeds = SampleSeeds(Generators(worker_seeds(seeds[0], 0)), seeds[0], in_thread=False)
             dataset = before_each_sample(dataset, rules, self._seeds.seed_next)
         self._dataset_fetcher = make_fetcher(dataset, rules)
         self._read_states = functools.partial(generator_states, self._index_sampler, loader.generator)
@@ -114,7 +113,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             if self._seeds is None:
                 batch = self._dataset_fetcher.fetch(index_batch)
             else:
-                with self._seeds.as_in_a_worker(self._position):
+                with self._seeds.as_in_a_worker(self._epoch, self._position):
                     batch = self._dataset_fetcher.fetch(index_batch)
         except StopIteration:
             raise

@@ -82,8 +82,6 @@ class SlotIterator(torch_private.BaseIterator):
         self._dataset_state = DatasetState(self._dataset)
         self._states = states
         self._base_seed, epoch = states.seeds(loader, int(self._base_seed))
-        # For workers that are started in this epoch; see `WorkerArguments`.
-        self._current_epoch: dict[str, Any] = {"shared_seed": self._shared_seed, "epoch": epoch}
         self._set_epoch: int | None = None
         num_workers, prefetch_factor = int(loader.num_workers), int(loader.prefetch_factor)
         device = device_of(loader)
@@ -126,6 +124,7 @@ class SlotIterator(torch_private.BaseIterator):
             on_error=loader.on_error,
             stream=StreamRules() if self._stream is None else self._stream.rules,
         )
+        # Only streams need the shared seed, and their workers are all started with the iterator.
         make_arguments = functools.partial(
             WorkerArguments,
             num_workers=self._num_workers if auto is None else auto.most_workers,
@@ -133,12 +132,12 @@ class SlotIterator(torch_private.BaseIterator):
             dataset=self._dataset,
             rules=rules,
             base_seed=int(self._base_seed),
+            shared_seed=self._shared_seed,
             init_fn=init_fn,
             seeds_samples=seeds_samples(loader),
         )
-        current = self._current_epoch  # not the iterator, which must die alone
         self.pool.keeps_granted = loader.worker_type == THREAD
-        return start_workers(loader, lambda worker_id: make_arguments(worker_id=worker_id, **current))
+        return start_workers(loader, make_arguments)
 
     def _make_delivery(self, device: torch.device | None) -> Delivery | None:
         """Make the `Delivery` of pinned or device batches, after workers were forked: it initialises CUDA."""
@@ -177,8 +176,6 @@ class SlotIterator(torch_private.BaseIterator):
         settings = EpochSettings(None, self._set_epoch, self._dataset_state.changes())
         early = scheduler.take_early(discard=settings != (None, None, {}))
         sampler_iter = self._reset_sampler(loader, early, first_iter=False)
-        self._current_epoch["shared_seed"] = self._shared_seed
-        self._current_epoch["epoch"] += 1
         if early is not None:
             scheduler.go_on(sampler_iter)
         else:
@@ -202,7 +199,7 @@ class SlotIterator(torch_private.BaseIterator):
             super()._reset(loader, first_iter)
             if early is None:
                 self._sampler_iter = index_arrays(index_sampler) or self._sampler_iter
-            seeds = int(self._base_seed), self._current_epoch["epoch"] + (not first_iter)
+            seeds = int(self._base_seed), self._dispatcher.ledger.epoch + (not first_iter)
             sampler_iter, self._progress = self._states.begin_epoch(loader, self._sampler_iter, before, seeds)
         except Exception as error:
             self._lifecycle.expect(error)  # the sampler's own, or of a state that cannot be resumed from

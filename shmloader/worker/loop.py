@@ -52,7 +52,6 @@ from shmloader.worker.random_state import (
     Generators,
     SampleSeeds,
     seed_worker_process,
-    worker_seed,
     worker_seeds,
 )
 
@@ -73,7 +72,6 @@ class WorkerArguments:
         shared_seed: Seed that all workers share (torch's DataPipes), or None.
         init_fn: The user's ``worker_init_fn``, called after seeding.
         seeds_samples: Whether the generators are seeded for each sample (``dispatch="dynamic"``).
-        epoch: Epochs of the iterator before the one in which the worker starts.
     """
 
     worker_id: int
@@ -84,8 +82,7 @@ class WorkerArguments:
     base_seed: int
     shared_seed: int | None
     init_fn: Callable[[int], None] | None
-    seeds_samples: bool = False
-    epoch: int = 0
+    seeds_samples: bool
 
 
 def run(arguments: WorkerArguments, pipes: Pipes) -> None:
@@ -125,10 +122,11 @@ class _Worker:
         self._encoder = Encoder(self._writer)
         self._fetcher: Fetcher | None = None
         self._start_error: BaseException | None = None
-        self._rng = Generators(worker_seeds(arguments.base_seed, arguments.worker_id))
+        seeds = worker_seeds(arguments.base_seed, arguments.worker_id)
+        self._seed, self._rng = seeds.torch_seed, Generators(seeds)
         self._seeds: SampleSeeds | None = None
         if arguments.seeds_samples:
-            self._seeds = SampleSeeds(self._rng, arguments.base_seed, arguments.epoch, in_thread=in_thread)
+            self._seeds = SampleSeeds(self._rng, arguments.base_seed, in_thread=in_thread)
         self._ended = False  # the iterable dataset is exhausted in this epoch
         self._pid = os.getpid()
         self._wait_ns = 0
@@ -148,7 +146,7 @@ class _Worker:
         torch_private.set_worker_info(
             worker_id=arguments.worker_id,
             num_workers=arguments.num_workers,
-            seed=worker_seed(arguments.base_seed, arguments.worker_id),
+            seed=self._seed,
             dataset=self._dataset,
             rng=self._rng,
             in_thread=self._in_thread,
@@ -218,8 +216,7 @@ class _Worker:
             writer.prepare(task.hint_nbytes)
             index_batch = unpack_index_batch(payload, task.payload_nbytes)
             if self._seeds is not None:
-                self._seeds.epoch = task.epoch
-                self._seeds.begin(task.position)
+                self._seeds.begin(task.epoch, task.position)
             batch = self._make(index_batch)
             if os.getpid() != self._pid:
                 raise RuntimeError(

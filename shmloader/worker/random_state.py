@@ -37,22 +37,14 @@ class Seeds(NamedTuple):
     numpy_seed: int | Sequence[int]
 
 
-def worker_seed(base_seed: int, worker_id: int) -> int:
-    """Seed of ``random`` and ``torch`` in a worker: ``base_seed + worker_id``, as torch's worker loop."""
-    return base_seed + worker_id
-
-
 def worker_seeds(base_seed: int, worker_id: int) -> Seeds:
-    """Seeds of a worker, identical to torch's.
+    """Seeds of a worker, identical to torch's; NumPy's is four 32-bit words.
 
     torch mixes ``(worker_id, base_seed)`` with NumPy's own ``SeedSequence`` hash, over the entropy words
     ``[worker_id, low 32 bits, high 32 bits, 0]`` (``torch/utils/data/_utils/worker.py``,
     ``_generate_state``), so that NumPy and ``random`` do not share a stream.
-
-    Returns:
-        The seeds; NumPy's is four 32-bit words.
     """
-    seed = worker_seed(base_seed, worker_id)
+    seed = base_seed + worker_id
     entropy = [worker_id, base_seed & _MASK32, base_seed >> 32, 0]
     words = np.random.SeedSequence(entropy).generate_state(4)
     return Seeds(seed, seed, [int(word) for word in words])
@@ -78,9 +70,6 @@ def sample_seeds(base_seed: int, epoch: int, seq: int, position: int) -> Seeds:
         epoch: Epochs of the iterator before this one.
         seq: Number of the batch in the epoch.
         position: Samples of the batch that were fetched before this one.
-
-    Returns:
-        The seeds: of torch and ``random`` with 64 bits, of NumPy with 32.
     """
     digest = hashlib.blake2b(_SAMPLE.pack(base_seed, epoch, seq, position), digest_size=_SEEDS.size).digest()
     return Seeds(*_SEEDS.unpack(digest))
@@ -123,28 +112,23 @@ class SampleSeeds:
     Args:
         generators: The worker's ``get_worker_info().rng``.
         base_seed: The iterator's base seed.
-        epoch: Epochs of the iterator before the present one.
         in_thread: Whether the global generators belong to the program.
-
-    Attributes:
-        epoch: As above; to be set when another epoch begins.
     """
 
-    def __init__(self, generators: Generators, base_seed: int, epoch: int, *, in_thread: bool) -> None:
-        self.epoch = epoch
+    def __init__(self, generators: Generators, base_seed: int, *, in_thread: bool) -> None:
         self._generators = generators
         self._base_seed = base_seed
         self._in_thread = in_thread
-        self._seq = self._position = 0
+        self._epoch = self._seq = self._position = 0
 
-    def begin(self, seq: int) -> None:
-        """Begin the batch of this number in the epoch, and seed for draws outside of its samples."""
-        self._seq, self._position = seq, 0
+    def begin(self, epoch: int, seq: int) -> None:
+        """Begin the batch of this number in an epoch, and seed for draws outside of its samples."""
+        self._epoch, self._seq, self._position = epoch, seq, 0
         self.seed_next()
 
     def seed_next(self) -> None:
         """Seed for the next sample of the batch."""
-        seeds = sample_seeds(self._base_seed, self.epoch, self._seq, self._position)
+        seeds = sample_seeds(self._base_seed, self._epoch, self._seq, self._position)
         self._position += 1
         self._generators.seed(seeds)
         if not self._in_thread:
@@ -154,11 +138,11 @@ class SampleSeeds:
             np.random.seed(seeds.numpy_seed)  # noqa: NPY002 - what datasets draw from
 
     @contextlib.contextmanager
-    def as_in_a_worker(self, seq: int) -> Iterator[None]:
+    def as_in_a_worker(self, epoch: int, seq: int) -> Iterator[None]:
         """`begin` a batch in the main process; leaves the program's global generators as they were."""
         states = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
         try:
-            self.begin(seq)
+            self.begin(epoch, seq)
             yield
         finally:
             torch.set_rng_state(states[0])
