@@ -145,8 +145,7 @@ class SlotIterator(torch_private.BaseIterator):
             return None
         from shmloader.scheduling.delivery import Delivery
 
-        pin_device = self._pin_memory_device if self._pin_memory else None
-        return Delivery(self._dispatcher, pin_device, device)
+        return Delivery(self._dispatcher, self._pin_memory, self._pin_memory_device, device)
 
     # --- epochs
 

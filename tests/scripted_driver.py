@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from shmloader.device.driver import DriverError, Event
@@ -249,3 +250,11 @@ class ScriptedDriver:
     def use_on_current_stream(self, tensor: torch.Tensor) -> None:
         """Memory that another stream uses is not used again in these tests."""
         self._kept = [*getattr(self, "_kept", []), tensor]
+
+
+def claim_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch's loader and ours see CUDA device 0; torch before 2.8 asks CUDA itself."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)

@@ -301,7 +301,7 @@ class CudaDriver:
 def open_driver() -> CudaDriver | str:
     """The driver of this process, or the reason why slots cannot be page-locked here."""
     if torch.version.cuda is None:
-        kind = torch.accelerator.current_accelerator()
+        kind: Any = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return f"slots are page-locked for CUDA only, and torch's accelerator is {kind}"
     torch.cuda.init()  # type: ignore[no-untyped-call]
     try:

@@ -39,14 +39,22 @@ class Delivery:
     Args:
         dispatcher: The iterator's. Its pool gets its guard now: to be made after workers were forked, since
             it initialises CUDA.
-        pin_device: The kind of device that the program has asked pinned batches for, or None.
+        pin_memory: Whether the program has asked for pinned batches.
+        pin_device: The kind of device that torch's iterator pins for; None where it leaves that to torch.
         device: Where batches go, or None.
     """
 
-    def __init__(self, dispatcher: Dispatcher, pin_device: str | None, device: torch.device | None) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        pin_memory: bool,
+        pin_device: str | None,
+        device: torch.device | None,
+    ) -> None:
         assert isinstance(dispatcher.pool, GuardedPool)
         self._dispatcher = dispatcher
         self._pool = dispatcher.pool
+        self._pin_memory = pin_memory
         self._pin_device = pin_device
         self._device = device
         self._pins = device is None or device.type != "mps"  # which has no pinned memory, says torch
@@ -113,7 +121,7 @@ class Delivery:
     def deliver(self, batch: Any, task: Task) -> Any:
         """Deliver a batch that was rebuilt over its slot, or over what it was spilled to."""
         pinned = self._pool.is_pinned(task.slot) or not self._pins
-        if not pinned or (self._pin_device is not None and not is_plain(batch)):
+        if not pinned or (self._pin_memory and not is_plain(batch)):
             self._dispatcher.counters.pin_copies += not pinned
             batch = torch_private.pin_memory(batch, self._pin_device)  # leaves pinned tensors as they are
         return batch if self._device is None else to_device(batch, self._device)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from scripted_driver import ScriptedDriver
+from scripted_driver import ScriptedDriver, claim_an_accelerator
 from torch.utils.data import Dataset, IterableDataset
 
 from shmloader import DataLoader, torch_private
@@ -74,9 +74,7 @@ def driver(monkeypatch: pytest.MonkeyPatch):
         scripted.moves.append(device)
         return batch
 
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    claim_an_accelerator(monkeypatch)
     monkeypatch.setattr(delivery, "open_driver", lambda: scripted)
     monkeypatch.setattr(delivery, "_tried", {0: "", 1: ""})
     monkeypatch.setattr(torch_private, "pin_memory", pin)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from scripted_driver import CAPTURE_UNSUPPORTED, ScriptedDriver
+from scripted_driver import CAPTURE_UNSUPPORTED, ScriptedDriver, claim_an_accelerator
 
 from shmloader import DataLoader
 from shmloader.device import trial
@@ -76,9 +76,7 @@ def test_a_loader_whose_trial_fails_copies_and_says_why(
     monkeypatch.setattr(delivery, "_tried", {})
     monkeypatch.setattr(delivery, "_told", set())
     monkeypatch.setattr(delivery, "open_driver", lambda: driver)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    claim_an_accelerator(monkeypatch)
     monkeypatch.setattr(delivery.torch_private, "pin_memory", lambda batch, _: batch)
     with DataLoader(torch.arange(8), batch_size=2, num_workers=1, pin_memory=True) as loader:
         with pytest.warns(RuntimeWarning, match="trial copy to device 0 failed: cuCtxRecordEvent"):

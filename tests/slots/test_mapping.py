@@ -47,7 +47,7 @@ def is_done_before(instruction: int, action: Callable[[], object]) -> bool:
         nonlocal seen
         if not frame.f_code.co_filename.startswith(PACKAGE) or frame.f_code.co_name == "__del__":
             return None  # what a __del__ raises, pytest keeps, and the object with it
-        # From Python 3.13 on, opcodes are traced only in frames whose tracer is set before they are asked for.
+        # From Python 3.13 on, opcodes are traced only where the tracer is set before they are asked for.
         frame.f_trace = trace
         frame.f_trace_lines, frame.f_trace_opcodes = False, True
         if event == "opcode":
