@@ -90,13 +90,7 @@ def device_of(loader: Any) -> torch.device | None:
 
 
 def check_arguments(loader: Any, dataset: object, num_workers: object, persistent_workers: bool) -> None:
-    """Check all of the loader's own arguments.
-
-    Args:
-        loader: The loader, with its own arguments as attributes. Torch's are not set yet.
-        dataset: Its dataset.
-        num_workers: A number, or an `AutoCount`.
-        persistent_workers: As the loader was given it.
+    """Check all of the loader's own arguments, which are its attributes; torch's are not set yet.
 
     Raises:
         TypeError: For a wrong type. What has an ``__index__`` is a whole number, as everywhere in Python.

@@ -56,11 +56,7 @@ class SlotIterator(torch_private.BaseIterator):
     ``persistent_workers`` until the iterator dies or is closed. Several threads may call ``next()``: each
     batch comes to one of them.
 
-    Args:
-        loader: The loader; its arguments are read now, as frameworks set some late.
-        counters: The loader's counters.
-        states: The loader's states.
-        auto: Decides about the number of workers or of batches in advance, if that is ``"auto"``.
+    The loader's arguments are read now, as frameworks set some late.
 
     Attributes:
         pool: The slots, for statistics.
@@ -405,11 +401,7 @@ class SlotIterator(torch_private.BaseIterator):
             self._finalizer()
 
     def close(self, because: str = "close() was called") -> None:
-        """Stop the workers and free the slots; batches that the program holds stay valid.
-
-        Args:
-            because: The reason, for whoever calls ``next()`` later.
-        """
+        """Stop the workers and free the slots; the reason is for whoever calls ``next()`` later."""
         self._all_workers.closed_because = self._all_workers.closed_because or because
         if self._all_workers.workers:
             self._all_workers.interrupt()

@@ -145,16 +145,9 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             it is. ``"cpu"`` and None leave batches where they are. See docs/gpu.md.
 
     Raises:
-        TypeError: For a ``memory_budget_nbytes`` or ``worker_restarts`` that is no whole number (``1e9`` is a
-            float), and for arguments that torch refuses so.
-        ValueError: For arguments that torch refuses, with torch's message, for a budget below 1, for
-            ``worker_restarts`` below 0 or with an iterable-style dataset, for an ``on_error`` that is none of
-            the three, for a ``dispatch`` that is neither of the two or dynamic with an iterable-style
-            dataset, for another word than ``"auto"`` as ``num_workers`` or ``prefetch_factor``, for
-            ``num_workers="auto"`` with static dispatch or an iterable-style dataset, for
-            ``prefetch_epochs`` without ``persistent_workers``, for a ``shard`` that is not ``"auto"`` or
-            with a dataset that is not iterable-style, and for a ``worker_type`` that is neither of
-            the two or ``"thread"`` with what it is not for.
+        TypeError: For numbers that are not whole (``1e9`` is a float), and for what torch refuses so.
+        ValueError: For arguments that torch refuses, with torch's message; for other values than those above,
+            and for arguments that exclude each other, with what to pass instead.
         RuntimeError: For a ``device`` that is none; by ``iter()``, for an accelerator that is not there.
     """
 

@@ -56,8 +56,8 @@ class Loading:
     def begin_pass(self, loader: Any) -> None:
         """Prepare for torch's ``__iter__``, and warn of bad samples in an epoch that was not finished.
 
-        The loader forgets a persistent iterator whose workers are gone (closed, or a worker died). It also
-        forgets one after ``load_state_dict()``: the state has a base seed of its own.
+        The loader forgets a persistent iterator whose workers are gone, or that a loaded state, which has a
+        base seed of its own, is not to go on with.
         """
         iterator = iterator_of(loader)
         if isinstance(iterator, SlotIterator) and (iterator.closed or loaded_state(loader) is not None):

@@ -20,11 +20,7 @@ def list_options(kind: type, options: dict[str, inspect.Parameter]) -> None:
     """Give a subclass whose ``__init__`` takes ``**kwargs`` a signature that lists the loader's own options.
 
     Lightning builds a loader anew from those attributes that the signature lists. Where there is ``**kwargs``
-    it adds the arguments of torch's loader, and no others.
-
-    Args:
-        kind: The subclass. Its ``__init__`` may be inherited from a library, and is left alone then.
-        options: Parameters of the loader that torch's does not have.
+    it adds the arguments of torch's loader, and no others. An ``__init__`` that was inherited is left alone.
     """
     init: Any = kind.__init__  # type: ignore[misc]
     try:

@@ -31,8 +31,7 @@ _told: set[str] = set()
 def must_load_as_torch(loader: Any) -> bool:
     """Whether a loader has to leave its batches to torch's own iterator.
 
-    The first time this warns, naming the lack and the loader's options that have no effect. A loader without
-    workers needs nothing of the platform.
+    The first time this warns, naming the lack and the loader's options that have no effect.
 
     Raises:
         NotImplementedError: For a loader with ``shard="auto"``: its batches would be others.

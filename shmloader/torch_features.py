@@ -54,12 +54,7 @@ def disable(feature: Feature, reason: str) -> None:
 
 
 def is_missing(feature: Feature, stacklevel: int) -> bool:
-    """Whether a feature is not available. The first call that finds it missing warns.
-
-    Args:
-        feature: One that has a replacement.
-        stacklevel: Of the warning, for the calling function.
-    """
+    """Whether a feature, one that has a replacement, is not available. The first such call warns."""
     if why_missing(feature) is None:
         return False
     if feature not in _warned:
@@ -69,12 +64,7 @@ def is_missing(feature: Feature, stacklevel: int) -> bool:
 
 
 def missing_message(feature: Feature, lack: str | None = None) -> str:
-    """Sentences for people about a feature that is not available: the reason, and the consequence.
-
-    Args:
-        feature: The feature.
-        lack: The reason, if it lies in the platform; None if in this torch.
-    """
+    """Sentences about a feature that is not available; ``lack`` is the reason if it lies in the platform."""
     text = f"shmloader: {feature} is not available"
     if lack is not None:
         return f"{text} on this platform: {lack}. {_INSTEAD[feature]}"

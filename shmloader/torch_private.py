@@ -348,11 +348,9 @@ def default_store() -> Any:
 
 
 def profiler_enabled() -> bool:
-    """Whether torch's profiler is recording: only then ``next()`` opens a profiler range.
+    """Whether torch's profiler is recording: only then ``next()`` opens a profiler range, in 10 µs.
 
-    This is the flag that torch keeps in Python for quick checks, and at which its compiled code looks. The
-    deprecated ``torch.autograd.profiler_legacy`` does not set it. In a torch without it the range is always
-    opened, which takes 10 µs.
+    The deprecated ``torch.autograd.profiler_legacy`` does not set this flag. Without it, the answer is yes.
     """
     return getattr(profiler, "_is_profiler_enabled", True)
 

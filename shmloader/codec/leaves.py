@@ -153,8 +153,7 @@ def _reduce_array(array: np.ndarray[Any, Any], add: Add) -> Any:
     """Reduce an ndarray so that it arrives as with pickle's default protocol, which torch uses.
 
     Protocol 5 keeps byte order, read-only flags and the order of dimensions; protocol 4 brings arrays to the
-    machine's byte order, makes them writable, and knows C and Fortran order only. What is no leaf of a slot
-    in one of these ways is pickled by that protocol.
+    machine's byte order, makes them writable, and knows C and Fortran order only.
     """
     code = CODE_OF_NUMPY_DTYPE.get(array.dtype)
     plain = array.flags.c_contiguous and array.dtype.metadata is None

@@ -24,10 +24,9 @@ from shmloader.shared_memory import PAGE_NBYTES, Extent, Segment, check_headroom
 
 
 def make_placeholder() -> pickle.PickleBuffer:
-    """A pickle buffer that stands for a leaf in a batch that is about to be pickled.
+    """A pickle buffer whose identity tells which leaf it stands for in a batch that is about to be pickled.
 
-    Its identity tells which leaf it stands for. It is writable, because the unpickler wraps what comes for a
-    read-only buffer once more.
+    It is writable: the unpickler wraps what comes for a read-only buffer once more.
     """
     return pickle.PickleBuffer(bytearray(1))
 
@@ -71,9 +70,6 @@ class SlotWriter:
     There are two ways to allocate a leaf. `tensor` makes a new one, which the user's code may see and keep.
     `output` is for collation that runs none of the user's code between here and publishing: it gives the
     same object again whenever the same slot is asked for the same place, shape and dtype.
-
-    Args:
-        segment: The iterator's segment, attached.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -160,12 +156,8 @@ class SlotWriter:
     def output(self, items: int, shape: tuple[int, ...], dtype: _Dtype) -> Output | None:
         """Allocate a leaf of shape ``(items, *shape)`` in the slot, or None where it does not fit there.
 
-        See the class for when this may be used.
-
-        Args:
-            items: Samples.
-            shape: Of one sample.
-            dtype: Of torch, or one of NumPy for the same as ``torch.from_numpy`` gives.
+        See the class for when this may be used. A dtype of NumPy means the one that ``torch.from_numpy``
+        gives.
         """
         here = self._here
         if here is None:
@@ -197,11 +189,7 @@ class SlotWriter:
         return Output(tensor, rows, placeholder, align(offset + nbytes))
 
     def with_placeholders(self, item: Any) -> Any:
-        """A batch with placeholders in the place of outputs' tensors.
-
-        Args:
-            item: The batch, or a part of it; its built-in containers are new, and nobody's else.
-        """
+        """A batch, or a part of one, with placeholders in the place of outputs' tensors."""
         placeholder = None if self._here is None else self._here.placeholders.get(id(item))
         if placeholder is not None:
             return placeholder
@@ -257,10 +245,8 @@ class SlotWriter:
         """End the task: the slot is about to be published.
 
         If something in this process still views the slot (a collate function that keeps its batches, say),
-        those views are moved to private memory, because the slot will be written again.
-
-        Returns:
-            Whether that was so.
+        those views are moved to private memory, because the slot will be written again. Returns whether that
+        was so.
         """
         anchor, self._anchor = self._anchor, None
         anchored, self._anchored = self._anchored, None
@@ -277,13 +263,10 @@ class SlotWriter:
         return True
 
     def restart(self) -> bool:
-        """Give up what was allocated in this task: allocation begins again at the slot's start.
+        """Give up what was allocated in this task, as `release` does, and begin again at the slot's start.
 
         An exception that takes a batch's place, and a batch that is sent in parts, may write over the whole
         slot. What the user's code keeps of it must survive that.
-
-        Returns:
-            Whether something in this process still viewed the slot, as for `release`.
         """
         may_refuse = self._may_refuse
         detached = self.release()
@@ -314,11 +297,7 @@ class SlotWriter:
 
 
 def _check_spill(nbytes: int, why: SharedMemoryExhausted) -> None:
-    """Refuse to spill a batch where the kernel would have to kill a process for it.
-
-    A spilled batch lies twice in private memory, beside the leaves that it was collated from: in this
-    process and in the main process.
-    """
+    """Refuse to spill a batch, to this process and the main one, if the kernel would kill one for it."""
     purpose = (
         f"a batch of {nbytes:,} bytes does not fit in its slot ({why}), and copying it to private memory "
         f"takes {2 * nbytes:,} bytes"

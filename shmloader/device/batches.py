@@ -132,15 +132,7 @@ _known_structure = functools.lru_cache(_MOST_KNOWN)(structure_of)
 
 
 class DeviceBatches:
-    """Copies batches of one iterator to one device.
-
-    Args:
-        guard: The guard of the iterator's pool.
-        device: The device's number.
-
-    Attributes:
-        guard: As above.
-    """
+    """Copies batches of one iterator, whose pool has the ``guard``, to the device of a number."""
 
     def __init__(self, guard: DeviceGuard, device: int) -> None:
         self.guard = guard
@@ -149,12 +141,7 @@ class DeviceBatches:
         self._side: int | None = None
 
     def begin(self, slot: Slot, anchor: ByteArray, header: bytes) -> Callable[[], Any] | None:
-        """Queue the copies of a batch.
-
-        Args:
-            slot: Its slot, leased unless the batch was spilled.
-            anchor: The slot's bytes, or those that it was spilled to.
-            header: The batch's header.
+        """Queue the copies of a batch, over its leased slot or over the private memory it was spilled to.
 
         Returns:
             A function that gives the batch, for work on the stream that is current when it is called. None

@@ -36,9 +36,6 @@ class DeviceGuard:
 
     Where the driver reports an error, the devices' work has failed, and the program's next call of torch
     says so: no slot is granted again then, and batches are copied.
-
-    Args:
-        driver: The driver.
     """
 
     def __init__(self, driver: CudaDriver) -> None:

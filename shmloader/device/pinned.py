@@ -37,11 +37,7 @@ class Registration:
         extent.buffer.owner = self
 
     def release(self, *, synchronize: bool) -> None:
-        """Unlock the memory.
-
-        Args:
-            synchronize: Whether to wait for all devices first.
-        """
+        """Unlock the memory; with ``synchronize``, wait for all devices first."""
         address, self.address = self.address, None
         if address is None or os.getpid() != self._pid:
             return
@@ -66,11 +62,7 @@ _told: set[str] = set()
 
 
 def pin(driver: CudaDriver, extent: Extent) -> str:
-    """Page-lock a mapping, if the budget and the system allow it.
-
-    Returns:
-        A warning for the program, the first time in this process that it is refused; else "".
-    """
+    """Page-lock a mapping, if that is allowed; gives a warning the first time that it is not, else ""."""
     release_postponed()
     limit_nbytes, locked_nbytes = memory_headroom().limit_nbytes // MOST_SHARE, pinned_nbytes()
     if extent.nbytes > MOST_NBYTES:

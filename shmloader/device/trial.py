@@ -22,10 +22,6 @@ _unfinished: list[object] = []  # the device may still read it
 def why_unusable(driver: CudaDriver, device: int) -> str:
     """Copy page-locked bytes to a device on a stream of their own, and read them back.
 
-    Args:
-        driver: The driver.
-        device: The device's number.
-
     Returns:
         The reason why batches must not rely on the driver; "" if the bytes have arrived, or if memory cannot
         be locked, of which `pinned.pin` tells.

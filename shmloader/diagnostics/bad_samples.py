@@ -55,9 +55,8 @@ class Reported(NamedTuple):
 
 
 def is_a_samples_fault(error: Exception) -> bool:
-    """Whether one sample is to blame for an exception that a dataset raised.
+    """Whether one sample is to blame for an exception: not if memory ran out, or a loader inside failed.
 
-    No sample is to blame where memory ran out, or where a loader inside the dataset failed.
     ``SystemExit``, ``KeyboardInterrupt`` and groups that hold one are no ``Exception`` and do not come here.
     """
     if isinstance(error, ExceptionGroup):

@@ -45,13 +45,7 @@ class Failure(NamedTuple):
 
 
 def capture(error: BaseException, where: str, bad_samples: bytes = b"") -> Failure:
-    """Pack an exception, in the worker. Raises nothing, whatever the exception is.
-
-    Args:
-        error: The exception, with its traceback.
-        where: One line that names the worker and the samples.
-        bad_samples: See `Failure`.
-    """
+    """Pack an exception, in the worker; ``where`` names the worker and the samples. Raises nothing itself."""
     try:
         formatted = traceback.TracebackException.from_exception(error, compact=True)
         formatted.__notes__ = None  # they are sent with the exception

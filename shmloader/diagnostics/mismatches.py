@@ -1,7 +1,6 @@
 """Notes on errors of collate functions, which name the samples and say which do not fit together.
 
-torch's message for two images of different size names neither. After a collate function has raised, the
-samples are compared, and a note names those that differ and where. Nothing here runs while all is well.
+torch's message for two images of different size names neither. Nothing here runs while all is well.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ _OF_SIZES = re.compile(r"\b(sizes?|shapes?|dimensions?|dtypes?|cast)\b", re.IGNO
 
 
 def explain_collation(error: BaseException, samples: Any, indices: Any, *, of_stream: bool = False) -> None:
-    """Add a note to an exception of a collate function: the samples, and those that do not fit together.
-
-    ``indices`` are those of ``samples``, or their positions in a stream.
-    """
+    """Add a note to an exception of a collate function: the samples by index, or position in a stream."""
     names: list[str] = []
     with contextlib.suppress(Exception):  # the user's indices: a lack of notes is no error
         names = _names(indices, of_stream)
@@ -78,10 +74,7 @@ _Mismatch = tuple[str, list[str]]
 
 
 def _find(column: list[Any], path: str, depth: int, describe: Callable[[Any, Any], str]) -> _Mismatch | None:
-    """The first place where the items of a column, one for each sample, do not fit together.
-
-    ``describe`` describes an item by what must be equal, given the first one.
-    """
+    """The first place where the items of a column, described beside the first one, are not all equal."""
     first = column[0]
     if depth == 0 or isinstance(first, str | bytes):
         return None  # strings are not joined, and anything may stand beside them

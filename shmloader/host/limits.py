@@ -1,9 +1,6 @@
-"""Limits of this host: memory, descriptors, cores.
+"""Limits of this host, as they are now: memory, descriptors, cores; None for what the platform does not tell.
 
-They are read before shared memory is asked for. Inside a memory cgroup the OOM killer, not an error, answers
-a request that is too large. So the cgroup's limit and usage are compared first (versions 1 and 2).
-
-Every function reads the present state, in any process, and answers None for what the platform does not tell.
+Inside a memory cgroup (version 1 or 2) the OOM killer, not an error, answers a request that is too large.
 """
 
 from __future__ import annotations
@@ -39,8 +36,7 @@ class Headroom(NamedTuple):
 def memory_headroom() -> Headroom:
     """Memory that can be had now, without the kernel killing something for it.
 
-    A cgroup's usage counts page cache that would be dropped under pressure; its inactive file pages are
-    therefore taken off (``memory.stat``), as the kernel's own reclaim would.
+    Inactive file pages of a cgroup (``memory.stat``) do not count: the kernel would reclaim them.
     """
     memory = psutil.virtual_memory()
     best = Headroom(memory.available, memory.total, "the machine's memory")

@@ -1,7 +1,7 @@
 """Memory of processes, as the kernel counts it.
 
-The proportional set size (PSS) divides each shared page among the processes that map it, so the figures of a
-main process and its workers may be added up. RSS may not: it counts a shared page once in every process.
+The proportional set size (PSS) divides each shared page among the processes that map it, so it may be added
+up. RSS counts a shared page once in every process.
 """
 
 from __future__ import annotations

@@ -117,11 +117,7 @@ class NextEpoch:
         return next(self._iterator, NOTHING)  # with it, torch's samplers have drawn their order
 
     def take(self, *, discard: bool) -> Iterator[Any] | None:
-        """The iterator over the next epoch's index batches, as far as they were not drawn early.
-
-        Returns:
-            None if there is none, if it is to be discarded, or if the sampler's epoch is another one.
-        """
+        """The iterator over the next epoch's further index batches; None if none can be used."""
         iterator, self._iterator = self._iterator, None
         if iterator is None:
             return None

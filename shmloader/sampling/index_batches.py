@@ -1,8 +1,7 @@
 """Index batches as they travel: an int64 array or a pickle, no larger than what it shows.
 
-The array is there for both sides' sake. Between two batches the program does something else, and a pickler
-whose code is no longer in the caches takes 30 µs and more; and a worker that gathers rows needs an array,
-which takes longer to make of a list than to gather by.
+Between two batches the program does something else, and a pickler whose code is no longer in the caches takes
+30 µs and more; and a worker that gathers rows needs an array.
 """
 
 from __future__ import annotations
@@ -105,9 +104,8 @@ def with_packed_ints(index_batch: Any) -> Any:
 
 
 def pack_index_batch(index_batch: object) -> bytes:
-    """Pack an index batch: the indices of one batch, or one index, of whatever kind the sampler yields.
+    """Pack the indices of one batch, or one index: it arrives equal, or as `PackedInts` of many ints.
 
-    What `unpack_index_batch` makes of it is equal, or where it is a list of many ints a `PackedInts` of them.
     Stores of ``shmloader.share`` arrive as lists, shared arrays and tensors as private ones.
     """
     if type(index_batch) is not list or len(index_batch) >= LEAST_PACKED:

@@ -45,23 +45,17 @@ _MOST_REFUSALS = 8  # batches returned, beyond those on their way, until it is c
 class Auto:
     """Decides for one loader, over all its epochs, until it has settled. Arithmetic only.
 
-    Args:
-        num_workers: Workers to begin with; as an attribute, those that are wanted.
-        prefetch_factor: Batches in advance per worker, likewise.
-        given: The program's numbers of both, which stay; None for what is chosen.
-        most_workers: Most workers there may be, where their number is chosen.
-
     Attributes:
+        num_workers: Workers that are wanted.
+        prefetch_factor: Batches in advance per worker that are wanted.
+        given: The program's numbers of both, which stay; None for what is chosen.
+        most_workers: Most workers there may be.
         batches: Batches returned until it settled.
         settled: Whether nothing is added any more.
     """
 
     def __init__(
-        self,
-        num_workers: int,
-        prefetch_factor: int,
-        given: list[int | None],
-        most_workers: int,
+        self, num_workers: int, prefetch_factor: int, given: list[int | None], most_workers: int
     ) -> None:
         self.given = given
         self.most_workers = most_workers if given[0] is None else num_workers
@@ -137,12 +131,7 @@ class Auto:
 
 
 def auto_for(loader: Any, before: Auto | None) -> Auto | None:
-    """The `Auto` that decides for a loader; None where nothing is ``"auto"``.
-
-    Args:
-        loader: The loader, whose attributes may have been changed.
-        before: The one that has decided for it until now.
-    """
+    """The `Auto` that decides for a loader, perhaps the one ``before``; None where nothing is ``"auto"``."""
     workers, prefetch = loader.num_workers, loader.prefetch_factor
     given = [None if isinstance(number, AutoCount) else number for number in (workers, prefetch)]
     if None not in given:

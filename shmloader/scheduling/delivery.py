@@ -92,11 +92,7 @@ class Delivery:
         return self._batches.begin(task.slot, anchor, header)
 
     def begin_next(self, *, in_order: bool) -> None:
-        """Begin to copy the batch that will be returned next, if it is here.
-
-        Args:
-            in_order: Whether batches are returned in order.
-        """
+        """Begin to copy the batch that will be returned next, if it is here."""
         if self._batches is None:
             return
         ledger = self._dispatcher.ledger

@@ -54,6 +54,7 @@ class Dispatcher:
         timeout_s: Seconds after which silent workers are treated as dead ones; 0 for never.
 
     Attributes:
+        counters: The loader's.
         ledger: All unfinished tasks.
         ended_streams: Workers that have said, since this was last emptied, that their dataset is exhausted.
         joining: Workers that were added later and have not come to the present epoch yet.
@@ -113,10 +114,8 @@ class Dispatcher:
         """Void all tasks, and have all workers begin a new epoch; returns when they have come to it.
 
         Workers finish the tasks that they have, as torch's do: what a dataset draws from its generators must
-        not depend on when the last epoch was left. Those batches are dropped.
-
-        Args:
-            settings: The pickled `EpochSettings`.
+        not depend on when the last epoch was left. Those batches are dropped. ``settings`` are the pickled
+        `EpochSettings`.
         """
         ledger = self.ledger
         ledger.epoch += 1
@@ -175,10 +174,7 @@ class Dispatcher:
         return records != b""
 
     def receive(self, due_from: int | None = None) -> None:
-        """Sleep until any worker has said something, and take it in.
-
-        Args:
-            due_from: The worker that the next batch is due from, if there is one.
+        """Sleep until any worker has said something, and take it in; the next batch is ``due_from`` a worker.
 
         Raises:
             WorkerDied: If a worker has ended and is not to be replaced; the others are stopped.
@@ -291,10 +287,9 @@ class Dispatcher:
         self.pool.give_back(task.slot)
 
     def take(self, task: Task) -> tuple[ByteArray, bytes]:
-        """The memory of a task's batch, which is here: its slot under a lease or, spilled, a private copy.
+        """The memory of a task's batch, which is here: the anchor of all its leaves, and the header.
 
-        Returns:
-            The anchor of all its leaves, and the header.
+        The anchor is a lease on its slot or, where the batch was spilled, a private copy.
         """
         pool, slot = self.pool, task.slot
         in_parts = task.flags & SPILLED

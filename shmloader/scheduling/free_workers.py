@@ -21,13 +21,6 @@ class FreeWorkers:
     nothing to do and the pool has room for one more slot. It narrows by one whenever a whole window of
     batches has been returned since it last changed.
 
-    Args:
-        ledger: The iterator's tasks.
-        pool: The slots.
-        num_workers: How many workers there are.
-        prefetch_factor: Tasks per worker that are sent in advance.
-        timeout_s: The loader's ``timeout``, or 0.
-
     Attributes:
         num_workers: Workers that are given tasks: the first ones.
         window: As above.
@@ -78,13 +71,10 @@ class FreeWorkers:
         return self._pool.has_room_for_more()
 
     def is_stalled(self, due: Task) -> bool:
-        """Whether a worker has nothing to do while the program waits for a batch of another.
+        """Whether a worker has nothing to do while the program waits for the batch that is due, of another.
 
         Not when that wait has been longer than the loader's timeout: then a worker hangs, and further batches
         of the others would only put off the error.
-
-        Args:
-            due: The task that is waited for.
         """
         if self._fewest() > 0:
             return False

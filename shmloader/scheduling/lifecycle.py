@@ -52,10 +52,7 @@ class Lifecycle:
         self._expected: BaseException | None = None
 
     def enter(self) -> bool:
-        """Begin a call; waits until other threads have left.
-
-        Returns:
-            Whether all records are complete: False if an exception has cut an earlier call short.
+        """Begin a call, once other threads have left; False if an exception has cut an earlier one short.
 
         Raises:
             Reentered: If this thread is inside already.

@@ -22,12 +22,6 @@ from shmloader.scheduling.turns import Turns
 class Scheduler:
     """Sends tasks for one iterator, epoch after epoch.
 
-    Args:
-        loader: The loader.
-        index_sampler: The sampler that it draws index batches from.
-        dispatcher: Sends tasks.
-        auto: Decides about the number of workers or of batches in advance, if that is ``"auto"``.
-
     Attributes:
         epoch: Number of the present epoch, over the iterator's life.
         free_workers: The policy of dynamic dispatch; None with static dispatch.
@@ -84,10 +78,7 @@ class Scheduler:
                 yield index_batch
 
     def take_early(self, *, discard: bool) -> Iterator[Any] | None:
-        """Give up what was made early of the next epoch, or begin that epoch with it.
-
-        Args:
-            discard: Whether it is of no use.
+        """Begin the next epoch with what was made early of it, or give that up: always with ``discard``.
 
         Returns:
             The iterator over the epoch's further index batches, to call `go_on` with; None if the epoch has

@@ -12,15 +12,7 @@ from shmloader.scheduling.ledger import Ledger
 
 
 class Turns:
-    """Chooses workers in turn.
-
-    Args:
-        ledger: The iterator's tasks.
-        num_workers: How many workers there are.
-        most_tasks: Tasks that may be outstanding at once.
-        in_order: Whether batches are returned in order. If not, a worker whose batches are slow gets fewer
-            tasks.
-    """
+    """Chooses workers in turn. Out of order, a worker whose batches are slow gets fewer tasks."""
 
     def __init__(self, ledger: Ledger, num_workers: int, most_tasks: int, *, in_order: bool) -> None:
         self._ledger = ledger

@@ -17,11 +17,8 @@ def check_headroom(nbytes: int, purpose: str, *, spare: int = 0, advice: str = _
     The last of it is left to the program, or the OOM killer would answer its next allocation. What is taken
     is summed up, and compared with what the host has every ``SURE_NBYTES``.
 
-    Args:
-        nbytes: Bytes that are about to be taken.
-        purpose: How the message begins, such as "a slot needs 8,192 more bytes of shared memory".
-        spare: Bytes to leave to the program, where that is more than `spare_nbytes`.
-        advice: How the message ends: what to change.
+    ``purpose`` begins the message, such as "a slot needs 8,192 more bytes of shared memory", and ``advice``
+    ends it. ``spare`` bytes are left to the program, where that is more than `spare_nbytes`.
 
     Raises:
         SharedMemoryExhausted: If the host has less.

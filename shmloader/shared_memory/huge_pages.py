@@ -39,10 +39,7 @@ def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> bool
     process asks no more.
 
     The part begins at ``offset``, a multiple of ``HUGE_NBYTES``; ``held_nbytes`` of it are reserved already,
-    and may be in use; there are to be ``nbytes``.
-
-    Returns:
-        Whether asking for more makes sense at the moment.
+    and may be in use; there are to be ``nbytes``. Returns whether asking for more makes sense at the moment.
 
     Raises:
         OSError: If the system gives no memory at all.

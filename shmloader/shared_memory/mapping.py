@@ -110,13 +110,10 @@ class Mapping:
 
 
 def take_space(nbytes: int, protection: int, flags: int = MAP_NORESERVE) -> mmap.mmap:
-    """Take address space, anonymous and private, for something to be mapped there.
+    """Take address space, anonymous and private, for something to be mapped there; gives its owner.
 
     With ``PROT_NONE`` or `MAP_NORESERVE` the system does not charge for it; ``flags`` are 0 where all of it
-    will be written.
-
-    Returns:
-        Its owner, whose death unmaps all of it.
+    will be written. The owner's death unmaps all of it.
 
     Raises:
         SharedMemoryExhausted: If it cannot be had.

@@ -106,9 +106,7 @@ class Budget:
     def note_size(self, nbytes: int, reserved_nbytes: int) -> None:
         """Learn from a batch larger than the typical one how many tasks there is memory for.
 
-        Args:
-            nbytes: Its size.
-            reserved_nbytes: What the slots have of the host's memory.
+        The slots have ``reserved_nbytes`` of the host's memory.
         """
         if nbytes > self.largest_nbytes:
             self.typical_nbytes, self.largest_nbytes = self.largest_nbytes, nbytes
@@ -122,11 +120,7 @@ class Budget:
             self._make_fewer(self.nbytes)
 
     def follow_host(self, reserved_nbytes: int) -> None:
-        """Take no more than the host can spare now; without a budget of the program's, half of what it has.
-
-        Args:
-            reserved_nbytes: What the slots have of the host's memory.
-        """
+        """Take no more than the host can spare now; without a budget of its own, half of what it has."""
         # A worker has the samples of a batch and, where they are not joined in the slot, the joined batch and
         # its copy; the program may need as much as a batch.
         besides_nbytes = (3 * self._workers + 1) * self.typical_nbytes
@@ -139,11 +133,10 @@ class Budget:
         self._make_fewer(wanted_nbytes)
 
     def resize(self, most_tasks: int) -> bool:
-        """Have another number of tasks.
+        """Have another number of tasks, if there is room; returns whether it is so now.
 
-        Returns:
-            Whether it is so now. If not, no slot that is granted from now on takes what further tasks would
-            need, so a later call may succeed; unless the budget is too small for so many anyway.
+        If not, no slot that is granted from now on takes what further tasks would need, so a later call may
+        succeed; unless the budget is too small for so many anyway.
         """
         slots = most_tasks + SPARE_SLOTS
         if most_tasks > self.most_tasks:

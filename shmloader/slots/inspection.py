@@ -28,11 +28,7 @@ def wanted() -> bool:
 
 
 class Inspection:
-    """Looks at every slot that is granted, leased and freed.
-
-    Args:
-        pool: The iterator's slots; from now on it tells when slots are freed and granted.
-    """
+    """Looks at every slot of a pool that is granted, leased and freed."""
 
     def __init__(self, pool: SlotPool) -> None:
         self._pool = pool

@@ -29,10 +29,7 @@ class SlotPool:
 
     Args:
         segment: Where the slots' memory comes from; the pool owns it.
-        most_tasks: Tasks outstanding at once.
-        budget_nbytes: Most bytes that all slots may take together.
-        workers: How many processes make batches.
-        follows_host: See `Budget`.
+        most_tasks, budget_nbytes, workers, follows_host: See `Budget`.
         counters: The loader's counters; the pool counts spills.
 
     Attributes:
@@ -103,12 +100,12 @@ class SlotPool:
 
     @property
     def most_tasks(self) -> int:
-        """Tasks outstanding at once: as was asked for, or fewer if memory is too short for the batches."""
+        """See `Budget`."""
         return self.budget.most_tasks
 
     @property
     def base_slots(self) -> int:
-        """Slots while the program keeps no batches: two more than tasks, see `budget.SPARE_SLOTS`."""
+        """See `Budget`."""
         return self.budget.base_slots
 
     def reserved_nbytes(self) -> int:
@@ -116,12 +113,7 @@ class SlotPool:
         return sum(slot.nbytes for slot in self.slots)
 
     def resize(self, most_tasks: int) -> bool:
-        """Have another number of tasks outstanding at once.
-
-        Returns:
-            Whether it is so now. If the budget has no room for more, the number is as it was; there may be
-            room when batches that are kept or on their way are done.
-        """
+        """Have another number of tasks outstanding at once, if there is room: see `Budget.resize`."""
         self.collect()
         if not self.budget.resize(most_tasks):
             return False
@@ -145,13 +137,8 @@ class SlotPool:
         """Whether a task beyond ``most_tasks`` can have a slot for the largest batch."""
         if self._released:
             self.collect()
-        return self._in_use() < self._most_slots() and self.budget.has_room_for_task()
-
-    def _most_slots(self) -> int:
-        return self.budget.base_slots + RETAINED_SLOTS
-
-    def _in_use(self) -> int:
-        return self._leased + self.budget.tasks
+        in_use, most = self._leased + self.budget.tasks, self.base_slots + RETAINED_SLOTS
+        return in_use < most and self.budget.has_room_for_task()
 
     # --- the way of a slot
 
@@ -199,12 +186,9 @@ class SlotPool:
         return self.map(slot)
 
     def publish(self, slot: Slot, slot_nbytes: int, used_nbytes: int) -> None:
-        """Take over a slot that a worker has finished, with its size.
+        """Take over a granted slot that a worker has finished, for which it has reserved ``slot_nbytes``.
 
-        Args:
-            slot: The slot, granted until now.
-            slot_nbytes: Bytes reserved for it.
-            used_nbytes: Bytes of the batch, header included; 0 for an answer without one, or in parts.
+        The batch takes ``used_nbytes``, header included; 0 for an answer without one, or in parts.
         """
         assert slot.state is _GRANTED, f"slot {slot.number} published while {slot.state}"
         self.budget.committed_nbytes += slot_nbytes - slot.limit_nbytes
@@ -215,12 +199,10 @@ class SlotPool:
             self._note_size(used_nbytes)
 
     def lease(self, slot: Slot) -> tuple[npt.NDArray[np.uint8], memoryview]:
-        """Begin a lease on a published slot.
+        """Begin a lease on a published slot: its anchor, uint8, and its bytes, to be read at once.
 
-        Returns:
-            The anchor: uint8, one item per byte of the slot. The slot is free again when the anchor and
-            all arrays and tensors made over it are gone. And the slot's bytes, to be read at once: the
-            view holds no lease.
+        The slot is free again when the anchor and all arrays and tensors made over it are gone. The view of
+        the bytes holds no lease.
 
         Raises:
             SharedMemoryExhausted: If this process has no address space for it.
@@ -250,30 +232,23 @@ class SlotPool:
 
     def _warn_of_kept(self, nbytes: int) -> None:
         """Say why a batch cannot stay in its slot."""
-        if self._leased + max(self.most_tasks, self.budget.tasks - 1) >= self._most_slots():
+        in_use = self._leased + max(self.most_tasks, self.budget.tasks - 1)
+        if in_use >= self.base_slots + RETAINED_SLOTS:
             self._warn(memory_warnings.kept_beyond_slots, nbytes, self._leased)
         else:
             facts = (self.budget, self._wanted_tasks, nbytes, self._leased)
             self._warn(memory_warnings.kept_beyond_budget, *facts)
 
     def read_part(self, slot: Slot, slot_nbytes: int, into: npt.NDArray[np.uint8]) -> None:
-        """Copy a part of a batch larger than its slot out of the slot's start.
+        """Copy a part of a batch larger than its slot out of the slot's start, ``into`` private memory.
 
-        Args:
-            slot: The slot; its worker waits and goes on writing it afterwards, so it stays granted.
-            slot_nbytes: Bytes reserved for it.
-            into: Where the part belongs in the batch's private memory.
+        Its worker waits, and goes on writing it afterwards, so the slot stays granted.
         """
         slot.nbytes = slot_nbytes
         into[:] = np.frombuffer(self.map(slot).buffer, np.uint8)[: len(into)]
 
     def note_parts(self, slot: Slot, nbytes: int) -> None:
-        """Note that a batch came in parts, because its slot could not be made large enough for it.
-
-        Args:
-            slot: The slot; to be published next.
-            nbytes: Bytes of the batch.
-        """
+        """Note that a batch came in parts: its slot, published next, could not be made large enough."""
         assert slot.state is _GRANTED, f"slot {slot.number} read in parts while {slot.state}"
         self._count_spill(nbytes)
         if nbytes > self.budget.typical_nbytes:

@@ -71,10 +71,9 @@ def recognise(dataset: Any) -> Source:
 
 
 class Gatherer:
-    """Makes batches of one dataset without its samples, where that is possible.
+    """Makes batches of one dataset without its samples, which ``collate_fn`` would join, where it can.
 
-    It lives for one epoch, in a worker or, without workers, in the main process. ``collate_fn`` is the
-    function that would join the samples.
+    It lives for one epoch, in a worker or, without workers, in the main process.
     """
 
     def __init__(self, dataset: Any, collate_fn: Any) -> None:
@@ -84,14 +83,10 @@ class Gatherer:
         self._is_recognised = False
 
     def gather(self, index_batch: Any) -> Any:
-        """Make a batch.
+        """Make a batch, or ``NOT_GATHERED`` if it is to be made sample by sample.
 
-        Returns:
-            The batch, or ``NOT_GATHERED`` if it is to be made sample by sample: for indices that are not all
-            ints, and where anything fails, so that the exception is the dataset's own.
-
-        Raises:
-            Exception: Any that a ``__getbatch__`` raises.
+        That is so for indices that are not all ints, and where anything but a ``__getbatch__`` raises, so
+        that the exception is the dataset's own.
         """
         writer = current_writer()
         if not self._is_recognised:

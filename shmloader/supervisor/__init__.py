@@ -24,9 +24,7 @@ def start_workers(loader: Any, make_arguments: MakeArguments) -> Workers:
     """Start the workers that a loader's arguments ask for; some frameworks set those late.
 
     Raises:
-        ValueError: If worker threads cannot do what the arguments ask for.
-        WorkerStartError: If spawned workers could not import what they are given.
-        WorkerDied: If one ended at once.
+        ValueError: If workers of this kind cannot do what the arguments ask for.
     """
     if loader.worker_type == THREAD:
         check_worker_type(loader, loader.dataset, loader.multiprocessing_context)

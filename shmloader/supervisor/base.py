@@ -80,11 +80,7 @@ class Workers(Protocol):
         """
 
     def wait(self, timeout_s: float | None) -> Sequence[Worker]:
-        """Wait until a worker has sent something or has ended, or until `interrupt` is called.
-
-        Returns:
-            The workers to receive from; empty after the timeout.
-        """
+        """Wait until workers, which are returned, have sent something or have ended, or for `interrupt`."""
 
     def interrupt(self) -> None:
         """Let `wait`, in another thread, return at once, now and from now on."""
@@ -93,10 +89,9 @@ class Workers(Protocol):
         """Python stacks of a live worker's threads, or why they could not be had."""
 
     def died(self, worker: Worker, indices: tuple[object, ...], memory: str, why: str = "") -> WorkerDied:
-        """The error for a dead worker that held these index batches.
+        """The error for a dead worker that held these index batches, and ``why`` no further restart came.
 
-        It tells the loader's ``memory`` figures if the kernel seems to have killed the worker for memory, and
-        ``why`` no further restart came.
+        It tells the loader's ``memory`` figures if the kernel seems to have killed the worker for memory.
         """
 
     def close(self, because: str = ..., grace_s: float = ...) -> None:

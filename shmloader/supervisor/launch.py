@@ -60,11 +60,7 @@ def _worker(given: Any, pipes: Pipes, main_pid: int, by_leader: bool) -> None:
 
 @contextlib.contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Start processes with SIGINT blocked, which a terminal's Ctrl-C sends to them too.
-
-    They inherit the signal mask. A worker unblocks SIGINT at its first line, where it has a handler; until
-    then its interpreter, the main module and its imports are not interrupted.
-    """
+    """Start processes with SIGINT, which a terminal sends to them too, blocked until they have a handler."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

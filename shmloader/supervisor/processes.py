@@ -187,10 +187,9 @@ class ProcessWorkers(Workers):
         )
 
     def close(self, because: str = "its workers were stopped", grace_s: float = _STOP_S) -> None:
-        """See `Workers`. Closes all descriptors.
+        """See `Workers`. Those that have not ended after ``grace_s`` are terminated, a second later killed.
 
-        Workers that have not ended after ``grace_s`` are terminated, and a second later killed. A worker that
-        is still starting has nothing to finish, and is terminated at once.
+        A worker that is still starting has nothing to finish, and is terminated at once.
         """
         self.closed_because = self.closed_because or because
         with HeldInterrupts() as interrupts:

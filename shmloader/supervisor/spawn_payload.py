@@ -38,12 +38,9 @@ _OWNERS = frozenset({"numpy", "pyarrow"})  # whose objects take any buffer as th
 
 
 class SpawnPayload:
-    """The arguments of workers that are started together. Main process.
+    """The arguments of workers that are started together, the same but for their numbers. Main process.
 
-    It is closed when all are started: a worker that is started later, in another's place, is given the
-    dataset as it is then.
-
-    Workers' arguments may differ in the worker's number only.
+    It is closed when all are started: a worker that is started later is given the dataset as it is then.
 
     Attributes:
         arrays_nbytes: Bytes of large arrays, which only the workers started with this payload share.
@@ -220,11 +217,7 @@ class _Sent:
 
 
 def take_arguments(given: Any) -> WorkerArguments:
-    """Take the worker's arguments, in the worker; unpickling them imports the dataset's modules.
-
-    Args:
-        given: What `SpawnPayload.for_worker` returned, as it has arrived.
-    """
+    """Unpickle, in the worker, what `SpawnPayload.for_worker` gave: this imports the dataset's modules."""
     if not isinstance(given, _Sent):
         arguments: WorkerArguments = given
         return arguments
@@ -257,10 +250,9 @@ _received: list[int] = []  # in a worker, the descriptors that came with its arg
 
 
 class _Receiver:
-    """Stands for the process being started, while the arguments are pickled.
+    """Stands for the process being started: ``multiprocessing.reduction.DupFd`` passes descriptors to it.
 
-    ``multiprocessing.reduction.DupFd`` asks it to pass a descriptor. The descriptor gets its number in a
-    process only when that is started. In the pickle, which is for all, it is a place in a list.
+    A descriptor gets its number in a process when that is started; in the pickle it is a place in a list.
     """
 
     DupFd = _Passed

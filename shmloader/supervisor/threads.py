@@ -118,9 +118,8 @@ class ThreadWorkers(Workers):
         return error
 
     def close(self, because: str = "its workers were stopped", grace_s: float = _CLOSE_S) -> None:
-        """See `Workers`. Tells all threads to end, and waits for them a moment.
+        """See `Workers`. A thread in the middle of a batch ends by itself later; nothing depends on it.
 
-        A thread in the middle of a batch ends by itself later; nothing that the loader owns depends on it.
         May run in a worker thread, if the iterator is found to be garbage there.
         """
         self.closed_because = self.closed_because or because
@@ -174,8 +173,7 @@ class ThreadWorker:
 def _copy_dataset(dataset: Any) -> Any:
     """A dataset for one worker: an assignment to ``self`` is seen by that worker only, as in a process.
 
-    All other objects that its attributes refer to are shared, but datasets that it wraps are copied too. A
-    dataset that is none of torch's is shared as it is.
+    Datasets that it wraps are copied too; all else is shared, as is a dataset that is none of torch's.
     """
     if not isinstance(dataset, Dataset):
         return dataset

@@ -69,11 +69,7 @@ def install_slot_collate(collate_fn: Callable[[Any], Any], *, in_thread: bool) -
 
 
 def slot_collate(samples: list[Any]) -> Any:
-    """Join samples as torch's ``default_collate`` does, into the writer's outputs.
-
-    Returns:
-        The batch for the `Encoder`: placeholders in the place of leaves that were written in the slot.
-    """
+    """Join samples as torch's ``default_collate`` does, with placeholders for leaves written in the slot."""
     writer = current_writer()
     if writer is None or not torch_private.collate_map_is_pristine():
         return default_collate(samples)
@@ -81,11 +77,7 @@ def slot_collate(samples: list[Any]) -> Any:
 
 
 def _collate(samples: Sequence[Any], writer: SlotWriter) -> Any:
-    """Join samples, or the parts of samples that belong together; see `slot_collate`.
-
-    Tensors, ndarrays, numbers and strings in built-in containers are joined here; whatever else there is
-    goes to torch's function.
-    """
+    """Join samples, or the parts of samples that belong together; what is not in `_JOIN` goes to torch."""
     return _JOIN.get(type(samples[0]), _join_by_torch)(samples, writer)
 
 
@@ -182,8 +174,7 @@ def _are_rows(arrays: Sequence[Any]) -> bool:
 def _has_torchs_strides(array: np.ndarray[Any, Any]) -> bool:
     """Whether torch takes an ndarray of such strides; it has errors of its own for others.
 
-    Only the first sample of a batch is asked: looking at each would add a tenth to the time of joining them.
-    The others are joined right, whatever their strides.
+    Only the first sample is asked, for speed. The others are joined right, whatever their strides.
     """
     strides = array.strides
     return not strides or (min(strides) >= 0 and not gcd(*strides) % array.itemsize)
@@ -194,8 +185,7 @@ def collate_tensors(
 ) -> torch.Tensor:
     """Stack tensors into the slot, in the place of torch's ``collate_tensor_fn``: same result and errors.
 
-    In the program's process, and in workers of torch's that it forks, it is torch's own function but for
-    worker threads.
+    Outside of shmloader's workers it is torch's own function.
     """
     first, writer = batch[0], current_writer()
     in_worker = _in_worker_process or writer is not None

@@ -81,11 +81,7 @@ def datasets_in(dataset: Any) -> list[tuple[Path, Any]]:
 
 
 class DatasetState:
-    """The plain attributes of datasets with ``set_epoch``, as workers know them. Lives in the main process.
-
-    Args:
-        dataset: The dataset that the workers are being started with.
-    """
+    """The plain attributes of datasets with ``set_epoch``, as workers know them. Main process only."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset

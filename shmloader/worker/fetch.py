@@ -1,9 +1,7 @@
 """Batches for index batches: of map-style datasets, and of those with ``__getitems__``.
 
-The rules are those of torch's fetchers (``torch/utils/data/_utils/fetch.py``), so that batches are
-identical. Where a dataset's rows can be gathered, no samples are made (see `sources`). With ``on_error``
-other than ``"raise"`` a fetcher goes on where a sample raises. Runs in the worker, or without workers in
-the main process.
+The rules are those of torch's fetchers (``torch/utils/data/_utils/fetch.py``). Where a dataset's rows can be
+gathered, no samples are made (see `sources`). Runs in the worker, or without workers in the main process.
 """
 
 from __future__ import annotations

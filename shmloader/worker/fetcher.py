@@ -42,11 +42,9 @@ class Fetcher(ABC):
 
     @abstractmethod
     def fetch(self, index_batch: Any) -> Any:
-        """Fetch and collate.
+        """Fetch and collate; `Reported` where there is something to report.
 
-        Returns:
-            The batch; in a worker with placeholders for the leaves that lie in the slot already. `Reported`
-            where there is something to report.
+        In a worker the batch has placeholders for the leaves that lie in the slot already.
 
         Raises:
             StopIteration: If an iterable dataset is exhausted.

@@ -21,10 +21,7 @@ _PR_SET_PDEATHSIG = 1
 def begin(main_pid: int, by_leader: bool = False) -> None:
     """Set up signals and the watch over the main process. Call it first in a worker, in its main thread.
 
-    Args:
-        main_pid: Process id of the main process.
-        by_leader: Whether the main process's first thread, which lives as long as the process, started this
-            one.
+    ``by_leader``: the main process's first thread, which lives as long as that, has started this one.
     """
     # Whatever a fork has inherited, SIGTERM ends a worker, and no signal is written to a descriptor.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

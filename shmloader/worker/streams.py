@@ -26,8 +26,7 @@ class Stream:
     Args:
         dataset: The dataset.
         rules: How to divide it, and where it was left.
-        part: The part to play.
-        parts: Parts on each rank.
+        part: The part to play, of so many ``parts`` on each rank.
         tolerant: Whether samples that raise are left out.
 
     Attributes:
@@ -153,16 +152,10 @@ def _is_stateful(one: Any) -> bool:
 
 
 def shard_of(dataset: Any, rules: StreamRules, part: int, parts: int) -> Any:
-    """A shard of a dataset, made by the dataset itself; None if it cannot make one.
+    """A shard of a dataset, one of this rank's ``parts``, made by the dataset itself; None if it cannot.
 
     A dataset that has a number of files, ``num_shards``, as Hugging Face's do, is not asked for more shards
     than files. With several ranks it is not asked for shards of unequally many files.
-
-    Args:
-        dataset: The dataset.
-        rules: The number of ranks, and this one.
-        part: The part of this rank's share.
-        parts: Parts of it.
     """
     shards, index = rules.ranks * parts, rules.rank * parts + part
     if not _has(dataset, "shard"):
@@ -187,14 +180,6 @@ class Stride:
     whichever worker makes it, so the batches do not depend on the number of workers, and ranks have equally
     many. Rank ``r`` takes from a group the samples ``r``, ``r + ranks``, and so on. If the stream ends inside
     a group, ``drop_last`` leaves it out; else ranks that lack a sample repeat one of the last ones.
-
-    Args:
-        stream: All samples from where the epoch goes on.
-        rules: The number of ranks, and the size of a batch.
-        worker_id: Which worker this is.
-        num_workers: How many there are.
-        drop_last: Whether to leave out the last group if it is not complete.
-        drawn: Samples that were drawn from the stream before.
 
     Attributes:
         drawn: Samples of the stream up to the end of the latest group.
