@@ -11,6 +11,7 @@ import ctypes
 import functools
 from collections.abc import Iterator
 from ctypes import POINTER, byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -81,19 +82,12 @@ class DriverError(RuntimeError):
         return self.code in _CAPTURE_ERRORS
 
 
+@dataclass(eq=False, slots=True)
 class Event:
-    """A point in the work of a device.
+    """A point in the work of the device of a number, by the driver's handle."""
 
-    Attributes:
-        handle: The driver's.
-        device: The number of the device.
-    """
-
-    __slots__ = ("device", "handle")
-
-    def __init__(self, handle: Any, device: int) -> None:
-        self.handle = handle
-        self.device = device
+    handle: Any
+    device: int
 
 
 class CudaDriver:

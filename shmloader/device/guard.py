@@ -6,24 +6,18 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from shmloader.device.driver import CudaDriver, DriverError, Event
 from shmloader.slots import Slot
 
 
+@dataclass(slots=True)
 class Held:
-    """Memory that a copy reads and writes, kept until the copy is done.
+    """The owners of memory that a copy reads and writes; both are None once the event behind it is done."""
 
-    Attributes:
-        event: An event behind the copy; None when it is done.
-        kept: The owners of the memory.
-    """
-
-    __slots__ = ("event", "kept")
-
-    def __init__(self, event: Event, kept: object) -> None:
-        self.event: Event | None = event
-        self.kept = kept
+    event: Event | None
+    kept: object
 
 
 class DeviceGuard:

@@ -18,7 +18,7 @@ from shmloader.errors import LoaderClosed
 from shmloader.sampling.index_batches import PackedInts, pack_index_batch, unpack_index_batch
 from shmloader.scheduling.ledger import VOID, Ledger, Task
 from shmloader.scheduling.lifecycle import WAITING, Lifecycle
-from shmloader.slots import Slot, SlotPool
+from shmloader.slots import SlotPool
 from shmloader.slots.inspection import Inspection
 from shmloader.slots.inspection import wanted as inspection_wanted
 from shmloader.supervisor import Worker, Workers, log_replacement, worker_timeout
@@ -76,7 +76,6 @@ class Dispatcher:
         self.inspection = Inspection(pool) if inspection_wanted() else None
         self._timeout_s = timeout_s if timeout_s > 0 else None
         self._awaited: set[int] = set()  # workers that have not come to the present epoch yet
-        self._settings_slots: list[Slot] = []  # slots with settings that are too long for a record
         self._wait_ns = 0  # how long the last wait took
 
     # --- out
@@ -126,25 +125,15 @@ class Dispatcher:
             ledger.void(task)
         workers = self.workers.workers
         self._awaited = {worker.worker_id for worker in workers} - self.joining
-        self._announce_epoch(settings)
-        while self._awaited or (self._settings_slots and self.joining):
+        for begin in range(0, len(settings), INLINE_NBYTES):
+            piece = settings[begin : begin + INLINE_NBYTES]
+            request = pack_begin_epoch(ledger.epoch, len(settings), begin, piece)
+            for worker in workers:
+                worker.send(request)
+        while self._awaited:
             self.receive()
-        while self._settings_slots:  # more than one, if Ctrl-C has ended the wait for an earlier epoch
-            self.pool.revoke(self._settings_slots.pop())
         self.ended_streams.clear()
         self.pool.trim()
-
-    def _announce_epoch(self, settings: bytes) -> None:
-        slot_number = slot_nbytes = 0
-        if len(settings) > INLINE_NBYTES:
-            slot = self.pool.grant()
-            self._settings_slots.append(slot)
-            self.pool.reserve(slot, len(settings)).view[: len(settings)] = settings
-            slot_number, slot_nbytes = slot.number, slot.nbytes
-        inline = b"" if slot_nbytes else settings
-        request = pack_begin_epoch(self.ledger.epoch, slot_number, slot_nbytes, len(settings), inline)
-        for worker in self.workers.workers:
-            worker.send(request)
 
     def welcome(self, worker: Worker) -> None:
         """Have a worker that was added in the middle of an epoch say when it is there: see `joining`.
@@ -153,7 +142,7 @@ class Dispatcher:
         """
         self.ledger.add_worker()
         self.joining.add(worker.worker_id)
-        worker.send(pack_begin_epoch(self.ledger.epoch, 0, 0, 0, b""))
+        worker.send(pack_begin_epoch(self.ledger.epoch, 0, 0, b""))
 
     # --- in
 

@@ -86,24 +86,23 @@ class BeginEpoch(NamedTuple):
 
     Attributes:
         epoch: Number of the epoch, over the iterator's life.
-        slot: The slot that a long payload lies in.
-        slot_nbytes: Bytes reserved for that slot.
-        payload_nbytes: Length of the pickled `EpochSettings`.
-        payload: The pickled `EpochSettings`, as for `MakeBatch`.
+        total_nbytes: Length of the pickled `EpochSettings`, which may come in several such records; 0 for a
+            worker that was started with them.
+        begin: Bytes of them that came before.
+        piece: The next of them, padded.
     """
 
     epoch: int
-    slot: int
-    slot_nbytes: int
-    payload_nbytes: int
-    payload: bytes
+    total_nbytes: int
+    begin: int
+    piece: bytes
 
 
 Request = MakeBatch | SendNextPart | BeginEpoch
 
 pack_make_batch = _packs(_requests, MakeBatch, f"IQQIQQQI{INLINE_NBYTES}s", REQUEST_NBYTES)
 pack_send_next_part = _packs(_requests, SendNextPart, "Q", REQUEST_NBYTES)
-pack_begin_epoch = _packs(_requests, BeginEpoch, f"IIQI{INLINE_NBYTES}s", REQUEST_NBYTES)
+pack_begin_epoch = _packs(_requests, BeginEpoch, f"IQQ{INLINE_NBYTES}s", REQUEST_NBYTES)
 
 
 def unpack_request(record: bytes) -> Request:

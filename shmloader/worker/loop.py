@@ -131,6 +131,7 @@ class _Worker:
         self._pid = os.getpid()
         self._wait_ns = 0
         self._later: deque[Request] = deque()
+        self._settings = b""  # of the coming epoch, as far as they are here
 
     def run(self) -> None:
         """Start, and answer tasks until the main process closes the link."""
@@ -184,24 +185,21 @@ class _Worker:
             self._begin_epoch(request)
 
     def _begin_epoch(self, request: BeginEpoch) -> None:
-        """Begin a new epoch with the same dataset object, as torch's persistent workers do."""
-        if request.payload_nbytes:  # else this worker was started with the settings
+        """Begin a new epoch, once all settings are here, with the same dataset object, as torch does."""
+        self._settings = self._settings[: request.begin] + request.piece
+        if len(self._settings) < request.total_nbytes:
+            return
+        if request.total_nbytes:  # else this worker was started with the settings
             self._ended = False
             self._rules = self._rules._replace(stream=self._rules.stream.from_the_beginning())
             try:
-                settings: EpochSettings = pickle.loads(self._read_settings(request))
+                settings: EpochSettings = pickle.loads(self._settings)
                 settings.apply(self._dataset)
                 self._dataset = torch_private.seed_datapipe(self._dataset, settings.shared_seed)
                 self._fetcher = self._make_fetcher()
             except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch
                 self._start_error = error
         self._link.send(pack_epoch_begun(request.epoch))
-
-    def _read_settings(self, request: BeginEpoch) -> bytes:
-        if request.payload_nbytes <= INLINE_NBYTES:
-            return request.payload
-        extent = self._arguments.segment.map(request.slot, request.slot_nbytes)
-        return bytes(extent.view[: request.payload_nbytes])
 
     def _work(self, task: MakeBatch) -> None:
         """Make one batch, or an exception in its place, and publish it."""

@@ -52,6 +52,13 @@ class TellsByOther(Tells):
         return {"index": index, "epoch": self.epoch, "drawn": drawn, "scale": self.scale}
 
 
+class TellsText(Tells):
+    text = ""
+
+    def __getitem__(self, index: int) -> str:
+        return self.text
+
+
 class Stream(IterableDataset):
     epoch = 0
 
@@ -181,6 +188,16 @@ class Refuses(Tells):
         if torch.utils.data.get_worker_info() is not None:
             raise LookupError(f"no epoch {epoch} here")
         super().set_epoch(epoch)
+
+
+def test_a_change_larger_than_a_pipe_arrives_whole() -> None:
+    """It goes to the workers in many records, which wait until there is room in the pipe."""
+    dataset = TellsText()
+    with DataLoader(dataset, batch_size=3, num_workers=2, persistent_workers=True) as loader:
+        list(loader)
+        for letter in "ab":
+            dataset.text = letter * 300_001
+            assert {text for batch in loader for text in batch} == {dataset.text}
 
 
 def test_an_error_of_set_epoch_in_a_worker_is_raised_with_the_first_batch() -> None:
