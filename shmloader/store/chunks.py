@@ -19,7 +19,7 @@ from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.columns import merge
 from shmloader.store.columns.compiled import Reader, Scope
 from shmloader.store.columns.encode import Encoder
-from shmloader.store.columns.packed import field_of_struct, names_of, structs_of, unpacked
+from shmloader.store.columns.packed import field_of_struct, structs_of, types_of_fields, unpacked
 from shmloader.store.columns.read import make_reader
 from shmloader.store.columns.types import (
     Classes,
@@ -107,10 +107,10 @@ def field_of(column: Any, name: str | int) -> Any:
         return pa.DictionaryArray.from_arrays(column.indices, field_of(column.dictionary, name))
     structs = structs_of(column)
     if structs is not None and not structs.null_count:
-        names = names_of(structs.type)
+        names = [*types_of_fields(structs.type)]
         if isinstance(name, int) and structs is not column and 0 <= name < len(names):
             name = names[name]
-        if names.count(str(name)) == 1:
+        if name in names:
             return field_of_struct(structs, str(name))
     raise KeyError(name)
 

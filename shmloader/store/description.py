@@ -11,14 +11,12 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from shmloader.store.columns.packed import field_of_struct, names_of, numbers, structs_of
+from shmloader.store.columns.packed import field_of_struct, numbers, structs_of, types_of_fields
 from shmloader.store.columns.types import (
-    KeysType,
     LinkType,
     PackedType,
     PickleType,
     PythonType,
-    RecordsType,
     children_of,
     find_types,
 )
@@ -133,9 +131,8 @@ def _describe(name: str, parts: list[Any], type_of_link: Callable[[int], Any]) -
 
 def _parts_of(column: Any) -> list[tuple[str, Any]]:
     structs = structs_of(column)
-    if structs is not None and structs.type.num_fields:
-        return [(name, field_of_struct(structs, name)) for name in names_of(structs.type)]
-    return [("", column)]
+    names = () if structs is None else types_of_fields(structs.type)
+    return [(name, field_of_struct(structs, name)) for name in names] or [("", column)]
 
 
 def _kind_of(columns: list[Any]) -> str:
@@ -159,10 +156,10 @@ def type_name(kind: Any) -> str:
         return f"list of {kind.list_size} {type_name(kind.value_type)}"
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return f"list of {type_name(kind.value_type)}"
-    if pa.types.is_struct(kind) or pa.types.is_union(kind):
-        kinds = [one for one in children_of(kind) if not isinstance(one, KeysType | RecordsType)]
-        joint = ", " if pa.types.is_struct(kind) else " or "
-        return ("struct of " if joint == ", " else "") + joint.join(map(type_name, kinds))
+    if pa.types.is_struct(kind):
+        return f"struct of {', '.join(map(type_name, types_of_fields(kind).values()))}"
+    if pa.types.is_union(kind):
+        return " or ".join(map(type_name, children_of(kind)))
     if pa.types.is_dictionary(kind):
         return f"{type_name(kind.value_type)}, each once"
     return str(kind)

@@ -17,7 +17,7 @@ from shmloader.store.arrays import Array, ArrayKind, array_of_tensor, kind_of_ar
 from shmloader.store.base import Rows
 from shmloader.store.chunks import ChunkReaders, Chunks, Path
 from shmloader.store.columns.arrays import block_of
-from shmloader.store.columns.packed import names_of, numbers
+from shmloader.store.columns.packed import numbers, types_of_fields
 from shmloader.store.columns.types import (
     ArrayType,
     KeysType,
@@ -243,8 +243,7 @@ def _keys(column: Any) -> tuple[str, ...]:
         return ()
     if any(isinstance(field.type, KeysType) for field in column.type):
         return ()
-    names = tuple(names_of(column.type))
-    return names if len(set(names)) == len(names) else ()
+    return tuple(types_of_fields(column.type))
 
 
 def tuple_shape(column: Any) -> tuple[str, tuple[str, ...]]:
@@ -252,7 +251,7 @@ def tuple_shape(column: Any) -> tuple[str, tuple[str, ...]]:
     kind = column.type
     is_tuple = isinstance(kind, TupleType | NamedTupleType) and pa.types.is_struct(kind.storage_type)
     if is_tuple and not column.storage.null_count:
-        return kind.parameters.get("python", ""), tuple(names_of(kind.storage_type))
+        return kind.parameters.get("python", ""), tuple(types_of_fields(kind.storage_type))
     return "", ()
 
 

@@ -25,7 +25,14 @@ from shmloader.store.columns.compiled import (
     numbers_of,
     octets_of,
 )
-from shmloader.store.columns.packed import absent, fields_of, keys_of, numbers, unpacking
+from shmloader.store.columns.packed import (
+    absent,
+    field_of_struct,
+    keys_of,
+    numbers,
+    types_of_fields,
+    unpacking,
+)
 from shmloader.store.columns.types import maker_of
 
 _MOST_FORMS = 64  # of dicts with optional keys that have a function of their own, in each chunk
@@ -138,10 +145,10 @@ def _struct(column: Any, scope: Scope) -> str:
 
 def _fields(column: Any, scope: Scope) -> dict[str, str]:
     """Sources of the fields of the struct in row ``i``."""
-    fields = fields_of(column)
-    lines, found = unpacking(column, fields, scope)
+    names = types_of_fields(column.type)
+    lines, found = unpacking(column, names, scope)
     scope.lines += lines
-    return {name: found.get(name) or expression(field, scope) for name, field in fields.items()}
+    return {name: found.get(name) or expression(field_of_struct(column, name), scope) for name in names}
 
 
 class _Forms(dict[int, Reader]):
@@ -152,11 +159,13 @@ class _Forms(dict[int, Reader]):
         names = keys.type.parameters["names"]
         self._column = column
         self._values: dict[str, tuple[int, str]] = {}
-        for name, field in fields_of(column).items():
-            lacking = absent(keys, name)
-            is_whole = lacking is not None and types.storage_of(field).null_count == np.count_nonzero(lacking)
-            is_packed = isinstance(field.type, types.PackedType)
-            value = "" if is_packed else (_present if is_whole else expression)(field, scope)
+        for name, kind in types_of_fields(column.type).items():
+            value = ""
+            if not isinstance(kind, types.PackedType):
+                field, lacking = field_of_struct(column, name), absent(keys, name)
+                nulls = types.storage_of(field).null_count
+                is_whole = lacking is not None and nulls == np.count_nonzero(lacking)
+                value = (_present if is_whole else expression)(field, scope)
             self._values[name] = 1 << names.index(name), value
         self._bits = expression(keys, scope)
         self._scope = scope
@@ -357,8 +366,6 @@ def _packed(column: Any, scope: Scope) -> str:
 
 
 def _keys(column: Any, scope: Scope) -> str:
-    if "code" in column.type.parameters:
-        return _packed(column, scope)
     if arrow.is_fixed_size_binary(column.storage.type):
         return f"int.from_bytes({_fixed_octets(column.storage, scope)}, 'little')"
     return _storage(column, scope, arrow.is_unsigned_integer)

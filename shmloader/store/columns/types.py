@@ -90,15 +90,21 @@ SetType = _declare("set", "sets or frozensets (``kind``), as lists.")
 DictType = _declare("dict", "dicts of any keys, as lists of the structs ``key`` and ``value``.")
 KeysType = _declare(
     "keys",
-    "The keys that each of some dicts has: bit ``k`` stands for ``names[k]``. May be ``packed``.",
+    "The keys that each of some dicts has: bit ``k`` stands for ``names[k]``.",
 )
 ScalarType = _declare("scalar", "NumPy scalars of ``dtype``: numbers, or items of bytes.")
 DecimalType = _declare("decimal", "Decimals, as strings: these keep trailing zeros and NaN.")
 UuidType = _declare("uuid", "UUIDs, as 16 bytes.")
 PickleType = _declare("pickle", "Other objects, each pickled by itself; ``types`` names their classes.")
 LinkType = _declare("link", "Row numbers in the column ``link`` of the same memory. In no file.")
-PackedType = _declare("packed", "Numbers (``code``) at ``offset`` of each of the records beside. In no file.")
-RecordsType = _declare("records", "Records of packed numbers, as bytes. In no file.")
+PackedType = _declare("packed", "Numbers (``code``) at ``offset`` of each of some records. In no file.")
+RecordsType = _declare(
+    "records",
+    """Records of the ``numbers`` of structs, as bytes: code and offset by name. In no file.
+
+    ``order`` names all fields of the structs.
+    """,
+)
 DatetimeType = _declare(
     "datetime", "datetimes with a zone: microseconds in UTC; the zone is ``key`` (zoneinfo) or ``offset_s``."
 )
