@@ -26,8 +26,7 @@ from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store import kinds
 from shmloader.store.columns.encode import COLUMN, Encoder
 from shmloader.store.graph import Graph, Node, Rebuilder, blame
-from shmloader.store.handles import register
-from shmloader.store.mapped_files import MappedFiles
+from shmloader.store.handles import MappedFiles, register
 from shmloader.store.mapping import (
     KeyIndex,
     MappingStore,

@@ -14,7 +14,7 @@ import torch
 from shmloader.sampling.index_batches import BY_VALUE
 from shmloader.store.description import StoreDescription, describe_rows, table_of
 from shmloader.store.memory import share_array
-from shmloader.store.saving import save
+from shmloader.store.tables import save
 
 _INT64 = np.dtype(np.int64)
 Rows = np.ndarray[Any, np.dtype[np.int64]]

@@ -16,7 +16,6 @@ import numpy as np
 import pyarrow as pa
 
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
-from shmloader.store.columns import merge
 from shmloader.store.columns.compiled import Reader, Scope
 from shmloader.store.columns.encode import Encoder
 from shmloader.store.columns.packed import field_of_struct, structs_of, types_of_fields, unpacked
@@ -73,7 +72,7 @@ class Chunks(ABC):
         """The rows of a chunk as one array: a struct of the batch's columns, or its only column."""
         column = self._columns.get(chunk)
         if column is None:
-            column = self._columns[chunk] = merge.rows_of(self.batch(chunk))
+            column = self._columns[chunk] = rows_of(self.batch(chunk))
         return column
 
     def field(self, chunk: int, path: Path) -> Any:
@@ -98,6 +97,16 @@ class Chunks(ABC):
             return unpacked(column)
         read = make_reader(column, self.scope(chunk, self.readers_of_links()))
         return Encoder().encode(list(map(read, range(len(column)))))
+
+
+def rows_of(batch: Any) -> Any:
+    """The rows of a batch as one array: a struct of its columns, or its only column."""
+    said = (batch.schema.metadata or {}).get(b"shmloader", b"")
+    if batch.num_columns == 1 and any(rows in said for rows in (b'"rows": "column"', b'"rows": "set"')):
+        return batch.column(0)
+    if batch.num_columns:
+        return pa.StructArray.from_arrays(batch.columns, fields=list(batch.schema))
+    return pa.array([{}] * batch.num_rows, pa.struct([]))
 
 
 def field_of(column: Any, name: str | int) -> Any:

@@ -25,11 +25,11 @@ from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.chunks import Chunks
 from shmloader.store.columns import types
 from shmloader.store.columns.types import ONLY_IN_MEMORY, VERSION, Classes, PickleType, find_types
-from shmloader.store.mapped_files import Fingerprint
+from shmloader.store.handles import Fingerprint
 from shmloader.store.mapping import MappingStore, SetStore, index_of
 from shmloader.store.memory import MemoryWriter
 from shmloader.store.rows import RowStore
-from shmloader.store.saving import FACTORIES, FORM, IPC, PARQUET
+from shmloader.store.tables import FACTORIES, FORM, IPC, PARQUET
 
 _PARQUET_MAGIC, _FILE_MAGIC, _STREAM_MAGIC = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 _DAMAGES = (pa.ArrowException, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError)

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 
 from shmloader.store import kinds
-from shmloader.store.handles import is_shared
-from shmloader.store.mapped_files import MappedFiles
+from shmloader.store.handles import MappedFiles, is_shared
 
 _MOST_LABELS = 16  # of a path that is shown
 _SURE = {str, int, float, bool, bytes, type(None)}

@@ -32,7 +32,7 @@ from shmloader.errors import LoaderError, ShareTimeout
 from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
 from shmloader.store import host_server, share
 from shmloader.store.handles import pack, unpack
-from shmloader.store.host_server import FAILED, HEADER, READY
+from shmloader.store.host_server import FAILED, HEADER, MOST_FDS
 from shmloader.store.job import fingerprint_of, job_of_process
 
 _log = logging.getLogger(__name__)
@@ -206,6 +206,12 @@ def _pack(shared: Any, name: str, way: str) -> tuple[bytes, list[SharedBuffer]]:
             "returned are not in shared memory, and would be copied into every rank. shmloader.share of it "
             "warns of what could not be shared; leave that out, or keep it in arrays, lists or dicts"
         )
+    if len(buffers) >= MOST_FDS:  # one more is the layout
+        raise LoaderError(
+            f"share_on_host {name!r}: what build returned lies in {len(buffers)} pieces of shared memory, "
+            f"and ranks can be given {MOST_FDS - 1}. Share what belongs together in one call: all that "
+            "shmloader.share(object) shares is one piece"
+        )
     return packed, buffers
 
 
@@ -242,7 +248,7 @@ def _tell_failure(listener: socket.socket, error: Exception, name: str) -> None:
             connection, _ = listener.accept()
             with connection, contextlib.suppress(OSError):
                 if host_server.peer_of(connection)[1] == os.geteuid():
-                    host_server.send(connection, list(host_server.messages(FAILED, [layout.fd])))
+                    host_server.answer(connection, FAILED, [layout.fd])
 
 
 # The processes that wait.
@@ -287,28 +293,24 @@ def _receive(
     """The kind of answer and its descriptors; None if the connection ends before they are there."""
     poller = select.poll()
     poller.register(connection, select.POLLIN)
-    fds: list[int] = []
-    kind, due = READY, 1
-    with contextlib.ExitStack() as undo:
-        while len(fds) < due:
-            if not poller.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
-                raise _timeout(name, pid, timeout_s)
-            try:
-                data, new, flags, _ = socket.recv_fds(
-                    connection, HEADER.size, host_server.FDS_PER_MESSAGE, socket.MSG_CMSG_CLOEXEC
-                )
-            except ConnectionError:
-                data, new, flags = b"", [], 0
-            for fd in new:
-                undo.callback(os.close, fd)
-            fds += new
-            if not data:
-                _log.info("share_on_host %r: process %d ended before it was done", name, pid)
-                return None
-            _, kind, due = HEADER.unpack(data)
-            if flags & socket.MSG_CTRUNC:
-                raise _too_few_descriptors(name, due)
-        undo.pop_all()
+    if not poller.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
+        raise _timeout(name, pid, timeout_s)
+    try:
+        text, fds, flags, _ = socket.recv_fds(connection, HEADER.size, MOST_FDS, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionError:
+        text, fds, flags = b"", [], 0
+    if not text:
+        _log.info("share_on_host %r: process %d ended before it was done", name, pid)
+        return None
+    _, kind, due = HEADER.unpack(text)
+    if flags & socket.MSG_CTRUNC:
+        for fd in fds:
+            os.close(fd)
+        raise OSError(
+            errno.EMFILE,
+            f"share_on_host {name!r}: attaching needs {due} descriptors, more than this process may still "
+            "open. Raise the limit (ulimit -n), or share fewer, larger objects",
+        )
     return kind, fds
 
 
@@ -318,14 +320,6 @@ def _timeout(name: str, pid: int | None, timeout_s: float) -> ShareTimeout:
         f"share_on_host {name!r}: {who} was not done after {timeout_s:g} s. If building takes that long, "
         "raise timeout_s; if build() waits for other ranks (a barrier, a collective), it must not: they "
         "wait here for it"
-    )
-
-
-def _too_few_descriptors(name: str, due: int) -> OSError:
-    return OSError(
-        errno.EMFILE,
-        f"share_on_host {name!r}: attaching needs {due} descriptors, more than this process may still open. "
-        "Raise the limit (ulimit -n), or share fewer, larger objects",
     )
 
 

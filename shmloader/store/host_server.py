@@ -17,15 +17,16 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 HEADER = struct.Struct("<4sII")
-"""The head of every message: `MAGIC`, the kind, and the number of descriptors in all of them together."""
+"""The text of an answer: `MAGIC`, the kind, and the number of descriptors that come with it."""
 
 MAGIC = b"shml"
 READY, FAILED = 1, 2  # the object; the exception that building it raised
 
-FDS_PER_MESSAGE = 250  # the kernel takes 253
+MOST_FDS = 250
+"""The most descriptors of an answer: the kernel takes 253 with one message."""
 
 _PEER = struct.Struct("3i")
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -38,32 +39,21 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-def messages(kind: int, fds: Sequence[int]) -> Iterator[tuple[bytes, Sequence[int]]]:
-    """The messages that carry ``fds``: header and descriptors of each."""
-    header = HEADER.pack(MAGIC, kind, len(fds))
-    for begin in range(0, len(fds), FDS_PER_MESSAGE):
-        yield header, fds[begin : begin + FDS_PER_MESSAGE]
-
-
-def send(connection: socket.socket, pending: list[tuple[bytes, Sequence[int]]]) -> bool:
-    """Send messages and take the sent ones off the list.
-
-    Returns:
-        False if some are left because this user has too many descriptors on their way already.
+def answer(connection: socket.socket, kind: int, fds: Sequence[int]) -> None:
+    """Send an answer. Waits while this user has too many descriptors on their way already.
 
     Raises:
         OSError: If the other end is gone.
     """
-    while pending:
-        header, fds = pending[0]
+    while True:
         try:
-            socket.send_fds(connection, [header], list(fds))
+            socket.send_fds(connection, [HEADER.pack(MAGIC, kind, len(fds))], list(fds))
         except OSError as error:
-            if error.errno not in {errno.ETOOMANYREFS, errno.EAGAIN}:
+            if error.errno != errno.ETOOMANYREFS:
                 raise
-            return False
-        del pending[0]
-    return True
+            time.sleep(_RETRY_S)
+        else:
+            return
 
 
 class Server:
@@ -79,7 +69,6 @@ class Server:
         self._listener = listener
         self._fds = fds
         self._connections = {holder.fileno(): holder}
-        self._pending: dict[int, list[tuple[bytes, Sequence[int]]]] = {}
         self._poller = select.poll()
         self._poller.register(listener, select.POLLIN)
         self._poller.register(holder, select.POLLIN)
@@ -87,19 +76,16 @@ class Server:
     def serve(self) -> None:
         """Answer until nobody is connected and nobody waits to be."""
         while self._connections or self._accept():
-            if not self._connections:  # the one that waited was another user's
-                continue
             # Whoever sends something does not know the rules; like one that is gone, it is let go.
-            for fd, _ in self._poller.poll(_RETRY_S * 1000 if self._pending else None):
+            for fd, _ in self._poller.poll() if self._connections else ():
                 if fd == self._listener.fileno():
                     self._accept()
                 else:
-                    self._drop(fd)
-            for fd in list(self._pending):
-                self._send(fd)
+                    self._poller.unregister(fd)
+                    self._connections.pop(fd).close()
 
     def _accept(self) -> bool:
-        """Take one waiting connection; False if there was none."""
+        """Take one waiting connection and answer it; False if there was none."""
         try:
             connection, _ = self._listener.accept()
         except BlockingIOError:
@@ -109,27 +95,16 @@ class Server:
                 raise
             time.sleep(_RETRY_S)  # it stays in the queue until a descriptor is free
             return True
-        if peer_of(connection)[1] != os.geteuid():
+        try:
+            if peer_of(connection)[1] != os.geteuid():
+                raise PermissionError
+            answer(connection, READY, self._fds)
+        except OSError:  # it is gone, or of another user
             connection.close()
             return True
-        connection.setblocking(False)
         self._connections[connection.fileno()] = connection
         self._poller.register(connection, select.POLLIN)
-        self._pending[connection.fileno()] = list(messages(READY, self._fds))
-        self._send(connection.fileno())
         return True
-
-    def _send(self, fd: int) -> None:
-        try:
-            if send(self._connections[fd], self._pending[fd]):
-                del self._pending[fd]
-        except OSError:
-            self._drop(fd)
-
-    def _drop(self, fd: int) -> None:
-        self._pending.pop(fd, None)
-        self._poller.unregister(fd)
-        self._connections.pop(fd).close()
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -142,9 +117,9 @@ def main(arguments: Sequence[str]) -> None:
     listener, holder = socket.socket(fileno=listener_fd), socket.socket(fileno=holder_fd)
     listener.setblocking(False)
     holder.setblocking(False)
+    os.setsid()
     if os.fork():
         os._exit(0)
-    os.setsid()
     os.chdir("/")
     null = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):  # the builder's own may be pipes that somebody reads to their end

@@ -24,7 +24,7 @@ from shmloader.store.base import SharedObject, Store, equal
 from shmloader.store.description import StoreDescription, describe_rows
 from shmloader.store.memory import new_builder
 from shmloader.store.rows import RowStore
-from shmloader.store.saving import form_of_mapping
+from shmloader.store.tables import form_of_mapping
 
 _HASH_BITS = 32
 _MOST_BUCKET_BITS = 12  # 32 KB in each process that looks keys up

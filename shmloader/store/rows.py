@@ -11,9 +11,9 @@ import pyarrow as pa
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.base import Store, row_array, row_numbers
 from shmloader.store.chunks import ChunkReaders, Chunks, Path
-from shmloader.store.columns import merge
 from shmloader.store.columns.types import PickleType, find_types
 from shmloader.store.description import StoreDescription, describe_columns
+from shmloader.store.tables import joined
 from shmloader.store.take import Gatherer, tuple_shape
 
 _NOT_ONE_ROW = (slice, str, list, tuple)
@@ -154,7 +154,7 @@ class RowStore(Store):
             if self._file is not None:
                 for column in columns:
                     column.validate(full=True)  # Arrow's functions trust their buffers
-            return merge.joined(columns)
+            return joined(columns)
         except _DAMAGES as error:
             raise self._damaged(error, None) from error
 

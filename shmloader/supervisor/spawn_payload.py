@@ -28,8 +28,7 @@ import torch.multiprocessing
 from shmloader.codec.layout import align
 from shmloader.errors import LoaderError, WorkerStartError
 from shmloader.shared_memory import Descriptor, map_copy_on_write
-from shmloader.store.handles import reduce_array
-from shmloader.store.mapped_files import MappedFiles
+from shmloader.store.handles import MappedFiles, reduce_array
 from shmloader.supervisor.base import MakeArguments
 from shmloader.worker.loop import WorkerArguments
 

@@ -23,8 +23,7 @@ from store_samples import Slotted, same
 from shmloader import open as open_store
 from shmloader import share
 from shmloader.store import Store
-from shmloader.store.handles import is_shared, pack, unpack
-from shmloader.store.mapped_files import MappedFiles
+from shmloader.store.handles import MappedFiles, is_shared, pack, unpack
 
 # Types of NumPy.
 

@@ -320,8 +320,8 @@ def test_the_server_is_in_a_session_of_its_own(name: str) -> None:
     del shared
 
 
-def test_more_stores_than_one_message_carries(name: str) -> None:
-    count = host_server.FDS_PER_MESSAGE + 20
+def test_as_many_stores_as_ranks_can_be_given(name: str) -> None:
+    count = host_server.MOST_FDS - 1
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 3 * count + 50:
         pytest.skip("a descriptor for each store, on both sides and on its way (ulimit -n)")
     stores = [share([number]) for number in range(count)]
@@ -329,6 +329,8 @@ def test_more_stores_than_one_message_carries(name: str) -> None:
     attached = share_on_host(Building(build_never), name=name)
     assert [list(store) for store in attached.content] == [[number] for number in range(count)]
     assert len(built.content) == count
+    with pytest.raises(LoaderError, match=f"lies in {count + 1} pieces .* can be given {count}"):
+        share_on_host(Building(lambda: Box([*stores, share([0])])), name=f"{name} more")
 
 
 def test_an_object_without_shared_memory_is_passed_on_too(name: str) -> None:

@@ -16,8 +16,7 @@ import pytest
 from shmloader import DataLoader, NotSharedWarning, share
 from shmloader import open as open_store
 from shmloader.store import Store
-from shmloader.store.handles import is_shared, pack, unpack
-from shmloader.store.mapped_files import MappedFiles
+from shmloader.store.handles import MappedFiles, is_shared, pack, unpack
 from shmloader.testing import identical
 
 

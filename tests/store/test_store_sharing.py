@@ -17,8 +17,7 @@ import torch
 
 from shmloader import DataLoader, NotSharedWarning, share
 from shmloader.store import MappingStore, SetStore, Store
-from shmloader.store.handles import is_shared, pack, unpack
-from shmloader.store.mapped_files import MappedFiles
+from shmloader.store.handles import MappedFiles, is_shared, pack, unpack
 
 ROWS = 30_000
 

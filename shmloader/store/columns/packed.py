@@ -65,7 +65,7 @@ def _child(column: Any, kind: type[PythonType]) -> Any:
 
 
 def field_of_struct(column: Any, name: str) -> Any:
-    """A field of structs by its name; numbers are null where the key is lacking, for which they are copied."""
+    """A field of structs by its name; numbers are copied where some are null, for a key that is lacking."""
     records = _child(column, RecordsType)
     if records is None or name not in records.type.parameters["numbers"]:
         return column.field(column.type.get_field_index(name))

@@ -1,21 +1,32 @@
-"""Chunks that differ in their types as columns of one type: for Arrow's tables and for files.
+"""Stores as tables of Arrow's, and tables as files: ordinary Arrow IPC or Parquet.
 
-Integers get the width that all need, and nulls are taken over. Dictionaries are joined. Where chunks hold
-different things, the common type is a dense union of what they have, so that no value changes.
+Chunks that differ in their types become columns of one type. Integers get the width that all need, and nulls
+are taken over. Dictionaries are joined. Where chunks hold different things, the common type is a dense union
+of what they have, so that no value changes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pickle
+import secrets
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from pyarrow import types as arrow
 
-from shmloader.store.columns.encode import can_be_null, keys_to_arrow, merged_order
+from shmloader.store.columns.encode import Encoder, can_be_null, keys_to_arrow, merged_order
 from shmloader.store.columns.types import (
+    VERSION,
     KeysType,
     PickleType,
     PythonType,
@@ -23,6 +34,17 @@ from shmloader.store.columns.types import (
     dictionary_outside,
     storage_of,
 )
+
+IPC, PARQUET = (".arrow", ".ipc", ".feather"), (".parquet", ".pq")
+"""Suffixes of files."""
+
+FORM = b"shmloader"
+"""Key of the schema's metadata."""
+
+FACTORIES = {kind.__name__: kind for kind in (int, float, str, bytes, list, dict, set, tuple, Counter)}
+"""Makers of missing values that a file can name."""
+
+_ENCODED_ROWS = 1 << 14
 
 _INTS = {
     pa.int8(): 1,
@@ -36,6 +58,98 @@ _INTS = {
 """Integers, with the bytes that their values need as integers with a sign."""
 
 _SIGNED = {1: pa.int8(), 2: pa.int16(), 4: pa.int32(), 8: pa.int64()}
+
+
+def save(store: Any, path: str | os.PathLike[str]) -> None:
+    """Write a store; see `SharedObject.save`."""
+    target = Path(path)
+    if target.suffix not in IPC + PARQUET:
+        names = ", *".join(IPC + PARQUET)
+        raise ValueError(
+            f"a store is saved as Arrow IPC or Parquet, in a file named *{names}; not as {target.name!r}"
+        )
+    table = _table_of(store)
+    with _replacing(target) as file:
+        if target.suffix in PARQUET:
+            try:
+                pq.write_table(table, file)
+            except (pa.ArrowNotImplementedError, pa.ArrowInvalid) as error:
+                raise TypeError(f"Parquet cannot hold this store ({error}): save it as *.arrow") from error
+            return
+        with pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+
+
+def _table_of(store: Any) -> Any:
+    """The rows of a store as a table that says in its metadata what they are."""
+    try:
+        data = store.to_arrow()
+    except TypeError:  # a kind of store of one's own
+        rows, encoder = iter(store), Encoder()
+        chunks = iter(lambda: list(islice(rows, _ENCODED_ROWS)), [])
+        data = joined(list(map(encoder.encode, chunks)))
+    said: dict[str, Any] = {"version": VERSION, "rows": "table", **store.form}
+    if not isinstance(data, pa.Table):
+        said["rows"] = said["rows"] if said["rows"] == "set" else "column"
+        data = pa.Table.from_arrays([data], names=[""])
+    metadata = {**(data.schema.metadata or {}), FORM: json.dumps(said, sort_keys=True).encode()}
+    return data.replace_schema_metadata(metadata)
+
+
+def form_of_mapping(missing: bytes) -> dict[str, Any]:
+    """The metadata of a mapping.
+
+    Args:
+        missing: The function that makes up missing values, pickled; empty for none.
+
+    Raises:
+        TypeError: If a file cannot name that function.
+    """
+    if not missing:
+        return {"rows": "mapping"}
+    factory = pickle.loads(missing)
+    if factory not in FACTORIES.values():
+        raise TypeError(
+            f"a file cannot say that missing keys are made by {factory!r}, since opening it would run that: "
+            "share and save a plain dict, shmloader.share(dict(data))"
+        )
+    return {"rows": "mapping", "missing": factory.__name__}
+
+
+@contextlib.contextmanager
+def _replacing(target: Path) -> Iterator[Any]:
+    """A file beside ``target`` that takes its name when it is complete and on the disk.
+
+    Processes that have the old file mapped keep it; writing into it would change what they read, and
+    shortening it would end them with a bus error.
+    """
+    beside = target.parent / f".{target.name[:50]}-{secrets.token_hex(6)}"
+    try:
+        file = os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb")
+        try:
+            with file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(target)
+        except BaseException:
+            beside.unlink()
+            raise
+        folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        if error.errno is None:  # not the system's
+            raise
+        # Errors name the file that was asked for; they are of the class that goes with their number.
+        raise OSError(error.errno, error.strerror, os.fspath(target)).with_traceback(
+            error.__traceback__
+        ) from None
+
+
+# --- chunks as one table
 
 
 def joined(columns: list[Any]) -> Any:
@@ -252,13 +366,3 @@ def _union_of(column: Any) -> tuple[Any, Any, list[Any]]:
     buffers, whole = column.buffers(), slice(column.offset, column.offset + len(column))
     tags, places = np.frombuffer(buffers[1], np.int8)[whole], np.frombuffer(buffers[2], np.int32)[whole]
     return tags, places, [column.field(number) for number in range(column.type.num_fields)]
-
-
-def rows_of(batch: Any) -> Any:
-    """The rows of a batch as one array: a struct of its columns, or its only column."""
-    said = (batch.schema.metadata or {}).get(b"shmloader", b"")
-    if batch.num_columns == 1 and any(rows in said for rows in (b'"rows": "column"', b'"rows": "set"')):
-        return batch.column(0)
-    if batch.num_columns:
-        return pa.StructArray.from_arrays(batch.columns, fields=list(batch.schema))
-    return pa.array([{}] * batch.num_rows, pa.struct([]))
