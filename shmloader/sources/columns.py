@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 
 from shmloader.sources.base import NotGathered, Rows, Source, make_output, within
 from shmloader.sources.blocks import joined_dtype
-from shmloader.store.arrays import kind_of_tensor
+from shmloader.store.kinds import kind_of_tensor
 
 _HF_FORMATS = (None, "numpy", "torch")  # others may be the program's own functions, or draw random numbers
 

@@ -13,7 +13,7 @@ import logging
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
 from itertools import chain
 from typing import Any
 
@@ -43,21 +43,17 @@ _log = logging.getLogger(__name__)
 _LEAST_WARNED_NBYTES = 4 << 20
 _PANDAS_ROWS = 1 << 14
 
-_Write = Callable[[MemoryWriter], Make]
-"""Writes a value; returns what makes the shared one."""
-
 
 def share_graph(root: Any, *, copy: bool = False, progress: bool | None = None) -> Any:
     """Share an object and what it holds; see `shmloader.share`."""
     graph = Graph(root, is_asked_for=True)
-    planned = [(node, _writer_of(node, copy, progress)) for node in graph.nodes.values() if node.plan]
-    nodes = [(node, write) for node, write in planned if write is not None]
+    nodes = [node for node in graph.nodes.values() if node.plan and not _is_mapped(node.value)]
     # Whole arrays are written first, and dicts last, whose values mostly are some of a list's.
-    nodes.sort(key=lambda one: (one[0].plan == "rows") + isinstance(one[0].value, dict | set | frozenset))
+    nodes.sort(key=lambda node: (node.plan == "rows") + isinstance(node.value, dict | set | frozenset))
     replaced: dict[int, Any] = {}
     if nodes:
         with MemoryWriter(len(nodes)) as writer:
-            made = [(node, _write(node, write, writer, graph)) for node, write in nodes]
+            made = [(node, _write_if_possible(node, writer, graph, copy, progress)) for node in nodes]
             if any(make is not None for _, make in made):
                 buffer = writer.seal()
                 replaced = {id(node.value): make(buffer) for node, make in made if make is not None}
@@ -65,11 +61,13 @@ def share_graph(root: Any, *, copy: bool = False, progress: bool | None = None) 
     return Rebuilder(graph.nodes, replaced).rebuild(root) if replaced else root
 
 
-def _write(node: Node, write: _Write, writer: MemoryWriter, graph: Graph) -> Make | None:
+def _write_if_possible(
+    node: Node, writer: MemoryWriter, graph: Graph, copy: bool, progress: bool | None
+) -> Make | None:
     """Write a node's value; None if it cannot be shared."""
     begin = writer.out.nbytes
     try:
-        return write(writer)
+        return _write(node, writer, copy, progress)
     except (MemoryError, OSError):  # of this process or host, not of the elements
         raise
     except Exception as error:
@@ -158,18 +156,27 @@ def _identity(element: Any) -> Any:
     return repr(element) if isinstance(element, np.generic | np.ndarray | torch.Tensor) else id(element)
 
 
-# --- writers of values
+# --- writing of values
 
 
-def _writer_of(node: Node, copy: bool, progress: bool | None) -> _Write | None:
-    """The writer of a node's value; None where that is mapped from a file already."""
+def _write(node: Node, writer: MemoryWriter, copy: bool, progress: bool | None) -> Make:
+    """Write a node's value; returns what makes the shared one."""
+    value = node.value
     if node.plan == "array":
-        return _array_writer(node.value)
-    return _rows_writer(node.value, copy, progress) if node.plan == "rows" else _foreign_writer(node.value)
+        return _write_array(value, writer)
+    if node.plan == "rows":
+        return _write_rows(value, writer, copy, progress)
+    # Objects of other libraries keep their classes.
+    if kinds.is_arrow(value):
+        return _write_in_place(value, writer)
+    if kinds.is_pandas_part(value):
+        return _write_pandas(value, writer)
+    make = _write_in_place(_table_in_memory(value), writer)
+    return lambda buffer: _with_table(value, make(buffer))
 
 
-def _array_writer(value: Any) -> _Write:
-    """The writer of an ndarray or a tensor.
+def _write_array(value: Any, writer: MemoryWriter) -> Make:
+    """Write an ndarray or a tensor.
 
     Raises:
         TypeError: If it has no dimensions, or is a tensor that cannot be shared.
@@ -183,7 +190,7 @@ def _array_writer(value: Any) -> _Write:
                 f"requires_grad={value.requires_grad}. See Tensor.detach(), Tensor.cpu(), Tensor.to_dense() "
                 "and Tensor.reshape(1)."
             )
-        return lambda writer: writer.tensor(resolved)
+        return writer.tensor(resolved)
     if not value.ndim:
         raise TypeError(
             f"an array without dimensions is one value ({value!r:.80}), not rows: nothing in it would be "
@@ -191,57 +198,36 @@ def _array_writer(value: Any) -> _Write:
         )
     if value.dtype.hasobject:
         raise TypeError(f"an array of Python objects with {value.ndim} dimensions: share a list of its rows")
-    return lambda writer: writer.array(value)
-
-
-def _rows_writer(value: Any, copy: bool, progress: bool | None) -> _Write:
-    """The writer of what becomes a store: containers of objects, iterators, Arrow and pandas data."""
-    if kinds.is_arrow(value):
-        return lambda writer: _store(writer, _write_arrow(value, writer), copy)
-    if kinds.is_pandas(value):
-        return lambda writer: _store(writer, write_rows(_pandas_rows(value), writer, progress), copy)
-    if isinstance(value, Iterator):
-        return lambda writer: _store(writer, write_rows(value, writer, progress), copy)
-    if kinds.container_kind(value) is set:
-        return lambda writer: _write_set(value, writer, progress)
-    if isinstance(value, Mapping):
-        return lambda writer: _write_mapping(value, writer, copy, progress)
-    return lambda writer: _write_rows(value, writer, copy, progress)
-
-
-def _store(writer: MemoryWriter, table: Table, copy: bool) -> Make:
-    return lambda buffer: RowStore(writer.chunks(table, buffer), (), copy)
+    return writer.array(value)
 
 
 def _write_rows(value: Any, writer: MemoryWriter, copy: bool, progress: bool | None) -> Make:
-    table = write_rows(value, writer, progress)
+    """Write what becomes a store: a container of objects, an iterator, Arrow or pandas data."""
+    if isinstance(value, Mapping) or kinds.container_kind(value) is set:
+        return _write_keyed(value, writer, copy, progress)
+    if kinds.is_arrow(value):
+        table = _write_arrow(value, writer)
+    else:
+        table = write_rows(_pandas_rows(value) if kinds.is_pandas(value) else value, writer, progress)
     if isinstance(value, list | tuple):
         writer.remember(value, table)
-    return _store(writer, table, copy)
+    return lambda buffer: RowStore(writer.chunks(table, buffer), (), copy)
 
 
-def _write_mapping(value: Any, writer: MemoryWriter, copy: bool, progress: bool | None) -> Make:
-    missing, hashes = pickled_missing(value), hashes_of(value)
-    table = write_rows(value.items(), writer, progress)
+def _write_keyed(value: Any, writer: MemoryWriter, copy: bool, progress: bool | None) -> Make:
+    """Write a mapping or a set, and the index of its keys."""
+    is_mapping = isinstance(value, Mapping)
+    keys = value if is_mapping else list(value)
+    missing, hashes = pickled_missing(value) if is_mapping else b"", hashes_of(keys)
+    table = write_rows(value.items() if is_mapping else keys, writer, progress)
     layout = write_index(hashes, writer.out)
 
-    def make(buffer: SharedBuffer) -> MappingStore:
-        store = RowStore(writer.chunks(table, buffer), (), copy)
-        return MappingStore(
-            store, KeyIndex(store.column("key") if len(store) else store, buffer, layout), missing
-        )
-
-    return make
-
-
-def _write_set(value: Any, writer: MemoryWriter, progress: bool | None) -> Make:
-    members = list(value)
-    table = write_rows(members, writer, progress)
-    layout = write_index(hashes_of(members), writer.out)
-
-    def make(buffer: SharedBuffer) -> SetStore:
-        store = RowStore(writer.chunks(table, buffer))
-        return SetStore(store, KeyIndex(store, buffer, layout))
+    def make(buffer: SharedBuffer) -> MappingStore | SetStore:
+        rows = RowStore(writer.chunks(table, buffer), (), copy)
+        if not is_mapping:
+            return SetStore(rows, KeyIndex(rows, buffer, layout))
+        keys = rows.column("key") if len(rows) else rows
+        return MappingStore(rows, KeyIndex(keys, buffer, layout), missing)
 
     return make
 
@@ -265,27 +251,6 @@ def _pandas_rows(data: Any) -> Iterator[Any]:
     if data.ndim == 1:
         return chain.from_iterable(part.tolist() for part in parts)
     return chain.from_iterable(part.to_dict("records") for part in parts)
-
-
-def _foreign_writer(value: Any) -> _Write | None:
-    """The writer of Arrow data, a pandas object or a Hugging Face dataset, which keeps its class.
-
-    Returns:
-        None where its data is mapped from a file already.
-    """
-    if kinds.is_arrow(value):
-        return lambda writer: _write_in_place(value, writer)
-    if kinds.is_pandas_part(value):
-        return lambda writer: _write_pandas(value, writer)
-    table = _table_in_memory(value)
-    if table is None:
-        return None
-
-    def write(writer: MemoryWriter) -> Make:
-        make = _write_in_place(table, writer)
-        return lambda buffer: _with_table(value, make(buffer))
-
-    return write
 
 
 def _write_in_place(data: Any, writer: MemoryWriter) -> Make:
@@ -368,6 +333,11 @@ def _with_texts_in_arrow(value: Any) -> Any:
             if getattr(kind, "hasobject", False):
                 value.isetitem(number, texts(value.iloc[:, number]))
     return value
+
+
+def _is_mapped(value: Any) -> bool:
+    """Whether a value is a Hugging Face dataset whose data is mapped from files: that is shared already."""
+    return kinds.is_hugging_face(value) and _table_in_memory(value) is None
 
 
 def _table_in_memory(dataset: Any) -> Any:

@@ -262,9 +262,10 @@ class Rebuilder:
         elif isinstance(original, dict):
             copy.update((key, self._new(value)) for key, value in original.items())
         else:
-            if hasattr(original, "__dict__"):
-                copy.__dict__.update((name, self._new(value)) for name, value in original.__dict__.items())
-            for name, value in kinds.slots_of(original):
+            attributes, slots = kinds.state_of(original)
+            if attributes:
+                copy.__dict__.update((name, self._new(value)) for name, value in attributes.items())
+            for name, value in slots.items():
                 # Not setattr: frozen dataclasses and datasets with rules of their own refuse it.
                 object.__setattr__(copy, name, self._new(value))
 

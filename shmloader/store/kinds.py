@@ -1,4 +1,7 @@
-"""Kinds of objects that can be shared, and their sizes: one rule for `share`'s argument and what it holds."""
+"""Kinds of objects that can be shared, and their sizes: one rule for `share`'s argument and what it holds.
+
+Imports no pyarrow: workers without stores use this too.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ import types
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from shmloader.store.arrays import kind_of_tensor
+from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 
 LEAST_NBYTES = 1 << 20
 """The least size of a held object that is shared, in bytes as Python objects. A smaller one is not worth a
@@ -74,16 +77,68 @@ _SEQUENCES, _MAPPINGS, _SETS = (
     (dict, OrderedDict, defaultdict, Counter),
     (set, frozenset),
 )
-_WITHOUT_MEANING = {"__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__orig_bases__"}
-_WITHOUT_MEANING |= {
-    "__parameters__",
-    "__firstlineno__",
-    "__static_attributes__",
-    "__slots__",
-    "__annotations__",
-}
+_WITHOUT_MEANING = set(
+    "__module__ __qualname__ __doc__ __dict__ __weakref__ __orig_bases__ __parameters__ __firstlineno__ "
+    "__static_attributes__ __slots__ __slotnames__ __annotations__".split()
+)
 _SHARED_BY_THEMSELVES = (torch.utils.data.Dataset, torch.nn.Module)
 _NO_CONTAINERS = (str, bytes, bytearray, memoryview, range)
+
+# --- arrays and tensors
+
+Array = np.ndarray[Any, Any]
+
+PLAIN_KINDS = "biufcmMSU"
+"""Of dtypes that their strings tell."""
+
+
+class ArrayKind(NamedTuple):
+    """The properties that all arrays of one column share; for tensors the dtype is that of the NumPy carrier.
+
+    Attributes:
+        dtype: NumPy's.
+        ndim: Number of dimensions.
+        torch_dtype: For tensors, else None.
+    """
+
+    dtype: np.dtype[Any]
+    ndim: int
+    torch_dtype: torch.dtype | None = None
+
+
+def kind_of_array(array: Array) -> ArrayKind | None:
+    """The kind of column that an ndarray can be in; None if in no column of arrays."""
+    return ArrayKind(array.dtype, array.ndim) if has_plain_dtype(array) else None
+
+
+_SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+def has_plain_dtype(array: Any) -> bool:
+    """Whether the dtype of an array or scalar is told by its string."""
+    return array.dtype.kind in PLAIN_KINDS and array.dtype.itemsize > 0 and array.dtype.names is None
+
+
+def kind_of_tensor(tensor: torch.Tensor) -> ArrayKind | None:
+    """The kind of column that a tensor can be in; None if in no column of arrays."""
+    code = CODE_OF_TORCH_DTYPE.get(tensor.dtype)
+    plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_nested
+    if code is None or not plain or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
+        return None
+    return ArrayKind(DTYPES[code].carrier, tensor.dim(), tensor.dtype)
+
+
+def array_of_tensor(tensor: torch.Tensor, carrier: np.dtype[Any]) -> Array:
+    """A tensor's items as a C-ordered ndarray of its carrier dtype; a view where it is contiguous."""
+    tensor = tensor.contiguous()
+    if DTYPES[CODE_OF_TORCH_DTYPE[tensor.dtype]].native:
+        return tensor.numpy()
+    # By a dtype of the same size: to any other, a stride is in the way that one item may have.
+    array: Array = tensor.view(_SAME_SIZE[carrier.itemsize]).numpy().view(carrier)
+    return array
+
+
+# --- objects
 
 
 def is_store(value: Any) -> bool:
@@ -240,32 +295,24 @@ def _is_all_python(kind: type) -> bool:
 
 def attributes_of(value: Any) -> Iterable[tuple[Any, Any]]:
     """The attributes of an open object, each with how it is reached from there."""
+    held: dict[str, Any] = {}
     if isinstance(value, types.MethodType):
-        return [(".__self__", value.__self__)]
-    held: Iterable[tuple[str, Any]] = getattr(value, "__dict__", {}).items()
-    if isinstance(value, functools.partial):
-        own = [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
-        held = itertools.chain(own, held)
+        held = {"__self__": value.__self__}
+    elif isinstance(value, functools.partial):
+        held = {"func": value.func, "args": value.args, "keywords": value.keywords}
     elif isinstance(value, tuple):
-        held = itertools.chain(zip(value._fields, value, strict=True), held)  # type: ignore[attr-defined]
-    else:
-        held = itertools.chain(held, slots_of(value))
-    return [(f".{name}", attribute) for name, attribute in held]
+        held = value._asdict()  # type: ignore[attr-defined]
+    if not isinstance(value, types.MethodType):
+        attributes, slots = state_of(value)
+        held |= attributes | slots
+    return [(f".{name}", attribute) for name, attribute in held.items()]
 
 
-def slots_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """The filled slots of an object, by the names that attribute access knows them by."""
-    for owner in type(value).__mro__:
-        names = owner.__dict__.get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            if name in ("__dict__", "__weakref__"):
-                continue
-            if name.startswith("__") and not name.endswith("__"):
-                name = f"_{owner.__name__.lstrip('_')}{name}"  # noqa: PLW2901 - as the compiler mangles it
-            try:
-                yield name, object.__getattribute__(value, name)
-            except AttributeError:
-                continue
+def state_of(value: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The attributes of an object, and its filled slots."""
+    state: Any = object.__getstate__(value)
+    attributes, slots = state if isinstance(state, tuple) else (state, None)
+    return attributes or {}, slots or {}
 
 
 def how_to_share(value: Any) -> str:

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -188,7 +188,56 @@ def pickled_missing(data: Mapping[Any, Any]) -> bytes:
         ) from error
 
 
-class MappingStore(SharedObject, Mapping[Any, Any]):
+class KeyedStore(SharedObject):
+    """Base of mappings and sets: rows, and the index of their keys."""
+
+    KIND: ClassVar[str]
+
+    def __init__(self, rows: RowStore, index: KeyIndex) -> None:
+        """Read some rows.
+
+        Args:
+            rows: The members of a set; for a mapping records with the columns ``key`` and ``value``.
+            index: Of the keys.
+        """
+        self.rows = rows
+        self._index = index
+
+    def __contains__(self, key: object) -> bool:
+        return self._index.row_of(key) >= 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._index.keys)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def buffer(self) -> SharedBuffer:
+        """The memory of the rows."""
+        return self.rows.buffer
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """See `SharedObject.form`."""
+        return {"rows": self.KIND}
+
+    def describe(self) -> StoreDescription:
+        """See `SharedObject.describe`."""
+        return replace(self.rows.describe(), kind=self.KIND)
+
+    def to_arrow(self) -> Any:
+        """The members, or a ``pyarrow.Table`` with ``key`` and ``value``; see `SharedObject.to_arrow`."""
+        return self.rows.to_arrow()
+
+    def __repr__(self) -> str:
+        return describe_rows(self, self.rows, self.describe())
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.rows, self._index)
+
+
+class MappingStore(KeyedStore, Mapping[Any, Any]):
     """A read-only mapping in shared memory, in the order of the dict that it was made from.
 
     Keys whose types define a hash or an equality of their own are found through a dict, which each
@@ -198,18 +247,13 @@ class MappingStore(SharedObject, Mapping[Any, Any]):
     nothing is inserted.
     """
 
-    def __init__(self, items: RowStore, index: KeyIndex, missing: bytes = b"") -> None:
-        """Read a mapping.
+    KIND = "mapping"
 
-        Args:
-            items: Records with the columns ``key`` and ``value``.
-            index: Of the keys.
-            missing: See `pickled_missing`.
-        """
-        self.records = items
+    def __init__(self, rows: RowStore, index: KeyIndex, missing: bytes = b"") -> None:
+        """Read a mapping; ``missing`` is what `pickled_missing` gave."""
+        super().__init__(rows, index)
         self.missing = missing
-        self._index = index
-        self._values = items.column("value") if len(items) else items
+        self._values = rows.column("value") if len(rows) else rows
         self._factory: Callable[[], Any] | None = None
 
     def __getitem__(self, key: Any) -> Any:
@@ -225,24 +269,10 @@ class MappingStore(SharedObject, Mapping[Any, Any]):
             self._factory = pickle.loads(self.missing)
         return self._factory()
 
-    @property
-    def buffer(self) -> SharedBuffer:
-        """The memory of the items."""
-        return self.records.buffer
-
     def get(self, key: Any, default: Any = None) -> Any:
         """The value of a key, or ``default``: as of a dict, also where ``[key]`` makes up a value."""
         row = self._index.row_of(key)
         return default if row < 0 else self._values[row]
-
-    def __contains__(self, key: object) -> bool:
-        return self._index.row_of(key) >= 0
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._index.keys)
-
-    def __len__(self) -> int:
-        return len(self.records)
 
     def items(self) -> ItemsView[Any, Any]:
         """The items, in order."""
@@ -263,79 +293,39 @@ class MappingStore(SharedObject, Mapping[Any, Any]):
 
     __hash__ = None  # type: ignore[assignment]  # as of a dict
 
-    def describe(self) -> StoreDescription:
-        """See `SharedObject.describe`."""
-        return replace(self.records.describe(), kind="mapping")
-
     def to_arrow(self) -> Any:
-        """A ``pyarrow.Table`` with the columns ``key`` and ``value``; see `SharedObject.to_arrow`."""
-        if not len(self):
-            return pa.table({"key": pa.nulls(0), "value": pa.nulls(0)})
-        return self.records.to_arrow()
+        """See `KeyedStore.to_arrow`."""
+        return super().to_arrow() if len(self) else pa.table({"key": pa.nulls(0), "value": pa.nulls(0)})
 
     @property
     def form(self) -> dict[str, Any]:
         """See `SharedObject.form`."""
         return form_of_mapping(self.missing)
 
-    def __repr__(self) -> str:
-        return describe_rows(self, self.records, self.describe())
-
     def __reduce__(self) -> Any:
-        return MappingStore, (self.records, self._index, self.missing)
+        return MappingStore, (self.rows, self._index, self.missing)
 
 
 class _Items(ItemsView[Any, Any]):
     _mapping: MappingStore
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        return ((record["key"], record["value"]) for record in self._mapping.records)
+        return ((record["key"], record["value"]) for record in self._mapping.rows)
 
 
 class _Values(ValuesView[Any]):
     _mapping: MappingStore
 
     def __iter__(self) -> Iterator[Any]:
-        return (record["value"] for record in self._mapping.records)
+        return iter(self._mapping._values)  # noqa: SLF001 - a part of the mapping
 
 
-class SetStore(SharedObject, AbstractSet[Any]):
+class SetStore(KeyedStore, AbstractSet[Any]):
     """A read-only set in shared memory."""
 
-    def __init__(self, members: RowStore, index: KeyIndex) -> None:
-        """Read a set: its members, and their index."""
-        self.members = members
-        self._index = index
-
-    def __contains__(self, value: object) -> bool:
-        return self._index.row_of(value) >= 0
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.members)
-
-    def __len__(self) -> int:
-        return len(self.members)
+    KIND = "set"
 
     @classmethod
     def _from_iterable(cls, values: Iterable[Any]) -> Any:
         """The type of what ``&``, ``|`` and ``-`` give: sets of the calling process."""
         return set(values)
-
-    def describe(self) -> StoreDescription:
-        """See `SharedObject.describe`."""
-        return replace(self.members.describe(), kind="set")
-
-    def to_arrow(self) -> Any:
-        """The members; see `SharedObject.to_arrow`."""
-        return self.members.to_arrow()
-
-    @property
-    def form(self) -> dict[str, Any]:
-        """See `SharedObject.form`."""
-        return {"rows": "set"}
-
-    def __repr__(self) -> str:
-        return describe_rows(self, self.members, self.describe())
-
-    def __reduce__(self) -> Any:
-        return SetStore, (self.members, self._index)

@@ -21,13 +21,12 @@ from shmloader.codec.leaves import wrap_tensor
 from shmloader.host.limits import open_files
 from shmloader.shared_memory import PAGE_NBYTES
 from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
-from shmloader.store.arrays import array_of_tensor, kind_of_tensor
 from shmloader.store.chunks import Layout, MemoryChunks
 from shmloader.store.columns.encode import Encoder, batch_of
 from shmloader.store.columns.packed import packed
 from shmloader.store.columns.types import LinkType, find_types
 from shmloader.store.handles import register_reducers
-from shmloader.store.kinds import nbytes_of_rows
+from shmloader.store.kinds import array_of_tensor, kind_of_tensor, nbytes_of_rows
 
 _FIRST_ROWS = 16  # of a stream's first chunk, when nothing is known of its rows
 _LEAST_ROWS, _MOST_ROWS = 1 << 14, 1 << 20

@@ -13,7 +13,6 @@ import torch
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.leaves import wrap_tensor
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
-from shmloader.store.arrays import Array, ArrayKind, array_of_tensor, kind_of_array, kind_of_tensor
 from shmloader.store.base import Rows
 from shmloader.store.chunks import ChunkReaders, Chunks, Path
 from shmloader.store.columns.arrays import block_of
@@ -26,6 +25,7 @@ from shmloader.store.columns.types import (
     TupleType,
     is_plain_namedtuple,
 )
+from shmloader.store.kinds import Array, ArrayKind, array_of_tensor, kind_of_array, kind_of_tensor
 
 _ROWS_WORTH_A_CALL = 16  # gathering a column costs about as much as reading so many rows
 _MOST_SECTIONS = 4096

@@ -158,6 +158,17 @@ def test_frozen_dataclasses_are_copied(kind: Any) -> None:
     assert shared.name == "frozen"
 
 
+class Samples(list[Any]):
+    pass
+
+
+def test_a_list_of_a_class_that_was_pickled_before_is_shared() -> None:
+    """Pickling writes the names of slots into the class."""
+    pickle.dumps(Samples())
+    assert "__slotnames__" in vars(Samples)
+    assert isinstance(share(SimpleNamespace(rows=Samples(map(str, range(100_000))))).rows, Store)
+
+
 def test_slots_are_followed_hidden_and_unset_ones_too() -> None:
     original = Slotted()
     shared = share(original)

@@ -18,9 +18,9 @@ from pyarrow import types as arrow
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.leaves import wrap_tensor
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
-from shmloader.store.arrays import PLAIN_KINDS, Array, ArrayKind, array_of_tensor
 from shmloader.store.columns.compiled import Scope, numbers_of
 from shmloader.store.columns.types import ArrayType, PythonType, ScalarType
+from shmloader.store.kinds import PLAIN_KINDS, Array, ArrayKind, array_of_tensor
 
 _TENSOR_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODE_OF_TORCH_DTYPE}
 

@@ -26,7 +26,6 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from shmloader.store.arrays import has_plain_dtype, kind_of_array, kind_of_tensor
 from shmloader.store.columns import types
 from shmloader.store.columns.arrays import arrays_to_arrow, lists_to_arrow, scalars_to_arrow
 from shmloader.store.columns.types import (
@@ -42,6 +41,7 @@ from shmloader.store.columns.values import (
     pickles_to_arrow,
     refer_to_themselves,
 )
+from shmloader.store.kinds import has_plain_dtype, kind_of_array, kind_of_tensor
 
 _NONE = type(None)
 _MOST_KINDS = 127  # as many as Arrow's union has
