@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import multiprocessing.context
 import os
+import pickle
 import subprocess
 import sys
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
