@@ -72,7 +72,7 @@ def _write_if_possible(
         raise
     except Exception as error:
         if node.holder is None:
-            if isinstance(node.value, Sized):
+            if node.plan == "rows" and isinstance(node.value, Sized):
                 error.add_note(f"shmloader: {blame(node.value, _can_be_kept, 'which cannot be kept')}")
             raise
         # As text: whoever keeps the warning must not keep the frames, and with them the stores.
@@ -190,7 +190,7 @@ def _write_array(value: Any, writer: MemoryWriter) -> Make:
                 f"requires_grad={value.requires_grad}. See Tensor.detach(), Tensor.cpu(), Tensor.to_dense() "
                 "and Tensor.reshape(1)."
             )
-        return writer.tensor(resolved)
+        return writer.array(resolved)
     if not value.ndim:
         raise TypeError(
             f"an array without dimensions is one value ({value!r:.80}), not rows: nothing in it would be "

@@ -10,9 +10,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
@@ -124,47 +123,37 @@ def field_of(column: Any, name: str | int) -> Any:
     raise KeyError(name)
 
 
-class Layout(NamedTuple):
-    """The place of a store's chunks in memory.
+class MemoryChunks(Chunks):
+    """Chunks in shared memory.
 
     Attributes:
-        rows: Rows in all chunks.
-        chunks: How many.
-        table: Offset of ``chunks + 1`` row numbers, 64 bits: where each chunk starts; and of ``2 * chunks``
-            offsets: where each begins and ends.
-        nbytes: Bytes that the store took.
-        python_nbytes: Estimate of what the rows take as Python objects.
+        places: Where each chunk begins and ends.
     """
 
-    rows: int
-    chunks: int
-    table: int
-    nbytes: int
-    python_nbytes: int
-
-
-class MemoryChunks(Chunks):
-    """Chunks in shared memory."""
-
     def __init__(
-        self, buffer: SharedBuffer, layout: Layout, classes: Classes, links: Mapping[int, Chunks]
+        self,
+        buffer: SharedBuffer,
+        starts: list[int],
+        places: list[int],
+        nbytes: int,
+        python_nbytes: int,
+        classes: Classes,
+        links: Mapping[int, Chunks],
     ) -> None:
-        count = layout.chunks
-        table = np.frombuffer(buffer.view, np.int64, 3 * count + 1, layout.table).tolist()
-        super().__init__(buffer, table[: count + 1], layout.nbytes, classes)
-        self.python_nbytes = layout.python_nbytes
+        super().__init__(buffer, starts, nbytes, classes)
+        self.places = places
+        self.python_nbytes = python_nbytes
         self.links = links
-        self._layout = layout
-        self._places = table[count + 1 :]
 
     def batch(self, chunk: int) -> Any:
         """See `Chunks.batch`."""
-        begin, end = self._places[2 * chunk : 2 * chunk + 2]
+        begin, end = self.places[2 * chunk : 2 * chunk + 2]
         with pa.ipc.open_stream(pa.py_buffer(self.buffer.view[begin:end])) as reader:
             return reader.read_next_batch()
 
     def __reduce__(self) -> Any:
-        return MemoryChunks, (self.buffer, self._layout, self.finder.found, self.links)
+        table = self.starts, self.places, self.nbytes, self.python_nbytes
+        return MemoryChunks, (self.buffer, *table, self.finder.found, self.links)
 
 
 class ChunkReaders:

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
+from shmloader.codec.leaves import wrap_tensor
 
 LEAST_NBYTES = 1 << 20
 """The least size of a held object that is shared, in bytes as Python objects. A smaller one is not worth a
@@ -126,6 +127,11 @@ def kind_of_tensor(tensor: torch.Tensor) -> ArrayKind | None:
     if code is None or not plain or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
         return None
     return ArrayKind(DTYPES[code].carrier, tensor.dim(), tensor.dtype)
+
+
+def wrap_array(array: Array, kind: ArrayKind) -> Any:
+    """An array as what it stands for: itself, or a tensor over its memory."""
+    return array if kind.torch_dtype is None else wrap_tensor(array, kind.torch_dtype)
 
 
 def array_of_tensor(tensor: torch.Tensor, carrier: np.dtype[Any]) -> Array:

@@ -11,22 +11,21 @@ from collections.abc import Callable, ItemsView, Iterable, Sequence, Sized
 from contextlib import AbstractContextManager, closing, nullcontext
 from itertools import islice
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from shmloader.codec.leaves import wrap_tensor
 from shmloader.host.limits import open_files
 from shmloader.shared_memory import PAGE_NBYTES
 from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
-from shmloader.store.chunks import Layout, MemoryChunks
+from shmloader.store.chunks import MemoryChunks
 from shmloader.store.columns.encode import Encoder, batch_of
 from shmloader.store.columns.packed import packed
 from shmloader.store.columns.types import LinkType, find_types
 from shmloader.store.handles import register_reducers
-from shmloader.store.kinds import array_of_tensor, kind_of_tensor, nbytes_of_rows
+from shmloader.store.kinds import ArrayKind, array_of_tensor, kind_of_tensor, nbytes_of_rows, wrap_array
 
 _FIRST_ROWS = 16  # of a stream's first chunk, when nothing is known of its rows
 _LEAST_ROWS, _MOST_ROWS = 1 << 14, 1 << 20
@@ -92,36 +91,26 @@ class MemoryWriter:
         number = self._tables.index(table)
         if number not in self._made:
             links = {link: self.chunks(self._tables[link], buffer) for link in sorted(table.links)}
-            self._made[number] = MemoryChunks(buffer, table.layout, table.classes, links)
+            place = table.starts, table.places, table.nbytes, table.python_nbytes
+            self._made[number] = MemoryChunks(buffer, *place, table.encoder.classes, links)
         return self._made[number]
 
-    def array(self, array: np.ndarray[Any, Any]) -> Callable[[SharedBuffer], np.ndarray[Any, Any]]:
-        """Write an ndarray without Python objects; returns what makes it, read-only."""
-        offset = self._items(array)
-        dtype, shape, size = array.dtype, array.shape, array.size
-
-        def make(buffer: SharedBuffer) -> np.ndarray[Any, Any]:
-            return np.frombuffer(buffer.view, dtype, size, offset).reshape(shape)
-
-        return make
-
-    def tensor(self, tensor: torch.Tensor) -> Callable[[SharedBuffer], torch.Tensor]:
-        """Write a dense CPU tensor; returns what makes it."""
-        kind = kind_of_tensor(tensor)
-        assert kind is not None
-        assert kind.torch_dtype is not None
-        torch_dtype, shape, size = kind.torch_dtype, tuple(tensor.shape), tensor.numel()
-        offset = self._items(array_of_tensor(tensor, kind.dtype))
-
-        def make(buffer: SharedBuffer) -> torch.Tensor:
-            flat = np.frombuffer(buffer.private, kind.dtype, size, offset)
-            return wrap_tensor(flat.reshape(shape), torch_dtype)
-
-        return make
-
-    def _items(self, array: np.ndarray[Any, Any]) -> int:
+    def array(self, value: np.ndarray[Any, Any] | torch.Tensor) -> Make:
+        """Write an ndarray without Python objects, or a dense CPU tensor; returns what makes it."""
+        if isinstance(value, torch.Tensor):
+            kind = cast("ArrayKind", kind_of_tensor(value))
+            array = array_of_tensor(value, kind.dtype)
+        else:
+            array, kind = value, ArrayKind(value.dtype, value.ndim)
         self.out.reserve(self.out.nbytes + array.nbytes)  # before any page is touched
-        return self.out.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        offset = self.out.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        shape, size = array.shape, array.size
+
+        def make(buffer: SharedBuffer) -> Any:
+            memory = buffer.view if kind.torch_dtype is None else buffer.private
+            return wrap_array(np.frombuffer(memory, kind.dtype, size, offset).reshape(shape), kind)
+
+        return make
 
     def rewind(self, nbytes: int) -> None:
         """Give up what was written last; the memory is the next one's."""
@@ -131,8 +120,6 @@ class MemoryWriter:
 
     def seal(self) -> SharedBuffer:
         """End the writing."""
-        for table in self._tables:
-            table.finish()
         return self.out.seal()
 
     def __enter__(self) -> Self:
@@ -148,30 +135,26 @@ class Table:
     """The rows of one container, while they are written chunk by chunk.
 
     Attributes:
-        rows: Rows so far.
-        links: The links that its columns have.
-        classes: The classes that its columns name.
-        layout: The place of the chunks, once it is finished.
         begin: Offset where it begins.
+        starts, places: See `MemoryChunks`.
+        links: The links that its columns have.
     """
 
     def __init__(self, out: BufferBuilder, encoder: Encoder, *, streamed: bool = False) -> None:
-        self.rows = 0
-        self.links: set[int] = set()
         self.begin = out.nbytes
+        self.encoder = encoder
+        self.starts = [0]
+        self.places: list[int] = []
+        self.nbytes = 0
+        self.python_nbytes = 0
+        self.links: set[int] = set()
         self._out = out
-        self._encoder = encoder
         self._streamed = streamed
-        self._starts = [0]
-        self._places: list[int] = []
-        self._python_nbytes = 0
-        self._nbytes = 0
-        self.layout: Layout
 
     @property
-    def classes(self) -> dict[str, type]:
-        """The classes that its columns name."""
-        return self._encoder.classes
+    def rows(self) -> int:
+        """The number of rows so far."""
+        return self.starts[-1]
 
     def chunk_rows(self, expected: int, row_nbytes: float) -> int:
         """The number of rows that the next chunk should have.
@@ -187,8 +170,8 @@ class Table:
         wanted = max(self.rows // 96 if self._streamed else expected // 16, 1)
         least = _LEAST_STREAMED_ROWS if self._streamed else _LEAST_ROWS
         wanted = min(max(wanted, least), _MOST_ROWS)
-        most_nbytes = min(max(self._nbytes // 16, _LEAST_CHUNK_NBYTES), _MOST_CHUNK_NBYTES)
-        row_nbytes = self._nbytes / self.rows if self.rows else row_nbytes
+        most_nbytes = min(max(self.nbytes // 16, _LEAST_CHUNK_NBYTES), _MOST_CHUNK_NBYTES)
+        row_nbytes = self.nbytes / self.rows if self.rows else row_nbytes
         wanted = max(1, min(wanted, int(most_nbytes / max(row_nbytes, 1))))
         # A power of two: freed memory fits the next chunk, and the chunk of a row is found quickly.
         wanted = 1 << (wanted.bit_length() - 1)
@@ -200,13 +183,13 @@ class Table:
         Raises:
             SharedMemoryExhausted: If the host has not enough memory left.
         """
-        self._python_nbytes += nbytes_of_rows(values)
-        self.append_batch(batch_of(packed(self._encoder.encode(values))))
+        self.python_nbytes += nbytes_of_rows(values)
+        self.append_batch(batch_of(packed(self.encoder.encode(values))))
 
     def append_items(self, items: list[tuple[Any, Any]]) -> None:
         """Append one chunk of a mapping's items."""
-        self._python_nbytes += nbytes_of_rows(items)
-        columns = [packed(self._encoder.encode([item[n] for item in items], 1)) for n in (0, 1)]
+        self.python_nbytes += nbytes_of_rows(items)
+        columns = [packed(self.encoder.encode([item[n] for item in items], 1)) for n in (0, 1)]
         self.append_batch(pa.RecordBatch.from_arrays(columns, ["key", "value"]))
 
     def append_batch(self, batch: Any) -> None:
@@ -215,18 +198,11 @@ class Table:
         sink = pa.PythonFile(_Appender(self._out), "w")
         with pa.ipc.new_stream(sink, batch.schema) as writer:
             writer.write_batch(batch)
-        self._places += [begin, self._out.nbytes]
-        self._nbytes += self._out.nbytes - begin
-        self.rows += len(batch)
-        self._starts.append(self.rows)
+        self.places += [begin, self._out.nbytes]
+        self.nbytes += self._out.nbytes - begin
+        self.starts.append(self.rows + len(batch))
         for field in batch.schema:
             self.links |= {kind.parameters["link"] for _, kind in find_types(field.type, LinkType)}
-
-    def finish(self) -> None:
-        """Append the table of the chunks; nothing may be appended after it."""
-        table = self._out.append(np.array([*self._starts, *self._places], np.int64))
-        chunks = len(self._starts) - 1
-        self.layout = Layout(self.rows, chunks, table, self._nbytes, self._python_nbytes)
 
 
 class _Appender:
@@ -309,4 +285,5 @@ def share_array(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """An ndarray without Python objects, in shared memory of its own."""
     with MemoryWriter() as writer:
         make = writer.array(array)
-        return make(writer.seal())
+        shared: np.ndarray[Any, Any] = make(writer.seal())
+        return shared

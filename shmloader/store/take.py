@@ -11,21 +11,19 @@ import pyarrow as pa
 import torch
 
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
-from shmloader.codec.leaves import wrap_tensor
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.base import Rows
 from shmloader.store.chunks import ChunkReaders, Chunks, Path
 from shmloader.store.columns.arrays import block_of
-from shmloader.store.columns.packed import numbers, types_of_fields
+from shmloader.store.columns.packed import keys_of, numbers, types_of_fields
 from shmloader.store.columns.types import (
     ArrayType,
-    KeysType,
     NamedTupleType,
     PackedType,
     TupleType,
     is_plain_namedtuple,
 )
-from shmloader.store.kinds import Array, ArrayKind, array_of_tensor, kind_of_array, kind_of_tensor
+from shmloader.store.kinds import Array, ArrayKind, array_of_tensor, kind_of_array, kind_of_tensor, wrap_array
 
 _ROWS_WORTH_A_CALL = 16  # gathering a column costs about as much as reading so many rows
 _MOST_SECTIONS = 4096
@@ -46,7 +44,6 @@ class Gatherer:
     """
 
     def __init__(self, chunks: Chunks, path: Path, *, copy: bool = False) -> None:
-        """Look at the columns in some field of a store's rows; see `ChunkReaders`."""
         self._rows, starts = chunks.starts[-1], chunks.starts
         self._read = ChunkReaders(chunks, path, copy=copy)
         self._ends = np.asarray(starts[1:-1])
@@ -146,14 +143,14 @@ class _Items:
         target = np.empty(shape, kind.dtype) if out is None else output_array(out, shape, kind)
         if len(self._pieces) == 1:
             self._pieces[0].gather(rows, sections, target)
-        elif self._pieces:
+        else:
             numbers = self._piece_of[sections]
             for number, piece in enumerate(self._pieces):
                 chosen = np.flatnonzero(numbers == number)
                 part = np.empty((len(chosen), *self._shape), piece.dtype)
                 piece.gather(rows[chosen], sections[chosen], part)
                 target[chosen] = part
-        return _finished(target, kind) if out is None else out
+        return wrap_array(target, kind) if out is None else out
 
 
 class _Piece:
@@ -225,23 +222,21 @@ def _items_of(columns: list[Any], chunks: Chunks, chunk_of: Rows) -> _Items | No
             return None
         block, kind = found
         kinds.add((kind, block.shape[1:]))
-        inside = 0 <= _address(block) - memory.address <= memory.nbytes - block.nbytes
-        if len(kinds) > 1 or len(block) != len(column) or not (inside or not block.nbytes):
+        is_inside = block.nbytes and 0 <= _address(block) - memory.address <= memory.nbytes - block.nbytes
+        if len(kinds) > 1 or len(block) != len(column) or not is_inside:
             return None
         alike.setdefault((block.dtype, block.strides[0], id(memory)), {})[chunk] = block
     ((kind, shape),) = kinds
     piece_of = np.zeros(len(columns), np.int64)
     for number, blocks in enumerate(alike.values()):
         piece_of[list(blocks)] = number
-    pieces = [_Piece(blocks, chunks, chunk_of) for blocks in alike.values() if math.prod(shape)]
+    pieces = [_Piece(blocks, chunks, chunk_of) for blocks in alike.values()]
     return _Items(kind, shape, pieces, piece_of[chunk_of])
 
 
 def _keys(column: Any) -> tuple[str, ...]:
     """The keys of dicts that all have the same ones; else nothing."""
-    if not pa.types.is_struct(column.type) or column.null_count:
-        return ()
-    if any(isinstance(field.type, KeysType) for field in column.type):
+    if not pa.types.is_struct(column.type) or column.null_count or keys_of(column) is not None:
         return ()
     return tuple(types_of_fields(column.type))
 
@@ -260,8 +255,8 @@ def _block(column: Any, memory: SharedBuffer) -> tuple[Array, ArrayKind] | None:
     kind = column.type
     if isinstance(kind, ArrayType):
         storage = column.storage
-        is_whole = not storage.null_count or pa.types.is_null(storage.type)  # of arrays without items
-        return block_of(column, memory) if is_whole and not pa.types.is_dictionary(storage.type) else None
+        is_block = not storage.null_count and not pa.types.is_dictionary(storage.type)
+        return block_of(column, memory) if is_block else None
     if isinstance(kind, PackedType):
         found = numbers(column)
     elif column.null_count or not _is_number(kind):
@@ -275,10 +270,6 @@ def _block(column: Any, memory: SharedBuffer) -> tuple[Array, ArrayKind] | None:
 def _is_number(kind: Any) -> bool:
     """Whether values of an Arrow type are Python's int, of at most 64 bits, or float."""
     return bool(kind == pa.float64() or (pa.types.is_integer(kind) and kind != pa.uint64()))
-
-
-def _finished(array: Array, kind: ArrayKind) -> Any:
-    return array if kind.torch_dtype is None else wrap_tensor(array, kind.torch_dtype)
 
 
 def join(samples: list[Any], out: Any) -> Any:
@@ -296,7 +287,7 @@ def join(samples: list[Any], out: Any) -> Any:
         array, kind = _stack(samples, first)
         if array is not None:
             if out is None:
-                return _finished(array, kind)
+                return wrap_array(array, kind)
             output_array(out, array.shape, kind)[...] = array
             return out
     if out is not None:
