@@ -1,8 +1,8 @@
 """Stores as tables of Arrow's, and tables as files: ordinary Arrow IPC or Parquet.
 
 Chunks that differ in their types become columns of one type. Integers get the width that all need, and nulls
-are taken over. Dictionaries are joined. Where chunks hold different things, the common type is a dense union
-of what they have, so that no value changes.
+are taken over. Dictionaries are joined. Where chunks hold different things, these values are read and encoded
+together, mostly as a dense union of what they are.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pickle
 import secrets
 from collections import Counter
 from collections.abc import Iterator
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import types as arrow
 
+from shmloader.store.columns.compiled import Scope
 from shmloader.store.columns.encode import Encoder, can_be_null, keys_to_arrow, merged_order
+from shmloader.store.columns.read import make_reader
 from shmloader.store.columns.types import (
     VERSION,
     KeysType,
@@ -175,7 +177,7 @@ def united(parts: list[Any]) -> list[Any]:
         forms = {_form(part.type) for part in filled}
         is_single = len(forms) == 1 and not arrow.is_union(filled[0].type)
         if not is_single or (len(filled) < len(parts) and not can_be_null(filled[0].type)):
-            return _united_unions([_decoded(part) for part in parts])
+            return _encoded_anew(parts)
         result = _united_alike(filled)
     rest = iter(result)
     return [_nulls_like(result[0], len(part)) if arrow.is_null(part.type) else next(rest) for part in parts]
@@ -324,45 +326,11 @@ def _united_dictionaries(parts: list[Any]) -> list[Any]:
     return result
 
 
-def _united_unions(parts: list[Any]) -> list[Any]:
-    """Arrays of any types as dense unions of all that they have."""
-    alike: dict[Any, list[tuple[int, Any]]] = {}  # arrays of one form, each with the part that it is of
-    taken = [_union_of(part) for part in parts]
-    codes: list[dict[int, tuple[int, int]]] = []
-    for number, (_, _, children) in enumerate(taken):
-        codes.append({})
-        for tag, child in enumerate(children):
-            group = alike.setdefault(_form(child.type), [])
-            before = sum(len(other) for part, other in group if part == number)
-            codes[-1][tag] = list(alike).index(_form(child.type)), before
-            group.append((number, child))
-    inside = []
-    for group in alike.values():
-        arrays = united([child for _, child in group])
-        empty = arrays[0][:0]
-        inside.append(
-            [
-                pa.concat_arrays(
-                    [one for (part, _), one in zip(group, arrays, strict=True) if part == number] or [empty]
-                )
-                for number in range(len(parts))
-            ]
-        )
-    result = []
-    for number, (tags, places, children) in enumerate(taken):
-        new_tags, new_places = tags.copy(), places.copy()
-        for tag in range(len(children)):
-            new_tags[tags == tag], before = codes[number][tag]
-            new_places[tags == tag] += before
-        columns = [some[number] for some in inside]
-        result.append(pa.UnionArray.from_dense(pa.array(new_tags), pa.array(new_places), columns))
-    return result
-
-
-def _union_of(column: Any) -> tuple[Any, Any, list[Any]]:
-    """Tags, places and children of a union; of any other column as a union of itself alone."""
-    if not arrow.is_union(column.type):
-        return np.zeros(len(column), np.int8), np.arange(len(column), dtype=np.int32), [column]
-    buffers, whole = column.buffers(), slice(column.offset, column.offset + len(column))
-    tags, places = np.frombuffer(buffers[1], np.int8)[whole], np.frombuffer(buffers[2], np.int32)[whole]
-    return tags, places, [column.field(number) for number in range(column.type.num_fields)]
+def _encoded_anew(parts: list[Any]) -> list[Any]:
+    """Arrays that differ in the kinds of their values, by way of Python objects: parts of one column."""
+    values: list[Any] = []
+    for part in parts:
+        values += map(make_reader(part, Scope(copy=True)), range(len(part)))
+    ends = accumulate(map(len, parts))
+    whole = Encoder().encode(values)
+    return [whole[end - len(part) : end] for part, end in zip(parts, ends, strict=True)]
