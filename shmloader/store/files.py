@@ -151,15 +151,13 @@ def _check(path: str, schema: Any, columns: Sequence[str] | None, *, allow_pickl
 
 def _chunks_of(paths: list[str], columns: Sequence[str] | None, allow_pickle: bool) -> Chunks:
     if all(_magic_of(path) != _PARQUET_MAGIC for path in paths):
-        with _naming(paths[0]):
-            chunks = FileChunks([(path, Fingerprint.of(path)) for path in paths], columns, allow_pickle)
-            if chunks.is_mapped():
-                return chunks
+        with _naming(paths[0]), contextlib.suppress(_UnmappableError):
+            return FileChunks([(path, Fingerprint.of(path)) for path in paths], columns, allow_pickle)
     with MemoryWriter() as writer:
         table = writer.table()
         for path in paths:
             with _naming(path):
-                for batch in _batches_of(path, columns):
+                for batch in _decoded_batches(path, columns):
                     batch.validate(full=True)
                     table.append_batch(batch)
         unpacked = writer.chunks(table, writer.seal())
@@ -167,17 +165,32 @@ def _chunks_of(paths: list[str], columns: Sequence[str] | None, allow_pickle: bo
     return unpacked
 
 
-def _batches_of(path: str, columns: Sequence[str] | None) -> Iterator[Any]:
-    """The batches of a file that is decoded, one by one."""
+class _UnmappableError(Exception):
+    """A file's buffers are compressed."""
+
+
+def _decoded_batches(path: str, columns: Sequence[str] | None) -> Iterator[Any]:
+    """The batches of a file that cannot be mapped, one by one."""
     if _magic_of(path) == _PARQUET_MAGIC:
         with pq.ParquetFile(path) as parquet:
             chosen = None if columns is None else [*columns, types.KeysType.NAME]
             yield from parquet.iter_batches(columns=chosen)
-        return
-    file = _File(path, Fingerprint.of(path))
-    for number in range(len(file)):
-        batch = file.batch(number)
-        yield _chosen(batch, columns)
+    else:
+        for batch in _batches_in(FileBuffer(path, Fingerprint.of(path))):
+            yield _chosen(batch, columns)
+
+
+def _batches_in(memory: FileBuffer) -> Iterator[Any]:
+    """The batches of an Arrow IPC file or stream. Of these lengths are checked, but no contents."""
+    whole = pa.py_buffer(memory.view)
+    if _magic_of(memory.path) == _FILE_MAGIC:
+        reader = pa.ipc.open_file(whole)
+        batches = map(reader.get_batch, range(reader.num_record_batches))
+    else:
+        batches = iter(pa.ipc.open_stream(whole))
+    for batch in batches:
+        batch.validate()
+        yield batch
 
 
 def _chosen(batch: Any, columns: Sequence[str] | None) -> Any:
@@ -220,29 +233,6 @@ class FileBuffer(SharedBuffer):
         return FileBuffer, (self.path, self._fingerprint)
 
 
-class _File:
-    """The record batches of a mapped Arrow IPC file or stream."""
-
-    def __init__(self, path: str, fingerprint: Fingerprint) -> None:
-        self.memory = FileBuffer(path, fingerprint)
-        whole = pa.py_buffer(self.memory.view)
-        if _magic_of(path) == _FILE_MAGIC:
-            self._reader: Any = pa.ipc.open_file(whole)
-            self._batches: list[Any] | None = None
-        else:
-            self._reader = None
-            self._batches = list(pa.ipc.open_stream(whole))
-
-    def __len__(self) -> int:
-        return self._reader.num_record_batches if self._batches is None else len(self._batches)
-
-    def batch(self, number: int) -> Any:
-        """A batch, of which lengths are checked, but no contents."""
-        batch = self._reader.get_batch(number) if self._batches is None else self._batches[number]
-        batch.validate()
-        return batch
-
-
 class FileChunks(Chunks):
     """Chunks in mapped files: their record batches."""
 
@@ -254,38 +244,33 @@ class FileChunks(Chunks):
         classes: Classes | None = None,
     ) -> None:
         self._names, self._fields = files, columns
-        self._files = [_File(*one) for one in files]
-        self._places: list[tuple[_File, int]] = []
+        self._batches: list[tuple[FileBuffer, Any]] = []
+        self._schemas: list[Any] = []
         starts = [0]
-        for file in self._files:
-            for number in range(len(file)):
-                length = file.batch(number).num_rows
-                if length:
-                    self._places.append((file, number))
-                    starts.append(starts[-1] + length)
-        nbytes = sum(file.memory.nbytes for file in self._files)
-        super().__init__(self._files[0].memory, starts, nbytes, classes)
+        memories = [FileBuffer(*one) for one in files]
+        for memory in memories:
+            for number, batch in enumerate(_batches_in(memory)):
+                if not number:
+                    self._schemas.append(batch.schema)
+                    if not _lies_in(batch, memory):
+                        raise _UnmappableError
+                if batch.num_rows:
+                    self._batches.append((memory, batch))
+                    starts.append(starts[-1] + batch.num_rows)
+        super().__init__(memories[0], starts, sum(memory.nbytes for memory in memories), classes)
         self.pickles = pickles
 
     def batch(self, chunk: int) -> Any:
         """See `Chunks.batch`."""
-        file, number = self._places[chunk]
-        batch = file.batch(number)
-        return _chosen(batch, self._fields)
+        return _chosen(self._batches[chunk][1], self._fields)
 
     def memory(self, chunk: int) -> SharedBuffer:
         """See `Chunks.memory`."""
-        return self._places[chunk][0].memory
-
-    def is_mapped(self) -> bool:
-        """Whether the first batch of each file lies in the file as it is, and is not compressed."""
-        firsts = {id(file): (file, number) for file, number in reversed(self._places)}
-        return all(_lies_in(file.batch(number), file.memory) for file, number in firsts.values())
+        return self._batches[chunk][0]
 
     def __reduce__(self) -> Any:
-        for file in self._files:
-            if len(file):
-                self.finder.find_all(file.batch(0).schema)
+        for schema in self._schemas:
+            self.finder.find_all(schema)
         return FileChunks, (self._names, self._fields, self.pickles, self.finder.given())
 
 

@@ -197,15 +197,14 @@ def blame(container: Any, is_fine: Callable[[Any], bool], why: str) -> str:
 
 
 class Rebuilder:
-    """Copies what leads to something shared, each object once."""
+    """Copies what leads to something shared, each object once.
+
+    Args:
+        nodes: The objects, by ``id``.
+        replaced: What takes the places of some of them.
+    """
 
     def __init__(self, nodes: Mapping[int, Node], replaced: dict[int, Any]) -> None:
-        """Prepare.
-
-        Args:
-            nodes: The objects that lead to what is replaced, by ``id``.
-            replaced: What takes the places of some of them.
-        """
         self._nodes = nodes
         self._copies = replaced
         self._changed = self._ancestors(replaced)

@@ -94,17 +94,11 @@ PLAIN_KINDS = "biufcmMSU"
 
 
 class ArrayKind(NamedTuple):
-    """The properties that all arrays of one column share; for tensors the dtype is that of the NumPy carrier.
+    """The properties that all arrays of one column share."""
 
-    Attributes:
-        dtype: NumPy's.
-        ndim: Number of dimensions.
-        torch_dtype: For tensors, else None.
-    """
-
-    dtype: np.dtype[Any]
+    dtype: np.dtype[Any]  # of tensors that of the NumPy carrier
     ndim: int
-    torch_dtype: torch.dtype | None = None
+    torch_dtype: torch.dtype | None = None  # of tensors
 
 
 def kind_of_array(array: Array) -> ArrayKind | None:

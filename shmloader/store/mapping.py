@@ -58,22 +58,13 @@ def hash_of(key: Any) -> int | None:
 
 
 class IndexLayout(NamedTuple):
-    """The place of an index in memory.
+    """The place of an index in memory, by offsets."""
 
-    Attributes:
-        keys: How many keys are in the index.
-        hashes: Offset of their hashes, ascending, 32 bits.
-        rows: Offset of the row of each of these, of type ``code``.
-        code: ``I`` or ``Q``.
-        odd: Offset of the rows whose keys are not in the index, ``q``.
-        odd_count: How many.
-    """
-
-    keys: int
-    hashes: int
-    rows: int
-    code: str
-    odd: int
+    keys: int  # how many are in the index
+    hashes: int  # of the keys, ascending, 32 bits
+    rows: int  # the row of each of these
+    code: str  # the type of rows, ``I`` or ``Q``
+    odd: int  # rows whose keys are not in the index, 64 bits
     odd_count: int
 
 
@@ -98,16 +89,9 @@ def write_index(hashes: _Hashes, out: BufferBuilder) -> IndexLayout:
 
 
 class KeyIndex:
-    """Finds the rows of keys."""
+    """Finds the rows of keys by an index that lies in a buffer."""
 
     def __init__(self, keys: Store, buffer: SharedBuffer, layout: IndexLayout) -> None:
-        """Look into an index.
-
-        Args:
-            keys: The keys.
-            buffer: The memory of the index.
-            layout: Its place there.
-        """
         self.keys = keys
         self._buffer, self._layout = buffer, layout
         self._hashes = self._numbers(layout.hashes, layout.keys, "I")
@@ -189,17 +173,14 @@ def pickled_missing(data: Mapping[Any, Any]) -> bytes:
 
 
 class KeyedStore(SharedObject):
-    """Base of mappings and sets: rows, and the index of their keys."""
+    """Base of mappings and sets: rows, and the index of their keys.
+
+    The rows are the members of a set; of a mapping they are records with the fields ``key`` and ``value``.
+    """
 
     KIND: ClassVar[str]
 
     def __init__(self, rows: RowStore, index: KeyIndex) -> None:
-        """Read some rows.
-
-        Args:
-            rows: The members of a set; for a mapping records with the columns ``key`` and ``value``.
-            index: Of the keys.
-        """
         self.rows = rows
         self._index = index
 

@@ -29,13 +29,7 @@ class RowStore(Store):
     """
 
     def __init__(self, chunks: Chunks, path: Path = (), copy: bool = False) -> None:
-        """Read some chunks.
-
-        Args:
-            chunks: The chunks.
-            path: The fields that lead to the values, where the rows are those of a column.
-            copy: Whether samples get arrays of their own.
-        """
+        """Read some chunks; of records a field, where a ``path`` leads to one."""
         self.chunks = chunks
         self._path = path
         self._copy = copy
