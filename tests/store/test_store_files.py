@@ -27,6 +27,7 @@ from shmloader import DataLoader, LoaderError
 from shmloader.store import Store, StoreDescription, share
 from shmloader.store.files import FileBuffer, open_store
 from shmloader.store.handles import pack, unpack
+from shmloader.store.memory import Table
 
 
 class Point(NamedTuple):
@@ -184,6 +185,26 @@ def test_a_mapped_file_takes_no_memory_of_its_own(tmp_path: Path) -> None:
     store = open_store(tmp_path / "data.arrow", allow_pickle=True)
     assert pa.total_allocated_bytes() - before < 1 << 20
     assert store[5] == {"x": 0.0}
+
+
+@pytest.mark.parametrize("make_writer", [pa.ipc.new_file, pa.ipc.new_stream], ids=["file", "stream"])
+def test_compressed_batches_are_unpacked_one_by_one(
+    make_writer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = pa.table({"x": np.arange(20 << 17)})
+    compressed = pa.ipc.IpcWriteOptions(compression="lz4")
+    with make_writer(str(tmp_path / "data.arrow"), table.schema, options=compressed) as writer:
+        writer.write_table(table, max_chunksize=1 << 17)
+    taken, before, append_batch = [], pa.total_allocated_bytes(), Table.append_batch
+
+    def append_noting_memory(self: Table, batch: Any) -> None:
+        taken.append(pa.total_allocated_bytes() - before)
+        append_batch(self, batch)
+
+    monkeypatch.setattr(Table, "append_batch", append_noting_memory)
+    assert open_store(tmp_path / "data.arrow")[-1] == {"x": (20 << 17) - 1}
+    assert len(taken) == 20
+    assert max(taken) < 4 << 20  # of 20
 
 
 @pytest.mark.long
