@@ -91,7 +91,7 @@ def _gather_of(chunks: Chunks, path: Path, copy: bool, chunk_of: Rows) -> _Gathe
     read = ChunkReaders(chunks, path, copy=copy)
     if shape[1] and not other_shapes:
         is_named = isinstance(columns[0].type, NamedTupleType)
-        kind = chunks.finder.namedtuple(*shape) if is_named else tuple
+        kind = chunks.finder.find(columns[0].type) if is_named else tuple
         items = [_gather_of(chunks, (*path, place), copy, chunk_of) for place in range(len(shape[1]))]
 
         def gather_tuples(rows: Rows, sections: Rows, out: Any) -> Any:

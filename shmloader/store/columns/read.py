@@ -282,20 +282,18 @@ def _namedtuple(column: Any, scope: Scope) -> str:
     storage = column.storage
     if not arrow.is_struct(storage.type):
         raise ValueError(f"namedtuples over {storage.type} mean nothing")
-    names = [field.name for field in storage.type]
-    kind = scope.finder.namedtuple(column.type.parameters["python"], names)
+    kind = scope.finder.find(column.type)
     # What namedtuple's own _make does; its __new__ may have been overridden to do more.
     return f"{scope.bind(tuple.__new__)}({scope.bind(kind)}, {_tuple(column, scope)})"
 
 
 def _dataclass(column: Any, scope: Scope) -> str:
-    kind = scope.finder.dataclass(column.type.parameters["python"])
-    return f"{scope.bind(maker_of(kind))}({_storage(column, scope, arrow.is_struct)})"
+    make = maker_of(scope.finder.find(column.type))
+    return f"{scope.bind(make)}({_storage(column, scope, arrow.is_struct)})"
 
 
 def _enum(column: Any, scope: Scope) -> str:
-    parameters = column.type.parameters
-    members = tuple(scope.finder.enum(parameters["python"], parameters["members"]))
+    members = [scope.finder.find(column.type)[name] for name in column.type.parameters["members"]]
     return f"{scope.bind(members)}[{_storage(column, scope, arrow.is_integer)}]"
 
 

@@ -247,35 +247,13 @@ class ClassFinder:
     def __init__(self, given: Classes | None = None) -> None:
         self.found: dict[str, type] = dict(given or {})
 
-    def _find(self, name: str, fits: Callable[[type], bool], make: Callable[[str], type]) -> type:
-        found = self.found.get(name)
-        if found is None:
+    def find(self, kind: PythonType) -> Any:
+        """The class that a type names; where it is not there any more, one made up in its place."""
+        name = kind.parameters["python"]
+        if name not in self.found:
             loaded = loaded_class(name)
-            # A file may be older than its classes: then a class of the same name is made up.
-            found = loaded if loaded is not None and fits(loaded) else make(name.rpartition(":")[2])
-            self.found[name] = found
-        return found
-
-    def namedtuple(self, name: str, fields: Sequence[str]) -> type:
-        """A namedtuple class with these fields."""
-
-        def fits(kind: type) -> bool:
-            return is_plain_namedtuple(kind) and tuple(kind._fields) == tuple(fields)  # type: ignore[attr-defined]
-
-        return self._find(name, fits, lambda path: _made_namedtuple(_plain(path), fields))
-
-    def dataclass(self, name: str) -> type:
-        """A dataclass; if it is not there any more, a namespace for its attributes."""
-        return self._find(name, is_plain_dataclass, lambda _: SimpleNamespace)
-
-    def enum(self, name: str, members: Sequence[str]) -> list[Any]:
-        """Members of an enum."""
-
-        def fits(kind: type) -> bool:
-            return issubclass(kind, enum.Enum) and set(members) <= kind.__members__.keys()
-
-        kind: Any = self._find(name, fits, lambda path: _made_enum(_plain(path), tuple(members)))
-        return [kind.__members__[member] for member in members]
+            self.found[name] = loaded if loaded is not None and _fits(loaded, kind) else _made_for(kind)
+        return self.found[name]
 
     def given(self) -> dict[str, type]:
         """The classes that other processes find by their names too; not those that were made up."""
@@ -284,18 +262,32 @@ class ClassFinder:
     def find_all(self, schema: Any) -> None:
         """Find the classes that a schema's columns name."""
         for field in schema:
-            for _, kind in find_types(field.type, NamedTupleType):
-                self.namedtuple(kind.parameters["python"], [one.name for one in kind.storage_type])
-            for _, kind in find_types(field.type, DataclassType):
-                self.dataclass(kind.parameters["python"])
-            for _, kind in find_types(field.type, EnumType):
-                self.enum(kind.parameters["python"], kind.parameters["members"])
+            for _, kind in find_types(field.type, (NamedTupleType, DataclassType, EnumType)):
+                self.find(kind)
 
 
-def _plain(path: str) -> str:
-    """A class's own name, or one in its place if it is none."""
-    name = path.rpartition(".")[2]
-    return name if name.isidentifier() else "Unknown"
+def _fits(found: Any, kind: PythonType) -> bool:
+    """Whether a class is still the one that a type names."""
+    if isinstance(kind, NamedTupleType):
+        return is_plain_namedtuple(found) and list(found._fields) == _fields_of(kind)
+    if isinstance(kind, DataclassType):
+        return is_plain_dataclass(found)
+    return issubclass(found, enum.Enum) and set(kind.parameters["members"]) <= found.__members__.keys()
+
+
+def _made_for(kind: PythonType) -> Any:
+    """A class of the same name and fields, or members; a namespace for the attributes of a dataclass."""
+    if isinstance(kind, DataclassType):
+        return SimpleNamespace
+    name = kind.parameters["python"].rpartition(":")[2].rpartition(".")[2]
+    name = name if name.isidentifier() else "Unknown"
+    if isinstance(kind, NamedTupleType):
+        return _made_namedtuple(name, _fields_of(kind))
+    return _made_enum(name, tuple(kind.parameters["members"]))
+
+
+def _fields_of(kind: PythonType) -> list[str]:
+    return [field.name for field in kind.storage_type]
 
 
 def _made_namedtuple(name: str, fields: Sequence[str]) -> type:
