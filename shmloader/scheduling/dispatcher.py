@@ -23,7 +23,6 @@ from shmloader.slots.inspection import Inspection
 from shmloader.slots.inspection import wanted as inspection_wanted
 from shmloader.supervisor import Worker, Workers, log_replacement, worker_timeout
 from shmloader.wire.records import (
-    ANSWER_NBYTES,
     DETACHED,
     INLINE_NBYTES,
     SPILLED,
@@ -35,7 +34,7 @@ from shmloader.wire.records import (
     pack_begin_epoch,
     pack_make_batch,
     pack_send_next_part,
-    unpack_answer,
+    unpack_answers,
 )
 
 ByteArray = npt.NDArray[np.uint8]
@@ -224,8 +223,7 @@ class Dispatcher:
         self.counters.wait_for_workers_ns += wait_ns
 
     def _accept(self, worker: Worker, records: bytes) -> None:
-        for begin in range(0, len(records), ANSWER_NBYTES):
-            answer = unpack_answer(records, begin)
+        for answer in unpack_answers(records):
             if type(answer) is Published:
                 self._accept_batch(answer)
             elif type(answer) is PartReady:

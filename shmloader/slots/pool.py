@@ -22,6 +22,7 @@ RETAINED_SLOTS = 64
 whole pages; past this many, kept batches are cheaper in private memory."""
 
 _FREE, _GRANTED, _PUBLISHED, _LEASED, _GUARDED = SlotState
+_UINT8 = np.dtype(np.uint8)  # quicker to use than the type
 
 
 class SlotPool:
@@ -191,11 +192,12 @@ class SlotPool:
         The batch takes ``used_nbytes``, header included; 0 for an answer without one, or in parts.
         """
         assert slot.state is _GRANTED, f"slot {slot.number} published while {slot.state}"
-        self.budget.committed_nbytes += slot_nbytes - slot.limit_nbytes
+        budget = self.budget
+        budget.committed_nbytes += slot_nbytes - slot.limit_nbytes
         slot.nbytes = slot.limit_nbytes = slot_nbytes
         slot.used_nbytes = used_nbytes
         slot.state = _PUBLISHED
-        if used_nbytes > self.budget.typical_nbytes:
+        if used_nbytes > budget.typical_nbytes:
             self._note_size(used_nbytes)
 
     def lease(self, slot: Slot) -> tuple[npt.NDArray[np.uint8], memoryview]:
@@ -211,7 +213,7 @@ class SlotPool:
         extent = slot.extent
         if extent is None or extent.nbytes != slot.nbytes:
             extent = self.map(slot)
-        anchor = np.ndarray(extent.nbytes, np.uint8, extent.buffer)
+        anchor = np.ndarray(extent.nbytes, _UINT8, extent.buffer)
         lease = Lease(anchor, self._released.append)
         lease.slot = slot
         slot.lease = lease

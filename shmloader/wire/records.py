@@ -186,8 +186,10 @@ pack_stream_ended = _packs(_answers, StreamEnded, "QQ", ANSWER_NBYTES)
 pack_epoch_begun = _packs(_answers, EpochBegun, "I", ANSWER_NBYTES)
 
 
-def unpack_answer(records: bytes, begin: int) -> Answer:
-    """Read the answer at an offset."""
-    kind, unpack = _answers[records[begin]]
-    answer: Answer = _new(kind, unpack(records, begin))
-    return answer
+def unpack_answers(records: bytes) -> list[Answer]:
+    """Read answers, one behind the other."""
+    answers = []
+    for begin in range(0, len(records), ANSWER_NBYTES):
+        kind, unpack = _answers[records[begin]]
+        answers.append(_new(kind, unpack(records, begin)))
+    return answers
