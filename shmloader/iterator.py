@@ -39,7 +39,7 @@ from shmloader.store.unshared import warn_of_copies, watch_copies
 from shmloader.supervisor import Workers, start_workers
 from shmloader.wire.records import FAILED, REPORTED
 from shmloader.wire.stream_records import StreamReport, StreamRules
-from shmloader.worker.epoch_settings import DatasetState, EpochSettings
+from shmloader.worker.epoch_settings import DatasetState
 from shmloader.worker.fetcher import FetchRules
 from shmloader.worker.loop import WorkerArguments
 
@@ -71,14 +71,13 @@ class SlotIterator(torch_private.BaseIterator):
         self._in_order: bool = loader.in_order
         self._on_error: str = loader.on_error
         self._counters = counters
-        self._counts_samples = self._dataset_kind == torch_private.ITERABLE_KIND
-        self._stream = StreamProgress(loader, loaded_state(loader)) if self._counts_samples else None
+        iterable = self._dataset_kind == torch_private.ITERABLE_KIND
+        self._stream = StreamProgress(loader, loaded_state(loader)) if iterable else None
         self._decoder = Decoder()
         self._lifecycle = Lifecycle()
         self._dataset_state = DatasetState(self._dataset)
         self._states = states
         self._base_seed, epoch = states.seeds(loader, int(self._base_seed))
-        self._set_epoch: int | None = None
         num_workers, prefetch_factor = int(loader.num_workers), int(loader.prefetch_factor)
         device = device_of(loader)
         pool_class = SlotPool
@@ -113,7 +112,7 @@ class SlotIterator(torch_private.BaseIterator):
                 torch_private.sharding_worker_init_fn, init_fn, self._world_size, self._rank
             )
         rules = FetchRules(
-            iterable=self._counts_samples,
+            iterable=self._stream is not None,
             auto_collation=self._auto_collation,
             drop_last=self._drop_last,
             collate_fn=self._collate_fn,
@@ -168,7 +167,7 @@ class SlotIterator(torch_private.BaseIterator):
             return
         if self._stream is not None:
             self._stream = StreamProgress(loader)
-        settings = EpochSettings(None, self._set_epoch, self._dataset_state.changes())
+        settings = self._dataset_state.settings()
         early = scheduler.take_early(discard=settings != (None, None, {}))
         sampler_iter = self._reset_sampler(loader, early, first_iter=False)
         if early is not None:
@@ -178,7 +177,6 @@ class SlotIterator(torch_private.BaseIterator):
                 self._delivery.drop()
             self._dispatcher.begin_epoch(pickle.dumps(settings._replace(shared_seed=self._shared_seed), 5))
             # Not before: an exception of the sampler, say, leaves them to the next attempt.
-            self._set_epoch = None
             self._dataset_state.note_sent()
             scheduler.begin_epoch(sampler_iter)
 
@@ -204,12 +202,12 @@ class SlotIterator(torch_private.BaseIterator):
         self._progress.stream = self._stream
         # With batches out of order, or some that the program had in another order before it was resumed.
         # What streams have given is counted by worker.
-        self._scattered = not self._in_order or bool(self._progress.behind) or self._counts_samples
+        self._scattered = not self._in_order or bool(self._progress.behind) or self._stream is not None
         return sampler_iter
 
     def set_epoch(self, epoch: int) -> None:
         """Have the datasets of persistent workers called with ``set_epoch(epoch)`` at the next epoch."""
-        self._set_epoch = epoch
+        self._dataset_state.set_epoch = epoch
 
     # --- batches
 
@@ -220,7 +218,7 @@ class SlotIterator(torch_private.BaseIterator):
             if not lifecycle.enter():
                 self._abandon()
             # torch's own __next__ opens a profiler range (10 us) and counts an IterableDataset's samples.
-            if self._counts_samples or torch_private.profiler_enabled():
+            if self._stream is not None or torch_private.profiler_enabled():
                 batch = super().__next__()
             else:
                 batch = self._next_data()
@@ -324,7 +322,9 @@ class SlotIterator(torch_private.BaseIterator):
             batch = self._decoder.decode(anchor, header) if finish_copy is None else finish_copy()
             del anchor
             if flags & FAILED:
-                self._raise(batch)
+                self._counters.failures += 1
+                count(batch.bad_samples, self._counters)
+                raise self._lifecycle.expect(restore(batch))
             if flags & REPORTED:
                 report = batch.stream
                 batch = take_report(batch, self._counters)
@@ -350,12 +350,6 @@ class SlotIterator(torch_private.BaseIterator):
             self._progress.take(task.position)
         else:
             self._stream.take(self._progress, task.worker_id, report)
-
-    def _raise(self, failure: Any) -> NoReturn:
-        """Raise the exception that came in the place of a batch."""
-        self._counters.failures += 1
-        count(failure.bad_samples, self._counters)
-        raise self._lifecycle.expect(restore(failure))
 
     def _warn(self) -> None:
         """Give the pool's warning; no batch is lost where the program's filters make it an error."""

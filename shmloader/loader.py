@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
 import torch
@@ -266,12 +265,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         """Use as ``with DataLoader(...) as loader``: `close` is called at the block's end."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         loading_of(self).close(self, warn=error is None)  # a warning that is an error would hide this one
 
     def set_epoch(self, epoch: int) -> None:

@@ -102,7 +102,7 @@ class GuardedPool(SlotPool):
         if self.guard is not None and not self.guard.admits_leases():
             return  # for as long as a graph is captured
         if guarded:
-            self._warn(memory_warnings.kept_by_device, self.budget, self._wanted_tasks, nbytes, guarded)
+            self._warn(memory_warnings.kept_by_device, self.budget, nbytes, guarded)
         else:
             super()._warn_of_kept(nbytes)
 

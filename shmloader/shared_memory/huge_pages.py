@@ -1,9 +1,8 @@
 """Huge pages for slots and stores, where the kernel has them: fewer page faults, and fewer TLB misses.
 
-Both lie in a memfd. ``fallocate`` reserves its memory before anybody touches it, in small pages.
-``madvise(MADV_COLLAPSE)`` (Linux 6.1) makes a huge page of a part of a file that has at least one page. So
-one page of each part is reserved, the part is collapsed, and ``fallocate`` reserves what is left.
-docs/decisions/0024 has the figures.
+``fallocate`` reserves a file's memory in small pages; ``madvise(MADV_COLLAPSE)`` (Linux 6.1) makes a huge
+page of a part that has one page at least. So one page of each part is reserved, the part is collapsed, and
+``fallocate`` reserves what is left. docs/decisions/0024 has the figures.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ import time
 import weakref
 from multiprocessing.reduction import ForkingPickler
 from pickle import PicklingError
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -258,9 +257,7 @@ class BufferBuilder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

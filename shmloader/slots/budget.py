@@ -39,6 +39,7 @@ class Budget:
     Attributes:
         nbytes: As above, as it is now.
         most_tasks: As above, or fewer where memory is short.
+        wanted_tasks: The most tasks that were asked for.
         tasks: Slots that are granted or published now.
         committed_nbytes: Sum of the limits of all slots.
         free: The free slots that have memory; the pool's list.
@@ -53,7 +54,7 @@ class Budget:
 
     def __init__(self, nbytes: int, most_tasks: int, *, workers: int = 1, follows_host: bool = False) -> None:
         self.nbytes = max(nbytes, (most_tasks + SPARE_SLOTS) * PAGE_NBYTES)
-        self.most_tasks = most_tasks
+        self.most_tasks = self.wanted_tasks = most_tasks
         self.tasks = 0
         self.committed_nbytes = 0
         self.free: list[Slot] = []
@@ -147,6 +148,7 @@ class Budget:
             if self.used_nbytes + max(0, most_tasks - self.tasks) * slot_nbytes > self.nbytes:
                 return False
         self.most_tasks = most_tasks
+        self.wanted_tasks = max(self.wanted_tasks, most_tasks)
         self._divide(slots)
         return True
 

@@ -10,31 +10,31 @@ _COPIED = "are copied to private memory, which is correct but slower"
 _CAUTION = 4  # a slot may grow at once to a quarter of its share, if to hold a batch much larger than others
 
 
-def fewer_ahead(budget: Budget, wanted_tasks: int) -> str:
-    """The warning that fewer batches are made in advance than the ``wanted_tasks`` that were asked for."""
-    slots, batch_nbytes = wanted_tasks + SPARE_SLOTS, budget.typical_nbytes
+def fewer_ahead(budget: Budget) -> str:
+    """The warning that fewer batches are made in advance than were asked for."""
+    slots, batch_nbytes = budget.wanted_tasks + SPARE_SLOTS, budget.typical_nbytes
     return (
         f"the slots' memory budget of {budget.nbytes:,} bytes has no room for the {slots} batches "
         f"(prefetch_factor x num_workers + {SPARE_SLOTS}) of {batch_nbytes:,} bytes that this loader may "
-        f"have at once: {budget.most_tasks} instead of {wanted_tasks} batches are made in advance. Pass "
-        f"memory_budget_nbytes={slots * whole_pages(batch_nbytes)} or more, or a smaller batch_size, "
+        f"have at once: {budget.most_tasks} instead of {budget.wanted_tasks} batches are made in advance. "
+        f"Pass memory_budget_nbytes={slots * whole_pages(batch_nbytes)} or more, or a smaller batch_size, "
         "prefetch_factor or num_workers."
     )
 
 
-def larger_than_a_slot(budget: Budget, wanted_tasks: int, nbytes: int) -> str:
+def larger_than_a_slot(budget: Budget, nbytes: int) -> str:
     """The warning that a batch of ``nbytes`` did not fit in a slot."""
-    needed_nbytes = _needed_nbytes(budget, wanted_tasks, nbytes)
+    needed_nbytes = _needed_nbytes(budget, nbytes)
     if needed_nbytes <= budget.nbytes:
         needed_nbytes *= _CAUTION
     why = f"a batch of {nbytes:,} bytes is larger than a slot may be"
-    return _beyond_budget(why, budget, wanted_tasks, needed_nbytes)
+    return _beyond_budget(why, budget, needed_nbytes)
 
 
-def kept_beyond_budget(budget: Budget, wanted_tasks: int, nbytes: int, kept: int) -> str:
+def kept_beyond_budget(budget: Budget, nbytes: int, kept: int) -> str:
     """The warning that the budget has no room for a batch of ``nbytes`` beside ``kept`` batches."""
-    needed_nbytes = _needed_nbytes(budget, wanted_tasks, nbytes)
-    return _beyond_budget(f"the program keeps {kept} batches", budget, wanted_tasks, needed_nbytes)
+    needed_nbytes = _needed_nbytes(budget, nbytes)
+    return _beyond_budget(f"the program keeps {kept} batches", budget, needed_nbytes)
 
 
 def kept_beyond_slots(nbytes: int, kept: int) -> str:
@@ -46,11 +46,11 @@ def kept_beyond_slots(nbytes: int, kept: int) -> str:
     )
 
 
-def kept_by_device(budget: Budget, wanted_tasks: int, nbytes: int, kept: int) -> str:
+def kept_by_device(budget: Budget, nbytes: int, kept: int) -> str:
     """The warning that no slot is free for a batch of ``nbytes``, because an accelerator is behind."""
-    needed_nbytes = _needed_nbytes(budget, wanted_tasks, nbytes) + kept * whole_pages(nbytes)
+    needed_nbytes = _needed_nbytes(budget, nbytes) + kept * whole_pages(nbytes)
     why = f"the accelerator has yet to read {kept} batches that the program has dropped"
-    return _beyond_budget(why, budget, wanted_tasks, needed_nbytes)
+    return _beyond_budget(why, budget, needed_nbytes)
 
 
 def refused_by_host(nbytes: int) -> str:
@@ -70,13 +70,13 @@ def figures(budget: Budget, reserved_nbytes: int) -> str:
     )
 
 
-def _needed_nbytes(budget: Budget, wanted_tasks: int, nbytes: int) -> int:
+def _needed_nbytes(budget: Budget, nbytes: int) -> int:
     """Bytes for slots that each hold the largest batch."""
-    return (wanted_tasks + SPARE_SLOTS) * whole_pages(max(nbytes, budget.largest_nbytes))
+    return (budget.wanted_tasks + SPARE_SLOTS) * whole_pages(max(nbytes, budget.largest_nbytes))
 
 
-def _beyond_budget(why: str, budget: Budget, wanted_tasks: int, needed_nbytes: int) -> str:
-    slots = wanted_tasks + SPARE_SLOTS
+def _beyond_budget(why: str, budget: Budget, needed_nbytes: int) -> str:
+    slots = budget.wanted_tasks + SPARE_SLOTS
     # A smaller budget was raised to this.
     is_least = budget.nbytes <= slots * PAGE_NBYTES
     least = f" (a page for each of {slots} slots, the least there can be)" if is_least else ""

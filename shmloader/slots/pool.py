@@ -66,7 +66,6 @@ class SlotPool:
         self._released: deque[Lease] = deque()
         self._leased = 0  # or guarded
         self.counters = counters or Counters()
-        self._wanted_tasks = most_tasks
         self.warning = ""
         self._closed = False
 
@@ -118,7 +117,6 @@ class SlotPool:
         self.collect()
         if not self.budget.resize(most_tasks):
             return False
-        self._wanted_tasks = max(self._wanted_tasks, most_tasks)
         self.warm_slots = self.base_slots
         self._discard_beyond(self.warm_slots)
         return True
@@ -238,8 +236,7 @@ class SlotPool:
         if in_use >= self.base_slots + RETAINED_SLOTS:
             self._warn(memory_warnings.kept_beyond_slots, nbytes, self._leased)
         else:
-            facts = (self.budget, self._wanted_tasks, nbytes, self._leased)
-            self._warn(memory_warnings.kept_beyond_budget, *facts)
+            self._warn(memory_warnings.kept_beyond_budget, self.budget, nbytes, self._leased)
 
     def read_part(self, slot: Slot, slot_nbytes: int, into: npt.NDArray[np.uint8]) -> None:
         """Copy a part of a batch larger than its slot out of the slot's start, ``into`` private memory.
@@ -256,7 +253,7 @@ class SlotPool:
         if nbytes > self.budget.typical_nbytes:
             self._note_size(nbytes)
         if nbytes > slot.limit_nbytes:
-            self._warn(memory_warnings.larger_than_a_slot, self.budget, self._wanted_tasks, nbytes)
+            self._warn(memory_warnings.larger_than_a_slot, self.budget, nbytes)
         else:
             before = self.most_tasks
             self.budget.follow_host(self.reserved_nbytes())
@@ -373,7 +370,7 @@ class SlotPool:
         """Give back what the budget has no room for any more, if it holds fewer tasks than ``before``."""
         if self.most_tasks < before:
             self.warm_slots = self.base_slots
-            self._warn(memory_warnings.fewer_ahead, self.budget, before)
+            self._warn(memory_warnings.fewer_ahead, self.budget)
         self._discard_excess()
 
     def figures(self) -> str:

@@ -22,11 +22,10 @@ class SlotState(enum.Enum):
 
 
 class Lease(weakref.ref[npt.NDArray[np.uint8]]):
-    """The main process's right to read a slot until the last view of it dies.
+    """The main process's right to read a slot until its anchor, to which every view leads by ``.base``, dies.
 
-    It watches the anchor: the array that every view of this batch leads to through ``.base``. When the
-    anchor dies, the callback appends the lease to a deque and does nothing else, because it may run in
-    any thread and inside any allocation.
+    The callback then appends the lease to a deque and does nothing else: it may run in any thread and inside
+    any allocation.
     """
 
     __slots__ = ("slot",)

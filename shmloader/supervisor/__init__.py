@@ -1,8 +1,8 @@
 """The workers of one iterator, as the main process sees them: start, talk, watch, restart, stop.
 
-There are two kinds with one interface, processes and threads. A worker process has a pipe each way, which it
-shares with the main process only. So one that dies leaves neither a lock taken nor half a message behind. Its
-death is an event of its own (a pidfd, elsewhere the process sentinel), waited for together with the pipes.
+There are two kinds with one interface, processes and threads. A worker process shares its pipes with the main
+process only: one that dies leaves neither a lock taken nor half a message behind. Its death is an event of
+its own (a pidfd, elsewhere the process sentinel), waited for together with the pipes.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from shmloader.arguments import THREAD, check_context, check_worker_type
-from shmloader.supervisor.base import MakeArguments, Worker, Workers
+from shmloader.supervisor.base import MakeArguments, Workers
 from shmloader.supervisor.death_reports import log_replacement, worker_timeout
 from shmloader.supervisor.processes import ProcessWorkers
 from shmloader.supervisor.threads import ThreadWorkers
+from shmloader.supervisor.worker import Worker
 
 __all__ = ["Worker", "Workers", "log_replacement", "start_workers", "worker_timeout"]
 

@@ -8,33 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from shmloader.errors import WorkerDied
+from shmloader.supervisor.worker import Worker
 from shmloader.worker.loop import WorkerArguments
 
 MakeArguments = Callable[[int], WorkerArguments]
 """Makes a worker's arguments of its number."""
-
-
-class Worker(Protocol):
-    """One worker.
-
-    Attributes:
-        worker_id: 0 to ``num_workers - 1``.
-        pid: The id of the process that it runs in.
-        place: Where it runs, for messages: ``"pid 17"``, say.
-    """
-
-    worker_id: int
-    pid: int
-    place: str
-
-    def send(self, record: bytes) -> None:
-        """Send a packed request. Never waits; a dead worker is no error here."""
-
-    def receive(self) -> bytes | None:
-        """The records that have arrived, b"" for none; None if no more can come."""
-
-    def is_dead(self) -> bool:
-        """Whether the worker has ended."""
 
 
 class Workers(Protocol):

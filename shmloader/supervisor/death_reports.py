@@ -8,7 +8,8 @@ import signal
 
 from shmloader.errors import WorkerTimeout
 from shmloader.host.limits import memory_headroom, oom_kills
-from shmloader.supervisor.base import Worker, Workers
+from shmloader.supervisor.base import Workers
+from shmloader.supervisor.worker import Worker
 
 _log = logging.getLogger("shmloader")
 _MOST_CHARACTERS = 300  # of index batches

@@ -1,8 +1,8 @@
 """The fork server of start method ``forkserver``, started with torch and this package imported.
 
-A program has one server, which lives as long as the program. A module that the server has imported is the
-same in all later workers, even if its file has been edited since. So the server imports torch, shmloader and
-what the program itself chose, and each worker imports the dataset's modules for itself.
+A module that this one server of the program has imported is the same in all later workers, even if its file
+was edited since. So it imports torch, shmloader and what the program itself chose, and no module of a
+dataset.
 """
 
 from __future__ import annotations

@@ -16,11 +16,11 @@ from shmloader.host.held_interrupts import HeldInterrupts
 from shmloader.host.limits import oom_kills
 from shmloader.shared_memory import Descriptor
 from shmloader.supervisor import fork_server
-from shmloader.supervisor.base import MakeArguments, Worker, Workers, live
+from shmloader.supervisor.base import MakeArguments, Workers, live
 from shmloader.supervisor.death_reports import describe_death, describe_held, explain_kill
 from shmloader.supervisor.launch import check_descriptors, start_process
 from shmloader.supervisor.spawn_payload import SpawnPayload
-from shmloader.supervisor.worker_process import ProcessWorker
+from shmloader.supervisor.worker import ProcessWorker, Worker
 from shmloader.wire.channel import Pipes
 from shmloader.wire.records import SPIN_NS
 

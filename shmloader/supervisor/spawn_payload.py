@@ -1,10 +1,10 @@
 """The arguments of workers that are started together, pickled once for all of them.
 
-``multiprocessing`` pickles the arguments anew for each process, and writes them to a pipe whose reading end
-it holds itself. If the process died before it has read a pickle larger than the pipe's buffer (64 KiB), that
-write would never end. So the arguments are pickled once into a file without a name, which all workers map and
-unpickle. Only a few numbers and descriptors go through the pipe. The memory of large arrays lies in a second
-file, which workers map copy-on-write: an array exists once until a worker changes it.
+``multiprocessing`` pickles the arguments anew for each process, to a pipe whose reading end it holds itself:
+if the process died before it has read more than the pipe's buffer, that write would never end. So the
+arguments are pickled once into a file without a name, which all workers map, and only a few numbers and
+descriptors go through the pipe. Large arrays lie in a second file, mapped copy-on-write: one exists once
+until it is changed.
 """
 
 from __future__ import annotations

@@ -9,11 +9,8 @@ from __future__ import annotations
 import atexit
 import copy
 import dataclasses
-import os
-import sys
 import threading
 import time
-import traceback
 import weakref
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -23,8 +20,9 @@ from torch.utils.data import Dataset
 from shmloader.diagnostics.exceptions import add_note, forget_frames
 from shmloader.errors import WorkerDied
 from shmloader.host.held_interrupts import HeldInterrupts
-from shmloader.supervisor.base import MakeArguments, Worker, Workers, live
+from shmloader.supervisor.base import MakeArguments, Workers, live
 from shmloader.supervisor.death_reports import describe_held
+from shmloader.supervisor.worker import ThreadWorker, Worker
 from shmloader.wire.channel import ThreadLink
 from shmloader.worker.epoch_settings import datasets_in
 from shmloader.worker.loop import run_in_thread
@@ -32,7 +30,6 @@ from shmloader.worker.loop import run_in_thread
 _CLOSE_S = 0.5  # how long `close` waits for threads to end
 _LEAST_CLOSE_S = 0.1  # also where nothing is to be waited for: threads without a task end at once
 _EXIT_S = 2.0  # how long the end of the program waits for them
-_MOST_CHARACTERS = 8000
 
 _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
@@ -136,38 +133,6 @@ class ThreadWorkers(Workers):
         self.workers = []
         self.closed = True
         self.closed_because = "its workers are threads of the process that this one was forked from"
-
-
-class ThreadWorker:
-    """One worker thread as the main process sees it; a `Worker` whose process is this one."""
-
-    def __init__(self, worker_id: int, thread: threading.Thread, link: ThreadLink) -> None:
-        self.worker_id = worker_id
-        self.thread = thread
-        self.link = link
-        self.pid = os.getpid()
-        self.place = f"thread {thread.name!r}"
-
-    def send(self, record: bytes) -> None:
-        """See `Worker`."""
-        self.link.requests.put(record)
-
-    def receive(self) -> bytes:
-        """See `Worker`."""
-        answers = self.link.answers
-        return b"".join([answers.popleft() for _ in range(len(answers))])
-
-    def is_dead(self) -> bool:
-        """See `Worker`."""
-        return self.link.ended and not self.link.answers
-
-    def stack(self) -> str:
-        """The thread's Python stack."""
-        frames = sys._current_frames()  # noqa: SLF001 - documented
-        frame = frames.get(self.thread.ident or -1)
-        if frame is None:
-            return "(it has ended)"
-        return "".join(traceback.format_stack(frame)).rstrip()[-_MOST_CHARACTERS:]
 
 
 def _copy_dataset(dataset: Any) -> Any:

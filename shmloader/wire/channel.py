@@ -48,10 +48,7 @@ class PipeLink:
         self._answers_fd = pipes.answers.fd
 
     def receive(self) -> bytes:
-        """The next record; sleeps until there is one, unless the last ones came quickly.
-
-        Going to sleep and being woken costs more than a small batch does, on both sides. While records
-        come quickly the worker therefore looks again for a moment, letting others have the processor.
+        """The next record; sleeps until there is one, unless the last ones came quickly: see `SPIN_NS`.
 
         Raises:
             BrokenPipeError: If the main process wants nothing more of this worker; so does `send`.

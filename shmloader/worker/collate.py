@@ -1,10 +1,9 @@
 """Default collate straight into the slot, and ``empty()`` for custom collate functions.
 
 torch's ``default_collate`` looks up how to join samples in a public map at every call. A worker replaces
-torch's own entry for tensors in that map, in its own process, by a function that writes its result into the
-slot of the current task. A user's ``collate_fn`` that calls ``default_collate`` gets the same, also for
-ndarrays, which torch joins as tensors; entries that the user put there stay. The entry that worker threads
-put there stays too: in other threads it does what torch's own does.
+torch's own entry for tensors there by a function that writes into the slot of the current task, for a
+``collate_fn`` that calls ``default_collate`` too; entries that the user put there stay. The one that worker
+threads put there stays for good: in other threads it does what torch's own does.
 
 Where ``default_collate`` itself is the loader's collate function, no code of the user sees the batch before
 it is published. It then consists of placeholders for outputs, which are made once for each place in a slot

@@ -81,18 +81,24 @@ def datasets_in(dataset: Any) -> list[tuple[Path, Any]]:
 
 
 class DatasetState:
-    """The plain attributes of datasets with ``set_epoch``, as workers know them. Main process only."""
+    """The plain attributes of datasets with ``set_epoch``, as workers know them. Main process only.
+
+    Attributes:
+        set_epoch: The argument of ``loader.set_epoch()``, if that was called since workers got the last one.
+    """
 
     def __init__(self, dataset: Any) -> None:
+        self.set_epoch: int | None = None
         self._dataset = dataset
         self._known = self._latest = _plain_attributes(dataset)
 
     def note_sent(self) -> None:
-        """Note that workers have got the changes that were last asked for."""
+        """Note that workers have got the settings that were last asked for."""
         self._known = self._latest
+        self.set_epoch = None
 
-    def changes(self) -> dict[Path, dict[str, Any]]:
-        """The attributes that have changed since workers got them; see `note_sent`."""
+    def settings(self) -> EpochSettings:
+        """Settings with what has changed since workers got them, see `note_sent`; without a shared seed."""
         self._latest = _plain_attributes(self._dataset)
         changes: dict[Path, dict[str, Any]] = {}
         for path, attributes in self._latest.items():
@@ -104,7 +110,7 @@ class DatasetState:
             }
             if changed:
                 changes[path] = changed
-        return changes
+        return EpochSettings(None, self.set_epoch, changes)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -1,8 +1,8 @@
 """First steps of a worker process: it leaves Ctrl-C to the main process, and ends with it.
 
-A closed pipe does not suffice to tell a worker that the main process has ended: a process that the program
-forked may hold the other end. So a thread waits for the death of the main process. It cannot run while C code
-holds the interpreter lock. So, where that is safe, the kernel is asked for a signal too.
+A process that the program forked may hold the other end of a worker's pipe. So a thread waits for the death
+of the main process; and as it cannot run while C code holds the interpreter lock, the kernel is asked for a
+signal too, where that is safe.
 """
 
 from __future__ import annotations
@@ -36,11 +36,7 @@ def begin(main_pid: int, by_leader: bool = False) -> None:
 
 
 def _die_with_parent(main_pid: int) -> None:
-    """Have the kernel kill this process when its parent, if that is the main process, ends.
-
-    The signal comes when the *thread* that made this process ends, so that must be the first thread of the
-    main process. A fork server's children have another parent.
-    """
+    """Have the kernel kill this process when the *thread* that made it, if one of the main process, ends."""
     if sys.platform != "linux" or os.getppid() != main_pid:
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,22 +1,30 @@
-"""One worker process and its two pipes."""
+"""One worker as the main process sees it: a process and its two pipes, or a thread and its queues."""
 
 from __future__ import annotations
 
 import os
 import select
+import sys
+import threading
+import traceback
 from collections import deque
 from typing import Any
 
+from shmloader.wire.channel import ThreadLink
 from shmloader.wire.records import ANSWER_NBYTES
 
 _READ_NBYTES = ANSWER_NBYTES * 8
+_MOST_CHARACTERS = 8000  # of a thread's stack
 _EXIT_CODE_S = 1.0  # how long a fork server may take to tell the exit code of a process that has ended
 
 
 class ProcessWorker:
-    """One worker process and its two pipes; a `Worker`.
+    """One worker process and its two pipes.
 
     Attributes:
+        worker_id: 0 to ``num_workers - 1``.
+        pid: The id of the process that it runs in.
+        place: Where it runs, for messages: ``"pid 17"``, say.
         process: The ``multiprocessing`` process object.
         requests_fd: Write end of the pipe that brings it requests, non-blocking.
         answers_fd: Read end of the pipe that takes its answers, non-blocking.
@@ -38,7 +46,7 @@ class ProcessWorker:
         self._unsent: deque[bytes] = deque()
 
     def send(self, record: bytes) -> None:
-        """Send a packed request; one that the pipe has no room for now is sent with the next call.
+        """Send a packed request, without waiting; one that the pipe has no room for goes with the next call.
 
         A dead worker's broken pipe is not an error here: its death is found where batches are waited for.
         """
@@ -112,6 +120,41 @@ class ProcessWorker:
         if self.death_fd >= 0 and self.death_fd != self.process.sentinel:
             os.close(self.death_fd)
         self.death_fd = -1
+
+
+class ThreadWorker:
+    """One worker thread, which runs in this process; see `ProcessWorker`."""
+
+    def __init__(self, worker_id: int, thread: threading.Thread, link: ThreadLink) -> None:
+        self.worker_id = worker_id
+        self.thread = thread
+        self.link = link
+        self.pid = os.getpid()
+        self.place = f"thread {thread.name!r}"
+
+    def send(self, record: bytes) -> None:
+        """See `ProcessWorker`."""
+        self.link.requests.put(record)
+
+    def receive(self) -> bytes:
+        """See `ProcessWorker`."""
+        answers = self.link.answers
+        return b"".join([answers.popleft() for _ in range(len(answers))])
+
+    def is_dead(self) -> bool:
+        """See `ProcessWorker`."""
+        return self.link.ended and not self.link.answers
+
+    def stack(self) -> str:
+        """The thread's Python stack."""
+        frames = sys._current_frames()  # noqa: SLF001 - documented
+        frame = frames.get(self.thread.ident or -1)
+        if frame is None:
+            return "(it has ended)"
+        return "".join(traceback.format_stack(frame)).rstrip()[-_MOST_CHARACTERS:]
+
+
+Worker = ProcessWorker | ThreadWorker
 
 
 def _open_death_fd(process: Any) -> int:
