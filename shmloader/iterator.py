@@ -254,10 +254,9 @@ class SlotIterator(torch_private.BaseIterator):
             raise self._lifecycle.expect(delivery.capture_error())  # no local variable: see `__next__`
         if self.pool.warning:
             self._warn()
-        while True:
-            task = ledger.due()
-            if task is None:
-                break
+        while (task := ledger.due()) is not None:
+            if not self._all_workers.workers:
+                self._check_open()
             if task.state is not ARRIVED:
                 if self._in_order or not ledger.arrived:
                     self._await(task)
@@ -291,8 +290,6 @@ class SlotIterator(torch_private.BaseIterator):
 
     def _await(self, task: Task) -> None:
         """Take in what workers have said, or wait for it, until the batch of a task may be here."""
-        if not self._all_workers.workers:
-            self._check_open()
         scheduler, dispatcher = self._scheduler, self._dispatcher
         if not scheduler.is_active(task.worker_id):
             dispatcher.ledger.void(task)  # its worker's iterable dataset ended before it
@@ -305,8 +302,6 @@ class SlotIterator(torch_private.BaseIterator):
 
     def _return(self, task: Task) -> Any:
         """The batch of a task that has arrived, or ``LEFT_OUT``; raises the exception in its place."""
-        if not self._all_workers.workers:
-            self._check_open()
         dispatcher, flags = self._dispatcher, task.flags
         delivery, finish_copy = self._delivery, None
         if delivery is None:
