@@ -302,7 +302,7 @@ class SlotIterator(torch_private.BaseIterator):
 
     def _return(self, task: Task) -> Any:
         """The batch of a task that has arrived, or ``LEFT_OUT``; raises the exception in its place."""
-        dispatcher, flags = self._dispatcher, task.flags
+        dispatcher, flags = self._dispatcher, task.answer.flags
         delivery, finish_copy = self._delivery, None
         if delivery is None:
             anchor, header = dispatcher.take(task)

@@ -87,7 +87,7 @@ class Delivery:
 
     def begin(self, task: Task, anchor: ByteArray, header: bytes) -> Callable[[], Any] | None:
         """Begin to copy a batch to the device, see `DeviceBatches`; None where it is not to be."""
-        if self._batches is None or task.flags & (FAILED | REPORTED):
+        if self._batches is None or task.answer.flags & (FAILED | REPORTED):
             return None
         return self._batches.begin(task.slot, anchor, header)
 
@@ -100,7 +100,7 @@ class Delivery:
         if due is not None and due.state is not ARRIVED:
             self._dispatcher.look_at(due.worker_id)
         task = ledger.next_arrived(in_order=in_order)
-        if task is None or task.seq in self._taken or task.flags & FAILED:
+        if task is None or task.seq in self._taken or task.answer.flags & FAILED:
             return
         with contextlib.suppress(RuntimeError):  # too little memory, say: it is tried again when due
             anchor, header = self._dispatcher.take(task)

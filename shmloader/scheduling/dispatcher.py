@@ -236,10 +236,9 @@ class Dispatcher:
 
     def _accept_batch(self, answer: Published) -> None:
         pool, counters = self.pool, self.counters
-        seq, slot_nbytes, header_begin, used_nbytes, wait_ns, flags = answer
+        seq, slot_nbytes, _, used_nbytes, wait_ns, flags = answer
         task = self.ledger.tasks[seq]
-        task.header_begin, task.header_end, task.flags = header_begin, used_nbytes, flags
-        slot = task.slot
+        task.answer, slot = answer, task.slot
         if flags & SPILLED:
             if task.state is not VOID:
                 pool.note_parts(slot, used_nbytes)
@@ -279,10 +278,11 @@ class Dispatcher:
         The anchor is a lease on its slot or, where the batch was spilled, a private copy.
         """
         pool, slot = self.pool, task.slot
-        in_parts = task.flags & SPILLED
+        _, _, header_begin, header_end, _, flags = task.answer
+        in_parts = flags & SPILLED
         if not in_parts and pool.can_lease():
             anchor, view = pool.lease(slot)
-            header = bytes(view[task.header_begin : task.header_end])
+            header = bytes(view[header_begin:header_end])
             if self.inspection is not None:
                 self.inspection.leased(slot, task.seq, header)
             return anchor, header
@@ -292,7 +292,7 @@ class Dispatcher:
             pool.give_back(slot)
         else:
             private = pool.spill(slot)
-        return private, private[task.header_begin : task.header_end].tobytes()
+        return private, private[header_begin:header_end].tobytes()
 
     # --- workers that die or do not answer
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmloader.slots import Slot
+from shmloader.wire.records import Published
 
 
 class TaskState(enum.Enum):
@@ -39,7 +40,7 @@ class Task:
         payload: The packed index batch. Packed, because a sampler may fill the same list again for the next.
         slot: The slot granted with it.
         state: See the module.
-        header_begin, header_end, flags: As in the worker's `Published`; unset before that came.
+        answer: The worker's; unset before it came.
         deaths: Workers that have ended at it.
         spilled: Private memory for a batch that comes in parts.
         spilled_nbytes: Bytes of it that have come.
@@ -55,9 +56,7 @@ class Task:
     deaths: int = 0
     spilled: npt.NDArray[np.uint8] | None = None
     spilled_nbytes: int = field(init=False)
-    header_begin: int = field(init=False)
-    header_end: int = field(init=False)
-    flags: int = field(init=False)
+    answer: Published = field(init=False)
 
 
 class Ledger:
@@ -106,10 +105,10 @@ class Ledger:
         del self.tasks[task.seq]
         if task.state is ARRIVED:
             del self.arrived[task.seq]
+            self.outstanding -= 1
         else:
             self.unanswered[task.worker_id] -= 1
-        if task.state is not VOID:
-            self.outstanding -= 1
+            self.outstanding -= task.state is not VOID
         if task.seq == self._due:
             self._due += 1
 

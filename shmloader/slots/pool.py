@@ -71,11 +71,7 @@ class SlotPool:
 
     @classmethod
     def for_loader(
-        cls,
-        num_workers: int,
-        prefetch_factor: int,
-        memory_budget_nbytes: int | None,
-        counters: Counters | None = None,
+        cls, num_workers: int, prefetch_factor: int, memory_budget_nbytes: int | None, counters: Counters
     ) -> Self:
         """The slots for a loader's arguments.
 
