@@ -277,12 +277,11 @@ class Dispatcher:
 
         The anchor is a lease on its slot or, where the batch was spilled, a private copy.
         """
-        pool, slot = self.pool, task.slot
-        _, _, header_begin, header_end, _, flags = task.answer
-        in_parts = flags & SPILLED
+        pool, slot, answer = self.pool, task.slot, task.answer
+        in_parts = answer.flags & SPILLED
         if not in_parts and pool.can_lease():
             anchor, view = pool.lease(slot)
-            header = bytes(view[header_begin:header_end])
+            header = bytes(view[answer.header_begin : answer.header_end])
             if self.inspection is not None:
                 self.inspection.leased(slot, task.seq, header)
             return anchor, header
@@ -292,7 +291,7 @@ class Dispatcher:
             pool.give_back(slot)
         else:
             private = pool.spill(slot)
-        return private, private[header_begin:header_end].tobytes()
+        return private, private[answer.header_begin : answer.header_end].tobytes()
 
     # --- workers that die or do not answer
 
