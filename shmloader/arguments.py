@@ -14,7 +14,6 @@ import torch
 from torch.utils.data import IterableDataset
 
 from shmloader import torch_private
-from shmloader.diagnostics.bad_samples import MODES as ON_ERROR
 from shmloader.torch_features import Feature, missing_message, why_missing
 
 OnError = Literal["raise", "skip", "replace"]
@@ -110,7 +109,7 @@ def check_arguments(loader: Any, dataset: object, num_workers: object, persisten
                 "seed_per_sample=True needs a map-style dataset: it seeds before dataset[index] is called, "
                 "and an iterable-style dataset is not asked for single samples"
             )
-    _check_word("on_error", loader.on_error, ON_ERROR)
+    _check_word("on_error", loader.on_error, get_args(OnError))
     _check_word("dispatch", loader.dispatch, get_args(Dispatch))
     _check_word("worker_type", loader.worker_type, get_args(WorkerType))
     if loader.worker_restarts and isinstance(dataset, IterableDataset):

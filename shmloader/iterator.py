@@ -31,7 +31,7 @@ from shmloader.sampling.samplers import generator_states
 from shmloader.scheduling.auto import Auto
 from shmloader.scheduling.dispatcher import Dispatcher
 from shmloader.scheduling.ledger import ARRIVED, Task
-from shmloader.scheduling.lifecycle import IDLE, Lifecycle
+from shmloader.scheduling.lifecycle import BROKEN, IDLE, Lifecycle
 from shmloader.scheduling.scheduler import Scheduler
 from shmloader.slots import SlotPool
 from shmloader.statistics import Counters
@@ -372,7 +372,7 @@ class SlotIterator(torch_private.BaseIterator):
     @property
     def closed(self) -> bool:
         """Whether the iterator cannot be used for another epoch."""
-        return not self._all_workers.workers or self._lifecycle.broken
+        return not self._all_workers.workers or self._lifecycle.phase is BROKEN
 
     def oldest_leases(self) -> tuple[str, ...]:
         """With ``SHMLOADER_DEBUG=1``, the batches that the program has held for longest; see `Inspection`."""

@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import get_worker_info
 
-from shmloader.diagnostics.exceptions import text_of
+from shmloader.diagnostics.exceptions import shorten, text_of
 from shmloader.diagnostics.stack_level import level_of_the_program
 from shmloader.errors import BadSampleWarning, LoaderError, NoGoodSample
 from shmloader.statistics import BadSample, Counters
 
 RAISE, SKIP, REPLACE = "raise", "skip", "replace"
-MODES = (RAISE, SKIP, REPLACE)
 """Values of ``on_error``."""
 
 MOST_IN_A_ROW = 10_000
@@ -66,9 +65,7 @@ def is_a_samples_fault(error: Exception) -> bool:
 
 def describe(error: Exception, index: object, *, of_stream: bool) -> BadSample:
     """Describe a bad sample by its index, or its position in a stream, in the process that fetched it."""
-    message = text_of(error)
-    if len(message) > _MOST_CHARACTERS:
-        message = f"{message[: _MOST_CHARACTERS - 3]}..."
+    message = shorten(text_of(error), _MOST_CHARACTERS)
     info = get_worker_info() if of_stream else None
     return BadSample(index, type(error).__name__, message, of_stream, None if info is None else info.id)
 

@@ -86,6 +86,11 @@ def text_of(error: BaseException) -> str:
         return f"<str() of this {type(error).__name__} raises {type(reason).__name__}>"
 
 
+def shorten(text: str, most: int) -> str:
+    """A text, cut at so many characters."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def forget_frames(error: BaseException) -> None:
     """Drop the tracebacks of an exception and of all it refers to: their frames hold samples and leaves."""
     todo, seen = [error], set()

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from shmloader.diagnostics.exceptions import add_note
+from shmloader.diagnostics.exceptions import add_note, shorten
 
 _MOST_ODD = 3
 _MOST_NAMED = 24
@@ -54,16 +54,12 @@ def _names(indices: Any, of_stream: bool) -> list[str]:
         return [f"sample {position} of the stream" for position in indices]
     if isinstance(indices, torch.Tensor | np.ndarray):
         indices = indices.tolist()
-    return [f"dataset[{_shorten(repr(index))}]" for index in indices]
+    return [f"dataset[{shorten(repr(index), _MOST_CHARACTERS)}]" for index in indices]
 
 
 def _join(names: list[str]) -> str:
     more = f" and {len(names) - _MOST_NAMED:,} more" if len(names) > _MOST_NAMED else ""
     return ", ".join(names[:_MOST_NAMED]) + more
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
 
 
 # --- finding
@@ -99,7 +95,7 @@ def _find(column: list[Any], path: str, depth: int, describe: Callable[[Any, Any
 def _places(container: Any) -> Iterator[tuple[Any, str]]:
     """Keys or positions in a container, each with the text to write behind the container's own path."""
     if isinstance(container, Mapping):
-        return ((key, f"[{_shorten(repr(key))}]") for key in container)
+        return ((key, f"[{shorten(repr(key), _MOST_CHARACTERS)}]") for key in container)
     fields = getattr(container, "_fields", None)
     return ((n, f"[{n}]" if fields is None else f".{fields[n]}") for n in range(len(container)))
 

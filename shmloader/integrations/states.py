@@ -7,6 +7,7 @@ loader that cannot tell its place gives an empty state. Loading that does nothin
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -23,10 +24,7 @@ from shmloader.torch_private import GET_ITERATOR
 _TORCHS = torch.utils.data.DataLoader
 
 
-class _Asking:
-    """A flag: the program does not want the state that is asked for."""
-
-    unwanted = False
+_unwanted = contextvars.ContextVar("unwanted", default=False)  # the state that is asked for
 
 
 def state_dict(loader: Any) -> dict[str, Any]:
@@ -43,7 +41,7 @@ def state_dict(loader: Any) -> dict[str, Any]:
         check_resumable(loader)
         return loading_of(loader).states.state(loader)
     except ResumeError as error:
-        if not _Asking.unwanted:
+        if not _unwanted.get():
             dataset = type(loader.dataset).__qualname__
             warnings.warn(
                 f"the state of a loader of {dataset} is empty, and cannot be resumed: {error}",
@@ -61,11 +59,11 @@ def load_state_dict(loader: Any, state_dict: Mapping[str, Any]) -> None:
 @contextlib.contextmanager
 def states_unwanted(unwanted: bool) -> Iterator[None]:
     """With ``unwanted``, let a state that cannot be made be empty, without an error or a warning."""
-    before, _Asking.unwanted = _Asking.unwanted, unwanted
+    before = _unwanted.set(unwanted)
     try:
         yield
     except ResumeError:
         if not unwanted:
             raise
     finally:
-        _Asking.unwanted = before
+        _unwanted.reset(before)

@@ -97,11 +97,6 @@ class Lifecycle:
         with contextlib.suppress(RuntimeError):  # `enter` had not taken it, or `leave` has given it back
             self._lock.release()
 
-    @property
-    def broken(self) -> bool:
-        """Whether an exception has cut a call short, so that a batch may have been lost."""
-        return self.phase is BROKEN
-
     def await_others(self) -> None:
         """Wait a moment until other threads have left, after the workers' wait was interrupted."""
         if self._lock.acquire(timeout=_LEAVE_S):

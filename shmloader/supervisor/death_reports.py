@@ -6,6 +6,7 @@ import contextlib
 import logging
 import signal
 
+from shmloader.diagnostics.exceptions import shorten
 from shmloader.errors import WorkerTimeout
 from shmloader.host.limits import memory_headroom, oom_kills
 from shmloader.supervisor.base import Workers
@@ -63,9 +64,7 @@ def describe_death(worker: Worker, code: int | None) -> str:
 
 def describe_held(indices: tuple[object, ...]) -> str:
     """A sentence on the index batches that a dead worker held, or ""."""
-    text = ", ".join(map(repr, indices))
-    if len(text) > _MOST_CHARACTERS:
-        text = f"{text[: _MOST_CHARACTERS - 3]}..."
+    text = shorten(", ".join(map(repr, indices)), _MOST_CHARACTERS)
     return text and f" It held {len(indices)} index batch(es): {text}."
 
 

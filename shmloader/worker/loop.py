@@ -24,7 +24,7 @@ from shmloader import torch_private
 from shmloader.codec import Encoded, Encoder
 from shmloader.codec.slot_writer import SlotWriter, set_current_writer
 from shmloader.diagnostics.bad_samples import Reported
-from shmloader.diagnostics.exceptions import capture, forget_frames
+from shmloader.diagnostics.exceptions import capture, forget_frames, shorten
 from shmloader.sampling.index_batches import unpack_index_batch
 from shmloader.shared_memory import Segment
 from shmloader.wire.channel import Link, PipeLink, Pipes
@@ -55,6 +55,7 @@ from shmloader.worker.random_state import (
     worker_seeds,
 )
 
+_MOST_CHARACTERS = 200  # of an index batch, in messages
 _PART_NBYTES = 1 << 20, 1 << 16  # what a slot is grown to for parts, or less if that cannot be had
 
 
@@ -268,7 +269,7 @@ class _Worker:
         """Put an exception into the slot in the batch's place; also tell whether views were detached."""
         where = (
             f"Raised in shmloader worker {self._arguments.worker_id} ({self._place()}), "
-            f"while it made the batch of indices {_shorten(index_batch)}"
+            f"while it made the batch of indices {_text_of(index_batch)}"
         )
         failure = capture(error, where, self._fetcher.take_bad_samples() if self._fetcher else b"")
         forget_frames(error)  # they hold the samples, and leaves in the slot
@@ -297,9 +298,8 @@ class _Worker:
             self._later.append(request)
 
 
-def _shorten(index_batch: Any, most: int = 200) -> str:
+def _text_of(index_batch: Any) -> str:
     try:
-        text = repr(index_batch)
+        return shorten(repr(index_batch), _MOST_CHARACTERS)
     except Exception as reason:  # noqa: BLE001 - the user's indices
         return f"<repr() raises {type(reason).__name__}>"
-    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -94,7 +94,7 @@ def test_a_fraction_of_a_batch_in_advance_is_refused_as_by_torch(
 
 
 def test_the_type_and_the_fetchers_know_the_same_words() -> None:
-    assert get_args(OnError) == bad_samples.MODES
+    assert get_args(OnError) == (bad_samples.RAISE, bad_samples.SKIP, bad_samples.REPLACE)
 
 
 PROGRAM = """
