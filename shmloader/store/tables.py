@@ -24,11 +24,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import types as arrow
 
+from shmloader.store.columns.arrays import of_any_shape
 from shmloader.store.columns.compiled import Scope
 from shmloader.store.columns.encode import Encoder, can_be_null, keys_to_arrow, merged_order
 from shmloader.store.columns.read import make_reader
 from shmloader.store.columns.types import (
     VERSION,
+    ArrayType,
     KeysType,
     PickleType,
     PythonType,
@@ -59,6 +61,7 @@ _INTS = {
 }
 """Integers, with the bytes that their values need as integers with a sign."""
 
+_WIDE = (pa.large_string(), pa.large_binary(), pa.float64())
 _SIGNED = {1: pa.int8(), 2: pa.int16(), 4: pa.int32(), 8: pa.int64()}
 
 
@@ -207,6 +210,8 @@ def _form(kind: Any) -> Any:
     """The form of a type: the values of types of one form fit into one type that is no union."""
     if kind in _INTS:
         return "int"
+    if kind in (pa.float32(), pa.float64()):
+        return "float"
     if arrow.is_string(kind) or arrow.is_large_string(kind):
         return "text"
     if arrow.is_binary(kind) or arrow.is_large_binary(kind):
@@ -221,6 +226,8 @@ def _form(kind: Any) -> Any:
         return str(kind)
     storage, said = kind.storage_type, kind.parameters
     names = [field.name for field in storage] if arrow.is_struct(storage) and "python" not in said else []
+    if isinstance(kind, ArrayType):
+        return kind.NAME, said["dtype"], said.get("tensor"), said.get("ndim") or len(said["shape"])
     said = {} if isinstance(kind, PickleType | KeysType) else said
     return kind.NAME, json.dumps(said, sort_keys=True), _form(storage), *names
 
@@ -232,6 +239,9 @@ def _united_alike(parts: list[Any]) -> list[Any]:
         if isinstance(kind, PickleType):
             names = sorted({name for part in parts for name in part.type.parameters["types"]})
             kind = PickleType(kind.storage_type, types=names)
+        if isinstance(kind, ArrayType) and len({str(part.type.parameters) for part in parts}) > 1:
+            parts = list(map(of_any_shape, parts))
+            kind = parts[0].type
         storages = united([part.storage for part in parts])
         return [kind.over(storage.type).wrap(storage) for storage in storages]
     if arrow.is_struct(kind):
@@ -242,7 +252,7 @@ def _united_alike(parts: list[Any]) -> list[Any]:
     if kind in _INTS:
         kind = _SIGNED[max(map(_INTS.__getitem__, kinds))] if len(kinds) > 1 else kind
     else:
-        kind = next((one for one in kinds if one in (pa.large_string(), pa.large_binary())), kind)
+        kind = next((one for one in kinds if one in _WIDE), kind)
     return [part.cast(kind) for part in parts]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -132,6 +133,41 @@ def test_arrays_without_items_are_read_from_files_that_have_no_column_for_them(t
     opened = open_store(tmp_path / "rows.arrow")
     assert identical(opened[2], {"n": 3, "x": np.zeros((0, 3))})
     assert opened["x"].take(range(3)).shape == (3, 0, 3)
+
+
+@pytest.mark.parametrize("make", [np.asarray, torch.as_tensor], ids=["arrays", "tensors"])
+def test_chunks_of_arrays_of_other_shapes_are_one_column_in_a_file(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their items are not read as Python objects for that."""
+    monkeypatch.delattr("shmloader.store.tables._encoded_anew")
+    shapes = [(2, 3)] * 40 + [(3, 3)] * 100 + [(n % 4, 2) for n in range(400)]
+    dtype = ">u2" if make is np.asarray else "u1"
+    arrays = [make(np.full(shape, n % 200, dtype)) for n, shape in enumerate(shapes)]
+    rows: list[Any] = [{"x": one if n % 5 else None, "y": n} for n, one in enumerate(arrays)]
+    flat = [{"x": make(np.arange(2.0 + (n > 40))), "y": n} for n in range(100)]
+    for number, some in enumerate((rows, flat)):
+        store = share(iter(some))
+        assert len({store["x"].field(chunk).type for chunk in range(len(store.chunks.starts) - 1)}) > 1
+        (kind,) = {chunk.type for chunk in store["x"].to_arrow().chunks}
+        assert isinstance(kind, ArrayType)
+        store.save(tmp_path / f"{number}.arrow")
+        assert all(map(identical, open_store(tmp_path / f"{number}.arrow"), some))
+        part = store[3:90]
+        part.save(tmp_path / "part.arrow")
+        assert all(map(identical, open_store(tmp_path / "part.arrow"), some[3:90]))
+
+
+def test_numbers_of_other_widths_are_one_type_in_a_table(tmp_path: Path) -> None:
+    for number, kind in enumerate((pa.float32(), pa.float64(), pa.list_(pa.float32()), pa.int64())):
+        values = pa.array([[0.1], None] if pa.types.is_list(kind) else [7, None], kind)
+        pq.write_table(pa.table({"x": values}), tmp_path / f"{number}.parquet")
+    few = open_store(tmp_path / "[01].parquet")
+    assert few.to_arrow().schema.field("x").type == pa.float64()
+    everything = open_store(tmp_path / "*.parquet")
+    everything.save(tmp_path / "all.arrow")
+    assert open_store(tmp_path / "all.arrow") == list(everything)
+    assert few["x"].to_arrow().to_pylist() == [7.0, None, 7.0, None]
 
 
 def test_files_of_one_pattern_may_differ_in_the_types_of_columns(tmp_path: Path) -> None:

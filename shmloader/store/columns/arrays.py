@@ -74,6 +74,24 @@ def arrays_to_arrow(values: list[Any], kind: ArrayKind) -> Any:
     return ArrayType(lists.type, ndim=kind.ndim, **names).wrap(lists)
 
 
+def of_any_shape(column: Any) -> Any:
+    """A column of arrays as one that can have arrays of other shapes beside them, over the same items."""
+    storage, said = column.storage, dict(column.type.parameters)
+    shape = said.pop("shape", None)
+    if shape is None:
+        return column
+    lengths = np.full(len(column), storage.type.list_size)
+    mask = column.is_null() if column.null_count else None
+    begin = storage.offset * storage.type.list_size
+    lists = lists_to_arrow(lengths, storage.values[begin : begin + int(lengths.sum())])
+    if len(shape) > 1:
+        shapes = pa.FixedSizeListArray.from_arrays(pa.array(shape * len(column), pa.int64()), len(shape))
+        lists = pa.StructArray.from_arrays([lists, shapes], ["items", "shape"], mask=mask)
+    elif mask is not None:
+        lists = type(lists).from_arrays(lists.offsets, lists.values, mask=mask)
+    return ArrayType(lists.type, ndim=len(shape), **said).wrap(lists)
+
+
 def lists_to_arrow(lengths: Any, items: Any) -> Any:
     """A column of lists of these lengths, over the items of all."""
     ends = np.zeros(len(lengths) + 1, np.int64)
