@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.multiprocessing
 
@@ -27,26 +27,14 @@ LEAST_NBYTES = 64 << 20
 _LEAST_GROWN = 0.2  # of the container, in one worker: what reading it all copies is more than a half
 
 
-class Unshared(NamedTuple):
-    """A large container of Python objects that a dataset holds.
-
-    Attributes:
-        path: How it is reached.
-        nbytes: Its size as Python objects, estimated.
-    """
-
-    path: str
-    nbytes: int
-
-
-def largest_unshared(dataset: Any) -> Unshared | None:
-    """The largest container of Python objects in a dataset; None if there is none worth watching.
+def largest_unshared(dataset: Any) -> tuple[int, str] | None:
+    """Size and path of the largest container of Python objects in a dataset; None if none is worth watching.
 
     Takes microseconds per attribute: of containers some elements are looked at.
     """
     nodes = [node for node in Graph(dataset, only_containers=True).nodes.values() if node.plan]
     found = max(((estimate_nbytes(node.value), node.path) for node in nodes), default=(0, ""))
-    return Unshared(found[1], found[0]) if found[0] >= LEAST_NBYTES else None
+    return found if found[0] >= LEAST_NBYTES else None
 
 
 class CopyWatch:
@@ -55,11 +43,10 @@ class CopyWatch:
     Runs in the main process, and reads ``/proc/PID/smaps_rollup`` of each worker twice.
 
     Attributes:
-        unshared: The container that is watched; None where there is none, and nothing is looked at.
+        unshared: Size and path of the container that is watched; None where there is none.
     """
 
     def __init__(self, dataset: Any) -> None:
-        """Look for a large container in a loader's dataset."""
         self.unshared = largest_unshared(dataset)
         self._before: dict[int, int] = {}
 
@@ -79,7 +66,7 @@ class CopyWatch:
             return ""
         pids = [worker.pid for worker in workers if worker.pid in self._before]
         grown = [private_nbytes(pid) - self._before[pid] for pid in pids]
-        path, nbytes = self.unshared
+        nbytes, path = self.unshared
         if not grown or max(grown) < _LEAST_GROWN * nbytes:
             return ""
         self.unshared = None
