@@ -15,7 +15,7 @@ from shmloader.diagnostics.bad_samples import LEFT_OUT, Reported, count, take_re
 from shmloader.resume import States, StreamProgress
 from shmloader.resume.states import loaded_state
 from shmloader.sampling.index_batches import PackedInts
-from shmloader.sampling.samplers import generator_states
+from shmloader.sampling.samplers import generator_states, index_sampler_of, states_if_drawn
 from shmloader.statistics import Counters
 from shmloader.wire.stream_records import StreamReport, StreamRules
 from shmloader.worker.fetch import before_each_sample, make_fetcher
@@ -34,7 +34,9 @@ class InProcessIterator(torch_private.SingleProcessIterator):
 
     def __init__(self, loader: Any, counters: Counters, states: States) -> None:
         # Not torch's own constructor: its fetcher would begin to iterate over the dataset.
+        before = generator_states(index_sampler_of(loader), loader.generator)
         torch_private.BaseIterator.__init__(self, loader)
+        drawn = states_if_drawn(self._index_sampler, loader.generator, before)
         if self._timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")  # torch's words
         if isinstance(self._dataset, torch_private.DATAPIPES):
@@ -63,7 +65,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             dataset = before_each_sample(dataset, rules, self._seeds.seed_next)
         self._dataset_fetcher = make_fetcher(dataset, rules)
         self._read_states = functools.partial(generator_states, self._index_sampler, loader.generator)
-        batches, self._progress = states.begin_epoch(loader, self._sampler_iter, None, seeds)
+        batches, self._progress = states.begin_epoch(loader, self._sampler_iter, drawn, seeds)
         self._progress.stream = self._stream
         self._behind = set(self._progress.behind)
         self._position = self._progress.taken - 1  # of the last batch that was asked for
@@ -118,6 +120,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         except StopIteration:
             raise
         except BaseException as error:
+            self._report = self._dataset_fetcher.failed
             if isinstance(error, Exception):  # not Ctrl-C: the program has not had this batch
                 self._note_taken()
             self._counters.failures += 1

@@ -317,6 +317,7 @@ class SlotIterator(torch_private.BaseIterator):
             batch = self._decoder.decode(anchor, header) if finish_copy is None else finish_copy()
             del anchor
             if flags & FAILED:
+                report = batch.stream
                 self._counters.failures += 1
                 count(batch.bad_samples, self._counters)
                 raise self._lifecycle.expect(restore(batch))

@@ -35,6 +35,7 @@ class Failure(NamedTuple):
         text: ``str()`` of it.
         note: Where it was raised: worker, indices, the worker's traceback.
         bad_samples: The bad samples of that batch so far, pickled; empty if there are none.
+        stream: See `bad_samples.Reported`.
     """
 
     pickled: bytes
@@ -42,9 +43,10 @@ class Failure(NamedTuple):
     text: str
     note: str
     bad_samples: bytes = b""
+    stream: Any = None
 
 
-def capture(error: BaseException, where: str, bad_samples: bytes = b"") -> Failure:
+def capture(error: BaseException, where: str) -> Failure:
     """Pack an exception, in the worker; ``where`` names the worker and the samples. Raises nothing itself."""
     try:
         formatted = traceback.TracebackException.from_exception(error, compact=True)
@@ -53,7 +55,7 @@ def capture(error: BaseException, where: str, bad_samples: bytes = b"") -> Failu
     except BaseException as reason:  # noqa: BLE001 - formatting runs the user's code
         trace = f"{type(error).__name__}: its traceback could not be formatted ({type(reason).__name__})"
     note = f"{where}\nTraceback in the worker:\n{trace}"
-    return Failure(_checked(_dump, error), _names_of(type(error)), text_of(error), note, bad_samples)
+    return Failure(_checked(_dump, error), _names_of(type(error)), text_of(error), note)
 
 
 def restore(failure: Failure) -> BaseException:

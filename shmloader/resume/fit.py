@@ -20,7 +20,7 @@ from shmloader.sampling.samplers import (
 
 State = dict[str, Any]
 
-VERSION = 3
+VERSION = 4
 """Of the state's format."""
 
 ADDED_BY_OTHERS = {"_iterator_finished"}
@@ -33,7 +33,6 @@ AT_THE_BEGINNING: State = {
     "finished": False,
     "sampler_checksum": None,
     "sampler_state": None,
-    "sampler_ended": False,
     "stream": "",
 }
 """The keys that tell how far an epoch has come, before its first batch."""

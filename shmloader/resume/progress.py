@@ -30,6 +30,9 @@ class Progress:
         tracked: The sampler's batches, if it is not torch's.
         stream: Of an iterable-style dataset: the `StreamProgress`; `done` is then a number.
         global_digest: Digest of torch's global generator where the epoch began in an earlier program, or "".
+        generators: Compact states of the sampler's and the loader's generators, if an earlier program drew
+            the order; in the place of `before`.
+        in_order: Whether no batch has come out of order in an earlier program.
         constant: All of a state that stays the same in this epoch, once it was asked for.
     """
 
@@ -44,6 +47,8 @@ class Progress:
     tracked: TrackedBatches | None = None
     stream: Any = None
     global_digest: str = ""
+    generators: tuple[str, str] | None = None
+    in_order: bool = True
     constant: dict[str, Any] | None = None
 
     def take(self, position: int) -> None:

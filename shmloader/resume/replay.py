@@ -1,9 +1,11 @@
 """An epoch's index batches once more, from where a resumed program goes on. Main process only.
 
-Nothing is fetched. A sampler with ``state_dict()`` and ``load_state_dict()`` is set to its own state. For any
-other one the generator that it draws from is set to where it was when the epoch began, and the batches that
-the program has had are drawn again: of torch's commonest samplers as one slice, of others one by one. Of
-samplers that are not torch's a checksum tells whether those were the same batches.
+Nothing is fetched. A sampler with ``state_dict()`` and ``load_state_dict()`` is set to its own state from
+before the last batch that the program has had, and that one is drawn again. So the sampler comes to its end as
+it did before, whether it begins anew with the last batch or gives nothing once. For any other one the
+generator that it draws from is set to where it was when the epoch began, and the batches that the program has
+had are drawn again: of torch's commonest samplers as one slice, of others one by one. Of samplers that are
+not torch's a checksum tells whether those were the same batches.
 """
 
 from __future__ import annotations
@@ -48,28 +50,34 @@ def batches_from(index_sampler: Any, loaded: State) -> Iterator[Any]:
     iterator = index_arrays(source, taken)
     if iterator is None:
         iterator = track(index_sampler, iter(source))
-        _draw_again(index_sampler, iterator, taken, loaded["sampler_checksum"])
-    if loaded["sampler_generator"] and not taken:
-        # The order is drawn with the first batch: now, while the generator is where it was.
-        if not isinstance(iterator, TrackedBatches):
-            return itertools.chain(list(itertools.islice(iterator, 1)), iterator)
-        iterator.draw_ahead()
+        _draw_again(index_sampler, iterator, 0, taken)
+        checksum = loaded["sampler_checksum"]
+        found = iterator.after(taken) if isinstance(iterator, TrackedBatches) else None
+        if None not in (checksum, found) and checksum != found:
+            raise ResumeError(
+                f"the sampler ({_name(index_sampler)}) gave other batches than those {taken:,} that the "
+                f"program has had, when it was asked again (checksum {found}, in the state {checksum}). "
+                f"{ADVICE}"
+            )
     return iterator
 
 
 def batches_by_own_state(index_sampler: Any, loaded: State) -> TrackedBatches:
     """Iterate over the index batches of a sampler that has a state of its own: of this epoch, or the next."""
-    stateful, taken = sampler_with_state(index_sampler), 0 if loaded["finished"] else loaded["batches"]
+    stateful, taken = sampler_with_state(index_sampler), loaded["batches"]
+    begin = max(taken - 1, 0)
     with named_in_errors(loaded, "sampler_state"):
         state = unpack_user_state(loaded["sampler_state"])
         stateful.load_state_dict(state)
-    if loaded["sampler_ended"] or not taken:
-        # At an epoch's end. Some samplers have begun anew there; others give nothing once, and begin then.
-        if list(itertools.islice(iter(index_sampler), 1)):
-            stateful.load_state_dict(state)
-        if loaded["sampler_ended"] and not loaded["finished"]:
-            return TrackedBatches(index_sampler, iter(()), taken)
-    return TrackedBatches(index_sampler, iter(index_sampler), taken, state)
+    if not begin and list(itertools.islice(iter(index_sampler), 1)):
+        stateful.load_state_dict(state)  # else it is that of the last epoch's end, where nothing came once
+    batches = TrackedBatches(index_sampler, iter(index_sampler), begin, state)
+    if not loaded["finished"]:
+        _draw_again(index_sampler, batches, begin, taken)
+        return batches
+    for _ in batches:  # one at most; or more, if the dataset is longer now
+        pass
+    return TrackedBatches(index_sampler, iter(index_sampler))
 
 
 def _with_generator(index_sampler: Any, loaded: State) -> Any:
@@ -94,24 +102,21 @@ def set_generator(generator: torch.Generator | None, loaded: State, name: str) -
             set_to(loaded[name], generator)
 
 
-def _draw_again(index_sampler: Any, iterator: Iterator[Any], taken: int, checksum: int | None) -> None:
-    """Draw the batches that the program has had, and compare their checksum.
+def _draw_again(index_sampler: Any, iterator: Iterator[Any], begin: int, taken: int) -> None:
+    """Draw batches that the program has had, from batch ``begin`` on.
 
     Raises:
-        ResumeError: If there are too few of them, or others.
+        ResumeError: If there are too few of them, or they are drawn among what the program draws.
     """
-    tracked = iterator if isinstance(iterator, TrackedBatches) else None
-    if tracked is not None:
-        tracked.taken, tracked.resumed = lambda: taken, True
-    drawn = sum(1 for _ in itertools.islice(iterator, taken))
-    name = type(sampler_of_indices(index_sampler)).__name__
+    if isinstance(iterator, TrackedBatches):
+        iterator.taken, iterator.resumed = lambda: taken, True
+    drawn = begin + sum(1 for _ in itertools.islice(iterator, taken - begin))
     if drawn < taken:
         raise ResumeError(
-            f"the state was taken after {taken:,} batches, and the sampler ({name}) ended after {drawn:,} "
-            f"now. {ADVICE}"
+            f"the state was taken after {taken:,} batches, and the sampler ({_name(index_sampler)}) ended "
+            f"after {drawn:,} now. {ADVICE}"
         )
-    if tracked is not None and checksum not in (None, found := tracked.after(drawn)):
-        raise ResumeError(
-            f"the sampler ({name}) gave other batches than those {drawn:,} that the program has had, when it "
-            f"was asked again (checksum {found}, in the state {checksum}). {ADVICE}"
-        )
+
+
+def _name(index_sampler: Any) -> str:
+    return type(sampler_of_indices(index_sampler)).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
 import weakref
@@ -108,7 +109,9 @@ class States:
     def _constant(self, loader: Any, progress: Progress) -> State:
         """All of a state that stays the same in an epoch."""
         index_sampler, before = index_sampler_of(loader), progress.before
-        if before is None or progress.stream is not None:
+        if progress.generators is not None:
+            generators = progress.generators
+        elif before is None or progress.stream is not None:
             # Without workers, the order is drawn with the first batch.
             generators = self._own_generators(loader, before)
         else:
@@ -120,10 +123,11 @@ class States:
             generators = self._compact(before)
         constant = self._state(loader, progress, generators)
         constant["sampler_epoch"] = progress.sampler_epoch
+        constant["in_order"] = progress.in_order and _in_order(loader)
         constant["global_generator"] = progress.global_digest or digest_of(progress.global_before)
         if sharded_sampler(index_sampler) is not None:
             constant["sampler_state"] = ""
-        if before is not None:
+        if before is not None or progress.generators is not None:
             progress.constant = constant
         return constant
 
@@ -262,6 +266,13 @@ class States:
         if isinstance(batches, TrackedBatches):
             progress.tracked = batches
             batches.taken = lambda: progress.taken
+        if (
+            loaded is not None
+            and loaded["sampler_generator"]
+            and not (is_between_epochs(loaded) or loaded["batches"])
+        ):
+            # The order is drawn with the first batch: now, while the generator is where it was.
+            batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
         if self._progress is not None and not self._progress.finished:
             self._older[self._progress] = self._progress.done
         self._progress, self._counted, self.begun = progress, None, True
@@ -284,19 +295,12 @@ class States:
         if draws_one_seed(index_sampler) and loaded["sampler_generator"]:
             torch.empty((), dtype=torch.int64).random_()  # the seed that the sampler would have drawn
         batches = batches_from(index_sampler, loaded)
+        set_generator(loader.generator, loaded, "loader_generator")  # again, if the order came from it
         taken, early = loaded["batches"], behind(loaded)
         progress.done = (taken, *early) if early else taken
+        progress.in_order = loaded["in_order"]
         if taken or early or loaded["sampler_generator"]:
-            progress.constant = (
-                loaded
-                | described(loader)
-                | {
-                    "persistent_workers": bool(loader.persistent_workers),
-                    "in_order": loaded["in_order"] and _in_order(loader),
-                    "sampler_checksum": None,
-                    "sampler_ended": False,
-                }
-            )
+            progress.generators = loaded["sampler_generator"], loaded["loader_generator"]
         return batches
 
 
@@ -315,9 +319,7 @@ def _sampler_keys(loader: Any, progress: Progress) -> State:
         return {}
     if stateful is None:
         return {"sampler_checksum": tracked.after(taken)}
-    ended = tracked.ends_after(taken)
-    state = tracked.end if ended else tracked.after(taken)
-    return {"sampler_state": pack_user_state(state, type(stateful).__name__), "sampler_ended": ended}
+    return {"sampler_state": pack_user_state(tracked.after(taken), type(stateful).__name__)}
 
 
 def _set_generators(loader: Any, loaded: State) -> None:

@@ -52,7 +52,8 @@ def sampler_with_epoch(index_sampler: Any) -> Any:
 def sharded_sampler(index_sampler: Any) -> ShardedSampler | None:
     """The `ShardedSampler` whose batches are of known size, in its order; or None."""
     inner = sampler_of_indices(index_sampler)
-    return inner if isinstance(inner, ShardedSampler) else None
+    in_its_order = isinstance(inner, ShardedSampler) and type(inner).__iter__ is ShardedSampler.__iter__
+    return inner if in_its_order else None
 
 
 def sampler_with_state(index_sampler: Any) -> Any:
@@ -107,3 +108,25 @@ def generator_states(index_sampler: Any, generator: torch.Generator | None) -> G
     drawn_from = generator_of(index_sampler)
     other = None if generator is drawn_from else generator
     return GeneratorStates(*(None if one is None else one.get_state() for one in (drawn_from, other)))
+
+
+def states_if_drawn(
+    index_sampler: Any, generator: torch.Generator | None, before: GeneratorStates
+) -> GeneratorStates | None:
+    """States for a sampler whose ``__iter__`` has drawn the order; None if it draws with the first batch.
+
+    Args:
+        index_sampler: The sampler, after torch's iterator has begun to iterate over it and drawn a base seed.
+        generator: The loader's.
+        before: States of the generators before that.
+    """
+    drawn_from, of_seed = generator_of(index_sampler), generator or torch.default_generator
+    if drawn_from is None or before.sampler is None:
+        return None
+    undrawn = torch.Generator()
+    undrawn.set_state(before.sampler)
+    if drawn_from is of_seed:
+        torch.empty((), dtype=torch.int64).random_(generator=undrawn)
+    if torch.equal(undrawn.get_state(), drawn_from.get_state()):
+        return None
+    return GeneratorStates(before.sampler, None if generator is None else generator.get_state())

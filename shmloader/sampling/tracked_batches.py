@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import random
@@ -44,7 +43,6 @@ class TrackedBatches(Iterator[Any]):
 
     Attributes:
         taken: Tells how many of them the program has had; what belongs to earlier ones is forgotten.
-        end: The sampler's own state after its last batch; None while it may have further ones.
         resumed: Whether to raise where the sampler is seen to draw from a global generator among the program.
     """
 
@@ -52,13 +50,11 @@ class TrackedBatches(Iterator[Any]):
         self, index_sampler: Any, iterator: Iterator[Any], begin: int = 0, state: Any = None
     ) -> None:
         self.taken: Callable[[], int] = lambda: begin
-        self.end: Any = None
         self.resumed = False
         self._name = type(sampler_of_indices(index_sampler)).__name__
         self._iterator = iterator
         self._stateful = stateful = sampler_with_state(index_sampler)
         self._oldest = self._drawn = begin
-        self._ahead: list[Any] = []
         self._checksum = 0
         self._told = False
         self._warning = ""  # why a state is of no use, until it is said
@@ -68,19 +64,11 @@ class TrackedBatches(Iterator[Any]):
         self._after: dict[int, Any] = {begin: state}
 
     def __next__(self) -> Any:
-        return self._ahead.pop() if self._ahead else self._draw()
-
-    def _draw(self) -> Any:
         stateful, drawn = self._stateful, self._drawn
         # Not at all of its batches, since it takes as long as a small sampler does.
         looks = stateful is None and drawn and (drawn < _LOOKS or not drawn & (drawn - 1))
         states = _global_states() if looks else None
-        try:
-            index_batch = next(self._iterator)
-        except StopIteration:
-            if self.end is None and stateful is not None:
-                self.end = copy.deepcopy(stateful.state_dict())
-            raise
+        index_batch = next(self._iterator)
         if states is not None and states != _global_states():
             self._warning = (
                 f"the sampler ({self._name}) draws from a global generator (torch's, NumPy's, random's) "
@@ -95,13 +83,15 @@ class TrackedBatches(Iterator[Any]):
             self._after[self._drawn] = self._checksum = _add(self._checksum, index_batch)
         else:
             self._after[self._drawn] = copy.deepcopy(stateful.state_dict())
-        while self._oldest < min(self.taken(), self._drawn):
+        while self._oldest < min(self.taken(), self._drawn) - 1:
             self._after.pop(self._oldest, None)
             self._oldest += 1
         return index_batch
 
     def after(self, taken: int) -> Any:
-        """The sampler's state, or the checksum, as it was when that many batches had been drawn.
+        """The checksum when that many batches had been drawn, or the sampler's own state one batch before.
+
+        The state behind a batch need not tell that it was the last: with it the sampler may have begun anew.
 
         Logs a warning, once, where the sampler is seen not to give the same batches again. That is an error
         only when the state is resumed from: a program that saves states in vain is not to be stopped by it.
@@ -109,21 +99,7 @@ class TrackedBatches(Iterator[Any]):
         if self._warning and not self._told:
             self._told = True
             _log.warning("a state in mid-epoch cannot be resumed from: %s", self._warning)
-        return self._after[taken]
-
-    def ends_after(self, taken: int) -> bool:
-        """Whether a sampler with a state of its own has no batch behind that many. May draw one ahead.
-
-        Its state there does not tell: with the last, shorter batch it may have begun anew.
-        """
-        if taken == self._drawn > 0 and self.end is None:
-            self.draw_ahead()
-        return self.end is not None and taken == self._drawn
-
-    def draw_ahead(self) -> None:
-        """Draw a batch that is given later, if there is one."""
-        with contextlib.suppress(StopIteration):
-            self._ahead.append(self._draw())
+        return self._after[taken if self._stateful is None else max(taken - 1, 0)]
 
 
 def _global_states() -> tuple[Any, ...]:

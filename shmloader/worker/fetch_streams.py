@@ -41,7 +41,7 @@ class PartsFetcher(Fetcher):
         drawn, tolerant = rules.stream.cursor_of(part).drawn, rules.on_error != RAISE
         parts = rules.stream.parts(num_workers)
         self._part = part
-        stream = self._stream = Stream(self._dataset, rules.stream, part, parts, tolerant=tolerant)
+        stream = self._stream = Stream(self._dataset, rules.stream, part, parts)
         if stream.layout != STRIDE:
             kind = _TolerantIterableFetcher if tolerant else _IterableFetcher
             self._fetcher = kind(stream, rules, drawn)
@@ -57,6 +57,7 @@ class PartsFetcher(Fetcher):
 
     def fetch(self, index_batch: Any) -> Any:
         """See `Fetcher`."""
+        self.failed = None
         while self._fetcher is not None:
             try:
                 batch = self._fetcher.fetch(index_batch)
@@ -64,6 +65,10 @@ class PartsFetcher(Fetcher):
                 if not self._parts:
                     raise
                 self._begin_part()
+            except Exception:
+                if self._stream.layout != STRIDE:
+                    self.failed = self._report(self._fetcher, b"")
+                raise
             else:
                 return self._with_report(batch, self._fetcher)
         raise StopIteration
@@ -77,9 +82,12 @@ class PartsFetcher(Fetcher):
         told = reported or state or (self._batches == 1 and (rules.shard or rules.cursors))
         if not told:
             return batch
-        cursor = Cursor(fetcher.drawn, state, fetcher.drawn if state else 0, fetcher.ended)
-        report = StreamReport(self._part, stream.layout, cursor)
+        report = self._report(fetcher, state)
         return (batch if reported else Reported(batch, False, False, b""))._replace(stream=report)
+
+    def _report(self, fetcher: _StreamFetcher, state: bytes) -> StreamReport:
+        cursor = Cursor(fetcher.drawn, state, fetcher.drawn if state else 0, fetcher.ended)
+        return StreamReport(self._part, self._stream.layout, cursor)
 
     def take_bad_samples(self) -> bytes:
         """See `Fetcher`."""

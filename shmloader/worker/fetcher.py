@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from shmloader.diagnostics.bad_samples import RAISE, pack
 from shmloader.statistics import BadSample
-from shmloader.wire.stream_records import StreamRules
+from shmloader.wire.stream_records import StreamReport, StreamRules
 
 
 class FetchRules(NamedTuple):
@@ -35,9 +35,13 @@ class Fetcher(ABC):
     """Makes one batch for one index batch.
 
     A list of bad samples is begun anew for each batch, so that none is reported twice.
+
+    Attributes:
+        failed: The report on a stream whose batch raised in `fetch`, where the place cannot be told without.
     """
 
     def __init__(self) -> None:
+        self.failed: StreamReport | None = None
         self._bad: list[BadSample] = []
 
     @abstractmethod

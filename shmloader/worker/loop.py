@@ -271,7 +271,10 @@ class _Worker:
             f"Raised in shmloader worker {self._arguments.worker_id} ({self._place()}), "
             f"while it made the batch of indices {_text_of(index_batch)}"
         )
-        failure = capture(error, where, self._fetcher.take_bad_samples() if self._fetcher else b"")
+        failure = capture(error, where)
+        if self._fetcher is not None:
+            bad_samples, report = self._fetcher.take_bad_samples(), self._fetcher.failed
+            failure = failure._replace(bad_samples=bad_samples, stream=report)
         forget_frames(error)  # they hold the samples, and leaves in the slot
         detached = self._writer.restart()
         return self._encoder.encode(failure), detached

@@ -27,13 +27,12 @@ class Stream:
         dataset: The dataset.
         rules: How to divide it, and where it was left.
         part: The part to play, of so many ``parts`` on each rank.
-        tolerant: Whether samples that raise are left out.
 
     Attributes:
         layout: How the stream is divided.
     """
 
-    def __init__(self, dataset: Any, rules: StreamRules, part: int, parts: int, *, tolerant: bool) -> None:
+    def __init__(self, dataset: Any, rules: StreamRules, part: int, parts: int) -> None:
         self.layout = OWN
         self._info: Any = None  # the worker info that the dataset sees; None for the worker's own
         self._reads: list[str] = []  # reads of the number of workers in that
@@ -69,7 +68,7 @@ class Stream:
                 f"divided by {_BY[self.layout]} now: resume with the same dataset and the same shard="
             )
         of_a_batch = rules.batch_size * (rules.ranks if self.layout == STRIDE else 1)
-        self._skip(cursor.drawn - cursor.state_drawn, of_a_batch, tolerant=tolerant)
+        self._skip(cursor.drawn - cursor.state_drawn, of_a_batch)
 
     def __iter__(self) -> Iterator[Any]:
         # islice() calls this. The __iter__ of a dataset that is its own iterator would begin anew.
@@ -91,23 +90,21 @@ class Stream:
         finally:
             show_worker_info(before)
 
-    def _skip(self, count: int, of_a_batch: int, *, tolerant: bool) -> None:
-        """Draw samples that the program has had; with ``tolerant``, some of them raised and were left out."""
-        left = count
+    def _skip(self, count: int, of_a_batch: int) -> None:
+        """Draw samples that the program has had; some of them raised then, and raise again."""
+        left, failed = count, None
         while left:
             try:
                 for _ in islice(self, left):
                     left -= 1
                 break
-            except Exception:
-                if not tolerant:
-                    raise
-                left -= 1
+            except Exception as error:  # noqa: BLE001 - it is told if the stream ends by it
+                left, failed = left - 1, error
         if left >= of_a_batch:
             raise ResumeError(
                 f"the stream to be resumed ended after {count - left:,} of the {count:,} samples that were "
                 "drawn from it before: the dataset has changed, or gives another number of samples each time"
-            )
+            ) from failed
 
     def check_worker_info(self) -> None:
         """Raise if the dataset has begun to shard itself after its first sample."""

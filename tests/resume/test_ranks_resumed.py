@@ -127,3 +127,25 @@ def test_out_of_order_a_state_holds_for_its_own_rank_and_batches_only(given: dic
     found = [index for batch in [*had, *more, *last] for index in batch]
     assert sorted(found) == sorted(ShardedSampler(range(48), 2, 0, seed=3))
     loader_of(**kind | given).load_state_dict(last.state_dict())  # between epochs nothing is left
+
+
+def test_a_subclass_with_an_order_of_its_own_is_drawn_again() -> None:
+    """What it has given is no prefix of the order that ranks share."""
+
+    class Reversed(ShardedSampler):
+        def __iter__(self) -> Any:
+            return reversed(list(super().__iter__()))
+
+    def make(ranks: int) -> DataLoader[Any]:
+        sampler = Reversed(range(40), ranks, 1)
+        return DataLoader(range(40), 4, sampler=sampler, collate_fn=identity)  # type: ignore[arg-type]
+
+    loader = make(2)
+    iterator = iter(loader)
+    list(itertools.islice(iterator, 2))
+    state, rest = loader.state_dict(), list(iterator)
+    other = make(2)
+    other.load_state_dict(state)
+    assert list(other) == rest
+    with pytest.raises(ResumeError, match="num_replicas is 2 in the state and 3 in this loader"):
+        make(3).load_state_dict(state)

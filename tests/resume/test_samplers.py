@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from resume_datasets import FromRandom, FromRandomOneByOne, OwnGenerator, Plain
 from resume_loaders import take, values
 from torch.utils.data import DistributedSampler
@@ -131,3 +132,41 @@ def test_the_epoch_reaches_the_dataset() -> None:
     other = DataLoader(Counted(8), 2)
     other.load_state_dict(loader.state_dict())
     assert other.dataset.epoch == 5  # type: ignore[attr-defined]
+
+
+class AtOnce(OwnGenerator):
+    """Draws the order when it is asked for an iterator, and gives batches of four."""
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(self.length, generator=self.generator).view(-1, 4).tolist())
+
+
+@pytest.mark.parametrize("drawn_from", ["a generator of its own", "the loader's", "torch's global one"])
+@pytest.mark.parametrize("epochs_before", [0, 1])
+@pytest.mark.parametrize("taken", [0, 1, 10])
+def test_a_sampler_that_draws_at_once_goes_on(drawn_from: str, epochs_before: int, taken: int) -> None:
+    """Without workers torch asks it for an iterator before a base seed is drawn, with them behind that."""
+
+    def make(workers: int) -> DataLoader[Any]:
+        generator = None if drawn_from == "torch's global one" else torch.Generator().manual_seed(3)
+        of_loader = generator if drawn_from == "the loader's" else None
+        sampler = AtOnce(40, generator)
+        return DataLoader(Plain(40), batch_sampler=sampler, generator=of_loader, num_workers=workers)
+
+    torch.manual_seed(5)
+    loader = make(0)
+    for _ in range(epochs_before):
+        values(loader)
+    iterator = iter(loader)
+    take(iterator, taken)
+    state, drawn_so_far = loader.state_dict(), torch.get_rng_state()
+    rest, at_end = [values(iterator), values(loader)], torch.get_rng_state()
+    torch.manual_seed(6)
+    with make(0) as other:
+        other.load_state_dict(state)
+        torch.set_rng_state(drawn_so_far)
+        assert [values(other), values(other)] == rest
+        assert torch.equal(torch.get_rng_state(), at_end)
+    with make(2) as other:
+        other.load_state_dict(state)
+        assert values(other) == rest[0]

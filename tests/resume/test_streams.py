@@ -300,3 +300,45 @@ def test_a_stream_that_is_shorter_now_is_refused() -> None:
         loader_of(Numbers(20)).load_state_dict(state)
     with pytest.raises(ResumeError, match=r"divided by shmloader.*divided by nobody but the dataset itself"):
         rest_after(loader_of(ByItself(20), shard="auto"), state)
+
+
+class RaisesOnce(StatefulIterator):
+    def __next__(self) -> tuple[int, int]:
+        item = super().__next__()
+        if item[0] == 9:
+            raise ValueError("no number 9")
+        return item
+
+
+class RaisesOnceWithoutState(RaisesOnce):
+    state_dict = load_state_dict = None  # type: ignore[assignment]
+
+
+class Raising(Numbers):
+    """Its iterator raises in the place of number 9, and goes on behind it."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__(40)
+        self.kind = kind
+
+    def __iter__(self) -> Any:
+        return self.kind(self.length)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", [RaisesOnce, RaisesOnceWithoutState])
+@pytest.mark.parametrize("behind", [0, 1, 2])
+def test_a_stream_that_has_raised_goes_on_behind_it(workers: int, kind: Any, behind: int) -> None:
+    """The batch that it raised in was drawn to that place only."""
+    loader = loader_of(Raising(kind), batch_size=4, num_workers=workers)
+    iterator = iter(loader)
+    next(iterator)
+    next(iterator)
+    with pytest.raises(ValueError, match="no number 9"):
+        next(iterator)
+    for _ in range(behind):
+        next(iterator)
+    state, rest = loader.state_dict(), numbers(list(iterator))
+    assert rest[0][0] == 10 + 4 * behind
+    other = loader_of(Raising(kind), batch_size=4, num_workers=workers)
+    assert numbers(rest_after(other, state)) == rest
