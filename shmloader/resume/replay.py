@@ -1,11 +1,11 @@
 """An epoch's index batches once more, from where a resumed program goes on. Main process only.
 
 Nothing is fetched. A sampler with ``state_dict()`` and ``load_state_dict()`` is set to its own state from
-before the last batch that the program has had, and that one is drawn again. So the sampler comes to its end as
-it did before, whether it begins anew with the last batch or gives nothing once. For any other one the
-generator that it draws from is set to where it was when the epoch began, and the batches that the program has
-had are drawn again: of torch's commonest samplers as one slice, of others one by one. Of samplers that are
-not torch's a checksum tells whether those were the same batches.
+before the last batch that the program has had, and that one is drawn again. So it comes to its end as it did
+before, whether it begins anew with the last batch or gives nothing once. For any other one the generator that
+it draws from is set to where it was when the epoch began, and the batches that the program has had are drawn
+again: of torch's commonest samplers as one slice, of others one by one. Of samplers that are not torch's a
+checksum tells whether those were the same batches.
 """
 
 from __future__ import annotations
@@ -33,14 +33,19 @@ from shmloader.sampling.samplers import (
 from shmloader.sampling.tracked_batches import ADVICE, TrackedBatches, track
 
 
-def batches_from(index_sampler: Any, loaded: State) -> Iterator[Any]:
+def batches_from(index_sampler: Any, loaded: State, generator: torch.Generator | None) -> Iterator[Any]:
     """Iterate over an epoch's index batches, from where a state was taken in mid-epoch.
+
+    Args:
+        index_sampler: The sampler.
+        loaded: The state.
+        generator: The loader's, as it was when the epoch began.
 
     Raises:
         ResumeError: If the sampler does not come to the same place.
     """
     if sampler_with_state(index_sampler) is not None:
-        return batches_by_own_state(index_sampler, loaded)
+        return batches_by_own_state(index_sampler, loaded, generator)
     source = _with_generator(index_sampler, loaded)
     if (sharded := sharded_sampler(index_sampler)) is not None:
         with named_in_errors(loaded, "sampler_state"):
@@ -62,21 +67,33 @@ def batches_from(index_sampler: Any, loaded: State) -> Iterator[Any]:
     return iterator
 
 
-def batches_by_own_state(index_sampler: Any, loaded: State) -> TrackedBatches:
-    """Iterate over the index batches of a sampler that has a state of its own: of this epoch, or the next."""
+def batches_by_own_state(
+    index_sampler: Any, loaded: State, generator: torch.Generator | None
+) -> TrackedBatches:
+    """Iterate over the index batches of a sampler that has a state of its own: of this epoch, or the next.
+
+    The arguments are those of `batches_from`. The sampler may draw from the loader's generator, too.
+    """
+    generator = generator or torch.Generator()
+    at_begin = generator.get_state()
     stateful, taken = sampler_with_state(index_sampler), loaded["batches"]
     begin = max(taken - 1, 0)
     with named_in_errors(loaded, "sampler_state"):
         state = unpack_user_state(loaded["sampler_state"])
         stateful.load_state_dict(state)
-    if not begin and list(itertools.islice(iter(index_sampler), 1)):
-        stateful.load_state_dict(state)  # else it is that of the last epoch's end, where nothing came once
+    if not begin:
+        # It may be the state of the last epoch's end. Some samplers have begun anew there, others give none
+        # once. Neither need know of a base seed that was drawn from the same generator since.
+        if list(itertools.islice(iter(index_sampler), 1)):
+            stateful.load_state_dict(state)
+        generator.set_state(at_begin)
     batches = TrackedBatches(index_sampler, iter(index_sampler), begin, state)
     if not loaded["finished"]:
         _draw_again(index_sampler, batches, begin, taken)
         return batches
     for _ in batches:  # one at most; or more, if the dataset is longer now
         pass
+    generator.set_state(at_begin)
     return TrackedBatches(index_sampler, iter(index_sampler))
 
 

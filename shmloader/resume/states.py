@@ -260,7 +260,7 @@ class States:
             if loaded is None or (is_between_epochs(loaded) and sampler_with_state(index_sampler) is None):
                 batches = track(index_sampler, sampler_iter)
             elif is_between_epochs(loaded):
-                batches = batches_by_own_state(index_sampler, loaded)
+                batches = batches_by_own_state(index_sampler, loaded, loader.generator)
             else:
                 batches = self._go_on(loader, loaded, progress)
         if isinstance(batches, TrackedBatches):
@@ -294,8 +294,10 @@ class States:
             progress.before = generator_states(index_sampler, loader.generator)
         if draws_one_seed(index_sampler) and loaded["sampler_generator"]:
             torch.empty((), dtype=torch.int64).random_()  # the seed that the sampler would have drawn
-        batches = batches_from(index_sampler, loaded)
-        set_generator(loader.generator, loaded, "loader_generator")  # again, if the order came from it
+        batches = batches_from(index_sampler, loaded, loader.generator)
+        if generator_of(index_sampler) is loader.generator:
+            # If the order was drawn before the base seed, the two differ, and it goes on behind the seed.
+            set_generator(loader.generator, loaded, "loader_generator")
         taken, early = loaded["batches"], behind(loaded)
         progress.done = (taken, *early) if early else taken
         progress.in_order = loaded["in_order"]

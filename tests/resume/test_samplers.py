@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from resume_datasets import FromRandom, FromRandomOneByOne, OwnGenerator, Plain
+from resume_datasets import FromRandom, FromRandomOneByOne, OwnGenerator, Plain, StatefulToTheEnd
 from resume_loaders import take, values
 from torch.utils.data import DistributedSampler
 
@@ -170,3 +171,28 @@ def test_a_sampler_that_draws_at_once_goes_on(drawn_from: str, epochs_before: in
     with make(2) as other:
         other.load_state_dict(state)
         assert values(other) == rest[0]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("epochs_before", [0, 1])
+@pytest.mark.parametrize("taken", [0, 1, 5, None])
+def test_a_sampler_with_a_state_may_draw_from_the_loaders_generator(
+    workers: int, epochs_before: int, taken: int | None
+) -> None:
+    """Base seeds are drawn from it between the sampler's epochs, which the sampler's state does not know."""
+
+    def make() -> DataLoader[Any]:
+        sampler = StatefulToTheEnd(40)
+        return DataLoader(Plain(40), 4, sampler=sampler, generator=sampler.generator, num_workers=workers)
+
+    with make() as loader:
+        for _ in range(epochs_before):
+            values(loader)
+        iterator = iter(loader)
+        had = values(itertools.islice(iterator, taken))
+        state = loader.state_dict()
+        rest = values(iterator) if len(had) == taken else values(loader)
+        following = values(loader)
+    with make() as other:
+        other.load_state_dict(state)
+        assert [values(other), values(other)] == [rest, following]
