@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, get_args, get_type_hints
 
 from torch.utils.data import BatchSampler, IterableDataset
 
@@ -26,26 +27,41 @@ VERSION = 4
 ADDED_BY_OTHERS = {"_iterator_finished"}
 """Keys that frameworks add to a state (accelerate); they are ignored."""
 
-AT_THE_BEGINNING: State = {
-    "global_generator": "",
-    "batches": 0,
-    "batches_behind": "",
-    "finished": False,
-    "sampler_checksum": None,
-    "sampler_state": None,
-    "stream": "",
-}
+
+@dataclass
+class _Keys:
+    """All keys of a state and their types, as docs/resume.md explains them."""
+
+    version: int
+    kind: str
+    dataset_len: int | None
+    batch_size: int | None
+    drop_last: bool
+    sampler: str
+    sampler_settings: str
+    # The epoch:
+    set_epoch: int | None
+    sampler_epoch: int | None
+    base_seed: int | None
+    iterator_epoch: int
+    persistent_workers: bool
+    in_order: bool
+    sampler_generator: str
+    loader_generator: str
+    # The place in it, before the first batch:
+    global_generator: str = ""
+    batches: int = 0
+    batches_behind: str = ""
+    finished: bool = False
+    sampler_checksum: int | None = None
+    sampler_state: str | None = None
+    stream: str = ""
+
+
+AT_THE_BEGINNING: State = {key.name: key.default for key in fields(_Keys) if key.default is not MISSING}
 """The keys that tell how far an epoch has come, before its first batch."""
 
-_TEXTS = "kind sampler sampler_settings sampler_generator loader_generator sampler_state"
-_FLAGS = "drop_last persistent_workers in_order"
-_NUMBERS = "version iterator_epoch dataset_len batch_size base_seed sampler_checksum set_epoch sampler_epoch"
-_TYPES = {name: type(value) for name, value in AT_THE_BEGINNING.items()}
-_TYPES |= dict.fromkeys(_TEXTS.split(), str) | dict.fromkeys(_FLAGS.split(), bool)
-_TYPES |= dict.fromkeys(_NUMBERS.split(), int)
-_MAY_BE_NONE = set(
-    "dataset_len batch_size base_seed sampler_checksum sampler_state set_epoch sampler_epoch".split()
-)
+_TYPES = {name: get_args(kind) or (kind,) for name, kind in get_type_hints(_Keys).items()}
 _MOST = 1 << 63  # numbers are below it, and not below 0, but for epochs of others
 
 _SETTINGS = ("seed", "initial_seed", "shuffle", "replacement", "drop_last", "num_replicas", "rank")
@@ -164,11 +180,11 @@ def _check_keys(state: Mapping[str, Any]) -> None:
             f"this is no state of a shmloader.DataLoader: it lacks {sorted(missing)}, and has "
             f"{sorted(map(str, unknown))}. Pass what state_dict() returned."
         )
-    for name, kind in _TYPES.items():
+    for name, kinds in _TYPES.items():
         value = state[name]
         with named_in_errors(state, name):
-            if type(value) is not kind and not (value is None and name in _MAY_BE_NONE):
-                raise TypeError(f"it is no {kind.__name__}")
+            if type(value) not in kinds:
+                raise TypeError(f"it is no {kinds[0].__name__}")
             if type(value) is int and not (-_MOST if name.endswith("_epoch") else 0) <= value < _MOST:
                 raise ValueError("it is out of range")
     with named_in_errors(state, "base_seed"):

@@ -256,21 +256,19 @@ class States:
         sampler_epoch = getattr(sampler_with_epoch(index_sampler), "epoch", None)
         progress = Progress(*seeds, sampler_epoch, self._global_before, before)
         loaded, batches = loaded_state(loader), sampler_iter
-        if not isinstance(loader.dataset, IterableDataset):
-            if loaded is None or (is_between_epochs(loaded) and sampler_with_state(index_sampler) is None):
-                batches = track(index_sampler, sampler_iter)
-            elif is_between_epochs(loaded):
-                batches = batches_by_own_state(index_sampler, loaded, loader.generator)
-            else:
-                batches = self._go_on(loader, loaded, progress)
+        goes_on = None if loaded is None or is_between_epochs(loaded) else loaded
+        if isinstance(loader.dataset, IterableDataset):
+            progress.done = 0 if goes_on is None else goes_on["batches"]
+        elif goes_on is not None:
+            batches = self._go_on(loader, goes_on, progress)
+        elif loaded is not None and sampler_with_state(index_sampler) is not None:
+            batches = batches_by_own_state(index_sampler, loaded, loader.generator)
+        else:
+            batches = track(index_sampler, sampler_iter)
         if isinstance(batches, TrackedBatches):
             progress.tracked = batches
             batches.taken = lambda: progress.taken
-        if (
-            loaded is not None
-            and loaded["sampler_generator"]
-            and not (is_between_epochs(loaded) or loaded["batches"])
-        ):
+        if goes_on is not None and goes_on["sampler_generator"] and not goes_on["batches"]:
             # The order is drawn with the first batch: now, while the generator is where it was.
             batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
         if self._progress is not None and not self._progress.finished:

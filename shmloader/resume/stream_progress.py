@@ -37,12 +37,12 @@ class StreamProgress:
 
     def __init__(self, loader: Any, loaded: State | None = None) -> None:
         workers = max(int(loader.num_workers), 1)
-        self._batches, self._last = 0, -1  # the latter is the part that the latest batch was of
+        self._last = -1  # the part that the latest batch was of
         if loaded is None or is_between_epochs(loaded) or not loaded["stream"]:
             self.rules = rules = _fresh_rules(loader)
         else:
             self.rules = rules = rules_for(loader, loaded)
-            self._batches, self._last = loaded["batches"], _read(loaded)["last"]
+            self._last = _read(loaded)["last"]
         goes_round = rules.layout != STRIDE and len(rules.cursors) == workers
         self.first_worker = (self._last + 1) % workers if goes_round else 0
         self._dataset_name = type(loader.dataset).__name__
@@ -81,7 +81,6 @@ class StreamProgress:
             return
         _, worker_id, report = self._latest
         self._latest = None
-        self._batches += 1
         if report is not None:
             self._layout, self._playing[worker_id] = report.layout, report.part
             if self.rules.shard and report.layout == OWN:
@@ -105,8 +104,8 @@ class StreamProgress:
             ResumeError: If it is not known, or a state of the dataset cannot be saved.
         """
         self._count(progress)
-        if not self._batches:
-            return {"batches": 0, "stream": ""}
+        if not progress.taken:
+            return {"stream": ""}
         cursors = self._cursors
         if self._layout == STRIDE:
             cursors = cursors[:1]
@@ -126,7 +125,7 @@ class StreamProgress:
         ]
         stream = {"layout": self._layout, "parts": parts, "last": self._last}
         stream |= {"rank": self.rules.rank, "ranks": self.rules.ranks}
-        return {"batches": self._batches, "stream": json.dumps(stream)}
+        return {"stream": json.dumps(stream)}
 
     def end_epoch(self, progress: Progress) -> None:
         """Compare the epoch's length with that of other ranks, where ranks may have others.
@@ -139,7 +138,7 @@ class StreamProgress:
         self._compared = True
         self._count(progress)
         if self._layout != STRIDE:
-            check_equal_ends(self._batches, self._timeout_s)
+            check_equal_ends(progress.taken, self._timeout_s)
 
 
 @functools.cache  # once for each class

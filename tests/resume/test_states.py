@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,13 @@ def test_a_state_has_the_same_keys_at_any_moment_and_starts_no_worker() -> None:
     assert max(len(json.dumps(state)) for state in states) < 1024
     assert [state["batches"] for state in states] == [0, *range(11), 10]
     assert [state["finished"] for state in states] == [False] * 12 + [True]
+
+
+def test_the_documentation_explains_all_keys() -> None:
+    text = (Path(__file__).parents[2] / "docs/resume.md").read_text()
+    table = text.partition("### What is in a state")[2].partition("\n## ")[0]
+    keys = [re.findall("`([^`]+)`", row.split("|")[1]) for row in table.splitlines() if row.startswith("| `")]
+    assert sorted(itertools.chain(*keys)) == sorted(build().state_dict())
 
 
 def test_a_state_is_new_each_time() -> None:
