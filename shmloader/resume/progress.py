@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from shmloader.sampling.samplers import GeneratorStates
 from shmloader.sampling.tracked_batches import TrackedBatches
 
@@ -21,7 +19,7 @@ class Progress:
         base_seed: The iterator's base seed.
         iterator_epoch: Epochs of the iterator before this one; seeds of samples depend on both.
         sampler_epoch: The sampler's epoch, if it has one.
-        global_before: State of torch's global generator before ``iter()``.
+        global_digest: Digest of torch's global generator before ``iter()``, in the program that began it.
         before: States of the generators before the sampler drew the order; None if it has not yet.
         done: Index batches that are done with: returned, left out for having no good sample, or raised from
             ``next()``. Out of order, a tuple of that number and of the positions behind it.
@@ -29,7 +27,6 @@ class Progress:
         before_next: As `before`, for the next epoch, if that was begun early.
         tracked: The sampler's batches, if it is not torch's.
         stream: Of an iterable-style dataset: the `StreamProgress`; `done` is then a number.
-        global_digest: Digest of torch's global generator where the epoch began in an earlier program, or "".
         generators: Compact states of the sampler's and the loader's generators, if an earlier program drew
             the order; in the place of `before`.
         in_order: Whether no batch has come out of order in an earlier program.
@@ -39,14 +36,13 @@ class Progress:
     base_seed: int
     iterator_epoch: int
     sampler_epoch: int | None
-    global_before: torch.Tensor
+    global_digest: str
     before: GeneratorStates | None
     done: int | tuple[int, ...] = 0
     finished: bool = False
     before_next: GeneratorStates | None = None
     tracked: TrackedBatches | None = None
     stream: Any = None
-    global_digest: str = ""
     generators: tuple[str, str] | None = None
     in_order: bool = True
     constant: dict[str, Any] | None = None

@@ -124,7 +124,7 @@ class States:
         constant = self._state(loader, progress, generators)
         constant["sampler_epoch"] = progress.sampler_epoch
         constant["in_order"] = progress.in_order and _in_order(loader)
-        constant["global_generator"] = progress.global_digest or digest_of(progress.global_before)
+        constant["global_generator"] = progress.global_digest
         if sharded_sampler(index_sampler) is not None:
             constant["sampler_state"] = ""
         if before is not None or progress.generators is not None:
@@ -202,25 +202,24 @@ class States:
         generator is where it was when the epoch began: then the program has come to the same line again.
         """
         self._global_before = before = torch.get_rng_state()
-        loaded = loaded_state(loader)
-        if loaded is None or is_between_epochs(loaded):
-            self._repeats_iter = True
+        loaded, draws = loaded_state(loader), True
+        self._repeats_iter = True
+        if loaded is not None and not is_between_epochs(loaded):
+            self._repeats_iter = digest_of(before) == loaded["global_generator"]
+            is_map_style = not isinstance(loader.dataset, IterableDataset)
+            draws_order = is_map_style and not loaded["batches"] and not loaded["sampler_generator"]
+            draws = self._repeats_iter or draws_order
+        else:
             if loaded is not None:
                 _set_generators(loader, loaded)
             elif self._progress is None:
                 _warn_of_another(loader)
             self._before_iter = generator_states(index_sampler_of(loader), loader.generator)
-            try:
-                return make_iterator()
-            finally:
-                self._before_iter = None
-        self._repeats_iter = digest_of(before) == loaded["global_generator"]
-        is_map_style = not isinstance(loader.dataset, IterableDataset)
-        draws_now = is_map_style and not loaded["batches"] and not loaded["sampler_generator"]
         try:
             return make_iterator()
         finally:
-            if not self._repeats_iter and not draws_now:
+            self._before_iter = None
+            if not draws:
                 torch.set_rng_state(before)
 
     def seeds(self, loader: Any, base_seed: int) -> tuple[int, int]:
@@ -254,9 +253,10 @@ class States:
         """
         index_sampler = index_sampler_of(loader)
         sampler_epoch = getattr(sampler_with_epoch(index_sampler), "epoch", None)
-        progress = Progress(*seeds, sampler_epoch, self._global_before, before)
         loaded, batches = loaded_state(loader), sampler_iter
         goes_on = None if loaded is None or is_between_epochs(loaded) else loaded
+        digest = digest_of(self._global_before) if goes_on is None else goes_on["global_generator"]
+        progress = Progress(*seeds, sampler_epoch, digest, before)
         if isinstance(loader.dataset, IterableDataset):
             progress.done = 0 if goes_on is None else goes_on["batches"]
         elif goes_on is not None:
@@ -287,7 +287,6 @@ class States:
                 f"with epoch {loaded['sampler_epoch']}."
             )
         set_generator(loader.generator, loaded, "loader_generator")
-        progress.global_digest = loaded["global_generator"]
         if progress.before is not None:  # it was read before the generators were set
             progress.before = generator_states(index_sampler, loader.generator)
         if draws_one_seed(index_sampler) and loaded["sampler_generator"]:
