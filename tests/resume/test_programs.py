@@ -60,7 +60,8 @@ def kill_after(path: Path, lines: int) -> list[str]:
     deadline_s = time.monotonic() + DEADLINE_S
     printed = []
     for line in process.stdout:
-        printed.append(line.rstrip("\n"))
+        if line.endswith("\n"):  # the last one may be cut off by the kill
+            printed.append(line.rstrip("\n"))
         assert time.monotonic() < deadline_s
         if len(printed) == lines:
             process.kill()
