@@ -82,8 +82,8 @@ def batches_by_own_state(
         state = unpack_user_state(loaded["sampler_state"])
         stateful.load_state_dict(state)
     if not begin:
-        # It may be the state of the last epoch's end. Some samplers have begun anew there, others give none
-        # once. Neither need know of a base seed that was drawn from the same generator since.
+        # It may be the state of the last epoch's end, where some samplers have begun anew, and others give
+        # nothing once. Neither need know of a base seed that was drawn from the same generator since.
         if list(itertools.islice(iter(index_sampler), 1)):
             stateful.load_state_dict(state)
         generator.set_state(at_begin)
