@@ -21,7 +21,7 @@ from shmloader.sampling.samplers import (
 
 State = dict[str, Any]
 
-VERSION = 4
+VERSION = 5
 """Of the state's format."""
 
 ADDED_BY_OTHERS = {"_iterator_finished"}
@@ -55,6 +55,7 @@ class _Keys:
     finished: bool = False
     sampler_checksum: int | None = None
     sampler_state: str | None = None
+    sampler_batches: int = 0
     stream: str = ""
 
 
@@ -135,6 +136,9 @@ def check_fit(state: Mapping[str, Any], loader: Any) -> None:
     """Raise a `ResumeError` with the differences, and what may differ, if a state does not fit a loader."""
     _check_keys(state)
     behind(state)
+    with named_in_errors(state, "sampler_batches"):
+        if state["sampler_batches"] > state["batches"]:
+            raise ValueError(f"it is more than the {state['batches']:,} batches of the state")
     index_sampler = index_sampler_of(loader)
     sharded, between_epochs = sharded_sampler(index_sampler), is_between_epochs(state)
     may_differ = set(_OF_THE_RUN) if sharded is not None and (state["in_order"] or between_epochs) else set()

@@ -1,11 +1,12 @@
 """An epoch's index batches once more, from where a resumed program goes on. Main process only.
 
 Nothing is fetched. A sampler with ``state_dict()`` and ``load_state_dict()`` is set to its own state from
-before the last batch that the program has had, and that one is drawn again. So it comes to its end as it did
-before, whether it begins anew with the last batch or gives nothing once. For any other one the generator that
-it draws from is set to where it was when the epoch began, and the batches that the program has had are drawn
-again: of torch's commonest samplers as one slice, of others one by one. Of samplers that are not torch's a
-checksum tells whether those were the same batches.
+behind the last batch that the program has had. Where that may have been the epoch's last, it is set to the
+state before it, and the batch is drawn again. So it comes to its end as it did before, whether it begins anew
+with the last batch or gives nothing once. For any other one the generator that it draws from is set to where
+it was when the epoch began, and the batches that the program has had are drawn again: of torch's commonest
+samplers as one slice, of others one by one. Of samplers that are not torch's a checksum tells whether those
+were the same batches.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def batches_from(index_sampler: Any, loaded: State, generator: torch.Generator |
         iterator = track(index_sampler, iter(source))
         _draw_again(index_sampler, iterator, 0, taken)
         checksum = loaded["sampler_checksum"]
-        found = iterator.after(taken) if isinstance(iterator, TrackedBatches) else None
+        found = iterator.checksum(taken) if isinstance(iterator, TrackedBatches) else None
         if None not in (checksum, found) and checksum != found:
             raise ResumeError(
                 f"the sampler ({_name(index_sampler)}) gave other batches than those {taken:,} that the "
@@ -76,8 +77,8 @@ def batches_by_own_state(
     """
     generator = generator or torch.Generator()
     at_begin = generator.get_state()
-    stateful, taken = sampler_with_state(index_sampler), loaded["batches"]
-    begin = max(taken - 1, 0)
+    stateful = sampler_with_state(index_sampler)
+    begin, taken = loaded["sampler_batches"], loaded["batches"]
     with named_in_errors(loaded, "sampler_state"):
         state = unpack_user_state(loaded["sampler_state"])
         stateful.load_state_dict(state)

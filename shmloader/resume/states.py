@@ -317,8 +317,9 @@ def _sampler_keys(loader: Any, progress: Progress) -> State:
     if tracked is None:
         return {}
     if stateful is None:
-        return {"sampler_checksum": tracked.after(taken)}
-    return {"sampler_state": pack_user_state(tracked.after(taken), type(stateful).__name__)}
+        return {"sampler_checksum": tracked.checksum(taken)}
+    begin, own = tracked.own_state(taken)
+    return {"sampler_state": pack_user_state(own, type(stateful).__name__), "sampler_batches": begin}
 
 
 def _set_generators(loader: Any, loaded: State) -> None:

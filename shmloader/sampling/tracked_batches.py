@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import random
@@ -55,6 +56,10 @@ class TrackedBatches(Iterator[Any]):
         self._iterator = iterator
         self._stateful = stateful = sampler_with_state(index_sampler)
         self._oldest = self._drawn = begin
+        self._length = 0  # as the sampler tells it, if it does
+        if stateful is not None:
+            with contextlib.suppress(TypeError, NotImplementedError):
+                self._length = len(index_sampler)
         self._checksum = 0
         self._told = False
         self._warning = ""  # why a state is of no use, until it is said
@@ -68,7 +73,11 @@ class TrackedBatches(Iterator[Any]):
         # Not at all of its batches, since it takes as long as a small sampler does.
         looks = stateful is None and drawn and (drawn < _LOOKS or not drawn & (drawn - 1))
         states = _global_states() if looks else None
-        index_batch = next(self._iterator)
+        try:
+            index_batch = next(self._iterator)
+        except StopIteration:
+            self._length = 0  # it was another
+            raise
         if states is not None and states != _global_states():
             self._warning = (
                 f"the sampler ({self._name}) draws from a global generator (torch's, NumPy's, random's) "
@@ -88,10 +97,18 @@ class TrackedBatches(Iterator[Any]):
             self._oldest += 1
         return index_batch
 
-    def after(self, taken: int) -> Any:
-        """The checksum when that many batches had been drawn, or the sampler's own state one batch before.
+    def own_state(self, taken: int) -> tuple[int, Any]:
+        """The sampler's own state where the program has had ``taken`` batches, and how many are before it.
 
-        The state behind a batch need not tell that it was the last: with it the sampler may have begun anew.
+        It is the one before the last of them if that may be the epoch's last: the state behind it need not
+        tell that, since with it the sampler may have begun anew. Else it is the one behind: what the sampler
+        has drawn for a batch, from a global generator, say, need not be in the state before.
+        """
+        begin = taken if taken < max(self._drawn, self._length) else max(taken - 1, 0)
+        return begin, self._after[begin]
+
+    def checksum(self, taken: int) -> int:
+        """The checksum of so many batches.
 
         Logs a warning, once, where the sampler is seen not to give the same batches again. That is an error
         only when the state is resumed from: a program that saves states in vain is not to be stopped by it.
@@ -99,7 +116,8 @@ class TrackedBatches(Iterator[Any]):
         if self._warning and not self._told:
             self._told = True
             _log.warning("a state in mid-epoch cannot be resumed from: %s", self._warning)
-        return self._after[taken if self._stateful is None else max(taken - 1, 0)]
+        checksum: int = self._after[taken]
+        return checksum
 
 
 def _global_states() -> tuple[Any, ...]:

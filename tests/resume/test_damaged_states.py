@@ -130,8 +130,14 @@ def test_a_state_that_lacks_a_key_is_refused_by_name(kind: str) -> None:
 
 def test_a_state_of_an_older_format_is_refused() -> None:
     """The error names both versions, whatever the keys are."""
-    with pytest.raises(ResumeError, match="of version 1, and this shmloader reads 4 only"):
+    with pytest.raises(ResumeError, match="of version 1, and this shmloader reads 5 only"):
         LOADERS["sharded"]().load_state_dict({"version": 1, "batches": 3})
+
+
+def test_a_samplers_state_from_behind_the_loaders_place_is_refused() -> None:
+    state = json.loads(states_of("own state")[3]) | {"sampler_batches": 4}
+    with pytest.raises(ResumeError, match=r"'sampler_batches' is 4 .* more than the 3 batches of the state"):
+        LOADERS["own state"]().load_state_dict(state)
 
 
 @pytest.mark.parametrize("written", ["loader's generator", "own state"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from resume_datasets import FromRandom, FromRandomOneByOne, OwnGenerator, Plain, StatefulToTheEnd
 from resume_loaders import take, values
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, Sampler
 
 from shmloader import DataLoader, ResumeError
 
@@ -196,3 +196,58 @@ def test_a_sampler_with_a_state_may_draw_from_the_loaders_generator(
     with make() as other:
         other.load_state_dict(state)
         assert [values(other), values(other)] == [rest, following]
+
+
+class SeedInState(Sampler[int]):
+    """Draws a seed from torch's global generator when an epoch begins; only its state has that.
+
+    With its last index it has begun anew. It may tell another length than 40.
+    """
+
+    def __init__(self, told: int) -> None:
+        self.told = told
+        self.drawn, self.position = 0, 0
+
+    def __len__(self) -> int:
+        return self.told
+
+    def __iter__(self) -> Any:
+        if not self.position:
+            self.drawn = int(torch.randint(1 << 40, ()))
+        order = torch.randperm(40, generator=torch.Generator().manual_seed(self.drawn)).tolist()
+        for index in order[self.position :]:
+            self.position = (self.position + 1) % 40
+            yield index
+
+    def state_dict(self) -> dict[str, int]:
+        return {"drawn": self.drawn, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.drawn, self.position = state["drawn"], state["position"]
+
+
+@pytest.mark.parametrize(("workers", "told"), [(0, 40), (2, 40), (2, 44), (2, 8)])
+@pytest.mark.parametrize("taken", [1, 2, 9, 10])
+def test_a_seed_that_only_a_samplers_state_has_is_not_drawn_again(
+    workers: int, told: int, taken: int
+) -> None:
+    with DataLoader(Plain(40), 4, sampler=SeedInState(told), num_workers=workers) as loader:
+        iterator = iter(loader)
+        take(iterator, taken)
+        state, rest = loader.state_dict(), values(iterator)
+    assert len(rest) == 10 - taken
+    with DataLoader(Plain(40), 4, sampler=SeedInState(told), num_workers=workers) as other:
+        other.load_state_dict(state)
+        assert values(other) == rest
+        assert len(values(other)) == 10
+
+
+def test_an_epoch_that_is_over_is_not_drawn_again_where_a_sampler_tells_a_greater_length() -> None:
+    loader = DataLoader(Plain(40), 4, sampler=SeedInState(44))
+    values(loader)
+    state, drawn_so_far = loader.state_dict(), torch.get_rng_state()
+    following = values(loader)
+    other = DataLoader(Plain(40), 4, sampler=SeedInState(44))
+    other.load_state_dict(state)
+    torch.set_rng_state(drawn_so_far)
+    assert values(other) == following
