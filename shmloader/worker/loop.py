@@ -132,7 +132,7 @@ class _Worker:
         self._pid = os.getpid()
         self._wait_ns = 0
         self._later: deque[Request] = deque()
-        self._settings = b""  # of the coming epoch, as far as they are here
+        self._settings = bytearray()  # of the coming epoch, as far as they are here
 
     def run(self) -> None:
         """Start, and answer tasks until the main process closes the link."""
@@ -187,7 +187,7 @@ class _Worker:
 
     def _begin_epoch(self, request: BeginEpoch) -> None:
         """Begin a new epoch, once all settings are here, with the same dataset object, as torch does."""
-        self._settings = self._settings[: request.begin] + request.piece
+        self._settings[request.begin :] = request.piece
         if len(self._settings) < request.total_nbytes:
             return
         if request.total_nbytes:  # else this worker was started with the settings

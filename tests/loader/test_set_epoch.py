@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -198,6 +199,17 @@ def test_a_change_larger_than_a_pipe_arrives_whole() -> None:
         for letter in "ab":
             dataset.text = letter * 300_001
             assert {text for batch in loader for text in batch} == {dataset.text}
+
+
+def test_a_long_change_takes_time_in_proportion() -> None:
+    """Workers do not copy what is here already with each further record: that took half a minute."""
+    dataset = TellsText()
+    with DataLoader(dataset, batch_size=3, num_workers=1, persistent_workers=True) as loader:
+        list(loader)
+        dataset.text = "a" * 4_000_000
+        began_s = time.monotonic()
+        next(iter(loader))
+        assert time.monotonic() - began_s < 10
 
 
 def test_an_error_of_set_epoch_in_a_worker_is_raised_with_the_first_batch() -> None:
