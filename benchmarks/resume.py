@@ -165,21 +165,31 @@ def at_batch(state: dict[str, Any], batches: int) -> dict[str, Any]:
     return state
 
 
-def measure_throughput(make: Callable[..., Any], batches: int, pairs: int, costs: Costs) -> None:
-    """Measure the ratio of rates with a state per batch and without, over pairs of epochs."""
+def measure_throughput(make: Callable[..., Any], epoch_s: float, pairs: int, costs: Costs) -> None:
+    """Measure the ratio of rates with a state per batch and without, over pairs of epochs.
+
+    Epochs are so long that each takes about ``epoch_s``: ratios of a tenth of a second scatter by a half.
+    """
+    trial = build(make, 1_000, persistent_workers=True)
+    time_epoch(trial)  # starts the workers
+    batches = int(1_000 * epoch_s / time_epoch(trial))
+    end(iter(trial))
     loader = build(make, batches, persistent_workers=True)
-    for _ in loader:  # starts the workers
-        pass
+    time_epoch(loader)
     for pair in range(pairs):
-        took_s = {}
-        for with_states in (False, True) if pair % 2 else (True, False):
-            began_s = time.perf_counter()
-            for _ in loader:
-                if with_states:
-                    loader.state_dict()
-            took_s[with_states] = time.perf_counter() - began_s
+        order = (False, True) if pair % 2 else (True, False)
+        took_s = {with_states: time_epoch(loader, with_states=with_states) for with_states in order}
         costs.throughput.append(took_s[False] / took_s[True])
     end(iter(loader))
+
+
+def time_epoch(loader: Any, *, with_states: bool = False) -> float:
+    """Return the seconds that an epoch takes, with a state per batch or without."""
+    began_s = time.perf_counter()
+    for _ in loader:
+        if with_states:
+            loader.state_dict()
+    return time.perf_counter() - began_s
 
 
 def end(iterator: Any) -> None:
@@ -203,7 +213,7 @@ def main() -> int:
         for make, costs in measured.values():
             measure_resume(make, given.batches, costs)
         for make, costs in measured.values():
-            measure_throughput(make, 5_000, 5, costs)
+            measure_throughput(make, 0.5, 8, costs)
     found = {name: costs.medians() for name, (_, costs) in measured.items()}
     rows = [
         [
