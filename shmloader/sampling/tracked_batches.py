@@ -105,6 +105,8 @@ class TrackedBatches(Iterator[Any]):
         has drawn for a batch, from a global generator, say, need not be in the state before.
         """
         begin = taken if taken < max(self._drawn, self._length) else max(taken - 1, 0)
+        if begin not in self._after:  # it was gone on from behind this batch, so there was another
+            begin = taken
         return begin, self._after[begin]
 
     def checksum(self, taken: int) -> int:

@@ -201,14 +201,16 @@ def test_a_sampler_with_a_state_may_draw_from_the_loaders_generator(
 class SeedInState(Sampler[int]):
     """Draws a seed from torch's global generator when an epoch begins; only its state has that.
 
-    With its last index it has begun anew. It may tell another length than 40.
+    With its last index it has begun anew. It may tell another length than 40, or none.
     """
 
-    def __init__(self, told: int) -> None:
+    def __init__(self, told: int | None) -> None:
         self.told = told
         self.drawn, self.position = 0, 0
 
     def __len__(self) -> int:
+        if self.told is None:
+            raise NotImplementedError
         return self.told
 
     def __iter__(self) -> Any:
@@ -251,3 +253,16 @@ def test_an_epoch_that_is_over_is_not_drawn_again_where_a_sampler_tells_a_greate
     other.load_state_dict(state)
     torch.set_rng_state(drawn_so_far)
     assert values(other) == following
+
+
+def test_a_state_is_the_same_again_before_the_next_batch_where_a_sampler_has_no_length() -> None:
+    with DataLoader(Plain(40), 4, sampler=SeedInState(None), num_workers=2) as loader:
+        iterator = iter(loader)
+        take(iterator, 3)
+        state, rest = loader.state_dict(), values(iterator)
+    assert state["sampler_batches"] == 3
+    other = DataLoader(Plain(40), 4, sampler=SeedInState(None))
+    other.load_state_dict(state)
+    iterator = iter(other)
+    assert other.state_dict()["sampler_state"] == state["sampler_state"]
+    assert values(iterator) == rest
