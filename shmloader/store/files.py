@@ -252,9 +252,10 @@ class FileChunks(Chunks):
             for number, batch in enumerate(_batches_in(memory)):
                 if not number:
                     self._schemas.append(batch.schema)
-                    if not _lies_in(batch, memory):
-                        raise _UnmappableError
                 if batch.num_rows:
+                    is_first = not self._batches or self._batches[-1][0] is not memory
+                    if is_first and not _lies_in(batch, memory):
+                        raise _UnmappableError
                     self._batches.append((memory, batch))
                     starts.append(starts[-1] + batch.num_rows)
         super().__init__(memories[0], starts, sum(memory.nbytes for memory in memories), classes)

@@ -207,6 +207,21 @@ def test_compressed_batches_are_unpacked_one_by_one(
     assert max(taken) < 4 << 20  # of 20
 
 
+@pytest.mark.parametrize("make_writer", [pa.ipc.new_file, pa.ipc.new_stream], ids=["file", "stream"])
+def test_a_compressed_file_is_unpacked_also_if_its_first_batch_has_no_rows(
+    make_writer: Any, tmp_path: Path
+) -> None:
+    """Each process that maps such a file would unpack it for itself."""
+    table = pa.table({"x": np.zeros(1 << 16)})
+    compressed = pa.ipc.IpcWriteOptions(compression="lz4")
+    with make_writer(str(tmp_path / "data.arrow"), table.schema, options=compressed) as writer:
+        writer.write_batch(pa.record_batch({"x": np.zeros(0)}))
+        writer.write_table(table)
+    store = open_store(tmp_path / "data.arrow")
+    assert len(store) == 1 << 16
+    assert not isinstance(store.buffer, FileBuffer)
+
+
 @pytest.mark.long
 def test_a_file_may_be_larger_than_what_memory_may_be_had(tmp_path: Path) -> None:
     """The process may have less private memory than the file is long."""
