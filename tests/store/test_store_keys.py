@@ -135,6 +135,22 @@ def test_arrays_without_items_are_read_from_files_that_have_no_column_for_them(t
     assert opened["x"].take(range(3)).shape == (3, 0, 3)
 
 
+def test_such_files_are_joined_with_others(tmp_path: Path) -> None:
+    kind = ArrayType(pa.null(), dtype="<f8", shape=[0, 3])
+    column = pa.chunked_array([kind.wrap(pa.nulls(2))])
+    (tmp_path / "parts").mkdir()
+    share(pa.table({"n": [1, 2], "x": column})).save(tmp_path / "parts" / "1.arrow")
+    share([{"n": 3, "x": np.ones((2, 3))}]).save(tmp_path / "parts" / "2.arrow")
+    open_store(tmp_path / "parts").save(tmp_path / "rows.arrow")
+    expected = [{"n": n, "x": np.zeros((0, 3))} for n in (1, 2)] + [{"n": 3, "x": np.ones((2, 3))}]
+    assert all(map(identical, open_store(tmp_path / "rows.arrow"), expected))
+
+
+def test_columns_of_one_name_stay_in_arrows_table() -> None:
+    table = pa.table([pa.array([1, 2]), pa.array([3, 4])], names=["a", "a"])
+    assert share(table).to_arrow().equals(table)
+
+
 @pytest.mark.parametrize("make", [np.asarray, torch.as_tensor], ids=["arrays", "tensors"])
 def test_chunks_of_arrays_of_other_shapes_are_one_column_in_a_file(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

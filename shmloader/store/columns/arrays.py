@@ -80,10 +80,15 @@ def of_any_shape(column: Any) -> Any:
     shape = said.pop("shape", None)
     if shape is None:
         return column
-    lengths = np.full(len(column), storage.type.list_size)
-    mask = column.is_null() if column.null_count else None
-    begin = storage.offset * storage.type.list_size
-    lists = lists_to_arrow(lengths, storage.values[begin : begin + int(lengths.sum())])
+    if arrow.is_null(storage.type):  # arrays without items, in files of before
+        lengths, mask = np.zeros(len(column), np.int64), None
+        items = items_of(np.empty(0, dtype_named(said["dtype"])))
+    else:
+        lengths = np.full(len(column), storage.type.list_size)
+        mask = column.is_null() if column.null_count else None
+        begin = storage.offset * storage.type.list_size
+        items = storage.values[begin : begin + int(lengths.sum())]
+    lists = lists_to_arrow(lengths, items)
     if len(shape) > 1:
         shapes = pa.FixedSizeListArray.from_arrays(pa.array(shape * len(column), pa.int64()), len(shape))
         lists = pa.StructArray.from_arrays([lists, shapes], ["items", "shape"], mask=mask)

@@ -142,9 +142,10 @@ def unpacked(column: Any) -> Any:
     if isinstance(kind, PythonType) and arrow.is_struct(kind.storage_type):
         storage = unpacked(column.storage)
         return kind.over(storage.type).wrap(storage)
-    if not arrow.is_struct(kind) or not kind.num_fields:
+    names = types_of_fields(kind) if arrow.is_struct(kind) else ()
+    if not names:  # or names that are not unique, which are never packed
         return column
-    fields = {name: unpacked(field_of_struct(column, name)) for name in types_of_fields(kind)}
+    fields = {name: unpacked(field_of_struct(column, name)) for name in names}
     if (keys := keys_of(column)) is not None:
         fields[KeysType.NAME] = keys
     return _struct_of(fields, column)
