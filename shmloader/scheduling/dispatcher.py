@@ -56,7 +56,7 @@ class Dispatcher:
         counters: The loader's.
         ledger: All unfinished tasks.
         ended_streams: Workers that have said, since this was last emptied, that their dataset is exhausted.
-        joining: Workers that were added later and have not come to the present epoch yet.
+        joining: Workers that were added later and have said nothing yet.
         restarts_left: Workers that may still be replaced.
         inspection: The checks of ``SHMLOADER_DEBUG=1``, or None.
     """
@@ -230,9 +230,10 @@ class Dispatcher:
                 self._accept_part(worker, answer)
             elif type(answer) is StreamEnded:
                 self._accept_end(worker, answer)
-            elif type(answer) is EpochBegun and answer.epoch == self.ledger.epoch:  # else of a call cut short
-                self._awaited.discard(worker.worker_id)
-                self.joining.discard(worker.worker_id)
+            elif type(answer) is EpochBegun:
+                self.joining.discard(worker.worker_id)  # it is there, perhaps after its epoch has ended
+                if answer.epoch == self.ledger.epoch:  # else of a call cut short
+                    self._awaited.discard(worker.worker_id)
 
     def _accept_batch(self, answer: Published) -> None:
         pool, counters = self.pool, self.counters
@@ -345,9 +346,10 @@ class Dispatcher:
     def _fail(self, worker: Worker, silent_s: float | None, held: list[Task]) -> NoReturn:
         """Raise the death or the silence of a worker."""
         deaths, why = held[0].deaths if held else 0, ""
-        if deaths:
-            deaths += silent_s is None  # a silent one has not ended
-            why = f"{deaths} workers have ended at the first of its index batches."
+        if deaths and silent_s is None:
+            why = f"{deaths + 1} workers have ended at the first of its index batches."
+        elif deaths:
+            why = "Another worker has ended at the first of its index batches before."
         if silent_s is not None:
             waiting_for = tuple(map(_indices, self.ledger.held_by(None)))
             raise self.lifecycle.expect(worker_timeout(self.workers, worker, silent_s, waiting_for, why))

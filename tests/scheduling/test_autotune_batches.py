@@ -98,6 +98,21 @@ def test_an_epoch_may_be_left_while_workers_are_being_started(tmp_path: Path, th
         assert not loader._iterator._dispatcher.joining
 
 
+def test_workers_may_come_in_an_epoch_that_was_begun_early(tmp_path: Path, three_cores: None) -> None:
+    """They were started in the one before, and say so."""
+    wait = WaitForFile(tmp_path / "now")
+    given: dict[str, Any] = {"persistent_workers": True, "prefetch_epochs": True}
+    with DataLoader(Draws(60, 0.003), num_workers="auto", worker_init_fn=wait, timeout=30, **given) as loader:
+        for epoch in range(6):
+            assert [int(batch[0]) for batch in loader] == list(range(60))
+            if epoch == 0:
+                assert loader._iterator._dispatcher.joining == {1, 2}
+            elif epoch == 1:
+                wait.path.touch()
+        assert not loader._iterator._dispatcher.joining
+        assert loader.statistics().epochs_prefetched == 5
+
+
 def test_worker_threads_are_chosen_too(three_cores: None) -> None:
     with DataLoader(
         Numbered(120, delay_s=0.012), num_workers="auto", worker_type="thread", persistent_workers=True

@@ -147,6 +147,8 @@ def test_the_error_for_a_silent_worker_shows_its_stack(tmp_path: Path, restarts:
         _batches(loader)
     assert "hang_here" in str(caught.value)
     assert "test_restarts.py" in str(caught.value)
+    told = "Another worker has ended at the first of its index batches before." in str(caught.value)
+    assert told is (restarts > 0)
 
 
 def test_a_worker_that_dies_between_epochs_is_replaced() -> None:
