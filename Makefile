@@ -23,8 +23,8 @@ MATRIX_ARGS ?=
 # The fast set leaves out what starts interpreters (spawned workers, programs, the command line, the benchmarks), and
 # what waits for deaths, timeouts and the clock.
 SLOW := bench cli robustness scheduling supervisor \
-	loader/test_endings.py loader/test_lifecycle.py parity/test_other_torch.py \
-	slots/test_limits.py slots/test_mapping.py slots/test_missing_platform.py
+	loader/test_endings.py loader/test_lifecycle.py loader/test_statistics_table.py parity/test_other_torch.py \
+	slots/test_limits.py slots/test_mapping.py slots/test_missing_platform.py store/test_mapped_files.py
 FAST := -k 'not spawn and not forkserver and not program and not interpreter' \
 	$(foreach path,$(SLOW),--ignore tests/$(path))
 
