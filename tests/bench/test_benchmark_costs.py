@@ -207,7 +207,7 @@ def test_the_costs_of_states_are_measured() -> None:
     costs = resume.Costs()
     resume.measure_states(shmloader.DataLoader, 400, 50, costs)
     resume.measure_resume(shmloader.DataLoader, 400, costs)
-    resume.measure_throughput(shmloader.DataLoader, 50, 3, costs)
+    resume.measure_throughput(shmloader.DataLoader, 0.01, 3, costs)
     found = costs.medians()
     assert 0 < found["state_s"] < found["first_s"]
     assert 100 < found["nbytes"] < 1024
