@@ -21,7 +21,7 @@ from shmloader.sampling.samplers import (
 
 State = dict[str, Any]
 
-VERSION = 5
+VERSION = 6
 """Of the state's format."""
 
 ADDED_BY_OTHERS = {"_iterator_finished"}

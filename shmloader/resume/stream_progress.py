@@ -94,7 +94,8 @@ class StreamProgress:
         elif report.cursor.state:
             cursor = report.cursor
         else:
-            cursor = cursor._replace(drawn=report.cursor.drawn, ended=report.cursor.ended)
+            behind = report.cursor
+            cursor = cursor._replace(drawn=behind.drawn, ended=behind.ended, raised=behind.raised)
         self._cursors[part] = cursor
 
     def state(self, progress: Progress) -> State:
@@ -120,6 +121,7 @@ class StreamProgress:
                 pack_user_state(pickle.loads(cursor.state), self._dataset_name) if cursor.state else "",
                 cursor.state_drawn,
                 cursor.ended,
+                cursor.raised,
             )
             for cursor in cursors
         ]
@@ -185,10 +187,10 @@ def _read(loaded: State) -> dict[str, Any]:
     with named_in_errors(loaded, "stream"):
         stream: dict[str, Any] = json.loads(loaded["stream"])
         numbers, cursors = [stream["last"], stream["rank"], stream["ranks"]], []
-        for drawn, state, state_drawn, ended in stream["parts"]:
-            numbers += drawn, state_drawn, drawn - state_drawn
+        for drawn, state, state_drawn, ended, raised in stream["parts"]:
+            numbers += drawn, state_drawn, raised, drawn - state_drawn - raised
             packed = pickle.dumps(unpack_user_state(state)) if state else b""
-            cursors.append(Cursor(drawn, packed, state_drawn, bool(ended)))
+            cursors.append(Cursor(drawn, packed, state_drawn, bool(ended), raised))
         if (
             {type(number) for number in numbers} != {int}
             or min(numbers) < 0

@@ -12,16 +12,18 @@ class Cursor(NamedTuple):
     """A place in a part of a stream: the samples that were drawn before it.
 
     Attributes:
-        drawn: Samples that were drawn from it.
+        drawn: Samples that were drawn from it; draws that raised count.
         state: States of the dataset and its iterator, pickled by the worker, or empty.
         state_drawn: Samples that had been drawn when the states were taken.
         ended: Whether the stream is known to have ended; states of datasets need not tell.
+        raised: Draws since the states were taken that raised.
     """
 
     drawn: int = 0
     state: bytes = b""
     state_drawn: int = 0
     ended: bool = False
+    raised: int = 0
 
 
 class StreamRules(NamedTuple):

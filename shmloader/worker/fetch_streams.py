@@ -38,13 +38,13 @@ class PartsFetcher(Fetcher):
     def _begin_part(self) -> None:
         rules, num_workers = self._rules, self._num_workers
         part, self._batches = self._parts.pop(0), 0
-        drawn, tolerant = rules.stream.cursor_of(part).drawn, rules.on_error != RAISE
+        cursor, tolerant = rules.stream.cursor_of(part), rules.on_error != RAISE
         parts = rules.stream.parts(num_workers)
         self._part = part
         stream = self._stream = Stream(self._dataset, rules.stream, part, parts)
         if stream.layout != STRIDE:
             kind = _TolerantIterableFetcher if tolerant else _IterableFetcher
-            self._fetcher = kind(stream, rules, drawn)
+            self._fetcher = kind(stream, rules, cursor)
             return
         if tolerant:
             raise ValueError(
@@ -52,7 +52,7 @@ class PartsFetcher(Fetcher):
                 "stream: ranks would have batches of other sizes. Give the dataset a method "
                 "shard(num_shards, index), or leave on_error='raise'"
             )
-        stride = Stride(stream, rules.stream, self._worker_id, num_workers, rules.drop_last, drawn)
+        stride = Stride(stream, rules.stream, self._worker_id, num_workers, rules.drop_last, cursor.drawn)
         self._fetcher = _StrideFetcher(stride, rules)
 
     def fetch(self, index_batch: Any) -> Any:
@@ -86,7 +86,9 @@ class PartsFetcher(Fetcher):
         return (batch if reported else Reported(batch, False, False, b""))._replace(stream=report)
 
     def _report(self, fetcher: _StreamFetcher, state: bytes) -> StreamReport:
-        cursor = Cursor(fetcher.drawn, state, fetcher.drawn if state else 0, fetcher.ended)
+        if state:
+            fetcher.raised = 0
+        cursor = Cursor(fetcher.drawn, state, fetcher.drawn if state else 0, fetcher.ended, fetcher.raised)
         return StreamReport(self._part, self._stream.layout, cursor)
 
     def take_bad_samples(self) -> bytes:
@@ -100,10 +102,12 @@ class _StreamFetcher(Fetcher):
     Attributes:
         drawn: Samples of the stream that are behind it.
         ended: Whether the stream is known to have ended.
+        raised: Draws that raised since the dataset's state was last taken.
     """
 
     drawn = 0
     ended = False
+    raised = 0
 
     def __init__(self, rules: FetchRules) -> None:
         super().__init__()
@@ -129,10 +133,10 @@ class _StrideFetcher(_StreamFetcher):
 
 
 class _IterableFetcher(_StreamFetcher):
-    def __init__(self, stream: Stream, rules: FetchRules, drawn: int) -> None:
+    def __init__(self, stream: Stream, rules: FetchRules, cursor: Cursor) -> None:
         super().__init__(rules)
         self._samples = stream
-        self.drawn = drawn
+        self.drawn, self.raised = cursor.drawn, cursor.raised
 
     def fetch(self, index_batch: Any) -> Any:
         if self.ended:
@@ -144,6 +148,7 @@ class _IterableFetcher(_StreamFetcher):
             samples.extend(itertools.islice(self._samples, size))
         except BaseException as error:
             self.drawn = begin + len(samples) + 1
+            self.raised += 1
             say_position(error, self.drawn - 1)
             raise
         self.drawn = begin + len(samples)
@@ -199,6 +204,7 @@ class _TolerantIterableFetcher(_IterableFetcher):
         """Note a bad sample by the exception that an iterator raised, or raise that again."""
         position = self.drawn
         self.drawn += 1
+        self.raised += 1
         if not isinstance(error, Exception) or not is_a_samples_fault(error):
             say_position(error, position)
             raise error

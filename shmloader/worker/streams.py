@@ -68,7 +68,7 @@ class Stream:
                 f"divided by {_BY[self.layout]} now: resume with the same dataset and the same shard="
             )
         of_a_batch = rules.batch_size * (rules.ranks if self.layout == STRIDE else 1)
-        self._skip(cursor.drawn - cursor.state_drawn, of_a_batch)
+        self._skip(cursor.drawn - cursor.state_drawn, cursor.raised, of_a_batch)
 
     def __iter__(self) -> Iterator[Any]:
         # islice() calls this. The __iter__ of a dataset that is its own iterator would begin anew.
@@ -90,16 +90,28 @@ class Stream:
         finally:
             show_worker_info(before)
 
-    def _skip(self, count: int, of_a_batch: int) -> None:
-        """Draw samples that the program has had; some of them raised then, and raise again."""
-        left, failed = count, None
-        while left:
+    def _skip(self, count: int, raised: int, of_a_batch: int) -> None:
+        """Draw samples that the program has had.
+
+        Of so many draws ``raised`` raised. They raise again, or the failure has passed (a network's) and had
+        cost no sample: so the good ones are counted. Behind the last good one a failure may stand that does
+        not pass.
+        """
+        left, failed = count - raised, None
+        while left or raised:
             try:
+                if not left:
+                    self._first = list(islice(self, 1))
+                    break
                 for _ in islice(self, left):
                     left -= 1
-                break
-            except Exception as error:  # noqa: BLE001 - it is told if the stream ends by it
-                left, failed = left - 1, error
+                if left:
+                    break
+            except Exception as error:
+                if not raised:
+                    add_note(error, "raised where samples that the program has had were drawn once more")
+                    raise
+                raised, failed = raised - 1, error
         if left >= of_a_batch:
             raise ResumeError(
                 f"the stream to be resumed ended after {count - left:,} of the {count:,} samples that were "

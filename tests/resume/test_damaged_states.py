@@ -130,7 +130,7 @@ def test_a_state_that_lacks_a_key_is_refused_by_name(kind: str) -> None:
 
 def test_a_state_of_an_older_format_is_refused() -> None:
     """The error names both versions, whatever the keys are."""
-    with pytest.raises(ResumeError, match="of version 1, and this shmloader reads 5 only"):
+    with pytest.raises(ResumeError, match="of version 1, and this shmloader reads 6 only"):
         LOADERS["sharded"]().load_state_dict({"version": 1, "batches": 3})
 
 

@@ -342,3 +342,65 @@ def test_a_stream_that_has_raised_goes_on_behind_it(workers: int, kind: Any, beh
     assert rest[0][0] == 10 + 4 * behind
     other = loader_of(Raising(kind), batch_size=4, num_workers=workers)
     assert numbers(rest_after(other, state)) == rest
+
+
+class Flaky(Numbers):
+    """Its iterator raises once instead of giving number ``at``, which it gives when it is asked again."""
+
+    at: int | None = 9
+
+    def __iter__(self) -> Any:
+        return FlakyIterator(self.length, self.at)
+
+
+class FlakyIterator:
+    """An iterator of the plainest kind: without a state."""
+
+    def __init__(self, length: int, at: int | None) -> None:
+        self.next, self.length, self.at = 0, length, at
+
+    def __iter__(self) -> FlakyIterator:
+        return self
+
+    def __next__(self) -> tuple[int, int]:
+        if self.next == self.at:
+            self.at = None
+            raise ConnectionError("the server has gone")
+        if self.next == self.length:
+            raise StopIteration
+        self.next += 1
+        return self.next - 1, 0
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@pytest.mark.parametrize("behind", [0, 1, 2])
+def test_a_failure_that_has_passed_costs_no_sample(on_error: Any, behind: int) -> None:
+    """A dataset that raised for a moment, and then gave the sample, raises no more when it is resumed."""
+    given = {"batch_size": 4, "num_workers": 1, "on_error": on_error}
+    loader = loader_of(Flaky(40), **given)
+    iterator = iter(loader)
+    next(iterator)
+    next(iterator)
+    if on_error == "raise":
+        with pytest.raises(ConnectionError):
+            next(iterator)
+    else:
+        next(iterator)  # 8, 9, 10: the failure counts as one of four
+    for _ in range(behind):
+        next(iterator)
+    state, rest = loader.state_dict(), numbers(list(iterator))
+    well = Flaky(40)
+    well.at = None
+    assert numbers(rest_after(loader_of(well, **given), state)) == rest
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_failure_while_samples_are_drawn_again_is_raised(workers: int) -> None:
+    """Nothing may be left out: the program can try again with the same state."""
+    well = Flaky(40)
+    well.at = None
+    given = {"batch_size": 4, "num_workers": workers}
+    _, state = stopped_after(loader_of(well, **given), 4)
+    with pytest.raises(ConnectionError, match="the server has gone"):
+        rest_after(loader_of(Flaky(40), **given), state)
+    assert len(rest_after(loader_of(well, **given), state)) == 6
