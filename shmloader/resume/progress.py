@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from shmloader.sampling.samplers import GeneratorStates
 from shmloader.sampling.tracked_batches import TrackedBatches
 
@@ -19,7 +21,8 @@ class Progress:
         base_seed: The iterator's base seed.
         iterator_epoch: Epochs of the iterator before this one; seeds of samples depend on both.
         sampler_epoch: The sampler's epoch, if it has one.
-        global_digest: Digest of torch's global generator before ``iter()``, in the program that began it.
+        global_before: State of torch's global generator before ``iter()``; its digest if an earlier program
+            called that.
         before: States of the generators before the sampler drew the order; None if it has not yet.
         done: Index batches that are done with: returned, left out for having no good sample, or raised from
             ``next()``. Out of order, a tuple of that number and of the positions behind it.
@@ -36,7 +39,7 @@ class Progress:
     base_seed: int
     iterator_epoch: int
     sampler_epoch: int | None
-    global_digest: str
+    global_before: torch.Tensor | str
     before: GeneratorStates | None
     done: int | tuple[int, ...] = 0
     finished: bool = False

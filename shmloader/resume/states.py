@@ -124,7 +124,7 @@ class States:
         constant = self._state(loader, progress, generators)
         constant["sampler_epoch"] = progress.sampler_epoch
         constant["in_order"] = progress.in_order and _in_order(loader)
-        constant["global_generator"] = progress.global_digest
+        constant["global_generator"] = digest_of(progress.global_before)
         if sharded_sampler(index_sampler) is not None:
             constant["sampler_state"] = ""
         if before is not None or progress.generators is not None:
@@ -255,8 +255,8 @@ class States:
         sampler_epoch = getattr(sampler_with_epoch(index_sampler), "epoch", None)
         loaded, batches = loaded_state(loader), sampler_iter
         goes_on = None if loaded is None or is_between_epochs(loaded) else loaded
-        digest = digest_of(self._global_before) if goes_on is None else goes_on["global_generator"]
-        progress = Progress(*seeds, sampler_epoch, digest, before)
+        global_before = self._global_before if goes_on is None else goes_on["global_generator"]
+        progress = Progress(*seeds, sampler_epoch, global_before, before)
         if isinstance(loader.dataset, IterableDataset):
             progress.done = 0 if goes_on is None else goes_on["batches"]
         elif goes_on is not None:

@@ -26,8 +26,10 @@ _DRAWN = re.compile(r"drawn (\d{1,20}) (\d{1,9})", re.ASCII)
 _WHOLE = "state "
 
 
-def digest_of(state: torch.Tensor) -> str:
-    """A short text that tells states of generators apart."""
+def digest_of(state: torch.Tensor | str) -> str:
+    """A short text that tells states of generators apart; a digest itself as it is."""
+    if isinstance(state, str):
+        return state
     return hashlib.blake2b(state.numpy().tobytes(), digest_size=8).hexdigest()
 
 

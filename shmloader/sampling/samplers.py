@@ -58,6 +58,8 @@ def sharded_sampler(index_sampler: Any) -> ShardedSampler | None:
 
 def sampler_with_state(index_sampler: Any) -> Any:
     """The sampler that keeps its own state, which has to be asked for batch by batch; or None."""
+    if is_torchs(index_sampler):  # they have none: a short way, since every epoch asks
+        return None
     for sampler in with_inner(index_sampler):
         if all(callable(getattr(sampler, name, None)) for name in ("state_dict", "load_state_dict")):
             return sampler
@@ -80,14 +82,14 @@ def generator_of(index_sampler: Any) -> torch.Generator | None:
 
     None if it draws from none, or has a state of its own.
     """
+    if is_torchs(index_sampler):
+        inner = sampler_of_indices(index_sampler)
+        return None if type(inner) in _WITHOUT_DRAWS else inner.generator or torch.default_generator
     if sampler_with_state(index_sampler) is not None:
         return None
-    samplers = with_inner(index_sampler)
-    for sampler in samplers:
+    for sampler in with_inner(index_sampler):
         if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
             return generator
-    if is_torchs(index_sampler) and type(samplers[-1]) in _WITHOUT_DRAWS:
-        return None
     return torch.default_generator
 
 
