@@ -214,7 +214,7 @@ class Main:
     def due_from(self) -> int | None:
         """The worker whose silence is too long when the main process loses its patience."""
         if self.phase == "resuming":
-            return min(self.dispatcher._awaited)
+            return self.ledger.void_of(None)[0].worker_id
         task = self.ledger.due()
         return None if task is None else task.worker_id
 

@@ -33,7 +33,6 @@ from shmloader.wire.records import (
     BeginEpoch,
     MakeBatch,
     SendNextPart,
-    pack_epoch_begun,
     pack_part_ready,
     pack_published,
     unpack_request,
@@ -156,9 +155,7 @@ class Model:
         task = unpack_request(record)
         name = f"worker {worker_id}"
         if type(task) is BeginEpoch:
-            answer = pack_epoch_begun(task.epoch)
-            said = process._replace(dones=(*process.dones, (answer, 0, 0)))
-            return f"{name} comes to epoch {task.epoch}", _with(world, worker_id, said), True
+            return f"{name} comes to epoch {task.epoch}", _with(world, worker_id, process), True
         if type(task) is SendNextPart:
             return f"{name} goes on", _with(world, worker_id, process._replace(doing="write")), True
         self._check_hands(world, worker_id, task)

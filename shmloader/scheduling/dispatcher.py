@@ -74,7 +74,6 @@ class Dispatcher:
         self.joining: set[int] = set()
         self.inspection = Inspection(pool) if inspection_wanted() else None
         self._timeout_s = timeout_s if timeout_s > 0 else None
-        self._awaited: set[int] = set()  # workers that have not come to the present epoch yet
         self._wait_ns = 0  # how long the last wait took
 
     # --- out
@@ -109,11 +108,11 @@ class Dispatcher:
         )
 
     def begin_epoch(self, settings: bytes) -> None:
-        """Void all tasks, and have all workers begin a new epoch; returns when they have come to it.
+        """Void all tasks, and have all workers begin a new epoch; returns when those tasks are finished.
 
         Workers finish the tasks that they have, as torch's do: what a dataset draws from its generators must
-        not depend on when the last epoch was left. Those batches are dropped. ``settings`` are the pickled
-        `EpochSettings`.
+        not depend on when the last epoch was left. Those batches are dropped. Nobody waits for workers to
+        come to the epoch, since they answer requests in order. ``settings`` are the pickled `EpochSettings`.
         """
         ledger = self.ledger
         ledger.epoch += 1
@@ -122,14 +121,12 @@ class Dispatcher:
             self.pool.give_back(task.slot)
         for task in ledger.held_by(None):
             ledger.void(task)
-        workers = self.workers.workers
-        self._awaited = {worker.worker_id for worker in workers} - self.joining
         for begin in range(0, len(settings), INLINE_NBYTES):
             piece = settings[begin : begin + INLINE_NBYTES]
             request = pack_begin_epoch(ledger.epoch, len(settings), begin, piece)
-            for worker in workers:
+            for worker in self.workers.workers:
                 worker.send(request)
-        while self._awaited:
+        while ledger.void_of(None):
             self.receive()
         self.ended_streams.clear()
         self.pool.trim()
@@ -231,9 +228,7 @@ class Dispatcher:
             elif type(answer) is StreamEnded:
                 self._accept_end(worker, answer)
             elif type(answer) is EpochBegun:
-                self.joining.discard(worker.worker_id)  # it is there, perhaps after its epoch has ended
-                if answer.epoch == self.ledger.epoch:  # else of a call cut short
-                    self._awaited.discard(worker.worker_id)
+                self.joining.discard(worker.worker_id)
 
     def _accept_batch(self, answer: Published) -> None:
         pool, counters = self.pool, self.counters
@@ -299,8 +294,8 @@ class Dispatcher:
     def _silent_worker(self, due_from: int | None) -> Worker:
         """The worker that is waited for, where none has answered in time."""
         if due_from is None:
-            unanswered = self.ledger.held_by(None)
-            due_from = unanswered[0].worker_id if unanswered else min(self._awaited, default=0)
+            unanswered = self.ledger.held_by(None) or self.ledger.void_of(None)
+            due_from = unanswered[0].worker_id if unanswered else 0
         return self.workers.workers[due_from]
 
     def _recover(self, worker: Worker, silent_s: float | None) -> None:
@@ -337,7 +332,6 @@ class Dispatcher:
         for task in self.ledger.void_of(worker.worker_id):
             self.ledger.finish(task)
             self.pool.revoke(task.slot)
-        self._awaited.discard(worker.worker_id)  # it was started in this epoch
         self.joining.discard(worker.worker_id)
         for task in held:
             task.spilled = None

@@ -149,6 +149,8 @@ class Ledger:
             if task.state is MAKING and worker_id in (None, task.worker_id)
         ]
 
-    def void_of(self, worker_id: int) -> list[Task]:
-        """Tasks that a worker has not answered and whose batch nobody wants."""
-        return [task for task in self.tasks.values() if task.state is VOID and task.worker_id == worker_id]
+    def void_of(self, worker_id: int | None) -> list[Task]:
+        """Tasks that a worker (or any, for None) has not answered and whose batch nobody wants."""
+        return [
+            task for task in self.tasks.values() if task.state is VOID and worker_id in (None, task.worker_id)
+        ]

@@ -82,12 +82,12 @@ class SendNextPart(NamedTuple):
 
 
 class BeginEpoch(NamedTuple):
-    """The beginning of an epoch, to which all later tasks belong. The worker answers with `EpochBegun`.
+    """The beginning of an epoch, to which all later tasks belong.
 
     Attributes:
         epoch: Number of the epoch, over the iterator's life.
         total_nbytes: Length of the pickled `EpochSettings`, which may come in several such records; 0 for a
-            worker that was started with them.
+            worker that was started with them, and is to answer with `EpochBegun`.
         begin: Bytes of them that came before.
         piece: The next of them, padded.
     """
@@ -169,7 +169,7 @@ class StreamEnded(NamedTuple):
 
 
 class EpochBegun(NamedTuple):
-    """The worker has come to an epoch.
+    """A worker that was started in the middle of an epoch is ready for its tasks.
 
     Attributes:
         epoch: As in `BeginEpoch`.

@@ -190,17 +190,18 @@ class _Worker:
         self._settings[request.begin :] = request.piece
         if len(self._settings) < request.total_nbytes:
             return
-        if request.total_nbytes:  # else this worker was started with the settings
-            self._ended = False
-            self._rules = self._rules._replace(stream=self._rules.stream.from_the_beginning())
-            try:
-                settings: EpochSettings = pickle.loads(self._settings)
-                settings.apply(self._dataset)
-                self._dataset = torch_private.seed_datapipe(self._dataset, settings.shared_seed)
-                self._fetcher = self._make_fetcher()
-            except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch
-                self._start_error = error
-        self._link.send(pack_epoch_begun(request.epoch))
+        if not request.total_nbytes:  # this worker was started with the settings
+            self._link.send(pack_epoch_begun(request.epoch))
+            return
+        self._ended = False
+        self._rules = self._rules._replace(stream=self._rules.stream.from_the_beginning())
+        try:
+            settings: EpochSettings = pickle.loads(self._settings)
+            settings.apply(self._dataset)
+            self._dataset = torch_private.seed_datapipe(self._dataset, settings.shared_seed)
+            self._fetcher = self._make_fetcher()
+        except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch
+            self._start_error = error
 
     def _work(self, task: MakeBatch) -> None:
         """Make one batch, or an exception in its place, and publish it."""
