@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 from torch.utils.data import BatchSampler, IterableDataset
 
 from shmloader.errors import ResumeError
+from shmloader.resume.user_states import unpack_user_state
 from shmloader.sampling.samplers import (
     index_sampler_of,
     is_torchs,
@@ -146,6 +147,7 @@ def check_fit(state: Mapping[str, Any], loader: Any) -> None:
         may_differ |= {"batch_size"}
     if between_epochs:
         may_differ |= _OF_THE_EPOCH
+    may_differ |= _seeds_in_own_state(state)
     here, then = _with_settings(described(loader)), _with_settings(state)
     names = [
         name
@@ -169,6 +171,14 @@ def check_fit(state: Mapping[str, Any], loader: Any) -> None:
             "num_workers, prefetch_factor, dispatch, in_order, worker_type, the start method, how workers "
             "are kept and restarted, memory and pinning."
         )
+
+
+def _seeds_in_own_state(state: Mapping[str, Any]) -> set[str]:
+    """Seeds that a sampler's own state has: the sampler sets them itself, so here they may be others."""
+    with named_in_errors(state, "sampler_state"):
+        own = unpack_user_state(state["sampler_state"]) if state["sampler_state"] else None
+    names = [name for name in ("seed", "initial_seed") if isinstance(own, Mapping) and name in own]
+    return {f"sampler's {name}" for name in names}
 
 
 def _check_keys(state: Mapping[str, Any]) -> None:

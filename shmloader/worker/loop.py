@@ -193,7 +193,7 @@ class _Worker:
         if not request.total_nbytes:  # this worker was started with the settings
             self._link.send(pack_epoch_begun(request.epoch))
             return
-        self._ended = False
+        self._ended, self._fetcher = False, None  # nothing of the last epoch may come in this one
         self._rules = self._rules._replace(stream=self._rules.stream.from_the_beginning())
         try:
             settings: EpochSettings = pickle.loads(self._settings)
@@ -275,6 +275,7 @@ class _Worker:
         failure = capture(error, where)
         if self._fetcher is not None:
             bad_samples, report = self._fetcher.take_bad_samples(), self._fetcher.failed
+            self._fetcher.failed = None  # the next exception may come before anything is fetched
             failure = failure._replace(bad_samples=bad_samples, stream=report)
         forget_frames(error)  # they hold the samples, and leaves in the slot
         detached = self._writer.restart()

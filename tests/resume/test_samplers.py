@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from resume_datasets import FromRandom, FromRandomOneByOne, OwnGenerator, Plain, StatefulToTheEnd
-from resume_loaders import take, values
+from resume_loaders import started, take, values
 from torch.utils.data import DistributedSampler, Sampler
 
 from shmloader import DataLoader, ResumeError
@@ -242,6 +242,49 @@ def test_a_seed_that_only_a_samplers_state_has_is_not_drawn_again(
         other.load_state_dict(state)
         assert values(other) == rest
         assert len(values(other)) == 10
+
+
+class KeepsItsSeed(SeedInState):
+    """Calls the seed that it draws ``seed``, as other samplers call a setting."""
+
+    def __init__(self) -> None:
+        super().__init__(40)
+        self.seed = 0
+
+    def __iter__(self) -> Any:
+        for index in super().__iter__():
+            self.seed = self.drawn
+            yield index
+
+    def state_dict(self) -> dict[str, int]:
+        return super().state_dict() | {"seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        super().load_state_dict(state)
+        self.seed = state["seed"]
+
+
+@pytest.mark.parametrize("taken", [1, 3, 9])
+def test_a_seed_that_a_samplers_state_has_too_is_no_setting(taken: int) -> None:
+    loader = DataLoader(Plain(40), 4, sampler=KeepsItsSeed())
+    iterator = iter(loader)
+    take(iterator, taken)
+    state, rest = loader.state_dict(), values(iterator)
+    other = DataLoader(Plain(40), 4, sampler=KeepsItsSeed())
+    other.load_state_dict(state)
+    assert values(other) == rest
+
+
+def test_a_seed_that_a_samplers_state_lacks_is_a_setting() -> None:
+    def make(seed: int) -> DataLoader[Any]:
+        sampler = SeedInState(40)
+        sampler.seed = seed  # type: ignore[attr-defined]
+        return DataLoader(Plain(40), 4, sampler=sampler)
+
+    state = started(make(1))
+    make(1).load_state_dict(state)
+    with pytest.raises(ResumeError, match="sampler's seed is 1 in the state and 2 in this loader"):
+        make(2).load_state_dict(state)
 
 
 def test_an_epoch_that_is_over_is_not_drawn_again_where_a_sampler_tells_a_greater_length() -> None:

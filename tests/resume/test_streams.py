@@ -22,6 +22,7 @@ from stream_datasets import (
     WithStatefulIterator,
     identity,
 )
+from torch.utils.data import get_worker_info
 
 from shmloader import DataLoader, ResumeError
 
@@ -392,6 +393,28 @@ def test_a_failure_that_has_passed_costs_no_sample(on_error: Any, behind: int) -
     well = Flaky(40)
     well.at = None
     assert numbers(rest_after(loader_of(well, **given), state)) == rest
+
+
+class Refuses(Flaky):
+    """Cannot be set to epoch 1 in a worker."""
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch == 1 and get_worker_info() is not None:
+            raise LookupError("no epoch 1 here")
+
+
+def test_a_failure_before_the_first_sample_tells_nothing_of_the_last_epoch() -> None:
+    with loader_of(Refuses(40), batch_size=4, num_workers=1, persistent_workers=True) as loader:
+        next(iter(loader))  # the worker goes on to number 9, which raises
+        loader.set_epoch(1)
+        iterator = iter(loader)
+        with pytest.raises(LookupError, match=r"no epoch 1 here(.|\n)*worker 0"):
+            next(iterator)
+        assert json.loads(loader.state_dict()["stream"])["parts"][0][0] == 4
+        with pytest.raises(RuntimeError, match="its first batch says why"):
+            next(iterator)
+        loader.set_epoch(2)
+        assert numbers([next(iter(loader))]) == [[0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
