@@ -258,8 +258,7 @@ def _write_in_place(data: Any, writer: MemoryWriter) -> Make:
     table = _write_arrow(data, writer)
 
     def make(buffer: SharedBuffer) -> Any:
-        chunks = writer.chunks(table, buffer)
-        batches = [chunks.batch(number) for number in range(len(chunks.starts) - 1)]
+        batches = writer.chunks(table, buffer).batches
         if isinstance(data, pa.RecordBatch):
             return batches[0] if batches else data
         if isinstance(data, pa.Table):

@@ -7,9 +7,9 @@ of that file.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 import pyarrow as pa
@@ -34,68 +34,71 @@ Path = tuple[str | int, ...]
 """Fields that lead from a row to a value in it."""
 
 
-class Chunks(ABC):
+class Chunks:
     """The columns of a store.
 
     Attributes:
-        buffer: The memory that they lie in.
+        batches: Each chunk as a record batch.
+        memories: The memory that each chunk lies in.
+        columns: The rows of each chunk as one array: a struct of the batch's columns, or its only column.
         starts: The first row of each chunk, and the number of rows.
+        buffer: The memory of all; of several files that of the first one.
         nbytes: Bytes of memory, or of the files.
         python_nbytes: Estimate of what the rows take as Python objects; 0 where unknown.
-        finder: Finds the classes that they name.
-        links: The chunks that links of theirs lead to, by number.
+        finder: Finds the classes that the columns name.
+        links: The chunks that links in the columns lead to, by number.
         pickles: Whether pickled values may be read.
     """
 
     def __init__(
-        self, buffer: SharedBuffer, starts: list[int], nbytes: int, classes: Classes | None = None
+        self,
+        batches: list[tuple[SharedBuffer, Any]],
+        buffer: SharedBuffer,
+        nbytes: int,
+        classes: Classes,
+        *made_by: Any,
     ) -> None:
+        """Have some chunks.
+
+        Args:
+            batches: The memory and the record batch of each chunk.
+            buffer: See above.
+            nbytes: See above.
+            classes: Classes that are known already.
+            made_by: What makes the chunks elsewhere: a function, and its arguments before the classes.
+        """
+        self.memories = [memory for memory, _ in batches]
+        self.batches = [batch for _, batch in batches]
+        self.columns = list(map(rows_of, self.batches))
+        self.starts: list[int] = [0, *accumulate(map(len, self.batches))]
         self.buffer = buffer
-        self.starts = starts
         self.nbytes = nbytes
         self.python_nbytes = 0
         self.finder = ClassFinder(classes)
         self.links: Mapping[int, Chunks] = {}
         self.pickles = True
-        self._columns: dict[int, Any] = {}
+        self._made_by = made_by
 
-    @abstractmethod
-    def batch(self, chunk: int) -> Any:
-        """A chunk as a record batch."""
+    def __reduce__(self) -> Any:
+        for batch in self.batches:
+            self.finder.find_all(batch.schema)
+        make, *arguments = self._made_by
+        return make, (*arguments, self.finder.given())
 
-    def memory(self, chunk: int) -> SharedBuffer:
-        """The memory that a chunk lies in."""
-        return self.buffer
 
-    def column(self, chunk: int) -> Any:
-        """The rows of a chunk as one array: a struct of the batch's columns, or its only column."""
-        column = self._columns.get(chunk)
-        if column is None:
-            column = self._columns[chunk] = rows_of(self.batch(chunk))
-        return column
-
-    def field(self, chunk: int, path: Path) -> Any:
-        """The values in some field of the rows of a chunk; KeyError if not all rows have it."""
-        column = self.column(chunk)
-        for name in path:
-            is_link = isinstance(column.type, LinkType)
-            column = field_of(self.plain(chunk, column) if is_link else column, name)
-        return column
-
-    def readers_of_links(self, *, copy: bool = False) -> dict[int, Reader]:
-        """Readers of the rows that links of these columns lead to."""
-        return {link: ChunkReaders(chunks, copy=copy) for link, chunks in self.links.items()}
-
-    def scope(self, chunk: int, links: Mapping[int, Reader], *, copy: bool = False) -> Scope:
-        """A new scope for expressions of a chunk's columns."""
-        return Scope(self.memory(chunk), self.finder, links, copy=copy, pickles=self.pickles)
-
-    def plain(self, chunk: int, column: Any) -> Any:
-        """A column of a chunk as other programs read it: rows that links lead to are copied."""
-        if not find_types(column.type, LinkType):
-            return unpacked(column)
-        read = make_reader(column, self.scope(chunk, self.readers_of_links()))
-        return Encoder().encode(list(map(read, range(len(column)))))
+def chunks_in_memory(
+    buffer: SharedBuffer, places: list[int], python_nbytes: int, links: Mapping[int, Chunks], classes: Classes
+) -> Chunks:
+    """Chunks in shared memory: Arrow IPC streams, which begin and end at these places."""
+    batches = []
+    for begin, end in zip(places[::2], places[1::2], strict=True):
+        with pa.ipc.open_stream(pa.py_buffer(buffer.view[begin:end])) as reader:
+            batches.append((buffer, reader.read_next_batch()))
+    nbytes = sum(places[1::2]) - sum(places[::2])
+    made_by = chunks_in_memory, buffer, places, python_nbytes, links
+    chunks = Chunks(batches, buffer, nbytes, classes, *made_by)
+    chunks.python_nbytes, chunks.links = python_nbytes, links
+    return chunks
 
 
 def rows_of(batch: Any) -> Any:
@@ -123,59 +126,31 @@ def field_of(column: Any, name: str | int) -> Any:
     raise KeyError(name)
 
 
-class MemoryChunks(Chunks):
-    """Chunks in shared memory.
-
-    Attributes:
-        places: Where each chunk begins and ends.
-    """
-
-    def __init__(
-        self,
-        buffer: SharedBuffer,
-        starts: list[int],
-        places: list[int],
-        nbytes: int,
-        python_nbytes: int,
-        classes: Classes,
-        links: Mapping[int, Chunks],
-    ) -> None:
-        super().__init__(buffer, starts, nbytes, classes)
-        self.places = places
-        self.python_nbytes = python_nbytes
-        self.links = links
-
-    def batch(self, chunk: int) -> Any:
-        """See `Chunks.batch`."""
-        begin, end = self.places[2 * chunk : 2 * chunk + 2]
-        with pa.ipc.open_stream(pa.py_buffer(self.buffer.view[begin:end])) as reader:
-            return reader.read_next_batch()
-
-    def __reduce__(self) -> Any:
-        table = self.starts, self.places, self.nbytes, self.python_nbytes
-        return MemoryChunks, (self.buffer, *table, self.finder.found, self.links)
-
-
-class ChunkReaders:
-    """Reads rows by number: finds the chunk of a row and calls its reader.
+class Column:
+    """One field of the rows of all chunks, or the rows themselves; called with a row's number, it reads that.
 
     A reader is made when a row of its chunk is first read. Readers do not refer to this object, so no cycle
     of references keeps the memory.
 
     Attributes:
+        chunks: The chunks.
+        path: The field; empty for the rows.
+        copy: Whether arrays and tensors are private copies.
         starts: See `Chunks`.
         readers: Chunk ``c``'s reader is at ``c + 1``, where bisecting the starts leads. Both ends stay None:
             no such row.
-        copy: Whether arrays and tensors are private copies.
     """
 
     def __init__(self, chunks: Chunks, path: Path = (), *, copy: bool = False) -> None:
+        self.chunks = chunks
+        self.path = path
+        self.copy = copy
         self.starts = chunks.starts
         self.readers: list[Reader | None] = [None] * (len(self.starts) + 1)
-        self._chunks = chunks
-        self._path = path
-        self.copy = copy
-        self._links = chunks.readers_of_links(copy=copy)
+        self._links = {link: Column(linked, copy=copy) for link, linked in chunks.links.items()}
+
+    def __len__(self) -> int:
+        return self.starts[-1]
 
     def __call__(self, number: int) -> Any:
         """Read one row."""
@@ -184,7 +159,37 @@ class ChunkReaders:
 
     def make(self, place: int) -> Reader:
         """Make the reader of the chunk before a place."""
-        column = self._chunks.field(place - 1, self._path)
-        scope = self._chunks.scope(place - 1, self._links, copy=self.copy)
-        reader = self.readers[place] = make_reader(column, scope, self.starts[place - 1])
+        scope = self._scope(place - 1)
+        reader = self.readers[place] = make_reader(self.array(place - 1), scope, self.starts[place - 1])
         return reader
+
+    def field(self, name: str | int) -> Column:
+        """A field of these rows."""
+        return Column(self.chunks, (*self.path, name), copy=self.copy)
+
+    def array(self, chunk: int) -> Any:
+        """The values of a chunk; KeyError if not all rows have the field."""
+        array = self.chunks.columns[chunk]
+        for name in self.path:
+            array = field_of(self._plain(chunk, array) if isinstance(array.type, LinkType) else array, name)
+        return array
+
+    def arrays(self) -> list[Any]:
+        """The values of each chunk."""
+        return list(map(self.array, range(len(self.starts) - 1)))
+
+    def plain_arrays(self) -> list[Any]:
+        """The values of each chunk as other programs read them: rows that links lead to are copied."""
+        return [self._plain(chunk, array) for chunk, array in enumerate(self.arrays())]
+
+    def _plain(self, chunk: int, array: Any) -> Any:
+        if not find_types(array.type, LinkType):
+            return unpacked(array)
+        read = make_reader(array, self._scope(chunk))
+        return Encoder().encode(list(map(read, range(len(array)))))
+
+    def _scope(self, chunk: int) -> Scope:
+        chunks = self.chunks
+        return Scope(
+            chunks.memories[chunk], chunks.finder, self._links, copy=self.copy, pickles=chunks.pickles
+        )

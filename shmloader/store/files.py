@@ -152,7 +152,9 @@ def _check(path: str, schema: Any, columns: Sequence[str] | None, *, allow_pickl
 def _chunks_of(paths: list[str], columns: Sequence[str] | None, allow_pickle: bool) -> Chunks:
     if all(_magic_of(path) != _PARQUET_MAGIC for path in paths):
         with _naming(paths[0]), contextlib.suppress(_UnmappableError):
-            return FileChunks([(path, Fingerprint.of(path)) for path in paths], columns, allow_pickle)
+            return chunks_in_files(
+                [(path, Fingerprint.of(path)) for path in paths], columns, allow_pickle, {}
+            )
     with MemoryWriter() as writer:
         table = writer.table()
         for path in paths:
@@ -233,46 +235,24 @@ class FileBuffer(SharedBuffer):
         return FileBuffer, (self.path, self._fingerprint)
 
 
-class FileChunks(Chunks):
+def chunks_in_files(
+    files: list[tuple[str, Fingerprint]],
+    columns: Sequence[str] | None,
+    pickles: bool,
+    classes: Classes,
+) -> Chunks:
     """Chunks in mapped files: their record batches."""
-
-    def __init__(
-        self,
-        files: list[tuple[str, Fingerprint]],
-        columns: Sequence[str] | None,
-        pickles: bool,
-        classes: Classes | None = None,
-    ) -> None:
-        self._names, self._fields = files, columns
-        self._batches: list[tuple[FileBuffer, Any]] = []
-        self._schemas: list[Any] = []
-        starts = [0]
-        memories = [FileBuffer(*one) for one in files]
-        for memory in memories:
-            for number, batch in enumerate(_batches_in(memory)):
-                if not number:
-                    self._schemas.append(batch.schema)
-                if batch.num_rows:
-                    is_first = not self._batches or self._batches[-1][0] is not memory
-                    if is_first and not _lies_in(batch, memory):
-                        raise _UnmappableError
-                    self._batches.append((memory, batch))
-                    starts.append(starts[-1] + batch.num_rows)
-        super().__init__(memories[0], starts, sum(memory.nbytes for memory in memories), classes)
-        self.pickles = pickles
-
-    def batch(self, chunk: int) -> Any:
-        """See `Chunks.batch`."""
-        return _chosen(self._batches[chunk][1], self._fields)
-
-    def memory(self, chunk: int) -> SharedBuffer:
-        """See `Chunks.memory`."""
-        return self._batches[chunk][0]
-
-    def __reduce__(self) -> Any:
-        for schema in self._schemas:
-            self.finder.find_all(schema)
-        return FileChunks, (self._names, self._fields, self.pickles, self.finder.given())
+    batches: list[tuple[SharedBuffer, Any]] = []
+    memories = [FileBuffer(*one) for one in files]
+    for memory in memories:
+        found = [batch for batch in _batches_in(memory) if batch.num_rows]
+        if found and not _lies_in(found[0], memory):
+            raise _UnmappableError
+        batches += [(memory, _chosen(batch, columns)) for batch in found]
+    nbytes = sum(memory.nbytes for memory in memories)
+    chunks = Chunks(batches, memories[0], nbytes, classes, chunks_in_files, files, columns, pickles)
+    chunks.pickles = pickles
+    return chunks
 
 
 def _lies_in(batch: Any, memory: SharedBuffer) -> bool:

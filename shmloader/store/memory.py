@@ -20,7 +20,7 @@ import torch
 from shmloader.host.limits import open_files
 from shmloader.shared_memory import PAGE_NBYTES
 from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
-from shmloader.store.chunks import MemoryChunks
+from shmloader.store.chunks import Chunks, chunks_in_memory
 from shmloader.store.columns.encode import Encoder, batch_of
 from shmloader.store.columns.packed import packed
 from shmloader.store.columns.types import LinkType, find_types
@@ -57,7 +57,7 @@ class MemoryWriter:
         self._earlier: dict[int, tuple[int, int]] = {}
         self._alive: list[Any] = []
         self._tables: list[Table] = []
-        self._made: dict[int, MemoryChunks] = {}
+        self._made: dict[int, Chunks] = {}
 
     def table(self, *, streamed: bool = False) -> Table:
         """Begin the rows of another container.
@@ -86,13 +86,14 @@ class MemoryWriter:
                 self._earlier.setdefault(id(row), (link, number))
         self._alive.append(rows)
 
-    def chunks(self, table: Table, buffer: SharedBuffer) -> MemoryChunks:
+    def chunks(self, table: Table, buffer: SharedBuffer) -> Chunks:
         """The chunks of a table, once the memory is sealed."""
         number = self._tables.index(table)
         if number not in self._made:
             links = {link: self.chunks(self._tables[link], buffer) for link in sorted(table.links)}
-            place = table.starts, table.places, table.nbytes, table.python_nbytes
-            self._made[number] = MemoryChunks(buffer, *place, table.encoder.classes, links)
+            self._made[number] = chunks_in_memory(
+                buffer, table.places, table.python_nbytes, links, table.encoder.classes
+            )
         return self._made[number]
 
     def array(self, value: np.ndarray[Any, Any] | torch.Tensor) -> Make:
@@ -136,7 +137,8 @@ class Table:
 
     Attributes:
         begin: Offset where it begins.
-        starts, places: See `MemoryChunks`.
+        starts: See `Chunks`.
+        places: Where each chunk begins and ends.
         links: The links that its columns have.
     """
 

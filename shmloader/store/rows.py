@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.base import Store, row_array, row_numbers
-from shmloader.store.chunks import ChunkReaders, Chunks, Path
+from shmloader.store.chunks import Chunks, Column, Path
 from shmloader.store.columns.types import PickleType, find_types
 from shmloader.store.description import StoreDescription, describe_columns
 from shmloader.store.tables import joined
@@ -31,12 +31,10 @@ class RowStore(Store):
     def __init__(self, chunks: Chunks, path: Path = (), copy: bool = False) -> None:
         """Read some chunks; of records a field, where a ``path`` leads to one."""
         self.chunks = chunks
-        self._path = path
-        self._copy = copy
-        self._read = ChunkReaders(chunks, path, copy=copy)
+        self._column = Column(chunks, path, copy=copy)
         self._gather: Gatherer | None = None
         self._starts = chunks.starts
-        self._readers = self._read.readers
+        self._readers = self._column.readers
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -45,7 +43,7 @@ class RowStore(Store):
         """See `Store.row`."""
         place = bisect_right(self._starts, index)
         try:
-            return (self._readers[place] or self._read.make(place))(index)
+            return (self._readers[place] or self._column.make(place))(index)
         except _DAMAGES as error:
             raise self._damaged(error, index) from error
 
@@ -61,7 +59,7 @@ class RowStore(Store):
         return super().__getitem__(index)
 
     def __getitems__(self, indices: Any) -> list[Any]:
-        starts, readers, make = self._starts, self._readers, self._read.make
+        starts, readers, make = self._starts, self._readers, self._column.make
         numbers = row_numbers(indices, len(self))
         try:
             return [(readers[at := bisect_right(starts, n)] or make(at))(n) for n in numbers]
@@ -72,7 +70,7 @@ class RowStore(Store):
         starts = self._starts
         try:
             for place in range(1, len(starts)):
-                read = self._readers[place] or self._read.make(place)
+                read = self._readers[place] or self._column.make(place)
                 yield from map(read, range(starts[place - 1], starts[place]))
         except _DAMAGES as error:
             raise self._damaged(error, None) from error
@@ -98,15 +96,14 @@ class RowStore(Store):
 
     def field(self, chunk: int) -> Any:
         """The values of a chunk, as an Arrow array."""
-        return self.chunks.field(chunk, self._path)
+        return self._column.array(chunk)
 
     def column(self, name: str | int) -> RowStore:
         """See `Store.column`."""
-        store = RowStore(self.chunks, (*self._path, name), self._copy)
+        store = RowStore(self.chunks, (*self._column.path, name), self._column.copy)
         if not len(self):
             raise KeyError(name)
-        for chunk in range(len(self._starts) - 1):
-            store.field(chunk)
+        store._column.arrays()
         return store
 
     @property
@@ -116,7 +113,7 @@ class RowStore(Store):
 
     def tuple_length(self) -> int:
         """The length of the rows where all are tuples of one class and length; else 0."""
-        shapes = {tuple_shape(self.field(chunk)) for chunk in range(len(self._starts) - 1)}
+        shapes = set(map(tuple_shape, self._column.arrays()))
         return len(shapes.pop()[1]) if len(shapes) == 1 else 0
 
     def take(self, indices: Any, out: Any = None) -> Any:
@@ -126,7 +123,7 @@ class RowStore(Store):
         rows = row_array(indices, len(self))
         try:
             if self._gather is None:
-                self._gather = Gatherer(self.chunks, self._path, copy=self._copy)
+                self._gather = Gatherer(self._column)
             return self._gather(rows, out)
         except _DAMAGES as error:
             if self._file is None or (isinstance(error, TypeError) and out is not None):
@@ -136,24 +133,23 @@ class RowStore(Store):
     def describe(self) -> StoreDescription:
         """See `SharedObject.describe`."""
         chunks = self.chunks
-        columns = [self.field(chunk) for chunk in range(len(self._starts) - 1)]
-        kind, fields = describe_columns(columns, lambda link: chunks.links[link].column(0).type)
+        arrays = self._column.arrays()
+        kind, fields = describe_columns(arrays, lambda link: chunks.links[link].columns[0].type)
         return StoreDescription(kind, len(self), chunks.nbytes, chunks.python_nbytes, fields)
 
     def to_arrow(self) -> Any:
         """See `SharedObject.to_arrow`: a ``Table`` of dict records, a ``ChunkedArray`` of anything else."""
         try:
-            count = len(self._starts) - 1
-            columns = [self.chunks.plain(chunk, self.field(chunk)) for chunk in range(count)]
+            arrays = self._column.plain_arrays()
             if self._file is not None:
-                for column in columns:
-                    column.validate(full=True)  # Arrow's functions trust their buffers
-            return joined(columns)
+                for array in arrays:
+                    array.validate(full=True)  # Arrow's functions trust their buffers
+            return joined(arrays)
         except _DAMAGES as error:
             raise self._damaged(error, None) from error
 
     def __reduce__(self) -> Any:
-        return RowStore, (self.chunks, self._path, self._copy)
+        return RowStore, (self.chunks, self._column.path, self._column.copy)
 
 
 _DAMAGES: tuple[type[Exception], ...] = (

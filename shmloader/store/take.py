@@ -13,7 +13,7 @@ import torch
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.base import Rows
-from shmloader.store.chunks import ChunkReaders, Chunks, Path
+from shmloader.store.chunks import Chunks, Column
 from shmloader.store.columns.arrays import block_of
 from shmloader.store.columns.packed import keys_of, numbers, types_of_fields
 from shmloader.store.columns.types import (
@@ -43,9 +43,9 @@ class Gatherer:
     Rows are divided into sections, of which each lies in one chunk.
     """
 
-    def __init__(self, chunks: Chunks, path: Path, *, copy: bool = False) -> None:
-        self._rows, starts = chunks.starts[-1], chunks.starts
-        self._read = ChunkReaders(chunks, path, copy=copy)
+    def __init__(self, column: Column) -> None:
+        self._rows, starts = len(column), column.starts
+        self._read = column
         self._ends = np.asarray(starts[1:-1])
         # Starts of chunks are multiples of a power of two: a shift is quicker than a binary search.
         inside = math.gcd(*starts[1:-1])
@@ -55,10 +55,10 @@ class Gatherer:
             chunk_of = np.searchsorted(self._ends, np.arange(count) << self._shift, "right")
         else:
             self._shift, chunk_of = -1, np.arange(len(starts) - 1)
-        self._gather = _gather_of(chunks, path, copy, chunk_of) if self._rows else None
-        column = getattr(self._gather, "__self__", None)
-        is_direct = isinstance(column, _Items) and self._shift > 0 and column.is_direct(self._rows)
-        self._direct: _Items | None = column if is_direct else None
+        self._gather = _gather_of(column, chunk_of) if self._rows else None
+        items = getattr(self._gather, "__self__", None)
+        is_direct = isinstance(items, _Items) and self._shift > 0 and items.is_direct(self._rows)
+        self._direct: _Items | None = items if is_direct else None
 
     def directly(self, indices: Any, out: Any) -> torch.Tensor | None:
         """Gather rows of tensors with the fewest calls; None where `__call__` has to."""
@@ -76,34 +76,33 @@ class Gatherer:
         return self._gather(rows, sections, out)
 
 
-def _gather_of(chunks: Chunks, path: Path, copy: bool, chunk_of: Rows) -> _Gather:
+def _gather_of(column: Column, chunk_of: Rows) -> _Gather:
     """The function that gathers a column: of records, of items, or of values that are read one by one."""
-    columns = [chunks.field(number, path) for number in range(len(chunks.starts) - 1)]
-    (names, *other_names), (shape, *other_shapes) = set(map(_keys, columns)), set(map(tuple_shape, columns))
+    arrays = column.arrays()
+    (names, *other_names), (shape, *other_shapes) = set(map(_keys, arrays)), set(map(tuple_shape, arrays))
     if names and not other_names:
-        fields = {name: _gather_of(chunks, (*path, name), copy, chunk_of) for name in names}
+        fields = {name: _gather_of(column.field(name), chunk_of) for name in names}
 
         def gather_records(rows: Rows, sections: Rows, out: Any) -> Any:
             outs = outputs_by_name(out, fields)
             return {name: gather(rows, sections, outs[name]) for name, gather in fields.items()}
 
         return gather_records
-    read = ChunkReaders(chunks, path, copy=copy)
     if shape[1] and not other_shapes:
-        is_named = isinstance(columns[0].type, NamedTupleType)
-        kind = chunks.finder.find(columns[0].type) if is_named else tuple
-        items = [_gather_of(chunks, (*path, place), copy, chunk_of) for place in range(len(shape[1]))]
+        is_named = isinstance(arrays[0].type, NamedTupleType)
+        kind = column.chunks.finder.find(arrays[0].type) if is_named else tuple
+        items = [_gather_of(column.field(place), chunk_of) for place in range(len(shape[1]))]
 
         def gather_tuples(rows: Rows, sections: Rows, out: Any) -> Any:
             if out is not None:
-                return join(list(map(read, rows.tolist())), out)
+                return join(list(map(column, rows.tolist())), out)
             return tuple.__new__(kind, [gather(rows, sections, None) for gather in items])
 
         return gather_tuples
-    found = _items_of(columns, chunks, chunk_of)
+    found = _items_of(arrays, column.chunks, chunk_of)
     if found is not None:
         return found.gather
-    return lambda rows, sections, out: join(list(map(read, rows.tolist())), out)
+    return lambda rows, sections, out: join(list(map(column, rows.tolist())), out)
 
 
 class _Items:
@@ -162,7 +161,7 @@ class _Piece:
 
     def __init__(self, blocks: dict[int, Array], chunks: Chunks, chunk_of: Rows) -> None:
         chunk, first = next(iter(blocks.items()))
-        memory, starts = chunks.memory(chunk), chunks.starts
+        memory, starts = chunks.memories[chunk], chunks.starts
         self.dtype = first.dtype
         size = first.dtype.itemsize * math.prod(first.shape[1:])
         addresses = {chunk: _address(block) for chunk, block in blocks.items()}
@@ -216,7 +215,7 @@ def _items_of(columns: list[Any], chunks: Chunks, chunk_of: Rows) -> _Items | No
     alike: dict[Any, dict[int, Array]] = {}
     kinds = set()
     for chunk, column in enumerate(columns):
-        memory = chunks.memory(chunk)
+        memory = chunks.memories[chunk]
         found = _block(column, memory)
         if found is None:
             return None

@@ -111,7 +111,7 @@ def test_a_key_with_the_name_of_the_records_is_a_key() -> None:
 
 def test_a_file_with_packed_numbers_is_refused(tmp_path: Path) -> None:
     """They could be anywhere, and of any type."""
-    batch = shmloader.share(PACKED["dicts"]).chunks.batch(0)
+    batch = shmloader.share(PACKED["dicts"]).chunks.batches[0]
     with pa.OSFile(str(tmp_path / "x.arrow"), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
         writer.write_batch(batch)
     with pytest.raises(ValueError, match=r"x\.arrow.*refer to others"):
