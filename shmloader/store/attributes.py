@@ -28,11 +28,10 @@ from shmloader.store.columns.encode import COLUMN, Encoder
 from shmloader.store.graph import Graph, Node, Rebuilder, blame
 from shmloader.store.handles import MappedFiles, register
 from shmloader.store.mapping import (
-    KeyIndex,
     MappingStore,
     SetStore,
+    factory_of,
     hashes_of,
-    pickled_missing,
     write_index,
 )
 from shmloader.store.memory import Make, MemoryWriter, Table, write_rows
@@ -218,16 +217,16 @@ def _write_keyed(value: Any, writer: MemoryWriter, copy: bool, progress: bool | 
     """Write a mapping or a set, and the index of its keys."""
     is_mapping = isinstance(value, Mapping)
     keys = value if is_mapping else list(value)
-    missing, hashes = pickled_missing(value) if is_mapping else b"", hashes_of(keys)
+    factory, hashes = factory_of(value) if is_mapping else None, hashes_of(keys)
     table = write_rows(value.items() if is_mapping else keys, writer, progress)
-    layout = write_index(hashes, writer.out)
+    make_index = write_index(hashes, writer)
 
     def make(buffer: SharedBuffer) -> MappingStore | SetStore:
         rows = RowStore(writer.chunks(table, buffer), (), copy)
         if not is_mapping:
-            return SetStore(rows, KeyIndex(rows, buffer, layout))
+            return SetStore(rows, make_index(rows, buffer))
         keys = rows.column("key") if len(rows) else rows
-        return MappingStore(rows, KeyIndex(keys, buffer, layout), missing)
+        return MappingStore(rows, make_index(keys, buffer), factory)
 
     return make
 

@@ -12,7 +12,6 @@ import glob
 import json
 import mmap
 import os
-import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,8 +62,8 @@ def open_store(
     with _naming(found[0]):
         store = RowStore(chunks)
         if form["rows"] == "mapping":
-            missing = pickle.dumps(FACTORIES[form["missing"]]) if "missing" in form else b""
-            return MappingStore(store, index_of(store.column("key") if len(store) else store), missing)
+            factory = FACTORIES[form["missing"]] if "missing" in form else None
+            return MappingStore(store, index_of(store.column("key") if len(store) else store), factory)
         return SetStore(store, index_of(store)) if form["rows"] == "set" else store
 
 

@@ -13,22 +13,22 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, cast
 from zlib import crc32
 
 import numpy as np
 import pyarrow as pa
 
-from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
+from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.base import SharedObject, Store, equal
 from shmloader.store.description import StoreDescription, describe_rows
-from shmloader.store.memory import new_builder
+from shmloader.store.memory import MemoryWriter
 from shmloader.store.rows import RowStore
 from shmloader.store.tables import form_of_mapping
 
 _HASH_BITS = 32
 _MOST_BUCKET_BITS = 12  # 32 KB in each process that looks keys up
-_Hashes = np.ndarray[Any, np.dtype[np.int64]]
+_Numbers = np.ndarray[Any, np.dtype[Any]]
 _GOLDEN = 0x9E3779B97F4A7C15  # spreads consecutive numbers over all 64 bits
 
 
@@ -57,57 +57,42 @@ def hash_of(key: Any) -> int | None:
     return None
 
 
-class IndexLayout(NamedTuple):
-    """The place of an index in memory, by offsets."""
-
-    keys: int  # how many are in the index
-    hashes: int  # of the keys, ascending, 32 bits
-    rows: int  # the row of each of these
-    code: str  # the type of rows, ``I`` or ``Q``
-    odd: int  # rows whose keys are not in the index, 64 bits
-    odd_count: int
-
-
-def hashes_of(keys: Iterable[Any]) -> _Hashes:
+def hashes_of(keys: Iterable[Any]) -> _Numbers:
     """The hashes of keys; -1 for those that have none."""
     return np.array([-1 if (hashed := hash_of(key)) is None else hashed for key in keys], np.int64)
 
 
-def write_index(hashes: _Hashes, out: BufferBuilder) -> IndexLayout:
-    """Append the index of the keys of all rows, by their hashes."""
+def write_index(hashes: _Numbers, writer: MemoryWriter) -> Callable[[Store, SharedBuffer], KeyIndex]:
+    """Write the index of the keys of all rows, by their hashes; returns what makes it."""
     odd = np.flatnonzero(hashes < 0)
     rows = np.argsort(hashes, kind="stable")[len(odd) :]  # the odd ones, -1, come first
-    code = "I" if len(hashes) < 1 << 32 else "Q"
-    return IndexLayout(
-        len(rows),
-        out.append(hashes[rows].astype(np.uint32)),
-        out.append(rows.astype(code)),
-        code,
-        out.append(odd.astype(np.int64)),
-        len(odd),
-    )
+    number = np.min_scalar_type(len(hashes))
+    arrays = hashes[rows].astype(np.uint32), rows.astype(number), odd.astype(number)
+    makes = list(map(writer.array, arrays))
+    return lambda keys, buffer: KeyIndex(keys, *(make(buffer) for make in makes))
 
 
 class KeyIndex:
-    """Finds the rows of keys by an index that lies in a buffer."""
+    """Finds the rows of keys by arrays in shared memory.
 
-    def __init__(self, keys: Store, buffer: SharedBuffer, layout: IndexLayout) -> None:
+    Args:
+        keys: The key of each row.
+        hashes: Of the keys, ascending, 32 bits.
+        rows: The row of each of these.
+        odd: Rows whose keys have no hash.
+    """
+
+    def __init__(self, keys: Store, hashes: _Numbers, rows: _Numbers, odd: _Numbers) -> None:
         self.keys = keys
-        self._buffer, self._layout = buffer, layout
-        self._hashes = self._numbers(layout.hashes, layout.keys, "I")
-        self._rows = self._numbers(layout.rows, layout.keys, layout.code)
-        bits = min(max(0, layout.keys.bit_length() - 3), _MOST_BUCKET_BITS)
+        self._arrays = hashes, rows, odd
+        # Items of these are ints of Python.
+        self._hashes = memoryview(cast("Any", hashes))
+        self._rows = memoryview(cast("Any", rows))
+        bits = min(max(0, len(hashes).bit_length() - 3), _MOST_BUCKET_BITS)
         self._shift = _HASH_BITS - bits
         limits = np.arange((1 << bits) + 1, dtype=np.int64) << self._shift
-        self._buckets: list[int] = (
-            np.searchsorted(np.asarray(self._hashes), limits).tolist() if layout.keys else [0, 0]
-        )
-        self._odd: dict[Any, int] | None = None
-
-    def _numbers(self, offset: int, count: int, code: str) -> memoryview[Any]:
-        nbytes = count * np.dtype(code).itemsize
-        numbers: memoryview[Any] = self._buffer.view[offset : offset + nbytes].cast(code)  # type: ignore[call-overload]
-        return numbers
+        self._buckets: list[int] = np.searchsorted(hashes, limits).tolist()
+        self._rows_of_odd: dict[Any, int] | None = None
 
     def row_of(self, key: Any) -> int:
         """The row of a key, or -1."""
@@ -126,50 +111,48 @@ class KeyIndex:
         return -1
 
     def _odd_row_of(self, key: Any) -> int:
-        if self._odd is None:
-            rows = self._numbers(self._layout.odd, self._layout.odd_count, "q").tolist()
-            self._odd = {self.keys[row]: row for row in rows}
-        return self._odd.get(key, -1)
+        if self._rows_of_odd is None:
+            self._rows_of_odd = {self.keys[row]: row for row in self._arrays[2].tolist()}
+        return self._rows_of_odd.get(key, -1)
 
     def __reduce__(self) -> Any:
-        return KeyIndex, (self.keys, self._buffer, self._layout)
+        return KeyIndex, (self.keys, *self._arrays)
 
 
 def index_of(keys: Store) -> KeyIndex:
     """Make the index of keys that are in memory, or in a file, already."""
-    with new_builder() as out:
-        layout = write_index(hashes_of(keys), out)
-        return KeyIndex(keys, out.seal(), layout)
+    with MemoryWriter() as writer:
+        make = write_index(hashes_of(keys), writer)
+        return make(keys, writer.seal())
 
 
-def pickled_missing(data: Mapping[Any, Any]) -> bytes:
-    """The function that a mapping calls for keys that it does not have, pickled; empty if that is a KeyError.
+def factory_of(data: Mapping[Any, Any]) -> Callable[[], Any] | None:
+    """The function that a mapping calls for keys that it does not have; None if that is a KeyError.
 
     Raises:
         TypeError: If a store could not do the same.
     """
     method = getattr(type(data), "__missing__", None)
     if method is None:
-        return b""
+        return None
     name = type(data).__qualname__
     if method is Counter.__missing__:
-        return pickle.dumps(int)
+        return int
     if method is not defaultdict.__missing__:
         raise TypeError(
             f"{name} defines __missing__, which a shared mapping would not call: share a plain dict of its "
             "items, shmloader.share(dict(data)), for which a missing key is a KeyError"
         )
-    factory = data.default_factory  # type: ignore[attr-defined]
-    if factory is None:
-        return b""
+    factory: Callable[[], Any] | None = data.default_factory  # type: ignore[attr-defined]
     try:
-        return pickle.dumps(factory)
+        pickle.dumps(factory)
     except Exception as error:
         raise TypeError(
             f"the default_factory {factory!r} of this {name} cannot be pickled, as other processes need it "
             f"({type(error).__name__}: {error}): make it a function of a module, or share a plain dict, "
             "shmloader.share(dict(data)), for which a missing key is a KeyError"
         ) from error
+    return factory
 
 
 class KeyedStore(SharedObject):
@@ -230,24 +213,18 @@ class MappingStore(KeyedStore, Mapping[Any, Any]):
 
     KIND = "mapping"
 
-    def __init__(self, rows: RowStore, index: KeyIndex, missing: bytes = b"") -> None:
-        """Read a mapping; ``missing`` is what `pickled_missing` gave."""
+    def __init__(self, rows: RowStore, index: KeyIndex, factory: Callable[[], Any] | None = None) -> None:
+        """Read a mapping; the ``factory`` makes the values of keys that it lacks."""
         super().__init__(rows, index)
-        self.missing = missing
         self._values = rows.column("value") if len(rows) else rows
-        self._factory: Callable[[], Any] | None = None
+        self._factory = factory
 
     def __getitem__(self, key: Any) -> Any:
         row = self._index.row_of(key)
-        if row < 0:
-            return self._missing_value(key)
-        return self._values[row]
-
-    def _missing_value(self, key: Any) -> Any:
-        if not self.missing:
-            raise KeyError(key)
+        if row >= 0:
+            return self._values[row]
         if self._factory is None:
-            self._factory = pickle.loads(self.missing)
+            raise KeyError(key)
         return self._factory()
 
     def get(self, key: Any, default: Any = None) -> Any:
@@ -281,10 +258,10 @@ class MappingStore(KeyedStore, Mapping[Any, Any]):
     @property
     def form(self) -> dict[str, Any]:
         """See `SharedObject.form`."""
-        return form_of_mapping(self.missing)
+        return form_of_mapping(self._factory)
 
     def __reduce__(self) -> Any:
-        return MappingStore, (self.rows, self._index, self.missing)
+        return MappingStore, (self.rows, self._index, self._factory)
 
 
 class _Items(ItemsView[Any, Any]):

@@ -10,10 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import secrets
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
@@ -101,24 +100,24 @@ def _table_of(store: Any) -> Any:
     return data.replace_schema_metadata(metadata)
 
 
-def form_of_mapping(missing: bytes) -> dict[str, Any]:
+def form_of_mapping(factory: Callable[[], Any] | None) -> dict[str, Any]:
     """The metadata of a mapping.
 
     Args:
-        missing: The function that makes up missing values, pickled; empty for none.
+        factory: The function that makes up missing values, if there is one.
 
     Raises:
         TypeError: If a file cannot name that function.
     """
-    if not missing:
+    if factory is None:
         return {"rows": "mapping"}
-    factory = pickle.loads(missing)
-    if factory not in FACTORIES.values():
-        raise TypeError(
-            f"a file cannot say that missing keys are made by {factory!r}, since opening it would run that: "
-            "share and save a plain dict, shmloader.share(dict(data))"
-        )
-    return {"rows": "mapping", "missing": factory.__name__}
+    for name, known in FACTORIES.items():
+        if factory is known:
+            return {"rows": "mapping", "missing": name}
+    raise TypeError(
+        f"a file cannot say that missing keys are made by {factory!r}, since opening it would run that: "
+        "share and save a plain dict, shmloader.share(dict(data))"
+    )
 
 
 @contextlib.contextmanager
