@@ -88,7 +88,9 @@ def device_of(loader: Any) -> torch.device | None:
     return torch.device(device.type, index)
 
 
-def check_arguments(loader: Any, dataset: object, num_workers: object, persistent_workers: bool) -> None:
+def check_arguments(
+    loader: Any, dataset: object, num_workers: object, persistent_workers: bool, context: object
+) -> None:
     """Check all of the loader's own arguments, which are its attributes; torch's are not set yet.
 
     Raises:
@@ -123,21 +125,23 @@ def check_arguments(loader: Any, dataset: object, num_workers: object, persisten
         )
     _check_dispatch(loader.dispatch, dataset, num_workers)
     _check_shard(loader.shard, dataset)
+    check_workers(loader, dataset, context)
 
 
-def check_worker_type(loader: Any, dataset: object, multiprocessing_context: object) -> None:
-    """Refuse arguments that worker threads cannot follow.
+def check_workers(loader: Any, dataset: object, context: object) -> None:
+    """Refuse arguments that worker threads cannot follow, and a ``multiprocessing`` context that has threads.
 
     Raises:
-        ValueError: With the argument and the reason.
+        ValueError: With the argument, the reason, and what to pass instead.
     """
     if loader.worker_type != THREAD:
+        _check_context(context)
         return
     if why_missing(Feature.THREADS) is not None:
         raise NotImplementedError(missing_message(Feature.THREADS))
-    if multiprocessing_context is not None:
+    if context is not None:
         raise ValueError(
-            f"worker_type='thread' starts no processes: multiprocessing_context={multiprocessing_context!r} "
+            f"worker_type='thread' starts no processes: multiprocessing_context={context!r} "
             "means nothing with it, leave one of them out"
         )
     if loader.worker_restarts:
@@ -158,12 +162,8 @@ def threads_of(context: object) -> type | None:
     return kind if isinstance(kind, type) and issubclass(kind, threading.Thread) else None
 
 
-def check_context(context: object) -> None:
-    """Refuse a ``multiprocessing`` context whose processes are threads, such as MONAI's.
-
-    Raises:
-        ValueError: With its name, and what to pass instead.
-    """
+def _check_context(context: object) -> None:
+    """Refuse a context whose processes are threads, such as MONAI's."""
     kind = threads_of(context)
     if kind is not None:
         raise ValueError(

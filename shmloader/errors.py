@@ -1,10 +1,13 @@
-"""Exceptions and warnings of shmloader.
+"""Exceptions and warnings of shmloader, and how a warning is given.
 
 Every exception inherits from what users of ``torch.utils.data.DataLoader`` already catch, so that an
 ``except RuntimeError`` written for torch goes on working.
 """
 
 from __future__ import annotations
+
+import inspect
+import warnings
 
 
 class LoaderError(RuntimeError):
@@ -90,3 +93,22 @@ class NoGoodSample(LoaderError):
 
 class ShareTimeout(LoaderError, TimeoutError):
     """The process that builds an object for all ranks of a host was not done in time."""
+
+
+_OF_THE_LOADER = ("shmloader.", "torch.utils.data.")
+_said: set[str] = set()
+
+
+def warn(message: str, category: type[Warning] = RuntimeWarning) -> None:
+    """Give a warning that points to the line of the program that has called the loader."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_OF_THE_LOADER):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
+
+
+def warn_once(message: str) -> None:
+    """Give a ``RuntimeWarning``, the first time that this process has it."""
+    if message not in _said:
+        _said.add(message)
+        warn(message)

@@ -17,7 +17,7 @@ from shmloader.resume.states import loaded_state
 from shmloader.sampling.index_batches import PackedInts
 from shmloader.sampling.samplers import generator_states, index_sampler_of, states_if_drawn
 from shmloader.statistics import Counters
-from shmloader.wire.stream_records import StreamReport, StreamRules
+from shmloader.wire.stream_records import StreamReport
 from shmloader.worker.fetch import before_each_sample, make_fetcher
 from shmloader.worker.fetcher import FetchRules
 from shmloader.worker.random_state import Generators, SampleSeeds, worker_seeds
@@ -49,14 +49,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         iterable = self._dataset_kind == torch_private.ITERABLE_KIND
         self._stream = StreamProgress(loader, loaded_state(loader)) if iterable else None
         self._report: StreamReport | None = None  # of the batch that was fetched last
-        rules = FetchRules(
-            iterable=iterable,
-            auto_collation=self._auto_collation,
-            drop_last=self._drop_last,
-            collate_fn=self._collate_fn,
-            on_error=self._on_error,
-            stream=StreamRules() if self._stream is None else self._stream.rules,
-        )
+        rules = FetchRules.of_loader(loader, None if self._stream is None else self._stream.rules)
         self._seeds: SampleSeeds | None = None
         dataset = self._dataset
         self._base_seed, self._epoch = seeds = states.seeds(loader, int(self._base_seed))

@@ -10,7 +10,6 @@ import functools
 import os
 import pickle
 import time
-import warnings
 import weakref
 from collections.abc import Iterator
 from threading import main_thread
@@ -21,8 +20,7 @@ from shmloader.arguments import THREAD, device_of, seeds_samples
 from shmloader.codec import Decoder
 from shmloader.diagnostics.bad_samples import LEFT_OUT, count, take_report, warn_of_bad_samples
 from shmloader.diagnostics.exceptions import restore
-from shmloader.diagnostics.stack_level import level_of_the_program
-from shmloader.errors import LoaderClosed, LoaderError, SpillWarning
+from shmloader.errors import LoaderClosed, LoaderError, SpillWarning, warn
 from shmloader.host.held_interrupts import HeldInterrupts
 from shmloader.resume import States, StreamProgress
 from shmloader.resume.states import loaded_state
@@ -38,7 +36,7 @@ from shmloader.statistics import Counters
 from shmloader.store.unshared import warn_of_copies, watch_copies
 from shmloader.supervisor import Workers, start_workers
 from shmloader.wire.records import FAILED, REPORTED
-from shmloader.wire.stream_records import StreamReport, StreamRules
+from shmloader.wire.stream_records import StreamReport
 from shmloader.worker.epoch_settings import DatasetState
 from shmloader.worker.fetcher import FetchRules
 from shmloader.worker.loop import WorkerArguments
@@ -78,20 +76,18 @@ class SlotIterator(torch_private.BaseIterator):
         self._dataset_state = DatasetState(self._dataset)
         self._states = states
         self._base_seed, epoch = states.seeds(loader, int(self._base_seed))
-        num_workers, prefetch_factor = int(loader.num_workers), int(loader.prefetch_factor)
         device = device_of(loader)
         pool_class = SlotPool
         if device is not None or self._pin_memory:
             from shmloader.device import GuardedPool as pool_class  # noqa: N813
-        self.pool = pool_class.for_loader(num_workers, prefetch_factor, loader.memory_budget_nbytes, counters)
+        self.pool = pool_class.for_loader(loader, counters)
         workers: Workers | None = None
         try:
             workers = self._all_workers = self._start_workers(loader, auto)
             # Runs when the iterator dies and at interpreter exit; refers to the parts, not to the iterator.
             self._finalizer = weakref.finalize(self, _stop, os.getpid(), workers, self.pool)
-            restarts, timeout_s = loader.worker_restarts, self._timeout
             self._dispatcher = dispatcher = Dispatcher(
-                self.pool, workers, self._lifecycle, restarts=restarts, timeout_s=timeout_s
+                self.pool, workers, self._lifecycle, loader.worker_restarts, self._timeout
             )
             dispatcher.ledger.epoch = epoch
             self._delivery = self._make_delivery(device)
@@ -111,21 +107,13 @@ class SlotIterator(torch_private.BaseIterator):
             init_fn = functools.partial(
                 torch_private.sharding_worker_init_fn, init_fn, self._world_size, self._rank
             )
-        rules = FetchRules(
-            iterable=self._stream is not None,
-            auto_collation=self._auto_collation,
-            drop_last=self._drop_last,
-            collate_fn=self._collate_fn,
-            on_error=loader.on_error,
-            stream=StreamRules() if self._stream is None else self._stream.rules,
-        )
         # Only streams need the shared seed, and their workers are all started with the iterator.
         make_arguments = functools.partial(
             WorkerArguments,
             num_workers=self._num_workers if auto is None else auto.most_workers,
             segment=self.pool.segment,
             dataset=self._dataset,
-            rules=rules,
+            rules=FetchRules.of_loader(loader, None if self._stream is None else self._stream.rules),
             base_seed=int(self._base_seed),
             shared_seed=self._shared_seed,
             init_fn=init_fn,
@@ -351,7 +339,7 @@ class SlotIterator(torch_private.BaseIterator):
         """Give the pool's warning; no batch is lost where the program's filters make it an error."""
         warning, self.pool.warning = self.pool.warning, ""
         try:
-            warnings.warn(warning, SpillWarning, stacklevel=level_of_the_program())
+            warn(warning, SpillWarning)
         except SpillWarning as error:
             self._lifecycle.expect(error)
             raise

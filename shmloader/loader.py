@@ -17,8 +17,6 @@ from shmloader.arguments import (
     Shard,
     WorkerType,
     check_arguments,
-    check_context,
-    check_worker_type,
     dispatch_of,
     number_or_auto,
 )
@@ -150,17 +148,6 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         RuntimeError: For a ``device`` that is none; by ``iter()``, for an accelerator that is not there.
     """
 
-    memory_budget_nbytes: int | None
-    worker_restarts: int
-    on_error: OnError
-    dispatch: Dispatch
-    prefetch_epochs: bool
-    worker_type: WorkerType
-    share_dataset: bool
-    shard: Shard | None
-    snapshot_every_n_steps: int
-    seed_per_sample: bool | None
-    device: torch.device | None
     is_shmloader = True  # accelerate copies it, under install()
     _is_accelerate_prepared = PREPARED_FLAG
 
@@ -216,9 +203,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self.seed_per_sample = seed_per_sample
         self.device = None if device is None else torch.device(device)  # raises for what is none
-        check_arguments(self, dataset, workers, persistent_workers)
-        check_worker_type(self, dataset, multiprocessing_context)
-        check_context(multiprocessing_context)
+        check_arguments(self, dataset, workers, persistent_workers, multiprocessing_context)
         if share_dataset and why_unavailable() is None:
             from shmloader.store.attributes import share_for_loader  # imports pyarrow
 

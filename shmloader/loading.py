@@ -14,7 +14,6 @@ from typing import Any
 
 from shmloader.arguments import device_of
 from shmloader.diagnostics.bad_samples import warn_of_bad_samples
-from shmloader.diagnostics.stack_level import level_of_the_program
 from shmloader.errors import LoaderClosed
 from shmloader.in_process import InProcessIterator
 from shmloader.iterator import SlotIterator
@@ -79,7 +78,7 @@ class Loading:
         if loader.num_workers == 0:
             return InProcessIterator(loader, self.counters, self.states)
         loader.check_worker_number_rationality()
-        is_missing(Feature.COLLATION, level_of_the_program())
+        is_missing(Feature.COLLATION)
         closes = self.closes
         if loader.prefetch_factor > 0:  # others the iterator refuses, in torch's words
             operator.index(loader.prefetch_factor)  # raises for a fraction, as torch's iterator does
@@ -142,19 +141,12 @@ class Loading:
         # A copy, looked at and not touched: another thread may be iterating.
         slots = [slot for iterator in iterators for slot in list(iterator.pool.slots)]
         states = [slot.state_now for slot in slots]
-        count = states.count
+        in_use = [slot for slot, state in zip(slots, states, strict=True) if state is not SlotState.FREE]
+        counts: dict[str, Any] = {f"slots_{state.value}": states.count(state) for state in SlotState}
         return LoaderStatistics(
-            slots_free=count(SlotState.FREE),
-            slots_granted=count(SlotState.GRANTED),
-            slots_published=count(SlotState.PUBLISHED),
-            slots_leased=count(SlotState.LEASED),
-            slots_guarded=count(SlotState.GUARDED),
+            **counts,
             reserved_nbytes=sum(slot.nbytes for slot in slots),
-            used_nbytes=sum(
-                slot.used_nbytes
-                for slot, state in zip(slots, states, strict=True)
-                if state is not SlotState.FREE
-            ),
+            used_nbytes=sum(slot.used_nbytes for slot in in_use),
             oldest_leases=tuple(text for iterator in iterators for text in iterator.oldest_leases()),
             autotune=None if self.auto is None else self.auto.report(),
             **self.counters.figures(),

@@ -8,11 +8,10 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
-from shmloader.diagnostics.stack_level import level_of_the_program
+from shmloader.errors import warn
 from shmloader.torch_fallback import options_asked_for
 
 
@@ -83,11 +82,9 @@ def warn_of_torchs_class(loader: Any) -> None:
         return
     PREPARED_FLAG.warned = True
     options = f" and without its options ({', '.join(lost)})" if lost else ""
-    warnings.warn(
+    warn(
         "accelerate builds a loader of torch's class in the place of this shmloader.DataLoader: batches come "
-        f"without slots{options}. Call shmloader.install() before accelerator.prepare().",
-        RuntimeWarning,
-        stacklevel=level_of_the_program(),
+        f"without slots{options}. Call shmloader.install() before accelerator.prepare()."
     )
 
 

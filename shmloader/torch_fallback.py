@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from shmloader.arguments import AutoCount
-from shmloader.diagnostics.stack_level import level_of_the_program
-from shmloader.errors import ResumeError
+from shmloader.errors import ResumeError, warn_once
 from shmloader.shared_memory import why_unavailable
 from shmloader.torch_features import Feature, missing_message, why_missing
 
@@ -24,8 +22,6 @@ OWN_DEFAULTS: dict[str, Any] = {
     "snapshot_every_n_steps": 1,
 }
 """Options that torch's loader lacks, with the values that ask for nothing."""
-
-_told: set[str] = set()
 
 
 def must_load_as_torch(loader: Any) -> bool:
@@ -46,9 +42,7 @@ def must_load_as_torch(loader: Any) -> bool:
         raise NotImplementedError(f"{text} It does not divide streams as shard={loader.shard!r} asks for.")
     if ignored := options_asked_for(loader):
         text += f" Without effect: {', '.join(ignored)}."
-    if text not in _told:
-        _told.add(text)
-        warnings.warn(text, RuntimeWarning, stacklevel=level_of_the_program())
+    warn_once(text)
     return True
 
 

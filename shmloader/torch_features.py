@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-import warnings
 from enum import StrEnum
 from typing import Any, NoReturn
 
 import torch
+
+from shmloader.errors import warn_once
 
 
 class Feature(StrEnum):
@@ -40,7 +41,6 @@ _INSTEAD = {
 """The consequence for a feature that has a replacement; advice for the others."""
 
 _reasons: dict[Feature, str] = {}
-_warned: set[Feature] = set()
 
 
 def why_missing(feature: Feature) -> str | None:
@@ -53,13 +53,11 @@ def disable(feature: Feature, reason: str) -> None:
     _reasons.setdefault(feature, reason)
 
 
-def is_missing(feature: Feature, stacklevel: int) -> bool:
+def is_missing(feature: Feature) -> bool:
     """Whether a feature, one that has a replacement, is not available. The first such call warns."""
     if why_missing(feature) is None:
         return False
-    if feature not in _warned:
-        _warned.add(feature)
-        warnings.warn(missing_message(feature), RuntimeWarning, stacklevel=stacklevel + 1)
+    warn_once(missing_message(feature))
     return True
 
 

@@ -33,9 +33,8 @@ from shmloader.torch_features import (
 
 _DATALOADER = "torch.utils.data.dataloader"
 _ITERATOR_ATTRIBUTES = (
-    "_dataset _dataset_kind _auto_collation _index_sampler _sampler_iter _next_index _collate_fn _drop_last "
-    "_num_workers _persistent_workers _num_yielded _timeout _base_seed _shared_seed _world_size _rank "
-    "_pin_memory _pin_memory_device"
+    "_dataset _dataset_kind _index_sampler _sampler_iter _next_index _num_workers _persistent_workers "
+    "_num_yielded _timeout _base_seed _shared_seed _world_size _rank _pin_memory _pin_memory_device"
 ).split()
 """Attributes of `BaseIterator` that shmloader's iterators read or replace."""
 

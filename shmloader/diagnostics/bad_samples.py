@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,8 +15,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from shmloader.diagnostics.exceptions import shorten, text_of
-from shmloader.diagnostics.stack_level import level_of_the_program
-from shmloader.errors import BadSampleWarning, LoaderError, NoGoodSample
+from shmloader.errors import BadSampleWarning, LoaderError, NoGoodSample, warn
 from shmloader.statistics import BadSample, Counters
 
 RAISE, SKIP, REPLACE = "raise", "skip", "replace"
@@ -121,10 +119,9 @@ def warn_of_bad_samples(counters: Counters, on_error: str) -> None:
     more = f"; and {counters.bad_samples - _EXAMPLES:,} more" if counters.bad_samples > _EXAMPLES else ""
     what = "left out of their batches" if on_error == SKIP else "replaced by others of their batches"
     left_out = f" {counters.batches_left_out:,} batch(es) had no good sample and were left out."
-    warnings.warn(
+    warn(
         f"{counters.bad_samples:,} bad sample(s) raised and were {what} (on_error={on_error!r}): {examples}"
         f"{more}.{left_out if counters.batches_left_out else ''} loader.statistics() lists them, and later "
         "ones, which are not warned of again. on_error='raise' stops at the first.",
         BadSampleWarning,
-        stacklevel=level_of_the_program(),
     )

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from typing import Any
 
 import torch.utils.data
 
-from shmloader.diagnostics.stack_level import level_of_the_program
+from shmloader.errors import warn
 from shmloader.integrations.patches import Patches
 from shmloader.integrations.states import states_unwanted
 from shmloader.loader import DataLoader
@@ -43,12 +42,10 @@ class Accelerate:
         adapter: Any = getattr(module, "DataLoaderAdapter", None)
         torchs = getattr(module, "DataLoader", None) is _TORCHS
         if not (torchs and isinstance(arguments, dict) and hasattr(adapter, _UPDATE)):
-            warnings.warn(
+            warn(
                 f"shmloader.install() cannot patch this version of accelerate: {_MODULE} lacks a dict "
                 f"{_ARGUMENTS}, a DataLoader that is torch's, or DataLoaderAdapter.{_UPDATE}. Its loaders "
-                "load from slots, but with the options of install(), not of the loader that they replace.",
-                RuntimeWarning,
-                stacklevel=level_of_the_program(),
+                "load from slots, but with the options of install(), not of the loader that they replace."
             )
             return
         self._patches.replace(module, _ARGUMENTS, {**arguments, **OWN_DEFAULTS, _IS_OURS: False})

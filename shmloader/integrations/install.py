@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import torch.utils.data
 
-from shmloader.arguments import check_arguments, check_worker_type, dispatch_of, threads_of
-from shmloader.diagnostics.stack_level import level_of_the_program
+from shmloader.arguments import check_arguments, dispatch_of, threads_of
+from shmloader.errors import warn
 from shmloader.integrations.accelerate import Accelerate
 from shmloader.integrations.patches import Patches
 from shmloader.integrations.states import load_state_dict, state_dict
@@ -70,7 +69,7 @@ def install(**options: Any) -> contextlib.ExitStack:
             raise ValueError(f"install({name}={options[name]!r}) is not possible: {instead}")
     _check(options, torch.utils.data.Dataset(), True, None)
     before = _options
-    if not is_missing(Feature.INSTALL, level_of_the_program()):
+    if not is_missing(Feature.INSTALL):
         if before is None:
             _patch()
         _options = options
@@ -178,8 +177,7 @@ def _why_not(name: str, value: Any, loader: Any) -> str | None:
 def _check(options: dict[str, Any], dataset: Any, persistent_workers: bool, context: Any) -> None:
     given = SimpleNamespace(**{**OWN_DEFAULTS, **options})
     given.dispatch = dispatch_of(given.dispatch, 1)
-    check_arguments(given, dataset, 1, persistent_workers)
-    check_worker_type(given, dataset, context)
+    check_arguments(given, dataset, 1, persistent_workers, context)
 
 
 def _warn_of_options(loader: Any) -> None:
@@ -188,9 +186,7 @@ def _warn_of_options(loader: Any) -> None:
         reason = None if name in _warned or not loader.num_workers else _why_not(name, value, loader)
         if reason is not None:
             _warned.add(name)
-            _warn(
-                f"install({name}={value!r}) has no effect on a loader of {_type(loader.dataset)}: {reason}."
-            )
+            warn(f"install({name}={value!r}) has no effect on a loader of {_type(loader.dataset)}: {reason}.")
 
 
 def _has_threads(loader: Any) -> bool:
@@ -198,7 +194,7 @@ def _has_threads(loader: Any) -> bool:
     kind = threads_of(loader.multiprocessing_context)
     if kind is not None and "multiprocessing_context" not in _warned:
         _warned.add("multiprocessing_context")
-        _warn(
+        warn(
             f"shmloader.install() leaves {_type(loader)} to torch: its workers are threads that pose as "
             f"processes ({kind.__qualname__}), which cannot write to slots."
         )
@@ -207,7 +203,3 @@ def _has_threads(loader: Any) -> bool:
 
 def _type(instance: object) -> str:
     return type(instance).__qualname__
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=level_of_the_program())

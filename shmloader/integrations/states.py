@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.utils.data
 
 from shmloader.arguments import threads_of
-from shmloader.diagnostics.stack_level import level_of_the_program
-from shmloader.errors import ResumeError
+from shmloader.errors import ResumeError, warn
 from shmloader.loading import loading_of
 from shmloader.torch_fallback import check_resumable
 from shmloader.torch_private import GET_ITERATOR
@@ -43,11 +41,7 @@ def state_dict(loader: Any) -> dict[str, Any]:
     except ResumeError as error:
         if not _unwanted.get():
             dataset = type(loader.dataset).__qualname__
-            warnings.warn(
-                f"the state of a loader of {dataset} is empty, and cannot be resumed: {error}",
-                RuntimeWarning,
-                stacklevel=level_of_the_program(),
-            )
+            warn(f"the state of a loader of {dataset} is empty, and cannot be resumed: {error}")
         return {}
 
 

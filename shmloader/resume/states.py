@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,8 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from shmloader.diagnostics.stack_level import level_of_the_program
-from shmloader.errors import ResumeError
+from shmloader.errors import ResumeError, warn
 from shmloader.resume.fit import (
     ADDED_BY_OTHERS,
     AT_THE_BEGINNING,
@@ -334,10 +332,8 @@ def _warn_of_another(loader: Any) -> None:
     """Warn where a loader begins its first epoch, and a state waits in another loader of its dataset."""
     for other in list(_waiting):
         if other.dataset is loader.dataset and loaded_state(other) is not None:
-            warnings.warn(
+            warn(
                 "load_state_dict() was called on another loader of this dataset, which was not iterated over "
                 "since; this loader begins its epoch at the beginning. If it was made from that one (by "
-                "Lightning or accelerate, say), call load_state_dict() on this one.",
-                RuntimeWarning,
-                stacklevel=level_of_the_program(),
+                "Lightning or accelerate, say), call load_state_dict() on this one."
             )

@@ -9,12 +9,10 @@ import functools
 import json
 import logging
 import pickle
-import warnings
 from typing import Any
 
-from shmloader.diagnostics.stack_level import level_of_the_program
 from shmloader.distributed import check_equal_ends, rank_and_ranks
-from shmloader.errors import ResumeError
+from shmloader.errors import ResumeError, warn
 from shmloader.resume.fit import State, is_between_epochs, named_in_errors
 from shmloader.resume.progress import Progress
 from shmloader.resume.user_states import pack_user_state, unpack_user_state
@@ -56,11 +54,9 @@ class StreamProgress:
         self._compared = False
         again = sum(cursor.drawn for cursor in rules.cursors if not cursor.state)
         if again:
-            warnings.warn(
+            warn(
                 f"to go on, {again:,} samples of the stream are drawn once more and dropped, because "
-                f"{self._dataset_name} and its iterator have no state_dict() and load_state_dict()",
-                RuntimeWarning,
-                stacklevel=level_of_the_program(),
+                f"{self._dataset_name} and its iterator have no state_dict() and load_state_dict()"
             )
 
     def take(self, progress: Progress, worker_id: int, report: StreamReport | None) -> None:

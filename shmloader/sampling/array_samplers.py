@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from shmloader.diagnostics.stack_level import level_of_the_program
 from shmloader.sampling.index_batches import LEAST_PACKED, IntArray, PackedInts
 from shmloader.torch_features import Feature, disable, is_missing
 
@@ -46,9 +45,7 @@ def index_arrays(index_sampler: Any, skip: int = 0) -> Iterator[PackedInts] | No
     if not all(is_by_torch(kind.__iter__, kind) for kind in (BatchSampler, type(inner))):
         return None
     check_against_torch()
-    return (
-        None if is_missing(Feature.ARRAY_SAMPLING, level_of_the_program()) else _batches(index_sampler, skip)
-    )
+    return None if is_missing(Feature.ARRAY_SAMPLING) else _batches(index_sampler, skip)
 
 
 @functools.cache

@@ -9,7 +9,6 @@ the dataset, the early batches are discarded and made again.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch.utils.data import IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from shmloader import torch_private
-from shmloader.diagnostics.stack_level import level_of_the_program
+from shmloader.errors import warn
 from shmloader.sampling.array_samplers import index_arrays
 from shmloader.sampling.samplers import (
     GeneratorStates,
@@ -44,9 +43,7 @@ def next_epoch_for(loader: Any, index_sampler: Any) -> NextEpoch | None:
     reason = _why_not(loader, index_sampler)
     if not reason:
         return NextEpoch(index_sampler, loader.generator)
-    warnings.warn(
-        f"prefetch_epochs=True has no effect for this loader: {reason}", stacklevel=level_of_the_program()
-    )
+    warn(f"prefetch_epochs=True has no effect for this loader: {reason}", UserWarning)
     return None
 
 

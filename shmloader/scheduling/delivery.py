@@ -7,7 +7,6 @@ process only.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,13 +17,11 @@ from shmloader.device import DeviceBatches, DeviceGuard, GuardedPool, to_device
 from shmloader.device.driver import CudaDriver, open_driver
 from shmloader.device.moving import is_plain
 from shmloader.device.trial import why_unusable
-from shmloader.diagnostics.stack_level import level_of_the_program
-from shmloader.errors import LoaderError
+from shmloader.errors import LoaderError, warn_once
 from shmloader.scheduling.dispatcher import ByteArray, Dispatcher
 from shmloader.scheduling.ledger import ARRIVED, Task
 from shmloader.wire.records import FAILED, REPORTED
 
-_told: set[str] = set()
 _tried: dict[int, str] = {}
 
 
@@ -63,7 +60,9 @@ class Delivery:
         driver = open_driver()
         why = driver if isinstance(driver, str) else _try_once(driver, device)
         if isinstance(driver, str) or why:
-            _tell(why)
+            warn_once(
+                f"slots are not page-locked: {why}. Batches are copied once more, to torch's pinned memory."
+            )
             return
         guard = self._pool.guard = DeviceGuard(driver)
         if device is not None:
@@ -129,13 +128,3 @@ def _try_once(driver: CudaDriver, device: torch.device | None) -> str:
     if number not in _tried and not driver.captures_open():  # a capture would forbid it
         _tried[number] = why_unusable(driver, number)
     return _tried.get(number, "")
-
-
-def _tell(reason: str) -> None:
-    if reason not in _told:
-        _told.add(reason)
-        warnings.warn(
-            f"slots are not page-locked: {reason}. Batches are copied once more, to torch's pinned memory.",
-            RuntimeWarning,
-            stacklevel=level_of_the_program(),
-        )

@@ -62,7 +62,7 @@ class Dispatcher:
     """
 
     def __init__(
-        self, pool: SlotPool, workers: Workers, lifecycle: Lifecycle, *, restarts: int, timeout_s: float
+        self, pool: SlotPool, workers: Workers, lifecycle: Lifecycle, restarts: int, timeout_s: float
     ) -> None:
         self.pool = pool
         self.workers = workers

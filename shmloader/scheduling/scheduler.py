@@ -23,12 +23,10 @@ class Scheduler:
     """Sends tasks for one iterator, epoch after epoch.
 
     Attributes:
-        epoch: Number of the present epoch, over the iterator's life.
         free_workers: The policy of dynamic dispatch; None with static dispatch.
     """
 
     def __init__(self, loader: Any, index_sampler: Any, dispatcher: Dispatcher, auto: Auto | None) -> None:
-        self.epoch = 0
         self.free_workers: FreeWorkers | None = None
         self._dispatcher = dispatcher
         self._ledger = ledger = dispatcher.ledger
@@ -108,7 +106,6 @@ class Scheduler:
     def _fill(self, sampler_iter: Iterator[Any]) -> None:
         self._sampler_iter = sampler_iter
         self._sent_early = 0
-        self.epoch = self._ledger.epoch
         if self._next_epoch is not None:
             self._next_epoch.begin_epoch()
         if self._growth is not None:
@@ -131,7 +128,7 @@ class Scheduler:
         worker_id = self._policy.choose()
         if worker_id is None:
             return False
-        self._dispatcher.send(worker_id, self.epoch, self._sent, index_batch)
+        self._dispatcher.send(worker_id, self._ledger.epoch, self._sent, index_batch)
         self._sent += 1
         return True
 
@@ -146,7 +143,7 @@ class Scheduler:
             self._policy.begin_epoch()
         worker_id = self._policy.choose()
         assert worker_id is not None  # batches come in order
-        self._dispatcher.send(worker_id, self.epoch + 1, self._sent_early, index_batch)
+        self._dispatcher.send(worker_id, self._ledger.epoch + 1, self._sent_early, index_batch)
         self._sent_early += 1
 
     def send_more(self) -> None:

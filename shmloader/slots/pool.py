@@ -70,25 +70,24 @@ class SlotPool:
         self._closed = False
 
     @classmethod
-    def for_loader(
-        cls, num_workers: int, prefetch_factor: int, memory_budget_nbytes: int | None, counters: Counters
-    ) -> Self:
+    def for_loader(cls, loader: Any, counters: Counters) -> Self:
         """The slots for a loader's arguments.
 
         Without a budget of its own it gets half of the memory that the host has available now; a budget that
         is larger than all of that is taken as what the host has.
         """
-        available_nbytes = memory_headroom().available_nbytes
-        if memory_budget_nbytes is None:
+        available_nbytes, wanted_nbytes = memory_headroom().available_nbytes, loader.memory_budget_nbytes
+        if wanted_nbytes is None:
             budget_nbytes = available_nbytes // 2
         else:  # a plain number, since sums of NumPy's narrow ones overflow
-            budget_nbytes = min(operator.index(memory_budget_nbytes), available_nbytes)
+            budget_nbytes = min(operator.index(wanted_nbytes), available_nbytes)
+        workers = int(loader.num_workers)
         return cls(
             Segment(),
-            num_workers * prefetch_factor,
+            workers * int(loader.prefetch_factor),
             budget_nbytes,
-            workers=num_workers,
-            follows_host=memory_budget_nbytes is None,
+            workers=workers,
+            follows_host=wanted_nbytes is None,
             counters=counters,
         )
 

@@ -7,15 +7,13 @@ per epoch.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch.multiprocessing
 
 from shmloader.arguments import THREAD
-from shmloader.diagnostics.stack_level import level_of_the_program
-from shmloader.errors import NotSharedWarning
+from shmloader.errors import NotSharedWarning, warn
 from shmloader.host.process_memory import read_memory
 from shmloader.statistics import Counters
 from shmloader.store.graph import Graph
@@ -99,4 +97,4 @@ def warn_of_copies(copied: str, counters: Counters) -> None:
     """Give the warning of `CopyWatch.ended`, if there is one; one for each loader."""
     if copied and not counters.warned_of_copies:
         counters.warned_of_copies = True
-        warnings.warn(copied, NotSharedWarning, stacklevel=level_of_the_program())
+        warn(copied, NotSharedWarning)

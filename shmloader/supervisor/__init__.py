@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shmloader.arguments import THREAD, check_context, check_worker_type
+from shmloader.arguments import THREAD, check_workers
 from shmloader.supervisor.base import MakeArguments, Workers
 from shmloader.supervisor.death_reports import log_replacement, worker_timeout
 from shmloader.supervisor.processes import ProcessWorkers
@@ -27,9 +27,8 @@ def start_workers(loader: Any, make_arguments: MakeArguments) -> Workers:
     Raises:
         ValueError: If workers of this kind cannot do what the arguments ask for.
     """
+    check_workers(loader, loader.dataset, loader.multiprocessing_context)
     if loader.worker_type == THREAD:
-        check_worker_type(loader, loader.dataset, loader.multiprocessing_context)
         return ThreadWorkers(make_arguments, loader.num_workers)
-    check_context(loader.multiprocessing_context)
     context = loader.multiprocessing_context or torch.multiprocessing
     return ProcessWorkers(context, make_arguments, loader.num_workers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from shmloader.diagnostics.bad_samples import RAISE, pack
 from shmloader.statistics import BadSample
@@ -29,6 +29,18 @@ class FetchRules(NamedTuple):
     collate_fn: Callable[[Any], Any]
     on_error: str = RAISE
     stream: StreamRules = StreamRules()
+
+    @classmethod
+    def of_loader(cls, loader: Any, stream: StreamRules | None) -> Self:
+        """The rules of a loader's arguments as they are now; ``stream`` if its dataset is iterable-style."""
+        return cls(
+            iterable=stream is not None,
+            auto_collation=loader.batch_sampler is not None,
+            drop_last=loader.drop_last,
+            collate_fn=loader.collate_fn,
+            on_error=loader.on_error,
+            stream=stream or StreamRules(),
+        )
 
 
 class Fetcher(ABC):

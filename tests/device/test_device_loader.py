@@ -15,7 +15,7 @@ import torch
 from scripted_driver import ScriptedDriver, claim_an_accelerator
 from torch.utils.data import Dataset, IterableDataset
 
-from shmloader import DataLoader, torch_private
+from shmloader import DataLoader, errors, torch_private
 from shmloader.device import pinned
 from shmloader.device.driver import open_driver
 from shmloader.errors import LoaderError
@@ -366,7 +366,7 @@ def test_where_slots_cannot_be_locked(
     driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch, device: str | None
 ) -> None:
     """The reason is said once; batches are copied to torch's pinned memory, and then to the device."""
-    monkeypatch.setattr(delivery, "_told", set())
+    monkeypatch.setattr(errors, "_said", set())
     monkeypatch.setattr(delivery, "open_driver", lambda: "the driver is too old")
     with DataLoader(Samples(), batch_size=4, num_workers=2, pin_memory=True, device=device) as loader:
         with pytest.warns(RuntimeWarning, match="not page-locked: the driver is too old. Batches are copied"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scripted_driver import CAPTURE_UNSUPPORTED, ScriptedDriver, claim_an_accelerator
 
-from shmloader import DataLoader
+from shmloader import DataLoader, errors
 from shmloader.device import trial
 from shmloader.device.driver import DriverError
 from shmloader.scheduling import delivery
@@ -74,7 +74,7 @@ def test_a_loader_whose_trial_fails_copies_and_says_why(
 
     monkeypatch.setattr(driver, "record_all", fail)
     monkeypatch.setattr(delivery, "_tried", {})
-    monkeypatch.setattr(delivery, "_told", set())
+    monkeypatch.setattr(errors, "_said", set())
     monkeypatch.setattr(delivery, "open_driver", lambda: driver)
     claim_an_accelerator(monkeypatch)
     monkeypatch.setattr(delivery.torch_private, "pin_memory", lambda batch, _: batch)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import shmloader
-from shmloader import torch_features
+from shmloader import errors, torch_features
 from shmloader.iterator import SlotIterator
 from shmloader.torch_fallback import OWN_DEFAULTS
 
@@ -303,7 +303,7 @@ def test_iterators_of_a_librarys_own_stay() -> None:
 
 def test_a_torch_that_has_changed_is_named_and_loads_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_features, "_reasons", {torch_features.Feature.INSTALL: "it has moved"})
-    monkeypatch.setattr(torch_features, "_warned", set())
+    monkeypatch.setattr(errors, "_said", set())
     with pytest.warns(
         RuntimeWarning, match=r"shmloader.install\(\) is not available .* because it has moved"
     ):
