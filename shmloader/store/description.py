@@ -19,6 +19,7 @@ from shmloader.store.columns.types import (
     PythonType,
     children_of,
     find_types,
+    is_list,
 )
 
 _MOST_SHOWN = 5  # rows in the table of a repr
@@ -154,7 +155,7 @@ def type_name(kind: Any) -> str:
         return " ".join([kind.NAME.removeprefix("shmloader."), *parts])
     if pa.types.is_fixed_size_list(kind):
         return f"list of {kind.list_size} {type_name(kind.value_type)}"
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+    if is_list(kind):
         return f"list of {type_name(kind.value_type)}"
     if pa.types.is_struct(kind):
         return f"struct of {', '.join(map(type_name, types_of_fields(kind).values()))}"

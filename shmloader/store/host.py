@@ -221,17 +221,17 @@ def _start_server(listener: socket.socket, fds: Sequence[int]) -> socket.socket:
     passed = [listener.fileno(), theirs.fileno(), *fds]
     # Without site and environment: it starts in a few ms and runs nothing that a user configured.
     command = [sys.executable, "-I", "-S", host_server.__file__, *map(str, passed)]
-    with theirs, os.fdopen(os.memfd_create("shmloader-server-errors"), "w+b") as errors:
+    with theirs:
         try:
             subprocess.run(
-                command, pass_fds=passed, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, check=True
+                command, pass_fds=passed, stdin=subprocess.DEVNULL, capture_output=True, check=True
             )
         except (OSError, subprocess.CalledProcessError) as error:
             ours.close()
-            errors.seek(0)
+            said = getattr(error, "stderr", b"").decode(errors="replace")
             raise LoaderError(
-                f"the process that serves a shared object to other ranks could not be started: {error}\n"
-                f"{errors.read().decode(errors='replace')}".rstrip()
+                "the process that serves a shared object to other ranks could not be started: "
+                f"{error}\n{said}".rstrip()
             ) from error
     return ours
 

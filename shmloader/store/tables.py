@@ -25,7 +25,7 @@ from pyarrow import types as arrow
 
 from shmloader.store.columns.arrays import of_any_shape
 from shmloader.store.columns.compiled import Scope
-from shmloader.store.columns.encode import Encoder, can_be_null, keys_to_arrow, merged_order
+from shmloader.store.columns.encode import Encoder, can_be_null, keys_to_arrow, merged_order, with_nulls
 from shmloader.store.columns.read import make_reader
 from shmloader.store.columns.types import (
     VERSION,
@@ -33,9 +33,12 @@ from shmloader.store.columns.types import (
     KeysType,
     PickleType,
     PythonType,
-    children_of,
     dictionary_outside,
-    storage_of,
+    is_list,
+    is_octets,
+    is_text,
+    mask_of,
+    types_in,
 )
 
 IPC, PARQUET = (".arrow", ".ipc", ".feather"), (".parquet", ".pq")
@@ -168,7 +171,9 @@ def joined(columns: list[Any]) -> Any:
 
 def united(parts: list[Any]) -> list[Any]:
     """Arrays with the values of these, all of one type."""
-    if len(parts) < 2 or (len({part.type for part in parts}) == 1 and not _has_dictionary(parts[0])):
+    kind = parts[0].type if parts else None
+    is_alike = all(part.type == kind for part in parts)
+    if len(parts) < 2 or (is_alike and not any(map(arrow.is_dictionary, types_in(kind)))):
         return parts
     parts = list(map(dictionary_outside, parts))
     filled = [part for part in parts if not arrow.is_null(part.type)]
@@ -182,23 +187,10 @@ def united(parts: list[Any]) -> list[Any]:
             return _encoded_anew(parts)
         result = _united_alike(filled)
     rest = iter(result)
-    return [_nulls_like(result[0], len(part)) if arrow.is_null(part.type) else next(rest) for part in parts]
-
-
-def _nulls_like(column: Any, count: int) -> Any:
-    """Nothing but None, as a column of the type, and with the dictionaries, of another."""
-    nulls = storage_of(column).take(pa.nulls(count, pa.int64()))
-    return column.type.wrap(nulls) if isinstance(column.type, PythonType) else nulls
-
-
-def _has_dictionary(column: Any) -> bool:
-    todo = [column.type]
-    while todo:
-        kind = todo.pop()
-        if arrow.is_dictionary(kind):
-            return True
-        todo += children_of(kind)
-    return False
+    return [
+        with_nulls(result[0][:0], np.zeros(len(part), np.bool_)) if arrow.is_null(part.type) else next(rest)
+        for part in parts
+    ]
 
 
 def _decoded(column: Any) -> Any:
@@ -211,11 +203,11 @@ def _form(kind: Any) -> Any:
         return "int"
     if kind in (pa.float32(), pa.float64()):
         return "float"
-    if arrow.is_string(kind) or arrow.is_large_string(kind):
+    if is_text(kind):
         return "text"
-    if arrow.is_binary(kind) or arrow.is_large_binary(kind):
+    if is_octets(kind):
         return "bytes"
-    if arrow.is_list(kind) or arrow.is_large_list(kind) or arrow.is_fixed_size_list(kind):
+    if is_list(kind) or arrow.is_fixed_size_list(kind):
         return "list"
     if arrow.is_struct(kind):
         return "struct"
@@ -270,7 +262,7 @@ def _united_structs(parts: list[Any]) -> list[Any]:
         columns.append([_keys_of(part, some, names) for part, some in zip(parts, names_of, strict=True)])
         names = (*names, KeysType.NAME)
     return [
-        pa.StructArray.from_arrays(list(some), list(names), mask=_mask(part))
+        pa.StructArray.from_arrays(list(some), list(names), mask=mask_of(part))
         for part, *some in zip(parts, *columns, strict=True)
     ]
 
@@ -296,7 +288,7 @@ def _united_lists(parts: list[Any]) -> list[Any]:
         size = sizes.pop()
         return [
             pa.FixedSizeListArray.from_arrays(
-                some[part.offset * size : (part.offset + len(part)) * size], size, mask=_mask(part)
+                some[part.offset * size : (part.offset + len(part)) * size], size, mask=mask_of(part)
             )
             for part, some in zip(parts, items, strict=True)
         ]
@@ -304,7 +296,7 @@ def _united_lists(parts: list[Any]) -> list[Any]:
     if any(arrow.is_large_list(part.type) for part in parts):
         make, code = pa.LargeListArray, "i8"
     return [
-        make.from_arrays(pa.array(_offsets_of(part).astype(code)), some, mask=_mask(part))
+        make.from_arrays(pa.array(_offsets_of(part).astype(code)), some, mask=mask_of(part))
         for part, some in zip(parts, items, strict=True)
     ]
 
@@ -314,10 +306,6 @@ def _offsets_of(lists: Any) -> Any:
     if arrow.is_fixed_size_list(lists.type):
         return np.arange(lists.offset, lists.offset + len(lists) + 1) * lists.type.list_size
     return np.asarray(lists.offsets)
-
-
-def _mask(column: Any) -> Any:
-    return column.is_null() if column.null_count else None
 
 
 def _united_dictionaries(parts: list[Any]) -> list[Any]:

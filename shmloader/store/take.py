@@ -283,8 +283,9 @@ def join(samples: list[Any], out: Any) -> Any:
         if plain and len(set(map(len, samples))) == 1:
             columns = [join(list(column), None) for column in zip(*samples, strict=True)]
             return tuple.__new__(type(first), columns)
-        array, kind = _stack(samples, first)
-        if array is not None:
+        stacked = _stack(samples, first)
+        if stacked is not None:
+            array, kind = stacked
             if out is None:
                 return wrap_array(array, kind)
             output_array(out, array.shape, kind)[...] = array
@@ -294,21 +295,19 @@ def join(samples: list[Any], out: Any) -> Any:
     return samples
 
 
-def _stack(samples: list[Any], first: Any) -> tuple[Array | None, ArrayKind]:
+def _stack(samples: list[Any], first: Any) -> tuple[Array, ArrayKind] | None:
     """Samples of one type as one array and what its rows are; None where they are not to be joined."""
     kind = _KIND_OF_SCALAR.get(type(first))
     if kind is not None:
         try:
             return np.array(samples, kind.dtype), kind
         except OverflowError:
-            return None, kind
-    if type(first) not in (np.ndarray, torch.Tensor):
-        return None, _INTS
-    kind_of: Any = kind_of_array if type(first) is np.ndarray else kind_of_tensor
-    kinds = {(kind_of(sample), sample.shape) for sample in samples}
+            return None
+    kind_of: Any = {np.ndarray: kind_of_array, torch.Tensor: kind_of_tensor}.get(type(first))
+    kinds = {(kind_of(sample), sample.shape) for sample in samples} if kind_of else {(None, ())}
     kind, _ = kinds.pop()
     if kinds or kind is None:
-        return None, _INTS
+        return None
     if kind.torch_dtype is not None:
         return array_of_tensor(torch.stack(samples), kind.dtype), kind
     return np.stack(samples, dtype=kind.dtype), kind  # by itself it would choose the machine's byte order

@@ -18,8 +18,8 @@ from pyarrow import types as arrow
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.leaves import wrap_tensor
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
-from shmloader.store.columns.compiled import Scope, numbers_of
-from shmloader.store.columns.types import ArrayType, PythonType, ScalarType
+from shmloader.store.columns.compiled import Scope, ends_of, numbers_of
+from shmloader.store.columns.types import ArrayType, PythonType, ScalarType, is_list, mask_of
 from shmloader.store.kinds import PLAIN_KINDS, Array, ArrayKind, array_of_tensor
 
 _TENSOR_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODE_OF_TORCH_DTYPE}
@@ -85,7 +85,7 @@ def of_any_shape(column: Any) -> Any:
         items = items_of(np.empty(0, dtype_named(said["dtype"])))
     else:
         lengths = np.full(len(column), storage.type.list_size)
-        mask = column.is_null() if column.null_count else None
+        mask = mask_of(column)
         begin = storage.offset * storage.type.list_size
         items = storage.values[begin : begin + int(lengths.sum())]
     lists = lists_to_arrow(lengths, items)
@@ -121,7 +121,7 @@ def dtype_named(name: str) -> np.dtype[Any]:
     return dtype
 
 
-def kind_of_type(kind: PythonType) -> ArrayKind:
+def _kind_of_type(kind: PythonType) -> ArrayKind:
     """The kind of a column's arrays; ValueError where its type contradicts itself."""
     parameters = kind.parameters
     dtype, torch_dtype = dtype_named(parameters.get("dtype", "")), None
@@ -130,17 +130,9 @@ def kind_of_type(kind: PythonType) -> ArrayKind:
         if torch_dtype is None or DTYPES[CODE_OF_TORCH_DTYPE[torch_dtype]].carrier != dtype:
             raise ValueError(f"tensors of {parameters['tensor']!r} are not kept as {dtype}")
     shape = parameters.get("shape")
-    return ArrayKind(dtype, len(shape) if shape is not None else int(parameters["ndim"]), torch_dtype)
-
-
-def shape_of_type(kind: PythonType) -> tuple[int, ...] | None:
-    """The shape of all arrays of a column; None where they differ."""
-    shape = kind.parameters.get("shape")
-    if shape is None:
-        return None
-    if not all(isinstance(size, int) and size >= 0 for size in shape):
+    if shape is not None and not all(isinstance(size, int) and size >= 0 for size in shape):
         raise ValueError(f"{shape!r} is no shape")
-    return tuple(shape)
+    return ArrayKind(dtype, len(shape) if shape is not None else int(parameters["ndim"]), torch_dtype)
 
 
 # Reading.
@@ -152,7 +144,7 @@ def block_of(column: Any, memory: SharedBuffer | None = None) -> tuple[Array, Ar
     Raises:
         ValueError: If the type contradicts itself, or the storage is too short.
     """
-    kind, shape = kind_of_type(column.type), shape_of_type(column.type)
+    kind, shape = _kind_of_type(column.type), column.type.parameters.get("shape")
     if shape is None:
         return None
     storage = column.storage
@@ -201,13 +193,13 @@ def array_expression(column: Any, scope: Scope) -> str:
         block, kind = found
         dots = "" if kind.ndim else ", ..."  # else a scalar
         return _as_rows(f"{scope.bind(block)}[i{dots}]", kind, scope)
-    kind = kind_of_type(column.type)
+    kind = _kind_of_type(column.type)
     storage = column.storage
     lists = storage.field(0) if arrow.is_struct(storage.type) else storage
-    if not (arrow.is_list(lists.type) or arrow.is_large_list(lists.type)):
+    if not is_list(lists.type):
         raise ValueError(f"arrays over {storage.type} mean nothing")
     size = _size_of(lists.type.value_type, kind)
-    ends: Any = numbers_of(lists, 1, "i" if arrow.is_list(lists.type) else "q", len(lists) + 1)
+    ends: Any = ends_of(lists)
     if size > 1:
         ends = np.asarray(ends) // size
     named = scope.bind(ends)

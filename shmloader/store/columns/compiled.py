@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from pyarrow import types as arrow
 
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.columns.types import ClassFinder
@@ -142,3 +143,10 @@ def numbers_of(array: Any, buffer: int, code: str, count: int) -> memoryview[Any
     octets, size = octets_of(array, buffer), np.dtype(code).itemsize
     whole: memoryview[Any] = octets[: len(octets) // size * size].cast(code)  # type: ignore[call-overload]
     return whole[array.offset : array.offset + count]
+
+
+def ends_of(column: Any) -> memoryview[Any]:
+    """Where each text or list of a column begins, and where the last one ends."""
+    kind = column.type
+    is_large = arrow.is_large_list(kind) or arrow.is_large_string(kind) or arrow.is_large_binary(kind)
+    return numbers_of(column, 1, "q" if is_large else "i", len(column) + 1)

@@ -22,6 +22,7 @@ from shmloader.store.columns.types import (
     PackedType,
     PythonType,
     RecordsType,
+    mask_of,
     storage_of,
 )
 
@@ -130,8 +131,7 @@ def _is_whole(field: Any, column: Any, name: str) -> bool:
 
 
 def _struct_of(fields: dict[str, Any], like: Any) -> Any:
-    mask = like.is_null() if like.null_count else None
-    return pa.StructArray.from_arrays(list(fields.values()), list(fields), mask=mask)
+    return pa.StructArray.from_arrays(list(fields.values()), list(fields), mask=mask_of(like))
 
 
 def unpacked(column: Any) -> Any:

@@ -22,6 +22,7 @@ from shmloader.store.columns.compiled import (
     Reader,
     Scope,
     compile_reader,
+    ends_of,
     numbers_of,
     octets_of,
 )
@@ -33,10 +34,11 @@ from shmloader.store.columns.packed import (
     types_of_fields,
     unpacking,
 )
-from shmloader.store.columns.types import maker_of
+from shmloader.store.columns.types import is_list, is_octets, is_text, maker_of
 
 _MOST_FORMS = 64  # of dicts with optional keys that have a function of their own, in each chunk
 _EPOCH = dt.datetime(1970, 1, 1)  # noqa: DTZ001 - Arrow's
+_SETS: dict[str, type] = {"set": set, "frozenset": frozenset}
 _PATHS = {kind.__name__: kind for kind in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)}
 
 
@@ -100,7 +102,12 @@ def _bit(bits: str, offset: int) -> str:
 
 
 def _number(column: Any, scope: Scope) -> str:
-    return f"{scope.bind(numbers_of(column, 1, NUMBER_CODES[column.type], len(column)))}[i]"
+    return f"{_numbers(column, scope)}[i]"
+
+
+def _numbers(column: Any, scope: Scope) -> str:
+    """A name for the numbers of a column."""
+    return scope.bind(numbers_of(column, 1, NUMBER_CODES[column.type], len(column)))
 
 
 def _bool(column: Any, scope: Scope) -> str:
@@ -109,8 +116,7 @@ def _bool(column: Any, scope: Scope) -> str:
 
 def _octets(column: Any, scope: Scope) -> str:
     """Bytes of row ``i``."""
-    large = arrow.is_large_string(column.type) or arrow.is_large_binary(column.type)
-    ends = scope.bind(numbers_of(column, 1, "q" if large else "i", len(column) + 1))
+    ends = scope.bind(ends_of(column))
     octets, begin = scope.bind_octets(column.buffers()[2])
     part = f"{octets}[{begin}{ends}[i] : {begin}{ends}[{scope.following()}]]"
     return part if begin else f"bytes({part})"
@@ -195,23 +201,23 @@ class _Forms(dict[int, Reader]):
 
 
 def _list(column: Any, scope: Scope) -> str:
-    ends = scope.bind(numbers_of(column, 1, "i" if arrow.is_list(column.type) else "q", len(column) + 1))
-    items = column.values
-    if items.type in NUMBER_CODES and not items.null_count and len(items):
-        numbers = scope.bind(numbers_of(items, 1, NUMBER_CODES[items.type], len(items)))
-        return f"{numbers}[{ends}[i] : {ends}[{scope.following()}]].tolist()"
-    return f"[*map({_reader(items, scope)}, range({ends}[i], {ends}[{scope.following()}]))]"
+    ends = scope.bind(ends_of(column))
+    return _items(column.values, f"{ends}[i]", f"{ends}[{scope.following()}]", scope)
 
 
 def _fixed_list(column: Any, scope: Scope) -> str:
     items, length = column.values, column.type.list_size
     begin = f"(i + {column.offset}) * {length}" if column.offset else f"i * {length}"
-    if items.type in NUMBER_CODES and not items.null_count and len(items):
-        numbers = scope.bind(numbers_of(items, 1, NUMBER_CODES[items.type], len(items)))
-        return f"{numbers}[{begin} : {begin} + {length}].tolist()"
-    if length == 1:
+    if length == 1 and items.type not in NUMBER_CODES:
         return f"[{_reader(items, scope)}({begin})]"
-    return f"[*map({_reader(items, scope)}, range({begin}, {begin} + {length}))]"
+    return _items(items, begin, f"{begin} + {length}", scope)
+
+
+def _items(items: Any, begin: str, end: str, scope: Scope) -> str:
+    """A list of the items from one place to another."""
+    if items.type in NUMBER_CODES and not items.null_count and len(items):
+        return f"{_numbers(items, scope)}[{begin} : {end}].tolist()"
+    return f"[*map({_reader(items, scope)}, range({begin}, {end}))]"
 
 
 def _union(column: Any, scope: Scope) -> str:
@@ -242,10 +248,10 @@ def _datetime(column: Any, scope: Scope) -> str:
 _READ: list[tuple[Callable[[Any], bool], Callable[[Any, Scope], str]]] = [
     (arrow.is_null, lambda column, scope: "None"),
     (arrow.is_boolean, _bool),
-    (lambda kind: arrow.is_string(kind) or arrow.is_large_string(kind), _text),
-    (lambda kind: arrow.is_binary(kind) or arrow.is_large_binary(kind), _octets),
+    (is_text, _text),
+    (is_octets, _octets),
     (arrow.is_fixed_size_binary, _fixed_octets),
-    (lambda kind: arrow.is_list(kind) or arrow.is_large_list(kind), _list),
+    (is_list, _list),
     (arrow.is_fixed_size_list, _fixed_list),
     (arrow.is_dictionary, _dictionary),
     (arrow.is_union, _union),
@@ -258,38 +264,43 @@ _READ: list[tuple[Callable[[Any], bool], Callable[[Any, Scope], str]]] = [
 # Python's types.
 
 
-def _storage(column: Any, scope: Scope, *fits: Callable[[Any], bool]) -> str:
+def _storage(column: Any, scope: Scope, fits: Callable[[Any], bool]) -> str:
     """The value of the storage, which must be of a type that fits."""
     storage = column.storage
-    if not any(fit(storage.type) for fit in fits):
+    if not fits(storage.type):
         raise ValueError(f"{column.type.extension_name} over {storage.type} means nothing")
     return _present(storage, scope)
 
 
-def _path(column: Any, scope: Scope) -> str:
-    kind = _PATHS[column.type.parameters["kind"]]
-    return f"{scope.bind(kind)}({_storage(column, scope, arrow.is_string, arrow.is_large_string)})"
+def _called(
+    fits: Callable[[Any], bool], function_of: Callable[[Any, Scope], Callable[[Any], Any]]
+) -> Callable[[Any, Scope], str]:
+    """The reader of values that a function makes of the storage's.
+
+    Args:
+        fits: Whether a type can be the storage's.
+        function_of: Gives the function for a type.
+    """
+
+    def read(column: Any, scope: Scope) -> str:
+        return f"{scope.bind(function_of(column.type, scope))}({_storage(column, scope, fits)})"
+
+    return read
 
 
 def _tuple(column: Any, scope: Scope) -> str:
     storage = column.storage
     if arrow.is_struct(storage.type):
         return f"({''.join(f'{value}, ' for value in _fields(storage, scope).values())})"
-    return f"(*{_storage(column, scope, arrow.is_list, arrow.is_large_list)},)"
+    return f"(*{_storage(column, scope, is_list)},)"
 
 
 def _namedtuple(column: Any, scope: Scope) -> str:
-    storage = column.storage
-    if not arrow.is_struct(storage.type):
-        raise ValueError(f"namedtuples over {storage.type} mean nothing")
+    if not arrow.is_struct(column.storage.type):
+        raise ValueError(f"namedtuples over {column.storage.type} mean nothing")
     kind = scope.finder.find(column.type)
     # What namedtuple's own _make does; its __new__ may have been overridden to do more.
     return f"{scope.bind(tuple.__new__)}({scope.bind(kind)}, {_tuple(column, scope)})"
-
-
-def _dataclass(column: Any, scope: Scope) -> str:
-    make = maker_of(scope.finder.find(column.type))
-    return f"{scope.bind(make)}({_storage(column, scope, arrow.is_struct)})"
 
 
 def _enum(column: Any, scope: Scope) -> str:
@@ -297,21 +308,15 @@ def _enum(column: Any, scope: Scope) -> str:
     return f"{scope.bind(members)}[{_storage(column, scope, arrow.is_integer)}]"
 
 
-def _set(column: Any, scope: Scope) -> str:
-    kind = {"set": set, "frozenset": frozenset}[column.type.parameters["kind"]]
-    return f"{scope.bind(kind)}({_storage(column, scope, arrow.is_list, arrow.is_large_list)})"
-
-
 def _dict(column: Any, scope: Scope) -> str:
     storage = column.storage
-    if not (arrow.is_list(storage.type) or arrow.is_large_list(storage.type)) or (
-        not arrow.is_struct(storage.type.value_type) or storage.type.value_type.num_fields != 2
-    ):
+    items = storage.type.value_type if is_list(storage.type) else storage.type
+    if items is storage.type or not arrow.is_struct(items) or items.num_fields != 2:
         raise ValueError(f"dicts over {storage.type} mean nothing")
-    ends = scope.bind(numbers_of(storage, 1, "i" if arrow.is_list(storage.type) else "q", len(storage) + 1))
-    keys, items = (_reader(storage.values.field(number), scope) for number in (0, 1))
+    ends = scope.bind(ends_of(storage))
+    keys, values = (_reader(storage.values.field(number), scope) for number in (0, 1))
     part = f"range({ends}[i], {ends}[{scope.following()}])"
-    return f"{scope.bind(dict)}({scope.bind(zip)}(map({keys}, {part}), map({items}, {part})))"
+    return f"{scope.bind(dict)}({scope.bind(zip)}(map({keys}, {part}), map({values}, {part})))"
 
 
 def _scalar(column: Any, scope: Scope) -> str:
@@ -326,37 +331,20 @@ def _scalar(column: Any, scope: Scope) -> str:
 
 def _zoned(column: Any, scope: Scope) -> str:
     parameters = column.type.parameters
+    offset = dt.timedelta(seconds=parameters.get("offset_s", 0))
+    zone: dt.tzinfo = dt.timezone(offset) if offset else dt.UTC
     if "key" in parameters:
-        zone: dt.tzinfo = zoneinfo.ZoneInfo(parameters["key"])
-    else:
-        zone = (
-            dt.UTC
-            if not parameters["offset_s"]
-            else dt.timezone(dt.timedelta(seconds=parameters["offset_s"]))
-        )
+        zone = zoneinfo.ZoneInfo(parameters["key"])
     if column.storage.type != pa.timestamp("us", "UTC"):
         raise ValueError(f"datetimes over {column.storage.type} mean nothing")
     value = f"({scope.bind(_EPOCH.replace(tzinfo=dt.UTC))} + {_microseconds(column.storage, scope)})"
     return value if zone is dt.UTC else f"{value}.astimezone({scope.bind(zone)})"
 
 
-def _decimal(column: Any, scope: Scope) -> str:
-    return f"{scope.bind(decimal.Decimal)}({_storage(column, scope, arrow.is_string, arrow.is_large_string)})"
-
-
-def _uuid(column: Any, scope: Scope) -> str:
-    return f"{scope.bind(uuid.UUID)}(bytes={_storage(column, scope, arrow.is_fixed_size_binary)})"
-
-
-def _pickle(column: Any, scope: Scope) -> str:
+def _loads(_: Any, scope: Scope) -> Callable[[Any], Any]:
     if not scope.pickles:
         raise pickle.UnpicklingError("pickled values are not read from this file")
-    return f"{scope.bind(pickle.loads)}({_storage(column, scope, arrow.is_binary, arrow.is_large_binary)})"
-
-
-def _link(column: Any, scope: Scope) -> str:
-    read = scope.bind(scope.links[column.type.parameters["link"]])
-    return f"{read}({_storage(column, scope, arrow.is_integer)})"
+    return pickle.loads
 
 
 def _packed(column: Any, scope: Scope) -> str:
@@ -370,20 +358,22 @@ def _keys(column: Any, scope: Scope) -> str:
 
 
 _PYTHON: dict[type, Callable[[Any, Scope], str]] = {
-    types.PathType: _path,
+    types.PathType: _called(is_text, lambda kind, scope: _PATHS[kind.parameters["kind"]]),
     types.TupleType: _tuple,
     types.NamedTupleType: _namedtuple,
-    types.DataclassType: _dataclass,
+    types.DataclassType: _called(arrow.is_struct, lambda kind, scope: maker_of(scope.finder.find(kind))),
     types.EnumType: _enum,
-    types.SetType: _set,
+    types.SetType: _called(is_list, lambda kind, scope: _SETS[kind.parameters["kind"]]),
     types.DictType: _dict,
     types.KeysType: _keys,
     types.PackedType: _packed,
     types.ArrayType: array_expression,
     types.ScalarType: _scalar,
     types.DatetimeType: _zoned,
-    types.DecimalType: _decimal,
-    types.UuidType: _uuid,
-    types.PickleType: _pickle,
-    types.LinkType: _link,
+    types.DecimalType: _called(is_text, lambda kind, scope: decimal.Decimal),
+    types.UuidType: _called(
+        arrow.is_fixed_size_binary, lambda kind, scope: lambda octets: uuid.UUID(bytes=octets)
+    ),
+    types.PickleType: _called(is_octets, _loads),
+    types.LinkType: _called(arrow.is_integer, lambda kind, scope: scope.links[kind.parameters["link"]]),
 }

@@ -123,6 +123,21 @@ ONLY_IN_MEMORY = (LinkType, PackedType, RecordsType)
 """Types that refer to other columns of the same memory; no file has them."""
 
 
+def is_text(kind: Any) -> bool:
+    """Whether a type is that of texts."""
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def is_octets(kind: Any) -> bool:
+    """Whether a type is that of bytes, of any lengths."""
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+
+
+def is_list(kind: Any) -> bool:
+    """Whether a type is that of lists, of any lengths."""
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
 def storage_of(column: Any) -> Any:
     """The values that a column of a Python type is kept as; any other column itself."""
     return column.storage if isinstance(column.type, pa.ExtensionType) else column
@@ -137,6 +152,11 @@ def dictionary_outside(column: Any) -> Any:
     return pa.DictionaryArray.from_arrays(column.storage.indices, kind.over(words.type).wrap(words))
 
 
+def mask_of(column: Any) -> Any:
+    """The rows of a column that are null; None where none are."""
+    return column.is_null() if column.null_count else None
+
+
 def children_of(kind: Any) -> list[Any]:
     """The types inside of a type."""
     if isinstance(kind, PythonType):
@@ -144,6 +164,11 @@ def children_of(kind: Any) -> list[Any]:
     if pa.types.is_dictionary(kind):
         return [kind.value_type]
     return [kind.field(number).type for number in range(kind.num_fields)]
+
+
+def types_in(kind: Any) -> list[Any]:
+    """A type, and all types inside of it."""
+    return [kind, *(found for child in children_of(kind) for found in types_in(child))]
 
 
 def find_types(

@@ -64,8 +64,13 @@ def _texts(values: list[str]) -> Any:
 
 
 def _octets(values: list[bytes]) -> Any:
+    return _each_once(_binary(values))
+
+
+def _binary(values: list[Any]) -> Any:
+    """Bytes, or None, in one array."""
     column = pa.array(values, pa.binary())
-    return pa.array(values, pa.large_binary()) if isinstance(column, pa.ChunkedArray) else _each_once(column)
+    return pa.array(values, pa.large_binary()) if isinstance(column, pa.ChunkedArray) else column
 
 
 def _each_once(column: Any) -> Any:
@@ -194,9 +199,7 @@ def pickles_to_arrow(values: list[Any]) -> Any:
     kinds = sorted({f"{kind.__module__}.{kind.__qualname__}" for kind in set(map(type, values))})[
         :_MOST_NAMED
     ]
-    storage = pa.array(pickled, pa.binary())
-    if isinstance(storage, pa.ChunkedArray) or storage.type != pa.binary():
-        storage = pa.array(pickled, pa.large_binary())
+    storage = _binary(pickled)
     return PickleType(storage.type, types=kinds).wrap(storage)
 
 
