@@ -27,11 +27,10 @@ from shmloader.store.columns.types import ONLY_IN_MEMORY, VERSION, Classes, Pick
 from shmloader.store.handles import Fingerprint
 from shmloader.store.mapping import MappingStore, SetStore, index_of
 from shmloader.store.memory import MemoryWriter
-from shmloader.store.rows import RowStore
+from shmloader.store.rows import DAMAGES, RowStore
 from shmloader.store.tables import FACTORIES, FORM, IPC, PARQUET
 
 _PARQUET_MAGIC, _FILE_MAGIC, _STREAM_MAGIC = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
-_DAMAGES = (pa.ArrowException, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError)
 
 
 def open_store(
@@ -85,7 +84,7 @@ def _naming(path: str) -> Iterator[None]:
     """Errors of a damaged file name it."""
     try:
         yield
-    except (*_DAMAGES, OSError, RecursionError) as error:
+    except DAMAGES as error:
         of_the_system = isinstance(error, OSError) and error.errno is not None
         if path in str(error) or of_the_system or isinstance(error, LoaderError):
             raise
@@ -107,14 +106,9 @@ def _magic_of(path: str) -> bytes:
 
 
 def _schema_of(path: str) -> Any:
-    magic = _magic_of(path)
-    if magic == _PARQUET_MAGIC:
+    if _magic_of(path) == _PARQUET_MAGIC:
         return pq.read_schema(path)
-    with (
-        pa.memory_map(path) as source,
-        pa.ipc.open_file(source) if magic == _FILE_MAGIC else pa.ipc.open_stream(source) as reader,
-    ):
-        return reader.schema
+    return _reader_of(FileBuffer(path, Fingerprint.of(path))).schema
 
 
 def _form_of(schema: Any) -> dict[str, Any]:
@@ -181,15 +175,17 @@ def _decoded_batches(path: str, columns: Sequence[str] | None) -> Iterator[Any]:
             yield _chosen(batch, columns)
 
 
+def _reader_of(memory: FileBuffer) -> Any:
+    """Arrow's reader of an IPC file or stream."""
+    whole = pa.py_buffer(memory.view)
+    return pa.ipc.open_file(whole) if _magic_of(memory.path) == _FILE_MAGIC else pa.ipc.open_stream(whole)
+
+
 def _batches_in(memory: FileBuffer) -> Iterator[Any]:
     """The batches of an Arrow IPC file or stream. Of these lengths are checked, but no contents."""
-    whole = pa.py_buffer(memory.view)
-    if _magic_of(memory.path) == _FILE_MAGIC:
-        reader = pa.ipc.open_file(whole)
-        batches = map(reader.get_batch, range(reader.num_record_batches))
-    else:
-        batches = iter(pa.ipc.open_stream(whole))
-    for batch in batches:
+    reader = _reader_of(memory)
+    is_file = isinstance(reader, pa.RecordBatchFileReader)
+    for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader:
         batch.validate()
         yield batch
 

@@ -261,9 +261,8 @@ def _ask(address: str, name: str, deadline_s: float, timeout_s: float) -> tuple[
         The kind of answer, its descriptors and the connection to hold; None if the process at this name
         ended, or has not begun to listen, so that the name has to be tried anew.
     """
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    keep = False
-    try:
+    with contextlib.ExitStack() as unless_answered:
+        connection = unless_answered.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         connection.setblocking(False)
         try:
             connection.connect(address)
@@ -280,11 +279,10 @@ def _ask(address: str, name: str, deadline_s: float, timeout_s: float) -> tuple[
                 "between processes of one user only. Use another name",
             )
         answer = _receive(connection, name, pid, deadline_s, timeout_s)
-        keep = answer is not None
-        return (*answer, connection) if answer is not None else None
-    finally:
-        if not keep:
-            connection.close()
+        if answer is None:
+            return None
+        unless_answered.pop_all()
+        return *answer, connection
 
 
 def _receive(

@@ -89,9 +89,6 @@ _NO_CONTAINERS = (str, bytes, bytearray, memoryview, range)
 
 Array = np.ndarray[Any, Any]
 
-PLAIN_KINDS = "biufcmMSU"
-"""Of dtypes that their strings tell."""
-
 
 class ArrayKind(NamedTuple):
     """The properties that all arrays of one column share."""
@@ -103,15 +100,15 @@ class ArrayKind(NamedTuple):
 
 def kind_of_array(array: Array) -> ArrayKind | None:
     """The kind of column that an ndarray can be in; None if in no column of arrays."""
-    return ArrayKind(array.dtype, array.ndim) if has_plain_dtype(array) else None
+    return ArrayKind(array.dtype, array.ndim) if is_plain(array.dtype) else None
+
+
+def is_plain(dtype: np.dtype[Any]) -> bool:
+    """Whether a dtype is told by its string: numbers, times and texts, which have bytes."""
+    return dtype.kind in "biufcmMSU" and dtype.itemsize > 0
 
 
 _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-
-
-def has_plain_dtype(array: Any) -> bool:
-    """Whether the dtype of an array or scalar is told by its string."""
-    return array.dtype.kind in PLAIN_KINDS and array.dtype.itemsize > 0 and array.dtype.names is None
 
 
 def kind_of_tensor(tensor: torch.Tensor) -> ArrayKind | None:

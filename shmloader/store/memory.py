@@ -137,7 +137,7 @@ class Table:
 
     Attributes:
         begin: Offset where it begins.
-        starts: See `Chunks`.
+        rows: The number of rows so far.
         places: Where each chunk begins and ends.
         links: The links that its columns have.
     """
@@ -145,18 +145,13 @@ class Table:
     def __init__(self, out: BufferBuilder, encoder: Encoder, *, streamed: bool = False) -> None:
         self.begin = out.nbytes
         self.encoder = encoder
-        self.starts = [0]
+        self.rows = 0
         self.places: list[int] = []
         self.nbytes = 0
         self.python_nbytes = 0
         self.links: set[int] = set()
         self._out = out
         self._streamed = streamed
-
-    @property
-    def rows(self) -> int:
-        """The number of rows so far."""
-        return self.starts[-1]
 
     def chunk_rows(self, expected: int, row_nbytes: float) -> int:
         """The number of rows that the next chunk should have.
@@ -202,7 +197,7 @@ class Table:
             writer.write_batch(batch)
         self.places += [begin, self._out.nbytes]
         self.nbytes += self._out.nbytes - begin
-        self.starts.append(self.rows + len(batch))
+        self.rows += len(batch)
         for field in batch.schema:
             self.links |= {kind.parameters["link"] for _, kind in find_types(field.type, LinkType)}
 

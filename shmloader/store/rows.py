@@ -44,7 +44,7 @@ class RowStore(Store):
         place = bisect_right(self._starts, index)
         try:
             return (self._readers[place] or self._column.make(place))(index)
-        except _DAMAGES as error:
+        except DAMAGES as error:
             raise self._damaged(error, index) from error
 
     def __getitem__(self, index: Any) -> Any:
@@ -54,7 +54,7 @@ class RowStore(Store):
             if reader is not None:
                 try:
                     return reader(index)
-                except _DAMAGES as error:
+                except DAMAGES as error:
                     raise self._damaged(error, index) from error
         return super().__getitem__(index)
 
@@ -63,7 +63,7 @@ class RowStore(Store):
         numbers = row_numbers(indices, len(self))
         try:
             return [(readers[at := bisect_right(starts, n)] or make(at))(n) for n in numbers]
-        except _DAMAGES as error:
+        except DAMAGES as error:
             raise self._damaged(error, None) from error
 
     def __iter__(self) -> Iterator[Any]:
@@ -72,7 +72,7 @@ class RowStore(Store):
             for place in range(1, len(starts)):
                 read = self._readers[place] or self._column.make(place)
                 yield from map(read, range(starts[place - 1], starts[place]))
-        except _DAMAGES as error:
+        except DAMAGES as error:
             raise self._damaged(error, None) from error
 
     def _damaged(self, error: Exception, index: int | None) -> Exception:
@@ -125,7 +125,7 @@ class RowStore(Store):
             if self._gather is None:
                 self._gather = Gatherer(self._column)
             return self._gather(rows, out)
-        except _DAMAGES as error:
+        except DAMAGES as error:
             if self._file is None or (isinstance(error, TypeError) and out is not None):
                 raise
             raise self._damaged(error, None) from error
@@ -145,14 +145,14 @@ class RowStore(Store):
                 for array in arrays:
                     array.validate(full=True)  # Arrow's functions trust their buffers
             return joined(arrays)
-        except _DAMAGES as error:
+        except DAMAGES as error:
             raise self._damaged(error, None) from error
 
     def __reduce__(self) -> Any:
         return RowStore, (self.chunks, self._column.path, self._column.copy)
 
 
-_DAMAGES: tuple[type[Exception], ...] = (
+DAMAGES: tuple[type[Exception], ...] = (
     IndexError,
     ValueError,
     KeyError,

@@ -20,7 +20,7 @@ from shmloader.codec.leaves import wrap_tensor
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.columns.compiled import Scope, ends_of, numbers_of
 from shmloader.store.columns.types import ArrayType, PythonType, ScalarType, is_list, mask_of
-from shmloader.store.kinds import PLAIN_KINDS, Array, ArrayKind, array_of_tensor
+from shmloader.store.kinds import Array, ArrayKind, array_of_tensor, is_plain
 
 _TENSOR_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODE_OF_TORCH_DTYPE}
 
@@ -116,7 +116,7 @@ def dtype_named(name: str) -> np.dtype[Any]:
         dtype: np.dtype[Any] | None = np.dtype(name)
     except (TypeError, SyntaxError, ValueError):
         dtype = None
-    if dtype is None or dtype.kind not in PLAIN_KINDS or dtype.hasobject or dtype.names or not dtype.itemsize:
+    if dtype is None or not is_plain(dtype):
         raise ValueError(f"{name!r} is no dtype that a column can have")
     return dtype
 

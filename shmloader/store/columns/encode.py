@@ -41,7 +41,7 @@ from shmloader.store.columns.values import (
     pickles_to_arrow,
     refer_to_themselves,
 )
-from shmloader.store.kinds import has_plain_dtype, kind_of_array, kind_of_tensor
+from shmloader.store.kinds import is_plain, kind_of_array, kind_of_tensor
 
 _NONE = type(None)
 _MOST_KINDS = 127  # as many as Arrow's union has
@@ -342,7 +342,7 @@ def merged_order(name_tuples: Iterable[tuple[Any, ...]]) -> tuple[Any, ...]:
 
 
 def _scalars(dtype: Any, values: list[Any]) -> Any:
-    return scalars_to_arrow(values, dtype) if has_plain_dtype(values[0]) else pickles_to_arrow(values)
+    return scalars_to_arrow(values, dtype) if is_plain(dtype) else pickles_to_arrow(values)
 
 
 def _repeated(values: list[Any]) -> tuple[Any, list[Any]] | None:
