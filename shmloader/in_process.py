@@ -9,6 +9,8 @@ import functools
 import time
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from shmloader import torch_private
 from shmloader.arguments import device_of, seeds_samples
 from shmloader.diagnostics.bad_samples import LEFT_OUT, Reported, count, take_report, warn_of_bad_samples
@@ -46,7 +48,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         self._counters = counters
         counters.begin_epoch()
         self._on_error: str = loader.on_error
-        iterable = self._dataset_kind == torch_private.ITERABLE_KIND
+        iterable = isinstance(self._dataset, IterableDataset)
         self._stream = StreamProgress(loader, loaded_state(loader)) if iterable else None
         self._report: StreamReport | None = None  # of the batch that was fetched last
         rules = FetchRules.of_loader(loader, None if self._stream is None else self._stream.rules)

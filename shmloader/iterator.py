@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from threading import main_thread
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from torch.utils.data import IterableDataset
+
 from shmloader import torch_private
 from shmloader.arguments import THREAD, device_of, seeds_samples
 from shmloader.codec import Decoder
@@ -69,7 +71,7 @@ class SlotIterator(torch_private.BaseIterator):
         self._in_order: bool = loader.in_order
         self._on_error: str = loader.on_error
         self._counters = counters
-        iterable = self._dataset_kind == torch_private.ITERABLE_KIND
+        iterable = isinstance(self._dataset, IterableDataset)
         self._stream = StreamProgress(loader, loaded_state(loader)) if iterable else None
         self._decoder = Decoder()
         self._lifecycle = Lifecycle()

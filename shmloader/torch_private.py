@@ -33,7 +33,7 @@ from shmloader.torch_features import (
 
 _DATALOADER = "torch.utils.data.dataloader"
 _ITERATOR_ATTRIBUTES = (
-    "_dataset _dataset_kind _index_sampler _sampler_iter _next_index _num_workers _persistent_workers "
+    "_dataset _index_sampler _sampler_iter _next_index _num_workers _persistent_workers "
     "_num_yielded _timeout _base_seed _shared_seed _world_size _rank _pin_memory _pin_memory_device"
 ).split()
 """Attributes of `BaseIterator` that shmloader's iterators read or replace."""
@@ -50,9 +50,6 @@ if TYPE_CHECKING:
 else:
     BaseIterator = find(Feature.SLOTS, _DATALOADER, "_BaseDataLoaderIter", object)
     SingleProcessIterator = find(Feature.SLOTS, _DATALOADER, "_SingleProcessDataLoaderIter", BaseIterator)
-
-ITERABLE_KIND = getattr(find(Feature.SLOTS, _DATALOADER, "_DatasetKind"), "Iterable", None)
-"""The value of ``loader._dataset_kind`` for iterable-style datasets."""
 
 
 def _check_iterator() -> None:

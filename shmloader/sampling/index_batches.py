@@ -108,10 +108,10 @@ def pack_index_batch(index_batch: object) -> bytes:
 
     Stores of ``shmloader.share`` arrive as lists, shared arrays and tensors as private ones.
     """
-    if type(index_batch) is not list or len(index_batch) >= LEAST_PACKED:
+    if type(index_batch) is list and len(index_batch) >= LEAST_PACKED:
         index_batch = with_packed_ints(index_batch)
-        if type(index_batch) is PackedInts:
-            return index_batch.to_bytes()
+    if type(index_batch) is PackedInts:
+        return index_batch.to_bytes()
     try:
         payload = pickle.dumps(index_batch, 5)
         if len(payload) <= _LONG_NBYTES:
