@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
+from dataclasses import InitVar, dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -34,55 +35,45 @@ Path = tuple[str | int, ...]
 """Fields that lead from a row to a value in it."""
 
 
+@dataclass(eq=False, repr=False)
 class Chunks:
     """The columns of a store.
 
     Attributes:
-        batches: Each chunk as a record batch.
-        memories: The memory that each chunk lies in.
-        columns: The rows of each chunk as one array: a struct of the batch's columns, or its only column.
-        starts: The first row of each chunk, and the number of rows.
+        parts: The memory that each chunk lies in, and the chunk as a record batch; also apart, as
+            ``memories`` and ``batches``.
         buffer: The memory of all; of several files that of the first one.
         nbytes: Bytes of memory, or of the files.
+        classes: Classes that are known already.
+        made_by: What makes the chunks in other processes: a function, and its arguments before the classes.
         python_nbytes: Estimate of what the rows take as Python objects; 0 where unknown.
-        finder: Finds the classes that the columns name.
         links: The chunks that links in the columns lead to, by number.
         pickles: Whether pickled values may be read.
+        columns: The rows of each chunk as one array: a struct of the batch's columns, or its only column.
+        starts: The first row of each chunk, and the number of rows.
+        finder: Finds the classes that the columns name.
     """
 
-    def __init__(
-        self,
-        batches: list[tuple[SharedBuffer, Any]],
-        buffer: SharedBuffer,
-        nbytes: int,
-        classes: Classes,
-        *made_by: Any,
-    ) -> None:
-        """Have some chunks.
+    parts: list[tuple[SharedBuffer, Any]]
+    buffer: SharedBuffer
+    nbytes: int
+    classes: InitVar[Classes]
+    made_by: tuple[Any, ...]
+    python_nbytes: int = 0
+    links: Mapping[int, Chunks] = field(default_factory=dict)
+    pickles: bool = True
 
-        Args:
-            batches: The memory and the record batch of each chunk.
-            buffer: See above.
-            nbytes: See above.
-            classes: Classes that are known already.
-            made_by: What makes the chunks elsewhere: a function, and its arguments before the classes.
-        """
-        self.memories = [memory for memory, _ in batches]
-        self.batches = [batch for _, batch in batches]
+    def __post_init__(self, classes: Classes) -> None:
+        self.memories = [memory for memory, _ in self.parts]
+        self.batches = [batch for _, batch in self.parts]
         self.columns = list(map(rows_of, self.batches))
         self.starts: list[int] = [0, *accumulate(map(len, self.batches))]
-        self.buffer = buffer
-        self.nbytes = nbytes
-        self.python_nbytes = 0
         self.finder = ClassFinder(classes)
-        self.links: Mapping[int, Chunks] = {}
-        self.pickles = True
-        self._made_by = made_by
 
     def __reduce__(self) -> Any:
         for batch in self.batches:
             self.finder.find_all(batch.schema)
-        make, *arguments = self._made_by
+        make, *arguments = self.made_by
         return make, (*arguments, self.finder.given())
 
 
@@ -96,9 +87,7 @@ def chunks_in_memory(
             batches.append((buffer, reader.read_next_batch()))
     nbytes = sum(places[1::2]) - sum(places[::2])
     made_by = chunks_in_memory, buffer, places, python_nbytes, links
-    chunks = Chunks(batches, buffer, nbytes, classes, *made_by)
-    chunks.python_nbytes, chunks.links = python_nbytes, links
-    return chunks
+    return Chunks(batches, buffer, nbytes, classes, made_by, python_nbytes, links)
 
 
 def rows_of(batch: Any) -> Any:

@@ -245,9 +245,8 @@ def chunks_in_files(
             raise _UnmappableError
         batches += [(memory, _chosen(batch, columns)) for batch in found]
     nbytes = sum(memory.nbytes for memory in memories)
-    chunks = Chunks(batches, memories[0], nbytes, classes, chunks_in_files, files, columns, pickles)
-    chunks.pickles = pickles
-    return chunks
+    made_by = chunks_in_files, files, columns, pickles
+    return Chunks(batches, memories[0], nbytes, classes, made_by, pickles=pickles)
 
 
 def _lies_in(batch: Any, memory: SharedBuffer) -> bool:
