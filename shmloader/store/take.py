@@ -116,11 +116,11 @@ class _Items:
 
     def is_direct(self, rows: int) -> bool:
         """Whether `gather_directly` notices every row number that is out of range."""
-        return len(self._pieces) == 1 and self._pieces[0].ends_behind(rows)
+        return len(self._pieces) == 1 and self._pieces[0].is_bounded_by(rows)
 
     def gather_directly(self, indices: torch.Tensor, shift: int, out: Any) -> torch.Tensor | None:
         """Gather rows of tensors by indices that have not been looked at; None where they need that."""
-        dtype, shape = self._kind.torch_dtype, (len(indices), *self._shape)
+        dtype, shape = self._kind.torch_dtype, (indices.numel(), *self._shape)
         if out is None and dtype is not None:
             out = torch.empty(shape, dtype=dtype)
         if type(out) is not torch.Tensor or out.dtype is not dtype or out.shape != shape or out.requires_grad:
@@ -128,10 +128,8 @@ class _Items:
         if indices.dim() != 1 or not (out.is_contiguous() and out.is_cpu and out.numel()):
             return None
         rows = indices.numpy()
-        # As unsigned numbers the negative ones are in no section.
-        sections = (rows.view(np.uint64) >> shift).view(np.int64)
         try:
-            self._pieces[0].select(rows, sections, out)
+            self._pieces[0].select(rows, rows >> shift, out)
         except IndexError:
             return None
         return out
@@ -180,9 +178,10 @@ class _Piece:
             bases[chunk] = (address - low) // unit - starts[chunk] * self._step
         self._bases = bases[chunk_of]
 
-    def ends_behind(self, rows: int) -> bool:
-        """Whether the item behind those of so many rows lies behind all; then torch refuses to read it."""
-        return self._step == 1 and int(self._bases[-1]) + rows >= len(self._items)
+    def is_bounded_by(self, rows: int) -> bool:
+        """Whether every number but those of so many rows leads outside the items, where torch reads none."""
+        first, last = int(self._bases[0]), int(self._bases[-1])
+        return self._step == 1 and first == 0 and last + rows >= len(self._items)
 
     def gather(self, rows: Rows, sections: Rows, target: Array) -> None:
         """Gather rows of these sections into an array, converted where its dtype is another."""
@@ -196,7 +195,8 @@ class _Piece:
 
     def select(self, rows: Rows, sections: Rows, target: torch.Tensor) -> None:
         """Gather the items of rows, of which there are some, into a contiguous tensor of any dtype."""
-        places = self._bases.take(sections)
+        # Clipped, which is quicker: numbers out of range still lead outside, see `is_bounded_by`.
+        places = self._bases.take(sections, mode="clip")
         places += rows * self._step if self._step > 1 else rows
         wide = self._items.dim()
         words = (target if target.dim() == wide else target.view(len(rows), -1)).view(self._items.dtype)

@@ -79,6 +79,20 @@ def test_few_and_many_rows_are_taken_alike(records: Store, count: int) -> None:
         assert identical(taken, joined)
 
 
+def test_rows_of_tensors_are_taken_by_any_number_that_a_list_takes() -> None:
+    """Torch looks for numbers out of range: its own indices are not looked at before (`is_bounded_by`)."""
+    rows = 20_000
+    source = torch.arange(rows * 64.0).reshape(rows, 64)
+    store = share(list(source))
+    assert len(store.chunks.starts) > 3
+    for numbers in ([-1], [-rows, rows - 1] * 20, [7, -4096, 4095] * 20, [1 - rows] * 20):
+        assert torch.equal(store.take(torch.tensor(numbers)), source[numbers])
+    for number in (rows, rows + 16, 24_576, 2**63 - 1, -rows - 1, -24_576, -(2**62), -(2**63)):
+        for others in ([], [3] * 20):
+            with pytest.raises(IndexError):
+                store.take(torch.tensor([*others, number]))
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(
