@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 import pyarrow as pa
@@ -49,7 +49,6 @@ class Chunks:
         python_nbytes: Estimate of what the rows take as Python objects; 0 where unknown.
         links: The chunks that links in the columns lead to, by number.
         pickles: Whether pickled values may be read.
-        columns: The rows of each chunk as one array: a struct of the batch's columns, or its only column.
         starts: The first row of each chunk, and the number of rows.
         finder: Finds the classes that the columns name.
     """
@@ -66,13 +65,20 @@ class Chunks:
     def __post_init__(self, classes: Classes) -> None:
         self.memories = [memory for memory, _ in self.parts]
         self.batches = [batch for _, batch in self.parts]
-        self.columns = list(map(rows_of, self.batches))
+        self._columns: dict[int, Any] = {}  # made when asked for: a file may have very many batches
         self.starts: list[int] = [0, *accumulate(map(len, self.batches))]
         self.finder = ClassFinder(classes)
 
+    def column(self, chunk: int) -> Any:
+        """The rows of a chunk as one array: a struct of the batch's columns, or its only column."""
+        column = self._columns.get(chunk)
+        if column is None:
+            column = self._columns[chunk] = rows_of(self.batches[chunk])
+        return column
+
     def __reduce__(self) -> Any:
-        for batch in self.batches:
-            self.finder.find_all(batch.schema)
+        for schema, _ in groupby(batch.schema for batch in self.batches):  # of a file's batches, once
+            self.finder.find_all(schema)
         make, *arguments = self.made_by
         return make, (*arguments, self.finder.given())
 
@@ -158,7 +164,7 @@ class Column:
 
     def array(self, chunk: int) -> Any:
         """The values of a chunk; KeyError if not all rows have the field."""
-        array = self.chunks.columns[chunk]
+        array = self.chunks.column(chunk)
         for name in self.path:
             array = field_of(self._plain(chunk, array) if isinstance(array.type, LinkType) else array, name)
         return array

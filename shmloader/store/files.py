@@ -240,10 +240,14 @@ def chunks_in_files(
     batches: list[tuple[SharedBuffer, Any]] = []
     memories = [FileBuffer(*one) for one in files]
     for memory in memories:
-        found = [batch for batch in _batches_in(memory) if batch.num_rows]
-        if found and not _lies_in(found[0], memory):
-            raise _UnmappableError
-        batches += [(memory, _chosen(batch, columns)) for batch in found]
+        is_first = True
+        for batch in _batches_in(memory):
+            if not batch.num_rows:
+                continue
+            if is_first and not _lies_in(batch, memory):  # before a second one is unpacked
+                raise _UnmappableError
+            batches.append((memory, _chosen(batch, columns)))
+            is_first = False
     nbytes = sum(memory.nbytes for memory in memories)
     made_by = chunks_in_files, files, columns, pickles
     return Chunks(batches, memories[0], nbytes, classes, made_by, pickles=pickles)

@@ -134,7 +134,7 @@ class RowStore(Store):
         """See `SharedObject.describe`."""
         chunks = self.chunks
         arrays = self._column.arrays()
-        kind, fields = describe_columns(arrays, lambda link: chunks.links[link].columns[0].type)
+        kind, fields = describe_columns(arrays, lambda link: chunks.links[link].column(0).type)
         return StoreDescription(kind, len(self), chunks.nbytes, chunks.python_nbytes, fields)
 
     def to_arrow(self) -> Any:

@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset
 
 from shmloader import DataLoader, LoaderError
-from shmloader.store import Store, StoreDescription, share
+from shmloader.store import Store, StoreDescription, chunks, share
+from shmloader.store.chunks import rows_of
 from shmloader.store.files import FileBuffer, open_store
 from shmloader.store.handles import pack, unpack
 from shmloader.store.memory import Table
@@ -202,9 +203,33 @@ def test_compressed_batches_are_unpacked_one_by_one(
         append_batch(self, batch)
 
     monkeypatch.setattr(Table, "append_batch", append_noting_memory)
-    assert open_store(tmp_path / "data.arrow")[-1] == {"x": (20 << 17) - 1}
+    usual, counted = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
+    pa.set_memory_pool(counted)
+    try:
+        assert open_store(tmp_path / "data.arrow")[-1] == {"x": (20 << 17) - 1}
+    finally:
+        pa.set_memory_pool(usual)
     assert len(taken) == 20
     assert max(taken) < 4 << 20  # of 20
+    assert counted.max_memory() < 4 << 20  # also before the first one is appended
+
+
+def test_only_batches_that_are_read_are_made_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file may have very many batches."""
+    table, made = pa.table({"x": np.arange(100)}), list[Any]()
+    with pa.ipc.new_file(str(tmp_path / "data.arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=1)
+
+    def note(batch: Any) -> Any:
+        made.append(batch)
+        return rows_of(batch)
+
+    monkeypatch.setattr(chunks, "rows_of", note)
+    store = open_store(tmp_path / "data.arrow")
+    pack(store)
+    assert not made
+    assert [store[7], store[7]] == [{"x": 7}, {"x": 7}]
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("make_writer", [pa.ipc.new_file, pa.ipc.new_stream], ids=["file", "stream"])
