@@ -16,7 +16,15 @@ from shmloader.errors import ResumeError, warn
 from shmloader.resume.fit import State, is_between_epochs, named_in_errors
 from shmloader.resume.progress import Progress
 from shmloader.resume.user_states import pack_user_state, unpack_user_state
-from shmloader.wire.stream_records import OWN, SHARD, STRIDE, Cursor, StreamReport, StreamRules
+from shmloader.wire.stream_records import (
+    NOTHING_DRAWN,
+    OWN,
+    SHARD,
+    STRIDE,
+    Cursor,
+    StreamReport,
+    StreamRules,
+)
 
 _log = logging.getLogger("shmloader")
 
@@ -77,6 +85,8 @@ class StreamProgress:
             return
         _, worker_id, report = self._latest
         self._latest = None
+        if report == NOTHING_DRAWN:
+            return
         if report is not None:
             self._layout, self._playing[worker_id] = report.layout, report.part
             if self.rules.shard and report.layout == OWN:
@@ -118,6 +128,7 @@ class StreamProgress:
                 cursor.state_drawn,
                 cursor.ended,
                 cursor.raised,
+                cursor.state_raised,
             )
             for cursor in cursors
         ]
@@ -183,10 +194,11 @@ def _read(loaded: State) -> dict[str, Any]:
     with named_in_errors(loaded, "stream"):
         stream: dict[str, Any] = json.loads(loaded["stream"])
         numbers, cursors = [stream["last"], stream["rank"], stream["ranks"]], []
-        for drawn, state, state_drawn, ended, raised in stream["parts"]:
-            numbers += drawn, state_drawn, raised, drawn - state_drawn - raised
+        for drawn, state, state_drawn, ended, raised, state_raised in stream["parts"]:
+            again, raise_again = drawn - state_drawn, raised - state_raised
+            numbers += drawn, state_drawn, raised, state_raised, raise_again, again - raise_again
             packed = pickle.dumps(unpack_user_state(state)) if state else b""
-            cursors.append(Cursor(drawn, packed, state_drawn, bool(ended), raised))
+            cursors.append(Cursor(drawn, packed, state_drawn, bool(ended), raised, state_raised))
         if (
             {type(number) for number in numbers} != {int}
             or min(numbers) < 0

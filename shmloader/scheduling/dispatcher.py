@@ -128,6 +128,9 @@ class Dispatcher:
                 worker.send(request)
         while ledger.void_of(None):
             self.receive()
+        for worker in list(self.workers.workers):
+            if worker.is_dead():  # before it has a batch of this epoch, which would be blamed for it
+                self._recover(worker, None)
         self.ended_streams.clear()
         self.pool.trim()
 

@@ -16,7 +16,8 @@ class Cursor(NamedTuple):
         state: States of the dataset and its iterator, pickled by the worker, or empty.
         state_drawn: Samples that had been drawn when the states were taken.
         ended: Whether the stream is known to have ended; states of datasets need not tell.
-        raised: Draws since the states were taken that raised.
+        raised: Draws that raised.
+        state_raised: Draws that had raised when the states were taken.
     """
 
     drawn: int = 0
@@ -24,6 +25,7 @@ class Cursor(NamedTuple):
     state_drawn: int = 0
     ended: bool = False
     raised: int = 0
+    state_raised: int = 0
 
 
 class StreamRules(NamedTuple):
@@ -74,3 +76,7 @@ class StreamReport(NamedTuple):
     part: int
     layout: str
     cursor: Cursor
+
+
+NOTHING_DRAWN = StreamReport(-1, "", Cursor())
+"""The report of a failure before anything was drawn: places in the stream stay where they are."""

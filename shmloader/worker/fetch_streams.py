@@ -17,7 +17,7 @@ from shmloader.diagnostics.bad_samples import (
 from shmloader.diagnostics.exceptions import forget_frames
 from shmloader.diagnostics.mismatches import explain_collation
 from shmloader.errors import NoGoodSample
-from shmloader.wire.stream_records import STRIDE, Cursor, StreamReport
+from shmloader.wire.stream_records import NOTHING_DRAWN, STRIDE, Cursor, StreamReport
 from shmloader.worker.fetcher import Fetcher, FetchRules
 from shmloader.worker.streams import Stream, Stride, say_position
 
@@ -41,7 +41,7 @@ class PartsFetcher(Fetcher):
         cursor, tolerant = rules.stream.cursor_of(part), rules.on_error != RAISE
         parts = rules.stream.parts(num_workers)
         self._part = part
-        stream = self._stream = Stream(self._dataset, rules.stream, part, parts)
+        stream = self._stream = Stream(self._dataset, rules.stream, part, parts, tolerant)
         if stream.layout != STRIDE:
             kind = _TolerantIterableFetcher if tolerant else _IterableFetcher
             self._fetcher = kind(stream, rules, cursor)
@@ -64,14 +64,20 @@ class PartsFetcher(Fetcher):
             except StopIteration:
                 if not self._parts:
                     raise
+                self.failed = NOTHING_DRAWN  # should it raise
                 self._begin_part()
+                self.failed = None
             except Exception:
-                if self._stream.layout != STRIDE:
-                    self.failed = self._report(self._fetcher, b"")
+                self._note_place()
                 raise
             else:
+                self._note_place()  # should it turn out that the batch cannot be sent
                 return self._with_report(batch, self._fetcher)
         raise StopIteration
+
+    def _note_place(self) -> None:
+        if self._fetcher is not None and self._stream.layout != STRIDE:
+            self.failed = self._report(self._fetcher, b"")
 
     def _with_report(self, batch: Any, fetcher: _StreamFetcher) -> Any:
         """The batch, with the cursor behind it where the main process cannot count that itself."""
@@ -86,9 +92,9 @@ class PartsFetcher(Fetcher):
         return (batch if reported else Reported(batch, False, False, b""))._replace(stream=report)
 
     def _report(self, fetcher: _StreamFetcher, state: bytes) -> StreamReport:
-        if state:
-            fetcher.raised = 0
-        cursor = Cursor(fetcher.drawn, state, fetcher.drawn if state else 0, fetcher.ended, fetcher.raised)
+        drawn, raised = fetcher.drawn, fetcher.raised
+        at_state = (drawn, raised) if state else (0, 0)
+        cursor = Cursor(drawn, state, at_state[0], fetcher.ended, raised, at_state[1])
         return StreamReport(self._part, self._stream.layout, cursor)
 
     def take_bad_samples(self) -> bytes:
@@ -102,7 +108,7 @@ class _StreamFetcher(Fetcher):
     Attributes:
         drawn: Samples of the stream that are behind it.
         ended: Whether the stream is known to have ended.
-        raised: Draws that raised since the dataset's state was last taken.
+        raised: Draws that raised.
     """
 
     drawn = 0

@@ -49,7 +49,7 @@ class Fetcher(ABC):
     A list of bad samples is begun anew for each batch, so that none is reported twice.
 
     Attributes:
-        failed: The report on a stream whose batch raised in `fetch`, where the place cannot be told without.
+        failed: The report on a stream to send with an exception, where the place cannot be told without.
     """
 
     def __init__(self) -> None:

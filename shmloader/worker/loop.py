@@ -44,6 +44,7 @@ from shmloader.wire.records import (
     pack_stream_ended,
     unpack_request,
 )
+from shmloader.wire.stream_records import NOTHING_DRAWN
 from shmloader.worker.collate import install_slot_collate
 from shmloader.worker.epoch_settings import EpochSettings
 from shmloader.worker.fetch import before_each_sample, make_fetcher
@@ -193,7 +194,7 @@ class _Worker:
         if not request.total_nbytes:  # this worker was started with the settings
             self._link.send(pack_epoch_begun(request.epoch))
             return
-        self._ended, self._fetcher = False, None  # nothing of the last epoch may come in this one
+        self._ended, self._start_error = False, None
         self._rules = self._rules._replace(stream=self._rules.stream.from_the_beginning())
         try:
             settings: EpochSettings = pickle.loads(self._settings)
@@ -201,7 +202,7 @@ class _Worker:
             self._dataset = torch_private.seed_datapipe(self._dataset, settings.shared_seed)
             self._fetcher = self._make_fetcher()
         except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch
-            self._start_error = error
+            self._start_error, self._fetcher = error, None  # nothing of the last epoch may come in this one
 
     def _work(self, task: MakeBatch) -> None:
         """Make one batch, or an exception in its place, and publish it."""
@@ -273,7 +274,9 @@ class _Worker:
             f"while it made the batch of indices {_text_of(index_batch)}"
         )
         failure = capture(error, where)
-        if self._fetcher is not None:
+        if self._fetcher is None:
+            failure = failure._replace(stream=NOTHING_DRAWN)
+        else:
             bad_samples, report = self._fetcher.take_bad_samples(), self._fetcher.failed
             self._fetcher.failed = None  # the next exception may come before anything is fetched
             failure = failure._replace(bad_samples=bad_samples, stream=report)

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
+from shmloader.diagnostics.bad_samples import MOST_IN_A_ROW
 from shmloader.diagnostics.exceptions import add_note
 from shmloader.errors import ResumeError
 from shmloader.torch_private import only_worker_info, show_worker_info, watched_worker_info
@@ -27,12 +28,13 @@ class Stream:
         dataset: The dataset.
         rules: How to divide it, and where it was left.
         part: The part to play, of so many ``parts`` on each rank.
+        tolerant: Whether samples may raise.
 
     Attributes:
         layout: How the stream is divided.
     """
 
-    def __init__(self, dataset: Any, rules: StreamRules, part: int, parts: int) -> None:
+    def __init__(self, dataset: Any, rules: StreamRules, part: int, parts: int, tolerant: bool) -> None:
         self.layout = OWN
         self._info: Any = None  # the worker info that the dataset sees; None for the worker's own
         self._reads: list[str] = []  # reads of the number of workers in that
@@ -68,7 +70,8 @@ class Stream:
                 f"divided by {_BY[self.layout]} now: resume with the same dataset and the same shard="
             )
         of_a_batch = rules.batch_size * (rules.ranks if self.layout == STRIDE else 1)
-        self._skip(cursor.drawn - cursor.state_drawn, cursor.raised, of_a_batch)
+        raised = cursor.raised - cursor.state_raised
+        self._skip(cursor.drawn - cursor.state_drawn - raised, raised, of_a_batch, tolerant)
 
     def __iter__(self) -> Iterator[Any]:
         # islice() calls this. The __iter__ of a dataset that is its own iterator would begin anew.
@@ -90,28 +93,29 @@ class Stream:
         finally:
             show_worker_info(before)
 
-    def _skip(self, count: int, raised: int, of_a_batch: int) -> None:
-        """Draw samples that the program has had.
+    def _skip(self, count: int, raised: int, of_a_batch: int, tolerant: bool) -> None:
+        """Draw ``count`` samples that the program has had.
 
-        Of so many draws ``raised`` raised. They raise again, or the failure has passed (a network's) and had
-        cost no sample: so the good ones are counted. Behind the last good one a failure may stand that does
+        Between them ``raised`` draws raised. They raise again, or the failure has passed (a network's) and
+        had cost no sample: so only good ones are counted. Behind the last one a failure may stand that does
         not pass.
         """
-        left, failed = count - raised, None
+        left, failed, in_a_row = count, None, 0
         while left or raised:
             try:
                 if not left:
                     self._first = list(islice(self, 1))
                     break
                 for _ in islice(self, left):
-                    left -= 1
+                    left, in_a_row = left - 1, 0
                 if left:
                     break
             except Exception as error:
-                if not raised:
+                in_a_row += 1
+                if not raised and (not tolerant or in_a_row >= MOST_IN_A_ROW):
                     add_note(error, "raised where samples that the program has had were drawn once more")
                     raise
-                raised, failed = raised - 1, error
+                raised, failed = max(raised - 1, 0), error
         if left >= of_a_batch:
             raise ResumeError(
                 f"the stream to be resumed ended after {count - left:,} of the {count:,} samples that were "

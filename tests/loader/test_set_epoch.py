@@ -186,7 +186,7 @@ def test_many_changes_travel_too() -> None:
 
 class Refuses(Tells):
     def set_epoch(self, epoch: int) -> None:
-        if torch.utils.data.get_worker_info() is not None:
+        if epoch == 7 and torch.utils.data.get_worker_info() is not None:
             raise LookupError(f"no epoch {epoch} here")
         super().set_epoch(epoch)
 
@@ -218,6 +218,19 @@ def test_an_error_of_set_epoch_in_a_worker_is_raised_with_the_first_batch() -> N
         loader.set_epoch(7)
         with pytest.raises(LookupError, match="no epoch 7 here"):
             list(loader)
+
+
+def test_an_error_of_set_epoch_is_none_of_the_next_epoch() -> None:
+    """The second worker has no batch in the epoch that it cannot begin."""
+    batches = [[0]]
+    with DataLoader(Refuses(), batch_sampler=batches, num_workers=2, persistent_workers=True) as loader:
+        list(loader)
+        loader.set_epoch(7)
+        with pytest.raises(LookupError, match="no epoch 7 here"):
+            list(loader)
+        loader.set_epoch(1)
+        batches.append([1])
+        assert [batch["epoch"].item() for batch in loader] == [1, 1]
 
 
 class Sometimes(list[int]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -410,7 +411,7 @@ def test_a_failure_before_the_first_sample_tells_nothing_of_the_last_epoch() -> 
         iterator = iter(loader)
         with pytest.raises(LookupError, match=r"no epoch 1 here(.|\n)*worker 0"):
             next(iterator)
-        assert json.loads(loader.state_dict()["stream"])["parts"][0][0] == 4
+        assert json.loads(loader.state_dict()["stream"])["parts"][0][0] == 0
         with pytest.raises(RuntimeError, match="its first batch says why"):
             next(iterator)
         loader.set_epoch(2)
@@ -424,6 +425,44 @@ def test_a_failure_while_samples_are_drawn_again_is_raised(workers: int) -> None
     well.at = None
     given = {"batch_size": 4, "num_workers": workers}
     _, state = stopped_after(loader_of(well, **given), 4)
+    loader = loader_of(Flaky(40), **given)
+    loader.load_state_dict(state)
     with pytest.raises(ConnectionError, match="the server has gone"):
-        rest_after(loader_of(Flaky(40), **given), state)
-    assert len(rest_after(loader_of(well, **given), state)) == 6
+        next(iter(loader))
+    for again in (state, loader.state_dict()):
+        assert len(rest_after(loader_of(well, **given), again)) == 6
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_failure_while_samples_are_drawn_again_is_passed_over_where_samples_may_raise(workers: int) -> None:
+    given = {"batch_size": 4, "num_workers": workers, "on_error": "skip"}
+    well = Flaky(40)
+    well.at = None
+    had, state = stopped_after(loader_of(well, **given), 4)
+    rest = numbers(rest_after(loader_of(Flaky(40), **given), state))
+    assert [one for batch in numbers(had) + rest for one in batch] == list(range(40))
+
+
+def test_failures_count_since_the_last_state_that_has_arrived() -> None:
+    """A state of the dataset that its batch took along when that could not be sent is as none."""
+    given = {"batch_size": 2, "num_workers": 1, "on_error": "skip", "snapshot_every_n_steps": 3}
+    loader = loader_of(Raising(RaisesTwice), collate_fn=unsendable_third, **given)
+    iterator = iter(loader)
+    next(iterator)
+    next(iterator)
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        next(iterator)
+    (part,) = json.loads(loader.state_dict()["stream"])["parts"]
+    assert (part[4], part[5]) == (2, 0)
+
+
+class RaisesTwice(StatefulIterator):
+    def __next__(self) -> tuple[int, int]:
+        item = super().__next__()
+        if item[0] in (1, 4):
+            raise ValueError("bad")
+        return item
+
+
+def unsendable_third(samples: list[Any]) -> Any:
+    return (lambda: 0) if any(item[0] >= 4 for item in samples) else samples

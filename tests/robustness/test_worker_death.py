@@ -109,3 +109,21 @@ def test_a_worker_killed_while_it_is_being_started_is_named(
     assert error.worker_id in (0, 1)
     assert error.exit_code == -signal.SIGKILL
     assert f"pid {error.pid}" in str(error)
+
+
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_a_death_between_epochs_is_no_fault_of_the_next_ones_batches(restarts: int) -> None:
+    """It is found when the epoch begins, as in torch, before the worker has a batch."""
+    given = {"batch_size": 2, "num_workers": 2, "persistent_workers": True, "worker_restarts": restarts}
+    with DataLoader(Numbered(12), **given) as loader:
+        first = first_indices(loader)
+        worker = loader._iterator._workers[1]
+        os.kill(worker.pid, signal.SIGKILL)
+        worker.join(10)
+        if not restarts:
+            with pytest.raises(shmloader.WorkerDied) as caught:
+                iter(loader)
+            assert caught.value.indices == ()
+        else:
+            assert first_indices(loader) == first
+            assert loader.statistics().worker_restarts == 1
