@@ -39,12 +39,14 @@ Path = tuple[str | int, ...]
 class Chunks:
     """The columns of a store.
 
+    Args:
+        classes: Classes that are known already.
+
     Attributes:
         parts: The memory that each chunk lies in, and the chunk as a record batch; also apart, as
             ``memories`` and ``batches``.
         buffer: The memory of all; of several files that of the first one.
         nbytes: Bytes of memory, or of the files.
-        classes: Classes that are known already.
         made_by: What makes the chunks in other processes: a function, and its arguments before the classes.
         python_nbytes: Estimate of what the rows take as Python objects; 0 where unknown.
         links: The chunks that links in the columns lead to, by number.

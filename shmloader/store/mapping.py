@@ -127,7 +127,7 @@ def index_of(keys: Store) -> KeyIndex:
 
 
 def factory_of(data: Mapping[Any, Any]) -> Callable[[], Any] | None:
-    """The function that a mapping calls for keys that it does not have; None if that is a KeyError.
+    """A copy of the function that a mapping calls for keys that it lacks; None if those are a KeyError.
 
     Raises:
         TypeError: If a store could not do the same.
@@ -145,14 +145,14 @@ def factory_of(data: Mapping[Any, Any]) -> Callable[[], Any] | None:
         )
     factory: Callable[[], Any] | None = data.default_factory  # type: ignore[attr-defined]
     try:
-        pickle.dumps(factory)
+        copied: Callable[[], Any] | None = pickle.loads(pickle.dumps(factory))
     except Exception as error:
         raise TypeError(
             f"the default_factory {factory!r} of this {name} cannot be pickled, as other processes need it "
             f"({type(error).__name__}: {error}): make it a function of a module, or share a plain dict, "
             "shmloader.share(dict(data)), for which a missing key is a KeyError"
         ) from error
-    return factory
+    return copied
 
 
 class KeyedStore(SharedObject):

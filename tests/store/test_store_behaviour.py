@@ -409,3 +409,23 @@ def test_short_builds_show_nothing(capsys: Any) -> None:
     with progress_bar(True, 10) as bar:
         bar.update(5)
     assert capsys.readouterr().err == ""
+
+
+class Counting:
+    """A default_factory with a state of its own."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def __call__(self) -> int:
+        self.made += 1
+        return self.made
+
+
+def test_a_shared_mapping_has_a_default_factory_of_its_own() -> None:
+    """As in a worker: what the program does with its own one later changes nothing."""
+    factory = Counting()
+    store = share(defaultdict(factory, {"a": 1}))
+    factory.made = 100
+    assert store["b"] == 1
+    assert factory.made == 100

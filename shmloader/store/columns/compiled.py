@@ -146,7 +146,7 @@ def numbers_of(array: Any, buffer: int, code: str, count: int) -> memoryview[Any
 
 
 def ends_of(column: Any) -> memoryview[Any]:
-    """Where each text or list of a column begins, and where the last one ends."""
+    """The offsets at which the texts or lists of a column begin, and the one at which the last ends."""
     kind = column.type
     is_large = arrow.is_large_list(kind) or arrow.is_large_string(kind) or arrow.is_large_binary(kind)
     return numbers_of(column, 1, "q" if is_large else "i", len(column) + 1)
