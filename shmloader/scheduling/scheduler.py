@@ -6,6 +6,7 @@ step; with ``dispatch="dynamic"`` `FreeWorkers` decides.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,6 +34,8 @@ class Scheduler:
         self._pool = dispatcher.pool
         self._budget = dispatcher.pool.budget
         self._counters = dispatcher.counters
+        self._index_sampler = index_sampler
+        self._length = -1  # index batches of an epoch; -1 where the sampler does not tell
         self._next_epoch = next_epoch_for(loader, index_sampler)
         self._sampler_iter: Iterator[Any] = iter(())
         self._sent = 0  # index batches of this epoch that were sent, or are not to be
@@ -106,6 +109,10 @@ class Scheduler:
     def _fill(self, sampler_iter: Iterator[Any]) -> None:
         self._sampler_iter = sampler_iter
         self._sent_early = 0
+        self._length = -1
+        if self.free_workers is not None:
+            with contextlib.suppress(TypeError, NotImplementedError):
+                self._length = len(self._index_sampler)
         if self._next_epoch is not None:
             self._next_epoch.begin_epoch()
         if self._growth is not None:
@@ -169,6 +176,8 @@ class Scheduler:
 
     def _send_ahead(self) -> bool:
         """Send a task beyond those that the pool was made for, if the sampler has one."""
+        if self._sent == self._length:  # at its end torch's sampler may draw: when, is not for the clock to say
+            return False
         sent = self._send_task()
         self._counters.tasks_ahead += sent
         return sent

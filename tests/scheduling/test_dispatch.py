@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loading import Numbered
 from robustness.processes import assert_dies_with_its_last_reference
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, RandomSampler
 
 from shmloader import DataLoader
 from shmloader.scheduling.free_workers import FreeWorkers
@@ -195,6 +195,20 @@ class _Pool:
 class Stream(IterableDataset):
     def __iter__(self) -> Iterator[int]:
         yield from range(3)
+
+
+def test_a_sampler_draws_at_its_end_no_sooner_than_with_static_dispatch() -> None:
+    """All tasks of an epoch were sent ahead when the program leaves it: the next order is not the clock's."""
+    generator = torch.Generator().manual_seed(3)
+    first = int(torch.randperm(20, generator=generator)[0])
+    after_one_order = generator.get_state()
+    sampler = RandomSampler(range(20), generator=generator.manual_seed(3))
+    dataset = Gate(20, {first}, 18 - first)  # the slow worker may have another one in its hands
+    with DataLoader(dataset, sampler=sampler, num_workers=2, dispatch="dynamic") as loader:
+        iterator = iter(loader)
+        assert next(iterator).tolist()[0][::2] == [first, 0]
+        assert torch.equal(generator.get_state(), after_one_order)
+        del iterator
 
 
 def test_arguments_are_checked() -> None:
