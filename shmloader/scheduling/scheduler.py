@@ -176,7 +176,7 @@ class Scheduler:
 
     def _send_ahead(self) -> bool:
         """Send a task beyond those that the pool was made for, if the sampler has one."""
-        if self._sent == self._length:  # at its end torch's sampler may draw: when, is not for the clock to say
+        if self._sent == self._length:  # torch's samplers may draw at their end: not when the clock says
             return False
         sent = self._send_task()
         self._counters.tasks_ahead += sent
