@@ -1,8 +1,8 @@
 """Chunks: consecutive rows of a store as one record batch each, in memory or in a file.
 
 Each chunk is encoded by itself, by the types that occur in it: nothing that comes late changes what is there,
-and memory is only ever appended to. In memory a chunk is an Arrow IPC stream of one batch, in a file a batch
-of that file.
+and memory is only ever appended to. In memory a chunk is an Arrow IPC stream of one batch, whose head lies
+behind the bodies of all; in a file it is a batch of that file.
 """
 
 from __future__ import annotations
@@ -86,16 +86,41 @@ class Chunks:
 
 
 def chunks_in_memory(
-    buffer: SharedBuffer, places: list[int], python_nbytes: int, links: Mapping[int, Chunks], classes: Classes
+    buffer: SharedBuffer,
+    places: list[tuple[int, ...]],
+    python_nbytes: int,
+    links: Mapping[int, Chunks],
+    classes: Classes,
 ) -> Chunks:
-    """Chunks in shared memory: Arrow IPC streams, which begin and end at these places."""
+    """Chunks in shared memory: Arrow IPC streams, whose heads and bodies begin and end at these places."""
     batches = []
-    for begin, end in zip(places[::2], places[1::2], strict=True):
-        with pa.ipc.open_stream(pa.py_buffer(buffer.view[begin:end])) as reader:
+    memory = pa.py_buffer(buffer.view)
+    for begin, end, begin_of_body, end_of_body in places:
+        stream = _ChunkStream(memory[begin:end], memory[begin_of_body:end_of_body])
+        with pa.ipc.open_stream(pa.PythonFile(stream, "r")) as reader:
             batches.append((buffer, reader.read_next_batch()))
-    nbytes = sum(places[1::2]) - sum(places[::2])
+    nbytes = sum(sum(place[1::2]) - sum(place[::2]) for place in places)
     made_by = chunks_in_memory, buffer, places, python_nbytes, links
     return Chunks(batches, buffer, nbytes, classes, made_by, python_nbytes, links)
+
+
+class _ChunkStream:
+    """A file for Arrow to read a chunk from; what is read of its body are views."""
+
+    closed = False
+
+    def __init__(self, head: Any, body: Any) -> None:
+        self._left, self._body = head, body
+
+    def read_buffer(self, nbytes: int) -> Any:
+        if not self._left.size:
+            self._left, self._body = self._body, self._left
+        found, self._left = self._left[:nbytes], self._left[nbytes:]
+        return found
+
+    def read(self, nbytes: int) -> bytes:
+        octets: bytes = self.read_buffer(nbytes).to_pybytes()
+        return octets
 
 
 def rows_of(batch: Any) -> Any:

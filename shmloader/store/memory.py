@@ -121,6 +121,8 @@ class MemoryWriter:
 
     def seal(self) -> SharedBuffer:
         """End the writing."""
+        for table in self._tables:
+            table.end()
         return self.out.seal()
 
     def __enter__(self) -> Self:
@@ -138,7 +140,7 @@ class Table:
     Attributes:
         begin: Offset where it begins.
         rows: The number of rows so far.
-        places: Where each chunk begins and ends.
+        places: Where each chunk's head begins and ends, and its body, once all are written.
         links: The links that its columns have.
     """
 
@@ -146,11 +148,13 @@ class Table:
         self.begin = out.nbytes
         self.encoder = encoder
         self.rows = 0
-        self.places: list[int] = []
+        self.places: list[tuple[int, ...]] = []
         self.nbytes = 0
         self.python_nbytes = 0
         self.links: set[int] = set()
         self._out = out
+        self._heads: list[bytes] = []
+        self._bodies: list[tuple[int, int]] = []
         self._streamed = streamed
 
     def chunk_rows(self, expected: int, row_nbytes: float) -> int:
@@ -192,30 +196,62 @@ class Table:
     def append_batch(self, batch: Any) -> None:
         """Append one chunk that is encoded already."""
         begin = self._out.append(b"", PAGE_NBYTES)  # rows of 64 bytes, or 256, lie at multiples of that
-        sink = pa.PythonFile(_Appender(self._out), "w")
-        with pa.ipc.new_stream(sink, batch.schema) as writer:
+        stream = _ChunkStream(self._out)
+        with pa.ipc.new_stream(pa.PythonFile(stream, "w"), batch.schema) as writer:
             writer.write_batch(batch)
-        self.places += [begin, self._out.nbytes]
+            stream.ended = True
+        self._heads.append(bytes(stream.head))
+        self._bodies.append((begin, self._out.nbytes))
         self.nbytes += self._out.nbytes - begin
         self.rows += len(batch)
         for field in batch.schema:
             self.links |= {kind.parameters["link"] for _, kind in find_types(field.type, LinkType)}
 
+    def end(self) -> None:
+        """Append the heads of all chunks."""
+        for head, body in zip(self._heads, self._bodies, strict=True):
+            begin = self._out.append(head, alignment=8)
+            self.places.append((begin, begin + len(head), *body))
 
-class _Appender:
-    """A file for Arrow to write to, which appends to shared memory."""
+
+class _ChunkStream:
+    """A file for Arrow to write a chunk to: its body goes to shared memory, its head is kept apart.
+
+    The head are two pieces of metadata: the schema's, and that of the first message with a body. So the
+    bodies of chunks lie one behind the other, and `Store.take` finds their rows at one distance.
+
+    Attributes:
+        head: The head.
+        ended: Whether what follows is only the mark of a stream's end.
+    """
 
     closed = False
 
     def __init__(self, out: BufferBuilder) -> None:
+        self.head = b""
+        self.ended = False
         self._out = out
 
     def write(self, data: Any) -> int:
-        self._out.append(data, alignment=1)
+        if len(self.head) < _head_nbytes(self.head):
+            self.head += data
+        elif not self.ended:
+            self._out.append(data, alignment=1)
         return len(data)
 
     def flush(self) -> None:
         """Nothing is held back."""
+
+
+def _head_nbytes(begin: bytes) -> int:
+    """How long a head is that begins so, as far as that is known: a length stands before each piece."""
+    end = 0
+    for _ in range(2):
+        end += 8
+        if len(begin) < end:
+            break
+        end += int.from_bytes(begin[end - 4 : end], "little")
+    return end
 
 
 def new_builder() -> BufferBuilder:

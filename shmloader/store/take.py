@@ -57,14 +57,14 @@ class Gatherer:
             self._shift, chunk_of = -1, np.arange(len(starts) - 1)
         self._gather = _gather_of(column, chunk_of) if self._rows else None
         items = getattr(self._gather, "__self__", None)
-        is_direct = isinstance(items, _Items) and self._shift > 0 and items.is_direct(self._rows)
+        is_direct = isinstance(items, _Items) and items.is_direct(self._rows)
         self._direct: _Items | None = items if is_direct else None
 
     def directly(self, indices: Any, out: Any) -> torch.Tensor | None:
         """Gather rows of tensors with the fewest calls; None where `__call__` has to."""
         if self._direct is None or type(indices) is not torch.Tensor or indices.dtype is not torch.int64:
             return None
-        return self._direct.gather_directly(indices, self._shift, out)
+        return self._direct.gather_directly(indices, out)
 
     def __call__(self, rows: Rows, out: Any = None) -> Any:
         """Gather rows, numbered from 0 on; see `Store.take`."""
@@ -115,10 +115,11 @@ class _Items:
         self._piece_of = piece_of
 
     def is_direct(self, rows: int) -> bool:
-        """Whether `gather_directly` notices every row number that is out of range."""
-        return len(self._pieces) == 1 and self._pieces[0].is_bounded_by(rows)
+        """Whether the rows are one tensor, so that torch notices every row number that is out of range."""
+        first, *others = self._pieces
+        return not others and first.is_plain and len(first.items) == rows
 
-    def gather_directly(self, indices: torch.Tensor, shift: int, out: Any) -> torch.Tensor | None:
+    def gather_directly(self, indices: torch.Tensor, out: Any) -> torch.Tensor | None:
         """Gather rows of tensors by indices that have not been looked at; None where they need that."""
         dtype, shape = self._kind.torch_dtype, (indices.numel(), *self._shape)
         if out is None and dtype is not None:
@@ -127,9 +128,8 @@ class _Items:
             return None
         if indices.dim() != 1 or not (out.is_contiguous() and out.is_cpu and out.numel()):
             return None
-        rows = indices.numpy()
         try:
-            self._pieces[0].select(rows, rows >> shift, out)
+            self._pieces[0].select(indices, out)
         except IndexError:
             return None
         return out
@@ -155,6 +155,11 @@ class _Piece:
 
     That memory is seen as rows which begin at each multiple of so many bytes that every row of the column is
     one of them. So rows of all chunks are gathered with one call.
+
+    Attributes:
+        dtype: What the items are.
+        items: All of that memory, as integers.
+        is_plain: Whether row ``n`` is item ``n``: where chunks lie one behind the other.
     """
 
     def __init__(self, blocks: dict[int, Array], chunks: Chunks, chunk_of: Rows) -> None:
@@ -171,17 +176,13 @@ class _Piece:
         inner = 1 if size == word else 2  # dimensions
         shape, strides = ((nbytes - size) // unit + 1, size // word)[:inner], (unit, word)[:inner]
         items: Array = np.ndarray(shape, f"i{word}", memory.private, low - memory.address, strides)
-        self._items = torch.from_numpy(items)
+        self.items = torch.from_numpy(items)
         self._step = stride // unit
         bases = np.zeros(len(starts) - 1, np.int64)
         for chunk, address in addresses.items():
             bases[chunk] = (address - low) // unit - starts[chunk] * self._step
         self._bases = bases[chunk_of]
-
-    def is_bounded_by(self, rows: int) -> bool:
-        """Whether every number but those of so many rows leads outside the items, where torch reads none."""
-        first, last = int(self._bases[0]), int(self._bases[-1])
-        return self._step == 1 and first == 0 and last + rows >= len(self._items)
+        self.is_plain = self._step == 1 and not bases.any()
 
     def gather(self, rows: Rows, sections: Rows, target: Array) -> None:
         """Gather rows of these sections into an array, converted where its dtype is another."""
@@ -189,20 +190,20 @@ class _Piece:
         array = target if is_direct else np.empty(target.shape, self.dtype)
         if len(rows):
             octets: Array = np.ndarray((len(rows), array.nbytes // len(rows)), np.uint8, array)
-            self.select(rows, sections, torch.from_numpy(octets))
+            if self.is_plain:
+                places = rows.copy()  # torch takes no array that is read-only, or runs backwards
+            else:
+                places = self._bases.take(sections, mode="clip")  # which is the quickest way
+                places += rows * self._step if self._step > 1 else rows
+            self.select(torch.from_numpy(places), torch.from_numpy(octets))
         if not is_direct:
             target[...] = array
 
-    def select(self, rows: Rows, sections: Rows, target: torch.Tensor) -> None:
-        """Gather the items of rows, of which there are some, into a contiguous tensor of any dtype."""
-        # Clipped, which is quicker: numbers out of range still lead outside, see `is_bounded_by`.
-        places = self._bases.take(sections, mode="clip")
-        places += rows * self._step if self._step > 1 else rows
-        wide = self._items.dim()
-        words = (target if target.dim() == wide else target.view(len(rows), -1)).view(self._items.dtype)
-        torch.index_select(
-            self._items, 0, torch.from_numpy(places), out=words if wide > 1 else words.view(-1)
-        )
+    def select(self, places: torch.Tensor, target: torch.Tensor) -> None:
+        """Gather the items at some places into a contiguous tensor of any dtype."""
+        wide = self.items.dim()
+        words = (target if target.dim() == wide else target.view(len(places), -1)).view(self.items.dtype)
+        torch.index_select(self.items, 0, places, out=words if wide > 1 else words.view(-1))
 
 
 def _address(array: Array) -> int:

@@ -79,15 +79,18 @@ def test_few_and_many_rows_are_taken_alike(records: Store, count: int) -> None:
         assert identical(taken, joined)
 
 
-def test_rows_of_tensors_are_taken_by_any_number_that_a_list_takes() -> None:
-    """Torch looks for numbers out of range: its own indices are not looked at before (`is_bounded_by`)."""
-    rows = 20_000
-    source = torch.arange(rows * 64.0).reshape(rows, 64)
-    store = share(list(source))
+@pytest.mark.parametrize(("given", "at_one_distance"), [(list, True), (iter, False)])
+def test_rows_of_tensors_are_taken_by_any_number_that_a_list_takes(given: Any, at_one_distance: bool) -> None:
+    """Where chunks lie one behind the other, torch looks for numbers out of range, and nobody before it."""
+    rows = 150_000
+    source = torch.arange(rows * 20.0).reshape(rows, 20)
+    store = share(given(source))
     assert len(store.chunks.starts) > 3
+    distance_nbytes = store[-1].data_ptr() - store[0].data_ptr()
+    assert (distance_nbytes == (rows - 1) * 80) is at_one_distance
     for numbers in ([-1], [-rows, rows - 1] * 20, [7, -4096, 4095] * 20, [1 - rows] * 20):
         assert torch.equal(store.take(torch.tensor(numbers)), source[numbers])
-    for number in (rows, rows + 16, 24_576, 2**63 - 1, -rows - 1, -24_576, -(2**62), -(2**63)):
+    for number in (rows, rows + 16, 2**18, 2**63 - 1, -rows - 1, -(2**18), -(2**62), -(2**63)):
         for others in ([], [3] * 20):
             with pytest.raises(IndexError):
                 store.take(torch.tensor([*others, number]))
