@@ -90,6 +90,9 @@ def test_rows_of_tensors_are_taken_by_any_number_that_a_list_takes(given: Any, a
     assert (distance_nbytes == (rows - 1) * 80) is at_one_distance
     for numbers in ([-1], [-rows, rows - 1] * 20, [7, -4096, 4095] * 20, [1 - rows] * 20):
         assert torch.equal(store.take(torch.tensor(numbers)), source[numbers])
+    backwards = np.arange(40)[::-1]
+    backwards.flags.writeable = False
+    assert torch.equal(store.take(backwards), source[backwards.tolist()])
     for number in (rows, rows + 16, 2**18, 2**63 - 1, -rows - 1, -(2**18), -(2**62), -(2**63)):
         for others in ([], [3] * 20):
             with pytest.raises(IndexError):
