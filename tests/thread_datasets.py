@@ -6,6 +6,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -163,24 +164,25 @@ class Compressed(Timed):
 
     def __init__(self, length: int) -> None:
         super().__init__(length)
-        noise = np.random.default_rng(0).integers(0, 8, 1 << 20, dtype=np.uint8)
+        noise = np.random.default_rng(0).integers(0, 8, 1 << 23, dtype=np.uint8)
         self.packed = zlib.compress(noise.tobytes(), 1)
 
     def work(self, index: int) -> torch.Tensor:
-        """A MiB."""
+        """8 MiB."""
         return torch.frombuffer(bytearray(zlib.decompress(self.packed)), dtype=torch.uint8) + index % 2
 
 
-class Files(Timed):
-    """Reads its samples from files. (np.load in several threads fails at times with Python 3.11.)"""
+class Pipes(Dataset[bytes]):
+    """Reads each sample from a named pipe, to its end."""
 
-    def __init__(self, paths: list[str]) -> None:
-        super().__init__(len(paths))
+    def __init__(self, paths: list[Path]) -> None:
         self.paths = paths
 
-    def work(self, index: int) -> torch.Tensor:
-        """One file."""
-        return torch.from_numpy(np.fromfile(self.paths[index], np.int64))
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> bytes:
+        return self.paths[index].read_bytes()
 
 
 class Sharded(IterableDataset[int]):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
+from pathlib import Path
 from typing import Any
 
 import loading
@@ -19,11 +21,11 @@ from thread_datasets import (
     Compressed,
     Counting,
     Facts,
-    Files,
     GlobalDraws,
     Meeting,
     Mixed,
     OwnDraws,
+    Pipes,
     SetPart,
     Sharded,
     Timed,
@@ -295,13 +297,9 @@ def test_workers_run_at_the_same_time() -> None:
         assert torch.cat(list(loader)).tolist() == list(range(12))
 
 
-def test_samples_without_the_interpreter_lock_overlap(tmp_path: Any) -> None:
-    """Sleeping, decompressing, and reading files."""
-    paths = []
-    for index in range(24):
-        paths.append(str(tmp_path / f"{index}.bin"))
-        np.full(1 << 18, index).tofile(paths[-1])
-    for dataset in (Timed(24), Compressed(24), Files(paths)):
+def test_samples_without_the_interpreter_lock_overlap() -> None:
+    """Sleeping and decompressing."""
+    for dataset in (Timed(24), Compressed(24)):
         for _ in range(20):
             with threads(dataset, batch_size=2, num_workers=2) as loader:
                 assert len(list(loader)) == 12
@@ -309,3 +307,17 @@ def test_samples_without_the_interpreter_lock_overlap(tmp_path: Any) -> None:
                 break
         assert dataset.overlaps(), type(dataset).__name__
         assert len({ident for _, _, ident in dataset.intervals}) > 1
+
+
+def test_files_are_read_at_the_same_time(tmp_path: Path) -> None:
+    """Each is a pipe with a name: opening it to write waits until somebody reads it."""
+    paths = [tmp_path / str(index) for index in range(2)]
+    for path in paths:
+        os.mkfifo(path)
+    with threads(Pipes(paths), batch_size=None, num_workers=2) as loader:
+        iterator = iter(loader)
+        files = [path.open("wb") for path in paths]
+        for file in files:
+            file.write(os.fsencode(file.name))
+            file.close()
+        assert list(iterator) == [bytes(path) for path in paths]
