@@ -16,7 +16,7 @@ from shmloader.arguments import device_of, seeds_samples
 from shmloader.diagnostics.bad_samples import LEFT_OUT, Reported, count, take_report, warn_of_bad_samples
 from shmloader.resume import States, StreamProgress
 from shmloader.resume.states import loaded_state
-from shmloader.sampling.index_batches import PackedInts
+from shmloader.sampling.packed_indices import PackedInts
 from shmloader.sampling.samplers import generator_states, index_sampler_of, states_if_drawn
 from shmloader.statistics import Counters
 from shmloader.wire.stream_records import StreamReport

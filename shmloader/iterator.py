@@ -46,15 +46,14 @@ from shmloader.worker.loop import WorkerArguments
 if TYPE_CHECKING:
     import torch
 
-    from shmloader.scheduling.delivery import Delivery
+    from shmloader.scheduling.device_delivery import Delivery
 
 
 class SlotIterator(torch_private.BaseIterator):
     """Iterates over a loader whose workers collate into slots.
 
-    Starts no thread in the main process. Its workers run until the epoch's end, or with
-    ``persistent_workers`` until the iterator dies or is closed. Several threads may call ``next()``: each
-    batch comes to one of them.
+    Workers run until the epoch's end, or with ``persistent_workers`` until the iterator dies or is closed. It
+    starts no other thread. Several threads may call ``next()``: each batch comes to one of them.
 
     The loader's arguments are read now, as frameworks set some late.
 
@@ -128,7 +127,7 @@ class SlotIterator(torch_private.BaseIterator):
         """Make the `Delivery` of pinned or device batches, after workers were forked: it initialises CUDA."""
         if device is None and not self._pin_memory:
             return None
-        from shmloader.scheduling.delivery import Delivery
+        from shmloader.scheduling.device_delivery import Delivery
 
         return Delivery(self._dispatcher, self._pin_memory, self._pin_memory_device, device)
 
@@ -166,7 +165,7 @@ class SlotIterator(torch_private.BaseIterator):
             if self._delivery is not None:
                 self._delivery.drop()
             self._dispatcher.begin_epoch(pickle.dumps(settings._replace(shared_seed=self._shared_seed), 5))
-            # Not before: an exception of the sampler, say, leaves them to the next attempt.
+            # Only now: if the sampler raised before, the next attempt has to send them.
             self._dataset_state.note_sent()
             scheduler.begin_epoch(sampler_iter)
 
@@ -190,8 +189,8 @@ class SlotIterator(torch_private.BaseIterator):
         finally:
             self._index_sampler = index_sampler
         self._progress.stream = self._stream
-        # With batches out of order, or some that the program had in another order before it was resumed.
-        # What streams have given is counted by worker.
+        # Whether `done` may be other than the last position and one: with batches out of order, now or before
+        # the epoch was resumed, and with streams, which are counted by worker.
         self._scattered = not self._in_order or bool(self._progress.behind) or self._stream is not None
         return sampler_iter
 
@@ -214,19 +213,19 @@ class SlotIterator(torch_private.BaseIterator):
                 batch = self._next_data()
                 self._num_yielded += 1
             lifecycle.leave()
-            lifecycle.phase = IDLE  # last, by a plain assignment: see `Lifecycle.leave`
+            lifecycle.phase = IDLE  # last, by a plain assignment: see `Lifecycle`
             return batch  # noqa: TRY300 - an interrupt before the return must be caught
         except BaseException as error:
             lifecycle.fail(error)
             if not isinstance(error, Exception):
                 self._progress.done = done  # Ctrl-C: the program has not had this batch
-            # No local variable for an exception: it would refer to this frame, and so to itself.
+            # No other variable may hold an exception: it would refer to this frame, and so to itself.
             if self._is_led_to_by_close(error):
                 raise self._closed_meanwhile() from error
             raise
 
     def _is_led_to_by_close(self, error: BaseException) -> bool:
-        """Whether ``close()`` in another thread, or in a signal handler, has led to an exception."""
+        """Whether an exception has only come about by ``close()``, in another thread or a signal handler."""
         if isinstance(error, LoaderClosed):
             return not main_thread().is_alive()
         kinds = (LoaderError, OSError, ValueError, LookupError, AssertionError)
@@ -273,7 +272,7 @@ class SlotIterator(torch_private.BaseIterator):
                 self._shutdown_workers()
             warn_of_copies(copied, self._counters)
             warn_of_bad_samples(self._counters, self._on_error)
-        except (LoaderError, Warning) as error:  # for ranks of other lengths; by the program's filters
+        except (LoaderError, Warning) as error:  # ranks of other lengths; warnings that are errors
             self._lifecycle.expect(error)
             raise
         return self._lifecycle.expect(StopIteration())

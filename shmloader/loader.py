@@ -20,8 +20,8 @@ from shmloader.arguments import (
     dispatch_of,
     number_or_auto,
 )
+from shmloader.framework_rebuilds import PREPARED_FLAG, list_options, replace_in_records
 from shmloader.loading import loading_of
-from shmloader.rebuilds import PREPARED_FLAG, list_options, replace_in_records
 from shmloader.shared_memory import why_unavailable
 from shmloader.statistics import LoaderStatistics
 from shmloader.torch_fallback import check_resumable

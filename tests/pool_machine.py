@@ -53,7 +53,7 @@ class PoolMachine(RuleBasedStateMachine):
         extent = self.segment.map(slot.number, reserved)
         np.frombuffer(extent.buffer, np.uint8)[:nbytes] = self.number % 256
         if nbytes > slot.limit_nbytes:
-            self.pool.note_parts(slot, nbytes)
+            self.pool.note_pieces(slot, nbytes)
             self.pool.publish(slot, reserved, 0)
             self.pool.give_back(slot)
         else:

@@ -32,8 +32,8 @@ from shmloader.wire.records import (
     SPILLED,
     BeginEpoch,
     MakeBatch,
-    SendNextPart,
-    pack_part_ready,
+    SendNextPiece,
+    pack_piece_ready,
     pack_published,
     unpack_request,
 )
@@ -140,7 +140,7 @@ class Model:
         wanted = 0
         if process.doing == "wait":  # other records wait until the part was copied
             kinds = [type(unpack_request(record)) for record in process.tasks]
-            wanted = kinds.index(SendNextPart) if SendNextPart in kinds else len(kinds)
+            wanted = kinds.index(SendNextPiece) if SendNextPiece in kinds else len(kinds)
         if wanted < len(process.tasks):
             rest = process.tasks[:wanted] + process.tasks[wanted + 1 :]
             yield self._take(world, worker_id, process._replace(tasks=rest), process.tasks[wanted])
@@ -156,7 +156,7 @@ class Model:
         name = f"worker {worker_id}"
         if type(task) is BeginEpoch:
             return f"{name} comes to epoch {task.epoch}", _with(world, worker_id, process), True
-        if type(task) is SendNextPart:
+        if type(task) is SendNextPiece:
             return f"{name} goes on", _with(world, worker_id, process._replace(doing="write")), True
         self._check_hands(world, worker_id, task)
         written = stamp(task.epoch, task.position)
@@ -184,18 +184,18 @@ class Model:
     def _publish(self, world: World, worker_id: int, process: Process) -> Iterator[Step]:
         task = _task(process.task)
         self._check_hands(world, worker_id, task)
-        in_parts = task.position == self._setting.parts
+        in_pieces = task.position == self._setting.parts
         reserved = max(task.slot_nbytes, PAGE_NBYTES)
-        if in_parts and process.part < 2:
+        if in_pieces and process.part < 2:
             part = process.part + 1
             full_of = stamp(task.epoch, task.position, part)
-            record = pack_part_ready(task.seq, reserved, 2 * PAGE_NBYTES, PAGE_NBYTES)
+            record = pack_piece_ready(task.seq, reserved, 2 * PAGE_NBYTES, PAGE_NBYTES)
             after = process._replace(doing="wait", part=part)
             what = f"sends part {part} of"
         else:
             full_of = stamp(task.epoch, task.position)
-            nbytes = 2 * PAGE_NBYTES if in_parts else 100
-            record = pack_published(task.seq, reserved, 0, nbytes, 0, SPILLED if in_parts else 0)
+            nbytes = 2 * PAGE_NBYTES if in_pieces else 100
+            record = pack_published(task.seq, reserved, 0, nbytes, 0, SPILLED if in_pieces else 0)
             after = process._replace(doing="idle", task=b"", part=0)
             what = "publishes"
         after = after._replace(dones=(*process.dones, (record, task.slot, full_of)))

@@ -12,7 +12,7 @@ import numpy as np
 
 from shmloader.codec.layout import ALIGNMENT, BYTES, DTYPES, LONE_LEAF, Leaf, join_header
 from shmloader.codec.leaves import HANDLERS, Add, Memory, memory_of_buffer
-from shmloader.codec.slot_writer import SlotWriter, make_placeholder
+from shmloader.codec.slot_allocator import SlotAllocator, make_placeholder
 
 
 class _Copy(NamedTuple):
@@ -68,21 +68,21 @@ class _BatchPickler(ForkingPickler):
 
 
 class Encoder:
-    """Writes batches into the slots of one `SlotWriter`; lives in the worker."""
+    """Writes batches into the slots of one `SlotAllocator`; lives in the worker."""
 
-    def __init__(self, writer: SlotWriter) -> None:
-        self._writer = writer
+    def __init__(self, allocator: SlotAllocator) -> None:
+        self._allocator = allocator
         self._rows: dict[pickle.PickleBuffer, bytes] = {}  # of the leaves that are no outputs
         self._copies: list[_Copy] = []
         self._pickler = _BatchPickler(self._add)
 
     def encode(self, batch: object) -> Encoded:
-        """Write a batch into the slot that the writer holds.
+        """Write a batch into the slot that the allocator holds.
 
         Leaves that lie in the slot already stay where they are; collation leaves their placeholders in the
         batch. The others are copied in, after the slot was grown to what the whole batch needs.
         """
-        pickler, outputs = self._pickler, self._writer.rows
+        pickler, outputs = self._pickler, self._allocator.rows
         if type(batch) is pickle.PickleBuffer and batch in outputs:
             return self._commit(join_header((LONE_LEAF,), (outputs[batch],)))
         try:
@@ -111,27 +111,27 @@ class Encoder:
         kind, code, shape, address, owner = memory
         item_nbytes = DTYPES[code].carrier.itemsize
         nbytes = math.prod(shape) * item_nbytes
-        offset = self._writer.offset_of(address, nbytes) if nbytes else 0
+        offset = self._allocator.offset_of(address, nbytes) if nbytes else 0
         if offset is None or offset % (ALIGNMENT if kind == BYTES else item_nbytes):
-            offset = self._writer.place(nbytes)
+            offset = self._allocator.place(nbytes)
             self._copies.append(_Copy(offset, address, nbytes, owner))
         return Leaf(kind, code, offset, shape)
 
     def _commit(self, header: bytes) -> Encoded:
         """Make room, move in what lies elsewhere, write the header."""
-        writer = self._writer
-        offset = writer.place(len(header))
+        allocator = self._allocator
+        offset = allocator.place(len(header))
         total = offset + len(header)
         spilled = None
-        if writer.ensure(total):
-            view = writer.view()
+        if allocator.ensure(total):
+            view = allocator.view()
         else:
             spilled = np.empty(total, np.uint8)
-            kept = min(total, writer.nbytes)
+            kept = min(total, allocator.nbytes)
             view = memoryview(spilled)  # type: ignore[arg-type]
-            view[:kept] = writer.view()[:kept]
+            view[:kept] = allocator.view()[:kept]
         if self._copies:
-            base = spilled.ctypes.data if spilled is not None else writer.address
+            base = spilled.ctypes.data if spilled is not None else allocator.address
             for copy in self._copies:
                 ctypes.memmove(base + copy.offset, copy.address, copy.nbytes)
         view[offset:total] = header

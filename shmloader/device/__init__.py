@@ -4,7 +4,7 @@ Imported only for loaders with ``pin_memory`` or ``device``, and only where ther
 process only. Why it is so: docs/decisions/0032; how to use it: docs/gpu.md.
 """
 
-from shmloader.device.batches import DeviceBatches
+from shmloader.device.copies_ahead import DeviceBatches
 from shmloader.device.guard import DeviceGuard
 from shmloader.device.guarded_pool import GuardedPool
 from shmloader.device.moving import to_device

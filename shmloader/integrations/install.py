@@ -15,12 +15,12 @@ import torch.utils.data
 
 from shmloader.arguments import check_arguments, dispatch_of, threads_of
 from shmloader.errors import warn
+from shmloader.framework_rebuilds import PREPARED_FLAG, warn_of_torchs_class
 from shmloader.integrations.accelerate import Accelerate
 from shmloader.integrations.patches import Patches
 from shmloader.integrations.states import load_state_dict, state_dict
 from shmloader.loader import DataLoader
 from shmloader.loading import loading_of
-from shmloader.rebuilds import PREPARED_FLAG, warn_of_torchs_class
 from shmloader.statistics import LoaderStatistics
 from shmloader.torch_fallback import OWN_DEFAULTS
 from shmloader.torch_features import Feature, is_missing

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from shmloader.sampling.index_batches import LEAST_PACKED, IntArray, PackedInts
+from shmloader.sampling.packed_indices import LEAST_PACKED, IntArray, PackedInts
 from shmloader.torch_features import Feature, disable, is_missing
 
 

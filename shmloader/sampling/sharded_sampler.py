@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data.distributed import DistributedSampler
 
-from shmloader.sampling.index_batches import IntArray
+from shmloader.sampling.packed_indices import IntArray
 
 Uneven = Literal["pad", "drop", "error"]
 

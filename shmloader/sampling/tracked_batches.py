@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from shmloader.errors import ResumeError
-from shmloader.sampling.index_batches import PackedInts, pack_index_batch, with_packed_ints
+from shmloader.sampling.packed_indices import PackedInts, pack_index_batch, with_packed_ints
 from shmloader.sampling.samplers import is_torchs, sampler_of_indices, sampler_with_state, sharded_sampler
 
 ADVICE = (

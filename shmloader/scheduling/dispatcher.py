@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmloader.errors import LoaderClosed
-from shmloader.sampling.index_batches import PackedInts, pack_index_batch, unpack_index_batch
+from shmloader.sampling.packed_indices import PackedInts, pack_index_batch, unpack_index_batch
 from shmloader.scheduling.ledger import VOID, Ledger, Task
 from shmloader.scheduling.lifecycle import WAITING, Lifecycle
 from shmloader.slots import SlotPool
@@ -28,12 +28,12 @@ from shmloader.wire.records import (
     SPILLED,
     SPIN_NS,
     EpochBegun,
-    PartReady,
+    PieceReady,
     Published,
     StreamEnded,
     pack_begin_epoch,
     pack_make_batch,
-    pack_send_next_part,
+    pack_send_next_piece,
     unpack_answers,
 )
 
@@ -50,7 +50,8 @@ class Dispatcher:
         workers: The workers.
         lifecycle: The iterator's, told while this sleeps.
         restarts: Workers that may be replaced.
-        timeout_s: Seconds after which silent workers are treated as dead ones; 0 for never.
+        timeout_s: Seconds without any answer, after which the worker of the due batch is replaced, or
+            `WorkerTimeout` raised; 0 for never.
 
     Attributes:
         counters: The loader's.
@@ -92,7 +93,7 @@ class Dispatcher:
             pool.reserve(slot, nbytes).view[:nbytes] = payload
             payload = b""
         elif slot.nbytes == 0:
-            pool.reserve(slot, 1)  # so that there is always room for a part, or for an error
+            pool.reserve(slot, 1)  # so that there is always room for a piece, or for an error
         worker.send(
             pack_make_batch(
                 task.epoch,
@@ -162,7 +163,10 @@ class Dispatcher:
         return records != b""
 
     def receive(self, due_from: int | None = None) -> None:
-        """Sleep until any worker has said something, and take it in; the next batch is ``due_from`` a worker.
+        """Sleep until any worker has said something, and take it in.
+
+        Args:
+            due_from: The worker that has the next batch, to blame for a timeout.
 
         Raises:
             WorkerDied: If a worker has ended and is not to be replaced; the others are stopped.
@@ -226,8 +230,8 @@ class Dispatcher:
         for answer in unpack_answers(records):
             if type(answer) is Published:
                 self._accept_batch(answer)
-            elif type(answer) is PartReady:
-                self._accept_part(worker, answer)
+            elif type(answer) is PieceReady:
+                self._accept_piece(worker, answer)
             elif type(answer) is StreamEnded:
                 self._accept_end(worker, answer)
             elif type(answer) is EpochBegun:
@@ -240,7 +244,7 @@ class Dispatcher:
         task.answer, slot = answer, task.slot
         if flags & SPILLED:
             if task.state is not VOID:
-                pool.note_parts(slot, used_nbytes)
+                pool.note_pieces(slot, used_nbytes)
             used_nbytes = 0
         pool.publish(slot, slot_nbytes, used_nbytes)
         counters.workers_wait_for_slots_ns += wait_ns
@@ -252,16 +256,16 @@ class Dispatcher:
         else:
             self.ledger.arrive(task)
 
-    def _accept_part(self, worker: Worker, answer: PartReady) -> None:
-        """Copy a part of a batch that is larger than its slot, and ask for the next one."""
+    def _accept_piece(self, worker: Worker, answer: PieceReady) -> None:
+        """Copy a piece of a batch that is larger than its slot, and ask for the next one."""
         task = self.ledger.tasks[answer.seq]
         if task.state is not VOID:
             if task.spilled is None:
                 task.spilled, task.spilled_nbytes = np.empty(answer.total_nbytes, np.uint8), 0
-            end = task.spilled_nbytes + answer.part_nbytes
-            self.pool.read_part(task.slot, answer.slot_nbytes, task.spilled[task.spilled_nbytes : end])
+            end = task.spilled_nbytes + answer.piece_nbytes
+            self.pool.read_piece(task.slot, answer.slot_nbytes, task.spilled[task.spilled_nbytes : end])
             task.spilled_nbytes = end
-        worker.send(pack_send_next_part(answer.seq))
+        worker.send(pack_send_next_piece(answer.seq))
 
     def _accept_end(self, worker: Worker, answer: StreamEnded) -> None:
         task = self.ledger.tasks[answer.seq]
@@ -277,14 +281,14 @@ class Dispatcher:
         The anchor is a lease on its slot or, where the batch was spilled, a private copy.
         """
         pool, slot, answer = self.pool, task.slot, task.answer
-        in_parts = answer.flags & SPILLED
-        if not in_parts and pool.can_lease():
+        in_pieces = answer.flags & SPILLED
+        if not in_pieces and pool.can_lease():
             anchor, view = pool.lease(slot)
             header = bytes(view[answer.header_begin : answer.header_end])
             if self.inspection is not None:
                 self.inspection.leased(slot, task.seq, header)
             return anchor, header
-        if in_parts:
+        if in_pieces:
             assert task.spilled is not None
             private = task.spilled
             pool.give_back(slot)
@@ -341,7 +345,7 @@ class Dispatcher:
             self._send_task(worker, task)
 
     def _fail(self, worker: Worker, silent_s: float | None, held: list[Task]) -> NoReturn:
-        """Raise the death or the silence of a worker."""
+        """Raise `WorkerDied` or `WorkerTimeout` for a worker."""
         deaths, why = held[0].deaths if held else 0, ""
         if deaths and silent_s is None:
             why = f"{deaths + 1} workers have ended at the first of its index batches."

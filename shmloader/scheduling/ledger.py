@@ -1,8 +1,8 @@
 """The ledger of one iterator: every task that was sent to a worker and is not finished. Main process only.
 
 A task goes ``MAKING -> ARRIVED`` and is finished when ``next()`` returns its batch; or ``MAKING -> VOID``
-where nobody wants its batch any more, and is finished when the worker's answer comes. Scheduling policies
-read the ledger; only the dispatcher and the iterator write it, by the methods below.
+where nobody wants its batch any more, and is finished when the worker's answer comes. Who has the
+ledger reads it; it is written by the methods below only, but for ``epoch``.
 """
 
 from __future__ import annotations

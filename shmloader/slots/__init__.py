@@ -10,6 +10,6 @@ A slot is free only if no view of its last batch is alive in this process. What 
 """
 
 from shmloader.slots.pool import RETAINED_SLOTS, SlotPool
-from shmloader.slots.slot import Lease, Slot, SlotState
+from shmloader.slots.slot import Slot, SlotState
 
-__all__ = ["RETAINED_SLOTS", "Lease", "Slot", "SlotPool", "SlotState"]
+__all__ = ["RETAINED_SLOTS", "Slot", "SlotPool", "SlotState"]

@@ -11,7 +11,8 @@ SPARE_SLOTS = 2
 which the program's loop still holds."""
 
 _BATCHES_IN_A_LIMIT = 4  # a slot may grow at once to so many times the largest batch
-_LIMITS_IN_A_SHARE = 4  # or to this part of its share: the rest is for batches that the program keeps
+LIMITS_IN_A_SHARE = 4
+"""Or to this part of its share: the rest is for batches that the program keeps."""
 
 
 class Budget:
@@ -19,7 +20,7 @@ class Budget:
 
     Each slot is counted with its limit: while a worker has it, the bytes up to which the worker may grow it,
     else the bytes that it has. Those of free slots are given back when others need them. A task that may be
-    granted next is promised a page, through which a batch of any size comes in parts. At any time::
+    granted next is promised a page, through which a batch of any size comes in pieces. At any time::
 
         committed_nbytes <= nbytes
         used_nbytes + promised_tasks() * PAGE_NBYTES <= nbytes
@@ -171,7 +172,7 @@ class Budget:
         self._typical_slot_nbytes = min(whole_pages(self.hint_nbytes), share_nbytes)
         limit_nbytes = share_nbytes  # the first batches may be of any size, and none is kept yet
         if self.largest_nbytes:
-            grown_nbytes = max(_BATCHES_IN_A_LIMIT * self.largest_nbytes, share_nbytes // _LIMITS_IN_A_SHARE)
+            grown_nbytes = max(_BATCHES_IN_A_LIMIT * self.largest_nbytes, share_nbytes // LIMITS_IN_A_SHARE)
             limit_nbytes = min(share_nbytes, whole_pages(grown_nbytes))
         self.limit_nbytes = limit_nbytes
         self.ample_nbytes = self.nbytes - limit_nbytes - (self.most_tasks + 1) * self._typical_slot_nbytes

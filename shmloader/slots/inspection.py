@@ -19,7 +19,7 @@ from shmloader.slots import Slot, SlotPool
 POISON = 0xDB
 """The value of every byte of a free slot: -0.0016 as bfloat16, -1.2e17 as float32, -36 as int8."""
 
-_MOST_LEAVES = 4  # named of one batch
+_MOST_LEAVES, _MOST_LEASES = 4, 5  # named of one batch; named
 
 
 def wanted() -> bool:
@@ -65,7 +65,7 @@ class Inspection:
         more = f" and {len(leaves) - _MOST_LEAVES} more" if len(leaves) > _MOST_LEAVES else ""
         self._held[slot.number] = time.monotonic(), seq, text + more
 
-    def oldest_leases(self, most: int = 5) -> tuple[str, ...]:
+    def oldest_leases(self) -> tuple[str, ...]:
         """The batches that the program has held for longest: number, seconds, and what they consist of."""
         now_s = time.monotonic()
         found = []
@@ -73,7 +73,7 @@ class Inspection:
             lease = self._pool.slots[number].lease
             if lease is not None and lease() is not None:
                 found.append(f"batch {seq} in slot {number}, held for {now_s - since_s:.1f} s: {leaves}")
-        return tuple(found[:most])
+        return tuple(found[:_MOST_LEASES])
 
 
 def _describe(leaf: Leaf) -> str:

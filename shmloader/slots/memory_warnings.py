@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from shmloader.host.limits import memory_headroom
 from shmloader.shared_memory import PAGE_NBYTES, whole_pages
-from shmloader.slots.budget import SPARE_SLOTS, Budget
+from shmloader.slots.budget import LIMITS_IN_A_SHARE, SPARE_SLOTS, Budget
 
 _COPIED = "are copied to private memory, which is correct but slower"
-_CAUTION = 4  # a slot may grow at once to a quarter of its share, if to hold a batch much larger than others
 
 
 def fewer_ahead(budget: Budget) -> str:
@@ -26,7 +25,7 @@ def larger_than_a_slot(budget: Budget, nbytes: int) -> str:
     """The warning that a batch of ``nbytes`` did not fit in a slot."""
     needed_nbytes = _needed_nbytes(budget, nbytes)
     if needed_nbytes <= budget.nbytes:
-        needed_nbytes *= _CAUTION
+        needed_nbytes *= LIMITS_IN_A_SHARE
     why = f"a batch of {nbytes:,} bytes is larger than a slot may be"
     return _beyond_budget(why, budget, needed_nbytes)
 

@@ -73,8 +73,8 @@ class SlotPool:
     def for_loader(cls, loader: Any, counters: Counters) -> Self:
         """The slots for a loader's arguments.
 
-        Without a budget of its own it gets half of the memory that the host has available now; a budget that
-        is larger than all of that is taken as what the host has.
+        Without a budget of its own it gets half of the memory that the host has available now; a larger
+        budget than all of that is cut to it.
         """
         available_nbytes, wanted_nbytes = memory_headroom().available_nbytes, loader.memory_budget_nbytes
         if wanted_nbytes is None:
@@ -194,10 +194,12 @@ class SlotPool:
             self._note_size(used_nbytes)
 
     def lease(self, slot: Slot) -> tuple[npt.NDArray[np.uint8], memoryview]:
-        """Begin a lease on a published slot: its anchor, uint8, and its bytes, to be read at once.
+        """Begin a lease on a published slot.
 
-        The slot is free again when the anchor and all arrays and tensors made over it are gone. The view of
-        the bytes holds no lease.
+        Returns:
+            The anchor, an array of uint8 over the slot; and the slot's bytes, which hold no lease.
+
+        The slot is free again when the anchor and all arrays and tensors made over it are gone.
 
         Raises:
             SharedMemoryExhausted: If this process has no address space for it.
@@ -233,17 +235,17 @@ class SlotPool:
         else:
             self._warn(memory_warnings.kept_beyond_budget, self.budget, nbytes, self._leased)
 
-    def read_part(self, slot: Slot, slot_nbytes: int, into: npt.NDArray[np.uint8]) -> None:
-        """Copy a part of a batch larger than its slot out of the slot's start, ``into`` private memory.
+    def read_piece(self, slot: Slot, slot_nbytes: int, into: npt.NDArray[np.uint8]) -> None:
+        """Copy a piece of a batch larger than its slot out of the slot's start, ``into`` private memory.
 
         Its worker waits, and goes on writing it afterwards, so the slot stays granted.
         """
         slot.nbytes = slot_nbytes
         into[:] = np.frombuffer(self.map(slot).buffer, np.uint8)[: len(into)]
 
-    def note_parts(self, slot: Slot, nbytes: int) -> None:
-        """Note that a batch came in parts: its slot, published next, could not be made large enough."""
-        assert slot.state is _GRANTED, f"slot {slot.number} read in parts while {slot.state}"
+    def note_pieces(self, slot: Slot, nbytes: int) -> None:
+        """Note that a batch came in pieces: its slot, published next, could not be made large enough."""
+        assert slot.state is _GRANTED, f"slot {slot.number} read in pieces while {slot.state}"
         self._count_spill(nbytes)
         if nbytes > self.budget.typical_nbytes:
             self._note_size(nbytes)
@@ -256,7 +258,7 @@ class SlotPool:
             self._warn(memory_warnings.refused_by_host, nbytes)
 
     def give_back(self, slot: Slot) -> None:
-        """Free a published slot at once: there is nothing in it to lease."""
+        """Free a published slot at once: nobody will lease it."""
         assert slot.state is _PUBLISHED, f"slot {slot.number} freed while {slot.state}"
         self.budget.tasks -= 1
         self._make_free(slot)
@@ -362,7 +364,7 @@ class SlotPool:
         self._follow_budget(before)
 
     def _follow_budget(self, before: int) -> None:
-        """Give back what the budget has no room for any more, if it holds fewer tasks than ``before``."""
+        """Give back what the budget has no room for; warn if it holds fewer tasks than ``before``."""
         if self.most_tasks < before:
             self.warm_slots = self.base_slots
             self._warn(memory_warnings.fewer_ahead, self.budget)

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import default_collate
 
 from shmloader import torch_private
-from shmloader.codec.slot_writer import current_writer
+from shmloader.codec.slot_allocator import current_allocator
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 """Row numbers, one dimension; negative ones count from the end."""
@@ -49,9 +49,9 @@ def joins_by_default(collate_fn: object) -> bool:
 
 def make_output(items: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised leaf of ``items`` rows: in the slot where there is one and it fits, else private."""
-    writer = current_writer()
-    if writer is not None:
-        output = writer.output(items, tuple(shape), dtype)
+    allocator = current_allocator()
+    if allocator is not None:
+        output = allocator.output(items, tuple(shape), dtype)
         if output is not None:
             return output.tensor
     return torch.empty((items, *shape), dtype=dtype, device="cpu")

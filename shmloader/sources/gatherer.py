@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
-from shmloader.codec.slot_writer import current_writer
-from shmloader.sampling.index_batches import PackedInts
+from shmloader.codec.slot_allocator import current_allocator
+from shmloader.sampling.packed_indices import PackedInts
 from shmloader.sources.base import (
     NOT_GATHERED,
     NotGathered,
@@ -88,13 +88,13 @@ class Gatherer:
         That is so for indices that are not all ints, and where anything but a ``__getbatch__`` raises, so
         that the exception is the dataset's own.
         """
-        writer = current_writer()
+        allocator = current_allocator()
         if not self._is_recognised:
-            self._recognise(in_worker=writer is not None)
+            self._recognise(in_worker=allocator is not None)
         source = self._source
         if source is None:
             return NOT_GATHERED
-        begin = 0 if writer is None else writer.cursor
+        begin = 0 if allocator is None else allocator.cursor
         try:
             if not joins_by_default(self._collate_fn):
                 raise NotGathered(_CHANGED_COLLATE)
@@ -103,10 +103,10 @@ class Gatherer:
             if source.users_code and not isinstance(error, NotGathered):
                 raise
             _log.debug("the samples of one index batch are fetched one by one: %s", str(error))
-            if writer is not None and not source.users_code:
-                writer.cursor = begin  # nobody has seen the leaves that were made
+            if allocator is not None and not source.users_code:
+                allocator.cursor = begin  # nobody has seen the leaves that were made
             return NOT_GATHERED
-        return batch if writer is None or source.users_code else writer.with_placeholders(batch)
+        return batch if allocator is None or source.users_code else allocator.with_placeholders(batch)
 
     def _recognise(self, *, in_worker: bool) -> None:
         """Find the source, if there is one.

@@ -24,7 +24,7 @@ import torch
 from shmloader.errors import NotSharedWarning
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store import kinds
-from shmloader.store.columns.encode import COLUMN, Encoder
+from shmloader.store.columns.encode import COLUMN, ColumnEncoder
 from shmloader.store.graph import Graph, Node, Rebuilder, blame
 from shmloader.store.handles import MappedFiles, register
 from shmloader.store.mapping import (
@@ -83,7 +83,7 @@ def _write_if_possible(
 
 def _can_be_kept(value: Any) -> bool:
     try:
-        Encoder().encode([value])
+        ColumnEncoder().encode([value])
     except Exception:  # noqa: BLE001 - whatever its class raises
         return False
     return True

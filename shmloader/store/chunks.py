@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.columns.compiled import Reader, Scope
-from shmloader.store.columns.encode import Encoder
+from shmloader.store.columns.encode import ColumnEncoder
 from shmloader.store.columns.packed import field_of_struct, structs_of, types_of_fields, unpacked
 from shmloader.store.columns.read import make_reader
 from shmloader.store.columns.types import (
@@ -208,7 +208,7 @@ class Column:
         if not find_types(array.type, LinkType):
             return unpacked(array)
         read = make_reader(array, self._scope(chunk))
-        return Encoder().encode(list(map(read, range(len(array)))))
+        return ColumnEncoder().encode(list(map(read, range(len(array)))))
 
     def _scope(self, chunk: int) -> Scope:
         chunks = self.chunks

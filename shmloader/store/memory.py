@@ -21,7 +21,7 @@ from shmloader.host.limits import open_files
 from shmloader.shared_memory import PAGE_NBYTES
 from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
 from shmloader.store.chunks import Chunks, chunks_in_memory
-from shmloader.store.columns.encode import Encoder, batch_of
+from shmloader.store.columns.encode import ColumnEncoder, batch_of
 from shmloader.store.columns.packed import packed
 from shmloader.store.columns.types import LinkType, find_types
 from shmloader.store.handles import register_reducers
@@ -65,7 +65,7 @@ class MemoryWriter:
         Args:
             streamed: Whether nobody keeps the rows while they are appended.
         """
-        table = Table(self.out, Encoder(self._earlier), streamed=streamed)
+        table = Table(self.out, ColumnEncoder(self._earlier), streamed=streamed)
         self._tables.append(table)
         return table
 
@@ -144,7 +144,7 @@ class Table:
         links: The links that its columns have.
     """
 
-    def __init__(self, out: BufferBuilder, encoder: Encoder, *, streamed: bool = False) -> None:
+    def __init__(self, out: BufferBuilder, encoder: ColumnEncoder, *, streamed: bool = False) -> None:
         self.begin = out.nbytes
         self.encoder = encoder
         self.rows = 0

@@ -14,7 +14,7 @@ from shmloader.store.chunks import Chunks, Column, Path
 from shmloader.store.columns.types import PickleType, find_types
 from shmloader.store.description import StoreDescription, describe_columns
 from shmloader.store.tables import joined
-from shmloader.store.take import Gatherer, tuple_shape
+from shmloader.store.take import ColumnGatherer, tuple_shape
 
 _NOT_ONE_ROW = (slice, str, list, tuple)
 
@@ -32,7 +32,7 @@ class RowStore(Store):
         """Read some chunks; of records a field, where a ``path`` leads to one."""
         self.chunks = chunks
         self._column = Column(chunks, path, copy=copy)
-        self._gather: Gatherer | None = None
+        self._gather: ColumnGatherer | None = None
         self._starts = chunks.starts
         self._readers = self._column.readers
 
@@ -123,7 +123,7 @@ class RowStore(Store):
         rows = row_array(indices, len(self))
         try:
             if self._gather is None:
-                self._gather = Gatherer(self._column)
+                self._gather = ColumnGatherer(self._column)
             return self._gather(rows, out)
         except DAMAGES as error:
             if self._file is None or (isinstance(error, TypeError) and out is not None):

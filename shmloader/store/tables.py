@@ -25,7 +25,7 @@ from pyarrow import types as arrow
 
 from shmloader.store.columns.arrays import of_any_shape
 from shmloader.store.columns.compiled import Scope
-from shmloader.store.columns.encode import Encoder, can_be_null, keys_to_arrow, merged_order, with_nulls
+from shmloader.store.columns.encode import ColumnEncoder, can_be_null, keys_to_arrow, merged_order, with_nulls
 from shmloader.store.columns.read import make_reader
 from shmloader.store.columns.types import (
     VERSION,
@@ -92,7 +92,7 @@ def _table_of(store: Any) -> Any:
     try:
         data = store.to_arrow()
     except TypeError:  # a kind of store of one's own
-        rows, encoder = iter(store), Encoder()
+        rows, encoder = iter(store), ColumnEncoder()
         chunks = iter(lambda: list(islice(rows, _ENCODED_ROWS)), [])
         data = joined(list(map(encoder.encode, chunks)))
     said: dict[str, Any] = {"version": VERSION, "rows": "table", **store.form}
@@ -329,5 +329,5 @@ def _encoded_anew(parts: list[Any]) -> list[Any]:
     for part in parts:
         values += map(make_reader(part, Scope(copy=True)), range(len(part)))
     ends = accumulate(map(len, parts))
-    whole = Encoder().encode(values)
+    whole = ColumnEncoder().encode(values)
     return [whole[end - len(part) : end] for part, end in zip(parts, ends, strict=True)]

@@ -37,7 +37,7 @@ _Gather = Callable[[Rows, Rows, Any], Any]
 """Gathers rows, numbered from 0 on, of these sections into outputs."""
 
 
-class Gatherer:
+class ColumnGatherer:
     """Gathers rows of the columns of a store; made once, so that each call does only what its rows need.
 
     Rows are divided into sections, of which each lies in one chunk.
@@ -153,8 +153,8 @@ class _Items:
 class _Piece:
     """Chunks of a column whose items have one dtype, one distance, and lie in one piece of memory.
 
-    That memory is seen as rows which begin at each multiple of so many bytes that every row of the column is
-    one of them. So rows of all chunks are gathered with one call.
+    That memory is seen as overlapping items, one every ``unit`` bytes: a unit divides a row's size, the
+    distance of rows, and where chunks begin. So rows of all chunks are gathered with one call.
 
     Attributes:
         dtype: What the items are.
@@ -268,7 +268,7 @@ def _block(column: Any, memory: SharedBuffer) -> tuple[Array, ArrayKind] | None:
 
 
 def _is_number(kind: Any) -> bool:
-    """Whether values of an Arrow type are Python's int, of at most 64 bits, or float."""
+    """Whether an Arrow type is float64, or of integers that int64 holds."""
     return bool(kind == pa.float64() or (pa.types.is_integer(kind) and kind != pa.uint64()))
 
 

@@ -5,8 +5,8 @@ Each worker has one private channel each way. Every record of one direction has 
 sees half a record, even if the writer is killed. The right to write a slot passes with the record that names
 it, and the channel is the memory fence between the two processes.
 
-Requests go to a worker: `MakeBatch`, `SendNextPart`, `BeginEpoch`. Answers come back: `Published`,
-`PartReady`, `StreamEnded`, `EpochBegun`. Both name a task by ``seq``, its number over the iterator's life.
+Requests go to a worker: `MakeBatch`, `SendNextPiece`, `BeginEpoch`. Answers come back: `Published`,
+`PieceReady`, `StreamEnded`, `EpochBegun`. Both name a task by ``seq``, its number over the iterator's life.
 They are packed from their fields, without an object, and are objects where they are read.
 """
 
@@ -71,8 +71,8 @@ class MakeBatch(NamedTuple):
     payload: bytes
 
 
-class SendNextPart(NamedTuple):
-    """Permission to write the next part of a large batch: the last one was copied out of the slot.
+class SendNextPiece(NamedTuple):
+    """Permission to write the next piece of a large batch: the last one was copied out of the slot.
 
     Attributes:
         seq: The task.
@@ -98,10 +98,10 @@ class BeginEpoch(NamedTuple):
     piece: bytes
 
 
-Request = MakeBatch | SendNextPart | BeginEpoch
+Request = MakeBatch | SendNextPiece | BeginEpoch
 
 pack_make_batch = _packs(_requests, MakeBatch, f"IQQIQQQI{INLINE_NBYTES}s", REQUEST_NBYTES)
-pack_send_next_part = _packs(_requests, SendNextPart, "Q", REQUEST_NBYTES)
+pack_send_next_piece = _packs(_requests, SendNextPiece, "Q", REQUEST_NBYTES)
 pack_begin_epoch = _packs(_requests, BeginEpoch, f"IQQ{INLINE_NBYTES}s", REQUEST_NBYTES)
 
 
@@ -116,7 +116,7 @@ def unpack_request(record: bytes) -> Request:
 
 FAILED, DETACHED, SPILLED, REPORTED = 1, 2, 4, 8
 """Flags of a `Published`. `FAILED`: it is an exception. `DETACHED`: the worker still held views of the slot,
-which were moved to private memory. `SPILLED`: the batch did not fit in the slot and was sent in parts, with
+which were moved to private memory. `SPILLED`: the batch did not fit in the slot and was sent in pieces, with
 the header in them. `REPORTED`: it is a `bad_samples.Reported`."""
 
 
@@ -140,20 +140,20 @@ class Published(NamedTuple):
     flags: int
 
 
-class PartReady(NamedTuple):
-    """A part of a batch that is larger than its slot, at the slot's start.
+class PieceReady(NamedTuple):
+    """A piece of a batch that is larger than its slot, at the slot's start.
 
     Attributes:
         seq: The task.
         slot_nbytes: Bytes reserved for the slot now.
         total_nbytes: Bytes of the whole batch.
-        part_nbytes: Bytes of this part.
+        piece_nbytes: Bytes of this piece.
     """
 
     seq: int
     slot_nbytes: int
     total_nbytes: int
-    part_nbytes: int
+    piece_nbytes: int
 
 
 class StreamEnded(NamedTuple):
@@ -178,10 +178,10 @@ class EpochBegun(NamedTuple):
     epoch: int
 
 
-Answer = Published | PartReady | StreamEnded | EpochBegun
+Answer = Published | PieceReady | StreamEnded | EpochBegun
 
 pack_published = _packs(_answers, Published, "QQQQQB", ANSWER_NBYTES)
-pack_part_ready = _packs(_answers, PartReady, "QQQQ", ANSWER_NBYTES)
+pack_piece_ready = _packs(_answers, PieceReady, "QQQQ", ANSWER_NBYTES)
 pack_stream_ended = _packs(_answers, StreamEnded, "QQ", ANSWER_NBYTES)
 pack_epoch_begun = _packs(_answers, EpochBegun, "I", ANSWER_NBYTES)
 

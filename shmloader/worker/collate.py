@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import default_collate
 
 from shmloader import torch_private
-from shmloader.codec.slot_writer import SlotWriter, current_writer
+from shmloader.codec.slot_allocator import SlotAllocator, current_allocator
 
 _CollateMap = dict[Any, Callable[..., Any]]
 _in_worker_process = False
@@ -46,8 +46,8 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     """
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
     dtype = dtype or torch.get_default_dtype()
-    writer = current_writer()
-    tensor = None if writer is None else writer.tensor(shape, dtype)  # type: ignore[arg-type]
+    allocator = current_allocator()
+    tensor = None if allocator is None else allocator.tensor(shape, dtype)  # type: ignore[arg-type]
     if tensor is not None:
         return tensor
     return torch.empty(shape, dtype=dtype, device="cpu")  # type: ignore[arg-type]
@@ -69,26 +69,26 @@ def install_slot_collate(collate_fn: Callable[[Any], Any], *, in_thread: bool) -
 
 def slot_collate(samples: list[Any]) -> Any:
     """Join samples as torch's ``default_collate`` does, with placeholders for leaves written in the slot."""
-    writer = current_writer()
-    if writer is None or not torch_private.collate_map_is_pristine():
+    allocator = current_allocator()
+    if allocator is None or not torch_private.collate_map_is_pristine():
         return default_collate(samples)
-    return _collate(samples, writer)
+    return _collate(samples, allocator)
 
 
-def _collate(samples: Sequence[Any], writer: SlotWriter) -> Any:
+def _collate(samples: Sequence[Any], allocator: SlotAllocator) -> Any:
     """Join samples, or the parts of samples that belong together; what is not in `_JOIN` goes to torch."""
-    return _JOIN.get(type(samples[0]), _join_by_torch)(samples, writer)
+    return _JOIN.get(type(samples[0]), _join_by_torch)(samples, allocator)
 
 
-def _join_by_torch(samples: Sequence[Any], _: SlotWriter) -> Any:
+def _join_by_torch(samples: Sequence[Any], _: SlotAllocator) -> Any:
     return default_collate(samples)  # type: ignore[arg-type]
 
 
-def _join_strings(samples: Sequence[Any], _: SlotWriter) -> Any:
+def _join_strings(samples: Sequence[Any], _: SlotAllocator) -> Any:
     return samples
 
 
-def _join_dicts(samples: Sequence[Any], writer: SlotWriter) -> Any:
+def _join_dicts(samples: Sequence[Any], allocator: SlotAllocator) -> Any:
     names = list(samples[0])
     try:
         # One call takes all values of a sample, in half of the time that a look-up for each takes.
@@ -99,58 +99,58 @@ def _join_dicts(samples: Sequence[Any], writer: SlotWriter) -> Any:
         )
         columns = list(zip(*rows, strict=True))
     except Exception:  # noqa: BLE001 - a key that is missing: torch's own function has the error
-        return _join_by_torch(samples, writer)
+        return _join_by_torch(samples, allocator)
     # As lists, like torch's: they are returned where there is nothing to join.
-    return {name: _collate(list(column), writer) for name, column in zip(names, columns, strict=True)}
+    return {name: _collate(list(column), allocator) for name, column in zip(names, columns, strict=True)}
 
 
-def _join_sequences(samples: Sequence[Any], writer: SlotWriter) -> Any:
+def _join_sequences(samples: Sequence[Any], allocator: SlotAllocator) -> Any:
     kind, size = type(samples[0]), len(samples[0])
     if all(type(sample) is kind and len(sample) == size for sample in samples):
-        return [_collate(items, writer) for items in zip(*samples, strict=True)]
-    return _join_by_torch(samples, writer)
+        return [_collate(items, allocator) for items in zip(*samples, strict=True)]
+    return _join_by_torch(samples, allocator)
 
 
-def _stack_tensors(samples: Sequence[torch.Tensor], writer: SlotWriter) -> Any:
-    first, begin = samples[0], writer.cursor
+def _stack_tensors(samples: Sequence[torch.Tensor], allocator: SlotAllocator) -> Any:
+    first, begin = samples[0], allocator.cursor
     try:
-        output = writer.output(len(samples), first.shape, first.dtype)
+        output = allocator.output(len(samples), first.shape, first.dtype)
         # A tensor subclass among the samples may give something else than the output.
         if output is not None and torch.stack(samples, 0, out=output.tensor) is output.tensor:  # type: ignore[arg-type]
             return output.placeholder
     except (RuntimeError, TypeError, NotImplementedError):
         pass  # shapes that differ, nested, sparse, on another device: torch's own function has the error
-    writer.cursor = begin  # nobody has seen the output
+    allocator.cursor = begin  # nobody has seen the output
     return collate_tensors(samples, collate_fn_map=torch_private.collate_fn_map)
 
 
-def _stack_arrays(samples: Sequence[np.ndarray[Any, Any]], writer: SlotWriter) -> Any:
-    first, begin = samples[0], writer.cursor
+def _stack_arrays(samples: Sequence[np.ndarray[Any, Any]], allocator: SlotAllocator) -> Any:
+    first, begin = samples[0], allocator.cursor
     try:
         if _are_rows(samples) and _has_torchs_strides(first):
-            output = writer.output(len(samples), first.shape, first.dtype)
+            output = allocator.output(len(samples), first.shape, first.dtype)
             if output is not None:
                 # In half of the time that numpy.stack takes.
                 np.concatenate(samples, out=output.rows, casting="no")
                 return output.placeholder
     except (TypeError, ValueError):
-        writer.cursor = begin  # shapes or dtypes that differ; nobody has seen the output
-    return _join_by_torch(samples, writer)
+        allocator.cursor = begin  # shapes or dtypes that differ; nobody has seen the output
+    return _join_by_torch(samples, allocator)
 
 
-def _join_numbers(samples: Sequence[Any], writer: SlotWriter) -> Any:
+def _join_numbers(samples: Sequence[Any], allocator: SlotAllocator) -> Any:
     """Join ints to int64 and floats to float64, as torch does; anything mixed is left to torch."""
     kind = type(samples[0])
     if set(map(type, samples)) == {kind}:
-        output = writer.output(len(samples), (), torch.int64 if kind is int else torch.float64)
+        output = allocator.output(len(samples), (), torch.int64 if kind is int else torch.float64)
         if output is not None:
             with contextlib.suppress(OverflowError):  # torch has an error of its own for it
                 output.rows[:] = samples
                 return output.placeholder
-    return _join_by_torch(samples, writer)
+    return _join_by_torch(samples, allocator)
 
 
-_JOIN: dict[type, Callable[[Sequence[Any], SlotWriter], Any]] = {
+_JOIN: dict[type, Callable[[Sequence[Any], SlotAllocator], Any]] = {
     torch.Tensor: _stack_tensors,
     np.ndarray: _stack_arrays,
     int: _join_numbers,
@@ -186,15 +186,15 @@ def collate_tensors(
 
     Outside of shmloader's workers it is torch's own function.
     """
-    first, writer = batch[0], current_writer()
-    in_worker = _in_worker_process or writer is not None
+    first, allocator = batch[0], current_allocator()
+    in_worker = _in_worker_process or allocator is not None
     if not in_worker or first.is_nested or first.layout is not torch.strided:
         result: torch.Tensor = torch_private.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
         return result
     shape = (len(batch), *first.shape)
     out = None
-    if writer is not None and type(first) is torch.Tensor and first.device.type == "cpu":
-        out = writer.tensor(shape, first.dtype)
+    if allocator is not None and type(first) is torch.Tensor and first.device.type == "cpu":
+        out = allocator.tensor(shape, first.dtype)
     if out is None:
         # With ``out``, as torch has it in workers: dtypes that differ, and samples that require grad, then
         # raise the same errors.

@@ -24,7 +24,7 @@ from shmloader.diagnostics.bad_samples import (
 )
 from shmloader.diagnostics.exceptions import add_note, forget_frames
 from shmloader.diagnostics.mismatches import explain_collation
-from shmloader.sampling.index_batches import PackedInts
+from shmloader.sampling.packed_indices import PackedInts
 from shmloader.sources import NOT_GATHERED, Gatherer, why_per_sample
 from shmloader.worker.fetch_streams import PartsFetcher
 from shmloader.worker.fetcher import Fetcher, FetchRules

@@ -22,10 +22,10 @@ import torch
 
 from shmloader import torch_private
 from shmloader.codec import Encoded, Encoder
-from shmloader.codec.slot_writer import SlotWriter, set_current_writer
+from shmloader.codec.slot_allocator import SlotAllocator, set_current_allocator
 from shmloader.diagnostics.bad_samples import Reported
 from shmloader.diagnostics.exceptions import capture, forget_frames, shorten
-from shmloader.sampling.index_batches import unpack_index_batch
+from shmloader.sampling.packed_indices import unpack_index_batch
 from shmloader.shared_memory import Segment
 from shmloader.wire.channel import Link, PipeLink, Pipes
 from shmloader.wire.records import (
@@ -37,9 +37,9 @@ from shmloader.wire.records import (
     BeginEpoch,
     MakeBatch,
     Request,
-    SendNextPart,
+    SendNextPiece,
     pack_epoch_begun,
-    pack_part_ready,
+    pack_piece_ready,
     pack_published,
     pack_stream_ended,
     unpack_request,
@@ -57,7 +57,7 @@ from shmloader.worker.random_state import (
 )
 
 _MOST_CHARACTERS = 200  # of an index batch, in messages
-_PART_NBYTES = 1 << 20, 1 << 16  # what a slot is grown to for parts, or less if that cannot be had
+_PIECE_NBYTES = 1 << 20, 1 << 16  # what a slot is grown to for pieces, or less if that cannot be had
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class WorkerArguments:
 def run(arguments: WorkerArguments, pipes: Pipes) -> None:
     """Entry point of a worker process, once its first steps are taken (`shmloader.supervisor.launch`)."""
     gc.freeze()  # a collection would visit, and so copy, every object that a fork shares with its parent
-    set_current_writer(None)  # of a worker thread that forked this process
+    set_current_allocator(None)  # of a worker thread that forked this process
     torch.set_num_threads(1)
     seed_worker_process(arguments.base_seed, arguments.worker_id)
     _Worker(arguments, PipeLink(pipes), in_thread=False).run()
@@ -120,8 +120,8 @@ class _Worker:
         collate_fn = install_slot_collate(arguments.rules.collate_fn, in_thread=in_thread)
         self._rules = arguments.rules._replace(collate_fn=collate_fn)
         self._dataset = arguments.dataset
-        self._writer = SlotWriter(arguments.segment)
-        self._encoder = Encoder(self._writer)
+        self._allocator = SlotAllocator(arguments.segment)
+        self._encoder = Encoder(self._allocator)
         self._fetcher: Fetcher | None = None
         self._start_error: BaseException | None = None
         seeds = worker_seeds(arguments.base_seed, arguments.worker_id)
@@ -206,15 +206,15 @@ class _Worker:
 
     def _work(self, task: MakeBatch) -> None:
         """Make one batch, or an exception in its place, and publish it."""
-        writer = self._writer
+        allocator = self._allocator
         index_batch: Any = None
         flags = 0
         try:
-            writer.begin(task.slot, task.slot_nbytes, task.limit_nbytes)
+            allocator.begin(task.slot, task.slot_nbytes, task.limit_nbytes)
             payload = task.payload
             if task.payload_nbytes > INLINE_NBYTES:
-                payload = writer.read(task.payload_nbytes)
-            writer.prepare(task.hint_nbytes)
+                payload = allocator.read(task.payload_nbytes)
+            allocator.prepare(task.hint_nbytes)
             index_batch = unpack_index_batch(payload, task.payload_nbytes)
             if self._seeds is not None:
                 self._seeds.begin(task.epoch, task.position)
@@ -225,8 +225,8 @@ class _Worker:
                     "makes the batch. End it with os._exit()"
                 )
             if self._ended:
-                writer.release()
-                self._link.send(pack_stream_ended(task.seq, writer.nbytes))
+                allocator.release()
+                self._link.send(pack_stream_ended(task.seq, allocator.nbytes))
                 return
             flags = REPORTED if type(batch) is Reported else 0
             encoded = self._encoder.encode(batch)
@@ -239,13 +239,13 @@ class _Worker:
             flags = FAILED | DETACHED if detached else FAILED
         if encoded.spilled is not None:
             flags |= SPILLED
-            if writer.restart():  # the parts are written over what the user's code may keep
+            if allocator.restart():  # the pieces are written over what the user's code may keep
                 flags |= DETACHED
-            self._send_parts(task, encoded.spilled)
-        if writer.release():
+            self._send_pieces(task, encoded.spilled)
+        if allocator.release():
             flags |= DETACHED
         begin, end = encoded.header_begin, encoded.header_end
-        self._link.send(pack_published(task.seq, writer.nbytes, begin, end, self._wait_ns, flags))
+        self._link.send(pack_published(task.seq, allocator.nbytes, begin, end, self._wait_ns, flags))
 
     def _make(self, index_batch: Any) -> Any:
         """Fetch and collate, allocating in the slot; sets ``_ended`` instead of returning a batch."""
@@ -256,7 +256,7 @@ class _Worker:
             return None
         if self._fetcher is None:
             raise RuntimeError("this worker's dataset could not be started; its first batch says why")
-        set_current_writer(self._writer)
+        set_current_allocator(self._allocator)
         try:
             return self._fetcher.fetch(index_batch)
         except StopIteration:
@@ -265,7 +265,7 @@ class _Worker:
             self._ended = True
             return None
         finally:
-            set_current_writer(None)
+            set_current_allocator(None)
 
     def _encode_failure(self, error: BaseException, index_batch: Any) -> tuple[Encoded, bool]:
         """Put an exception into the slot in the batch's place; also tell whether views were detached."""
@@ -281,28 +281,28 @@ class _Worker:
             self._fetcher.failed = None  # the next exception may come before anything is fetched
             failure = failure._replace(bad_samples=bad_samples, stream=report)
         forget_frames(error)  # they hold the samples, and leaves in the slot
-        detached = self._writer.restart()
+        detached = self._allocator.restart()
         return self._encoder.encode(failure), detached
 
     def _place(self) -> str:
         return f"thread {threading.current_thread().name!r}" if self._in_thread else f"pid {os.getpid()}"
 
-    def _send_parts(self, task: MakeBatch, spilled: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        """Send a batch that is larger than its slot: part by part, through the slot."""
-        writer = self._writer
-        for most_nbytes in _PART_NBYTES:
-            if writer.ensure(min(writer.limit_nbytes, most_nbytes, len(spilled))):
+    def _send_pieces(self, task: MakeBatch, spilled: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        """Send a batch that is larger than its slot: piece by piece, through the slot."""
+        allocator = self._allocator
+        for most_nbytes in _PIECE_NBYTES:
+            if allocator.ensure(min(allocator.limit_nbytes, most_nbytes, len(spilled))):
                 break
-        view = writer.view()
+        view = allocator.view()
         for begin in range(0, len(spilled), len(view)):
-            part = spilled[begin : begin + len(view)]
-            view[: len(part)] = part.data
-            self._link.send(pack_part_ready(task.seq, writer.nbytes, len(spilled), len(part)))
-            self._await_next_part()
+            piece = spilled[begin : begin + len(view)]
+            view[: len(piece)] = piece.data
+            self._link.send(pack_piece_ready(task.seq, allocator.nbytes, len(spilled), len(piece)))
+            self._await_next_piece()
 
-    def _await_next_part(self) -> None:
-        """Wait until the part was copied out; requests that come meanwhile are kept for later."""
-        while type(request := unpack_request(self._link.receive())) is not SendNextPart:
+    def _await_next_piece(self) -> None:
+        """Wait until the piece was copied out; requests that come meanwhile are kept for later."""
+        while type(request := unpack_request(self._link.receive())) is not SendNextPiece:
             self._later.append(request)
 
 

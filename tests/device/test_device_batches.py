@@ -21,9 +21,8 @@ from shmloader.codec.layout import (
     align,
     join_header,
 )
-from shmloader.device import batches as device_batches
-from shmloader.device import guarded_pool, pinned
-from shmloader.device.batches import DeviceBatches, plan_of
+from shmloader.device import copies_ahead, guarded_pool, pinned
+from shmloader.device.copies_ahead import DeviceBatches, plan_of
 from shmloader.device.guard import DeviceGuard
 from shmloader.device.guarded_pool import GuardedPool
 from shmloader.device.moving import is_plain, to_device
@@ -227,7 +226,7 @@ def test_leaves_are_tensors_of_their_own_for_autograd(driver: ScriptedDriver, po
 
 def test_a_large_leaf_has_memory_of_its_own(driver: ScriptedDriver, pool: GuardedPool) -> None:
     """A program that keeps the labels does not keep the images."""
-    images = torch.zeros(device_batches.LARGE_NBYTES, dtype=torch.uint8)
+    images = torch.zeros(copies_ahead.LARGE_NBYTES, dtype=torch.uint8)
     slot, anchor, header = _leaves(pool, torch.ones(4), images, torch.ones(5), torch.ones(6))
     batch = DeviceBatches(pool.guard, 0).begin(slot, anchor, header)()
     del anchor
@@ -247,7 +246,7 @@ def test_small_leaves_far_apart_are_copied_apart(driver: ScriptedDriver, pool: G
 def test_one_copy_takes_no_more_than_its_limit() -> None:
     rows = [Leaf(TENSOR, UINT8, place << 17, (1 << 17,)) for place in range(200)]
     plan = plan_of(b"".join(leaf.pack() for leaf in rows))
-    assert max(run.nbytes for run in plan.runs) == device_batches.MOST_RUN_NBYTES
+    assert max(run.nbytes for run in plan.runs) == copies_ahead.MOST_RUN_NBYTES
     assert sum(len(run.places) for run in plan.runs) == 200
 
 

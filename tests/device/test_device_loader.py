@@ -19,7 +19,7 @@ from shmloader import DataLoader, errors, torch_private
 from shmloader.device import pinned
 from shmloader.device.driver import open_driver
 from shmloader.errors import LoaderError
-from shmloader.scheduling import delivery
+from shmloader.scheduling import device_delivery
 
 BATCHES = 30
 
@@ -75,10 +75,10 @@ def driver(monkeypatch: pytest.MonkeyPatch):
         return batch
 
     claim_an_accelerator(monkeypatch)
-    monkeypatch.setattr(delivery, "open_driver", lambda: scripted)
-    monkeypatch.setattr(delivery, "_tried", {0: "", 1: ""})
+    monkeypatch.setattr(device_delivery, "open_driver", lambda: scripted)
+    monkeypatch.setattr(device_delivery, "_tried", {0: "", 1: ""})
     monkeypatch.setattr(torch_private, "pin_memory", pin)
-    monkeypatch.setattr(delivery, "to_device", move)
+    monkeypatch.setattr(device_delivery, "to_device", move)
     yield scripted
     scripted.drain()
     assert scripted.violations == []
@@ -355,7 +355,7 @@ def test_cuda_is_initialised_after_workers_are_forked(
         workers.append(len(multiprocessing.active_children()))
         return driver
 
-    monkeypatch.setattr(delivery, "open_driver", opened)
+    monkeypatch.setattr(device_delivery, "open_driver", opened)
     with DataLoader(Samples(), num_workers=2, pin_memory=True, multiprocessing_context="fork") as loader:
         iter(loader)
     assert workers == [2]
@@ -367,7 +367,7 @@ def test_where_slots_cannot_be_locked(
 ) -> None:
     """The reason is said once; batches are copied to torch's pinned memory, and then to the device."""
     monkeypatch.setattr(errors, "_said", set())
-    monkeypatch.setattr(delivery, "open_driver", lambda: "the driver is too old")
+    monkeypatch.setattr(device_delivery, "open_driver", lambda: "the driver is too old")
     with DataLoader(Samples(), batch_size=4, num_workers=2, pin_memory=True, device=device) as loader:
         with pytest.warns(RuntimeWarning, match="not page-locked: the driver is too old. Batches are copied"):
             iterator = iter(loader)
@@ -385,14 +385,14 @@ def test_torch_without_cuda_says_so() -> None:
 
 
 def test_without_workers(driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shmloader.device.to_device", delivery.to_device)
+    monkeypatch.setattr("shmloader.device.to_device", device_delivery.to_device)
     loader = DataLoader(Samples(), batch_size=4, device="cuda")
     assert sum(1 for _ in loader) == BATCHES
     assert (len(driver.pins), len(driver.moves)) == (BATCHES, BATCHES)
 
 
 def test_where_torchs_own_iterator_loads(driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shmloader.device.to_device", delivery.to_device)
+    monkeypatch.setattr("shmloader.device.to_device", device_delivery.to_device)
     monkeypatch.setattr("shmloader.loading.must_load_as_torch", lambda loader: True)
     loader = DataLoader(Samples(), batch_size=4, device="cuda:1")
     assert sum(1 for _ in loader) == BATCHES

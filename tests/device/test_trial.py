@@ -9,7 +9,7 @@ from scripted_driver import CAPTURE_UNSUPPORTED, ScriptedDriver, claim_an_accele
 from shmloader import DataLoader, errors
 from shmloader.device import trial
 from shmloader.device.driver import DriverError
-from shmloader.scheduling import delivery
+from shmloader.scheduling import device_delivery
 
 
 @pytest.fixture
@@ -73,11 +73,11 @@ def test_a_loader_whose_trial_fails_copies_and_says_why(
         raise DriverError("cuCtxRecordEvent failed", CAPTURE_UNSUPPORTED)
 
     monkeypatch.setattr(driver, "record_all", fail)
-    monkeypatch.setattr(delivery, "_tried", {})
+    monkeypatch.setattr(device_delivery, "_tried", {})
     monkeypatch.setattr(errors, "_said", set())
-    monkeypatch.setattr(delivery, "open_driver", lambda: driver)
+    monkeypatch.setattr(device_delivery, "open_driver", lambda: driver)
     claim_an_accelerator(monkeypatch)
-    monkeypatch.setattr(delivery.torch_private, "pin_memory", lambda batch, _: batch)
+    monkeypatch.setattr(device_delivery.torch_private, "pin_memory", lambda batch, _: batch)
     with DataLoader(torch.arange(8), batch_size=2, num_workers=1, pin_memory=True) as loader:
         with pytest.warns(RuntimeWarning, match="trial copy to device 0 failed: cuCtxRecordEvent"):
             batches = list(loader)

@@ -17,7 +17,7 @@ import torch
 import shmloader
 from integrations.pages import assert_page_loads_from_slots, needs
 from integrations.rows import ARGUMENTS, OPTIONS, Rows, forbid_torchs_workers, options_of
-from shmloader.rebuilds import PREPARED_FLAG
+from shmloader.framework_rebuilds import PREPARED_FLAG
 
 accelerate = needs("accelerate")
 pytestmark = pytest.mark.filterwarnings("default")

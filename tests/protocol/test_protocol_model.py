@@ -12,7 +12,7 @@ from protocol_main import COPIES, ENDS, INDICES, LEASE, LOST, ONE_HAND, ORDER, P
 from shmloader.scheduling.dispatcher import Dispatcher
 from shmloader.scheduling.ledger import Task, TaskState
 from shmloader.slots import Slot, SlotPool
-from shmloader.wire.records import PartReady, Published
+from shmloader.wire.records import PieceReady, Published
 
 SETTINGS = {
     "batches are kept and dropped": Setting(batches=5),
@@ -104,9 +104,9 @@ class KeepsPipe(Workers):
 class NeverContinues(Dispatcher):
     """A worker with a part of an abandoned batch is not told to go on."""
 
-    def _accept_part(self, worker: Any, answer: PartReady) -> None:
+    def _accept_piece(self, worker: Any, answer: PieceReady) -> None:
         if self.ledger.tasks[answer.seq].state is not TaskState.VOID:
-            super()._accept_part(worker, answer)
+            super()._accept_piece(worker, answer)
 
 
 class LosesSlots(SlotPool):

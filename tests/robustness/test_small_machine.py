@@ -14,7 +14,7 @@ from robustness.confined import FEW_DESCRIPTORS, SMALL_SHM, memory_cgroup, works
 from robustness.datasets import Dicts, first_indices
 from robustness.processes import ENVIRONMENT, TESTS, descriptors, mappings, python
 from shmloader import DataLoader
-from shmloader.codec.slot_writer import SlotWriter
+from shmloader.codec.slot_allocator import SlotAllocator
 from shmloader.shared_memory import Extent, Segment
 
 MIB = 1 << 20
@@ -385,7 +385,7 @@ def test_a_writer_that_cannot_map_its_slot_maps_what_it_can() -> None:
     segment = _NoAddressSpace()
     segment.most_nbytes = 3 << 16
     segment.reserve(0, 0, 1 << 20)
-    writer = SlotWriter(segment)
+    writer = SlotAllocator(segment)
     writer.begin(0, 1 << 20, 1 << 22)
     assert writer.nbytes == len(writer.view()) == 1 << 17
     assert writer.tensor((1 << 17,), torch.uint8) is not None
@@ -401,7 +401,7 @@ def test_a_writer_that_cannot_map_what_it_reserved_gives_it_back() -> None:
     segment = _NoAddressSpace()
     segment.most_nbytes = 1 << 16
     nbytes = segment.reserve(0, 0, 1 << 16)
-    writer = SlotWriter(segment)
+    writer = SlotAllocator(segment)
     writer.begin(0, nbytes, 1 << 24)
     writer.view()[:] = b"\x07" * nbytes
     assert not writer.ensure(1 << 22)

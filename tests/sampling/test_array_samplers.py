@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, get
 import shmloader
 from shmloader import DataLoader
 from shmloader.sampling.array_samplers import index_arrays
-from shmloader.sampling.index_batches import LEAST_PACKED
+from shmloader.sampling.packed_indices import LEAST_PACKED
 
 
 def _steps(

@@ -29,7 +29,7 @@ import shmloader
 from shmloader import DataLoader, why_per_sample
 from shmloader.codec import Decoder, Encoder, read_leaves
 from shmloader.codec.layout import DTYPES
-from shmloader.codec.slot_writer import SlotWriter, set_current_writer
+from shmloader.codec.slot_allocator import SlotAllocator, set_current_allocator
 from shmloader.shared_memory import Segment
 from shmloader.sources import NOT_GATHERED, Gatherer
 
@@ -268,17 +268,17 @@ def test_a_batch_is_no_view_of_the_dataset() -> None:
 
 
 @contextlib.contextmanager
-def slot() -> Iterator[SlotWriter]:
+def slot() -> Iterator[SlotAllocator]:
     """A slot to make batches in, as in a worker."""
     segment = Segment()
     reserved = segment.reserve(0, 0, 1 << 16)
-    writer = SlotWriter(segment)
+    writer = SlotAllocator(segment)
     writer.begin(0, reserved, reserved)
-    set_current_writer(writer)
+    set_current_allocator(writer)
     try:
         yield writer
     finally:
-        set_current_writer(None)
+        set_current_allocator(None)
         writer.release()
         segment.close()
 

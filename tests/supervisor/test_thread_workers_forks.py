@@ -13,7 +13,7 @@ from thread_loaders import threads
 from torch.utils.data import get_worker_info
 
 from shmloader import DataLoader, LoaderClosed
-from shmloader.codec.slot_writer import current_writer
+from shmloader.codec.slot_allocator import current_allocator
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
@@ -79,7 +79,7 @@ def test_a_process_that_a_sample_forks_has_its_worker_info() -> None:
 
 def refuse_a_writer(worker_id: int) -> None:
     """A ``worker_init_fn`` that is to have nobody's slot to write to."""
-    if current_writer() is not None:
+    if current_allocator() is not None:
         raise AssertionError("the slot of the thread that started this process")
 
 

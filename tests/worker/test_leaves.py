@@ -14,14 +14,14 @@ from torch.utils.data import default_collate
 
 from shmloader import DataLoader
 from shmloader.codec import Decoder, Encoder
-from shmloader.codec.slot_writer import SlotWriter
+from shmloader.codec.slot_allocator import SlotAllocator
 from shmloader.shared_memory import Segment
 
 
 def arrives(batch: Any) -> Any:
     """A batch after its way through a slot."""
     segment = Segment()
-    writer = SlotWriter(segment)
+    writer = SlotAllocator(segment)
     writer.begin(0, segment.reserve(0, 0, 1 << 16), 1 << 20)
     header_begin, header_end, spilled = Encoder(writer).encode(batch)
     assert spilled is None

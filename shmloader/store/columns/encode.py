@@ -57,7 +57,7 @@ Place = tuple[int, int]
 """A row of a container that was written before: the number of the container, and of the row."""
 
 
-class Encoder:
+class ColumnEncoder:
     """Makes columns of values, and of the values inside them.
 
     Args:

@@ -1,4 +1,4 @@
-"""The slot writer: a worker's side of a slot, where the leaves of a batch are allocated one by one.
+"""The slot allocator: a worker's side of a slot, where the leaves of a batch are allocated one by one.
 
 Allocation is a bump pointer that is never moved back within a task, so no two leaves overlap. A leaf that
 does not fit in what is reserved is allocated in private memory by the caller and copied in at the end,
@@ -26,7 +26,7 @@ from shmloader.shared_memory import PAGE_NBYTES, Extent, Segment, check_headroom
 def make_placeholder() -> pickle.PickleBuffer:
     """A pickle buffer whose identity tells which leaf it stands for in a batch that is about to be pickled.
 
-    It is writable: the unpickler wraps what comes for a read-only buffer once more.
+    It is writable: for a read-only one the unpickler would wrap the memory that it is given once more.
     """
     return pickle.PickleBuffer(bytearray(1))
 
@@ -64,7 +64,7 @@ class _Mapped:
         self.rows: dict[pickle.PickleBuffer, bytes] = {}  # of the leaf table, by placeholders
 
 
-class SlotWriter:
+class SlotAllocator:
     """Allocates in the slot that the current task grants. One per worker; lives in the worker's process.
 
     There are two ways to allocate a leaf. `tensor` makes a new one, which the user's code may see and keep.
@@ -81,11 +81,11 @@ class SlotWriter:
         self.slot = 0
         self.nbytes = 0
         self.limit_nbytes = 0
-        self._may_refuse = True  # False once this task's batch was refused or spilled
+        self._may_refuse = True  # False once this task has needed more than was reserved
         self.cursor = 0
 
     def begin(self, slot: int, nbytes: int, limit_nbytes: int) -> None:
-        """Take the slot that a task grants; see `Task` for the arguments."""
+        """Take the slot that a task grants; see `MakeBatch` for the arguments."""
         self.slot, self.nbytes = slot, nbytes
         self.limit_nbytes = max(nbytes, limit_nbytes)
         self.cursor = 0
@@ -114,8 +114,8 @@ class SlotWriter:
     def prepare(self, hint_nbytes: int) -> None:
         """Grow the slot to the size of a typical batch: leaves are then written in place.
 
-        The slot's contents are gone afterwards. Nothing happens if the host cannot give that much, or if the
-        task's limit is less: the batch then comes in parts, and the memory would be of little use.
+        Nothing happens if the host cannot give that much, or if the
+        task's limit is less: the batch then comes in pieces, and the memory would be of little use.
         """
         if self.nbytes < hint_nbytes <= self.limit_nbytes:
             with contextlib.suppress(SharedMemoryExhausted):
@@ -189,14 +189,14 @@ class SlotWriter:
         return Output(tensor, rows, placeholder, align(offset + nbytes))
 
     def with_placeholders(self, item: Any) -> Any:
-        """A batch, or a part of one, with placeholders in the place of outputs' tensors."""
+        """A batch, or what is in one, with placeholders in the place of outputs' tensors."""
         placeholder = None if self._here is None else self._here.placeholders.get(id(item))
         if placeholder is not None:
             return placeholder
         kind = type(item)
         if kind is dict:
             return {key: self.with_placeholders(value) for key, value in item.items()}
-        if (kind is list or kind is tuple) and item and type(item[0]) is not str:  # long ones are strings
+        if (kind is list or kind is tuple) and item and type(item[0]) is not str:  # which may be long
             return kind(map(self.with_placeholders, item))
         return item
 
@@ -222,7 +222,8 @@ class SlotWriter:
         """Grow the slot to hold ``nbytes``, keeping what was written.
 
         Returns:
-            False if that is more than the task's limit or than this process can map: the batch is spilled.
+            False if that is more than the task's limit, than the host gives or than this process can map: the
+            batch is spilled.
 
         Raises:
             SharedMemoryExhausted: If the host's memory is so short that spilling, which takes more of it,
@@ -265,7 +266,7 @@ class SlotWriter:
     def restart(self) -> bool:
         """Give up what was allocated in this task, as `release` does, and begin again at the slot's start.
 
-        An exception that takes a batch's place, and a batch that is sent in parts, may write over the whole
+        An exception that takes a batch's place, and a batch that is sent in pieces, may write over the whole
         slot. What the user's code keeps of it must survive that.
         """
         may_refuse = self._may_refuse
@@ -281,7 +282,7 @@ class SlotWriter:
         return self._here.extent.address
 
     def view(self) -> memoryview:
-        """The slot's bytes, writable; empty while nothing is reserved for it."""
+        """The slot's bytes, writable; none outside a task."""
         return memoryview(bytearray()) if self._here is None else self._here.extent.view
 
     def _grow(self, nbytes: int) -> None:
@@ -309,17 +310,17 @@ def _check_spill(nbytes: int, why: SharedMemoryExhausted) -> None:
 
 
 class _Current(threading.local):
-    writer: SlotWriter | None = None
+    allocator: SlotAllocator | None = None
 
 
 _current = _Current()
 
 
-def current_writer() -> SlotWriter | None:
-    """The writer of the task that this thread is working on, or None outside one."""
-    return _current.writer
+def current_allocator() -> SlotAllocator | None:
+    """The allocator of the task that this thread is working on, or None outside one."""
+    return _current.allocator
 
 
-def set_current_writer(writer: SlotWriter | None) -> None:
-    """Set the writer that this thread allocates with; None at the end of a task."""
-    _current.writer = writer
+def set_current_allocator(allocator: SlotAllocator | None) -> None:
+    """Set the allocator that this thread allocates with; None at the end of a task."""
+    _current.allocator = allocator
