@@ -240,7 +240,7 @@ def test_a_compressed_file_is_unpacked_also_if_its_first_batch_has_no_rows(
     table = pa.table({"x": np.zeros(1 << 16)})
     compressed = pa.ipc.IpcWriteOptions(compression="lz4")
     with make_writer(str(tmp_path / "data.arrow"), table.schema, options=compressed) as writer:
-        writer.write_batch(pa.record_batch({"x": np.zeros(0)}))
+        writer.write_batch(pa.RecordBatch.from_pydict({"x": np.zeros(0)}))
         writer.write_table(table)
     store = open_store(tmp_path / "data.arrow")
     assert len(store) == 1 << 16
