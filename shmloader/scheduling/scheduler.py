@@ -6,13 +6,14 @@ step; with ``dispatch="dynamic"`` `FreeWorkers` decides.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from torch.utils.data import RandomSampler
+
 from shmloader.arguments import is_dynamic
 from shmloader.sampling.epoch_prefetch import NOTHING, next_epoch_for
-from shmloader.sampling.samplers import GeneratorStates
+from shmloader.sampling.samplers import GeneratorStates, sampler_of_indices
 from shmloader.scheduling.auto import Auto, Growth
 from shmloader.scheduling.dispatcher import Dispatcher
 from shmloader.scheduling.free_workers import FreeWorkers
@@ -34,8 +35,10 @@ class Scheduler:
         self._pool = dispatcher.pool
         self._budget = dispatcher.pool.budget
         self._counters = dispatcher.counters
-        self._index_sampler = index_sampler
-        self._length = -1  # index batches of an epoch; -1 where the sampler does not tell
+        # It draws once more at its end: when that is must not depend on how far workers ran ahead.
+        is_random = type(sampler_of_indices(index_sampler)) is RandomSampler
+        self._random_sampler = index_sampler if is_random else None
+        self._length = -1  # index batches of such a sampler
         self._next_epoch = next_epoch_for(loader, index_sampler)
         self._sampler_iter: Iterator[Any] = iter(())
         self._sent = 0  # index batches of this epoch that were sent, or are not to be
@@ -109,10 +112,8 @@ class Scheduler:
     def _fill(self, sampler_iter: Iterator[Any]) -> None:
         self._sampler_iter = sampler_iter
         self._sent_early = 0
-        self._length = -1
-        if self.free_workers is not None:
-            with contextlib.suppress(TypeError, NotImplementedError):
-                self._length = len(self._index_sampler)
+        if self._random_sampler is not None and self.free_workers is not None:
+            self._length = len(self._random_sampler)
         if self._next_epoch is not None:
             self._next_epoch.begin_epoch()
         if self._growth is not None:
@@ -176,7 +177,7 @@ class Scheduler:
 
     def _send_ahead(self) -> bool:
         """Send a task beyond those that the pool was made for, if the sampler has one."""
-        if self._sent == self._length:  # torch's samplers may draw at their end: not when the clock says
+        if self._sent == self._length:  # its end is asked for as early as with static dispatch
             return False
         sent = self._send_task()
         self._counters.tasks_ahead += sent

@@ -64,7 +64,7 @@ def _write_if_possible(
     node: Node, writer: MemoryWriter, graph: Graph, copy: bool, progress: bool | None
 ) -> Make | None:
     """Write a node's value; None if it cannot be shared."""
-    begin = writer.out.nbytes
+    begin = writer.place
     try:
         return _write(node, writer, copy, progress)
     except (MemoryError, OSError):  # of this process or host, not of the elements

@@ -113,11 +113,15 @@ class MemoryWriter:
 
         return make
 
-    def rewind(self, nbytes: int) -> None:
-        """Give up what was written last; the memory is the next one's."""
-        self.out.nbytes = nbytes
-        if self._tables and self._tables[-1].begin >= nbytes:
-            self._tables.pop()
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where writing goes on: bytes and tables so far."""
+        return self.out.nbytes, len(self._tables)
+
+    def rewind(self, place: tuple[int, int]) -> None:
+        """Give up what was written behind a `place`; the memory is the next one's."""
+        self.out.nbytes, tables = place
+        del self._tables[tables:]
 
     def seal(self) -> SharedBuffer:
         """End the writing."""
@@ -138,14 +142,12 @@ class Table:
     """The rows of one container, while they are written chunk by chunk.
 
     Attributes:
-        begin: Offset where it begins.
         rows: The number of rows so far.
         places: Where each chunk's head begins and ends, and its body, once all are written.
         links: The links that its columns have.
     """
 
     def __init__(self, out: BufferBuilder, encoder: ColumnEncoder, *, streamed: bool = False) -> None:
-        self.begin = out.nbytes
         self.encoder = encoder
         self.rows = 0
         self.places: list[tuple[int, ...]] = []
@@ -217,8 +219,8 @@ class Table:
 class _ChunkStream:
     """A file for Arrow to write a chunk to: its body goes to shared memory, its head is kept apart.
 
-    The head are two pieces of metadata: the schema's, and that of the first message with a body. So the
-    bodies of chunks lie one behind the other, and `Store.take` finds their rows at one distance.
+    The head is two pieces of metadata: the schema's, and that of the first message with a body. So bodies of
+    whole pages lie one behind the other, and the rows of a single column are one tensor to `Store.take`.
 
     Attributes:
         head: The head.

@@ -126,11 +126,11 @@ class _Items:
             out = torch.empty(shape, dtype=dtype)
         if type(out) is not torch.Tensor or out.dtype is not dtype or out.shape != shape or out.requires_grad:
             return None
-        if indices.dim() != 1 or not (out.is_contiguous() and out.is_cpu and out.numel()):
+        if indices.dim() != 1 or not (indices.is_cpu and out.is_contiguous() and out.is_cpu and out.numel()):
             return None
         try:
             self._pieces[0].select(indices, out)
-        except IndexError:
+        except (IndexError, RuntimeError):  # of torch: an output that overlaps the indices, say
             return None
         return out
 

@@ -246,6 +246,9 @@ class BadSampler:
         yield from range(10)
         raise ArithmeticError("no more")
 
+    def __len__(self) -> int:
+        raise ValueError("nobody needs it")
+
 
 def test_an_iterator_dies_with_its_last_reference() -> None:
     """Nothing that waits for its workers holds it."""

@@ -99,6 +99,21 @@ def test_rows_of_tensors_are_taken_by_any_number_that_a_list_takes(given: Any, a
                 store.take(torch.tensor([*others, number]))
 
 
+def test_unusual_indices_and_outputs_are_treated_alike_by_each_call() -> None:
+    """The first call looks at all of them, later ones leave the common ones to torch."""
+    numbers, rows = share(list(torch.arange(20_000))), share(list(torch.zeros(20_000, 8, dtype=torch.uint8)))
+    indices = torch.arange(19, -1, -1)
+    unaligned = torch.empty(161, dtype=torch.uint8)[1:].view(20, 8)
+    for _ in range(2):
+        for wrong in (indices.to("meta"), indices.to_sparse()):
+            with pytest.raises(TypeError):
+                numbers.take(wrong)
+        assert rows.take(indices, unaligned).sum() == 0
+        taken = numbers.take(indices, out=indices)
+        assert taken is indices
+        assert taken.tolist() == list(range(19, -1, -1))
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(

@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections import defaultdict
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ from walk_datasets import (
     mapped_stores,
 )
 
-from shmloader import DataLoader, SharedMemoryExhausted, share
+from shmloader import DataLoader, NotSharedWarning, SharedMemoryExhausted, share
 from shmloader.store import SharedObject, Store, attributes
 from shmloader.store.attributes import share_for_loader
 
@@ -382,3 +383,14 @@ def test_rows_of_nested_data_are_shared(row: Any) -> None:
     shared = share_for_loader(dataset)
     assert isinstance(shared.dataset, Store)
     assert shared.dataset[8999] == row(8999)
+
+
+def test_what_cannot_be_shared_takes_nothing_of_what_can() -> None:
+    """The rows before it take no bytes until all are written: it must not be taken for theirs."""
+    numbers = {number: number for number in range(100_000)}
+    with pytest.warns(NotSharedWarning, match="factory"):
+        shared = share(SimpleNamespace(rows=[None] * 300_000, counts=defaultdict(lambda: 0, numbers)))
+    assert isinstance(shared.rows, Store)
+    assert list(shared.rows[:3]) == [None] * 3
+    assert len(shared.rows) == 300_000
+    assert shared.counts == numbers
