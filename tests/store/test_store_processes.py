@@ -22,7 +22,7 @@ from shmloader import share
 from shmloader.shared_memory.sealed_buffer import buffer_at
 from shmloader.testing import identical
 
-ROWS = 50_000
+ROWS = 150_000
 
 
 def make_rows() -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shmloader.host.held_interrupts import HeldInterrupts
 from shmloader.host.limits import oom_kills
 
 
@@ -50,14 +51,16 @@ def _try(words: list[str], limit_s: float, grace_s: float) -> Trial:
     kills_before = oom_kills()
     late = ""
     try:
-        with _start(words) as process:
-            try:
+        with contextlib.ExitStack() as stack:
+            with HeldInterrupts():  # one that came while it is started would leave it
+                process = stack.enter_context(_start(words))
+                session = stack.enter_context(contextlib.ExitStack())
+                session.callback(_end_session, process)
+            with session, contextlib.suppress(subprocess.TimeoutExpired):
+                late = f"\nit was still not done after {limit_s + grace_s:g} s"
                 # Not for the end of its output: a worker that hangs would keep that open.
                 process.wait(limit_s + grace_s)
-            except subprocess.TimeoutExpired:
-                late = f"\nit was still not done after {limit_s + grace_s:g} s"
-            finally:
-                _end_session(process)
+                late = ""
             output, errors = process.communicate()
     except OSError as error:
         return Trial(False, error=f"no process could be started: {error}")
