@@ -70,6 +70,11 @@ def _check_iterator() -> None:
 
 _check_iterator()
 
+_workers_iterator = getattr(torch.utils.data.dataloader, "_MultiProcessingDataLoaderIter", None)
+_put_index = getattr(_workers_iterator, "_try_put_index", None)
+LIMITS_TASKS = "_workers_num_tasks" in getattr(getattr(_put_index, "__code__", None), "co_names", ())
+"""Whether torch gives a worker no more tasks than its share where batches come out of order: 2.6 does not."""
+
 GET_ITERATOR = "_get_iterator"
 """The method of torch's class that makes an iterator, for `install`, which replaces it."""
 

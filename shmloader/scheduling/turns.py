@@ -9,23 +9,24 @@ from __future__ import annotations
 import itertools
 
 from shmloader.scheduling.ledger import Ledger
+from shmloader.torch_private import LIMITS_TASKS
 
 
 class Turns:
-    """Chooses workers in turn. Out of order, a worker whose batches are slow gets fewer tasks."""
+    """Chooses workers in turn. Out of order, a slow worker gets fewer tasks, where torch has it so."""
 
     def __init__(self, ledger: Ledger, num_workers: int, most_tasks: int, *, in_order: bool) -> None:
         self._ledger = ledger
         self._num_workers = num_workers
         self._most_tasks = most_tasks
-        self._in_order = in_order
+        self._limits_each = not in_order and LIMITS_TASKS
         self.begin_epoch()
 
     def begin_epoch(self, first_worker: int = 0) -> None:
         """Begin with a worker; all have something to give again."""
         self._turn = itertools.islice(itertools.cycle(range(self._num_workers)), first_worker, None)
         self._active = set(range(self._num_workers))
-        self._all_give = self._in_order  # no worker has to be left out
+        self._all_give = not self._limits_each  # no worker has to be left out
 
     def choose(self) -> int | None:
         """The worker that gets the next task; None if no worker can take one."""
@@ -33,7 +34,7 @@ class Turns:
             return next(self._turn)
         for _ in range(self._num_workers):
             worker_id = next(self._turn)
-            if worker_id in self._active and (self._in_order or self._has_room(worker_id)):
+            if worker_id in self._active and (not self._limits_each or self._has_room(worker_id)):
                 return worker_id
         return None
 

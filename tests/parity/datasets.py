@@ -6,6 +6,7 @@ compute the expected batch without a loader.
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import time
 from collections.abc import Iterable, Iterator
@@ -192,6 +193,26 @@ class Slow(Rows):
         if index == self.at:
             time.sleep(self.seconds)
         return super().__getitem__(index)
+
+
+class Stuck(Dataset):
+    """Sample `at` waits until four others were made and, for a second, none more."""
+
+    def __init__(self, length: int, at: int) -> None:
+        self.length, self.at = length, at
+        self.made = multiprocessing.get_context("fork").Value("q", 0)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        before = -1
+        while index == self.at and (self.made.value < 4 or self.made.value != before):
+            before = self.made.value
+            time.sleep(1)
+        with self.made.get_lock():
+            self.made.value += 1
+        return index
 
 
 class Sized(Dataset):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, Subset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader as TorchLoader
 
 from parity.datasets import (
     EndlessSampler,
@@ -20,6 +21,7 @@ from parity.datasets import (
     NoMany,
     Rows,
     Slow,
+    Stuck,
     SumOfKeys,
     WorkerFacts,
     identity,
@@ -233,6 +235,29 @@ def test_out_of_order_delivery_yields_every_batch_once_and_does_not_wait() -> No
     first = [int(batch[0, 0]) // 1000 for batch in loader]
     assert sorted(first) == [0, 2, 4, 6, 8, 10]
     assert first[0] != 0
+
+
+def test_out_of_order_a_worker_with_a_slow_batch_gets_as_many_tasks_as_from_torch() -> None:
+    """The samples that come before the slow one: those of the other worker."""
+
+    def samples_before(loader: Any) -> set[int]:
+        order = [int(batch) for batch in loader]
+        return set(order[: order.index(2)])
+
+    ours, theirs = (
+        samples_before(
+            kind(
+                Stuck(10, at=2),
+                batch_size=None,
+                num_workers=2,
+                in_order=False,
+                multiprocessing_context="fork",
+            )
+        )
+        for kind in (DataLoader, TorchLoader)
+    )
+    assert ours == theirs
+    assert {1, 3} <= ours
 
 
 def test_in_order_delivery_waits_for_a_slow_batch() -> None:
