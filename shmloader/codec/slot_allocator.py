@@ -114,8 +114,8 @@ class SlotAllocator:
     def prepare(self, hint_nbytes: int) -> None:
         """Grow the slot to the size of a typical batch: leaves are then written in place.
 
-        Nothing happens if the host cannot give that much, or if the
-        task's limit is less: the batch then comes in pieces, and the memory would be of little use.
+        Nothing happens if the host cannot give that much, or if the task's limit is less: the batch then
+        comes in pieces, and the memory would be of little use.
         """
         if self.nbytes < hint_nbytes <= self.limit_nbytes:
             with contextlib.suppress(SharedMemoryExhausted):

@@ -96,7 +96,7 @@ def chunks_in_memory(
     batches = []
     memory = pa.py_buffer(buffer.view)
     for begin, end, begin_of_body, end_of_body in places:
-        stream = _ChunkStream(memory[begin:end], memory[begin_of_body:end_of_body])
+        stream = _ChunkSource(memory[begin:end], memory[begin_of_body:end_of_body])
         with pa.ipc.open_stream(pa.PythonFile(stream, "r")) as reader:
             batches.append((buffer, reader.read_next_batch()))
     nbytes = sum(sum(place[1::2]) - sum(place[::2]) for place in places)
@@ -104,7 +104,7 @@ def chunks_in_memory(
     return Chunks(batches, buffer, nbytes, classes, made_by, python_nbytes, links)
 
 
-class _ChunkStream:
+class _ChunkSource:
     """A file for Arrow to read a chunk from; what is read of its body are views."""
 
     closed = False

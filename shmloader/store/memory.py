@@ -115,7 +115,7 @@ class MemoryWriter:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Where writing goes on: bytes and tables so far."""
+        """The end of what is written: bytes and tables so far."""
         return self.out.nbytes, len(self._tables)
 
     def rewind(self, place: tuple[int, int]) -> None:
@@ -198,11 +198,11 @@ class Table:
     def append_batch(self, batch: Any) -> None:
         """Append one chunk that is encoded already."""
         begin = self._out.append(b"", PAGE_NBYTES)  # rows of 64 bytes, or 256, lie at multiples of that
-        stream = _ChunkStream(self._out)
+        stream = _ChunkSink(self._out)
         with pa.ipc.new_stream(pa.PythonFile(stream, "w"), batch.schema) as writer:
             writer.write_batch(batch)
             stream.ended = True
-        self._heads.append(bytes(stream.head))
+        self._heads.append(stream.head)
         self._bodies.append((begin, self._out.nbytes))
         self.nbytes += self._out.nbytes - begin
         self.rows += len(batch)
@@ -216,7 +216,7 @@ class Table:
             self.places.append((begin, begin + len(head), *body))
 
 
-class _ChunkStream:
+class _ChunkSink:
     """A file for Arrow to write a chunk to: its body goes to shared memory, its head is kept apart.
 
     The head is two pieces of metadata: the schema's, and that of the first message with a body. So bodies of
@@ -236,7 +236,7 @@ class _ChunkStream:
 
     def write(self, data: Any) -> int:
         if len(self.head) < _head_nbytes(self.head):
-            self.head += data
+            self.head += bytes(data)
         elif not self.ended:
             self._out.append(data, alignment=1)
         return len(data)
@@ -246,7 +246,7 @@ class _ChunkStream:
 
 
 def _head_nbytes(begin: bytes) -> int:
-    """How long a head is that begins so, as far as that is known: a length stands before each piece."""
+    """The length of a head, as far as its beginning tells: each piece follows its own length."""
     end = 0
     for _ in range(2):
         end += 8

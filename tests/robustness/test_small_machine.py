@@ -381,34 +381,34 @@ class _NoAddressSpace(Segment):
         return super().map(slot, nbytes)
 
 
-def test_a_writer_that_cannot_map_its_slot_maps_what_it_can() -> None:
+def test_an_allocator_that_cannot_map_its_slot_maps_what_it_can() -> None:
     segment = _NoAddressSpace()
     segment.most_nbytes = 3 << 16
     segment.reserve(0, 0, 1 << 20)
-    writer = SlotAllocator(segment)
-    writer.begin(0, 1 << 20, 1 << 22)
-    assert writer.nbytes == len(writer.view()) == 1 << 17
-    assert writer.tensor((1 << 17,), torch.uint8) is not None
-    assert writer.tensor((1,), torch.uint8) is None
-    assert not writer.ensure(1 << 20)
+    allocator = SlotAllocator(segment)
+    allocator.begin(0, 1 << 20, 1 << 22)
+    assert allocator.nbytes == len(allocator.view()) == 1 << 17
+    assert allocator.tensor((1 << 17,), torch.uint8) is not None
+    assert allocator.tensor((1,), torch.uint8) is None
+    assert not allocator.ensure(1 << 20)
     with pytest.raises(shmloader.SharedMemoryExhausted, match="index batch of 262,144 bytes"):
-        writer.read(1 << 18)
-    writer.release()
+        allocator.read(1 << 18)
+    allocator.release()
     segment.close()
 
 
-def test_a_writer_that_cannot_map_what_it_reserved_gives_it_back() -> None:
+def test_an_allocator_that_cannot_map_what_it_reserved_gives_it_back() -> None:
     segment = _NoAddressSpace()
     segment.most_nbytes = 1 << 16
     nbytes = segment.reserve(0, 0, 1 << 16)
-    writer = SlotAllocator(segment)
-    writer.begin(0, nbytes, 1 << 24)
-    writer.view()[:] = b"\x07" * nbytes
-    assert not writer.ensure(1 << 22)
-    assert writer.nbytes == nbytes
+    allocator = SlotAllocator(segment)
+    allocator.begin(0, nbytes, 1 << 24)
+    allocator.view()[:] = b"\x07" * nbytes
+    assert not allocator.ensure(1 << 22)
+    assert allocator.nbytes == nbytes
     assert os.fstat(segment._descriptor.fd).st_blocks * 512 == nbytes
-    assert bytes(writer.view()) == b"\x07" * nbytes
-    writer.release()
+    assert bytes(allocator.view()) == b"\x07" * nbytes
+    allocator.release()
     segment.close()
 
 

@@ -272,14 +272,14 @@ def slot() -> Iterator[SlotAllocator]:
     """A slot to make batches in, as in a worker."""
     segment = Segment()
     reserved = segment.reserve(0, 0, 1 << 16)
-    writer = SlotAllocator(segment)
-    writer.begin(0, reserved, reserved)
-    set_current_allocator(writer)
+    allocator = SlotAllocator(segment)
+    allocator.begin(0, reserved, reserved)
+    set_current_allocator(allocator)
     try:
-        yield writer
+        yield allocator
     finally:
         set_current_allocator(None)
-        writer.release()
+        allocator.release()
         segment.close()
 
 
@@ -296,38 +296,38 @@ IN_PLACE = [name for name in GATHERED if "own" not in name]
 
 @pytest.mark.parametrize("name", [*IN_PLACE, "own"])
 def test_leaves_are_written_where_they_are_read(name: str) -> None:
-    with slot() as writer:
+    with slot() as allocator:
         batch = Gatherer(GATHERED[name], default_collate).gather([1, 3, 2])
         assert (name == "own") == any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(batch))
-        end = writer.cursor
-        header_begin, header_end, _ = Encoder(writer).encode(batch)
-        header = bytes(writer.view()[header_begin:header_end])
+        end = allocator.cursor
+        header_begin, header_end, _ = Encoder(allocator).encode(batch)
+        header = bytes(allocator.view()[header_begin:header_end])
         for leaf in read_leaves(header):
             if name != "own" or DTYPES[leaf.code].torch_dtype is torch.float32:
                 assert leaf.offset < end
-        arrived = Decoder().decode(np.frombuffer(writer.view(), np.uint8), header)
+        arrived = Decoder().decode(np.frombuffer(allocator.view(), np.uint8), header)
         assert_same(arrived, next(iter(TorchLoader(GATHERED[name], batch_sampler=[[1, 3, 2]]))))
         del arrived
 
 
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_a_repeated_batch_is_made_of_the_same_outputs(name: str) -> None:
-    with slot() as writer:
+    with slot() as allocator:
         gatherer = Gatherer(GATHERED[name], default_collate)
         batch = gatherer.gather([1, 3, 2])
-        first, end = list(map(id, leaves_of(batch))), writer.cursor
-        writer.begin(0, writer.nbytes, writer.limit_nbytes)
+        first, end = list(map(id, leaves_of(batch))), allocator.cursor
+        allocator.begin(0, allocator.nbytes, allocator.limit_nbytes)
         assert list(map(id, leaves_of(gatherer.gather([3, 0, 0])))) == first
-        assert writer.cursor == end
+        assert allocator.cursor == end
 
 
 def test_a_batch_that_cannot_be_gathered_leaves_the_slot_as_it_was() -> None:
-    with slot() as writer:
-        writer.tensor((3,), torch.int64)  # of a dataset's or the program's own
-        before = writer.cursor
+    with slot() as allocator:
+        allocator.tensor((3,), torch.int64)  # of a dataset's or the program's own
+        before = allocator.cursor
         ragged = shmloader.share([torch.ones(2 if row < 6 else 3) for row in range(ROWS)])
         gatherer = Gatherer(StackDataset(X, ragged), default_collate)
         assert gatherer.gather([1, 7]) is NOT_GATHERED
-        assert writer.cursor == before
+        assert allocator.cursor == before
         assert gatherer.gather([1, 2]) is not NOT_GATHERED
-        assert writer.cursor > before
+        assert allocator.cursor > before

@@ -21,13 +21,13 @@ from shmloader.shared_memory import Segment
 def arrives(batch: Any) -> Any:
     """A batch after its way through a slot."""
     segment = Segment()
-    writer = SlotAllocator(segment)
-    writer.begin(0, segment.reserve(0, 0, 1 << 16), 1 << 20)
-    header_begin, header_end, spilled = Encoder(writer).encode(batch)
+    allocator = SlotAllocator(segment)
+    allocator.begin(0, segment.reserve(0, 0, 1 << 16), 1 << 20)
+    header_begin, header_end, spilled = Encoder(allocator).encode(batch)
     assert spilled is None
-    header = bytes(writer.view()[header_begin:header_end])
-    extent = segment.map(0, writer.nbytes)
-    writer.release()
+    header = bytes(allocator.view()[header_begin:header_end])
+    extent = segment.map(0, allocator.nbytes)
+    allocator.release()
     segment.close()
     return Decoder().decode(np.ndarray(extent.nbytes, np.uint8, extent.buffer), header)
 

@@ -56,11 +56,12 @@ def _try(words: list[str], limit_s: float, grace_s: float) -> Trial:
                 process = stack.enter_context(_start(words))
                 session = stack.enter_context(contextlib.ExitStack())
                 session.callback(_end_session, process)
-            with session, contextlib.suppress(subprocess.TimeoutExpired):
-                late = f"\nit was still not done after {limit_s + grace_s:g} s"
-                # Not for the end of its output: a worker that hangs would keep that open.
-                process.wait(limit_s + grace_s)
-                late = ""
+            with session:
+                try:
+                    # Not for the end of its output: a worker that hangs would keep that open.
+                    process.wait(limit_s + grace_s)
+                except subprocess.TimeoutExpired:
+                    late = f"\nit was still not done after {limit_s + grace_s:g} s"
             output, errors = process.communicate()
     except OSError as error:
         return Trial(False, error=f"no process could be started: {error}")
