@@ -74,7 +74,6 @@ class SlotIterator(torch_private.BaseIterator):
         self._stream = StreamProgress(loader, loaded_state(loader)) if iterable else None
         self._decoder = Decoder()
         self._lifecycle = Lifecycle()
-        self._dataset_state = DatasetState(self._dataset)
         self._states = states
         self._base_seed, epoch = states.seeds(loader, int(self._base_seed))
         device = device_of(loader)
@@ -85,6 +84,8 @@ class SlotIterator(torch_private.BaseIterator):
         workers: Workers | None = None
         try:
             workers = self._all_workers = self._start_workers(loader, auto)
+            # After workers were forked, and only if they live on: see DatasetState.
+            self._dataset_state = DatasetState(self._dataset if loader.persistent_workers else None)
             # Runs when the iterator dies and at interpreter exit; refers to the parts, not to the iterator.
             self._finalizer = weakref.finalize(self, _stop, os.getpid(), workers, self.pool)
             self._dispatcher = dispatcher = Dispatcher(
@@ -280,7 +281,7 @@ class SlotIterator(torch_private.BaseIterator):
     def _await(self, task: Task) -> None:
         """Take in what workers have said, or wait for it, until the batch of a task may be here."""
         scheduler, dispatcher = self._scheduler, self._dispatcher
-        if not scheduler.is_active(task.worker_id):
+        if self._stream is not None and not scheduler.is_active(task.worker_id):
             dispatcher.ledger.void(task)  # its worker's iterable dataset ended before it
             return
         if not dispatcher.receive_from(task.worker_id):

@@ -27,7 +27,7 @@ LEAST_PACKED = 32
 # is refused: one look at the letters tells that it is a list of nothing but ints.
 _FORMAT = 2
 _HEAD_NBYTES = 5
-_INT = ord("i")
+_INT = b"i"
 _ITEM = np.dtype([("letter", "u1"), ("value", "<i4")])
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
@@ -68,11 +68,11 @@ class PackedInts:
 
     def to_bytes(self) -> bytes:
         """The bytes that `unpack_index_batch` reads."""
-        return _ARRAY + self._array.tobytes()
+        return b"".join((_ARRAY, self._array.data))
 
     def checksum(self, before: int) -> int:
         """The CRC-32 of those bytes, behind others whose CRC-32 is ``before``."""
-        return zlib.crc32(self._array.tobytes(), zlib.crc32(_ARRAY, before))
+        return zlib.crc32(self._array.data, zlib.crc32(_ARRAY, before))
 
 
 def int_array(numbers: list[Any]) -> IntArray | None:
@@ -84,10 +84,9 @@ def int_array(numbers: list[Any]) -> IntArray | None:
         return None
     with contextlib.suppress(ValueError):  # something that marshal does not know
         packed = marshal.dumps(numbers, _FORMAT)
-        if len(packed) == _HEAD_NBYTES + len(numbers) * _ITEM.itemsize:
-            items = np.frombuffer(packed, _ITEM, offset=_HEAD_NBYTES)
-            if (items["letter"] == _INT).all():
-                return items["value"].astype(np.int64)
+        letters = packed[_HEAD_NBYTES :: _ITEM.itemsize]
+        if len(packed) == _HEAD_NBYTES + len(numbers) * _ITEM.itemsize and letters == _INT * len(numbers):
+            return np.frombuffer(packed, _ITEM, offset=_HEAD_NBYTES)["value"].astype(np.int64)
     with contextlib.suppress(OverflowError):
         if set(map(type, numbers)) == {int}:
             return np.array(numbers, np.int64)

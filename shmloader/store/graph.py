@@ -262,11 +262,14 @@ class Rebuilder:
             copy.update((key, self._new(value)) for key, value in original.items())
         else:
             attributes, slots = kinds.state_of(original)
-            if attributes:
-                copy.__dict__.update((name, self._new(value)) for name, value in attributes.items())
-            for name, value in slots.items():
-                # Not setattr: frozen dataclasses and datasets with rules of their own refuse it.
-                object.__setattr__(copy, name, self._new(value))
+            for name, value in (attributes | slots).items():
+                # A property would take what lies behind it; and a name may be anything.
+                if name in attributes and (type(name) is not str or hasattr(type(copy), name)):
+                    copy.__dict__[name] = self._new(value)
+                else:
+                    # Not setattr: frozen dataclasses and datasets with rules of their own refuse it. Nor
+                    # copy.__dict__: before Python 3.13 an object is slower to read once that was asked for.
+                    object.__setattr__(copy, name, self._new(value))
 
 
 def _is_immutable(value: Any) -> bool:

@@ -7,9 +7,12 @@ per epoch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+import numbers
+from collections.abc import Collection, Iterable
 from typing import Any
 
+import numpy as np
 import torch.multiprocessing
 
 from shmloader.arguments import THREAD
@@ -28,11 +31,21 @@ _LEAST_GROWN = 0.2  # of the container, in one worker: what reading it all copie
 def largest_unshared(dataset: Any) -> tuple[int, str] | None:
     """Size and path of the largest container of Python objects in a dataset; None if none is worth watching.
 
-    Takes microseconds per attribute: of containers some elements are looked at.
+    Takes microseconds per attribute: of containers some elements are looked at. Attributes of a dataset
+    that holds only tensors, arrays and single values are not asked for: before Python 3.13 every process that
+    is forked later would read them slower (see `DatasetState`).
     """
+    if not isinstance(dataset, Collection) and all(_is_leaf(held) for held in gc.get_referents(dataset)):
+        return None
     nodes = [node for node in Graph(dataset, only_containers=True).nodes.values() if node.plan]
     found = max(((estimate_nbytes(node.value), node.path) for node in nodes), default=(0, ""))
     return found if found[0] >= LEAST_NBYTES else None
+
+
+def _is_leaf(held: Any) -> bool:
+    if isinstance(held, np.ndarray):
+        return not held.dtype.hasobject
+    return isinstance(held, torch.Tensor | numbers.Number | str | bytes | type | None)
 
 
 class CopyWatch:

@@ -172,6 +172,22 @@ def test_a_list_of_a_class_that_was_pickled_before_is_shared() -> None:
     assert isinstance(share(SimpleNamespace(rows=Samples(map(str, range(100_000))))).rows, Store)
 
 
+class Behind(Holder):
+    scale = 1.0
+
+    @property
+    def rows(self) -> Any:
+        return self.__dict__["rows"]
+
+
+def test_an_attribute_of_an_objects_own_may_have_a_name_that_its_class_has() -> None:
+    original = Behind(rows=list(map(str, range(100_000))), scale=2.0, more=3)
+    vars(original)[7] = "seven"
+    shared = share(original)
+    assert isinstance(shared.rows, Store)
+    assert vars(shared) == {"rows": shared.rows, "scale": 2.0, "more": 3, 7: "seven"}
+
+
 def test_slots_are_followed_hidden_and_unset_ones_too() -> None:
     original = Slotted()
     shared = share(original)
