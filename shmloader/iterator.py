@@ -74,6 +74,7 @@ class SlotIterator(torch_private.BaseIterator):
         self._stream = StreamProgress(loader, loaded_state(loader)) if iterable else None
         self._decoder = Decoder()
         self._lifecycle = Lifecycle()
+        self._dataset_state = DatasetState(self._dataset)
         self._states = states
         self._base_seed, epoch = states.seeds(loader, int(self._base_seed))
         device = device_of(loader)
@@ -84,8 +85,6 @@ class SlotIterator(torch_private.BaseIterator):
         workers: Workers | None = None
         try:
             workers = self._all_workers = self._start_workers(loader, auto)
-            # After workers were forked, and only if they live on: see DatasetState.
-            self._dataset_state = DatasetState(self._dataset if loader.persistent_workers else None)
             # Runs when the iterator dies and at interpreter exit; refers to the parts, not to the iterator.
             self._finalizer = weakref.finalize(self, _stop, os.getpid(), workers, self.pool)
             self._dispatcher = dispatcher = Dispatcher(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import reprlib
 import sys
 import types
@@ -262,14 +263,20 @@ class Rebuilder:
             copy.update((key, self._new(value)) for key, value in original.items())
         else:
             attributes, slots = kinds.state_of(original)
-            for name, value in (attributes | slots).items():
-                # A property would take what lies behind it; and a name may be anything.
-                if name in attributes and (type(name) is not str or hasattr(type(copy), name)):
-                    copy.__dict__[name] = self._new(value)
-                else:
-                    # Not setattr: frozen dataclasses and datasets with rules of their own refuse it. Nor
-                    # copy.__dict__: before Python 3.13 an object is slower to read once that was asked for.
+            # Not setattr: frozen dataclasses and datasets with rules of their own refuse it. Nor the copy's
+            # __dict__ where it can be helped: attributes would be slower to read (docs/decisions/0033).
+            for name, value in attributes.items():
+                if _is_plain_name(name, type(copy)):
                     object.__setattr__(copy, name, self._new(value))
+                else:
+                    copy.__dict__[name] = self._new(value)
+            for name, value in slots.items():
+                object.__setattr__(copy, name, self._new(value))
+
+
+def _is_plain_name(name: Any, kind: type) -> bool:
+    """Whether setting an attribute of an object of a class calls no property or other descriptor."""
+    return type(name) is str and not inspect.isdatadescriptor(inspect.getattr_static(kind, name, None))
 
 
 def _is_immutable(value: Any) -> bool:

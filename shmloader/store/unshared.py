@@ -8,11 +8,9 @@ per epoch.
 from __future__ import annotations
 
 import gc
-import numbers
 from collections.abc import Collection, Iterable
 from typing import Any
 
-import numpy as np
 import torch.multiprocessing
 
 from shmloader.arguments import THREAD
@@ -31,21 +29,19 @@ _LEAST_GROWN = 0.2  # of the container, in one worker: what reading it all copie
 def largest_unshared(dataset: Any) -> tuple[int, str] | None:
     """Size and path of the largest container of Python objects in a dataset; None if none is worth watching.
 
-    Takes microseconds per attribute: of containers some elements are looked at. Attributes of a dataset
-    that holds only tensors, arrays and single values are not asked for: before Python 3.13 every process that
-    is forked later would read them slower (see `DatasetState`).
+    Takes microseconds per attribute: of containers some elements are looked at.
     """
-    if not isinstance(dataset, Collection) and all(_is_leaf(held) for held in gc.get_referents(dataset)):
-        return None
-    nodes = [node for node in Graph(dataset, only_containers=True).nodes.values() if node.plan]
+    # Its attributes first, as the garbage collector shows them: to ask the dataset itself would give it a
+    # __dict__ (docs/decisions/0033). Of a collection that would show all elements.
+    if isinstance(dataset, Collection) or any(map(_largest_in, gc.get_referents(dataset))):
+        return _largest_in(dataset)
+    return None
+
+
+def _largest_in(value: Any) -> tuple[int, str] | None:
+    nodes = [node for node in Graph(value, only_containers=True).nodes.values() if node.plan]
     found = max(((estimate_nbytes(node.value), node.path) for node in nodes), default=(0, ""))
     return found if found[0] >= LEAST_NBYTES else None
-
-
-def _is_leaf(held: Any) -> bool:
-    if isinstance(held, np.ndarray):
-        return not held.dtype.hasobject
-    return isinstance(held, torch.Tensor | numbers.Number | str | bytes | type | None)
 
 
 class CopyWatch:

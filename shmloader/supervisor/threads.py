@@ -143,7 +143,7 @@ def _copy_dataset(dataset: Any) -> Any:
     if not isinstance(dataset, Dataset):
         return dataset
     try:
-        copies = {id(one): copy.copy(one) for _, one in datasets_in(dataset) if isinstance(one, Dataset)}
+        copies = {id(one): copy.copy(one) for one in datasets_in(dataset) if isinstance(one, Dataset)}
     except Exception as error:
         advice = "a __copy__ that returns self would have the threads share it."
         add_note(

@@ -172,12 +172,23 @@ def test_a_list_of_a_class_that_was_pickled_before_is_shared() -> None:
     assert isinstance(share(SimpleNamespace(rows=Samples(map(str, range(100_000))))).rows, Store)
 
 
+class Checked:
+    """A descriptor that keeps a list, and nothing else."""
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        return instance.__dict__["rows"]  # asked of the class, this fails
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        instance.__dict__["rows"] = list(value)
+
+
 class Behind(Holder):
     scale = 1.0
+    rows = Checked()
 
-    @property
-    def rows(self) -> Any:
-        return self.__dict__["rows"]
+
+class Both:
+    __slots__ = ("__dict__", "rows")
 
 
 def test_an_attribute_of_an_objects_own_may_have_a_name_that_its_class_has() -> None:
@@ -186,6 +197,15 @@ def test_an_attribute_of_an_objects_own_may_have_a_name_that_its_class_has() -> 
     shared = share(original)
     assert isinstance(shared.rows, Store)
     assert vars(shared) == {"rows": shared.rows, "scale": 2.0, "more": 3, 7: "seven"}
+
+
+def test_a_slot_may_have_the_name_of_an_attribute() -> None:
+    original = Both()
+    original.rows = list(map(str, range(100_000)))
+    vars(original)["rows"] = "own"
+    shared = share(original)
+    assert isinstance(shared.rows, Store)
+    assert vars(shared) == {"rows": "own"}
 
 
 def test_slots_are_followed_hidden_and_unset_ones_too() -> None:
