@@ -42,7 +42,7 @@ def keep_busy(seconds: float) -> None:
         pass
 
 
-class Work(Dataset):
+class Work(Dataset[torch.Tensor]):
     """Samples of 16 bytes.
 
     Args:
@@ -91,7 +91,7 @@ WORKLOADS = {
 }
 
 
-def play(loader: DataLoader, workload: Workload, batches: int | None = None) -> float:
+def play(loader: DataLoader[Any], workload: Workload, batches: int | None = None) -> float:
     """Batches per second of an epoch, or of its first ``batches``."""
     began_s = time.perf_counter()
     number = 0
@@ -104,7 +104,7 @@ def play(loader: DataLoader, workload: Workload, batches: int | None = None) -> 
     return number / (time.perf_counter() - began_s)
 
 
-def settle(loader: DataLoader, workload: Workload) -> float:
+def settle(loader: DataLoader[Any], workload: Workload) -> float:
     """Let the loader choose; batches per second meanwhile."""
     began_s, batches = time.perf_counter(), 0
     while True:
@@ -121,10 +121,11 @@ def settle(loader: DataLoader, workload: Workload) -> float:
 def measure(workload: Workload, turns: int) -> dict[str, Any]:
     """All loaders of one workload, alternating."""
     fixed = [(workers, ahead) for workers in range(1, cores().usable + 1) for ahead in _PREFETCH]
-    loaders: dict[str, DataLoader] = {}
+    loaders: dict[str, DataLoader[Any]] = {}
     with contextlib.ExitStack() as stack:
-        for choice in [*fixed, ("auto", "auto")]:
-            loader: DataLoader = DataLoader(
+        choices: list[tuple[Any, Any]] = [*fixed, ("auto", "auto")]
+        for choice in choices:
+            loader: DataLoader[Any] = DataLoader(
                 workload.dataset(),
                 batch_size=workload.batch_size,
                 num_workers=choice[0],
@@ -144,6 +145,7 @@ def measure(workload: Workload, turns: int) -> dict[str, Any]:
             for name in names:
                 rates[name].append(play(loaders[name], workload))
         chosen = auto.statistics().autotune
+        assert chosen is not None
     medians = {name: statistics.median(found) for name, found in rates.items()}
     best = max((name for name in rates if name != "autoxauto"), key=lambda name: medians[name])
     ratios = [ours / theirs for ours, theirs in zip(rates["autoxauto"], rates[best], strict=True)]

@@ -84,7 +84,7 @@ def compare_turns(workload: str, turns: list[tuple[Turn, Turn]]) -> Comparison:
         median(turn.batches_per_s for turn in theres),
         median(here.batches_per_s / there.batches_per_s for here, there in turns),
         median(here.next_us / there.next_us for here, there in turns),
-        *map(median, both),
+        *(median(cpu_us) for cpu_us in both),
         *(sum(here) / sum(there) if sum(there) else math.nan for here, there in (both, main, workers)),
     )
 

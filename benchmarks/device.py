@@ -129,7 +129,8 @@ def wrong_batches(workers: int, batches: int, nbytes: int, *, guarded: bool, cap
         iterator = iter(loader)
         if not guarded:
             leave_unguarded(iterator.pool)
-        for number, batch in enumerate(iterator):
+        for number in range(batches):  # not to the end: that would close the pool while copies are queued
+            batch = next(iterator)
             if not batch.is_pinned():
                 raise RuntimeError(f"batch {number} is not pinned: see what the loader has warned of")
             side.wait_stream(torch.cuda.current_stream())
@@ -167,6 +168,7 @@ class _Captures:
         self._value = torch.ones(1000, device="cuda")
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._threads: list[threading.Thread] = []
+        self._errors: list[Exception] = []
 
     def capture(self, *, in_thread: bool) -> None:
         """Capture one."""
@@ -180,16 +182,21 @@ class _Captures:
 
     def _capture(self, open_s: float) -> None:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._value.mul_(2)
-            time.sleep(open_s)
-            self._value.mul_(0.5)
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._value.mul_(2)
+                time.sleep(open_s)
+                self._value.mul_(0.5)
+        except Exception as error:  # noqa: BLE001 - raised by `replay`, also a thread's
+            self._errors.append(error)
         self._graphs.append(graph)
 
     def replay(self) -> None:
-        """Replay all; raises if one is invalid."""
+        """Replay all; raises if one is invalid, or if a capture failed."""
         for thread in self._threads:
             thread.join()
+        if self._errors:
+            raise self._errors[0]
         for graph in self._graphs:
             graph.replay()
         torch.cuda.synchronize()
@@ -207,10 +214,17 @@ def guard(arguments: argparse.Namespace, *, guarded: bool = True) -> Iterator[Fi
 
 
 def rate_of(batches: Iterable[Any], seconds: float, step: Callable[[Any], object]) -> tuple[float, float]:
-    """Batches per second behind the first twenty, and processor time per batch, of all processes."""
-    iterator = iter(batches)
-    for batch in itertools.islice(iterator, 20):
-        step(batch)
+    """Batches per second, and processor time per batch, of all processes; once no more slots are page-locked.
+
+    As many slots come into use as the device is behind, and each is page-locked when it does.
+    """
+    from shmloader.device import pinned
+
+    iterator, locked_nbytes = iter(batches), -1
+    while locked_nbytes != pinned.pinned_nbytes():
+        locked_nbytes = pinned.pinned_nbytes()
+        for batch in itertools.islice(iterator, 20):
+            step(batch)
     torch.cuda.synchronize()
     meter, began_s, count = CpuMeter(), time.perf_counter(), 0
     while time.perf_counter() - began_s < seconds:
@@ -310,24 +324,24 @@ def torchs(arguments: argparse.Namespace) -> Iterator[Figure]:
 
 def leaves(arguments: argparse.Namespace) -> Iterator[Figure]:
     """See the module."""
-    from shmloader.device import batches
+    from shmloader.device import copies_ahead
 
     workers, seconds, collate = min(arguments.workers, 8), arguments.seconds, Small(LEAVES)
 
     def ours(large_nbytes: int) -> tuple[float, float]:
-        before, batches.LARGE_NBYTES = batches.LARGE_NBYTES, large_nbytes
-        batches.plan_of.cache_clear()
+        before, copies_ahead.LARGE_NBYTES = copies_ahead.LARGE_NBYTES, large_nbytes
+        copies_ahead.plan_of.cache_clear()
         try:
             return measured(shmloader.DataLoader, collate, workers, seconds, keep, device="cuda")
         finally:
-            batches.LARGE_NBYTES = before
-            batches.plan_of.cache_clear()
+            copies_ahead.LARGE_NBYTES = before
+            copies_ahead.plan_of.cache_clear()
 
     torch_loader = torch.utils.data.DataLoader
     rates = in_turns(
         3,
         {
-            "one copy": lambda: ours(batches.LARGE_NBYTES),
+            "one copy": lambda: ours(copies_ahead.LARGE_NBYTES),
             "one copy per leaf": lambda: ours(0),
             "torch": lambda: measured(torch_loader, collate, workers, seconds, to_cuda, pin_memory=True),
         },
@@ -340,7 +354,8 @@ def leaves(arguments: argparse.Namespace) -> Iterator[Figure]:
 
 def pinned_ring(batches: Iterable[Any], size: int = 4) -> Iterator[Any]:
     """Batches through a ring of pinned memory, copied on a stream of their own, as DALI does it."""
-    stream, ring = torch.cuda.Stream(), [None] * size
+    stream = torch.cuda.Stream()
+    ring: list[Any] = [None] * size
     events = [torch.cuda.Event() for _ in ring]
     waiting: list[Any] = []
     for number, batch in enumerate(batches):
@@ -379,7 +394,8 @@ class Training:
 
     def __init__(self, device: str = "cuda") -> None:
         self.device = device
-        self.network = resnet18().to(device, memory_format=torch.channels_last)
+        network: Any = resnet18()  # torch does not declare memory_format for modules
+        self.network = network.to(device, memory_format=torch.channels_last)
         self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.01, momentum=0.9)
 
     def step(self, batch: Any) -> None:

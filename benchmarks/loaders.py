@@ -89,7 +89,7 @@ class UseSharing:
     strategy: str
 
     def __call__(self, worker_id: int) -> None:
-        torch.multiprocessing.set_sharing_strategy(self.strategy)  # type: ignore[no-untyped-call]
+        torch.multiprocessing.set_sharing_strategy(self.strategy)
 
 
 def build_torch(strategy: str, **fixed: Any) -> Build:

@@ -73,7 +73,7 @@ class PickledBytes:
 
     def __getitem__(self, index: int) -> Any:
         begin = self.ends[index - 1] if index else 0
-        return pickle.loads(memoryview(self.data[begin : self.ends[index]]))
+        return pickle.loads(self.data[begin : self.ends[index]].data)
 
 
 def make_shared(rows: int) -> Any:

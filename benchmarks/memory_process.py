@@ -79,8 +79,8 @@ class Start:
     """A worker_init_fn that notes each worker's private memory before its first batch."""
 
     def __init__(self, workers: int) -> None:
-        self.private = CONTEXT.Array("q", workers)
-        self.pids = CONTEXT.Array("q", workers)
+        self.private: Any = CONTEXT.Array("q", workers)
+        self.pids: Any = CONTEXT.Array("q", workers)
 
     def __call__(self, worker_id: int) -> None:
         self.pids[worker_id] = os.getpid()

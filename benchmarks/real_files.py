@@ -118,5 +118,5 @@ def _folder() -> Path:
         own, maker = tempfile.mkdtemp(prefix="shmloader-bench-"), os.getpid()
         os.environ[FOLDER] = own
         # Forked workers inherit the hook.
-        atexit.register(lambda: os.getpid() == maker and shutil.rmtree(own, ignore_errors=True))
+        atexit.register(lambda: shutil.rmtree(own, ignore_errors=True) if os.getpid() == maker else None)
     return Path(os.environ[FOLDER])

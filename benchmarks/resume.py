@@ -20,6 +20,7 @@ else the machine does falls on all of them.
 from __future__ import annotations
 
 import argparse
+import functools
 import pickle
 import statistics
 import sys
@@ -43,7 +44,7 @@ PLACE = 200
 """Batch at which states are made."""
 
 
-class Rows(Dataset[torch.Tensor]):
+class Rows(Dataset[tuple[torch.Tensor, int]]):
     """Sample ``i`` is eight floats and its number; no row is kept."""
 
     def __init__(self, length: int) -> None:
@@ -55,6 +56,11 @@ class Rows(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         return self.row, index
+
+
+def first_batch(loader: Any) -> Any:
+    """The first batch of an epoch."""
+    return next(iter(loader))
 
 
 def contestants() -> dict[str, Callable[..., Any]]:
@@ -150,7 +156,7 @@ def measure_resume(make: Callable[..., Any], batches: int, costs: Costs) -> None
     for begin in ({}, state):
         loader = build(make, batches + 1000, num_workers=0)
         loader.load_state_dict(begin)
-        took_s.append(timed(lambda loader=loader: next(iter(loader))))
+        took_s.append(timed(functools.partial(first_batch, loader)))
     costs.resume_s.append(took_s[1])
     costs.skip_s.append(took_s[1] - took_s[0])
 

@@ -6,6 +6,7 @@ import importlib
 import itertools
 import os
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.limit import CHECKED_BATCHES
@@ -26,6 +27,7 @@ def measure_startup(spec: Spec, workload: Workload, dataset: Any, contestant: Lo
         importlib.import_module(package)
     meter = CpuMeter()
     start_s = time.perf_counter()
+    loader: Iterable[Any]
     if contestant is None:
         loader = (workload.reference_batch(dataset, number) for number in range(CHECKED_BATCHES))
         name = "limit"

@@ -92,7 +92,7 @@ class Pickles:
         self.nbytes = self.data.nbytes + self.ends.nbytes
 
     def __getitem__(self, index: int) -> Any:
-        return pickle.loads(memoryview(self.data[self.ends[index] : self.ends[index + 1]]))
+        return pickle.loads(self.data[self.ends[index] : self.ends[index + 1]].data)
 
 
 class TorchSerializedList:

@@ -133,7 +133,7 @@ class PickledBytes:
         import numpy as np
 
         pickled = [pickle.dumps(make_row(number), 5) for number in range(rows)]
-        self.ends = memoryview(np.cumsum([0, *map(len, pickled)]))  # quicker to index than the array
+        self.ends = np.cumsum([0, *map(len, pickled)]).data  # quicker to index than the array
         self.data = memoryview(b"".join(pickled))
 
     def __getitem__(self, index: int) -> Any:
@@ -154,7 +154,7 @@ def measure_store(rows: int) -> list[Figure]:
     data = make_list(rows)
     build_s = []
     for _ in range(3):
-        store = None
+        store: Any = None
         begin_s = time.process_time()
         store = shmloader.share(data)
         build_s.append(time.process_time() - begin_s)
@@ -214,13 +214,13 @@ def measure_take(rows: int) -> list[Figure]:
 
     torch.set_num_threads(1)  # as in a worker
     source = torch.rand(max(rows // 4, GATHERED_ROWS), 64)
-    rows = shmloader.share(list(source))
+    row_store = shmloader.share(list(source))
     shared = shmloader.share(source)
     out, out_rows = torch.empty(GATHERED_ROWS, 64), torch.empty(GATHERED_ROWS, 64)
     calls: list[Callable[[Any], Any]] = [
         lambda index: torch.index_select(source, 0, index, out=out),
         lambda index: torch.index_select(shared, 0, index, out=out),
-        lambda index: rows.take(index, out_rows),
+        lambda index: row_store.take(index, out_rows),
     ]
     times: list[list[float]] = [[] for _ in calls]
     turns = list(range(len(calls)))
