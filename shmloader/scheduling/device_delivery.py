@@ -115,6 +115,9 @@ class Delivery:
 
     def deliver(self, batch: Any, task: Task) -> Any:
         """Deliver a batch that was rebuilt over its slot, or over what it was spilled to."""
+        guard = self._pool.guard
+        if guard is not None and not guard.admits_leases():
+            return batch  # a private copy: in older torch, to pin memory ends the capture (pytorch#146924)
         pinned = self._pool.is_pinned(task.slot) or not self._pins
         if not pinned or (self._pin_memory and not is_plain(batch)):
             self._dispatcher.counters.pin_copies += not pinned

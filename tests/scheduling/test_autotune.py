@@ -75,7 +75,8 @@ def test_a_program_that_is_slower_keeps_one_worker(three_cores: None) -> None:
         chosen = loader.statistics().autotune
         assert chosen.settled
         assert chosen.num_workers == 1
-        assert "keep up" in chosen.why
+        # Beside other programs it may wait now and then, for a worker that is not run.
+        assert "keep up" in chosen.why or "workers had time" in chosen.why
 
 
 def test_workers_are_only_ever_added(three_cores: None) -> None:
