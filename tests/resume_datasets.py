@@ -120,6 +120,8 @@ class Stateful(Sampler[int]):
         return {"epoch": self.epoch_now, "position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not 0 <= state["position"] <= self.length:
+            raise ValueError(f"there is no position {state['position']} in {self.length} samples")
         self.epoch_now, self.position, self.resumed = state["epoch"], state["position"], True
 
 

@@ -132,12 +132,12 @@ def test_a_start_is_compared_in_fresh_processes_by_any_method(tmp_path: Path) ->
     """Spawned workers import the other checkout's package too."""
     shutil.copytree(ROOT / "shmloader", tmp_path / "shmloader", ignore=shutil.ignore_patterns("__pycache__"))
     loop = tmp_path / "shmloader" / "worker" / "__init__.py"
-    loop.write_text(loop.read_text(encoding="utf-8") + "\nimport time\ntime.sleep(3)\n", encoding="utf-8")
+    loop.write_text(loop.read_text(encoding="utf-8") + "\nimport time\ntime.sleep(10)\n", encoding="utf-8")
     done = compare(tmp_path, "--workload", "startup-1mb-spawn", "--turns", "1", "--workers", "1")
     assert done.returncode == 0, done.stderr
     (row,) = (line for line in done.stdout.splitlines() if line.startswith("| startup-1mb-spawn"))
-    here, there = [float(cell) for cell in row.split("|")[2:4]]
-    assert 1 / there > 1 / here + 2
+    throughput = float(row.split("|")[4])
+    assert throughput > 1.25
 
 
 def test_a_process_of_a_checkout_uses_public_names_of_shmloader_only() -> None:

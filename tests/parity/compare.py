@@ -195,6 +195,8 @@ def _octets(array: np.ndarray | np.generic) -> bytes:
 
 
 def _raw(tensor: torch.Tensor) -> bytes:
+    if not tensor.numel():
+        return b""  # its strides may be anything, also what view() refuses
     flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes()
 

@@ -92,7 +92,7 @@ def guarded(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
     def run(tests: str) -> pytest.RunResult:
         pytester.makepyfile(HEADER + textwrap.dedent(tests))
         # A process that was left would hold the pipes open, and this would wait for it.
-        return pytester.runpytest_subprocess("-p", "no:cacheprovider", timeout=60)
+        return pytester.runpytest_subprocess("-p", "no:cacheprovider", timeout=280)
 
     return run
 

@@ -256,6 +256,7 @@ def test_an_interrupt_at_any_line_of_next_loses_nothing() -> None:
         loader.close()
 
 
+@pytest.mark.timeout(1200)  # a minute, with every line tried; many, beside other programs
 def test_an_interrupt_at_any_line_of_iter_loses_nothing() -> None:
     for line in _lines_to_try(_lines_of(lambda loader, _: iter(loader)), 15, seed=8):
         loader, iterator = _begun()
