@@ -238,11 +238,11 @@ def test_out_of_order_delivery_yields_every_batch_once_and_does_not_wait() -> No
 
 
 def test_out_of_order_a_worker_with_a_slow_batch_gets_as_many_tasks_as_from_torch() -> None:
-    """The samples that come before the slow one: those of the other worker."""
+    """As many samples come before the slow one; which they are depends on whose first one came first."""
 
-    def samples_before(loader: Any) -> set[int]:
+    def samples_before(loader: Any) -> int:
         order = [int(batch) for batch in loader]
-        return set(order[: order.index(2)])
+        return order.index(2)
 
     ours, theirs = (
         samples_before(
@@ -257,7 +257,7 @@ def test_out_of_order_a_worker_with_a_slow_batch_gets_as_many_tasks_as_from_torc
         for kind in (DataLoader, TorchLoader)
     )
     assert ours == theirs
-    assert {1, 3} <= ours
+    assert ours >= 3
 
 
 def test_in_order_delivery_waits_for_a_slow_batch() -> None:
