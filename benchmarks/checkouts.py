@@ -145,10 +145,15 @@ def play_round(name: str, arguments: argparse.Namespace, number: int, turns: int
         return played
 
 
+def _rate(per_s: float) -> str:
+    """A rate with one decimal; of a start-up, which may take ten seconds, with four."""
+    return f"{per_s:,.1f}" if per_s >= 10 else f"{per_s:.4f}"
+
+
 COLUMNS = (
     ("workload", lambda one: one.workload),
-    ("batches/s, here", lambda one: f"{one.here_per_s:,.1f}"),
-    ("there", lambda one: f"{one.there_per_s:,.1f}"),
+    ("batches/s, here", lambda one: _rate(one.here_per_s)),
+    ("there", lambda one: _rate(one.there_per_s)),
     ("throughput", lambda one: f"{one.throughput:.3f}"),
     ("time in next()", lambda one: f"{one.in_next:.3f}"),
     ("CPU us/batch, here", lambda one: f"{one.here_cpu_us:,.0f}"),

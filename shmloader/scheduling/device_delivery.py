@@ -115,11 +115,11 @@ class Delivery:
 
     def deliver(self, batch: Any, task: Task) -> Any:
         """Deliver a batch that was rebuilt over its slot, or over what it was spilled to."""
-        guard = self._pool.guard
-        if guard is not None and not guard.admits_leases():
-            return batch  # a private copy: in older torch, to pin memory ends the capture (pytorch#146924)
         pinned = self._pool.is_pinned(task.slot) or not self._pins
         if not pinned or (self._pin_memory and not is_plain(batch)):
+            guard = self._pool.guard
+            if guard is not None and not guard.admits_leases():
+                return batch  # a private copy: to pin it ends the capture in older torch (pytorch#146924)
             self._dispatcher.counters.pin_copies += not pinned
             batch = torch_private.pin_memory(batch, self._pin_device)  # leaves pinned tensors as they are
         return batch if self._device is None else to_device(batch, self._device)

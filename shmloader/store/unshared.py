@@ -31,8 +31,8 @@ def largest_unshared(dataset: Any) -> tuple[int, str] | None:
 
     Takes microseconds per attribute: of containers some elements are looked at.
     """
-    # Its attributes first, as the garbage collector shows them: to ask the dataset itself would give it a
-    # __dict__ (docs/decisions/0033). Of a collection that would show all elements.
+    # The values of its attributes first, since looking at the dataset itself gives it a __dict__
+    # (docs/decisions/0033). The garbage collector shows them; of a collection it would show every element.
     if isinstance(dataset, Collection) or any(map(_largest_in, gc.get_referents(dataset))):
         return _largest_in(dataset)
     return None

@@ -94,10 +94,10 @@ def _named_values(one: Any) -> Attributes:
 
 
 def _values(one: Any) -> Attributes:
-    """The values of an object's attributes, without making it a ``__dict__`` (docs/decisions/0033).
+    """The values of an object's attributes, without giving it a ``__dict__`` (docs/decisions/0033).
 
-    An object that has one already shows it to the garbage collector in place of the values. If a dict is seen
-    that is only in an attribute, the object gets one.
+    An object that has one already shows the garbage collector that dict in place of the values. A dict that
+    is merely the value of an attribute looks the same: such an object gets a ``__dict__``.
     """
     held = gc.get_referents(one) if type(one).__dictoffset__ else []
     return _named_values(one) if dict in map(type, held) else (("", value) for value in held)

@@ -239,6 +239,7 @@ def _lines_to_try(total: int, short: int, seed: int) -> list[int]:
     return lines if LONG else sorted(random.Random(seed).sample(lines, min(short, total)))
 
 
+@pytest.mark.timeout(1200)  # a minute, with every line tried; many, beside other programs
 def test_an_interrupt_at_any_line_of_next_loses_nothing() -> None:
     """The same epoch goes on exactly or says that it cannot; the next epoch is exact; no slot is lost."""
     for line in _lines_to_try(_lines_of(lambda _, iterator: next(iterator)), 15, seed=7):
@@ -269,6 +270,7 @@ def test_an_interrupt_at_any_line_of_iter_loses_nothing() -> None:
         loader.close()
 
 
+@pytest.mark.timeout(1200)  # a minute, with every line tried; many, beside other programs
 def test_an_interrupt_at_any_line_of_the_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that comes while the iterator is being finalized is Python's to report."""
     # pytest would keep what it reports, and with it the frames whose end stops the workers.
