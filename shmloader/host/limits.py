@@ -33,17 +33,31 @@ class Headroom(NamedTuple):
     source: str
 
 
+_last_known: Headroom | None = None
+
+
 def memory_headroom() -> Headroom:
     """Memory that can be had now, without the kernel killing something for it.
 
-    Inactive file pages of a cgroup (``memory.stat``) do not count: the kernel would reclaim them.
+    Inactive file pages of a cgroup (``memory.stat``) do not count: the kernel would reclaim them. While the
+    process has no descriptor left, the answer is the last one that there was.
+
+    Raises:
+        OSError: If there is no descriptor left, and never was when this was asked.
     """
-    memory = psutil.virtual_memory()
+    global _last_known  # noqa: PLW0603 - the same for all loaders of this process
+    try:
+        memory = psutil.virtual_memory()
+    except OSError:  # this process has no descriptor left to read it with
+        if _last_known is None:
+            raise
+        return _last_known
     best = Headroom(memory.available, memory.total, "the machine's memory")
     for folder in _cgroups("memory"):
         room = _cgroup_headroom(folder)
         if room is not None and room.available_nbytes < best.available_nbytes:
             best = room
+    _last_known = best
     return best
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from loading import Numbered
+from loading import Growing, Numbered
 
 import shmloader
 from robustness.confined import FEW_DESCRIPTORS, SMALL_SHM, memory_cgroup, works
@@ -59,7 +59,7 @@ def test_batches_larger_than_dev_shm_are_exact() -> None:
         """
         import os, warnings
         import shmloader
-        from loading import Numbered
+        from loading import Growing, Numbered
         from robustness.datasets import first_indices
         assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 16 << 20
         warnings.simplefilter("ignore", shmloader.SpillWarning)
@@ -94,7 +94,7 @@ SCARCE = """
     import os, sys, warnings
     from pathlib import Path
     import shmloader
-    from loading import Numbered
+    from loading import Growing, Numbered
     from robustness.datasets import first_indices
     from robustness.datasets import GrowsAt
     from shmloader.host.limits import memory_headroom
@@ -171,7 +171,7 @@ def test_a_cgroup_smaller_than_the_slots_has_fewer_batches_made_ahead_and_no_err
     code = """
         import warnings
         import shmloader
-        from loading import Numbered
+        from loading import Growing, Numbered
         from robustness.datasets import first_indices
         loader = shmloader.DataLoader(
             Numbered(400, items=1 << 19), batch_size=4, num_workers=2, prefetch_factor=16
@@ -271,7 +271,7 @@ def test_with_a_budget_there_are_fewer_slots_and_one_warning() -> None:
 LITTLE_ADDRESS_SPACE = """
     import resource, sys, warnings
     import shmloader
-    from loading import Numbered
+    from loading import Growing, Numbered
     from robustness.datasets import first_indices
 
     def shrink(worker_id):
@@ -307,7 +307,7 @@ def test_a_main_process_without_address_space_gets_an_error_with_numbers() -> No
     code = """
         import resource
         import shmloader
-        from loading import Numbered
+        from loading import Growing, Numbered
         from robustness.datasets import first_indices
         loader = shmloader.DataLoader(
             Numbered(600, items=1 << 18), batch_size=4, num_workers=1, persistent_workers=True
@@ -339,7 +339,7 @@ def test_a_main_process_without_address_space_gets_an_error_with_numbers() -> No
 def test_a_limit_on_the_size_of_files_is_an_error_that_names_it() -> None:
     code = """
         import shmloader
-        from loading import Numbered
+        from loading import Growing, Numbered
         try:
             list(shmloader.DataLoader(Numbered(64), batch_size=4, num_workers=2))
         except shmloader.SharedMemoryExhausted as error:
@@ -365,6 +365,25 @@ def test_too_few_descriptors_for_the_workers_leave_nothing() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert descriptors() == before
     assert first_indices(loader) == list(range(0, 64, 4))
+
+
+def test_a_loader_goes_on_while_the_program_has_every_descriptor() -> None:
+    """Batches of 8 KiB to 4 MiB: as they grow, the main process asks how much memory the host has."""
+    sizes = [1 << power for power in range(10, 20)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with DataLoader(Growing(sizes), num_workers=2) as loader:
+        iterator = iter(loader)
+        kept = [next(iterator)]
+        filled = [os.open(os.devnull, os.O_RDONLY) for _ in range(30)]  # no gap below the last
+        resource.setrlimit(resource.RLIMIT_NOFILE, (filled[-1] + 1, hard))
+        try:
+            kept += iterator
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for fd in filled:
+                os.close(fd)
+    assert [batch.shape for batch in kept] == [(1, size) for size in sizes]
+    assert all((batch == index).all() for index, batch in enumerate(kept))
 
 
 # The worker's side of a slot by itself.
