@@ -39,7 +39,7 @@ from shmloader.store.unshared import warn_of_copies, watch_copies
 from shmloader.supervisor import Workers, start_workers
 from shmloader.wire.records import FAILED, REPORTED
 from shmloader.wire.stream_records import StreamReport
-from shmloader.worker.epoch_settings import DatasetState
+from shmloader.worker.epoch_settings import NOTHING_NEW, DatasetState
 from shmloader.worker.fetcher import FetchRules
 from shmloader.worker.loop import WorkerArguments
 
@@ -74,7 +74,7 @@ class SlotIterator(torch_private.BaseIterator):
         self._stream = StreamProgress(loader, loaded_state(loader)) if iterable else None
         self._decoder = Decoder()
         self._lifecycle = Lifecycle()
-        self._dataset_state = DatasetState(self._dataset)
+        self._dataset_state = DatasetState(self._dataset if self._persistent_workers else None)
         self._states = states
         self._base_seed, epoch = states.seeds(loader, int(self._base_seed))
         device = device_of(loader)
@@ -157,7 +157,7 @@ class SlotIterator(torch_private.BaseIterator):
         if self._stream is not None:
             self._stream = StreamProgress(loader)
         settings = self._dataset_state.settings()
-        early = scheduler.take_early(discard=settings != (None, None, {}))
+        early = scheduler.take_early(discard=settings != NOTHING_NEW)
         sampler_iter = self._reset_sampler(loader, early, first_iter=False)
         if early is not None:
             scheduler.go_on(sampler_iter)

@@ -256,9 +256,9 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
     def set_epoch(self, epoch: int) -> None:
         """Call ``set_epoch(epoch)`` of the sampler, the batch sampler and the dataset, where they have it.
 
-        Call it before ``iter(loader)``. It reaches the dataset in persistent workers too, which begin the
-        next epoch with it. Without it, workers are sent what has changed of a dataset that has ``set_epoch``:
-        those of its attributes that are numbers, strings, booleans or None.
+        Call it before ``iter(loader)``. It reaches the dataset in persistent workers too, and datasets inside
+        it: they are called before the next epoch begins. Workers also repeat the calls of ``set_epoch`` that
+        you make on the dataset itself. See docs/dispatch.md.
 
         Args:
             epoch: The number.

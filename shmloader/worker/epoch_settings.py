@@ -1,24 +1,24 @@
-"""Settings that workers get when an epoch begins, with the attributes of the dataset that have changed.
+"""Settings that workers get when an epoch begins, with what the program has done to the dataset meanwhile.
 
 A persistent worker has a copy of the dataset from the time when it was started. A later change by the
-program, ``dataset.set_epoch(3)`` say, would never reach it. So the main process looks at datasets with a
-method ``set_epoch`` when an epoch begins, and sends workers their plain attributes (numbers, strings,
-booleans, None) that have changed. For others there is ``loader.set_epoch()``. Datasets without that method
-stay as the workers got them: torch's own tests rely on it.
+program, ``dataset.set_epoch(3)`` say, would never reach it. So the main process notes calls of ``set_epoch``,
+and workers repeat them. Datasets with that method are also sent their plain attributes (numbers, strings,
+booleans, None) that have been changed in another way. Datasets without it stay as the workers got them:
+torch's own tests rely on it.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
 
-_PLAIN = (int, float, bool, str, type(None))
+from shmloader.worker.epoch_calls import Call, changed_attributes, is_noted, note_calls, plain_attributes
 
 Path = tuple[str | int, ...]
-"""Names of attributes, and places in lists, that lead from the loader's dataset to one inside it."""
+"""Names of attributes, and places in containers, that lead from the loader's dataset to one inside it."""
 
 Attributes = Iterable[tuple[str, Any]]
 
@@ -29,42 +29,55 @@ class EpochSettings(NamedTuple):
     Attributes:
         shared_seed: Seed that all workers share (torch's DataPipes), or None.
         set_epoch: The argument of ``loader.set_epoch()``, or None if that was not called.
-        changes: Changed attributes of the dataset and of datasets inside it.
+        calls: Calls of ``set_epoch`` on the dataset and on datasets inside it: positional and keyword
+            arguments.
+        changes: Changed attributes of the dataset and of datasets inside it, but for those that a repeated
+            call changes.
     """
 
     shared_seed: int | None
     set_epoch: int | None
+    calls: dict[Path, list[tuple[tuple[Any, ...], dict[str, Any]]]]
     changes: dict[Path, dict[str, Any]]
 
     def apply(self, dataset: Any) -> None:
         """Bring a worker's dataset up to date. Runs in the worker.
 
-        If an attribute with "epoch" in its name has changed, the dataset's ``set_epoch``, if there is one, is
-        called too: it may derive more from the number.
+        A dataset that worker threads share with the program has been called already.
         """
-        found = dict(_walk(dataset, _named_values)) if self.changes else {}
-        for path, attributes in self.changes.items():
-            one = found.get(path)
-            if one is None:
-                continue
-            for name, value in attributes.items():
-                setattr(one, name, value)
-            epochs = [value for name, value in attributes.items() if "epoch" in name and type(value) is int]
-            if epochs and self.set_epoch is None and _has_set_epoch(one):
-                one.set_epoch(epochs[0])
+        paths = {*self.calls, *self.changes}
+        found = dict(_walk(dataset, _named_values)) if paths - {()} else {(): dataset}
+        called = {id(one) for path, one in found.items() if path in self.calls}
+        found = {path: one for path, one in found.items() if path in paths and not is_noted(one)}
+        for path, one in found.items():
+            for args, kwargs in self.calls.get(path, ()):
+                one.set_epoch(*args, **kwargs)
         if self.set_epoch is not None:
-            set_epoch_of(dataset, self.set_epoch)
+            set_epoch_of(dataset, self.set_epoch, called)
+        for path, one in found.items():
+            for name, value in self.changes.get(path, {}).items():
+                setattr(one, name, value)
 
 
-def set_epoch_of(dataset: Any, epoch: int) -> None:
-    """Call ``set_epoch`` of a dataset and of those inside it, where they have it."""
+NOTHING_NEW = EpochSettings(None, None, {}, {})
+
+
+def set_epoch_of(dataset: Any, epoch: int, called: Collection[int] = ()) -> None:
+    """Call ``set_epoch`` of a dataset and of those inside it, where they have it, once for each.
+
+    Those whose ``id()`` is in ``called`` are left out.
+    """
+    done = set(called)
     for one in datasets_in(dataset):
-        if _has_set_epoch(one):
-            one.set_epoch(epoch)
+        method = getattr(one, "set_epoch", None)
+        owner = id(getattr(method, "__self__", one))  # of a wrapper that passes attributes on, the inner one
+        if callable(method) and owner not in done:
+            done.add(owner)
+            method(epoch)
 
 
 def datasets_in(dataset: Any) -> list[Any]:
-    """A dataset and those inside it, in attributes and lists, each once."""
+    """A dataset and those inside it, in attributes, lists and dicts, each once."""
     return [one for _, one in _walk(dataset, _values)]
 
 
@@ -78,15 +91,23 @@ def _walk(dataset: Any, attributes_of: Callable[[Any], Attributes]) -> list[tupl
             return
         seen.add(id(one))
         found.append((path, one))
-        for name, value in attributes_of(one):
-            if isinstance(value, Dataset):
+        for name, value in list(attributes_of(one)):
+            if _is_dataset(value):
                 walk(value, (*path, name))
-            elif type(value) in (list, tuple) and value and isinstance(value[0], Dataset):
-                for place, item in enumerate(value):
-                    walk(item, (*path, name, place))
+            elif type(value) in (list, tuple, dict):
+                items = value.values() if type(value) is dict else value
+                if _is_dataset(next(iter(items), None)):
+                    for place, item in enumerate(list(items)):
+                        walk(item, (*path, name, place))
 
     walk(dataset, ())
     return found
+
+
+def _is_dataset(value: Any) -> bool:
+    """Whether a value is a dataset: torch's, or one with ``set_epoch`` by its class alone."""
+    kind = type(value)
+    return isinstance(value, Dataset) or (hasattr(kind, "set_epoch") and hasattr(kind, "__getitem__"))
 
 
 def _named_values(one: Any) -> Attributes:
@@ -104,7 +125,7 @@ def _values(one: Any) -> Attributes:
 
 
 class DatasetState:
-    """The plain attributes of datasets with ``set_epoch``, as workers know them. Main process only.
+    """What workers know of the datasets with ``set_epoch``. Main process only.
 
     Attributes:
         set_epoch: The argument of ``loader.set_epoch()``, if that was called since workers got the last one.
@@ -113,7 +134,8 @@ class DatasetState:
     def __init__(self, dataset: Any) -> None:
         self.set_epoch: int | None = None
         self._dataset = dataset
-        self._known = self._latest = _plain_attributes(dataset)
+        self._calls = {id(one): note_calls(one) for one in datasets_in(dataset) if _has_set_epoch(one)}
+        self._known = self._latest = self._look()
 
     def note_sent(self) -> None:
         """Note that workers have got the settings that were last asked for."""
@@ -122,32 +144,29 @@ class DatasetState:
 
     def settings(self) -> EpochSettings:
         """Settings with what has changed since workers got them, see `note_sent`; without a shared seed."""
-        self._latest = _plain_attributes(self._dataset)
-        changes: dict[Path, dict[str, Any]] = {}
-        for path, attributes in self._latest.items():
-            known = self._known.get(path, {})
-            changed = {
-                name: value
-                for name, value in attributes.items()
-                if name not in known or not _same(known[name], value)
-            }
+        settings = EpochSettings(None, self.set_epoch, {}, {})
+        self._latest = self._look()
+        for path, (calls, attributes) in self._latest.items():
+            known_calls, known = self._known.get(path, ([], {}))
+            new_calls = calls[len(known_calls) :]
+            if new_calls:
+                settings.calls[path] = [(call.args, call.kwargs) for call in new_calls]
+            for call in new_calls:
+                known = known | call.changed
+            changed = changed_attributes(known, attributes)
             if changed:
-                changes[path] = changed
-        return EpochSettings(None, self.set_epoch, changes)
+                settings.changes[path] = changed
+        return settings
 
-
-def _same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and one == other)
-
-
-def _plain_attributes(dataset: Any) -> dict[Path, dict[str, Any]]:
-    if not any(map(_has_set_epoch, datasets_in(dataset))):
-        return {}
-    return {
-        path: {name: value for name, value in _named_values(one) if type(value) in _PLAIN}
-        for path, one in _walk(dataset, _named_values)
-        if _has_set_epoch(one)
-    }
+    def _look(self) -> dict[Path, tuple[list[Call], dict[str, Any]]]:
+        """The calls so far and the plain attributes of each dataset that has ``set_epoch``."""
+        if not self._calls:
+            return {}
+        return {
+            path: (self._calls.get(id(one), [])[:], plain_attributes(one))
+            for path, one in _walk(self._dataset, _named_values)
+            if _has_set_epoch(one)
+        }
 
 
 def _has_set_epoch(one: Any) -> bool:

@@ -238,7 +238,10 @@ def test_out_of_order_delivery_yields_every_batch_once_and_does_not_wait() -> No
 
 
 def test_out_of_order_a_worker_with_a_slow_batch_gets_as_many_tasks_as_from_torch() -> None:
-    """As many samples come before the slow one; which they are depends on whose first one came first."""
+    """As many samples come before the slow one, but for one: that depends on whose first one came first.
+
+    Without the limit half of them would come behind it.
+    """
 
     def samples_before(loader: Any) -> int:
         order = [int(batch) for batch in loader]
@@ -256,7 +259,7 @@ def test_out_of_order_a_worker_with_a_slow_batch_gets_as_many_tasks_as_from_torc
         )
         for kind in (DataLoader, TorchLoader)
     )
-    assert ours == theirs
+    assert abs(ours - theirs) <= 1
     assert ours >= 3
 
 

@@ -1,0 +1,289 @@
+"""``set_epoch`` does the same to a dataset in persistent workers as in the program, once for each call."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.utils.data import Dataset, Subset, get_worker_info
+
+from shmloader import DataLoader
+from shmloader.worker.epoch_calls import is_noted
+
+
+class Tells(Dataset[Any]):
+    """Its samples tell what `set_epoch` has left."""
+
+    def __init__(self) -> None:
+        self.state: Any = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.state = epoch
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return repr(self.state)
+
+
+class Unchanged(Tells):
+    """Does nothing when it has that epoch already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch, self.order = 0, list(range(4))
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            self.epoch, self.order = epoch, [(place + epoch) % 4 for place in range(4)]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.epoch, self.order[index]
+
+
+class Counts(Tells):
+    def set_epoch(self, epoch: int) -> None:
+        self.state += 1
+
+
+class Draws(Tells):
+    def set_epoch(self, epoch: int) -> None:
+        self.state = random.Random(epoch)
+
+    def __getitem__(self, index: int) -> Any:
+        return repr(self.state and self.state.getstate()[1][:2])
+
+
+class KeepsADict(Tells):
+    def __init__(self) -> None:
+        self.state = {"epoch": 0}
+
+    def set_epoch(self, epoch: int) -> None:
+        self.state["epoch"] = epoch
+
+
+class Derives(Tells):
+    """Nothing in it has "epoch" in its name."""
+
+    def __init__(self) -> None:
+        self.seed, self.state = 0, [0]
+
+    def set_epoch(self, epoch: int) -> None:
+        self.seed, self.state = epoch, [epoch * 10]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.seed, self.state[0]
+
+
+class NumpyNumber(Tells):
+    def set_epoch(self, epoch: int) -> None:
+        self.state = np.int64(epoch)
+
+
+class Slotted:
+    """No subclass of torch's, without a ``__dict__`` and without weak references."""
+
+    __slots__ = ("state",)
+
+    def __init__(self) -> None:
+        self.state = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.state = epoch
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return self.state
+
+
+class ByKeyword(Tells):
+    def set_epoch(self, epoch: int, *, scale: int = 1) -> None:
+        self.state = epoch * scale
+
+
+class CallsBase(Counts):
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+
+
+class Passes(Tells):
+    """Passes the call on to the dataset in it."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def set_epoch(self, epoch: int) -> None:
+        self.inner.set_epoch(epoch)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inner[index]
+
+
+class Delegates(Dataset[Any]):
+    """Has the attributes of the dataset in it."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inner[index]
+
+
+class ByName(Dataset[Any]):
+    def __init__(self, **parts: Any) -> None:
+        self.parts = parts
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return [part[index] for part in self.parts.values()]
+
+
+KINDS: list[Callable[[], Any]] = [
+    *(Unchanged, Counts, Draws, KeepsADict, Derives, NumpyNumber, Slotted, ByKeyword, CallsBase),
+]
+HELD: dict[str, Callable[[Any], Any]] = {
+    "a Subset": lambda inner: Subset(inner, range(4)),
+    "a dict": lambda inner: ByName(first=inner, second=Counts()),
+    "one that passes calls on": Passes,
+    "one that delegates": Delegates,
+}
+
+
+def epochs(loader: DataLoader[Any], target: Any) -> list[Any]:
+    """The batches of four epochs; ``target.set_epoch`` is called before each but the first."""
+    seen = [list(loader)]
+    for epoch in (3, 3, 5):
+        target.set_epoch(epoch)
+        seen.append(list(loader))
+    return seen
+
+
+def compare(make: Callable[[], Any], called: Callable[[Any], Any], through: str, how: str) -> None:
+    """Compare persistent workers with no workers. ``called`` finds the dataset that the program calls."""
+    seen = []
+    for workers in (0, 2):
+        given: dict[str, Any] = {"num_workers": workers, "collate_fn": repr}
+        if workers:
+            kind = {"worker_type": how} if how == "thread" else {"multiprocessing_context": how}
+            given |= {"persistent_workers": True} | kind
+        dataset = make()
+        with DataLoader(dataset, 2, **given) as loader:
+            target = loader if through == "loader" else called(dataset)
+            seen.append(epochs(loader, target))
+    assert seen[1] == seen[0]
+    assert seen[0][0] != seen[0][1]
+
+
+@pytest.mark.parametrize("through", ["dataset", "loader"])
+@pytest.mark.parametrize("how", ["fork", "spawn", "thread"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_have_what_a_call_leaves(kind: Any, how: str, through: str) -> None:
+    if how == "thread" and kind is KeepsADict:
+        pytest.skip("threads share the dict, which the program has changed already")
+    compare(kind, lambda dataset: dataset, through, how)
+
+
+@pytest.mark.parametrize("through", ["inner", "outer", "loader"])
+@pytest.mark.parametrize("how", ["fork", "thread"])
+@pytest.mark.parametrize("kind", [Counts, Slotted])
+@pytest.mark.parametrize("held", HELD)
+def test_so_have_datasets_inside_another(held: str, kind: Any, how: str, through: str) -> None:
+    inner: list[Any] = []
+
+    def make() -> Any:
+        inner.append(kind())
+        return HELD[held](inner[-1])
+
+    if through == "outer" and held in ("a Subset", "a dict"):
+        pytest.skip("it has no set_epoch")
+    compare(make, lambda dataset: inner[-1] if through == "inner" else dataset, through, how)
+
+
+def test_two_loaders_of_one_dataset_both_hear_of_each_call() -> None:
+    dataset = Counts()
+    given: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
+    with DataLoader(dataset, **given) as one, DataLoader(dataset, **given) as other:
+        assert list(one) == list(other) == [["0"]] * 4
+        dataset.set_epoch(1)
+        assert list(one) == [["1"]] * 4
+        dataset.set_epoch(2)
+        assert list(one) == list(other) == [["2"]] * 4
+
+
+def test_an_attribute_that_the_program_sets_afterwards_wins() -> None:
+    dataset = Tells()
+    with DataLoader(dataset, num_workers=1, persistent_workers=True) as loader:
+        list(loader)
+        dataset.set_epoch(1)
+        dataset.state = 17
+        assert list(loader) == [["17"]] * 4
+
+
+def test_what_a_worker_derives_for_itself_stays() -> None:
+    class PerWorker(Tells):
+        def set_epoch(self, epoch: int) -> None:
+            info = get_worker_info()
+            self.state = epoch * 10 + (9 if info is None else info.id)
+
+    dataset = PerWorker()
+    with DataLoader(dataset, num_workers=2, persistent_workers=True) as loader:
+        list(loader)
+        dataset.set_epoch(1)
+        assert list(loader) == [["10"], ["11"]] * 2
+
+
+def test_a_call_that_raises_is_not_repeated() -> None:
+    class Refuses(Tells):
+        def set_epoch(self, epoch: int) -> None:
+            if epoch == 7:
+                raise LookupError(epoch)
+            super().set_epoch(epoch)
+
+    dataset = Refuses()
+    with DataLoader(dataset, num_workers=1, persistent_workers=True) as loader:
+        list(loader)
+        dataset.set_epoch(3)
+        with pytest.raises(LookupError):
+            dataset.set_epoch(7)
+        assert list(loader) == [["3"]] * 4
+
+
+def test_calls_are_noted_for_persistent_workers_alone_and_while_the_dataset_lives() -> None:
+    class Own(Tells):
+        def set_epoch(self, epoch: int) -> None:
+            """Say where it was defined."""
+
+    method = Own.__dict__["set_epoch"]
+    dataset = Own()
+    list(DataLoader(dataset, num_workers=1))
+    assert Own.__dict__["set_epoch"] is method
+    assert not is_noted(dataset)
+    with DataLoader(dataset, num_workers=1, persistent_workers=True) as loader:
+        for _ in range(2):
+            list(loader)
+        assert is_noted(dataset)
+        assert Own.set_epoch.__wrapped__ is method  # type: ignore[attr-defined]
+        assert Own.set_epoch.__doc__ == method.__doc__
+    assert not is_noted(Own())
+    numbers = id(dataset)
+    del dataset, loader
+    gc.collect()
+    later = [Own() for _ in range(100)]
+    assert not any(map(is_noted, later)), numbers
