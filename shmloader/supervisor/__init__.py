@@ -13,7 +13,7 @@ import torch
 
 from shmloader.arguments import THREAD, check_workers
 from shmloader.supervisor.base import MakeArguments, Workers
-from shmloader.supervisor.death_reports import log_replacement, worker_timeout
+from shmloader.supervisor.death_messages import log_replacement, worker_timeout
 from shmloader.supervisor.processes import ProcessWorkers
 from shmloader.supervisor.threads import ThreadWorkers
 from shmloader.supervisor.worker import Worker

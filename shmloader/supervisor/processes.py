@@ -17,7 +17,7 @@ from shmloader.host.limits import oom_kills
 from shmloader.shared_memory import Descriptor
 from shmloader.supervisor import fork_server
 from shmloader.supervisor.base import MakeArguments, Workers, live
-from shmloader.supervisor.death_reports import describe_death, describe_held, explain_kill
+from shmloader.supervisor.death_messages import describe_death, describe_held, explain_kill
 from shmloader.supervisor.launch import check_descriptors, start_process
 from shmloader.supervisor.spawn_payload import SpawnPayload
 from shmloader.supervisor.worker import ProcessWorker, Worker

@@ -21,7 +21,7 @@ from shmloader.diagnostics.exceptions import add_note, forget_frames
 from shmloader.errors import WorkerDied
 from shmloader.host.held_interrupts import HeldInterrupts
 from shmloader.supervisor.base import MakeArguments, Workers, live
-from shmloader.supervisor.death_reports import describe_held
+from shmloader.supervisor.death_messages import describe_held
 from shmloader.supervisor.worker import ThreadWorker, Worker
 from shmloader.wire.channel import ThreadLink
 from shmloader.worker.epoch_settings import datasets_in
