@@ -46,10 +46,13 @@ def note_calls(dataset: Any) -> list[Call]:
     """
     owner = next((kind for kind in type(dataset).__mro__ if "set_epoch" in vars(kind)), None)
     method = None if owner is None else vars(owner)["set_epoch"]
-    if type(method) is not FunctionType:
+    if owner is None or type(method) is not FunctionType:
         return []
     if method.__globals__ is not globals():  # not replaced yet
-        owner.set_epoch = _noting(method)  # type: ignore[union-attr]
+        try:
+            owner.set_epoch = _noting(method)  # type: ignore[attr-defined]
+        except (TypeError, AttributeError):  # of a class that cannot be changed
+            return []
     key = os.getpid(), id(dataset)
     if key not in _noted:
         _noted[key] = []

@@ -265,6 +265,34 @@ def test_a_call_that_raises_is_not_repeated() -> None:
         assert list(loader) == [["3"]] * 4
 
 
+class Unchangeable(type):
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise AttributeError(f"{cls.__name__} cannot be changed")
+
+
+class OfUnchangeableClass(metaclass=Unchangeable):
+    def __init__(self) -> None:
+        self.state = [0]
+
+    def set_epoch(self, epoch: int) -> None:
+        self.state = [self.state[0] + epoch]
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return self.state[0]
+
+
+def test_the_loaders_call_reaches_a_class_that_cannot_be_changed() -> None:
+    with DataLoader(OfUnchangeableClass(), num_workers=2, persistent_workers=True) as loader:
+        seen = [sum(map(int, loader))]
+        for epoch in (1, 2):
+            loader.set_epoch(epoch)
+            seen.append(sum(map(int, loader)))
+    assert seen == [0, 4, 12]
+
+
 def test_calls_are_noted_for_persistent_workers_alone_and_while_the_dataset_lives() -> None:
     class Own(Tells):
         def set_epoch(self, epoch: int) -> None:
