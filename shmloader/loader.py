@@ -84,7 +84,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         memory_budget_nbytes: Most bytes that the slots of one iterator may take together: at least a page,
             4,096 bytes on most machines, for each of ``prefetch_factor * num_workers + 2`` slots (less counts
             as that). If it is too small for that many batches, fewer are made in advance; what it does not
-            hold then is copied to private memory, counted in `statistics`. Either is warned of once. None
+            hold then is copied to private memory, counted in `statistics`. One warning tells of both. None
             takes half of what the machine and its memory cgroup have available when iteration begins, and
             looks again when batches have grown. With ``"auto"`` nothing is chosen of which
             ``prefetch_factor * num_workers + 2`` batches would not fit.

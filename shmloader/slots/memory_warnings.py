@@ -16,6 +16,7 @@ def fewer_ahead(budget: Budget) -> str:
         f"the slots' memory budget of {budget.nbytes:,} bytes has no room for the {slots} batches "
         f"(prefetch_factor x num_workers + {SPARE_SLOTS}) of {batch_nbytes:,} bytes that this loader may "
         f"have at once: {budget.most_tasks} instead of {budget.wanted_tasks} batches are made in advance. "
+        f"Batches that it does not hold then {_COPIED}. "
         f"Pass memory_budget_nbytes={slots * whole_pages(batch_nbytes)} or more, or a smaller batch_size, "
         "prefetch_factor or num_workers."
     )
@@ -79,9 +80,12 @@ def _beyond_budget(why: str, budget: Budget, needed_nbytes: int) -> str:
     # A smaller budget was raised to this.
     is_least = budget.nbytes <= slots * PAGE_NBYTES
     least = f" (a page for each of {slots} slots, the least there can be)" if is_least else ""
+    fewer = ""
+    if _needed_nbytes(budget, 0) > budget.nbytes:
+        fewer = f" Where most are as large, fewer than {budget.wanted_tasks} are made in advance."
     return (
         f"{why}, and the slots' memory budget is {budget.nbytes:,} bytes{least}: batches beyond it "
-        f"{_COPIED}. A budget for this loader's slots is at least {needed_nbytes:,} bytes "
+        f"{_COPIED}.{fewer} A budget for this loader's slots is at least {needed_nbytes:,} bytes "
         "(memory_budget_nbytes=...), plus what the program keeps; or use a smaller batch_size, "
         "prefetch_factor or num_workers."
     )

@@ -45,3 +45,27 @@ def test_a_budget_without_room_for_all_says_how_many_are_made_ahead() -> None:
             assert [len(batch) for batch in iterator] == sizes
         assert iterator.pool.most_tasks == 3
     assert [one.category for one in caught] == [SpillWarning]
+
+
+def test_one_warning_says_that_batches_are_copied_and_that_fewer_are_made_ahead() -> None:
+    """Batches of 10 pages, in pieces at first: a sixth of the budget does not hold one."""
+    options = {"num_workers": 2, "prefetch_factor": 2, "memory_budget_nbytes": 42 * 4096}
+    with DataLoader(Growing([5001] * 30), batch_size=None, **options) as loader:
+        iterator = iter(loader)
+        with caught_warnings() as caught:
+            assert sum(1 for _ in iterator) == 30
+        assert loader.statistics().spills > 0
+        assert iterator.pool.most_tasks == 2
+    (warning,) = caught
+    assert warning.category is SpillWarning
+    assert "copied to private memory" in str(warning.message)
+    assert "fewer than 4 are made in advance" in str(warning.message)
+
+
+def test_the_last_task_has_a_slot_where_the_budget_holds_fewer_batches_than_slots() -> None:
+    """Batches of 10 pages, and room for two: the second is copied while the program holds the first."""
+    options = {"num_workers": 1, "prefetch_factor": 1, "memory_budget_nbytes": 25 * 4096}
+    with DataLoader(Growing([5001] * 30), batch_size=None, **options) as loader:
+        with caught_warnings():
+            assert sum(len(batch) for batch in loader) == 30 * 5001
+        assert 0 < loader.statistics().spills <= 16  # 30 if each came in pieces
