@@ -139,7 +139,7 @@ class SlotIterator(torch_private.BaseIterator):
         try:
             lifecycle.enter()
             self._check_open()
-            self._counters.begin_epoch()
+            self._counters.begin_epoch(starts=first_iter)
             self._begin_epoch(loader, first_iter=first_iter)
             lifecycle.leave()
             lifecycle.phase = IDLE
@@ -254,7 +254,7 @@ class SlotIterator(torch_private.BaseIterator):
             batch = self._return(task)
             if batch is not LEFT_OUT:
                 if not self._num_yielded:
-                    self._counters.note_first_batch()
+                    self._counters.note_first_batch(task.answer.made_ns)
                 if delivery is not None:
                     delivery.begin_next(in_order=self._in_order)
                 self._counters.last_next_ns = time.perf_counter_ns()

@@ -95,7 +95,9 @@ class LoaderStatistics:
         epochs_in_vain: Epochs for which batches had been made early and were made anew.
         iterating_s: Seconds from ``iter()`` to the last ``next()`` so far, summed over the epochs.
         wait_for_workers_s: Seconds that ``next()`` waited for a batch.
-        wait_for_first_batches_s: The part of that for the first batch of each epoch, when workers start.
+        wait_for_first_batches_s: The part of that for the first batch of each epoch.
+        wait_for_starts_s: The part of that in which new workers had not come to their first batch yet: in
+            each epoch, and with ``persistent_workers`` in the first one.
         in_process_s: Seconds that ``next()`` made batches itself, with ``num_workers=0``.
         wait_for_device_s: Seconds that ``next()`` waited for slots that an accelerator still read, where the
             memory budget had no room for others.
@@ -130,6 +132,7 @@ class LoaderStatistics:
     iterating_s: float = 0.0
     wait_for_workers_s: float = 0.0
     wait_for_first_batches_s: float = 0.0
+    wait_for_starts_s: float = 0.0
     in_process_s: float = 0.0
     wait_for_device_s: float = 0.0
     workers_wait_for_slots_s: float = 0.0
@@ -146,17 +149,20 @@ class LoaderStatistics:
             return (
                 f"There are no workers: next() made the batches itself, in {made}; workers would save that."
             )
-        first_s = self.wait_for_first_batches_s
-        later_s = self.wait_for_workers_s - first_s
-        if max(first_s, later_s) < _LEAST_WAIT * total_s:
+        start_s = self.wait_for_starts_s
+        work_s = self.wait_for_workers_s - start_s
+        if max(start_s, work_s) < _LEAST_WAIT * total_s:
             waited = _share(self.wait_for_workers_s, total_s)
             return f"Your loop is the bottleneck: next() waited {waited}; more workers would not help."
-        if later_s < first_s:
-            waited = f"{_share(first_s, total_s)} for their first batches"
-            advice = "persistent_workers=True starts the workers only once"
-            return f"The start of the epochs is the bottleneck: next() waited {waited}; {advice}."
+        if work_s < start_s:
+            waited = f"{_share(start_s, total_s)} until they had started"
+            advice = "with persistent_workers=True they start only once"
+            return f"The start of the workers is the bottleneck: next() waited {waited}; {advice}."
         waited = _share(self.wait_for_workers_s, total_s)
         advice = "more workers or quicker samples would help"
+        if self.wait_for_first_batches_s - start_s > work_s / 2:
+            waited += ", mostly for the first batch of an epoch"
+            advice = "quicker samples would help, and prefetch_epochs=True may"
         return f"The workers are the bottleneck: next() waited {waited}; {advice}."
 
     def __str__(self) -> str:
@@ -173,18 +179,19 @@ class LoaderStatistics:
 
     def _figures(self) -> Iterator[tuple[str, str]]:
         yield "batches returned", f"{self.batches:,}"
-        yield "time in the loop", f"{self.iterating_s:,.1f} s"
+        yield "time in the loop", _time(self.iterating_s)
         if self.in_process_s:
-            yield "next() made batches", f"{self.in_process_s:,.1f} s"
+            yield "next() made batches", _time(self.in_process_s)
         else:
-            first = f"{self.wait_for_first_batches_s:,.1f} s of it for first batches"
-            yield "next() waited for workers", f"{self.wait_for_workers_s:,.1f} s, {first}"
+            first, start = _time(self.wait_for_first_batches_s), _time(self.wait_for_starts_s)
+            parts = f"{first} of it for first batches, {start} until workers started"
+            yield "next() waited for workers", f"{_time(self.wait_for_workers_s)}, {parts}"
             yield (
                 "workers waited for slots",
-                f"{self.workers_wait_for_slots_s:,.1f} s, summed over the workers",
+                f"{_time(self.workers_wait_for_slots_s)}, summed over the workers",
             )
         if self.wait_for_device_s:
-            yield "next() waited for the accelerator", f"{self.wait_for_device_s:,.1f} s"
+            yield "next() waited for the accelerator", _time(self.wait_for_device_s)
         slots = {
             "free": self.slots_free,
             "being written": self.slots_granted,
@@ -195,8 +202,8 @@ class LoaderStatistics:
             slots["read by the accelerator"] = self.slots_guarded
         if any(slots.values()):
             yield "slots", ", ".join(f"{count} {name}" for name, count in slots.items())
-            yield "shared memory", f"{_mib(self.reserved_nbytes)} reserved, {_mib(self.used_nbytes)} used"
-            yield "largest batch", _mib(self.largest_batch_nbytes)
+            yield "shared memory", f"{_size(self.reserved_nbytes)} reserved, {_size(self.used_nbytes)} used"
+            yield "largest batch", _size(self.largest_batch_nbytes)
 
     def _events(self) -> Iterator[tuple[str, str]]:
         """Rows for those special events that have happened."""
@@ -213,18 +220,26 @@ class LoaderStatistics:
             "batches fetched one by one": self.batches_one_by_one,
             "bad samples": self.bad_samples,
         }
-        spilled = f" ({_mib(self.spilled_nbytes)})"
+        spilled = f" ({_size(self.spilled_nbytes)})"
         for label, count in counts.items():
             if count:
                 yield label, f"{count:,}{spilled if label.endswith('private memory') else ''}"
 
 
 def _share(part_s: float, total_s: float) -> str:
-    return f"{part_s:,.1f} s of {total_s:,.1f} s ({part_s / total_s:.0%})"
+    return f"{_time(part_s)} of {_time(total_s)} ({part_s / total_s:.0%})"
 
 
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 20):,.1f} MiB"
+def _time(seconds: float) -> str:
+    if not seconds or seconds >= 1:
+        return f"{seconds:,.1f} s"
+    return f"{seconds * 1000:.0f} ms" if seconds >= 0.01 else f"{seconds * 1000:.1f} ms"
+
+
+def _size(nbytes: int) -> str:
+    if nbytes >= 1 << 20:
+        return f"{nbytes / (1 << 20):,.1f} MiB"
+    return f"{nbytes / (1 << 10):,.1f} KiB" if nbytes >= 1 << 10 else f"{nbytes} bytes"
 
 
 @dataclass
@@ -248,6 +263,7 @@ class Counters:
     largest_batch_nbytes: int = 0
     wait_for_workers_ns: int = 0
     wait_for_first_batches_ns: int = 0
+    wait_for_starts_ns: int = 0
     in_process_ns: int = 0
     wait_for_device_ns: int = 0
     workers_wait_for_slots_ns: int = 0
@@ -260,16 +276,25 @@ class Counters:
     last_next_ns: int = 0  # and that at which `next()` last returned a batch
     earlier_ns: int = 0  # time in the loop, in epochs before it
     waited_before_ns: int = 0  # `wait_for_workers_ns` when it began
+    workers_are_new: bool = False  # they were started for this epoch
 
-    def begin_epoch(self) -> None:
-        """Count the time in the loop from now on; time outside of epochs does not count."""
+    def begin_epoch(self, *, starts: bool = False) -> None:
+        """Count the time in the loop from now on; time outside of epochs does not count.
+
+        Args:
+            starts: Whether workers were started for this epoch.
+        """
         self.earlier_ns = self.iterating_ns
         self.began_ns = self.last_next_ns = time.perf_counter_ns()
         self.waited_before_ns = self.wait_for_workers_ns
+        self.workers_are_new = starts
 
-    def note_first_batch(self) -> None:
-        """Count the wait for the first batch of an epoch."""
-        self.wait_for_first_batches_ns += self.wait_for_workers_ns - self.waited_before_ns
+    def note_first_batch(self, made_ns: int) -> None:
+        """Count the wait for the first batch of an epoch, which its worker made in ``made_ns``."""
+        waited_ns = self.wait_for_workers_ns - self.waited_before_ns
+        self.wait_for_first_batches_ns += waited_ns
+        if self.workers_are_new:
+            self.wait_for_starts_ns += max(0, waited_ns - made_ns)
 
     def figures(self) -> dict[str, Any]:
         """The fields of `LoaderStatistics` that are counted here, nanoseconds as seconds."""

@@ -195,7 +195,7 @@ class Model:
         else:
             full_of = stamp(task.epoch, task.position)
             nbytes = 2 * PAGE_NBYTES if in_pieces else 100
-            record = pack_published(task.seq, reserved, 0, nbytes, 0, SPILLED if in_pieces else 0)
+            record = pack_published(task.seq, reserved, 0, nbytes, 0, 0, SPILLED if in_pieces else 0)
             after = process._replace(doing="idle", task=b"", part=0)
             what = "publishes"
         after = after._replace(dones=(*process.dones, (record, task.slot, full_of)))

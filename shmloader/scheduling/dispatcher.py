@@ -239,7 +239,7 @@ class Dispatcher:
 
     def _accept_batch(self, answer: Published) -> None:
         pool, counters = self.pool, self.counters
-        seq, slot_nbytes, _, used_nbytes, wait_ns, flags = answer
+        seq, slot_nbytes, _, used_nbytes, wait_ns, _, flags = answer
         task = self.ledger.tasks[seq]
         task.answer, slot = answer, task.slot
         if flags & SPILLED:

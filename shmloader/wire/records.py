@@ -129,6 +129,7 @@ class Published(NamedTuple):
         header_begin: Bytes from the slot's start to the header.
         header_end: Bytes from the slot's start to the end of the header, and so of the batch.
         wait_ns: Nanoseconds that the worker waited for this task, that is, for a slot.
+        made_ns: Nanoseconds that it then took to make the batch.
         flags: Sum of `FAILED`, `DETACHED`, `SPILLED` and `REPORTED`; 0 for most batches.
     """
 
@@ -137,6 +138,7 @@ class Published(NamedTuple):
     header_begin: int
     header_end: int
     wait_ns: int
+    made_ns: int
     flags: int
 
 
@@ -180,7 +182,7 @@ class EpochBegun(NamedTuple):
 
 Answer = Published | PieceReady | StreamEnded | EpochBegun
 
-pack_published = _packs(_answers, Published, "QQQQQB", ANSWER_NBYTES)
+pack_published = _packs(_answers, Published, "QQQQQQB", ANSWER_NBYTES)
 pack_piece_ready = _packs(_answers, PieceReady, "QQQQ", ANSWER_NBYTES)
 pack_stream_ended = _packs(_answers, StreamEnded, "QQ", ANSWER_NBYTES)
 pack_epoch_begun = _packs(_answers, EpochBegun, "I", ANSWER_NBYTES)

@@ -11,6 +11,7 @@ import gc
 import os
 import pickle
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -206,7 +207,7 @@ class _Worker:
 
     def _work(self, task: MakeBatch) -> None:
         """Make one batch, or an exception in its place, and publish it."""
-        allocator = self._allocator
+        allocator, began_ns = self._allocator, time.perf_counter_ns()
         index_batch: Any = None
         flags = 0
         try:
@@ -244,8 +245,8 @@ class _Worker:
             self._send_pieces(task, encoded.spilled)
         if allocator.release():
             flags |= DETACHED
-        begin, end = encoded.header_begin, encoded.header_end
-        self._link.send(pack_published(task.seq, allocator.nbytes, begin, end, self._wait_ns, flags))
+        begin, end, made_ns = encoded.header_begin, encoded.header_end, time.perf_counter_ns() - began_ns
+        self._link.send(pack_published(task.seq, allocator.nbytes, begin, end, self._wait_ns, made_ns, flags))
 
     def _make(self, index_batch: Any) -> Any:
         """Fetch and collate, allocating in the slot; sets ``_ended`` instead of returning a batch."""

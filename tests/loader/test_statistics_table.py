@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from shmloader import BadSample, DataLoader, LoaderStatistics
+from shmloader.statistics import Counters
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
@@ -50,15 +51,52 @@ def test_a_slow_loop_is_the_bottleneck() -> None:
     assert figures.iterating_s >= 39 * 0.05  # the loop's work after the last batch is not between two calls
 
 
-def test_the_start_of_epochs_is_the_bottleneck() -> None:
-    class SlowToStart(IterableDataset):
-        def __iter__(self) -> Any:
-            time.sleep(0.5)
-            yield from range(40)
+def start_slowly(_: int) -> None:
+    time.sleep(0.5)
 
-    figures = iterated(SlowToStart(), 0.0, epochs=2, num_workers=1)
-    assert figures.verdict.startswith("The start of the epochs is the bottleneck: next() waited ")
-    assert figures.wait_for_first_batches_s >= 2 * 0.5 - 0.1
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_start_of_the_workers_is_the_bottleneck(persistent: bool) -> None:
+    figures = iterated(
+        Slow(0.0), 0.0, epochs=2, num_workers=1, worker_init_fn=start_slowly, persistent_workers=persistent
+    )
+    assert figures.verdict.startswith("The start of the workers is the bottleneck: next() waited ")
+    assert figures.verdict.endswith("; with persistent_workers=True they start only once.")
+    starts = 1 if persistent else 2
+    assert starts * 0.5 - 0.1 <= figures.wait_for_starts_s <= figures.wait_for_first_batches_s
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_workers_that_make_one_batch_each_are_the_bottleneck(persistent: bool, epochs: int) -> None:
+    """All that next() waits for are first batches, and the workers take that long to make them."""
+    figures = iterated(
+        Slow(0.1, 12), 0.0, epochs, num_workers=3, worker_type="thread", persistent_workers=persistent
+    )
+    assert figures.verdict.startswith("The workers are the bottleneck: next() waited ")
+    assert figures.verdict.endswith(
+        ", mostly for the first batch of an epoch; quicker samples would help, and prefetch_epochs=True may."
+    )
+    assert figures.wait_for_first_batches_s >= epochs * 0.4 - 0.1
+    assert figures.wait_for_starts_s < figures.wait_for_first_batches_s / 2
+
+
+def test_the_first_epoch_of_persistent_workers_counts_as_start_and_no_other() -> None:
+    counters = Counters()
+    for epoch in range(3):
+        counters.begin_epoch(starts=epoch == 0)
+        counters.wait_for_workers_ns += 500
+        counters.note_first_batch(made_ns=400)
+    assert counters.wait_for_first_batches_ns == 1500
+    assert counters.wait_for_starts_ns == 100
+
+
+def test_a_batch_that_took_longer_than_the_wait_for_it_leaves_no_start() -> None:
+    counters = Counters()
+    counters.begin_epoch(starts=True)
+    counters.wait_for_workers_ns += 300
+    counters.note_first_batch(made_ns=400)
+    assert counters.wait_for_starts_ns == 0
 
 
 def test_without_workers_next_makes_the_batches() -> None:
@@ -96,6 +134,7 @@ def test_the_table_has_units_and_leaves_out_what_did_not_happen() -> None:
         iterating_s=40.0,
         wait_for_workers_s=31.2,
         wait_for_first_batches_s=0.7,
+        wait_for_starts_s=0.004,
         workers_wait_for_slots_s=0.05,
     )
     verdict, *table = str(figures).splitlines()
@@ -106,8 +145,11 @@ def test_the_table_has_units_and_leaves_out_what_did_not_happen() -> None:
     assert table == [
         "batches returned                 12,345",
         "time in the loop                 40.0 s",
-        "next() waited for workers        31.2 s, 0.7 s of it for first batches",
-        "workers waited for slots         0.1 s, summed over the workers",
+        (
+            "next() waited for workers        "
+            "31.2 s, 700 ms of it for first batches, 4.0 ms until workers started"
+        ),
+        "workers waited for slots         50 ms, summed over the workers",
         "slots                            1 free, 0 being written, 0 ready for next(), 3 held by the program",
         "shared memory                    160.0 MiB reserved, 60.0 MiB used",
         "largest batch                    20.0 MiB",
@@ -119,6 +161,25 @@ def test_the_table_has_units_and_leaves_out_what_did_not_happen() -> None:
     ]
     assert "dataset[0]: ValueError: &lt;no&gt;" in figures._repr_html_()
     assert repr(figures).startswith("LoaderStatistics(slots_free=1, slots_granted=0, ")
+
+
+def test_small_batches_and_short_times_have_units_that_show_them() -> None:
+    figures = LoaderStatistics(
+        slots_leased=1,
+        reserved_nbytes=4096,
+        used_nbytes=700,
+        largest_batch_nbytes=700,
+        batches=3,
+        iterating_s=0.05,
+        wait_for_workers_s=0.038,
+        wait_for_first_batches_s=0.0004,
+    )
+    verdict, _, loop, workers, _, _, memory, largest = str(figures).splitlines()
+    assert verdict.startswith("The workers are the bottleneck: next() waited 38 ms of 50 ms (76%); ")
+    assert loop.split(maxsplit=4)[-1] == "50 ms"
+    assert workers.endswith("38 ms, 0.4 ms of it for first batches, 0.0 s until workers started")
+    assert memory.endswith("4.0 KiB reserved, 700 bytes used")
+    assert largest.split() == ["largest", "batch", "700", "bytes"]
 
 
 def test_before_the_first_batch_there_is_no_verdict() -> None:
