@@ -74,6 +74,7 @@ class Loading:
             LoaderClosed: If the loader is closed while its workers are being started.
         """
         if must_load_as_torch(loader):
+            self.counters.torchs_way = True
             return None
         if loader.num_workers == 0:
             return InProcessIterator(loader, self.counters, self.states)

@@ -103,6 +103,8 @@ class LoaderStatistics:
             memory budget had no room for others.
         workers_wait_for_slots_s: Seconds that workers, summed, waited for a slot to work on: large where
             the program is the slower side.
+        torchs_way: Whether batches came from torch's own iterator, because the platform or this torch lacks
+            what slots need. Of those nothing is counted.
         autotune: What was chosen with ``num_workers="auto"`` or ``prefetch_factor="auto"``; else None.
     """
 
@@ -136,12 +138,18 @@ class LoaderStatistics:
     in_process_s: float = 0.0
     wait_for_device_s: float = 0.0
     workers_wait_for_slots_s: float = 0.0
+    torchs_way: bool = False
     autotune: AutotuneReport | None = None
 
     @property
     def verdict(self) -> str:
         """One sentence: whether the workers or the training loop are the bottleneck, and by which figures."""
         total_s = self.iterating_s
+        if self.torchs_way:
+            return (
+                "Torch's own iterator loads the batches here, and nothing is counted. The RuntimeWarning of "
+                "the first epoch says why."
+            )
         if not self.batches or not total_s:
             return "No batch has been returned yet."
         if self.in_process_s:
@@ -166,6 +174,8 @@ class LoaderStatistics:
         return f"The workers are the bottleneck: next() waited {waited}; {advice}."
 
     def __str__(self) -> str:
+        if self.torchs_way:
+            return self.verdict
         rows = [*self._figures(), *self._events()]
         width = max(len(label) for label, _ in rows)
         lines = [f"{label:<{width}}  {value}" for label, value in rows]
@@ -267,6 +277,7 @@ class Counters:
     in_process_ns: int = 0
     wait_for_device_ns: int = 0
     workers_wait_for_slots_ns: int = 0
+    torchs_way: bool = False
     warned_of_spills: bool = False
     warned_of_bad_samples: bool = False
     warned_of_copies: bool = False

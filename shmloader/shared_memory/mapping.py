@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shmloader.errors import SharedMemoryExhausted
-from shmloader.shared_memory.platform import libc
+from shmloader.shared_memory.platform import check_memory, libc
 
 PAGE_NBYTES = mmap.PAGESIZE
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -145,7 +145,10 @@ def map_over(
 
     Raises:
         SharedMemoryExhausted: If the system refuses.
+        LoaderError: If there is no C library to call.
     """
+    if libc is None:
+        check_memory()
     if begin + nbytes > len(space):
         raise ValueError(
             f"{nbytes:,} bytes from {begin:,} on do not fit into address space of {len(space):,}"

@@ -31,6 +31,7 @@ from shmloader.shared_memory.descriptor import Descriptor
 from shmloader.shared_memory.headroom import check_headroom, exhausted
 from shmloader.shared_memory.huge_pages import HUGE_NBYTES, make_pages_huge, take_huge_pages
 from shmloader.shared_memory.mapping import MAP_NORESERVE, PAGE_NBYTES, map_over, take_space, whole_pages
+from shmloader.shared_memory.platform import check_memory
 
 ALIGNMENT = 64
 """Default alignment of what is appended, in bytes: a cache line, and what Arrow recommends."""
@@ -167,6 +168,7 @@ class BufferBuilder:
         self.reserved_nbytes = 0
         self._asks_for_huge_pages = True  # until they cannot be had quickly
         self._began_s = time.process_time()
+        check_memory()
         self._fd = os.memfd_create("shmloader-store", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
     def reserve(self, nbytes: int) -> None:

@@ -103,6 +103,7 @@ def share(data: Any, *, copy: bool = False, progress: bool | None = None) -> Any
             CPU, or requires grad; if a mapping makes up values for missing keys in a way that others could
             not follow.
         OSError: If the process may open no more descriptors: one is needed.
+        LoaderError: If the platform has no shared memory, with what is missing or refused.
         Exception: What pickling raises, for rows of types that are kept pickled.
     """
     from shmloader.store.attributes import share_graph  # imports pyarrow

@@ -1,9 +1,10 @@
-"""A program on a platform that lacks what slots need: run as ``missing_platform.py WHAT METHOD``.
+"""A program on a platform that lacks or refuses what slots need: run as ``missing_platform.py WHAT METHOD``.
 
 Under spawn its workers read this file too, so they lack the same.
 """
 
 import ctypes
+import errno
 import mmap
 import os
 import sys
@@ -19,8 +20,27 @@ class _NoLibc(ctypes.CDLL):
         super().__init__(name, *arguments, **options)
 
 
-if WHAT == "memfd":
+def refuse(name: str, code: int) -> None:
+    """Have a function of ``os`` raise what a sandbox answers."""
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    setattr(os, name, refused)
+
+
+REFUSED = {
+    "memfd refused": ("memfd_create", errno.ENOSYS),
+    "posix_fallocate refused": ("posix_fallocate", errno.EPERM),
+    "eventfd refused": ("eventfd", errno.ENOSYS),
+}
+
+if WHAT in REFUSED:
+    refuse(*REFUSED[WHAT])
+elif WHAT == "memfd":
     del os.memfd_create
+elif WHAT == "eventfd":
+    del os.eventfd
 elif WHAT == "libc":
     ctypes.CDLL = _NoLibc  # type: ignore[misc]
 elif WHAT == "windows":  # as far as shared memory is concerned
@@ -57,6 +77,15 @@ def epochs(build: Any, **options: Any) -> list[Any]:
     return [batch for _ in range(2) for batch in loader]
 
 
+def shared(data: Any) -> str:
+    """The error of `shmloader.share`, or that there is none."""
+    try:
+        assert list(shmloader.share(data)) == data
+    except shmloader.LoaderError as error:
+        return str(error)
+    return "shared"
+
+
 def main() -> None:
     method = sys.argv[2]
     expected = epochs(torch.utils.data.DataLoader, multiprocessing_context=method)
@@ -78,7 +107,10 @@ def main() -> None:
         assert processes[0].is_alive()
     assert not processes[0].is_alive()
     assert len(list(shmloader.DataLoader(Pairs(), batch_size=5))) == 10
+    assert loader.statistics().torchs_way
     print(warning.message)
+    print(loader.statistics())
+    print(shared([{"row": number} for number in range(5)]))
 
 
 if __name__ == "__main__":

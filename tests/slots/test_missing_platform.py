@@ -1,4 +1,4 @@
-"""A loader on a platform that lacks what slots need loads as torch's does, and says so once."""
+"""A loader on a platform that lacks or refuses what slots need loads as torch's does, and says so once."""
 
 import subprocess
 import sys
@@ -11,7 +11,12 @@ MISSING = {
     "memfd": "Python's os.memfd_create is missing",
     "libc": "the C library cannot be called (ctypes.CDLL(None): no libc in a test)",
     "windows": "Python's os.memfd_create is missing",
+    "eventfd": "Python's os.eventfd is missing",
+    "memfd refused": "the system refuses os.memfd_create (Function not implemented)",
+    "posix_fallocate refused": "the system refuses os.posix_fallocate (Operation not permitted)",
+    "eventfd refused": "the system refuses os.eventfd (Function not implemented)",
 }
+NEEDS_NO_EVENTFD = ("eventfd", "eventfd refused")
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -21,5 +26,42 @@ def test_without_it_batches_are_torchs_and_one_warning_names_it(what: str, metho
         [sys.executable, PROGRAM, what, method], capture_output=True, text=True, check=False, timeout=120
     )
     assert result.returncode == 0, result.stderr
-    assert MISSING[what] in result.stdout
-    assert "Without effect: worker_restarts=2, on_error='skip'." in result.stdout
+    warning, statistics, shared = result.stdout.splitlines()
+    assert f"is not available on this platform: {MISSING[what]}. The loader loads as torch's" in warning
+    assert "Without effect: worker_restarts=2, on_error='skip'." in warning
+    assert statistics == (
+        "Torch's own iterator loads the batches here, and nothing is counted. The RuntimeWarning of the "
+        "first epoch says why."
+    )
+    if what in NEEDS_NO_EVENTFD:
+        assert shared == "shared"
+    else:
+        assert shared.startswith(f"data cannot be put in shared memory on this platform: {MISSING[what]}. ")
+        assert "without shmloader.share()" in shared
+
+
+NO_DESCRIPTOR = """
+import errno, os, sys
+import shmloader
+from shmloader.shared_memory import why_unavailable
+
+name = sys.argv[1]
+
+def fail(code):
+    def failing(*_):
+        raise OSError(code, os.strerror(code))
+    setattr(os, name, failing)
+
+before = os.listdir("/proc/self/fd")
+for code in (errno.EMFILE, errno.ENFILE):
+    fail(code)
+    assert why_unavailable() is None
+fail(errno.ENOSYS)
+assert why_unavailable() == f"the system refuses os.{name} (Function not implemented)", why_unavailable()
+assert os.listdir("/proc/self/fd") == before
+"""
+
+
+@pytest.mark.parametrize("name", ["memfd_create", "eventfd"])
+def test_where_descriptors_are_short_nothing_is_refused_and_it_is_tried_again(name: str) -> None:
+    subprocess.run([sys.executable, "-c", NO_DESCRIPTOR, name], check=True, timeout=120)
