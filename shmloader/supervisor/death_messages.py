@@ -19,14 +19,17 @@ _MOST_CHARACTERS = 300  # of index batches
 def log_replacement(
     fresh: Worker, pid: int, index_batch: object, silent_s: float | None, restarts_left: int, stack: str
 ) -> None:
-    """Log that worker ``pid`` died, or was silent for so long, and was replaced by a fresh one."""
+    """Log that worker ``pid`` died, or was silent for so long, and was replaced by a fresh one.
+
+    ``index_batch`` is the one that it was at, or None if it was at none.
+    """
+    where = "while it made no batch" if index_batch is None else f"at the index batch {index_batch!s:.200}"
     _log.warning(
-        "shmloader worker %d (pid %d) %s at the index batch %.200s and was replaced by pid %d; "
-        "%d more restart(s).%s",
+        "shmloader worker %d (pid %d) %s %s and was replaced by pid %d; %d more restart(s).%s",
         fresh.worker_id,
         pid,
         "died" if silent_s is None else f"was silent for {silent_s} s",
-        index_batch,
+        where,
         fresh.pid,
         restarts_left,
         stack and f"\n{stack}",

@@ -7,6 +7,7 @@ import select
 import sys
 import threading
 import traceback
+from array import array
 from collections import deque
 from typing import Any
 
@@ -44,6 +45,7 @@ class ProcessWorker:
         self.death_fd = _open_death_fd(process)
         self.heard = self.added = self.released = False
         self._unsent: deque[bytes] = deque()
+        self._sent_nbytes = 0
 
     def send(self, record: bytes) -> None:
         """Send a packed request, without waiting; one that the pipe has no room for goes with the next call.
@@ -55,7 +57,7 @@ class ProcessWorker:
             self.flush()
             return
         try:
-            os.write(self.requests_fd, record)
+            self._sent_nbytes += os.write(self.requests_fd, record)
         except BlockingIOError:
             self._unsent.append(record)
         except BrokenPipeError:
@@ -65,7 +67,7 @@ class ProcessWorker:
         """Send what an earlier `send` could not; False if the pipe is still full."""
         try:
             while self._unsent:
-                os.write(self.requests_fd, self._unsent[0])
+                self._sent_nbytes += os.write(self.requests_fd, self._unsent[0])
                 self._unsent.popleft()
         except BlockingIOError:
             return False
@@ -85,6 +87,23 @@ class ProcessWorker:
             return None
         self.heard = True
         return records
+
+    def has_begun(self) -> bool:
+        """Whether it has taken a request yet, so that its end or silence may be due to an index batch.
+
+        The pipe tells, also after the worker's death: before, all that was sent lies in it.
+        """
+        if self.heard:
+            return True
+        import fcntl  # neither of them on Windows
+        import termios
+
+        unread = array("i", [0])
+        try:
+            fcntl.ioctl(self.requests_fd, termios.FIONREAD, unread)
+        except (OSError, ValueError):  # the pipe is closed
+            return True
+        return unread[0] < self._sent_nbytes
 
     def is_dead(self) -> bool:
         """Whether the process has ended, even if somebody else has taken its exit code."""
@@ -140,6 +159,10 @@ class ThreadWorker:
         """See `ProcessWorker`."""
         answers = self.link.answers
         return b"".join([answers.popleft() for _ in range(len(answers))])
+
+    def has_begun(self) -> bool:
+        """See `ProcessWorker`; a thread is not replaced, so nothing depends on it."""
+        return True
 
     def is_dead(self) -> bool:
         """See `ProcessWorker`."""

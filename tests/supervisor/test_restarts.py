@@ -151,6 +151,72 @@ def test_the_error_for_a_silent_worker_shows_its_stack(tmp_path: Path, restarts:
     assert told is (restarts > 0)
 
 
+class FailsToStart:
+    """A ``worker_init_fn`` that ends its worker, or stalls it, as often as ``times`` says."""
+
+    def __init__(self, folder: Path, times: int, how: str) -> None:
+        self.folder, self.times, self.how = folder, times, how
+
+    def __call__(self, _: int) -> None:
+        done = len(list(self.folder.iterdir()))
+        if done < self.times:
+            (self.folder / str(done)).touch()
+            if self.how == "exit":
+                os._exit(3)
+            time.sleep(60)
+
+
+@pytest.mark.parametrize("how", ["exit", "hang"])
+def test_workers_that_have_not_begun_a_batch_take_none_of_its_tries(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        caplog.at_level(logging.WARNING, "shmloader"),
+        DataLoader(
+            Numbered(64),
+            batch_size=4,
+            num_workers=1,
+            worker_init_fn=FailsToStart(tmp_path, 2, how),
+            worker_restarts=2,
+            timeout=2,
+        ) as loader,
+    ):
+        assert len(list(loader)) == 16
+        assert loader.statistics().worker_restarts == 2
+    assert len(caplog.records) == 2
+    for record in caplog.records:
+        assert " while it made no batch and was replaced by pid " in record.getMessage()
+
+
+@pytest.mark.parametrize(("how", "error"), [("exit", WorkerDied), ("hang", WorkerTimeout)])
+def test_the_error_blames_no_batch_that_was_not_begun(
+    how: str, error: type[Exception], tmp_path: Path
+) -> None:
+    with (
+        DataLoader(
+            Numbered(64),
+            batch_size=4,
+            num_workers=1,
+            worker_init_fn=FailsToStart(tmp_path, 9, how),
+            worker_restarts=1,
+            timeout=1,
+        ) as loader,
+        pytest.raises(error) as caught,
+    ):
+        list(loader)
+    assert "ended at the first of its index batches" not in str(caught.value)
+
+
+def test_a_first_batch_that_ends_its_worker_twice_is_an_error(tmp_path: Path) -> None:
+    """Neither worker had said anything, but both had begun it."""
+    with (
+        DataLoader(Fatal(tmp_path, {1: 2}), batch_size=4, num_workers=2, worker_restarts=100) as loader,
+        pytest.raises(WorkerDied, match="2 workers have ended at the first") as caught,
+    ):
+        _batches(loader)
+    assert caught.value.indices[0] == [0, 1, 2, 3]
+
+
 def test_a_worker_that_dies_between_epochs_is_replaced() -> None:
     dataset = Numbered(32)
     with DataLoader(
