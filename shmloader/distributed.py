@@ -58,8 +58,9 @@ def check_equal_ends(batches: int, timeout_s: float) -> None:
         if time.monotonic() > deadline:
             raise LoaderError(
                 f"rank {rank} came to the end of its epoch after {batches:,} batches, and rank "
-                f"{' and '.join(map(str, missing))} did not within {wait_s:g} s: with more batches than rank "
-                f"{rank} it waits for it. {_ADVICE}"
+                f"{' and '.join(map(str, missing))} did not within {wait_s:g} s. A rank that has more "
+                f"batches than rank {rank} now waits for rank {rank} in a collective operation. {_ADVICE} If "
+                f"the others are only slower, give the loader a timeout of more than {wait_s:g} s."
             )
         time.sleep(_LOOK_AGAIN_S)
     counts = {other: int(store.get(key)) for other, key in keys.items()}

@@ -120,7 +120,7 @@ def named_in_errors(state: Mapping[str, Any], name: str) -> Iterator[None]:
     except Exception as error:
         raise ResumeError(
             f"the state is damaged, or was changed by hand: {name!r} is {state[name]!r:.100} "
-            f"({type(error).__name__}: {error!s:.300})"
+            f"({type(error).__name__}: {error!s:.300}). Pass what state_dict() returned."
         ) from error
 
 
@@ -129,7 +129,10 @@ def behind(state: Mapping[str, Any]) -> tuple[int, ...]:
     with named_in_errors(state, "batches_behind"):
         positions = tuple(map(int, filter(None, state["batches_behind"].split(","))))
         if positions and min(positions) <= state["batches"]:
-            raise ValueError(f"they are not behind batch {state['batches']:,}")
+            raise ValueError(
+                f"it lists batch {min(positions):,} as returned out of order, but batch {state['batches']:,} "
+                "is the first that was not returned, so only later ones can be listed"
+            )
         return positions
 
 
@@ -199,11 +202,15 @@ def _check_keys(state: Mapping[str, Any]) -> None:
         with named_in_errors(state, name):
             if type(value) not in kinds:
                 raise TypeError(f"it is no {kinds[0].__name__}")
-            if type(value) is int and not (-_MOST if name.endswith("_epoch") else 0) <= value < _MOST:
-                raise ValueError("it is out of range")
+            least = -_MOST if name.endswith("_epoch") else 0
+            if type(value) is int and not least <= value < _MOST:
+                raise ValueError(f"it has to be from {least:,} to {_MOST - 1:,}")
     with named_in_errors(state, "base_seed"):
         if state["base_seed"] is None and (state["batches"] or state["finished"]):
-            raise ValueError("there is one when an epoch has begun")
+            raise ValueError(
+                f"the state is of an epoch that has begun ({state['batches']:,} batches were returned, "
+                f"finished is {state['finished']}), and such an epoch has a base seed"
+            )
 
 
 def _with_settings(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -199,12 +199,18 @@ def _read(loaded: State) -> dict[str, Any]:
             numbers += drawn, state_drawn, raised, state_raised, raise_again, again - raise_again
             packed = pickle.dumps(unpack_user_state(state)) if state else b""
             cursors.append(Cursor(drawn, packed, state_drawn, bool(ended), raised, state_raised))
-        if (
-            {type(number) for number in numbers} != {int}
-            or min(numbers) < 0
-            or stream["last"] >= len(cursors)
-        ):
-            raise ValueError("its numbers cannot be")
+        if {type(number) for number in numbers} != {int} or min(numbers) < 0:
+            raise ValueError(
+                "its numbers have to be whole and at least 0, and what a part had drawn when its own state "
+                "was saved cannot be more than what it has drawn in all"
+            )
+        if stream["last"] >= len(cursors):
+            raise ValueError(
+                f"it says that the last batch was of part {stream['last']:,}, and it has {len(cursors):,} "
+                "part(s), which are numbered from 0"
+            )
         if stream["layout"] not in (OWN, SHARD, STRIDE):
-            raise ValueError("its layout is none")
+            raise ValueError(
+                f"its layout is {stream['layout']!r}, and can be {OWN!r}, {SHARD!r} or {STRIDE!r}"
+            )
         return stream | {"parts": cursors}

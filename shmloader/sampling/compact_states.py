@@ -76,13 +76,16 @@ def set_to(compact_state: str, generator: torch.Generator) -> None:
         if found := _DRAWN.fullmatch(compact_state):
             seed, drawn = int(found[1]), int(found[2])
             if drawn > _MOST_DRAWS:
-                raise ValueError(f"{drawn:,} numbers are more than are drawn again")  # it was not made here
+                most = f"and at most {_MOST_DRAWS:,} are"  # it was not made here
+                raise ValueError(f"it asks for {drawn:,} numbers to be drawn again, {most}")
             generator.set_state(_draw(torch.Generator().manual_seed(seed), drawn).get_state())
         elif compact_state.startswith(_WHOLE):
             state = zlib.decompress(base64.b64decode(compact_state[len(_WHOLE) :]))
             generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
         else:
-            raise ValueError("it begins otherwise")
+            raise ValueError(
+                "it is neither 'drawn SEED COUNT' with two numbers nor 'state ' and a whole state"
+            )
     except (RuntimeError, ValueError, zlib.error) as error:
         raise ValueError(f"no state of a generator of this torch: {compact_state!r:.100}: {error}") from error
 

@@ -64,6 +64,11 @@ def recognise(dataset: Any) -> Source:
             "their tensors, shmloader.share() of all rows, or datasets.concatenate_datasets()"
         )
     name = type(dataset).__qualname__
+    if type(dataset) in (list, tuple):
+        raise NotGathered(
+            f"a {name} holds each sample as an object of its own. Give the loader shmloader.share() of the "
+            f"{name}: whole batches are gathered from what that returns"
+        )
     raise NotGathered(
         f"shmloader cannot tell how {name} makes its samples, and there is no __getbatch__ beside its "
         "__getitem__. Give it a method __getbatch__(indices) that returns the whole batch"

@@ -140,6 +140,53 @@ def test_a_samplers_state_from_behind_the_loaders_place_is_refused() -> None:
         LOADERS["own state"]().load_state_dict(state)
 
 
+WHOLE = (
+    "its numbers have to be whole and at least 0, and what a part had drawn when its own state was saved "
+    "cannot be more than what it has drawn in all"
+)
+NOT_LISTED = (
+    "it lists batch 2 as returned out of order, but batch 3 is the first that was not returned, so only "
+    "later ones can be listed"
+)
+NO_SEED = (
+    "the state is of an epoch that has begun (3 batches were returned, finished is False), and such an epoch "
+    "has a base seed"
+)
+NO_PART = "it says that the last batch was of part 7, and it has 1 part(s), which are numbered from 0"
+DAMAGES: dict[str, tuple[State, str]] = {
+    "batches behind": ({"batches_behind": "5,2"}, NOT_LISTED),
+    "range": ({"batches": -1}, "it has to be from 0 to 9,223,372,036,854,775,807"),
+    "base seed": ({"base_seed": None}, NO_SEED),
+}
+DAMAGES_OF_STREAMS: dict[str, tuple[State, str]] = {
+    "numbers": ({"rank": -1}, WHOLE),
+    "drawn at a state": ({"parts": [[4, "", 8, False, 0, 0]]}, WHOLE),
+    "last": ({"last": 7}, NO_PART),
+    "layout": ({"layout": "x"}, "its layout is 'x', and can be 'own', 'shard' or 'stride'"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_the_error_says_what_is_wrong_and_what_to_pass(what: str) -> None:
+    changes, reason = DAMAGES[what]
+    refused("own generator", json.loads(states_of("own generator")[3]) | changes, reason)
+
+
+@pytest.mark.parametrize("what", DAMAGES_OF_STREAMS)
+def test_the_error_says_what_is_wrong_with_a_stream(what: str) -> None:
+    changes, reason = DAMAGES_OF_STREAMS[what]
+    state = json.loads(states_of("counted stream")[3])
+    refused("counted stream", state | {"stream": json.dumps(json.loads(state["stream"]) | changes)}, reason)
+
+
+def refused(kind: str, state: State, reason: str) -> None:
+    loader = LOADERS[kind]()
+    with pytest.raises(ResumeError) as error:
+        loader.load_state_dict(state)
+        iter(loader)
+    assert str(error.value).endswith(f"Error: {reason}). Pass what state_dict() returned.")
+
+
 @pytest.mark.parametrize("written", ["loader's generator", "own state"])
 def test_a_loader_that_lacks_what_the_state_has_is_refused(written: str) -> None:
     """A generator, or a sampler with a state of its own; and the other way round."""

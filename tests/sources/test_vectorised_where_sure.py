@@ -177,6 +177,20 @@ ADVICE = [
         ),
     ),
     (
+        [1, 2, 3],
+        (
+            "a list holds each sample as an object of its own. Give the loader shmloader.share() of the "
+            "list: whole batches are gathered from what that returns"
+        ),
+    ),
+    (
+        Subset((1, 2, 3), [0]),  # type: ignore[arg-type]
+        (
+            "a tuple holds each sample as an object of its own. Give the loader shmloader.share() of the "
+            "tuple: whole batches are gathered from what that returns"
+        ),
+    ),
+    (
         Stream(),
         (
             "the dataset is iterable-style, and gives its samples one by one. Only a map-style dataset can "
@@ -199,6 +213,10 @@ ADVICE = [
 @pytest.mark.parametrize(("dataset", "reason"), ADVICE, ids=lambda value: type(value).__name__)
 def test_a_reason_says_what_to_change(dataset: Any, reason: str) -> None:
     assert why_per_sample(dataset) == reason
+
+
+def test_what_is_shared_of_a_list_is_gathered() -> None:
+    assert why_per_sample(shmloader.share([1, 2, 3])) is None
 
 
 class Flipped:
