@@ -193,7 +193,7 @@ def _read(loaded: State) -> dict[str, Any]:
     """The text under the key ``stream``, with a `Cursor` for each part."""
     with named_in_errors(loaded, "stream"):
         stream: dict[str, Any] = json.loads(loaded["stream"])
-        numbers, cursors = [stream["last"], stream["rank"], stream["ranks"]], []
+        numbers, cursors = [stream["last"] + 1, stream["rank"], stream["ranks"]], []  # -1: of none yet
         for drawn, state, state_drawn, ended, raised, state_raised in stream["parts"]:
             again, raise_again = drawn - state_drawn, raised - state_raised
             numbers += drawn, state_drawn, raised, state_raised, raise_again, again - raise_again

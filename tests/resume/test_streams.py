@@ -411,11 +411,14 @@ def test_a_failure_before_the_first_sample_tells_nothing_of_the_last_epoch() -> 
         iterator = iter(loader)
         with pytest.raises(LookupError, match=r"no epoch 1 here(.|\n)*worker 0"):
             next(iterator)
-        assert json.loads(loader.state_dict()["stream"])["parts"][0][0] == 0
+        state = loader.state_dict()
+        assert json.loads(state["stream"])["parts"][0][0] == 0
         with pytest.raises(RuntimeError, match="its first batch says why"):
             next(iterator)
         loader.set_epoch(2)
         assert numbers([next(iter(loader))]) == [[0, 1, 2, 3]]
+    with loader_of(Numbers(40), batch_size=4, num_workers=1) as other:
+        assert numbers(rest_after(other, state))[0] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
