@@ -313,7 +313,8 @@ class Dispatcher:
             if silent_s is not None:
                 return  # it has answered in this very moment
         held = self.ledger.held_by(worker.worker_id)
-        culprit = held[0] if held and worker.has_begun() else None
+        has_begun = worker.has_begun(self.ledger.unanswered[worker.worker_id])
+        culprit = held[0] if held and has_begun else None
         deaths = 1 if culprit is None else culprit.deaths + 1
         if not self.restarts_left or deaths >= _MOST_DEATHS:
             self._fail(worker, silent_s, held)

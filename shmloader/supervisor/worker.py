@@ -12,7 +12,7 @@ from collections import deque
 from typing import Any
 
 from shmloader.wire.channel import ThreadLink
-from shmloader.wire.records import ANSWER_NBYTES
+from shmloader.wire.records import ANSWER_NBYTES, REQUEST_NBYTES
 
 _READ_NBYTES = ANSWER_NBYTES * 8
 _MOST_CHARACTERS = 8000  # of a thread's stack
@@ -45,7 +45,6 @@ class ProcessWorker:
         self.death_fd = _open_death_fd(process)
         self.heard = self.added = self.released = False
         self._unsent: deque[bytes] = deque()
-        self._sent_nbytes = 0
 
     def send(self, record: bytes) -> None:
         """Send a packed request, without waiting; one that the pipe has no room for goes with the next call.
@@ -57,7 +56,7 @@ class ProcessWorker:
             self.flush()
             return
         try:
-            self._sent_nbytes += os.write(self.requests_fd, record)
+            os.write(self.requests_fd, record)
         except BlockingIOError:
             self._unsent.append(record)
         except BrokenPipeError:
@@ -67,7 +66,7 @@ class ProcessWorker:
         """Send what an earlier `send` could not; False if the pipe is still full."""
         try:
             while self._unsent:
-                self._sent_nbytes += os.write(self.requests_fd, self._unsent[0])
+                os.write(self.requests_fd, self._unsent[0])
                 self._unsent.popleft()
         except BlockingIOError:
             return False
@@ -88,10 +87,10 @@ class ProcessWorker:
         self.heard = True
         return records
 
-    def has_begun(self) -> bool:
-        """Whether it has taken a request yet, so that its end or silence may be due to an index batch.
+    def has_begun(self, unanswered: int) -> bool:
+        """Whether it has taken a task yet, so that its end or silence may be due to an index batch.
 
-        The pipe tells, also after the worker's death: before, all that was sent lies in it.
+        The pipe tells, also after the worker's death: before, all its ``unanswered`` tasks lie in it.
         """
         if self.heard:
             return True
@@ -103,7 +102,7 @@ class ProcessWorker:
             fcntl.ioctl(self.requests_fd, termios.FIONREAD, unread)
         except (OSError, ValueError):  # the pipe is closed
             return True
-        return unread[0] < self._sent_nbytes
+        return unread[0] < (unanswered - len(self._unsent)) * REQUEST_NBYTES
 
     def is_dead(self) -> bool:
         """Whether the process has ended, even if somebody else has taken its exit code."""
@@ -160,7 +159,7 @@ class ThreadWorker:
         answers = self.link.answers
         return b"".join([answers.popleft() for _ in range(len(answers))])
 
-    def has_begun(self) -> bool:
+    def has_begun(self, unanswered: int) -> bool:
         """See `ProcessWorker`; a thread is not replaced, so nothing depends on it."""
         return True
 

@@ -35,11 +35,12 @@ class PipeLink:
 
     Attributes:
         wait_ns: Nanoseconds that the last `receive` waited.
+        received_ns: When it returned, by ``time.perf_counter_ns()``.
         closed: Whether it is known already that the main process wants nothing more.
     """
 
     def __init__(self, pipes: Pipes) -> None:
-        self.wait_ns = 0
+        self.wait_ns = self.received_ns = 0
         self.closed = False  # reading the pipe tells
         self._requests_fd = pipes.requests.fd
         os.set_blocking(self._requests_fd, False)
@@ -66,7 +67,8 @@ class PipeLink:
             else:
                 if not record:
                     raise BrokenPipeError("the main process closed the task pipe")
-                self.wait_ns = time.perf_counter_ns() - began_ns
+                self.received_ns = now_ns = time.perf_counter_ns()
+                self.wait_ns = now_ns - began_ns
                 return record
 
     def send(self, record: bytes) -> None:
@@ -84,7 +86,7 @@ class ThreadLink:
         ended: Whether the thread has ended.
         error: The exception that has ended it; None if the main process has.
         requests, answers: The records each way.
-        wait_ns, closed: See `PipeLink`.
+        wait_ns, received_ns, closed: See `PipeLink`.
     """
 
     def __init__(self, wakeup: SimpleQueue[None]) -> None:
@@ -92,7 +94,7 @@ class ThreadLink:
         self.answers: deque[bytes] = deque()
         self.ended = False
         self.error: BaseException | None = None
-        self.wait_ns = 0
+        self.wait_ns = self.received_ns = 0
         self.closed = False
         self._wakeup = wakeup
 
@@ -100,7 +102,8 @@ class ThreadLink:
         """See `PipeLink`."""
         began_ns = time.perf_counter_ns()
         record = self.requests.get()
-        self.wait_ns = time.perf_counter_ns() - began_ns
+        self.received_ns = now_ns = time.perf_counter_ns()
+        self.wait_ns = now_ns - began_ns
         if self.closed:
             raise BrokenPipeError("the main process wants nothing more")
         return record

@@ -207,7 +207,7 @@ class _Worker:
 
     def _work(self, task: MakeBatch) -> None:
         """Make one batch, or an exception in its place, and publish it."""
-        allocator, began_ns = self._allocator, time.perf_counter_ns()
+        allocator = self._allocator
         index_batch: Any = None
         flags = 0
         try:
@@ -245,7 +245,8 @@ class _Worker:
             self._send_pieces(task, encoded.spilled)
         if allocator.release():
             flags |= DETACHED
-        begin, end, made_ns = encoded.header_begin, encoded.header_end, time.perf_counter_ns() - began_ns
+        begin, end = encoded.header_begin, encoded.header_end
+        made_ns = time.perf_counter_ns() - self._link.received_ns
         self._link.send(pack_published(task.seq, allocator.nbytes, begin, end, self._wait_ns, made_ns, flags))
 
     def _make(self, index_batch: Any) -> Any:
