@@ -78,6 +78,9 @@ class _Worker:
     def receive(self) -> bytes | None:
         return self.says.popleft() if self.says else None if self.dead else b""
 
+    def has_begun(self, unanswered: int) -> bool:
+        return True  # the model's workers die at their tasks
+
     def is_dead(self) -> bool:
         return self.dead
 
