@@ -164,9 +164,10 @@ class SlotIterator(torch_private.BaseIterator):
         else:
             if self._delivery is not None:
                 self._delivery.drop()
-            self._dispatcher.begin_epoch(pickle.dumps(settings._replace(shared_seed=self._shared_seed), 5))
+            packed = pickle.dumps(settings._replace(shared_seed=self._shared_seed), 5)
             # Only now: if the sampler raised before, the next attempt has to send them.
             self._dataset_state.note_sent()
+            self._dispatcher.begin_epoch(packed)
             scheduler.begin_epoch(sampler_iter)
 
     def _reset_sampler(self, loader: Any, early: Iterator[Any] | None, *, first_iter: bool) -> Iterator[Any]:
@@ -252,9 +253,9 @@ class SlotIterator(torch_private.BaseIterator):
                     continue
                 task = next(iter(ledger.arrived.values()))
             batch = self._return(task)
+            if not self._num_yielded:
+                self._counters.note_first_batch(task.answer.made_ns)
             if batch is not LEFT_OUT:
-                if not self._num_yielded:
-                    self._counters.note_first_batch(task.answer.made_ns)
                 if delivery is not None:
                     delivery.begin_next(in_order=self._in_order)
                 self._counters.last_next_ns = time.perf_counter_ns()

@@ -147,8 +147,8 @@ class LoaderStatistics:
         total_s = self.iterating_s
         if self.torchs_way:
             return (
-                "Torch's own iterator loads the batches here, and nothing is counted. The RuntimeWarning of "
-                "the first epoch says why."
+                "Torch's own iterator loads the batches here, and nothing is counted. A RuntimeWarning says "
+                "why, once in each process."
             )
         if not self.batches or not total_s:
             return "No batch has been returned yet."
@@ -164,7 +164,7 @@ class LoaderStatistics:
             return f"Your loop is the bottleneck: next() waited {waited}; more workers would not help."
         if work_s < start_s:
             waited = f"{_share(start_s, total_s)} until they had started"
-            advice = "with persistent_workers=True they start only once"
+            advice = "without persistent_workers=True they start in each epoch"
             return f"The start of the workers is the bottleneck: next() waited {waited}; {advice}."
         waited = _share(self.wait_for_workers_s, total_s)
         advice = "more workers or quicker samples would help"
@@ -241,7 +241,7 @@ def _share(part_s: float, total_s: float) -> str:
 
 
 def _time(seconds: float) -> str:
-    if not seconds or seconds >= 1:
+    if not seconds or seconds >= 0.9995:
         return f"{seconds:,.1f} s"
     return f"{seconds * 1000:.0f} ms" if seconds >= 0.01 else f"{seconds * 1000:.1f} ms"
 
@@ -301,8 +301,12 @@ class Counters:
         self.workers_are_new = starts
 
     def note_first_batch(self, made_ns: int) -> None:
-        """Count the wait for the first batch of an epoch, which its worker made in ``made_ns``."""
+        """Count the wait for the first batch of an epoch, or for one left out before it.
+
+        Its worker made it in ``made_ns``.
+        """
         waited_ns = self.wait_for_workers_ns - self.waited_before_ns
+        self.waited_before_ns = self.wait_for_workers_ns
         self.wait_for_first_batches_ns += waited_ns
         if self.workers_are_new:
             self.wait_for_starts_ns += max(0, waited_ns - made_ns)

@@ -6,6 +6,7 @@ Inside a memory cgroup (version 1 or 2) the OOM killer, not an error, answers a 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -48,8 +49,8 @@ def memory_headroom() -> Headroom:
     global _last_known  # noqa: PLW0603 - the same for all loaders of this process
     try:
         memory = psutil.virtual_memory()
-    except OSError:  # this process has no descriptor left to read it with
-        if _last_known is None:
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE) or _last_known is None:
             raise
         return _last_known
     best = Headroom(memory.available, memory.total, "the machine's memory")

@@ -317,7 +317,7 @@ class Dispatcher:
         culprit = held[0] if held and has_begun else None
         deaths = 1 if culprit is None else culprit.deaths + 1
         if not self.restarts_left or deaths >= _MOST_DEATHS:
-            self._fail(worker, silent_s, held)
+            self._fail(worker, silent_s, held, deaths)
         if culprit is not None:
             culprit.deaths = deaths
         self.restarts_left -= 1
@@ -345,12 +345,12 @@ class Dispatcher:
             task.spilled = None
             self._send_task(worker, task)
 
-    def _fail(self, worker: Worker, silent_s: float | None, held: list[Task]) -> NoReturn:
-        """Raise `WorkerDied` or `WorkerTimeout` for a worker."""
-        deaths, why = held[0].deaths if held else 0, ""
-        if deaths and silent_s is None:
-            why = f"{deaths + 1} workers have ended at the first of its index batches."
-        elif deaths:
+    def _fail(self, worker: Worker, silent_s: float | None, held: list[Task], deaths: int) -> NoReturn:
+        """Raise `WorkerDied` or `WorkerTimeout` for a worker; ``deaths`` are those at its first task."""
+        why = ""
+        if deaths > 1 and silent_s is None:
+            why = f"{deaths} workers have ended at the first of its index batches."
+        elif deaths > 1:
             why = "Another worker has ended at the first of its index batches before."
         if silent_s is not None:
             waiting_for = tuple(map(_indices, self.ledger.held_by(None)))

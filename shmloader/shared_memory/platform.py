@@ -54,9 +54,9 @@ def check_memory() -> None:
     """Raise a `LoaderError` with the reason where this platform has no shared memory for stores."""
     if (lack := _why_no_memory()) is not None:
         raise LoaderError(
-            f"data cannot be put in shared memory on this platform: {lack}. Use the data without "
-            "shmloader.share(): each worker then has a copy of its own, but for an np.memmap, which all "
-            "processes share"
+            f"data cannot be put in shared memory on this platform: {lack}. Use the data as it "
+            "is, without share(), share_on_host() or open(): each worker then has a copy of its own, but for "
+            "an np.memmap, which all processes share"
         )
 
 

@@ -167,12 +167,8 @@ class Budget:
 
     def _set_limit(self) -> None:
         """Reckon what `next_limit` gives where there is room enough."""
+        share_nbytes = max(self.nbytes // self._share_slots, PAGE_NBYTES) // PAGE_NBYTES * PAGE_NBYTES
         self.hint_nbytes = self.typical_nbytes or self.largest_nbytes
-        slots = self._share_slots
-        if self.most_tasks == 1 and 0 < self.hint_nbytes <= self.nbytes:
-            # The one task has room for its batch first. Batches that the program holds are copied for it.
-            slots = min(slots, max(1, self.nbytes // whole_pages(self.hint_nbytes)))
-        share_nbytes = max(self.nbytes // slots, PAGE_NBYTES) // PAGE_NBYTES * PAGE_NBYTES
         self._typical_slot_nbytes = min(whole_pages(self.hint_nbytes), share_nbytes)
         limit_nbytes = share_nbytes  # the first batches may be of any size, and none is kept yet
         if self.largest_nbytes:

@@ -45,6 +45,7 @@ class ProcessWorker:
         self.death_fd = _open_death_fd(process)
         self.heard = self.added = self.released = False
         self._unsent: deque[bytes] = deque()
+        self._lost = 0  # requests that came after its end
 
     def send(self, record: bytes) -> None:
         """Send a packed request, without waiting; one that the pipe has no room for goes with the next call.
@@ -60,7 +61,7 @@ class ProcessWorker:
         except BlockingIOError:
             self._unsent.append(record)
         except BrokenPipeError:
-            pass
+            self._lost += 1
 
     def flush(self) -> bool:
         """Send what an earlier `send` could not; False if the pipe is still full."""
@@ -71,6 +72,7 @@ class ProcessWorker:
         except BlockingIOError:
             return False
         except BrokenPipeError:
+            self._lost += len(self._unsent)
             self._unsent.clear()
         return True
 
@@ -102,7 +104,7 @@ class ProcessWorker:
             fcntl.ioctl(self.requests_fd, termios.FIONREAD, unread)
         except (OSError, ValueError):  # the pipe is closed
             return True
-        return unread[0] < (unanswered - len(self._unsent)) * REQUEST_NBYTES
+        return unread[0] < (unanswered - len(self._unsent) - self._lost) * REQUEST_NBYTES
 
     def is_dead(self) -> bool:
         """Whether the process has ended, even if somebody else has taken its exit code."""

@@ -10,17 +10,47 @@ torch's own tests rely on it.
 from __future__ import annotations
 
 import gc
+import itertools
+import pickle
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
 
-from shmloader.worker.epoch_calls import Call, changed_attributes, is_noted, note_calls, plain_attributes
+from shmloader.diagnostics.exceptions import add_note
+from shmloader.worker.epoch_calls import Call, CallLog, changed_attributes, is_noted, plain_attributes
+
+_LOOKED_AT = 8  # items of a container, to tell whether datasets are in it
 
 Path = tuple[str | int, ...]
 """Names of attributes, and places in containers, that lead from the loader's dataset to one inside it."""
 
 Attributes = Iterable[tuple[str, Any]]
+
+
+class Changes(NamedTuple):
+    """What the program has done to one dataset, in this order; crosses the process boundary.
+
+    Attributes:
+        calls: Calls of its ``set_epoch``: the plain attributes that were changed before the call, and the
+            pickled arguments.
+        attributes: The plain attributes that were changed after the last call.
+    """
+
+    calls: list[tuple[dict[str, Any], bytes]]
+    attributes: dict[str, Any]
+
+    def repeat(self, dataset: Any) -> None:
+        """Do the same to a worker's dataset."""
+        for attributes, arguments in self.calls:
+            _set(dataset, attributes)
+            args, kwargs = pickle.loads(arguments)
+            try:
+                dataset.set_epoch(*args, **kwargs)
+            except Exception as error:
+                add_note(error, "raised by set_epoch(), which a worker calls again as your program did")
+                raise
+        _set(dataset, self.attributes)
 
 
 class EpochSettings(NamedTuple):
@@ -29,37 +59,40 @@ class EpochSettings(NamedTuple):
     Attributes:
         shared_seed: Seed that all workers share (torch's DataPipes), or None.
         set_epoch: The argument of ``loader.set_epoch()``, or None if that was not called.
-        calls: Calls of ``set_epoch`` on the dataset and on datasets inside it: positional and keyword
-            arguments.
-        changes: Changed attributes of the dataset and of datasets inside it, but for those that a repeated
-            call changes.
+        changes: What the program has done to the dataset and to datasets inside it.
     """
 
     shared_seed: int | None
     set_epoch: int | None
-    calls: dict[Path, list[tuple[tuple[Any, ...], dict[str, Any]]]]
-    changes: dict[Path, dict[str, Any]]
+    changes: dict[Path, Changes]
 
     def apply(self, dataset: Any) -> None:
         """Bring a worker's dataset up to date. Runs in the worker.
 
-        A dataset that worker threads share with the program has been called already.
+        To a dataset that worker threads share with the program, all of that has been done already.
         """
-        paths = {*self.calls, *self.changes}
-        found = dict(_walk(dataset, _named_values)) if paths - {()} else {(): dataset}
-        called = {id(one) for path, one in found.items() if path in self.calls}
-        found = {path: one for path, one in found.items() if path in paths and not is_noted(one)}
-        for path, one in found.items():
-            for args, kwargs in self.calls.get(path, ()):
-                one.set_epoch(*args, **kwargs)
+        found: dict[Path, Any] = {(): dataset}
+        if self.changes.keys() - {()}:
+            found = dict(_walk(dataset, _named_values))
+        called = set()
+        for path, changes in self.changes.items():
+            one = found.get(path)
+            if one is None:
+                continue
+            if not is_noted(one):
+                changes.repeat(one)
+            if changes.calls:
+                called.add(id(one))
         if self.set_epoch is not None:
             set_epoch_of(dataset, self.set_epoch, called)
-        for path, one in found.items():
-            for name, value in self.changes.get(path, {}).items():
-                setattr(one, name, value)
 
 
-NOTHING_NEW = EpochSettings(None, None, {}, {})
+def _set(dataset: Any, attributes: dict[str, Any]) -> None:
+    for name, value in attributes.items():
+        setattr(dataset, name, value)
+
+
+NOTHING_NEW = EpochSettings(None, None, {})
 
 
 def set_epoch_of(dataset: Any, epoch: int, called: Collection[int] = ()) -> None:
@@ -96,9 +129,10 @@ def _walk(dataset: Any, attributes_of: Callable[[Any], Attributes]) -> list[tupl
                 walk(value, (*path, name))
             elif type(value) in (list, tuple, dict):
                 items = value.values() if type(value) is dict else value
-                if _is_dataset(next(iter(items), None)):
+                if any(map(_is_dataset, itertools.islice(items, _LOOKED_AT))):
                     for place, item in enumerate(list(items)):
-                        walk(item, (*path, name, place))
+                        if _is_dataset(item):
+                            walk(item, (*path, name, place))
 
     walk(dataset, ())
     return found
@@ -134,39 +168,41 @@ class DatasetState:
     def __init__(self, dataset: Any) -> None:
         self.set_epoch: int | None = None
         self._dataset = dataset
-        self._calls = {id(one): note_calls(one) for one in datasets_in(dataset) if _has_set_epoch(one)}
-        self._known = self._latest = self._look()
+        self._log = CallLog()
+        self._known: dict[Path, dict[str, Any]] = {}
+        self.settings()
+        self.note_sent()
 
     def note_sent(self) -> None:
-        """Note that workers have got the settings that were last asked for."""
-        self._known = self._latest
+        """Note that workers get the settings that were last asked for."""
         self.set_epoch = None
+        self._known = self._latest
+        for calls, number in self._read:
+            del calls[:number]
 
     def settings(self) -> EpochSettings:
         """Settings with what has changed since workers got them, see `note_sent`; without a shared seed."""
-        settings = EpochSettings(None, self.set_epoch, {}, {})
-        self._latest = self._look()
-        for path, (calls, attributes) in self._latest.items():
-            known_calls, known = self._known.get(path, ([], {}))
-            new_calls = calls[len(known_calls) :]
-            if new_calls:
-                settings.calls[path] = [(call.args, call.kwargs) for call in new_calls]
-            for call in new_calls:
-                known = known | call.changed
-            changed = changed_attributes(known, attributes)
-            if changed:
-                settings.changes[path] = changed
+        settings = EpochSettings(None, self.set_epoch, {})
+        self._latest: dict[Path, dict[str, Any]] = {}
+        self._read: list[tuple[list[Call], int]] = []
+        for path, one in self._datasets():
+            noted, known = self._log.listen(one), self._known.get(path, {})
+            changes = Changes([], {})
+            self._read.append((noted, len(noted)))
+            for call in noted[:]:
+                changes.calls.append((changed_attributes(known, call.before), call.arguments))
+                known = call.after
+            self._latest[path] = plain_attributes(one)
+            changes.attributes.update(changed_attributes(known, self._latest[path]))
+            if changes != ([], {}):
+                settings.changes[path] = changes
         return settings
 
-    def _look(self) -> dict[Path, tuple[list[Call], dict[str, Any]]]:
-        """The calls so far and the plain attributes of each dataset that has ``set_epoch``."""
-        if not self._calls:
-            return {}
-        return {
-            path: (self._calls.get(id(one), [])[:], plain_attributes(one))
-            for path, one in _walk(self._dataset, _named_values)
-            if _has_set_epoch(one)
-        }
+    def _datasets(self) -> list[tuple[Path, Any]]:
+        """The datasets with ``set_epoch``."""
+        if not any(map(_has_set_epoch, datasets_in(self._dataset))):
+            return []
+        return [(path, one) for path, one in _walk(self._dataset, _named_values) if _has_set_epoch(one)]
 
 
 def _has_set_epoch(one: Any) -> bool:

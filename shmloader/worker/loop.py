@@ -132,7 +132,7 @@ class _Worker:
             self._seeds = SampleSeeds(self._rng, arguments.base_seed, in_thread=in_thread)
         self._ended = False  # the iterable dataset is exhausted in this epoch
         self._pid = os.getpid()
-        self._wait_ns = 0
+        self._wait_ns = self._received_ns = 0
         self._later: deque[Request] = deque()
         self._settings = bytearray()  # of the coming epoch, as far as they are here
 
@@ -179,9 +179,10 @@ class _Worker:
         """Answer one request."""
         if self._later:
             request, self._wait_ns = self._later.popleft(), 0
+            self._received_ns = time.perf_counter_ns()
         else:
             request = unpack_request(self._link.receive())
-            self._wait_ns = self._link.wait_ns
+            self._wait_ns, self._received_ns = self._link.wait_ns, self._link.received_ns
         if type(request) is MakeBatch:
             self._work(request)
         elif type(request) is BeginEpoch:
@@ -246,7 +247,7 @@ class _Worker:
         if allocator.release():
             flags |= DETACHED
         begin, end = encoded.header_begin, encoded.header_end
-        made_ns = time.perf_counter_ns() - self._link.received_ns
+        made_ns = time.perf_counter_ns() - self._received_ns
         self._link.send(pack_published(task.seq, allocator.nbytes, begin, end, self._wait_ns, made_ns, flags))
 
     def _make(self, index_batch: Any) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 from torch.utils.data import Dataset, Subset, get_worker_info
 
-from shmloader import DataLoader
+from shmloader import DataLoader, WorkerTimeout
 from shmloader.worker.epoch_calls import is_noted
 
 
@@ -108,6 +110,17 @@ class ByKeyword(Tells):
         self.state = epoch * scale
 
 
+class Partial(Tells):
+    def _set(self, epoch: int, scale: int) -> None:
+        self.state = [epoch * scale]
+
+    set_epoch = functools.partialmethod(_set, scale=3)
+
+
+class Cached(Derives):
+    set_epoch = functools.lru_cache(Derives.set_epoch)
+
+
 class CallsBase(Counts):
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
@@ -152,15 +165,27 @@ class ByName(Dataset[Any]):
         return 4
 
     def __getitem__(self, index: int) -> Any:
-        return [part[index] for part in self.parts.values()]
+        return [part and part[index] for part in self.parts.values()]
 
 
 KINDS: list[Callable[[], Any]] = [
-    *(Unchanged, Counts, Draws, KeepsADict, Derives, NumpyNumber, Slotted, ByKeyword, CallsBase),
+    *(
+        Unchanged,
+        Counts,
+        Draws,
+        KeepsADict,
+        Derives,
+        NumpyNumber,
+        Slotted,
+        ByKeyword,
+        CallsBase,
+        Partial,
+        Cached,
+    ),
 ]
 HELD: dict[str, Callable[[Any], Any]] = {
     "a Subset": lambda inner: Subset(inner, range(4)),
-    "a dict": lambda inner: ByName(first=inner, second=Counts()),
+    "a dict": lambda inner: ByName(nothing=None, inner=inner, other=Counts()),
     "one that passes calls on": Passes,
     "one that delegates": Delegates,
 }
@@ -227,13 +252,72 @@ def test_two_loaders_of_one_dataset_both_hear_of_each_call() -> None:
         assert list(one) == list(other) == [["2"]] * 4
 
 
-def test_an_attribute_that_the_program_sets_afterwards_wins() -> None:
-    dataset = Tells()
+def test_a_loader_of_the_inner_dataset_hears_of_calls_on_the_outer_one() -> None:
+    inner = Counts()
+    outer = Passes(inner)
+    given: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
+    with DataLoader(outer, **given) as one, DataLoader(inner, **given) as other:
+        for epoch in range(3):
+            assert list(one) == list(other) == [[str(epoch)]] * 4
+            outer.set_epoch(epoch)
+
+
+class Scales(Tells):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1
+        self.order: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.state = epoch
+        self.order = [*self.order, epoch * self.scale]
+
+    def __getitem__(self, index: int) -> Any:
+        return repr((self.state, self.scale, self.order))
+
+
+def test_attributes_are_set_before_and_after_the_calls_as_in_the_program() -> None:
+    dataset = Scales()
     with DataLoader(dataset, num_workers=1, persistent_workers=True) as loader:
         list(loader)
         dataset.set_epoch(1)
-        dataset.state = 17
-        assert list(loader) == [["17"]] * 4
+        dataset.scale = 7
+        dataset.set_epoch(2)
+        dataset.scale, dataset.state = 9, 17
+        for _ in range(2):
+            assert list(loader) == [["(17, 9, [1, 14])"]] * 4
+
+
+def test_what_cannot_be_pickled_is_not_repeated_and_a_warning_says_so() -> None:
+    class Takes(Tells):
+        def set_epoch(self, epoch: int, then: Callable[[], None] = int) -> None:
+            super().set_epoch(epoch)
+
+    dataset = Takes()
+    with DataLoader(dataset, num_workers=1, persistent_workers=True) as loader:
+        list(loader)
+        with pytest.warns(UserWarning, match="cannot repeat this call of set_epoch"):
+            dataset.set_epoch(1, lambda: None)
+        assert len(list(loader)) == 4
+        dataset.set_epoch(2)
+        assert list(loader) == [["2"]] * 4
+
+
+def test_calls_that_were_sent_are_not_sent_again_when_the_wait_for_workers_fails() -> None:
+    class SlowCounts(Counts):
+        def __getitem__(self, index: int) -> Any:
+            if index == 1 and self.state == 0:
+                time.sleep(3)
+            return super().__getitem__(index)
+
+    dataset = SlowCounts()
+    with DataLoader(dataset, num_workers=1, persistent_workers=True, timeout=1) as loader:
+        next(iter(loader))
+        dataset.set_epoch(1)
+        with pytest.raises(WorkerTimeout):
+            iter(loader)
+        time.sleep(3)
+        assert list(loader) == [["1"]] * 4
 
 
 def test_what_a_worker_derives_for_itself_stays() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -61,7 +62,7 @@ def test_the_start_of_the_workers_is_the_bottleneck(persistent: bool) -> None:
         Slow(0.0), 0.0, epochs=2, num_workers=1, worker_init_fn=start_slowly, persistent_workers=persistent
     )
     assert figures.verdict.startswith("The start of the workers is the bottleneck: next() waited ")
-    assert figures.verdict.endswith("; with persistent_workers=True they start only once.")
+    assert figures.verdict.endswith("; without persistent_workers=True they start in each epoch.")
     starts = 1 if persistent else 2
     assert starts * 0.5 - 0.1 <= figures.wait_for_starts_s <= figures.wait_for_first_batches_s
 
@@ -79,6 +80,31 @@ def test_workers_that_make_one_batch_each_are_the_bottleneck(persistent: bool, e
     )
     assert figures.wait_for_first_batches_s >= epochs * 0.4 - 0.1
     assert figures.wait_for_starts_s < figures.wait_for_first_batches_s / 2
+
+
+class Large(Slow):
+    """Samples of 8 MiB that take their time; those under ``bad`` raise after it."""
+
+    bad = 0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(self.sample_s)
+        if index < self.bad:
+            raise ValueError(index)
+        return torch.full((1 << 20,), index)
+
+
+@pytest.mark.parametrize("bad", [0, 8])
+def test_what_a_first_batch_takes_in_pieces_or_to_be_left_out_is_no_start(bad: int) -> None:
+    dataset = Large(0.3, 12 if bad else 4)
+    dataset.bad = bad
+    given: dict[str, Any] = {"on_error": "skip"} if bad else {"memory_budget_nbytes": 1 << 16}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of bad samples, of batches in pieces
+        figures = iterated(dataset, 0.0, num_workers=1, worker_type="thread", **given)
+    assert figures.verdict.startswith("The workers are the bottleneck: next() waited ")
+    assert figures.wait_for_starts_s < 0.6
+    assert figures.wait_for_first_batches_s >= (3.6 if bad else 1.2) - 0.1
 
 
 def test_the_first_epoch_of_persistent_workers_counts_as_start_and_no_other() -> None:

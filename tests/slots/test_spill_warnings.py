@@ -60,12 +60,3 @@ def test_one_warning_says_that_batches_are_copied_and_that_fewer_are_made_ahead(
     assert warning.category is SpillWarning
     assert "copied to private memory" in str(warning.message)
     assert "fewer than 4 are made in advance" in str(warning.message)
-
-
-def test_the_last_task_has_a_slot_where_the_budget_holds_fewer_batches_than_slots() -> None:
-    """Batches of 10 pages, and room for two: the second is copied while the program holds the first."""
-    options = {"num_workers": 1, "prefetch_factor": 1, "memory_budget_nbytes": 25 * 4096}
-    with DataLoader(Growing([5001] * 30), batch_size=None, **options) as loader:
-        with caught_warnings():
-            assert sum(len(batch) for batch in loader) == 30 * 5001
-        assert 0 < loader.statistics().spills <= 16  # 30 if each came in pieces
