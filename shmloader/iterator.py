@@ -74,6 +74,7 @@ class SlotIterator(torch_private.BaseIterator):
         self._stream = StreamProgress(loader, loaded_state(loader)) if iterable else None
         self._decoder = Decoder()
         self._lifecycle = Lifecycle()
+        # Other workers begin each epoch with the dataset as it is then.
         self._dataset_state = DatasetState(self._dataset if self._persistent_workers else None)
         self._states = states
         self._base_seed, epoch = states.seeds(loader, int(self._base_seed))

@@ -17,7 +17,7 @@ from shmloader.errors import LoaderError
 from shmloader.host.held_interrupts import HeldInterrupts
 
 _REFUSALS = (errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EOPNOTSUPP)
-"""What a sandbox (gVisor, a seccomp filter) answers to a system call that it does not let through."""
+"""Answers of a sandbox (gVisor, a seccomp filter) to a system call that it does not let through."""
 
 
 def _load_libc() -> tuple[Any, str | None]:
@@ -70,7 +70,7 @@ def _why_missing(name: str) -> str | None:
 
 
 def _why_refused(attempt: Callable[[], str | None]) -> str | None:
-    """What an attempt found to be refused; an error that is no refusal is left to the call that is meant."""
+    """The refusal that an attempt found, or None. Other errors are left to the call that is meant."""
     with HeldInterrupts():
         try:
             return attempt()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from shmloader.errors import warn
 
 _PLAIN = (int, float, bool, str, type(None))
-Attributes = dict[str, Any]
+PlainAttributes = dict[str, Any]
 
 
 class Call(NamedTuple):
@@ -30,8 +30,8 @@ class Call(NamedTuple):
     """
 
     arguments: bytes
-    before: Attributes
-    after: Attributes
+    before: PlainAttributes
+    after: PlainAttributes
 
 
 class CallLog:
@@ -75,13 +75,13 @@ def is_noted(dataset: Any) -> bool:
     return bool(_logs.get((os.getpid(), id(dataset))))
 
 
-def plain_attributes(one: Any) -> Attributes:
+def plain_attributes(one: Any) -> PlainAttributes:
     """An object's attributes that are numbers, strings, booleans or None."""
     attributes = getattr(one, "__dict__", {})
     return {name: value for name, value in attributes.items() if type(value) in _PLAIN}
 
 
-def changed_attributes(before: Attributes, now: Attributes) -> Attributes:
+def changed_attributes(before: PlainAttributes, now: PlainAttributes) -> PlainAttributes:
     """The attributes that are new, or differ from those before."""
     return {
         name: value for name, value in now.items() if name not in before or not _same(before[name], value)

@@ -18,7 +18,14 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset
 
 from shmloader.diagnostics.exceptions import add_note
-from shmloader.worker.epoch_calls import Call, CallLog, changed_attributes, is_noted, plain_attributes
+from shmloader.worker.epoch_calls import (
+    Call,
+    CallLog,
+    PlainAttributes,
+    changed_attributes,
+    is_noted,
+    plain_attributes,
+)
 
 _LOOKED_AT = 8  # items of a container, to tell whether datasets are in it
 
@@ -29,7 +36,7 @@ Attributes = Iterable[tuple[str, Any]]
 
 
 class Changes(NamedTuple):
-    """What the program has done to one dataset, in this order; crosses the process boundary.
+    """The changes that the program has made to one dataset, in their order; they cross the process boundary.
 
     Attributes:
         calls: Calls of its ``set_epoch``: the plain attributes that were changed before the call, and the
@@ -37,8 +44,8 @@ class Changes(NamedTuple):
         attributes: The plain attributes that were changed after the last call.
     """
 
-    calls: list[tuple[dict[str, Any], bytes]]
-    attributes: dict[str, Any]
+    calls: list[tuple[PlainAttributes, bytes]]
+    attributes: PlainAttributes
 
     def repeat(self, dataset: Any) -> None:
         """Do the same to a worker's dataset."""
@@ -59,7 +66,7 @@ class EpochSettings(NamedTuple):
     Attributes:
         shared_seed: Seed that all workers share (torch's DataPipes), or None.
         set_epoch: The argument of ``loader.set_epoch()``, or None if that was not called.
-        changes: What the program has done to the dataset and to datasets inside it.
+        changes: The changes that the program has made to the dataset and to datasets inside it.
     """
 
     shared_seed: int | None
@@ -87,7 +94,7 @@ class EpochSettings(NamedTuple):
             set_epoch_of(dataset, self.set_epoch, called)
 
 
-def _set(dataset: Any, attributes: dict[str, Any]) -> None:
+def _set(dataset: Any, attributes: PlainAttributes) -> None:
     for name, value in attributes.items():
         setattr(dataset, name, value)
 
@@ -124,13 +131,13 @@ def _walk(dataset: Any, attributes_of: Callable[[Any], Attributes]) -> list[tupl
             return
         seen.add(id(one))
         found.append((path, one))
-        for name, value in list(attributes_of(one)):
+        for name, value in attributes_of(one):
             if _is_dataset(value):
                 walk(value, (*path, name))
             elif type(value) in (list, tuple, dict):
                 items = value.values() if type(value) is dict else value
                 if any(map(_is_dataset, itertools.islice(items, _LOOKED_AT))):
-                    for place, item in enumerate(list(items)):
+                    for place, item in enumerate(items):
                         if _is_dataset(item):
                             walk(item, (*path, name, place))
 
@@ -159,7 +166,7 @@ def _values(one: Any) -> Attributes:
 
 
 class DatasetState:
-    """What workers know of the datasets with ``set_epoch``. Main process only.
+    """The state of datasets with ``set_epoch`` as persistent workers know it. Main process only.
 
     Attributes:
         set_epoch: The argument of ``loader.set_epoch()``, if that was called since workers got the last one.
@@ -169,7 +176,7 @@ class DatasetState:
         self.set_epoch: int | None = None
         self._dataset = dataset
         self._log = CallLog()
-        self._known: dict[Path, dict[str, Any]] = {}
+        self._known: dict[Path, PlainAttributes] = {}
         self.settings()
         self.note_sent()
 
@@ -183,7 +190,7 @@ class DatasetState:
     def settings(self) -> EpochSettings:
         """Settings with what has changed since workers got them, see `note_sent`; without a shared seed."""
         settings = EpochSettings(None, self.set_epoch, {})
-        self._latest: dict[Path, dict[str, Any]] = {}
+        self._latest: dict[Path, PlainAttributes] = {}
         self._read: list[tuple[list[Call], int]] = []
         for path, one in self._datasets():
             noted, known = self._log.listen(one), self._known.get(path, {})

@@ -166,20 +166,19 @@ class FailsToStart:
             time.sleep(60)
 
 
+def fails_to_start(folder: Path, times: int, how: str, **given: Any) -> DataLoader:
+    """A loader with one worker, which fails to start so many times."""
+    init_fn = FailsToStart(folder, times, how)
+    return DataLoader(Numbered(64), batch_size=4, num_workers=1, worker_init_fn=init_fn, **given)
+
+
 @pytest.mark.parametrize("how", ["exit", "hang"])
 def test_workers_that_have_not_begun_a_batch_take_none_of_its_tries(
     how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (
         caplog.at_level(logging.WARNING, "shmloader"),
-        DataLoader(
-            Numbered(64),
-            batch_size=4,
-            num_workers=1,
-            worker_init_fn=FailsToStart(tmp_path, 2, how),
-            worker_restarts=2,
-            timeout=2,
-        ) as loader,
+        fails_to_start(tmp_path, 2, how, worker_restarts=2, timeout=2) as loader,
     ):
         assert len(list(loader)) == 16
         assert loader.statistics().worker_restarts == 2
@@ -193,14 +192,7 @@ def test_the_error_blames_no_batch_that_was_not_begun(
     how: str, error: type[Exception], tmp_path: Path
 ) -> None:
     with (
-        DataLoader(
-            Numbered(64),
-            batch_size=4,
-            num_workers=1,
-            worker_init_fn=FailsToStart(tmp_path, 9, how),
-            worker_restarts=1,
-            timeout=1,
-        ) as loader,
+        fails_to_start(tmp_path, 9, how, worker_restarts=1, timeout=1) as loader,
         pytest.raises(error) as caught,
     ):
         list(loader)
