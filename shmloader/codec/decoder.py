@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import operator
@@ -12,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from shmloader.codec.layout import DTYPES, Leaf, table_of, unpack_table
+from shmloader.codec.layout import DTYPES, Leaf, rows_of, table_of, unpack_head, unpack_table
 from shmloader.codec.leaves import wrapper_of
 
 _MOST_KNOWN = 256
@@ -48,11 +49,10 @@ class Decoder:
         return pickle.loads(header, buffers=wrap_all(anchor))
 
     def _learn_table(self, table: bytes) -> _WrapAll:
-        leaves = unpack_table(table)
         if _comes_again(self._tables, table):
-            wrap_all = self._tables[table] = _in_one_call(leaves) or _one_by_one(leaves)
+            wrap_all = self._tables[table] = _in_one_call(unpack_table(table)) or _one_by_one(table)
             return wrap_all
-        return _one_by_one(leaves)
+        return functools.partial(_wrap_once, table)
 
 
 def _reader(header: bytes, wrap_all: _WrapAll) -> _Read:
@@ -61,8 +61,7 @@ def _reader(header: bytes, wrap_all: _WrapAll) -> _Read:
     if join is list:
         return wrap_all
     if join is _lone:
-        (leaf,) = read_leaves(header)
-        wrap, shape, carrier, offset = _wrapping(leaf)
+        ((wrap, carrier, offset, shape),) = _wrappings(table_of(header))
         return lambda anchor: wrap(_ndarray(shape, carrier, anchor, offset))
     if join is None:
         return lambda anchor: pickle.loads(header, buffers=wrap_all(anchor))
@@ -108,18 +107,34 @@ def _comes_again(known: dict[bytes, Any], key: bytes) -> bool:
     return False
 
 
-def _wrapping(leaf: Leaf) -> tuple[Callable[..., Any], tuple[int, ...], np.dtype[Any], int]:
-    return wrapper_of(leaf), leaf.shape, DTYPES[leaf.code].carrier, leaf.offset
+@functools.cache
+def _wrapping(head: int) -> tuple[Callable[..., Any], np.dtype[Any]]:
+    """The function that makes leaves of a head out of arrays, and the dtype of those."""
+    kind, code = unpack_head(head)
+    return wrapper_of(kind, code), DTYPES[code].carrier
 
 
-def _one_by_one(leaves: list[Leaf]) -> _WrapAll:
-    wrappings = list(map(_wrapping, leaves))
+def _wrap_once(table: bytes, anchor: _Anchor) -> list[Any]:
+    """Wrap the leaves of a table that may never come again."""
+    leaves = []
+    for head, offset, shape in rows_of(table):
+        wrap, carrier = _wrapping(head)
+        leaves.append(wrap(_ndarray(shape, carrier, anchor, offset)))
+    return leaves
+
+
+def _wrappings(table: bytes) -> list[tuple[Callable[..., Any], np.dtype[Any], int, tuple[int, ...]]]:
+    return [(*_wrapping(head), offset, tuple(shape)) for head, offset, shape in rows_of(table)]
+
+
+def _one_by_one(table: bytes) -> _WrapAll:
+    wrappings = _wrappings(table)
     if len(wrappings) == 1:
-        ((wrap, shape, carrier, offset),) = wrappings
+        ((wrap, carrier, offset, shape),) = wrappings
         return lambda anchor: [wrap(_ndarray(shape, carrier, anchor, offset))]
 
     def wrap_all(anchor: _Anchor) -> list[Any]:
-        return [wrap(_ndarray(shape, carrier, anchor, offset)) for wrap, shape, carrier, offset in wrappings]
+        return [wrap(_ndarray(shape, carrier, anchor, offset)) for wrap, carrier, offset, shape in wrappings]
 
     return wrap_all
 
@@ -147,7 +162,7 @@ def _in_one_call(leaves: list[Leaf]) -> _WrapAll | None:
             "itemsize": end,
         }
     )
-    wrappers = [wrapper_of(leaf) for leaf in leaves]
+    wrappers = [wrapper_of(leaf.kind, leaf.code) for leaf in leaves]
     if set(wrappers) == {torch.from_numpy}:
         return lambda anchor: list(map(torch.from_numpy, _ndarray((), compound, anchor).item()))
     return lambda anchor: [

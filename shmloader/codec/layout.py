@@ -74,9 +74,6 @@ CODE_OF_NUMPY_DTYPE = {code.carrier: i for i, code in enumerate(DTYPES) if code.
 LONE_LEAF = pickle.dumps(pickle.PickleBuffer(bytearray(1)), 5, buffer_callback=lambda _: None)
 """The pickled structure of a batch that is one leaf. Neither side calls pickle for it."""
 
-_ROW = struct.Struct("<BBxxIq")
-"""Kind, dtype code, number of dimensions, offset; the sizes of the dimensions follow, as i64."""
-
 
 class Leaf(NamedTuple):
     """One leaf of a batch.
@@ -94,20 +91,31 @@ class Leaf(NamedTuple):
     shape: tuple[int, ...]
 
     def pack(self) -> bytes:
-        """The leaf's row in the table."""
+        """The leaf's row in the table, of i64: its head (see `unpack_head`), its offset, its shape."""
         ndim = len(self.shape)
-        return struct.pack(f"<BBxxIq{ndim}q", self.kind, self.code, ndim, self.offset, *self.shape)
+        head = ndim << 16 | self.kind << 8 | self.code
+        return struct.pack(f"{2 + ndim}q", head, self.offset, *self.shape)
+
+
+def rows_of(table: bytes) -> list[tuple[int, int, list[int]]]:
+    """Head, offset and shape of each leaf of a table, in half of the time that `unpack_table` takes."""
+    numbers, rows, begin = memoryview(table).cast("q").tolist(), [], 0
+    while begin < len(numbers):
+        head = numbers[begin]
+        end = begin + 2 + (head >> 16)
+        rows.append((head, numbers[begin + 1], numbers[begin + 2 : end]))
+        begin = end
+    return rows
+
+
+def unpack_head(head: int) -> tuple[int, int]:
+    """Kind and dtype code of a leaf; all leaves of one kind, code and number of dimensions share a head."""
+    return head >> 8 & 255, head & 255
 
 
 def unpack_table(table: bytes) -> list[Leaf]:
-    """Read the rows that `Leaf.pack` wrote, one behind the other."""
-    leaves, begin = [], 0
-    while begin < len(table):
-        kind, code, ndim, offset = _ROW.unpack_from(table, begin)
-        begin += _ROW.size
-        leaves.append(Leaf(kind, code, offset, struct.unpack_from(f"<{ndim}q", table, begin)))
-        begin += 8 * ndim
-    return leaves
+    """The leaves of a table."""
+    return [Leaf(*unpack_head(head), offset, tuple(shape)) for head, offset, shape in rows_of(table)]
 
 
 def join_header(structure: Iterable[bytes], rows: Iterable[bytes]) -> bytes:

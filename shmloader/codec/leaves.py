@@ -27,7 +27,6 @@ from shmloader.codec.layout import (
     CODE_OF_TORCH_DTYPE,
     DTYPES,
     TENSOR,
-    Leaf,
 )
 
 _UINT8 = CODE_OF_TORCH_DTYPE[torch.uint8]
@@ -80,11 +79,11 @@ def wrap_tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor
     return whole.set_(tensor.untyped_storage(), 0, tensor.size(), tensor.stride())
 
 
-def wrapper_of(leaf: Leaf) -> Callable[[np.ndarray[Any, Any]], Any]:
-    """The function that makes the leaf out of an array over its memory, of its carrier dtype."""
-    if leaf.kind != TENSOR:
+def wrapper_of(kind: int, code: int) -> Callable[[np.ndarray[Any, Any]], Any]:
+    """The function that makes a leaf out of an array over its memory, of its carrier dtype."""
+    if kind != TENSOR:
         return _as_it_is
-    dtype = DTYPES[leaf.code]
+    dtype = DTYPES[code]
     return torch.from_numpy if dtype.native else functools.partial(wrap_tensor, dtype=dtype.torch_dtype)
 
 
