@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from shmloader.device import pinned
 from shmloader.device.guard import DeviceGuard
-from shmloader.shared_memory import Extent
 from shmloader.slots import Slot, SlotPool, SlotState, memory_warnings
 
 MOST_GUARD_WAIT_S = 1.0
@@ -28,6 +31,10 @@ class GuardedPool(SlotPool):
     """
 
     guard: DeviceGuard | None = None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._tried: set[int] = set()  # slots whose mappings were page-locked, or could not be
 
     def can_lease(self) -> bool:
         """See `SlotPool`; waits `MOST_GUARD_WAIT_S` at most for guarded slots, if there is no room else."""
@@ -81,16 +88,21 @@ class GuardedPool(SlotPool):
                 self._make_free(slot)
         super().collect()
 
-    def map(self, slot: Slot) -> Extent:
-        """See `SlotPool`; page-locks it if that can be had."""
-        before, extent = slot.extent, super().map(slot)
-        if self.guard is not None and extent is not before:
+    def lease(self, slot: Slot) -> tuple[npt.NDArray[np.uint8], memoryview]:
+        """See `SlotPool`; page-locks the slot if that can be had.
+
+        Not sooner: a slot that has an index batch yet, and no batch, is a page that its worker will grow.
+        """
+        extent = self.map(slot)
+        if self.guard is not None and slot.number not in self._tried:
+            self._tried.add(slot.number)
             self.warning = pinned.pin(self.guard.driver, extent) or self.warning
-        return extent
+        return super().lease(slot)
 
     def _unmap(self, slot: Slot) -> None:
         if slot.extent is not None and slot.state not in (_LEASED, _GUARDED):
             pinned.unpin(slot.extent)
+        self._tried.discard(slot.number)
         super()._unmap(slot)
 
     def is_pinned(self, slot: Slot) -> bool:

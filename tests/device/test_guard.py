@@ -74,7 +74,7 @@ class GuardedMachine(PoolMachine):
     def leased_slots_are_locked(self) -> None:
         registered = self.driver.registered
         for slot in self.pool.slots:
-            if slot.extent is not None and self.guarded:
+            if self.guarded and slot.state in (SlotState.LEASED, SlotState.GUARDED):
                 assert registered[slot.extent.address] == slot.extent.nbytes
         assert pinned.pinned_nbytes() == sum(registered.values())
 
@@ -361,6 +361,32 @@ def test_a_process_locks_half_of_its_memory_at_most(
     batches.clear()
     for pool in pools_of_two:
         pool.close()
+
+
+def test_a_slot_is_locked_when_its_batch_is_leased(driver: ScriptedDriver) -> None:
+    pool = _pool(driver)
+    slot = pool.grant()
+    pool.reserve(slot, 1000)  # an index batch
+    assert driver.registered == {}  # a locked page cannot become a part of a huge one
+    pool.publish(slot, pool.segment.reserve(slot.number, slot.nbytes, 3 * PAGE_NBYTES), 3 * PAGE_NBYTES)
+    batch, _ = pool.lease(slot)
+    assert list(driver.registered.values()) == [3 * PAGE_NBYTES]
+    del batch
+    pool.close()
+
+
+def test_a_slot_that_is_refused_is_not_tried_for_each_batch(driver: ScriptedDriver) -> None:
+    pool = _pool(driver)
+    driver.refuse = 1
+    for number in range(3):
+        slot, batch = _batch(pool, number)
+        assert slot.number == 0
+        assert not pool.is_pinned(slot)
+        del batch
+        pool.collect()
+    slot, _ = _batch(pool, 3, 2 * PAGE_NBYTES)  # it grows
+    assert driver.registered == {pool.map(slot).address: 2 * PAGE_NBYTES}
+    pool.close()
 
 
 def test_a_slot_that_grows_is_locked_anew(driver: ScriptedDriver) -> None:

@@ -8,7 +8,7 @@ from scripted_driver import CAPTURE_UNSUPPORTED, ScriptedDriver, claim_an_accele
 
 from shmloader import DataLoader, errors
 from shmloader.device import trial
-from shmloader.device.driver import DriverError
+from shmloader.device.driver import DriverError, Event
 from shmloader.scheduling import device_delivery
 
 
@@ -23,7 +23,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> ScriptedDriver:
 
 def test_a_driver_that_works_is_used(driver: ScriptedDriver) -> None:
     assert trial.why_unusable(driver, 0) == ""
-    assert driver.copied == [trial._NBYTES]
+    assert driver.copied == [trial._NBYTES] * 2
     assert driver.registered == {}
     assert driver.violations == []
 
@@ -45,6 +45,25 @@ def test_a_call_that_fails_is_named(
 
     monkeypatch.setattr(driver, call, fail)
     assert f"{call} failed: CUDA_ERROR_NOT_SUPPORTED" in trial.why_unusable(driver, 0)
+    driver.drain()
+    assert driver.registered == {}
+
+
+@pytest.mark.parametrize("call", ["record", "record_all"])
+def test_events_that_cannot_be_used_again_are_found(
+    driver: ScriptedDriver, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = driver.recycle
+
+    def refuse(*_: Any) -> Any:
+        raise DriverError(f"{call} failed: CUDA_ERROR_INVALID_HANDLE (400)", 400)
+
+    def recycle(event: Event) -> None:
+        again(event)
+        monkeypatch.setattr(driver, call, refuse)
+
+    monkeypatch.setattr(driver, "recycle", recycle)
+    assert f"{call} failed: CUDA_ERROR_INVALID_HANDLE" in trial.why_unusable(driver, 0)
     driver.drain()
     assert driver.registered == {}
 
