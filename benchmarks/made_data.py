@@ -196,6 +196,14 @@ def make_tokens(samples: int) -> Repeated:
     return Records([torch.randint(0, 50_000, (length,)) for length in lengths])
 
 
+def make_boxes(samples: int) -> Repeated:
+    """Makes dicts of 1 to 40 boxes of 4 float32, and as many int64 labels."""
+    counts = torch.randint(1, 41, (samples,)).tolist()
+    return Records(
+        [{"boxes": torch.rand(count, 4), "labels": torch.randint(0, 91, (count,))} for count in counts]
+    )
+
+
 def make_busy(samples: int) -> Repeated:
     """Makes samples that take 2 ms of processor time each."""
     return Busy(torch.rand(samples, 1024), cpu_s=0.002)

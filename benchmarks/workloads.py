@@ -144,6 +144,11 @@ def pad_tokens(samples: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]
     return pad_sequence(samples, batch_first=True), torch.tensor([len(sample) for sample in samples])
 
 
+def list_into(dataset: Any, indices: list[int], out: Any) -> Any:
+    """Makes a list of samples without a loader; nothing is joined, so there is nothing to write into."""
+    return [dataset[index] for index in indices]
+
+
 def pad_into(dataset: Any, indices: list[int], out: Any) -> Any:
     """Pads without a loader. `pad_sequence` has no `out`, and its small results need no fresh pages."""
     return pad_tokens([dataset[index] for index in indices])
@@ -295,6 +300,16 @@ def _in_memory() -> list[Workload]:
             about="8 to 256 int64, padded to the batch's longest",
             collate=pad_tokens,
             make_into=pad_into,
+        ),
+        Workload(
+            "boxes",
+            64,
+            16,
+            made_data.make_boxes,
+            Targets(of_limit=0.95, vs_best_peer=1),
+            about="1 to 40 boxes and labels for detection, a list that is not joined",
+            collate=list,
+            make_into=list_into,
         ),
     ]
 
