@@ -5,23 +5,15 @@ from __future__ import annotations
 import ctypes
 import math
 import pickle
+from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from shmloader.codec.layout import ALIGNMENT, BYTES, DTYPES, LONE_LEAF, Leaf, join_header
-from shmloader.codec.leaves import HANDLERS, Add, Memory, memory_of_buffer
+from shmloader.codec.layout import ALIGNMENT, BYTES, ITEM_NBYTES, LONE_LEAF, join_header, pack_row
+from shmloader.codec.leaves import HANDLERS, Add, add_buffer
 from shmloader.codec.slot_allocator import SlotAllocator, make_placeholder
-
-
-class _Copy(NamedTuple):
-    """A leaf that still lies in private memory."""
-
-    offset: int
-    address: int
-    nbytes: int
-    owner: object  # keeps the memory at `address` until it was copied
 
 
 class Encoded(NamedTuple):
@@ -48,17 +40,16 @@ class _BatchPickler(ForkingPickler):
     """Pickles the structure of a batch; adds the memory of its leaves by ``add``.
 
     As torch's transport does, it knows the reducers that torch (for sparse and nested tensors, and those of
-    other devices) and programs register with ``multiprocessing``.
+    other devices) and programs register with ``multiprocessing``. Buffers are left out of the pickle, each
+    with a call of ``leave_out``.
 
     Attributes:
         written: The pickle.
-        buffers: Left out of the pickle, in its order: placeholders, and buffers of other objects.
     """
 
-    def __init__(self, add: Add) -> None:
+    def __init__(self, add: Add, leave_out: Callable[[pickle.PickleBuffer], None]) -> None:
         self.written = _Written()
-        self.buffers: list[pickle.PickleBuffer] = []
-        super().__init__(self.written, 5, True, self.buffers.append)  # returns None: the buffer is left out
+        super().__init__(self.written, 5, True, leave_out)
         self._add = add
 
     def reducer_override(self, obj: Any) -> Any:
@@ -67,14 +58,20 @@ class _BatchPickler(ForkingPickler):
         return NotImplemented if handler is None else handler(obj, self._add)
 
 
+_ADDED = make_placeholder()
+"""Stands for the leaf that was added last: the pickler leaves it out before any other is added."""
+
+
 class Encoder:
     """Writes batches into the slots of one `SlotAllocator`; lives in the worker."""
 
     def __init__(self, allocator: SlotAllocator) -> None:
         self._allocator = allocator
-        self._rows: dict[pickle.PickleBuffer, bytes] = {}  # of the leaves that are no outputs
-        self._copies: list[_Copy] = []
-        self._pickler = _BatchPickler(self._add)
+        self._outputs: dict[pickle.PickleBuffer, bytes] = {}  # rows of those that collation has made
+        self._rows: list[bytes] = []
+        # Of leaves in private memory: offset in the slot, address, length, and what keeps the memory alive.
+        self._copies: list[tuple[int, int, int, object]] = []
+        self._pickler = _BatchPickler(self._add, self._leave_out)
 
     def encode(self, batch: object) -> Encoded:
         """Write a batch into the slot that the allocator holds.
@@ -85,43 +82,43 @@ class Encoder:
         pickler, outputs = self._pickler, self._allocator.rows
         if type(batch) is pickle.PickleBuffer and batch in outputs:
             return self._commit(join_header((LONE_LEAF,), (outputs[batch],)))
+        self._outputs = outputs
         try:
             pickler.dump(batch)
-            rows = [outputs.get(buffer) or self._row_of(buffer) for buffer in pickler.buffers]
-            return self._commit(join_header(pickler.written, rows))
+            return self._commit(join_header(pickler.written, self._rows))
         finally:
             # The memo and the copies refer to the batch, which must be free to die now.
             pickler.clear_memo()
-            pickler.buffers.clear()
             self._rows.clear()
             self._copies.clear()
             pickler.written.clear()
 
-    def _add(self, memory: Memory) -> pickle.PickleBuffer:
-        placeholder = make_placeholder()
-        self._rows[placeholder] = self._place(memory).pack()
-        return placeholder
-
-    def _row_of(self, buffer: pickle.PickleBuffer) -> bytes:
-        """The row of a leaf that is no output, or of a buffer that an object's own reduction leaves out."""
-        return self._rows.get(buffer) or self._place(memory_of_buffer(buffer)).pack()
-
-    def _place(self, memory: Memory) -> Leaf:
-        """Find a leaf in the slot, or give it a place there and note that it is to be copied."""
-        kind, code, shape, address, owner = memory
-        item_nbytes = DTYPES[code].carrier.itemsize
+    def _add(self, kind: int, code: int, shape: Sequence[int], address: int, owner: object) -> Any:
+        """Find a leaf in the slot, or give it a place there and note that it is to be copied: see `Add`."""
+        item_nbytes = ITEM_NBYTES[code]
         nbytes = math.prod(shape) * item_nbytes
         offset = self._allocator.offset_of(address, nbytes) if nbytes else 0
         if offset is None or offset % (ALIGNMENT if kind == BYTES else item_nbytes):
             offset = self._allocator.place(nbytes)
-            self._copies.append(_Copy(offset, address, nbytes, owner))
-        return Leaf(kind, code, offset, shape)
+            self._copies.append((offset, address, nbytes, owner))
+        self._rows.append(pack_row(kind, code, offset, shape))
+        return _ADDED
+
+    def _leave_out(self, buffer: pickle.PickleBuffer) -> None:
+        """Take a buffer that the pickler leaves out: a placeholder, or one of an object's own reduction."""
+        if buffer is _ADDED:
+            return
+        row = self._outputs.get(buffer)
+        if row is None:
+            add_buffer(buffer, self._add)
+        else:
+            self._rows.append(row)
 
     def _commit(self, header: bytes) -> Encoded:
         """Make room, move in what lies elsewhere, write the header."""
         allocator = self._allocator
-        offset = allocator.place(len(header))
-        total = offset + len(header)
+        begin = allocator.place(len(header))
+        total = begin + len(header)
         spilled = None
         if allocator.ensure(total):
             view = allocator.view()
@@ -132,7 +129,7 @@ class Encoder:
             view[:kept] = allocator.view()[:kept]
         if self._copies:
             base = spilled.ctypes.data if spilled is not None else allocator.address
-            for copy in self._copies:
-                ctypes.memmove(base + copy.offset, copy.address, copy.nbytes)
-        view[offset:total] = header
-        return Encoded(offset, total, spilled)
+            for offset, address, nbytes, _ in self._copies:
+                ctypes.memmove(base + offset, address, nbytes)
+        view[begin:total] = header
+        return Encoded(begin, total, spilled)

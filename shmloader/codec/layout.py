@@ -15,9 +15,10 @@ The **leaf table** has one row for each leaf, in the order in which the structur
 
 from __future__ import annotations
 
+import functools
 import pickle
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -68,6 +69,9 @@ def _dtype_codes() -> list[DtypeCode]:
 DTYPES = _dtype_codes()
 """Dtype codes are positions in this list; both sides of a pipe run the same version of it."""
 
+ITEM_NBYTES = [code.carrier.itemsize for code in DTYPES]
+"""By dtype code."""
+
 CODE_OF_TORCH_DTYPE = {code.torch_dtype: i for i, code in enumerate(DTYPES)}
 CODE_OF_NUMPY_DTYPE = {code.carrier: i for i, code in enumerate(DTYPES) if code.native}
 
@@ -91,10 +95,19 @@ class Leaf(NamedTuple):
     shape: tuple[int, ...]
 
     def pack(self) -> bytes:
-        """The leaf's row in the table, of i64: its head (see `unpack_head`), its offset, its shape."""
-        ndim = len(self.shape)
-        head = ndim << 16 | self.kind << 8 | self.code
-        return struct.pack(f"{2 + ndim}q", head, self.offset, *self.shape)
+        """The leaf's row in the table."""
+        return pack_row(*self)
+
+
+def pack_row(kind: int, code: int, offset: int, shape: Sequence[int]) -> bytes:
+    """A row of the table, of i64: its head (see `unpack_head`), the leaf's offset, its shape."""
+    ndim = len(shape)
+    return _row_packer(ndim)(ndim << 16 | kind << 8 | code, offset, *shape)
+
+
+@functools.cache
+def _row_packer(ndim: int) -> Callable[..., bytes]:
+    return struct.Struct(f"{2 + ndim}q").pack
 
 
 def rows_of(table: bytes) -> list[tuple[int, int, list[int]]]:

@@ -14,8 +14,8 @@ import functools
 import math
 import operator
 import pickle
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,35 +32,32 @@ from shmloader.codec.layout import (
 _UINT8 = CODE_OF_TORCH_DTYPE[torch.uint8]
 
 
-class Memory(NamedTuple):
-    """The memory of a leaf in the worker, before it is known where in the slot it lies.
+class Add(Protocol):
+    """Adds a leaf to the batch that is being pickled."""
 
-    Attributes:
-        kind: ``TENSOR``, ``ARRAY`` or ``BYTES``.
-        code: Position in ``DTYPES``.
-        shape: Sizes in items; the items lie at ``address`` in row-major order.
-        address: Of the first item.
-        owner: Keeps the memory alive.
-    """
+    def __call__(self, kind: int, code: int, shape: Sequence[int], address: int, owner: object) -> Any:
+        """Add a leaf, whose items lie at ``address`` in row-major order.
 
-    kind: int
-    code: int
-    shape: tuple[int, ...]
-    address: int
-    owner: object
+        Args:
+            kind: ``TENSOR``, ``ARRAY`` or ``BYTES``.
+            code: Position in ``DTYPES``.
+            shape: Sizes in items.
+            address: Of the first item, in the worker.
+            owner: Keeps the memory alive until it was copied.
 
+        Returns:
+            The placeholder that the pickler has to meet next.
+        """
 
-Add = Callable[[Memory], pickle.PickleBuffer]
-"""Adds a leaf and returns its placeholder."""
 
 Handler = Callable[[Any, Add], Any]
 """Reduces an object for pickling; ``NotImplemented`` where it is pickled as by torch."""
 
 
-def memory_of_buffer(buffer: pickle.PickleBuffer) -> Memory:
-    """The memory of a buffer that an object's own reduction has left out of the pickle."""
+def add_buffer(buffer: pickle.PickleBuffer, add: Add) -> None:
+    """Add the memory of a buffer that an object's own reduction leaves out of the pickle."""
     array = np.frombuffer(buffer.raw(), np.uint8)
-    return Memory(BYTES, _UINT8, (array.nbytes,), _address_of(array), buffer)
+    add(BYTES, _UINT8, array.shape, _address_of(array), buffer)
 
 
 # --- tensors
@@ -93,7 +90,7 @@ def _as_it_is(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def _reduce_tensor(tensor: torch.Tensor, add: Add) -> Any:
     code = CODE_OF_TORCH_DTYPE.get(tensor.dtype)
-    dense = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_nested
+    dense = tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
     if code is None or not dense:
         return NotImplemented
     if tensor.requires_grad:
@@ -106,17 +103,17 @@ def _reduce_tensor(tensor: torch.Tensor, add: Add) -> Any:
         return _requiring_grad, (tensor.detach(),)
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    shape = tuple(tensor.shape)
+    shape = tensor.shape
     # A contiguous tensor may have any stride where a size is 1: grey images in channels_last have.
     if not tensor.is_contiguous() or 1 in shape:
         strides = tensor.stride()
         span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         if strides != _row_major(shape) and 0 < span <= tensor.numel():
             # Permuted or overlapping items, without gaps to speak of: the memory is sent as it lies.
-            memory = Memory(TENSOR, code, (span,), tensor.data_ptr(), tensor)
-            return _with_strides, ([add(memory)], shape, strides)
+            placeholder = add(TENSOR, code, (span,), tensor.data_ptr(), tensor)
+            return _with_strides, ([placeholder], tuple(shape), strides)
         tensor = tensor.contiguous()
-    return _as_leaf(add(Memory(TENSOR, code, shape, tensor.data_ptr(), tensor)))
+    return _as_leaf(add(TENSOR, code, shape, tensor.data_ptr(), tensor))
 
 
 def _as_leaf(placeholder: pickle.PickleBuffer) -> tuple[Any, ...]:
@@ -157,7 +154,7 @@ def _reduce_array(array: np.ndarray[Any, Any], add: Add) -> Any:
     code = CODE_OF_NUMPY_DTYPE.get(array.dtype)
     plain = array.flags.c_contiguous and array.dtype.metadata is None
     if code is not None and plain and (array.flags.writeable or pickle.DEFAULT_PROTOCOL < 5):
-        return _as_leaf(add(Memory(ARRAY, code, array.shape, _address_of(array), array)))
+        return _as_leaf(add(ARRAY, code, array.shape, _address_of(array), array))
     return array.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
 
 
@@ -172,7 +169,7 @@ def _address_of(array: np.ndarray[Any, Any]) -> int:
 def _reduce_storage(storage: torch.UntypedStorage, add: Add) -> Any:
     if storage.device.type != "cpu":
         return NotImplemented
-    return _as_storage, ([add(Memory(BYTES, _UINT8, (storage.nbytes(),), storage.data_ptr(), storage))],)
+    return _as_storage, ([add(BYTES, _UINT8, (storage.nbytes(),), storage.data_ptr(), storage)],)
 
 
 def _as_storage(leaf: list[np.ndarray[Any, Any]]) -> torch.UntypedStorage:

@@ -215,8 +215,8 @@ class SlotAllocator:
         """The offset of this process's memory in the slot's allocated part; None if it does not lie there."""
         if self._here is None:
             return None
-        offset = address - self.address
-        return offset if offset >= 0 and offset + nbytes <= min(self.cursor, self.nbytes) else None
+        offset = address - self._here.extent.address
+        return offset if 0 <= offset <= min(self.cursor, self.nbytes) - nbytes else None
 
     def ensure(self, nbytes: int) -> bool:
         """Grow the slot to hold ``nbytes``, keeping what was written.
