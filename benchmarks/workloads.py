@@ -306,7 +306,7 @@ def _in_memory() -> list[Workload]:
             64,
             16,
             made_data.make_boxes,
-            Targets(of_limit=0.95, vs_best_peer=1),
+            Targets(vs_torch=5, vs_best_peer=1),
             about="1 to 40 boxes and labels for detection, a list that is not joined",
             collate=list,
             make_into=list_into,
