@@ -70,7 +70,7 @@ DTYPES = _dtype_codes()
 """Dtype codes are positions in this list; both sides of a pipe run the same version of it."""
 
 ITEM_NBYTES = [code.carrier.itemsize for code in DTYPES]
-"""By dtype code."""
+"""Bytes of an item, by dtype code."""
 
 CODE_OF_TORCH_DTYPE = {code.torch_dtype: i for i, code in enumerate(DTYPES)}
 CODE_OF_NUMPY_DTYPE = {code.carrier: i for i, code in enumerate(DTYPES) if code.native}
