@@ -18,11 +18,16 @@ from shmloader.codec.slot_allocator import SlotAllocator
 from shmloader.shared_memory import Segment
 
 
-def arrives(batch: Any) -> Any:
-    """A batch after its way through a slot."""
+def arrives(batch: Any, output: torch.Tensor | None = None) -> Any:
+    """A batch after its way through a slot; of a tuple, an ``output`` of collation is item 3."""
     segment = Segment()
     allocator = SlotAllocator(segment)
     allocator.begin(0, segment.reserve(0, 0, 1 << 16), 1 << 20)
+    if output is not None:
+        made = allocator.output(len(output), tuple(output.shape[1:]), output.dtype)
+        assert made is not None
+        made.tensor.copy_(output)
+        batch = (*batch[:3], made.placeholder, *batch[3:])
     header_begin, header_end, spilled = Encoder(allocator).encode(batch)
     assert spilled is None
     header = bytes(allocator.view()[header_begin:header_end])
@@ -70,6 +75,33 @@ def test_an_array_arrives_as_by_pickles_default_protocol(
     assert_same(got[0], expected)
     assert got[0].dtype.byteorder == expected.dtype.byteorder
     assert got[0].strides == expected.strides
+
+
+class Buffered:
+    """An object whose own reduction leaves its bytes out of the pickle."""
+
+    def __init__(self, buffer: Any) -> None:
+        self.contents = bytes(buffer)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return Buffered, (pickle.PickleBuffer(self.contents),)
+
+
+def test_leaves_of_all_origins_keep_their_order() -> None:
+    batch = (
+        [Buffered(b"first"), torch.arange(3.0)],
+        np.arange(6).reshape(1, 2, 3),
+        torch.nn.Parameter(torch.ones(2, 2)),
+        Buffered(b"second"),
+        {"none": torch.ones(2, 0), "one": torch.tensor(5)},
+        torch.arange(120.0).view(2, 3, 4, 5).permute(0, 3, 1, 2),
+        torch.arange(4, dtype=torch.uint8).untyped_storage(),
+    )
+    output = torch.arange(8).reshape(4, 2)
+    got = arrives(batch, output)
+    assert_same((got[0][1], *got[1:3], got[3], *got[5:7]), (batch[0][1], *batch[1:3], output, *batch[4:6]))
+    assert (got[0][0].contents, got[4].contents) == (b"first", b"second")
+    assert got[7].tolist() == [0, 1, 2, 3]
 
 
 def test_views_of_one_storage_arrive_as_copies() -> None:
