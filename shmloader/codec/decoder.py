@@ -44,7 +44,8 @@ class Decoder:
             return read(anchor)
         table = table_of(header)
         wrap_all = self._tables.get(table) or self._learn_table(table)
-        if len(header) <= _MOST_HEADER_NBYTES and _comes_again(self._headers, header):
+        comes_again = len(header) <= _MOST_HEADER_NBYTES and _comes_again(self._headers, header)
+        if comes_again and self._tables.get(table) is not None:  # which may have been forgotten meanwhile
             self._headers[header] = _reader(header, wrap_all)
         return pickle.loads(header, buffers=wrap_all(anchor))
 
@@ -109,7 +110,7 @@ def _comes_again(known: dict[bytes, Any], key: bytes) -> bool:
 
 @functools.cache
 def _wrapping(head: int) -> tuple[Callable[..., Any], np.dtype[Any]]:
-    """The function that makes leaves of a head out of arrays, and the dtype of those."""
+    """The function that makes leaves of a head out of arrays, and the dtype of these arrays."""
     kind, code = unpack_head(head)
     return wrapper_of(kind, code), DTYPES[code].carrier
 

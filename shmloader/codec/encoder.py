@@ -59,7 +59,7 @@ class _BatchPickler(ForkingPickler):
 
 
 _ADDED = make_placeholder()
-"""Stands for the leaf that was added last: the pickler leaves it out before any other is added."""
+"""Stands for the leaf that was added last: the pickler meets it before any other is added."""
 
 
 class Encoder:

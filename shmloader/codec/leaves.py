@@ -4,6 +4,7 @@ A handler is called by the pickler for every object of its type. It adds the obj
 returns what the pickler is to write in the object's place (a reduction, as ``__reduce__`` returns): a call
 that puts the object together again around the placeholder of that leaf. In the main process the placeholder
 is the leaf, wrapped as its kind says: a tensor for ``TENSOR``, an ndarray for ``ARRAY`` and ``BYTES``.
+The pickler must meet the placeholder before another leaf is added: their order tells which row is whose.
 
 A type is added by one function in `HANDLERS`; a dtype by its name in `codec.layout`.
 """
@@ -43,10 +44,10 @@ class Add(Protocol):
             code: Position in ``DTYPES``.
             shape: Sizes in items.
             address: Of the first item, in the worker.
-            owner: Keeps the memory alive until it was copied.
+            owner: Keeps the memory alive until it is copied.
 
         Returns:
-            The placeholder that the pickler has to meet next.
+            The placeholder of this leaf. No other leaf may be added before the pickler meets it.
         """
 
 
@@ -57,7 +58,7 @@ Handler = Callable[[Any, Add], Any]
 def add_buffer(buffer: pickle.PickleBuffer, add: Add) -> None:
     """Add the memory of a buffer that an object's own reduction leaves out of the pickle."""
     array = np.frombuffer(buffer.raw(), np.uint8)
-    add(BYTES, _UINT8, array.shape, _address_of(array), buffer)
+    add(BYTES, _UINT8, array.shape, _address_of(array), array)  # which holds it though `buffer` is released
 
 
 # --- tensors

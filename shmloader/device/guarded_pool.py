@@ -91,7 +91,7 @@ class GuardedPool(SlotPool):
     def lease(self, slot: Slot) -> tuple[npt.NDArray[np.uint8], memoryview]:
         """See `SlotPool`; page-locks the slot if that can be had.
 
-        Not sooner: a slot that has an index batch yet, and no batch, is a page that its worker will grow.
+        Not sooner: while a slot holds only an index batch it is small, and its worker will grow it.
         """
         extent = self.map(slot)
         if self.guard is not None and slot.number not in self._tried:

@@ -12,7 +12,7 @@ import numpy as np
 from shmloader.device.driver import CudaDriver, DriverError
 
 MOST_S = 10.0
-"""Time that the device may take for the trial's copy."""
+"""Time that the device may take for each of the trial's two copies."""
 
 _NBYTES = 1 << 16
 _POLL_S = 0.0002
@@ -20,7 +20,7 @@ _unfinished: list[object] = []  # the device may still read it
 
 
 def why_unusable(driver: CudaDriver, device: int) -> str:
-    """Copy page-locked bytes to a device on a stream of their own, and read them back.
+    """Copy page-locked bytes to a device on a stream of their own, twice, and read them back.
 
     Returns:
         The reason why batches must not rely on the driver; "" if the bytes have arrived, or if memory cannot
@@ -34,7 +34,7 @@ def why_unusable(driver: CudaDriver, device: int) -> str:
         return ""
     try:
         why = ""
-        for _ in range(2):  # each event is used again, and in another way
+        for _ in range(2):  # each event is used again, some in another way
             arrived = _copy(driver, source, device)
             if arrived is None:
                 _unfinished.append(source)

@@ -13,7 +13,8 @@ from parity.compare import assert_same
 from torch.utils.data import default_collate
 
 from shmloader import DataLoader
-from shmloader.codec import Decoder, Encoder
+from shmloader.codec import Decoder, Encoder, decoder
+from shmloader.codec.layout import ARRAY, Leaf, join_header
 from shmloader.codec.slot_allocator import SlotAllocator
 from shmloader.shared_memory import Segment
 
@@ -104,6 +105,24 @@ def test_leaves_of_all_origins_keep_their_order() -> None:
     assert got[7].tolist() == [0, 1, 2, 3]
 
 
+def test_a_buffer_that_is_released_meanwhile_keeps_its_memory() -> None:
+    contents = bytearray(b"A" * 200_000)
+    buffer = pickle.PickleBuffer(contents)
+
+    class Lends:
+        def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+            return bytes, (buffer,)
+
+    class Releases:
+        def __reduce__(self) -> tuple[Any, ...]:
+            buffer.release()
+            with pytest.raises(BufferError, match="exports"):
+                contents.clear()
+            return str, ("released",)
+
+    assert arrives([Lends(), Releases()]) == [b"A" * 200_000, "released"]
+
+
 def test_views_of_one_storage_arrive_as_copies() -> None:
     whole = torch.arange(12.0).reshape(3, 4)
     batch = arrives([whole, whole[1], whole[:, 1:3], whole])
@@ -150,6 +169,33 @@ def test_a_header_that_comes_again_gives_the_same_in_new_containers(sample: obje
     for batch in batches:
         assert_same(batch, expected)
     assert len({id(batch) for batch in batches}) == 5
+
+
+def test_a_header_whose_table_was_forgotten_is_learnt_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    anchor = np.zeros(64, np.uint8)
+    mark = pickle.PickleBuffer(bytearray(1))
+
+    def header(size: int, text: str = "") -> bytes:
+        structure = pickle.dumps([mark, text], 5, buffer_callback=lambda _: None)
+        return join_header((structure,), (Leaf(ARRAY, 0, 0, (size,)).pack(),))
+
+    once: list[bytes] = []
+    wrap_once = decoder._wrap_once
+
+    def count(table: bytes, anchor: Any) -> list[Any]:
+        once.append(table)
+        return wrap_once(table, anchor)
+
+    monkeypatch.setattr(decoder, "_wrap_once", count)
+    decodes = Decoder()
+    decodes.decode(anchor, header(3))
+    for size in range(300):  # their long headers are not remembered, their tables are
+        decodes.decode(np.zeros(400, np.uint8), header(4 + size, "x" * 5000))
+    for _ in range(2):
+        decodes.decode(anchor, header(3))
+    once.clear()
+    assert decodes.decode(anchor, header(3))[0].shape == (3,)
+    assert once == []
 
 
 def test_a_header_that_comes_again_calls_nothing_of_the_program() -> None:
