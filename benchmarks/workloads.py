@@ -151,7 +151,7 @@ def list_into(dataset: Any, indices: list[int], out: Any) -> Any:
 
 def pad_into(dataset: Any, indices: list[int], out: Any) -> Any:
     """Pads without a loader. `pad_sequence` has no `out`, and its small results need no fresh pages."""
-    return pad_tokens([dataset[index] for index in indices])
+    return pad_tokens(list_into(dataset, indices, out))
 
 
 def take_into(dataset: Any, indices: list[int], out: Any) -> Any:
