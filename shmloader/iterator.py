@@ -251,8 +251,10 @@ class SlotIterator(torch_private.BaseIterator):
             if task.state is not ARRIVED:
                 if self._in_order or not ledger.arrived:
                     self._await(task)
-                    continue
-                task = next(iter(ledger.arrived.values()))
+                    if task.state is not ARRIVED:
+                        continue
+                else:
+                    task = next(iter(ledger.arrived.values()))
             batch = self._return(task)
             if not self._num_yielded:
                 self._counters.note_first_batch(task.answer.made_ns)

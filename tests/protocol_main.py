@@ -208,7 +208,7 @@ class Main:
             self.held[slot.number] = anchor
         elif len(self.held) < self.pool.base_slots - self.pool.most_tasks and seq != self.setting.parts:
             raise Broken(COPIES, f"batch {seq} was copied, but only {sorted(self.held)} are held")
-        if self.ledger.outstanding < self.pool.most_tasks:
+        if len(self.ledger.tasks) < self.pool.most_tasks:
             self._issue_task()
 
     def due_from(self) -> int | None:

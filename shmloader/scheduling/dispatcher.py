@@ -81,12 +81,10 @@ class Dispatcher:
 
     def send(self, worker_id: int, epoch: int, position: int, index_batch: object) -> None:
         """Send a task, with a slot to make its batch in."""
-        slot = self.pool.grant()
         payload = pack_index_batch(index_batch)
-        task = self.ledger.send(worker_id, epoch, position, payload, slot)
-        self._send_task(self.workers.workers[worker_id], task)
+        self._send_task(self.ledger.send(worker_id, epoch, position, payload, self.pool.grant()))
 
-    def _send_task(self, worker: Worker, task: Task) -> None:
+    def _send_task(self, task: Task) -> None:
         pool, slot, payload = self.pool, task.slot, task.payload
         nbytes = len(payload)
         if nbytes > INLINE_NBYTES:
@@ -94,7 +92,7 @@ class Dispatcher:
             payload = b""
         elif slot.nbytes == 0:
             pool.reserve(slot, 1)  # so that there is always room for a piece, or for an error
-        worker.send(
+        self.workers.workers[task.worker_id].send(
             pack_make_batch(
                 task.epoch,
                 task.seq,
@@ -238,9 +236,9 @@ class Dispatcher:
                 self.joining.discard(worker.worker_id)
 
     def _accept_batch(self, answer: Published) -> None:
-        pool, counters = self.pool, self.counters
+        pool, ledger, counters = self.pool, self.ledger, self.counters
         seq, slot_nbytes, _, used_nbytes, wait_ns, _, flags = answer
-        task = self.ledger.tasks[seq]
+        task = ledger.tasks.get(seq) or ledger.void_tasks[seq]
         task.answer, slot = answer, task.slot
         if flags & SPILLED:
             if task.state is not VOID:
@@ -251,14 +249,17 @@ class Dispatcher:
         if flags & DETACHED:
             counters.detached += 1
         if task.state is VOID:
-            self.ledger.finish(task)
+            ledger.end(task)
             pool.give_back(slot)
         else:
-            self.ledger.arrive(task)
+            ledger.arrive(task)
+
+    def _unanswered_task(self, seq: int) -> Task:
+        return self.ledger.tasks.get(seq) or self.ledger.void_tasks[seq]
 
     def _accept_piece(self, worker: Worker, answer: PieceReady) -> None:
         """Copy a piece of a batch that is larger than its slot, and ask for the next one."""
-        task = self.ledger.tasks[answer.seq]
+        task = self._unanswered_task(answer.seq)
         if task.state is not VOID:
             if task.spilled is None:
                 task.spilled, task.spilled_nbytes = np.empty(answer.total_nbytes, np.uint8), 0
@@ -268,10 +269,10 @@ class Dispatcher:
         worker.send(pack_send_next_piece(answer.seq))
 
     def _accept_end(self, worker: Worker, answer: StreamEnded) -> None:
-        task = self.ledger.tasks[answer.seq]
+        task = self._unanswered_task(answer.seq)
         if task.state is not VOID:
             self.ended_streams.append(worker.worker_id)
-        self.ledger.finish(task)
+        self.ledger.end(task)
         self.pool.publish(task.slot, answer.slot_nbytes, 0)
         self.pool.give_back(task.slot)
 
@@ -338,12 +339,12 @@ class Dispatcher:
     def _hand_over(self, worker: Worker, held: list[Task]) -> None:
         """Give a new worker the tasks of the one that it replaces, in the same order and the same slots."""
         for task in self.ledger.void_of(worker.worker_id):
-            self.ledger.finish(task)
+            self.ledger.end(task)
             self.pool.revoke(task.slot)
         self.joining.discard(worker.worker_id)
         for task in held:
             task.spilled = None
-            self._send_task(worker, task)
+            self._send_task(task)
 
     def _fail(self, worker: Worker, silent_s: float | None, held: list[Task], deaths: int) -> NoReturn:
         """Raise `WorkerDied` or `WorkerTimeout` for a worker; ``deaths`` are those at its first task."""

@@ -66,7 +66,7 @@ class FreeWorkers:
         Only if a worker has fewer than ``prefetch_factor``: a task that is sent early may be sent to a worker
         that is about to take long.
         """
-        if self._ledger.outstanding >= self.window or self._fewest() >= self._prefetch_factor:
+        if len(self._ledger.tasks) >= self.window or self._fewest() >= self._prefetch_factor:
             return False
         return self._pool.has_room_for_more()
 
@@ -90,8 +90,8 @@ class FreeWorkers:
         enough = min(self._prefetch_factor, _IN_HAND)
         if self._fewest() >= enough or not self._pool.has_room_for_more():
             return False
-        if self._ledger.outstanding >= self.window:
-            self._set_window(self._ledger.outstanding + 1)
+        if len(self._ledger.tasks) >= self.window:
+            self._set_window(len(self._ledger.tasks) + 1)
         return True
 
     def _fewest(self) -> int:

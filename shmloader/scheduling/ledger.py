@@ -63,18 +63,19 @@ class Ledger:
     """All tasks of one iterator.
 
     Attributes:
-        tasks: Unfinished tasks by ``seq``, in the order in which they were sent.
+        tasks: Tasks whose batch is wanted and was not returned yet, by ``seq``, in the order in which they
+            were sent.
         arrived: The tasks among them whose batch is here, by ``seq``, in order of arrival.
+        void_tasks: Tasks that were not answered yet and whose batch nobody wants, by ``seq``.
         epoch: Number of the present epoch, over the iterator's life.
-        outstanding: Tasks that were sent, and whose batch is wanted and was not returned yet.
-        unanswered: By worker: tasks that it has not answered.
+        unanswered: By worker: tasks that it has not answered, void ones included.
     """
 
     def __init__(self, num_workers: int) -> None:
         self.tasks: dict[int, Task] = {}
         self.arrived: dict[int, Task] = {}
+        self.void_tasks: dict[int, Task] = {}
         self.epoch = 0
-        self.outstanding = 0
         self.unanswered = [0] * num_workers
         self._sent = 0  # the next task's number
         self._due = 0  # no task before this number is wanted; looking it up is quicker than iterating
@@ -90,7 +91,6 @@ class Ledger:
         seq = self._sent
         task = self.tasks[seq] = Task(seq, epoch, position, worker_id, payload, slot)
         self._sent = seq + 1
-        self.outstanding += 1
         self.unanswered[worker_id] += 1
         return task
 
@@ -101,29 +101,29 @@ class Ledger:
         self.unanswered[task.worker_id] -= 1
 
     def finish(self, task: Task) -> None:
-        """Forget a task: its batch is being returned, or it has none."""
-        del self.tasks[task.seq]
-        if task.state is ARRIVED:
-            del self.arrived[task.seq]
-            self.outstanding -= 1
-        else:
-            self.unanswered[task.worker_id] -= 1
-            self.outstanding -= task.state is not VOID
-        if task.seq == self._due:
-            self._due += 1
+        """Forget a task that has arrived: its batch is being returned, or dropped."""
+        seq = task.seq
+        del self.tasks[seq], self.arrived[seq]
+        if seq == self._due:
+            self._due = seq + 1
 
     def void(self, task: Task) -> None:
         """Note that nobody wants the batch that a worker is making."""
+        self.void_tasks[task.seq] = self.tasks.pop(task.seq)
         task.state = VOID
         task.spilled = None
-        self.outstanding -= 1
+
+    def end(self, task: Task) -> None:
+        """Forget a task that its worker has ended without a batch that anybody wants."""
+        del (self.void_tasks if task.state is VOID else self.tasks)[task.seq]
+        self.unanswered[task.worker_id] -= 1
 
     # --- reading
 
     def due(self) -> Task | None:
         """The task whose batch is next in order; None if none of this epoch is outstanding."""
         task = self.tasks.get(self._due)
-        while task is None or task.state is VOID:
+        while task is None:
             if self._due >= self._sent:
                 return None
             self._due += 1
@@ -139,7 +139,7 @@ class Ledger:
 
     def unreturned_of(self, worker_id: int) -> int:
         """Number of a worker's tasks whose batch is wanted and was not returned yet."""
-        return sum(task.worker_id == worker_id and task.state is not VOID for task in self.tasks.values())
+        return sum(task.worker_id == worker_id for task in self.tasks.values())
 
     def held_by(self, worker_id: int | None) -> list[Task]:
         """Tasks that a worker (or any, for None) has not answered and whose batch is wanted, oldest first."""
@@ -151,6 +151,4 @@ class Ledger:
 
     def void_of(self, worker_id: int | None) -> list[Task]:
         """Tasks that a worker (or any, for None) has not answered and whose batch nobody wants."""
-        return [
-            task for task in self.tasks.values() if task.state is VOID and worker_id in (None, task.worker_id)
-        ]
+        return [task for task in self.void_tasks.values() if worker_id in (None, task.worker_id)]

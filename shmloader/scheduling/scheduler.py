@@ -118,7 +118,7 @@ class Scheduler:
             self._next_epoch.begin_epoch()
         if self._growth is not None:
             self._growth.begin_epoch()
-        for _ in range(self._budget.most_tasks - self._ledger.outstanding):
+        for _ in range(self._budget.most_tasks - len(self._ledger.tasks)):
             self._send_task()
 
     # --- tasks
@@ -157,7 +157,7 @@ class Scheduler:
     def send_more(self) -> None:
         """Send the tasks that are due after a batch was taken."""
         ledger, free_workers = self._ledger, self.free_workers
-        if ledger.outstanding < self._budget.most_tasks:
+        if len(ledger.tasks) < self._budget.most_tasks:
             self._send_task()
         elif free_workers is not None:
             free_workers.note_return()
@@ -165,7 +165,7 @@ class Scheduler:
                 pass
         if self._growth is not None:
             self._growth.note_return()
-            while ledger.outstanding < self._budget.most_tasks and self._send_task():
+            while len(ledger.tasks) < self._budget.most_tasks and self._send_task():
                 pass
 
     def note_wait(self, due: Task) -> None:

@@ -88,10 +88,10 @@ class TakesStaleBatches(Dispatcher):
     """A batch of the epoch before is taken for one of this epoch."""
 
     def _accept_batch(self, answer: Published) -> None:
-        stale = self.ledger.tasks[answer.seq]
-        if stale.state is TaskState.VOID:
+        stale = self.ledger.void_tasks.pop(answer.seq, None)
+        if stale is not None:
             stale.state, stale.epoch = TaskState.MAKING, self.ledger.epoch
-            self.ledger.outstanding += 1
+            self.ledger.tasks[answer.seq] = stale
         super()._accept_batch(answer)
 
 
@@ -105,7 +105,7 @@ class NeverContinues(Dispatcher):
     """A worker with a part of an abandoned batch is not told to go on."""
 
     def _accept_piece(self, worker: Any, answer: PieceReady) -> None:
-        if self.ledger.tasks[answer.seq].state is not TaskState.VOID:
+        if answer.seq in self.ledger.tasks:
             super()._accept_piece(worker, answer)
 
 

@@ -237,9 +237,13 @@ def test_a_number_that_the_program_sets_is_not_changed(three_cores: None) -> Non
 def test_worker_info_tells_the_most_workers_there_may_be(three_cores: None) -> None:
     """An array with a place for each worker has room for all."""
     with DataLoader(Info(100), num_workers="auto", persistent_workers=True) as loader:
-        found = torch.cat(list(loader))
-        assert set(found[:, 1].tolist()) == {3}
-        assert {0, 1} <= set(found[:, 0].tolist()) <= {0, 1, 2}
+        ids: set[int] = set()
+        deadline = time.monotonic() + 60
+        while not ids >= {0, 1} and time.monotonic() < deadline:  # a busy machine takes long to start one
+            found = torch.cat(list(loader))
+            assert set(found[:, 1].tolist()) == {3}
+            ids.update(found[:, 0].tolist())
+        assert {0, 1} <= ids <= {0, 1, 2}
 
 
 class Info(Draws):

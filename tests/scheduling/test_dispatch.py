@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, RandomSampler
 
 from shmloader import DataLoader
 from shmloader.scheduling.free_workers import FreeWorkers
-from shmloader.scheduling.ledger import Ledger
+from shmloader.scheduling.ledger import Ledger, Task
 from shmloader.slots import Slot
 
 # three workers on two cores
@@ -84,23 +84,24 @@ def test_the_next_slow_batch_finds_the_window_wide() -> None:
         wide = iterator._scheduler.free_workers.window
         assert 30 <= wide <= 70
         assert (
-            4 < iterator._dispatcher.ledger.outstanding <= wide
+            4 < len(iterator._dispatcher.ledger.tasks) <= wide
         )  # further ones were sent though nobody waits
         iterator.close()
 
 
 def test_the_window_narrows_by_one_for_a_whole_window_of_batches() -> None:
     pool, ledger = _Pool(), Ledger(2)
+    task = Task(0, 0, 0, 0, b"", Slot(0))
     free_workers = FreeWorkers(ledger, pool, 2, 2, 0.0)  # type: ignore[arg-type]
     while free_workers.window < 9:
-        ledger.outstanding = free_workers.window
+        ledger.tasks = dict.fromkeys(range(free_workers.window), task)
         assert free_workers.may_widen()
     assert pool.warm_slots == 11
     widths = []
     for _ in range(9 + 8 + 7 + 6 + 5 + 20):
-        ledger.outstanding = free_workers.window - 1
+        ledger.tasks = dict.fromkeys(range(free_workers.window - 1), task)
         assert free_workers.may_refill()
-        ledger.outstanding = free_workers.window
+        ledger.tasks = dict.fromkeys(range(free_workers.window), task)
         assert not free_workers.may_refill()
         free_workers.note_return()
         widths.append(free_workers.window)

@@ -28,7 +28,7 @@ class Pool:
         self.ledger = ledger
 
     def has_room_for_more(self) -> bool:
-        return self.ledger.outstanding < self.most
+        return len(self.ledger.tasks) < self.most
 
 
 class Scheduler:
@@ -90,7 +90,7 @@ class Scheduler:
         heapq.heappush(self.answers, (self.free_at[worker], self.sent))
         self.ledger.send(worker, 0, self.sent, b"", Slot(0))
         self.sent += 1
-        self.widest = max(self.widest, self.ledger.outstanding)
+        self.widest = max(self.widest, len(self.ledger.tasks))
         return True
 
     def widen(self) -> None:
@@ -101,7 +101,7 @@ class Scheduler:
 
     def take(self, seq: int) -> None:
         self.ledger.finish(self.ledger.tasks[seq])
-        if self.ledger.outstanding < self.pool.most_tasks:
+        if len(self.ledger.tasks) < self.pool.most_tasks:
             self.send()
         elif self.dynamic:
             self.free_workers.note_return()
