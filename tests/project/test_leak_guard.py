@@ -87,6 +87,7 @@ def guarded(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
     """Run a test file under the guard and return how it went."""
     monkeypatch.setenv("SHMLOADER_TEST_GRACE_S", "0.5")
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take longer than the test
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # which would give it another /dev/shm than ours
     pytester.makeconftest(CONFTEST)
 
     def run(tests: str) -> pytest.RunResult:
