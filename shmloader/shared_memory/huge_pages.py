@@ -15,11 +15,8 @@ import sys
 import time
 
 from shmloader.errors import SharedMemoryExhausted
-from shmloader.shared_memory.mapping import PAGE_NBYTES, Mapping
+from shmloader.shared_memory.mapping import HUGE_NBYTES, PAGE_NBYTES, map_aligned
 from shmloader.shared_memory.platform import libc
-
-HUGE_NBYTES = 2 << 20
-"""Size of a huge page."""
 
 _PIECE_NBYTES = 8 * HUGE_NBYTES  # asked for at once
 _MOST_PIECE_S = 0.025
@@ -50,7 +47,7 @@ def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> bool
     try:
         # Privately: a child that another thread forks meanwhile would keep a shared mapping, and a memfd that
         # has one cannot be sealed.
-        mapping = Mapping(end - begin, mmap.MAP_PRIVATE, fd, offset + begin, HUGE_NBYTES)
+        mapping, address = map_aligned(HUGE_NBYTES, end - begin, mmap.MAP_PRIVATE, fd, offset + begin)
     except SharedMemoryExhausted:  # of address space
         return False
     try:
@@ -59,7 +56,7 @@ def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> bool
             stop = min(start + _PIECE_NBYTES, end)
             for page in range(start, stop, HUGE_NBYTES):
                 os.posix_fallocate(fd, offset + page, PAGE_NBYTES)
-            if libc.madvise(mapping.address + start - begin, stop - start, _MADV_COLLAPSE) != 0:
+            if libc.madvise(address + start - begin, stop - start, _MADV_COLLAPSE) != 0:
                 # Anything else is an answer of this moment: no memory in one piece, a page in use.
                 _refused = ctypes.get_errno() == errno.EINVAL
                 return False

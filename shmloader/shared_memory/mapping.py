@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -15,10 +16,13 @@ from shmloader.errors import SharedMemoryExhausted
 from shmloader.shared_memory.platform import check_memory, libc
 
 PAGE_NBYTES = mmap.PAGESIZE
+HUGE_NBYTES = 2 << 20
+"""Size of a huge page."""
+
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MREMAP_REPLACING = 1 | 2 | 4  # MAYMOVE, FIXED, DONTUNMAP
 _MAP_FIXED = 0x10  # Python's `mmap` lacks it
-_PROT_NONE, _READ_WRITE = 0, 0x1 | 0x2  # not from Python's `mmap`: on Windows it lacks them
+_PROT_NONE, READ_WRITE = 0, 0x1 | 0x2  # not from Python's `mmap`: on Windows it lacks them
 MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 """Pages that nobody writes need no backing, so they are not to be charged for."""
 
@@ -29,7 +33,7 @@ def whole_pages(nbytes: int) -> int:
 
 
 class Extent:
-    """The memory of one slot as this process maps it.
+    """A part of a file, such as one slot, as this process maps it: see `map_file` for the arguments.
 
     The mapping lives as long as ``buffer`` does: arrays over it keep it alive after the segment is
     closed or has mapped the slot anew.
@@ -44,10 +48,10 @@ class Extent:
 
     __slots__ = ("address", "buffer", "nbytes", "view")
 
-    def __init__(self, address: int, nbytes: int, owner: object) -> None:
-        self.address = address
+    def __init__(self, nbytes: int, flags: int, fd: int, offset: int = 0) -> None:
+        owner, self.address = map_file(nbytes, flags, fd, offset)
         self.nbytes = nbytes
-        buffer: Any = (ctypes.c_ubyte * nbytes).from_address(address)
+        buffer: Any = (ctypes.c_ubyte * nbytes).from_address(self.address)
         buffer.owner = owner  # the array is the last thing that every view leads to
         self.buffer = buffer
         self.view = memoryview(buffer).cast("B")
@@ -58,11 +62,11 @@ class Extent:
         Views in this process keep their address and their values; writes to the slot through other mappings
         no longer reach them. Other threads may be reading: the copy takes the mapping's place in one step.
         """
-        copied = take_space(self.nbytes, _READ_WRITE, 0)  # all of it is written
+        copied = take_space(self.nbytes, READ_WRITE, 0)  # all of it is written
         source = address_of(copied)
         ctypes.memmove(source, self.address, self.nbytes)
         # The kernel charges for both places, and refuses only after it has unmapped the target: ask first.
-        take_space(self.nbytes, _READ_WRITE, 0).close()
+        take_space(self.nbytes, READ_WRITE, 0).close()
         # The source stays mapped, empty: in a hole, which its owner unmaps, others may map something.
         target = ctypes.c_void_p(self.address)
         if libc.mremap(source, self.nbytes, self.nbytes, _MREMAP_REPLACING, target) == _MAP_FAILED:
@@ -71,42 +75,6 @@ class Extent:
                 f"moving a mapping of {self.nbytes:,} bytes failed: {why} (it needs Linux 5.7). The worker "
                 "keeps a batch, or a view of one: have it keep a copy (`tensor.clone()`)."
             )
-
-
-class Mapping:
-    """A part of a file, for reading and writing, in this process's address space.
-
-    It is unmapped when this object dies. An exception (a Ctrl-C, say) may come between any two instructions
-    of Python, so the file is never mapped without an owner. First a Python ``mmap`` takes the address space,
-    which C makes and frees in one step each; then the file is mapped there. The ``mmap`` is anonymous because
-    one of a file would hold a descriptor (docs/decisions/0028).
-
-    Attributes:
-        address: Where it starts, a multiple of the page size.
-    """
-
-    __slots__ = ("_space", "address")
-
-    def __init__(self, nbytes: int, flags: int, fd: int, offset: int, alignment: int = PAGE_NBYTES) -> None:
-        """Map ``nbytes`` of a file, which may be closed afterwards.
-
-        The address is a multiple of ``alignment``: huge pages need theirs. For ``flags`` see `map_over`.
-
-        Raises:
-            SharedMemoryExhausted: If there is no address space for it.
-        """
-        whole_nbytes = -(-nbytes // alignment) * alignment
-        # Linux (6.7) begins a mapping of whole huge pages at a multiple of their size.
-        self._space = take_space(whole_nbytes, _PROT_NONE)
-        if address_of(self._space) % alignment:
-            del self._space
-            self._space = take_space(whole_nbytes + alignment, _PROT_NONE)
-        begin = -address_of(self._space) % alignment
-        self.address = map_over(self._space, nbytes, flags, fd, offset, begin)
-
-    def close(self) -> None:
-        """Unmap it now."""
-        self._space.close()
 
 
 def take_space(nbytes: int, protection: int, flags: int = MAP_NORESERVE) -> mmap.mmap:
@@ -129,34 +97,47 @@ def address_of(space: mmap.mmap) -> int:
     return int(np.frombuffer(space, np.uint8, 1).ctypes.data)
 
 
-def map_over(
-    space: mmap.mmap,
-    nbytes: int,
-    flags: int,
-    fd: int,
-    offset: int,
-    begin: int = 0,
-    protection: int = _READ_WRITE,
-) -> int:
-    """Map a part of a file over address space at ``begin``, both in whole pages; gives the address.
+def map_file(
+    nbytes: int, flags: int, fd: int, offset: int = 0, protection: int = READ_WRITE
+) -> tuple[mmap.mmap, int]:
+    """Map a part of a file, which may be closed then; gives the owner of the mapping, and its address.
 
-    It belongs to the space's owner then, and the file may be closed. ``flags`` are ``MAP_SHARED``, or
-    ``MAP_PRIVATE`` with or without `MAP_NORESERVE`.
+    The death of the owner unmaps it, and so does its ``close()``. ``flags`` are ``MAP_SHARED``, or
+    ``MAP_PRIVATE`` with or without `MAP_NORESERVE`. From `HUGE_NBYTES` on the address is a multiple of that,
+    unless there is too little address space.
 
     Raises:
-        SharedMemoryExhausted: If the system refuses.
+        SharedMemoryExhausted: If there is no address space for it.
         LoaderError: If there is no C library to call.
     """
     if libc is None:
         check_memory()
-    if begin + nbytes > len(space):
-        raise ValueError(
-            f"{nbytes:,} bytes from {begin:,} on do not fit into address space of {len(space):,}"
-        )
-    address = address_of(space) + begin
+    if nbytes >= HUGE_NBYTES:
+        with contextlib.suppress(SharedMemoryExhausted):  # there may be just enough without
+            return map_aligned(HUGE_NBYTES, nbytes, flags, fd, offset, protection)
+    return map_aligned(PAGE_NBYTES, nbytes, flags, fd, offset, protection)
+
+
+def map_aligned(
+    alignment: int, nbytes: int, flags: int, fd: int, offset: int, protection: int = READ_WRITE
+) -> tuple[mmap.mmap, int]:
+    """Do what `map_file` does, at a multiple of ``alignment`` in any case.
+
+    An exception (a Ctrl-C, say) may come between any two instructions of Python, so the file is never mapped
+    without an owner. First a Python ``mmap`` takes the address space, which C makes and frees in one step
+    each; then the file is mapped there. The ``mmap`` is anonymous because one of a file would hold a
+    descriptor (docs/decisions/0028).
+    """
+    whole_nbytes = -(-nbytes // alignment) * alignment
+    # Linux (6.7) begins a mapping of whole huge pages at a multiple of their size.
+    space = take_space(whole_nbytes, _PROT_NONE)
+    if address_of(space) % alignment:
+        del space
+        space = take_space(whole_nbytes + alignment, _PROT_NONE)
+    address = -(-address_of(space) // alignment) * alignment
     if libc.mmap(address, nbytes, protection, flags | _MAP_FIXED, fd, offset) == _MAP_FAILED:
         raise _refused(nbytes, ctypes.get_errno())
-    return address
+    return space, address
 
 
 def _refused(nbytes: int, code: int) -> SharedMemoryExhausted:
@@ -177,6 +158,4 @@ def map_copy_on_write(fd: int, nbytes: int) -> Extent:
     Raises:
         SharedMemoryExhausted: If there is no address space for it.
     """
-    nbytes = whole_pages(nbytes)
-    mapping = Mapping(nbytes, mmap.MAP_PRIVATE | MAP_NORESERVE, fd, 0)
-    return Extent(mapping.address, nbytes, mapping)
+    return Extent(whole_pages(nbytes), mmap.MAP_PRIVATE | MAP_NORESERVE, fd)

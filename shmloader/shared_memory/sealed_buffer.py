@@ -29,8 +29,14 @@ import numpy as np
 from shmloader.errors import SharedMemoryExhausted
 from shmloader.shared_memory.descriptor import Descriptor
 from shmloader.shared_memory.headroom import check_headroom, exhausted
-from shmloader.shared_memory.huge_pages import HUGE_NBYTES, make_pages_huge, take_huge_pages
-from shmloader.shared_memory.mapping import MAP_NORESERVE, PAGE_NBYTES, map_over, take_space, whole_pages
+from shmloader.shared_memory.huge_pages import make_pages_huge, take_huge_pages
+from shmloader.shared_memory.mapping import (
+    MAP_NORESERVE,
+    PAGE_NBYTES,
+    READ_WRITE,
+    map_file,
+    whole_pages,
+)
 from shmloader.shared_memory.platform import check_memory
 
 ALIGNMENT = 64
@@ -44,9 +50,6 @@ _MOST_GROWTH_NBYTES = 256 << 20
 _LEAST_WORKING_NBYTES = 16 << 20
 _MOST_WRITE_NBYTES = 1 << 30  # Linux writes at most 2 GiB at a time
 _HUGE_SHARE, _LEAST_HUGE_S = 0.1, 0.05  # of the time that building takes, for huge pages once it is done
-
-_READ_WRITE = 0x1 | 0x2  # not from Python's `mmap`: on Windows it lacks them
-
 
 Buffer = Any
 """An object with the buffer protocol that is contiguous: bytes, a memoryview, an ndarray of a plain dtype."""
@@ -67,13 +70,13 @@ class SharedBuffer:
             ``multiprocessing`` did not start, send it over a UNIX socket and call `SharedBuffer` there.
         nbytes: Length.
         mapping: The memory as a Python ``mmap``, whose slices are bytes: the quickest way to read some.
-            It may be longer than ``nbytes``, and does not keep the descriptor.
+            It may begin before ``address`` and be longer than ``nbytes``; it does not keep the descriptor.
         address: Where it is mapped here.
     """
 
     __slots__ = ("__weakref__", "address", "fd", "mapping", "nbytes")
 
-    def __init__(self, fd: int, nbytes: int, protection: int = _READ_WRITE) -> None:
+    def __init__(self, fd: int, nbytes: int, protection: int = READ_WRITE) -> None:
         """Map a sealed object, whose descriptor this buffer owns from now on.
 
         Without ``PROT_WRITE`` there is no `private`, and nothing is charged for it.
@@ -84,12 +87,8 @@ class SharedBuffer:
         self.fd = fd
         self.nbytes = nbytes
         os.set_inheritable(fd, False)
-        # Given the descriptor, Python's mmap would keep a duplicate of it. So it maps anonymous memory, which
-        # nobody touches, and the store is mapped over it.
-        length = max(nbytes, 1)
-        self.mapping = _space_for(length, protection)
         flags = mmap.MAP_PRIVATE | MAP_NORESERVE
-        self.address = map_over(self.mapping, length, flags, fd, 0, protection=protection)
+        self.mapping, self.address = map_file(max(nbytes, 1), flags, fd, protection=protection)
         _buffers[self.address] = self
 
     def __del__(self, close: Any = os.close) -> None:
@@ -261,11 +260,3 @@ class BufferBuilder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _space_for(nbytes: int, protection: int) -> mmap.mmap:
-    """Take untouched address space, in whole huge pages: see `Mapping` for their alignment."""
-    if nbytes >= HUGE_NBYTES:
-        with contextlib.suppress(SharedMemoryExhausted):  # there is not that much
-            return take_space(-(-nbytes // HUGE_NBYTES) * HUGE_NBYTES, protection)
-    return take_space(nbytes, protection)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import mmap
 import os
@@ -12,8 +11,8 @@ from shmloader.errors import SharedMemoryExhausted
 from shmloader.host.held_interrupts import HeldInterrupts
 from shmloader.shared_memory.descriptor import Descriptor
 from shmloader.shared_memory.headroom import check_headroom, exhausted
-from shmloader.shared_memory.huge_pages import HUGE_NBYTES, take_huge_pages
-from shmloader.shared_memory.mapping import Extent, Mapping, whole_pages
+from shmloader.shared_memory.huge_pages import take_huge_pages
+from shmloader.shared_memory.mapping import Extent, whole_pages
 from shmloader.shared_memory.platform import libc
 
 SLOT_STRIDE = 1 << 38
@@ -80,14 +79,7 @@ class Segment:
         Raises:
             SharedMemoryExhausted: If this process has no address space for it.
         """
-        fd, offset = self._descriptor.fd, slot * SLOT_STRIDE
-        mapping = None
-        if nbytes >= HUGE_NBYTES:
-            with contextlib.suppress(SharedMemoryExhausted):  # there may be just enough without
-                mapping = Mapping(nbytes, mmap.MAP_SHARED, fd, offset, HUGE_NBYTES)
-        if mapping is None:
-            mapping = Mapping(nbytes, mmap.MAP_SHARED, fd, offset)
-        return Extent(mapping.address, nbytes, mapping)
+        return Extent(nbytes, mmap.MAP_SHARED, self._descriptor.fd, slot * SLOT_STRIDE)
 
     def discard(self, slot: int, nbytes: int, kept_nbytes: int = 0) -> None:
         """Give a slot's memory back to the host, but for its first ``kept_nbytes`` (whole pages).

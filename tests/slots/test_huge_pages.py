@@ -19,7 +19,7 @@ from loading import Numbered
 from shmloader import DataLoader, SharedMemoryExhausted, share
 from shmloader.shared_memory import PAGE_NBYTES, Segment, huge_pages, sealed_buffer
 from shmloader.shared_memory.huge_pages import HUGE_NBYTES
-from shmloader.shared_memory.mapping import Mapping
+from shmloader.shared_memory.mapping import map_aligned
 from shmloader.shared_memory.sealed_buffer import BufferBuilder
 
 SMALL_END = 3 * PAGE_NBYTES
@@ -176,14 +176,18 @@ def test_a_child_that_is_forked_meanwhile_does_not_stop_the_sealing(
 ) -> None:
     children: list[int] = []
 
-    class ForkFirst(Mapping):
-        def close(self) -> None:  # as another thread may
+    def map_and_fork(*arguments: int) -> tuple[SimpleNamespace, int]:
+        mapping, address = map_aligned(*arguments)
+
+        def fork_first() -> None:  # as another thread may
             if not (pid := os.fork()):
                 signal.pause()
             children.append(pid)
-            super().close()
+            mapping.close()
 
-    monkeypatch.setattr(huge_pages, "Mapping", ForkFirst)
+        return SimpleNamespace(close=fork_first), address
+
+    monkeypatch.setattr(huge_pages, "map_aligned", map_and_fork)
     try:
         assert share(torch.ones(HUGE_NBYTES, dtype=torch.uint8))[5].item() == 1
         assert children

@@ -21,7 +21,7 @@ import shmloader
 from shmloader import SharedMemoryExhausted
 from shmloader.shared_memory import PAGE_NBYTES, Segment, map_copy_on_write, mapping
 from shmloader.shared_memory.huge_pages import HUGE_NBYTES
-from shmloader.shared_memory.mapping import Mapping, address_of, map_over, take_space
+from shmloader.shared_memory.mapping import address_of, map_aligned, take_space
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts address space in /proc")
@@ -242,11 +242,11 @@ def test_an_alignment_that_the_system_does_not_give_is_had_from_more_space(nbyte
     with tempfile.TemporaryFile() as file:
         file.truncate(nbytes)
         before = address_space_nbytes()
-        kept = [Mapping(nbytes, 1, file.fileno(), 0, alignment) for _ in range(3)]
-        assert {one.address % alignment for one in kept} == {0}
-        assert len({one.address for one in kept}) == 3
-        assert all(mapped(one.address, nbytes) for one in kept)
-        ctypes.memset(kept[0].address + nbytes - 3, 7, 3)
+        kept = [map_aligned(alignment, nbytes, 1, file.fileno(), 0) for _ in range(3)]
+        assert {address % alignment for _, address in kept} == {0}
+        assert len({address for _, address in kept}) == 3
+        assert all(mapped(address, nbytes) for _, address in kept)
+        ctypes.memset(kept[0][1] + nbytes - 3, 7, 3)
         file.seek(nbytes - 4)
         assert file.read() == b"\0\7\7\7"
         kept.clear()
@@ -280,14 +280,6 @@ def test_what_is_alive_at_the_interpreters_end_ends_without_a_word(what: str) ->
         torch.kept = {what}
         """
     assert python(code) == ""
-
-
-def test_nothing_is_mapped_beyond_the_space() -> None:
-    with (
-        tempfile.TemporaryFile() as file,
-        pytest.raises(ValueError, match=r"8,192 bytes from 0 on do not fit into .* 4,096"),
-    ):
-        map_over(take_space(4096, 0), 8192, 1, file.fileno(), 0)
 
 
 def test_a_refusal_says_what_was_refused() -> None:

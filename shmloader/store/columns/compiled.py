@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import types as arrow
 
+from shmloader.shared_memory.mapping import address_of
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.columns.types import ClassFinder
 
@@ -86,7 +87,7 @@ class Scope:
         memory = self.memory
         if buffer is None or memory is None or not 0 <= buffer.address - memory.address < memory.nbytes:
             return self.bind(b"" if buffer is None else memoryview(buffer)), ""
-        return self.bind(memory.mapping), f"{self.bind(buffer.address - memory.address)} + "
+        return self.bind(memory.mapping), f"{self.bind(buffer.address - address_of(memory.mapping))} + "
 
     def following(self) -> str:
         """A name for the number of the next row."""
