@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,8 @@ from shmloader.host.held_interrupts import HeldInterrupts
 
 _REFUSALS = (errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EOPNOTSUPP)
 """Answers of a sandbox (gVisor, a seccomp filter) to a system call that it does not let through."""
+
+_allowed: set[str] = set()  # functions of `os` that have done their work here, so they are tried no more
 
 
 def _load_libc() -> tuple[Any, str | None]:
@@ -47,7 +48,7 @@ def why_unavailable() -> str | None:
 
     The first call tries the system calls. It needs two descriptors for a moment.
     """
-    return _why_no_memory() or _why_missing("eventfd") or _why_refused(_try_wakeup)
+    return _why_no_memory() or _why_no("eventfd", lambda: os.close(os.eventfd(0)))
 
 
 def check_memory() -> None:
@@ -61,50 +62,30 @@ def check_memory() -> None:
 
 
 def _why_no_memory() -> str | None:
-    missing = _why_missing("memfd_create") or _why_missing("posix_fallocate")
-    return missing or _why_no_libc or _why_refused(_try_memory)
+    no_file = _why_no("memfd_create", lambda: os.close(os.memfd_create("shmloader-attempt")))
+    return no_file or _why_no("posix_fallocate", _reserve_a_page) or _why_no_libc
 
 
-def _why_missing(name: str) -> str | None:
-    return None if hasattr(os, name) else f"Python's os.{name} is missing"
+def _reserve_a_page() -> None:
+    fd = os.memfd_create("shmloader-attempt")
+    try:
+        os.posix_fallocate(fd, 0, 1)
+    finally:
+        os.close(fd)
 
 
-def _why_refused(attempt: Callable[[], str | None]) -> str | None:
-    """The refusal that an attempt found, or None. Other errors are left to the call that is meant."""
+def _why_no(name: str, attempt: Callable[[], None]) -> str | None:
+    """The reason why a function of ``os`` cannot be used; ``attempt`` tries it."""
+    if not hasattr(os, name):
+        return f"Python's os.{name} is missing"
+    if name in _allowed:
+        return None
     with HeldInterrupts():
         try:
-            return attempt()
-        except OSError:  # no descriptor or no memory is left now: the attempt is made again next time
-            return None
-
-
-@functools.cache
-def _try_memory() -> str | None:
-    """The first system call for memory that the system refuses; any other error of one is raised."""
-    fd, name = -1, "memfd_create"
-    try:
-        fd = os.memfd_create("shmloader-attempt")
-        name = "posix_fallocate"
-        os.posix_fallocate(fd, 0, 1)
-    except OSError as error:
-        return _refusal(name, error)
-    finally:
-        if fd >= 0:
-            os.close(fd)
+            attempt()
+        except OSError as error:
+            if error.errno in _REFUSALS:
+                return f"the system refuses os.{name} ({error.strerror})"
+            return None  # no descriptor or no memory is left now: it is left to the call that is meant
+    _allowed.add(name)
     return None
-
-
-@functools.cache
-def _try_wakeup() -> str | None:
-    """See `_try_memory`; for what wakes the main process."""
-    try:
-        os.close(os.eventfd(0))
-    except OSError as error:
-        return _refusal("eventfd", error)
-    return None
-
-
-def _refusal(name: str, error: OSError) -> str:
-    if error.errno not in _REFUSALS:
-        raise error
-    return f"the system refuses os.{name} ({error.strerror})"
