@@ -7,6 +7,7 @@ page of a part that has one page at least. So one page of each part is reserved,
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -50,7 +51,7 @@ def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> bool
         mapping, address = map_aligned(HUGE_NBYTES, end - begin, mmap.MAP_PRIVATE, fd, offset + begin)
     except SharedMemoryExhausted:  # of address space
         return False
-    try:
+    with contextlib.closing(mapping):
         for start in range(begin, end, _PIECE_NBYTES):
             began_s = time.thread_time()  # not the time that others have had the processor
             stop = min(start + _PIECE_NBYTES, end)
@@ -62,8 +63,6 @@ def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> bool
                 return False
             if time.thread_time() - began_s > _MOST_PIECE_S:
                 return False
-    finally:
-        mapping.close()
     return True
 
 

@@ -197,19 +197,6 @@ class BufferBuilder:
             raise exhausted(failed, grow_nbytes, spare=spare, advice=_ADVICE) from error
         self.reserved_nbytes = nbytes
 
-    def _make_room(self, nbytes: int, alignment: int) -> int:
-        """The offset of the next ``nbytes`` aligned bytes, reserved."""
-        offset = -(-self.nbytes // alignment) * alignment
-        end = offset + nbytes
-        if end > self.reserved_nbytes:
-            # A sixteenth ahead: few system calls, and little more than what is needed at the peak.
-            ahead = min(max(self.reserved_nbytes // 16, PAGE_NBYTES), _MOST_GROWTH_NBYTES)
-            try:
-                self.reserve(whole_pages(end + ahead))
-            except SharedMemoryExhausted:
-                self.reserve(whole_pages(end))
-        return offset
-
     def append(self, data: Buffer, alignment: int = ALIGNMENT) -> int:
         """Append the bytes of one contiguous buffer.
 
@@ -221,8 +208,16 @@ class BufferBuilder:
         """
         view = memoryview(data)
         view = view.cast("B") if view.nbytes else memoryview(b"")  # a zero in its shape cannot be cast
-        offset = self._make_room(view.nbytes, alignment)
-        self.nbytes = offset + view.nbytes
+        offset = -(-self.nbytes // alignment) * alignment
+        end = offset + view.nbytes
+        if end > self.reserved_nbytes:
+            # A sixteenth ahead: few system calls, and little more than what is needed at the peak.
+            ahead = min(max(self.reserved_nbytes // 16, PAGE_NBYTES), _MOST_GROWTH_NBYTES)
+            try:
+                self.reserve(whole_pages(end + ahead))
+            except SharedMemoryExhausted:
+                self.reserve(whole_pages(end))
+        self.nbytes = end
         done = 0
         while done < view.nbytes:
             done += os.pwrite(self._fd, view[done : done + _MOST_WRITE_NBYTES], offset + done)
