@@ -1,4 +1,4 @@
-"""Messages for too little memory: the one warning that a loader gives, and figures for errors."""
+"""Messages for too little memory: the one warning that a loader gives."""
 
 from __future__ import annotations
 
@@ -59,14 +59,6 @@ def refused_by_host(nbytes: int) -> str:
         f"the host gave a slot less shared memory than its batch of {nbytes:,} bytes needs: batches "
         f"{_COPIED}. Available are {memory_headroom().available_nbytes:,} bytes of memory; address space "
         "(ulimit -v) and the size of files (ulimit -f) may be limited too."
-    )
-
-
-def figures(budget: Budget, reserved_nbytes: int) -> str:
-    """A sentence on what the slots take, for the error of a worker that was killed."""
-    return (
-        f"The loader's slots have {reserved_nbytes:,} bytes of shared memory (their budget is "
-        f"{budget.nbytes:,}), its largest batch {budget.largest_nbytes:,}."
     )
 
 

@@ -303,11 +303,9 @@ class SlotPool:
         for slot in self.slots:
             self._unmap(slot)
             if slot.state not in (_LEASED, _GUARDED):
-                # A worker that has ended may have grown its slot and not have said so.
-                granted_nbytes = slot.limit_nbytes if slot.state is _GRANTED else 0
-                nbytes = max(slot.nbytes, granted_nbytes)
-                if nbytes and not (granted_nbytes and self.keeps_granted):
-                    self.segment.discard(slot.number, nbytes)
+                if slot.state is not _GRANTED or not self.keeps_granted:
+                    # A worker that has ended may have grown its slot up to the limit and not have said so.
+                    self.segment.discard(slot.number, slot.limit_nbytes)
                 slot.state, slot.nbytes, slot.used_nbytes = _FREE, 0, 0
         self.segment.close()
 
@@ -372,7 +370,10 @@ class SlotPool:
 
     def figures(self) -> str:
         """A sentence on what the slots take, for the error of a worker that was killed."""
-        return memory_warnings.figures(self.budget, self.reserved_nbytes())
+        return (
+            f"The loader's slots have {self.reserved_nbytes():,} bytes of shared memory (their budget is "
+            f"{self.budget.nbytes:,}), its largest batch {self.budget.largest_nbytes:,}."
+        )
 
     def _count_spill(self, nbytes: int) -> None:
         self.counters.spills += 1

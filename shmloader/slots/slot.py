@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,7 @@ class Lease(weakref.ref[npt.NDArray[np.uint8]]):
     slot: Slot
 
 
+@dataclass(eq=False, slots=True)
 class Slot:
     """One slot as the main process sees it.
 
@@ -43,28 +45,18 @@ class Slot:
         limit_nbytes: Bytes up to which a worker may grow it.
         used_nbytes: Bytes of the batch in it, 0 while free.
         unguarded: Whether its lease ends only after every read of it by an accelerator.
+        extent: Its memory in this process, once it was mapped.
+        lease: The lease on it, while there is one.
     """
 
-    __slots__ = (
-        "extent",
-        "lease",
-        "limit_nbytes",
-        "nbytes",
-        "number",
-        "state",
-        "unguarded",
-        "used_nbytes",
-    )
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.state = SlotState.FREE
-        self.nbytes = 0
-        self.limit_nbytes = 0
-        self.used_nbytes = 0
-        self.unguarded = False
-        self.extent: Extent | None = None
-        self.lease: Lease | None = None
+    number: int
+    state: SlotState = SlotState.FREE
+    nbytes: int = 0
+    limit_nbytes: int = 0
+    used_nbytes: int = 0
+    unguarded: bool = False
+    extent: Extent | None = None
+    lease: Lease | None = None
 
     @property
     def state_now(self) -> SlotState:
