@@ -253,6 +253,21 @@ def test_an_alignment_that_the_system_does_not_give_is_had_from_more_space(nbyte
         assert address_space_nbytes() - before < alignment
 
 
+def test_a_store_is_read_where_its_address_space_begins_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does before Linux 6.7, where an alignment takes more space than the store."""
+    alignment = 2 * HUGE_NBYTES
+    monkeypatch.setattr(mapping, "HUGE_NBYTES", alignment)
+    texts = [str(number) * (alignment // 8) for number in range(9)]
+    kept: list[Any] = []
+    for number in range(30):
+        kept += take_space((1 + number % 3) * HUGE_NBYTES, 0), (store := shmloader.share(texts))
+        assert store.buffer.address % alignment == 0
+        assert list(store) == texts
+        if address_of(store.buffer.mapping) < store.buffer.address:
+            return
+    raise AssertionError("all began where their address space does")
+
+
 def test_address_space_is_of_huge_pages_where_a_slot_is_as_large() -> None:
     """The mappings before it do not matter."""
     segment = Segment()
