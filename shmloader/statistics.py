@@ -153,25 +153,24 @@ class LoaderStatistics:
         if not self.batches or not total_s:
             return "No batch has been returned yet."
         if self.in_process_s:
-            made = _share(self.in_process_s, total_s)
-            return (
-                f"There are no workers: next() made the batches itself, in {made}; workers would save that."
-            )
+            made = f"next() made the batches itself, in {_share(self.in_process_s, total_s)}"
+            return f"There are no workers: {made}; workers would save that."
         start_s = self.wait_for_starts_s
         work_s = self.wait_for_workers_s - start_s
+        waited = f"next() waited {_share(self.wait_for_workers_s, total_s)}"
         if max(start_s, work_s) < _LEAST_WAIT * total_s:
-            waited = _share(self.wait_for_workers_s, total_s)
-            return f"Your loop is the bottleneck: next() waited {waited}; more workers would not help."
+            return f"Your loop is the bottleneck: {waited}; more workers would not help."
         if work_s < start_s:
-            waited = f"{_share(start_s, total_s)} until they had started"
-            advice = "without persistent_workers=True they start in each epoch"
-            return f"The start of the workers is the bottleneck: next() waited {waited}; {advice}."
-        waited = _share(self.wait_for_workers_s, total_s)
-        advice = "more workers or quicker samples would help"
+            return (
+                f"The start of the workers is the bottleneck: next() waited {_share(start_s, total_s)} until "
+                "they had started; without persistent_workers=True they start in each epoch."
+            )
         if self.wait_for_first_batches_s - start_s > work_s / 2:
-            waited += ", mostly for the first batch of an epoch"
-            advice = "quicker samples would help, and prefetch_epochs=True may"
-        return f"The workers are the bottleneck: next() waited {waited}; {advice}."
+            return (
+                f"The workers are the bottleneck: {waited}, mostly for the first batch of an epoch; quicker "
+                "samples would help, and prefetch_epochs=True may."
+            )
+        return f"The workers are the bottleneck: {waited}; more workers or quicker samples would help."
 
     def __str__(self) -> str:
         if self.torchs_way:

@@ -187,7 +187,7 @@ class Scheduler:
 
     def is_active(self, worker_id: int) -> bool:
         """Whether a worker may still have batches in this epoch."""
-        return self.free_workers is not None or self._turns.is_active(worker_id)
+        return self._turns.is_active(worker_id)
 
     def drop_out(self, worker_id: int) -> None:
         """Give a worker no more tasks in this epoch, and its turn to another one."""
