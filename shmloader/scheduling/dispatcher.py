@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NoReturn
 
 import numpy as np
@@ -171,7 +171,16 @@ class Dispatcher:
             WorkerTimeout: If nothing came within the timeout, and no worker is to be replaced for it.
             LoaderClosed: If the loader was closed meanwhile, by another thread.
         """
-        ready = self._sleep()
+        lifecycle = self.lifecycle
+        began_ns = time.perf_counter_ns()
+        before, lifecycle.phase = lifecycle.phase, WAITING
+        ready = self.workers.wait(self._timeout_s)
+        lifecycle.phase = before
+        self._note_wait(time.perf_counter_ns() - began_ns)
+        if self.workers.interrupted:
+            raise lifecycle.expect(
+                LoaderClosed("the loader was closed by another thread while this one waited for a batch")
+            )
         if not ready:
             self._recover(self._silent_worker(due_from), self._timeout_s)
         self._take_in(ready)
@@ -206,19 +215,6 @@ class Dispatcher:
             now_ns = time.perf_counter_ns()
         self._note_wait(now_ns - began_ns)
         return records
-
-    def _sleep(self) -> Sequence[Worker]:
-        lifecycle = self.lifecycle
-        began_ns = time.perf_counter_ns()
-        before, lifecycle.phase = lifecycle.phase, WAITING
-        ready = self.workers.wait(self._timeout_s)
-        lifecycle.phase = before
-        self._note_wait(time.perf_counter_ns() - began_ns)
-        if self.workers.interrupted:
-            raise lifecycle.expect(
-                LoaderClosed("the loader was closed by another thread while this one waited for a batch")
-            )
-        return ready
 
     def _note_wait(self, wait_ns: int) -> None:
         self._wait_ns = wait_ns

@@ -223,10 +223,6 @@ class BufferBuilder:
             done += os.pwrite(self._fd, view[done : done + _MOST_WRITE_NBYTES], offset + done)
         return offset
 
-    def fileno(self) -> int:
-        """The descriptor; -1 once sealed or closed."""
-        return self._fd
-
     def seal(self) -> SharedBuffer:
         """Make the memory exactly as long as what was appended, and read-only for everybody, for good."""
         os.ftruncate(self._fd, self.nbytes)

@@ -208,7 +208,7 @@ def test_what_an_error_leaves_reserved_is_given_back() -> None:
                 out.reserve(8 * HUGE_NBYTES)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert os.fstat(out.fileno()).st_blocks * 512 == reserved_nbytes
+        assert os.fstat(out._fd).st_blocks * 512 == reserved_nbytes
         assert np.frombuffer(out.seal().view, np.uint8).all()
 
 
@@ -232,7 +232,7 @@ def test_a_store_that_grows_bit_by_bit_has_huge_pages_too(
     with BufferBuilder() as out:
         for number in range(12):  # of 1 MiB each
             out.append(piece + number)
-        assert os.fstat(out.fileno()).st_blocks * 512 == out.reserved_nbytes
+        assert os.fstat(out._fd).st_blocks * 512 == out.reserved_nbytes
         buffer = out.seal()
     contents = np.frombuffer(buffer.view, np.uint32).reshape(12, -1)
     assert (contents == piece + np.arange(12, dtype=np.uint32)[:, None]).all()
