@@ -195,10 +195,8 @@ class LoaderStatistics:
             first, start = _time(self.wait_for_first_batches_s), _time(self.wait_for_starts_s)
             parts = f"{first} of it for first batches, {start} until workers started"
             yield "next() waited for workers", f"{_time(self.wait_for_workers_s)}, {parts}"
-            yield (
-                "workers waited for slots",
-                f"{_time(self.workers_wait_for_slots_s)}, summed over the workers",
-            )
+            summed = f"{_time(self.workers_wait_for_slots_s)}, summed over the workers"
+            yield "workers waited for slots", summed
         if self.wait_for_device_s:
             yield "next() waited for the accelerator", _time(self.wait_for_device_s)
         slots = {
