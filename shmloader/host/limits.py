@@ -94,10 +94,9 @@ def _cgroup_headroom(folder: Path) -> Headroom | None:
             if limit_text == "max" or int(limit_text) >= _UNLIMITED:
                 return None
             limit, usage = int(limit_text), int((folder / usage_name).read_text())
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):
             continue
-        available = max(0, limit - usage + int(stat.get(inactive_key, 0)))
+        available = max(0, limit - usage + _fields(folder / "memory.stat").get(inactive_key, 0))
         return Headroom(available, limit, f"the memory cgroup {folder}")
     return None
 
@@ -108,21 +107,19 @@ def oom_kills() -> int | None:
     It counts victims, whether the limit of the cgroup, of one around it, or of the machine was reached. Where
     no cgroup counts, the number is the whole machine's.
     """
-    for folder in _cgroups("memory"):
-        for name in ("memory.events", "memory.oom_control"):
-            count = _field(folder / name, "oom_kill")
-            if count is not None:
-                return count
-    return _field(Path("/proc/vmstat"), "oom_kill")
+    names = ("memory.events", "memory.oom_control")
+    paths = [*(folder / name for folder in _cgroups("memory") for name in names), Path("/proc/vmstat")]
+    counts = (_fields(path).get("oom_kill") for path in paths)
+    return next((count for count in counts if count is not None), None)
 
 
-def _field(path: Path, key: str) -> int | None:
-    """The number behind a key in a file of lines ``key number``."""
+def _fields(path: Path) -> dict[str, int]:
+    """The numbers in a file of lines ``name number``; empty where there is no such file."""
     try:
-        words = [line.split() for line in path.read_text().splitlines()]
-        return next((int(line[1]) for line in words if line[:1] == [key]), None)
-    except (OSError, ValueError, IndexError):
-        return None
+        pairs = map(str.split, path.read_text().splitlines())
+        return {name: int(number) for name, number in pairs}
+    except (OSError, ValueError):
+        return {}
 
 
 class Cores(NamedTuple):
@@ -155,17 +152,11 @@ def cores() -> Cores:
 
 def _cpu_quota(folder: Path) -> float | None:
     """Quota over period of one cgroup: of ``cpu.max`` (version 2) or of the two files of version 1."""
-    try:
-        quota, period = (folder / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        try:
-            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        except OSError:
-            return None
-    try:
-        return int(quota) / int(period) if int(quota) > 0 else None  # version 1 writes "no quota" as -1
-    except (ValueError, ZeroDivisionError):  # and version 2 as "max"
-        return None
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # version 2 has "max" for no quota
+            quota, period = " ".join((folder / name).read_text() for name in names).split()
+            return int(quota) / int(period) if int(quota) > 0 else None  # and version 1 has -1
+    return None
 
 
 def open_files() -> tuple[int | None, int | None]:
@@ -173,23 +164,25 @@ def open_files() -> tuple[int | None, int | None]:
 
     None for what cannot be counted, and for no limit.
     """
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None, None
     used: int | None = None
-    with contextlib.suppress(OSError):  # there may be none left to count them with
+    with contextlib.suppress(OSError, AttributeError):  # there may be none left to count them with; Windows
         used = psutil.Process().num_fds() - 1  # without the one by which they are counted
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return used, None if most == resource.RLIM_INFINITY else most
+    return used, _limits("RLIMIT_NOFILE")[0]
 
 
 def locked_memory_limits() -> tuple[str, str]:
     """The limits of locked memory (``ulimit -l``), soft and hard, for people."""
+    limits = _limits("RLIMIT_MEMLOCK")
+    soft, hard = ("none" if limit is None else f"{limit:,} bytes" for limit in limits)
+    return soft, hard
+
+
+def _limits(name: str) -> tuple[int | None, int | None]:
+    """The soft and the hard limit of a resource, each None for no limit."""
     try:
         import resource
     except ImportError:  # Windows
-        return "none", "none"
-    limits = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    soft, hard = ("none" if limit == resource.RLIM_INFINITY else f"{limit:,} bytes" for limit in limits)
+        return None, None
+    limits = resource.getrlimit(getattr(resource, name))
+    soft, hard = (None if limit == resource.RLIM_INFINITY else limit for limit in limits)
     return soft, hard
