@@ -229,6 +229,22 @@ def test_an_exception_whose_text_would_change_has_a_stand_in_with_the_text() -> 
     assert "Changing could not be sent to this process" in arrived.__notes__[0]
 
 
+class ChangingGroup(BaseExceptionGroup):
+    """Its text is known to one process only, and no group can be made of a text alone."""
+
+    def __str__(self) -> str:
+        return Changing.texts.get(id(self), "lost")
+
+
+def test_the_stand_in_of_a_group_is_of_a_base_that_the_group_has() -> None:
+    error = ChangingGroup("two", [KeyboardInterrupt(), SystemExit(3)])
+    Changing.texts[id(error)] = "found"
+    arrived = travel(error)
+    assert (type(arrived).__name__, str(arrived)) == ("ChangingGroup", "found")
+    assert not isinstance(arrived, Exception)
+    assert arrived.__notes__[0].endswith("this is a stand-in, derived from BaseException.")
+
+
 def test_memory_addresses_in_a_text_do_not_count() -> None:
     assert type(travel(ValueError(Plain(), "x"))) is ValueError
 
