@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import mmap
 import os
 import pickle
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from multiprocessing import reduction
 from multiprocessing.context import set_spawning_popen
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -57,7 +58,7 @@ class SpawnPayload:
         self._taken = False  # whether one was given it
         self._pickler: Any = None  # keeps alive what was made only to be pickled
         if method != "fork":
-            self._pickle(0)
+            self._pickle()
 
     def __del__(self) -> None:
         # A Ctrl-C may have cut `__init__` short; at the interpreter's end this module's names may be gone.
@@ -71,17 +72,17 @@ class SpawnPayload:
         if self._method == "fork":
             return self._make_arguments(worker_id)
         if self._taken and self._for_one:
-            self._pickle(worker_id)
+            self._pickle()
         self._taken = True
         arrays = Descriptor(self._arrays_fd) if self._arrays_fd >= 0 else None
         passed = list(map(Descriptor, self._passed))
         return _Sent(worker_id, Descriptor(self._stream_fd), self._stream_nbytes, arrays, passed)
 
-    def _pickle(self, worker_id: int) -> None:
+    def _pickle(self) -> None:
         self.close()
         try:
             self._stream_fd = os.memfd_create("shmloader-arguments")
-            self._write(self._make_arguments(worker_id))
+            self._write(self._make_arguments(0))  # each worker puts its own number in
         except Exception as error:
             if isinstance(error, OSError) and error.errno in (errno.EFBIG, errno.ENOSPC, errno.ENOMEM):
                 error.add_note(
@@ -113,8 +114,10 @@ class SpawnPayload:
             kind = _InteractivePickler if _main_is_interactive() else reduction.ForkingPickler
             self._pickler = kind(file, 5, True, goes_into_the_stream)
             table = self._pickler.dispatch_table
-            table.update(self._noting_what_is_for_one(table))
-            table.update(_array_reducers())
+            for type_ in (torch.Tensor, torch.nn.Parameter, torch.UntypedStorage):
+                if type_ in table:
+                    table[type_] = functools.partial(self._reduce_as_torch, table[type_])
+            table[np.ndarray] = table[np.memmap] = functools.partial(_reduce_array, MappedFiles())
             # For what is only pickled to a process that is being started, and for its descriptors.
             receiver: Any = _Receiver(self._passed)
             set_spawning_popen(receiver)
@@ -125,19 +128,11 @@ class SpawnPayload:
             self._stream_nbytes = file.tell()
             pickle.dump(self._write_arrays(large), file)
 
-    def _noting_what_is_for_one(self, table: Any) -> dict[type, Callable[[Any], Any]]:
-        """Torch's reducers, noting where torch counts one receiver: an accelerator's memory, named files."""
-
-        def noting(reduce: Callable[[Any], Any]) -> Callable[[Any], Any]:
-            def note_and_reduce(value: Any) -> Any:
-                named = torch.multiprocessing.get_sharing_strategy() == "file_system"  # type: ignore[no-untyped-call]
-                self._for_one |= named or value.device.type != "cpu"
-                return reduce(value)
-
-            return note_and_reduce
-
-        kinds = (torch.Tensor, torch.nn.Parameter, torch.UntypedStorage)
-        return {kind: noting(table[kind]) for kind in kinds if kind in table}
+    def _reduce_as_torch(self, reduce: Callable[[Any], Any], value: Any) -> Any:
+        """Note, beside, where torch counts one receiver: an accelerator's memory, named files."""
+        named = torch.multiprocessing.get_sharing_strategy() == "file_system"  # type: ignore[no-untyped-call]
+        self._for_one |= named or value.device.type != "cpu"
+        return reduce(value)
 
     def _write_arrays(self, views: list[memoryview]) -> list[_Place]:
         if not views:
@@ -165,19 +160,14 @@ class SpawnPayload:
         self._pickler = None
 
 
-def _array_reducers() -> dict[type, Callable[[Any], Any]]:
-    """Reducers of arrays by type: those in shared memory or mapped files are sent by handle."""
-    files = MappedFiles()
-
-    def reduce(array: Any) -> Any:
-        reduced = reduce_array(array, files)
-        if reduced is not None:
-            return reduced
-        if type(array) is np.memmap:  # whose own pickle would hold the contents once for each worker
-            return np.ndarray.view, (np.asarray(array), np.memmap)
-        return array.__reduce_ex__(5)
-
-    return {np.ndarray: reduce, np.memmap: reduce}
+def _reduce_array(files: MappedFiles, array: Any) -> Any:
+    """Reduce an array: one in shared memory or a mapped file is sent by handle."""
+    reduced = reduce_array(array, files)
+    if reduced is not None:
+        return reduced
+    if type(array) is np.memmap:  # whose own pickle would hold the contents once for each worker
+        return np.ndarray.view, (np.asarray(array), np.memmap)
+    return array.__reduce_ex__(5)
 
 
 _Place = tuple[int, int]
@@ -204,8 +194,7 @@ class _InteractivePickler(reduction.ForkingPickler):
         return NotImplemented
 
 
-@dataclasses.dataclass
-class _Sent:
+class _Sent(NamedTuple):
     """The part of a worker's arguments that goes through its pipe while it is started."""
 
     worker_id: int
@@ -234,15 +223,14 @@ def take_arguments(given: Any) -> WorkerArguments:
     return dataclasses.replace(arguments, worker_id=given.worker_id)
 
 
-class _Passed:
-    """A descriptor among the arguments, as it travels in the pickle."""
+class _Passed(NamedTuple):
+    """A descriptor among the arguments, as it travels in the pickle: its place in the list of them."""
 
-    def __init__(self, number: int) -> None:
-        self._number = number
+    place: int
 
     def detach(self) -> int:
         """The descriptor, in the worker; from now on the caller owns it."""
-        return _received[self._number]
+        return _received[self.place]
 
 
 _received: list[int] = []  # in a worker, the descriptors that came with its arguments
