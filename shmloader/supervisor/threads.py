@@ -9,8 +9,10 @@ from __future__ import annotations
 import atexit
 import copy
 import dataclasses
+import sys
 import threading
 import time
+import traceback
 import weakref
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -30,6 +32,7 @@ from shmloader.worker.loop import run_in_thread
 _CLOSE_S = 0.5  # how long `close` waits for threads to end
 _LEAST_CLOSE_S = 0.1  # also where nothing is to be waited for: threads without a task end at once
 _EXIT_S = 2.0  # how long the end of the program waits for them
+_MOST_CHARACTERS = 8000  # of a thread's stack
 
 _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
@@ -100,7 +103,11 @@ class ThreadWorkers(Workers):
 
     def stack_of(self, worker: Worker) -> str:
         """See `Workers`."""
-        return self.workers[worker.worker_id].stack()
+        thread = self.workers[worker.worker_id].thread
+        frame = sys._current_frames().get(thread.ident or -1)  # noqa: SLF001 - documented
+        if frame is None:
+            return "(it has ended)"
+        return "".join(traceback.format_stack(frame)).rstrip()[-_MOST_CHARACTERS:]
 
     def died(self, worker: Worker, indices: tuple[object, ...], memory: str, why: str = "") -> WorkerDied:
         """See `Workers`."""

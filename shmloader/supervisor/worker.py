@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import select
-import sys
 import threading
-import traceback
 from array import array
 from collections import deque
 from typing import Any
@@ -15,7 +13,6 @@ from shmloader.wire.channel import ThreadLink
 from shmloader.wire.records import ANSWER_NBYTES, REQUEST_NBYTES
 
 _READ_NBYTES = ANSWER_NBYTES * 8
-_MOST_CHARACTERS = 8000  # of a thread's stack
 _EXIT_CODE_S = 1.0  # how long a fork server may take to tell the exit code of a process that has ended
 
 
@@ -168,14 +165,6 @@ class ThreadWorker:
     def is_dead(self) -> bool:
         """See `ProcessWorker`."""
         return self.link.ended and not self.link.answers
-
-    def stack(self) -> str:
-        """The thread's Python stack."""
-        frames = sys._current_frames()  # noqa: SLF001 - documented
-        frame = frames.get(self.thread.ident or -1)
-        if frame is None:
-            return "(it has ended)"
-        return "".join(traceback.format_stack(frame)).rstrip()[-_MOST_CHARACTERS:]
 
 
 Worker = ProcessWorker | ThreadWorker
