@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -30,11 +28,16 @@ def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes) -> Any
     method = context.get_start_method()
     by_leader = threading.get_native_id() == os.getpid()
     process = context.Process(target=_worker, args=(given, pipes, os.getpid(), by_leader), daemon=True)
+    # A terminal sends SIGINT to the worker too, which inherits this mask until it has a handler.
+    blocked = set() if method == "forkserver" else {signal.SIGINT}
     try:
         if method == "spawn":
             resource_tracker.ensure_running()  # as start() does, which unblocks SIGINT
-        with interrupts_blocked() if method != "forkserver" else contextlib.nullcontext():
+        mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+        try:
             process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask_before)
     except (BrokenPipeError, ConnectionError, EOFError) as error:
         raise WorkerDied(
             f"shmloader worker {worker_id} ended while it was being started (start method "
@@ -56,16 +59,6 @@ def _worker(given: Any, pipes: Pipes, main_pid: int, by_leader: bool) -> None:
         report_start_error(pipes.stacks)
         raise SystemExit(1) from None
     run(arguments, pipes)
-
-
-@contextlib.contextmanager
-def interrupts_blocked() -> Iterator[None]:
-    """Start processes with SIGINT, which a terminal sends to them too, blocked until they have a handler."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def check_descriptors() -> None:
