@@ -21,6 +21,7 @@ from shmloader.shared_memory import Descriptor
 # A real-time signal: programs and batch systems use SIGUSR1 and SIGUSR2 themselves.
 _SIGNAL = getattr(signal, "SIGRTMIN", 0) + 6
 _MOST_CHARACTERS = 8000
+_ANSWER_S = 1.0  # how long a worker may take to write its stacks
 _START_ERROR = b"\0process %d could not start\0"
 
 
@@ -30,8 +31,8 @@ class StackFile:
     def __init__(self) -> None:
         self.descriptor = Descriptor(os.memfd_create("shmloader-stacks"))
 
-    def ask(self, pid: int, wait_s: float = 1.0) -> str:
-        """The Python stacks of all threads of a worker, or why there are none within ``wait_s``."""
+    def ask(self, pid: int) -> str:
+        """The Python stacks of all threads of a worker, or why there are none within a second."""
         fd = self.descriptor.fd
         if fd < 0:
             return ""
@@ -46,7 +47,7 @@ class StackFile:
             os.kill(pid, _SIGNAL)
         except (OSError, psutil.Error) as error:
             return f"(its stack could not be read: {error})"
-        deadline = time.monotonic() + wait_s
+        deadline = time.monotonic() + _ANSWER_S
         while time.monotonic() < deadline:
             time.sleep(0.05)
             size = os.fstat(fd).st_size
@@ -55,7 +56,7 @@ class StackFile:
             end = size
         text = os.pread(fd, end - begin, begin).decode("utf-8", "replace").rstrip()
         if not text:
-            return f"(its process is {status} and did not answer with its stack within {wait_s} s)"
+            return f"(its process is {status} and did not answer with its stack within {_ANSWER_S} s)"
         # Without the thread that waits for the end of the main process.
         threads = [thread for thread in text.split("\n\n") if "parent_watch.py" not in thread]
         return "\n\n".join(threads)[:_MOST_CHARACTERS]

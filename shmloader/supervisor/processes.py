@@ -49,13 +49,10 @@ class ProcessWorkers(Workers):
         self._oom_kills = oom_kills()
         with HeldInterrupts():
             self._stacks = StackFile()
-            try:
-                self._wake_fd = os.eventfd(0)
-            except OSError:
-                self._stacks.close()
-                raise
             live.add(self)
         try:
+            with HeldInterrupts():
+                self._wake_fd = os.eventfd(0)
             with self._payload() as payload:
                 for worker_id in range(num_workers):
                     with HeldInterrupts():

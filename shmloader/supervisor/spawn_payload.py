@@ -206,9 +206,8 @@ class _Sent(NamedTuple):
 
 def take_arguments(given: Any) -> WorkerArguments:
     """Unpickle, in the worker, what `SpawnPayload.for_worker` gave: this imports the dataset's modules."""
-    if not isinstance(given, _Sent):
-        arguments: WorkerArguments = given
-        return arguments
+    if isinstance(given, WorkerArguments):  # forked, with all that it is given
+        return given
     _received[:] = [descriptor.fd for descriptor in given.passed]
     # Not read(): the workers share the file's position.
     stream_view = memoryview(mmap.mmap(given.stream.fd, 0, access=mmap.ACCESS_READ))
@@ -219,7 +218,7 @@ def take_arguments(given: Any) -> WorkerArguments:
         view = map_copy_on_write(given.arrays.fd, places[-1][1]).view
         os.close(given.arrays.fd)
         buffers = [view[begin:end] for begin, end in places]
-    arguments = pickle.loads(stream_view, buffers=buffers)
+    arguments: WorkerArguments = pickle.loads(stream_view, buffers=buffers)
     return dataclasses.replace(arguments, worker_id=given.worker_id)
 
 
