@@ -38,7 +38,7 @@ def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes) -> Any
             process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask_before)
-    except (BrokenPipeError, ConnectionError, EOFError) as error:
+    except (ConnectionError, EOFError) as error:
         raise WorkerDied(
             f"shmloader worker {worker_id} ended while it was being started (start method "
             f"{method!r}), before it had read what it is given: {error!r}. Its own error "
