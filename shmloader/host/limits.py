@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import operator
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -53,13 +54,10 @@ def memory_headroom() -> Headroom:
         if error.errno not in (errno.EMFILE, errno.ENFILE) or _last_known is None:
             raise
         return _last_known
-    best = Headroom(memory.available, memory.total, "the machine's memory")
-    for folder in _cgroups("memory"):
-        room = _cgroup_headroom(folder)
-        if room is not None and room.available_nbytes < best.available_nbytes:
-            best = room
-    _last_known = best
-    return best
+    machine = Headroom(memory.available, memory.total, "the machine's memory")
+    rooms = [machine, *filter(None, map(_cgroup_headroom, _cgroups("memory")))]
+    _last_known = min(rooms, key=operator.attrgetter("available_nbytes"))
+    return _last_known
 
 
 def _cgroups(controller: str) -> list[Path]:
