@@ -37,9 +37,9 @@ def explain_collation(error: BaseException, samples: Any, indices: Any, *, of_st
         frames = traceback.walk_tb(error.__traceback__)
         by_default_collate = any(frame.f_globals.get("__name__") in _DEFAULT_COLLATE for frame, _ in frames)
         if by_default_collate or _OF_SIZES.search(str(error)):
+            column = list(samples)
             # Shapes first, everywhere: they are the reason more often than dtypes are.
-            both = (_find(list(samples), "batch", _MOST_NESTED, describe) for describe in (_shape, _format))
-            found = next(filter(None, both), None)
+            found = _find(column, _shape) or _find(column, _format)
             if found is not None:
                 add_note(error, _say(found, names))
                 if by_default_collate:
@@ -69,7 +69,9 @@ _Mismatch = tuple[str, list[str]]
 """A place where samples differ, and a description of each of them there ("shape (3, 4)")."""
 
 
-def _find(column: list[Any], path: str, depth: int, describe: Callable[[Any, Any], str]) -> _Mismatch | None:
+def _find(
+    column: list[Any], describe: Callable[[Any, Any], str], path: str = "batch", depth: int = _MOST_NESTED
+) -> _Mismatch | None:
     """The first place where the items of a column, described beside the first one, are not all equal."""
     first = column[0]
     if depth == 0 or isinstance(first, str | bytes):
@@ -86,7 +88,7 @@ def _find(column: list[Any], path: str, depth: int, describe: Callable[[Any, Any
     for key, place in _places(first):
         if kind is Mapping and not all(key in item for item in column):
             return path + place, ["a value" if key in item else "no value" for item in column]
-        found = _find([item[key] for item in column], path + place, depth - 1, describe)
+        found = _find([item[key] for item in column], describe, path + place, depth - 1)
         if found is not None:
             return found
     return None
