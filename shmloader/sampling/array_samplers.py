@@ -101,34 +101,22 @@ def is_by_torch(method: Any, kind: type) -> bool:
 def _batches(sampler: BatchSampler, skip: int = 0) -> Iterator[PackedInts]:
     """Iterate as ``BatchSampler.__iter__`` does: the inner sampler is asked no sooner than needed."""
     inner: Any = sampler.sampler
-    skip *= sampler.batch_size
     chunks = _permutations(inner) if type(inner) is RandomSampler else _ranges(inner, sampler.batch_size)
-    chunk, begin = np.empty(0, np.int64), 0
+    chunk, begin = np.empty(0, np.int64), skip * sampler.batch_size  # which may be far behind the chunk
     drop_last, batch_size = sampler.drop_last, sampler.batch_size
-    while skip and (found := next(chunks, None)) is not None:
-        chunk, begin = found, min(skip, len(found))
-        skip -= begin
     while True:
         if not drop_last:
             batch_size = sampler.batch_size  # which torch's reads for each batch here, and once above
-        if 0 < batch_size <= len(chunk) - begin:
-            yield PackedInts(chunk[begin : begin + batch_size])
-            begin += batch_size
-            continue
-        parts, missing = [], batch_size
-        while missing:
-            if begin == len(chunk):
-                found = next(chunks, None)
-                if found is None:
-                    break
-                chunk, begin = found, 0
-            part = chunk[begin : begin + missing]
-            begin += len(part)
-            missing -= len(part)
-            parts.append(part)
-        if missing == batch_size or (missing and drop_last):
+        while begin + batch_size > len(chunk) and (following := next(chunks, None)) is not None:
+            if begin < len(chunk):
+                chunk, begin = np.concatenate([chunk[begin:], following]), 0
+            else:
+                chunk, begin = following, begin - len(chunk)
+        batch = chunk[begin : begin + batch_size]
+        if not len(batch) or (len(batch) < batch_size and drop_last):
             return
-        yield PackedInts(parts[0] if len(parts) == 1 else np.concatenate(parts))
+        yield PackedInts(batch)
+        begin += batch_size
 
 
 def _ranges(sampler: SequentialSampler, nbatch: int) -> Iterator[IntArray]:
