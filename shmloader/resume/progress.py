@@ -23,15 +23,14 @@ class Progress:
         sampler_epoch: The sampler's epoch, if it has one.
         global_before: State of torch's global generator before ``iter()``; its digest if an earlier program
             called that.
-        before: States of the generators before the sampler drew the order; None if it has not yet.
+        before: States of the generators before the sampler drew the order, maybe in an earlier program; None
+            if it has not yet.
         done: Index batches that are done with: returned, left out for having no good sample, or raised from
             ``next()``. Out of order, a tuple of that number and of the positions behind it.
         finished: Whether ``next()`` has raised ``StopIteration``.
         before_next: As `before`, for the next epoch, if that was begun early.
         tracked: The sampler's batches, if it is not torch's.
         stream: Of an iterable-style dataset: the `StreamProgress`; `done` is then a number.
-        generators: Compact states of the sampler's and the loader's generators, if an earlier program drew
-            the order; in the place of `before`.
         in_order: Whether no batch has come out of order in an earlier program.
         constant: All of a state that stays the same in this epoch, once it was asked for.
     """
@@ -46,7 +45,6 @@ class Progress:
     before_next: GeneratorStates | None = None
     tracked: TrackedBatches | None = None
     stream: Any = None
-    generators: tuple[str, str] | None = None
     in_order: bool = True
     constant: dict[str, Any] | None = None
 

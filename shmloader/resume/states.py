@@ -25,9 +25,10 @@ from shmloader.resume.progress import Progress
 from shmloader.resume.replay import batches_by_own_state, batches_from, set_generator
 from shmloader.resume.stream_progress import rules_for
 from shmloader.resume.user_states import pack_user_state
-from shmloader.sampling.compact_states import CompactStates, digest_of
+from shmloader.sampling.compact_states import CompactStates, digest_of, generator_at
 from shmloader.sampling.samplers import (
     GeneratorStates,
+    draw_seed,
     draws_one_seed,
     generator_of,
     generator_states,
@@ -96,36 +97,28 @@ class States:
             self._refuse_two_iterators()
         state = (progress.constant or self._constant(loader, progress)).copy()
         state["batches"], state["batches_behind"] = progress.taken, ",".join(map(str, progress.behind))
-        if progress.stream is not None:
-            state |= progress.stream.state(progress)
-        elif state["sampler_state"] is not None or progress.tracked is not None:
-            state |= _sampler_keys(loader, progress)
-        elif progress.constant is not None and not self._older:
+        stream = progress.stream
+        others: State = _sampler_keys(loader, progress) if stream is None else stream.state(progress)
+        if not others and progress.constant is not None and not self._older:
             self._counted = progress
-        return state
+        return state | others
 
     def _constant(self, loader: Any, progress: Progress) -> State:
         """All of a state that stays the same in an epoch."""
         index_sampler, before = index_sampler_of(loader), progress.before
-        if progress.generators is not None:
-            generators = progress.generators
-        elif before is None or progress.stream is not None:
+        if before is None or progress.stream is not None:
             # Without workers, the order is drawn with the first batch.
             generators = self._own_generators(loader, before)
         else:
-            if before.sampler is not None and draws_one_seed(index_sampler):
-                generator = torch.Generator()
-                generator.set_state(before.sampler)
-                seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+            if isinstance(before.sampler, torch.Tensor) and draws_one_seed(index_sampler):
+                seed = draw_seed(generator_at(before.sampler))
                 before = before._replace(sampler=torch.Generator().manual_seed(seed).get_state())
             generators = self._compact(before)
         constant = self._state(loader, progress, generators)
         constant["sampler_epoch"] = progress.sampler_epoch
         constant["in_order"] = progress.in_order and _in_order(loader)
         constant["global_generator"] = digest_of(progress.global_before)
-        if sharded_sampler(index_sampler) is not None:
-            constant["sampler_state"] = ""
-        if before is not None or progress.generators is not None:
+        if before is not None:
             progress.constant = constant
         return constant
 
@@ -285,19 +278,19 @@ class States:
                 f"with epoch {loaded['sampler_epoch']}."
             )
         set_generator(loader.generator, loaded, "loader_generator")
-        if progress.before is not None:  # it was read before the generators were set
+        taken, early = loaded["batches"], behind(loaded)
+        if taken or early or loaded["sampler_generator"]:
+            progress.before = GeneratorStates(loaded["sampler_generator"], loaded["loader_generator"])
+        elif progress.before is not None:  # it was read before the generators were set
             progress.before = generator_states(index_sampler, loader.generator)
         if draws_one_seed(index_sampler) and loaded["sampler_generator"]:
-            torch.empty((), dtype=torch.int64).random_()  # the seed that the sampler would have drawn
+            draw_seed()  # as the sampler would have done
         batches = batches_from(index_sampler, loaded, loader.generator)
         if generator_of(index_sampler) is loader.generator:
             # If the order was drawn before the base seed, the two differ, and it goes on behind the seed.
             set_generator(loader.generator, loaded, "loader_generator")
-        taken, early = loaded["batches"], behind(loaded)
         progress.done = (taken, *early) if early else taken
         progress.in_order = loaded["in_order"]
-        if taken or early or loaded["sampler_generator"]:
-            progress.generators = loaded["sampler_generator"], loaded["loader_generator"]
         return batches
 
 

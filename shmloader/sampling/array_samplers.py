@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from shmloader.sampling.packed_indices import LEAST_PACKED, IntArray, PackedInts
+from shmloader.sampling.samplers import draw_seed
 from shmloader.torch_features import Feature, disable, is_missing
 
 
@@ -129,11 +130,7 @@ def _ranges(sampler: SequentialSampler, nbatch: int) -> Iterator[IntArray]:
 def _permutations(sampler: RandomSampler) -> Iterator[IntArray]:
     """Draw as ``RandomSampler.__iter__``, which takes one more permutation at the end than it may need."""
     length = len(sampler.data_source)
-    generator: torch.Generator | None = sampler.generator
-    if generator is None:
-        seed = int(torch.empty((), dtype=torch.int64).random_().item())
-        generator = torch.Generator()
-        generator.manual_seed(seed)
+    generator: torch.Generator = sampler.generator or torch.Generator().manual_seed(draw_seed())
     for _ in range(sampler.num_samples // length):
         yield torch.randperm(length, generator=generator).numpy()
     yield torch.randperm(length, generator=generator)[: sampler.num_samples % length].numpy()

@@ -41,20 +41,20 @@ class CompactStates:
         self._known = -1, 0, self._state  # seed, numbers drawn, and the state then
         self._lost: int | None = None  # the seed from which a state was not found
 
-    def of(self, state: torch.Tensor | None) -> str:
+    def of(self, state: torch.Tensor | str | None) -> str:
         """The compact state; "" for None. Takes about 6 ns per number drawn since the last one.
 
         Args:
-            state: As ``Generator.get_state()`` gives it.
+            state: As ``Generator.get_state()`` gives it; or a compact one, which is given back.
         """
-        if state is None:
-            return ""
+        if not isinstance(state, torch.Tensor):
+            return state or ""
         if not torch.equal(self._state, state):
             self._state, self._text = state, self._find(state)
         return self._text
 
     def _find(self, state: torch.Tensor) -> str:
-        seed = _with_state(state).initial_seed()
+        seed = generator_at(state).initial_seed()
         seeded = torch.Generator().manual_seed(seed).get_state()
         for of_seed, drawn, known in (self._known, (seed, 0, seeded)):
             if of_seed == seed != self._lost:
@@ -90,7 +90,8 @@ def set_to(compact_state: str, generator: torch.Generator) -> None:
         raise ValueError(f"no state of a generator of this torch: {compact_state!r:.100}: {error}") from error
 
 
-def _with_state(state: torch.Tensor) -> torch.Generator:
+def generator_at(state: torch.Tensor) -> torch.Generator:
+    """A new generator in a state."""
     generator = torch.Generator()
     generator.set_state(state)
     return generator
@@ -109,14 +110,14 @@ def _draw(generator: torch.Generator, draws: int) -> torch.Generator:
 
 def _draws_between(earlier: torch.Tensor, later: torch.Tensor, most: int) -> int | None:
     """The number of draws from one state to another; None if no more than ``most`` of them lead there."""
-    following = _numbers(_with_state(later), _NEXT)
+    following = _numbers(generator_at(later), _NEXT)
     first = int(following[0])
-    generator = _with_state(earlier)
+    generator = generator_at(earlier)
     for begin in range(0, most + 1, _CHUNK):
         state = generator.get_state()
         numbers = _numbers(generator, _CHUNK).numpy()  # whose first calls take less than torch's
         for offset in np.flatnonzero(numbers == first).tolist():
-            found = _draw(_with_state(state), offset)
+            found = _draw(generator_at(state), offset)
             if torch.equal(found.get_state(), later):
                 return begin + offset if begin + offset <= most else None
             if torch.equal(_numbers(found, _NEXT), following):

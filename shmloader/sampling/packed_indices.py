@@ -10,7 +10,6 @@ import contextlib
 import io
 import marshal
 import pickle
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,10 +68,6 @@ class PackedInts:
     def to_bytes(self) -> bytes:
         """The bytes that `unpack_index_batch` reads."""
         return b"".join((_ARRAY, self._array.data))
-
-    def checksum(self, before: int) -> int:
-        """The CRC-32 of those bytes, behind others whose CRC-32 is ``before``."""
-        return zlib.crc32(self._array.data, zlib.crc32(_ARRAY, before))
 
 
 def int_array(numbers: list[Any]) -> IntArray | None:

@@ -14,6 +14,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from shmloader.sampling.compact_states import generator_at
 from shmloader.sampling.sharded_sampler import ShardedSampler
 
 _WITHOUT_DRAWS = (SequentialSampler, DistributedSampler, ShardedSampler)
@@ -77,6 +78,11 @@ def draws_one_seed(index_sampler: Any) -> bool:
     return type(inner) is RandomSampler and inner.generator is None
 
 
+def draw_seed(generator: torch.Generator | None = None) -> int:
+    """Draw a seed as torch's samplers and iterators do; from torch's global generator without another."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+
 def generator_of(index_sampler: Any) -> torch.Generator | None:
     """The generator that a sampler draws its order from: its ``generator``, or torch's global one.
 
@@ -96,13 +102,15 @@ def generator_of(index_sampler: Any) -> torch.Generator | None:
 class GeneratorStates(NamedTuple):
     """States of the generators before a sampler draws an epoch's order; None for no generator.
 
+    They are compact where an earlier program drew the order.
+
     Attributes:
         sampler: Of the one that the sampler draws from.
         loader: Of the loader's, where that is another one.
     """
 
-    sampler: torch.Tensor | None
-    loader: torch.Tensor | None
+    sampler: torch.Tensor | str | None
+    loader: torch.Tensor | str | None
 
 
 def generator_states(index_sampler: Any, generator: torch.Generator | None) -> GeneratorStates:
@@ -123,12 +131,11 @@ def states_if_drawn(
         before: States of the generators before that.
     """
     drawn_from, of_seed = generator_of(index_sampler), generator or torch.default_generator
-    if drawn_from is None or before.sampler is None:
+    if drawn_from is None or not isinstance(before.sampler, torch.Tensor):
         return None
-    undrawn = torch.Generator()
-    undrawn.set_state(before.sampler)
+    undrawn = generator_at(before.sampler)
     if drawn_from is of_seed:
-        torch.empty((), dtype=torch.int64).random_(generator=undrawn)
+        draw_seed(undrawn)
     if torch.equal(undrawn.get_state(), drawn_from.get_state()):
         return None
     return GeneratorStates(before.sampler, None if generator is None else generator.get_state())

@@ -129,7 +129,7 @@ def _global_states() -> tuple[Any, ...]:
 
 def _add(checksum: int, index_batch: Any) -> int:
     if type(index_batch) is PackedInts:
-        return index_batch.checksum(checksum)
+        return zlib.crc32(index_batch.to_bytes(), checksum)
     try:
         payload = pack_index_batch(index_batch)
     except Exception:  # noqa: BLE001 - without workers, indices may be anything
