@@ -151,12 +151,9 @@ def check_fit(state: Mapping[str, Any], loader: Any) -> None:
     if between_epochs:
         may_differ |= _OF_THE_EPOCH
     may_differ |= _seeds_in_own_state(state)
-    here, then = _with_settings(described(loader)), _with_settings(state)
-    names = [
-        name
-        for name in dict.fromkeys([*here, *(name for name in then if name.startswith("sampler's "))])
-        if then.get(name) != here.get(name) and name not in may_differ
-    ]
+    of_loader = described(loader)
+    here, then = _with_settings(of_loader), _with_settings({name: state[name] for name in of_loader})
+    names = [name for name in here | then if then.get(name) != here.get(name) and name not in may_differ]
     differences = [
         f"{name} is {then.get(name)!r} in the state and {here.get(name)!r} in this loader" for name in names
     ]
@@ -213,8 +210,9 @@ def _check_keys(state: Mapping[str, Any]) -> None:
             )
 
 
-def _with_settings(state: Mapping[str, Any]) -> dict[str, Any]:
-    with named_in_errors(state, "sampler_settings"):
-        settings: dict[str, Any] = json.loads(state["sampler_settings"])
-        flat = {name: value for name, value in state.items() if name != "sampler_settings"}
-        return flat | {f"sampler's {name}": value for name, value in settings.items()}
+def _with_settings(of_loader: State) -> State:
+    """What `described` has told, with each setting of the sampler as a key."""
+    with named_in_errors(of_loader, "sampler_settings"):
+        settings: State = json.loads(of_loader["sampler_settings"])
+        others = {name: value for name, value in of_loader.items() if name != "sampler_settings"}
+        return others | {f"sampler's {name}": value for name, value in settings.items()}

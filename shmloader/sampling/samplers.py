@@ -88,12 +88,10 @@ def generator_of(index_sampler: Any) -> torch.Generator | None:
 
     None if it draws from none, or has a state of its own.
     """
-    if is_torchs(index_sampler):
-        inner = sampler_of_indices(index_sampler)
-        return None if type(inner) in _WITHOUT_DRAWS else inner.generator or torch.default_generator
-    if sampler_with_state(index_sampler) is not None:
+    inner = sampler_of_indices(index_sampler)
+    if type(inner) in _WITHOUT_DRAWS or sampler_with_state(index_sampler) is not None:
         return None
-    for sampler in with_inner(index_sampler):
+    for sampler in with_inner(inner):
         if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
             return generator
     return torch.default_generator
