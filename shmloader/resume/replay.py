@@ -37,10 +37,7 @@ from shmloader.sampling.tracked_batches import ADVICE, TrackedBatches, track
 def batches_from(index_sampler: Any, loaded: State, generator: torch.Generator | None) -> Iterator[Any]:
     """Iterate over an epoch's index batches, from where a state was taken in mid-epoch.
 
-    Args:
-        index_sampler: The sampler.
-        loaded: The state.
-        generator: The loader's, as it was when the epoch began.
+    The generator is the loader's, as it was when the epoch began.
 
     Raises:
         ResumeError: If the sampler does not come to the same place.
@@ -73,7 +70,7 @@ def batches_by_own_state(
 ) -> TrackedBatches:
     """Iterate over the index batches of a sampler that has a state of its own: of this epoch, or the next.
 
-    The arguments are those of `batches_from`. The sampler may draw from the loader's generator, too.
+    The sampler may draw from the loader's generator, too.
     """
     generator = generator or torch.Generator()
     at_begin = generator.get_state()

@@ -93,8 +93,11 @@ class States:
             return loaded.copy()
         if progress is None or progress.finished:
             return self._between_epochs(loader, progress)
-        if self._older:
-            self._refuse_two_iterators()
+        if self._older and any(older.done != done for older, done in self._older.items()):
+            raise ResumeError(
+                "two iterators over this loader are in use at once: the older one has given batches since "
+                "the newer one began, and a state would hold for one of them only. Make a loader for each."
+            )
         state = (progress.constant or self._constant(loader, progress)).copy()
         state["batches"], state["batches_behind"] = progress.taken, ",".join(map(str, progress.behind))
         stream = progress.stream
@@ -158,13 +161,6 @@ class States:
 
     def _compact(self, states: GeneratorStates) -> tuple[str, str]:
         return self._of_sampler.of(states.sampler), self._of_loader.of(states.loader)
-
-    def _refuse_two_iterators(self) -> None:
-        if any(older.done != done for older, done in self._older.items()):
-            raise ResumeError(
-                "two iterators over this loader are in use at once: the older one has given batches since "
-                "the newer one began, and a state would hold for one of them only. Make a loader for each."
-            )
 
     # --- going on from one
 

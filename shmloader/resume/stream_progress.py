@@ -30,11 +30,9 @@ _log = logging.getLogger("shmloader")
 
 
 class StreamProgress:
-    """Progress of one epoch, part by part. The loader keeps it when the iterator dies.
+    """Progress of one epoch, part by part, from its beginning or from a loaded state on.
 
-    Args:
-        loader: The loader.
-        loaded: The state to go on from; None for a fresh epoch.
+    The loader keeps it when the iterator dies.
 
     Attributes:
         rules: How the workers are to divide the stream, and where they begin.
@@ -68,12 +66,9 @@ class StreamProgress:
             )
 
     def take(self, progress: Progress, worker_id: int, report: StreamReport | None) -> None:
-        """Note that the program has the next batch, or what came in its place.
+        """Note that the program has the next batch, or what came in its place, and the report with it.
 
-        Args:
-            progress: The epoch's. An iterator that is interrupted sets it back to before the batch.
-            worker_id: The worker that made it.
-            report: What came with it.
+        An iterator that is interrupted sets the epoch's progress back to before the batch.
         """
         self._count(progress)
         self._latest = progress.taken, worker_id, report

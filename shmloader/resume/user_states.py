@@ -16,12 +16,8 @@ from shmloader.errors import ResumeError
 def pack_user_state(state: Any, owner: str) -> str:
     """A state as text: as JSON where that gives it back exactly, else as ``torch.save`` makes it.
 
-    Args:
-        state: What a ``state_dict()`` has returned.
-        owner: Whose, for the error.
-
     Raises:
-        ResumeError: If it cannot be loaded again without running code that comes with it.
+        ResumeError: If it cannot be loaded again without running code that comes with it; names the owner.
     """
     with contextlib.suppress(TypeError, ValueError):
         text = json.dumps(state)

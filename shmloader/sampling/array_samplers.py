@@ -24,11 +24,8 @@ def index_arrays(index_sampler: Any, skip: int = 0) -> Iterator[PackedInts] | No
     """Iterate over a sampler's index batches, as ``iter(index_sampler)`` does, with arrays in them.
 
     The same numbers come, from the same draws of the same generators at the same calls. It is called in the
-    place of ``iter``, whose side effects, for these samplers, come with the first index batch.
-
-    Args:
-        index_sampler: What a loader draws index batches from.
-        skip: Batches to leave out at the beginning; takes no longer for more of them.
+    place of ``iter``, whose side effects, for these samplers, come with the first index batch. To skip many
+    batches at the beginning takes no longer than to skip few.
 
     Returns:
         None if this is not exactly torch's `BatchSampler` over a `SequentialSampler` or a `RandomSampler`

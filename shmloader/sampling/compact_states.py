@@ -42,10 +42,9 @@ class CompactStates:
         self._lost: int | None = None  # the seed from which a state was not found
 
     def of(self, state: torch.Tensor | str | None) -> str:
-        """The compact state; "" for None. Takes about 6 ns per number drawn since the last one.
+        """The compact state; "" for None, a compact one as it is.
 
-        Args:
-            state: As ``Generator.get_state()`` gives it; or a compact one, which is given back.
+        Takes about 6 ns per number drawn since the last one.
         """
         if not isinstance(state, torch.Tensor):
             return state or ""

@@ -34,13 +34,10 @@ def track(index_sampler: Any, iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 class TrackedBatches(Iterator[Any]):
-    """Index batches of one epoch.
+    """Index batches of one epoch, from batch ``begin`` on.
 
-    Args:
-        index_sampler: The sampler.
-        iterator: Iterates over it.
-        begin: Index batches before those.
-        state: The sampler's own state there, if it was loaded: some samplers tell it only when iterated over.
+    Where the sampler's own state there was loaded, it is to be given: some samplers tell it only when
+    iterated over.
 
     Attributes:
         taken: Tells how many of them the program has had; what belongs to earlier ones is forgotten.
