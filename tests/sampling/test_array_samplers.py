@@ -55,6 +55,26 @@ def test_the_same_batches_and_the_same_draws(case: tuple[Any, torch.Generator | 
     assert found[0] == found[1]
 
 
+@settings(max_examples=100, deadline=None)
+@given(_samplers(), st.integers(1, 30))
+def test_batches_that_are_skipped_are_drawn_all_the_same(
+    case: tuple[Any, torch.Generator | None], skip: int
+) -> None:
+    """Over any number of permutations, and also behind the last batch."""
+    sampler, generator = case
+    found = []
+    for is_torchs in (True, False):
+        torch.manual_seed(1)
+        if generator is not None:
+            generator.manual_seed(1)
+        batches = iter(sampler) if is_torchs else index_arrays(sampler, skip)
+        assert batches is not None
+        if is_torchs:
+            list(itertools.islice(batches, skip))
+        found.append(list(_steps(batches, generator)))
+    assert found[0] == found[1]
+
+
 class _Reversed(SequentialSampler):
     def __iter__(self) -> Iterator[int]:
         return iter(range(len(self.data_source) - 1, -1, -1))
