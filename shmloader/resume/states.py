@@ -104,7 +104,8 @@ class States:
         others: State = _sampler_keys(loader, progress) if stream is None else stream.state(progress)
         if not others and progress.constant is not None and not self._older:
             self._counted = progress
-        return state | others
+        state |= others
+        return state
 
     def _constant(self, loader: Any, progress: Progress) -> State:
         """All of a state that stays the same in an epoch."""
