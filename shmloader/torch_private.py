@@ -21,13 +21,7 @@ import torch
 import torch.utils.data
 from torch.autograd import profiler
 
-from shmloader.torch_features import (
-    Feature,
-    disable,
-    find,
-    find_function,
-    why_missing,
-)
+from shmloader.torch_features import Feature, disable, find, find_function, why_missing
 
 # --- iterators
 
@@ -106,27 +100,19 @@ apply_sharding = find_function(Feature.DATAPIPES, _GRAPH_SETTINGS, "apply_shardi
 
 _apply_random_seed = find_function(Feature.DATAPIPES, _GRAPH_SETTINGS, "apply_random_seed")
 
-
-def _datapipes(*names: str) -> tuple[type, ...]:
-    found = (getattr(torch.utils.data, name, None) for name in names)
-    return tuple(kind for kind in found if kind is not None)
-
-
-DATAPIPES = _datapipes("IterDataPipe", "MapDataPipe")
+DATAPIPES: tuple[type, ...] = tuple(
+    getattr(torch.utils.data, name)
+    for name in ("IterDataPipe", "MapDataPipe")
+    if hasattr(torch.utils.data, name)
+)
 """torch's classes of DataPipes, for ``isinstance``; empty in a torch without them."""
-
-_ITER_DATAPIPES = _datapipes("IterDataPipe")
 
 
 def seed_datapipe(dataset: Any, shared_seed: int | None) -> Any:
-    """Give an ``IterDataPipe`` graph the seed that all workers of an epoch share; others pass through."""
-    if not isinstance(dataset, _ITER_DATAPIPES):
-        return dataset
+    """Give a graph of DataPipes the seed that all workers of an epoch share; torch draws it for them only."""
     if shared_seed is None:
-        raise AssertionError("an IterDataPipe needs the epoch's shared seed")
-    shared_rng = torch.Generator()
-    shared_rng.manual_seed(shared_seed)
-    return _apply_random_seed(dataset, shared_rng)
+        return dataset
+    return _apply_random_seed(dataset, torch.Generator().manual_seed(shared_seed))
 
 
 # --- collation
@@ -247,7 +233,7 @@ def set_worker_info(
         vars(importlib.import_module(_WORKER))["_worker_info"] = info
 
 
-def _worker_info(*, rng: Any, worker_method: str, **known: Any) -> Any:
+def _worker_info(*, rng: Any = None, worker_method: str = "multiprocessing", **known: Any) -> Any:
     try:
         return _WorkerInfo(**known, rng=rng, worker_method=worker_method)
     except TypeError:  # an older torch, that has no such fields
@@ -270,12 +256,7 @@ def watched_worker_info(dataset: Any) -> tuple[Any, list[str]]:
         return object.__getattribute__(info, name)
 
     own = torch.utils.data.get_worker_info() or _worker_info(
-        id=0,
-        num_workers=1,
-        seed=torch.initial_seed(),
-        dataset=dataset,
-        rng=None,
-        worker_method="multiprocessing",
+        id=0, num_workers=1, seed=torch.initial_seed(), dataset=dataset
     )
     kind: Any = type(own)
     names = {"__slots__": (), "__getattribute__": read, "__repr__": lambda _: repr(own)}
