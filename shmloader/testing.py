@@ -232,18 +232,18 @@ def _agree_taken(taken: Any, wanted: list[Any]) -> None:
     elif isinstance(taken, np.ndarray | torch.Tensor):
         assert len(taken) == len(wanted), f"{len(taken)} rows were taken, not {len(wanted)}"
         for one, other in zip(taken, wanted, strict=True):
-            plain = np.asarray(
-                one.float() if isinstance(one, torch.Tensor) and one.is_floating_point() else one
-            )
-            likewise = np.asarray(
-                other.float() if isinstance(other, torch.Tensor) and other.is_floating_point() else other
-            )
+            plain, likewise = _as_array(one), _as_array(other)
             assert plain.shape == likewise.shape
-            assert np.array_equal(plain, likewise, equal_nan=plain.dtype.kind in "fc"), (
-                f"{one!r}, not {other!r}"
-            )
+            equal_nan = plain.dtype.kind in "fc"
+            assert np.array_equal(plain, likewise, equal_nan=equal_nan), f"{one!r}, not {other!r}"
     elif wanted:
         _agree(taken, wanted)
+
+
+def _as_array(value: Any) -> np.ndarray[Any, Any]:
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.float().numpy()  # NumPy has no bfloat16
+    return np.asarray(value)
 
 
 def arrays_are_read_only(store: Any, rows: list[Any]) -> None:
