@@ -230,9 +230,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         )
 
     def __iter__(self) -> Any:
-        loading = loading_of(self)
-        loading.begin_pass(self)
-        return loading.deliver(self, loading.states.iterate(self, super().__iter__))
+        return loading_of(self).iterate(self, super().__iter__)
 
     def _get_iterator(self) -> Any:
         iterator = loading_of(self).make_iterator(self)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 import types
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,8 +52,8 @@ class Loading:
         """Pickle as None: a loader that is pickled, or copied deeply, arrives without it."""
         return types.NoneType, ()
 
-    def begin_pass(self, loader: Any) -> None:
-        """Prepare for torch's ``__iter__``, and warn of bad samples in an epoch that was not finished.
+    def iterate(self, loader: Any, torchs_iter: Callable[[], Any]) -> Any:
+        """What ``iter(loader)`` gives; first it warns of bad samples in an epoch that was not finished.
 
         The loader forgets a persistent iterator whose workers are gone, or that a loaded state, which has a
         base seed of its own, is not to go on with.
@@ -66,6 +66,7 @@ class Loading:
                 iterator.close("load_state_dict() was called, and a new iterator goes on from there")
             drop_iterator(loader)
         warn_of_bad_samples(self.counters, loader.on_error)
+        return _delivered(loader, self.states.iterate(loader, torchs_iter))
 
     def make_iterator(self, loader: Any) -> SlotIterator | InProcessIterator | None:
         """An iterator over a loader; None, with a warning, where torch's own has to be used.
@@ -90,15 +91,6 @@ class Loading:
             iterator.close("loader.close() was called")
             raise LoaderClosed("the loader was closed while its workers were being started")
         return iterator
-
-    def deliver(self, loader: Any, iterator: Any) -> Any:
-        """An iterator's batches on the loader's device, where torch's own iterator loads."""
-        device = None if isinstance(iterator, (SlotIterator, InProcessIterator)) else device_of(loader)
-        if device is None:
-            return iterator
-        from shmloader.device import to_device
-
-        return (to_device(batch, device) for batch in iterator)
 
     def live(self) -> list[SlotIterator]:
         """The iterators that live now."""
@@ -152,6 +144,16 @@ class Loading:
             autotune=None if self.auto is None else self.auto.report(),
             **self.counters.figures(),
         )
+
+
+def _delivered(loader: Any, iterator: Any) -> Any:
+    """An iterator's batches on the loader's device, where torch's own iterator loads."""
+    device = None if isinstance(iterator, (SlotIterator, InProcessIterator)) else device_of(loader)
+    if device is None:
+        return iterator
+    from shmloader.device import to_device
+
+    return (to_device(batch, device) for batch in iterator)
 
 
 def loading_of(loader: Any) -> Loading:

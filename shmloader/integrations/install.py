@@ -18,10 +18,9 @@ from shmloader.errors import warn
 from shmloader.framework_rebuilds import PREPARED_FLAG, warn_of_torchs_class
 from shmloader.integrations.accelerate import Accelerate
 from shmloader.integrations.patches import Patches
-from shmloader.integrations.states import load_state_dict, state_dict
+from shmloader.integrations.states import state_dict
 from shmloader.loader import DataLoader
 from shmloader.loading import loading_of
-from shmloader.statistics import LoaderStatistics
 from shmloader.torch_fallback import OWN_DEFAULTS
 from shmloader.torch_features import Feature, is_missing
 from shmloader.torch_private import GET_ITERATOR
@@ -110,9 +109,7 @@ def _patch() -> None:
 
     def __iter__(loader: Any) -> Any:  # noqa: N807
         if _options is not None and not isinstance(loader, DataLoader):
-            loading = loading_of(loader)
-            loading.begin_pass(loader)
-            return loading.states.iterate(loader, functools.partial(torchs_iter, loader))
+            return loading_of(loader).iterate(loader, functools.partial(torchs_iter, loader))
         return torchs_iter(loader)
 
     def get_iterator(loader: Any) -> Any:
@@ -126,22 +123,12 @@ def _patch() -> None:
         _patches.replace(_TORCHS, name, _Default(name))
     _patches.replace(_TORCHS, "__iter__", __iter__)
     _patches.replace(_TORCHS, GET_ITERATOR, get_iterator)
-    _patches.replace(_TORCHS, "statistics", _statistics)
-    _patches.replace(_TORCHS, "close", _close)
+    _patches.replace(_TORCHS, "statistics", DataLoader.statistics)
+    _patches.replace(_TORCHS, "close", DataLoader.close)
+    _patches.replace(_TORCHS, "load_state_dict", DataLoader.load_state_dict)
     _patches.replace(_TORCHS, "state_dict", state_dict)
-    _patches.replace(_TORCHS, "load_state_dict", load_state_dict)
     _patches.replace(_TORCHS, "_is_accelerate_prepared", PREPARED_FLAG)
     PREPARED_FLAG.notify = lambda _: _accelerate.patch()  # which may have been imported meanwhile
-
-
-def _statistics(loader: Any) -> LoaderStatistics:
-    """Counters of the loader's life since ``install()``, and the slots that it holds now."""
-    return loading_of(loader).statistics()
-
-
-def _close(loader: Any) -> None:
-    """Stop all workers of the loader and free its slots; see `DataLoader.close`."""
-    loading_of(loader).close(loader)
 
 
 class _Default:
@@ -151,16 +138,14 @@ class _Default:
         self._name = name
 
     def __get__(self, loader: Any, owner: type | None = None) -> Any:
-        return OWN_DEFAULTS[self._name] if loader is None else _value(self._name, loader)
-
-
-def _value(name: str, loader: Any) -> Any:
-    """The value of an option for a loader: as installed, or the default where it cannot have that."""
-    default = OWN_DEFAULTS[name]
-    value = (_options or {}).get(name)
-    if name == "dispatch":
-        value = dispatch_of(value, loader.num_workers)
-    return default if value is None or _why_not(name, value, loader) else value
+        """The value as installed, or the default for a loader that cannot have that."""
+        default = OWN_DEFAULTS[self._name]
+        if loader is None:
+            return default
+        value = (_options or {}).get(self._name)
+        if self._name == "dispatch":
+            value = dispatch_of(value, loader.num_workers)
+        return default if value is None or _why_not(self._name, value, loader) else value
 
 
 def _why_not(name: str, value: Any, loader: Any) -> str | None:

@@ -11,16 +11,16 @@ class Patches:
     """Replaced attributes, with their former values."""
 
     def __init__(self) -> None:
-        self._before: dict[tuple[int, str], tuple[Any, Any, Any]] = {}
+        self._before: dict[tuple[Any, str], tuple[Any, Any]] = {}
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of a class or module, and remember its former value."""
-        self._before[id(owner), name] = owner, vars(owner).get(name, _ABSENT), value
+        self._before[owner, name] = vars(owner).get(name, _ABSENT), value
         setattr(owner, name, value)
 
     def undo(self) -> None:
         """Restore all attributes but those that somebody else has replaced since."""
-        for (_, name), (owner, before, ours) in self._before.items():
+        for (owner, name), (before, ours) in self._before.items():
             if vars(owner).get(name) is not ours:
                 continue
             if before is _ABSENT:

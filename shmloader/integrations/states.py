@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch.utils.data
@@ -20,8 +20,6 @@ from shmloader.torch_fallback import check_resumable
 from shmloader.torch_private import GET_ITERATOR
 
 _TORCHS = torch.utils.data.DataLoader
-
-
 _unwanted = contextvars.ContextVar("unwanted", default=False)  # the state that is asked for
 
 
@@ -43,11 +41,6 @@ def state_dict(loader: Any) -> dict[str, Any]:
             dataset = type(loader.dataset).__qualname__
             warn(f"the state of a loader of {dataset} is empty, and cannot be resumed: {error}")
         return {}
-
-
-def load_state_dict(loader: Any, state_dict: Mapping[str, Any]) -> None:
-    """Have the next ``iter(loader)`` go on from a state; see `DataLoader.load_state_dict`."""
-    loading_of(loader).load_state_dict(loader, state_dict)
 
 
 @contextlib.contextmanager
