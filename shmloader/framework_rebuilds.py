@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from shmloader.errors import warn
+from shmloader.errors import warn_once
 from shmloader.torch_fallback import options_asked_for
 
 
@@ -58,35 +58,26 @@ class PreparedFlag:
 
     An attribute that accelerate or the program sets on the loader takes precedence.
 
-    Attributes:
+    Args:
         notify: Called with the loader when the attribute is read.
     """
 
-    notify: Callable[[Any], None]
-
-    def __init__(self) -> None:
-        self.notify = warn_of_torchs_class
-        self.warned = False
+    def __init__(self, notify: Callable[[Any], None]) -> None:
+        self._notify = notify
 
     def __get__(self, loader: Any, owner: type | None = None) -> bool:
         """Tell accelerate that the loader is not prepared yet."""
         if loader is not None:
-            self.notify(loader)
+            self._notify(loader)
         return False
 
 
 def warn_of_torchs_class(loader: Any) -> None:
-    """Say once that accelerate builds a loader of torch's class in the place of this one."""
+    """Say once that accelerate builds a loader of torch's class in the place of one with these options."""
     lost = options_asked_for(loader)
-    if PREPARED_FLAG.warned or "accelerate" not in sys.modules or not (lost or loader.num_workers):
-        return
-    PREPARED_FLAG.warned = True
-    options = f" and without its options ({', '.join(lost)})" if lost else ""
-    warn(
-        "accelerate builds a loader of torch's class in the place of this shmloader.DataLoader: batches come "
-        f"without slots{options}. Call shmloader.install() before accelerator.prepare()."
-    )
-
-
-PREPARED_FLAG = PreparedFlag()
-"""The one `PreparedFlag` of all loaders."""
+    if "accelerate" in sys.modules and (lost or loader.num_workers):
+        options = f" and without its options ({', '.join(lost)})" if lost else ""
+        warn_once(
+            "accelerate builds a loader of torch's class in the place of this shmloader.DataLoader: batches "
+            f"come without slots{options}. Call shmloader.install() before accelerator.prepare()."
+        )

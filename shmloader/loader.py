@@ -20,7 +20,12 @@ from shmloader.arguments import (
     dispatch_of,
     number_or_auto,
 )
-from shmloader.framework_rebuilds import PREPARED_FLAG, list_options, replace_in_records
+from shmloader.framework_rebuilds import (
+    PreparedFlag,
+    list_options,
+    replace_in_records,
+    warn_of_torchs_class,
+)
 from shmloader.loading import loading_of
 from shmloader.shared_memory import why_unavailable
 from shmloader.statistics import LoaderStatistics
@@ -149,7 +154,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
     """
 
     is_shmloader = True  # accelerate copies it, under install()
-    _is_accelerate_prepared = PREPARED_FLAG
+    _is_accelerate_prepared = PreparedFlag(warn_of_torchs_class)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Keep the loader's own options where Lightning builds a subclass anew that takes ``**kwargs``."""

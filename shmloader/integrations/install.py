@@ -14,8 +14,8 @@ from typing import Any
 import torch.utils.data
 
 from shmloader.arguments import check_arguments, dispatch_of, threads_of
-from shmloader.errors import warn
-from shmloader.framework_rebuilds import PREPARED_FLAG, warn_of_torchs_class
+from shmloader.errors import warn, warn_once
+from shmloader.framework_rebuilds import PreparedFlag
 from shmloader.integrations.accelerate import Accelerate
 from shmloader.integrations.patches import Patches
 from shmloader.integrations.states import state_dict
@@ -87,7 +87,6 @@ def uninstall() -> None:
     """
     global _options, _accelerate  # noqa: PLW0603
     _options = None
-    PREPARED_FLAG.notify = warn_of_torchs_class
     _patches.undo()
     _accelerate = Accelerate(_patches)
 
@@ -127,8 +126,9 @@ def _patch() -> None:
     _patches.replace(_TORCHS, "close", DataLoader.close)
     _patches.replace(_TORCHS, "load_state_dict", DataLoader.load_state_dict)
     _patches.replace(_TORCHS, "state_dict", state_dict)
-    _patches.replace(_TORCHS, "_is_accelerate_prepared", PREPARED_FLAG)
-    PREPARED_FLAG.notify = lambda _: _accelerate.patch()  # which may have been imported meanwhile
+    flag = PreparedFlag(lambda _: _accelerate.patch())  # which may have been imported meanwhile
+    for kind in (_TORCHS, DataLoader):
+        _patches.replace(kind, "_is_accelerate_prepared", flag)
 
 
 class _Default:
@@ -175,11 +175,10 @@ def _warn_of_options(loader: Any) -> None:
 
 
 def _has_threads(loader: Any) -> bool:
-    """Whether the workers of a loader are threads that pose as processes; the first such loader warns."""
+    """Whether the workers of a loader are threads that pose as processes; the first of its class warns."""
     kind = threads_of(loader.multiprocessing_context)
-    if kind is not None and "multiprocessing_context" not in _warned:
-        _warned.add("multiprocessing_context")
-        warn(
+    if kind is not None:
+        warn_once(
             f"shmloader.install() leaves {_type(loader)} to torch: its workers are threads that pose as "
             f"processes ({kind.__qualname__}), which cannot write to slots."
         )

@@ -17,7 +17,7 @@ import torch
 import shmloader
 from integrations.pages import assert_page_loads_from_slots, needs
 from integrations.rows import ARGUMENTS, OPTIONS, Rows, forbid_torchs_workers, options_of
-from shmloader.framework_rebuilds import PREPARED_FLAG
+from shmloader import errors
 
 accelerate = needs("accelerate")
 pytestmark = pytest.mark.filterwarnings("default")
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 def accelerate_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     module = sys.modules["accelerate.data_loader"]
     before, init = dict(vars(module)), module.DataLoaderAdapter.__init__
-    monkeypatch.setattr(PREPARED_FLAG, "warned", False)
+    monkeypatch.setattr(errors, "_said", set())
     yield
     shmloader.uninstall()
     accelerate.state.AcceleratorState._reset_state(True)

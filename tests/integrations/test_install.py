@@ -9,7 +9,9 @@ import os
 import pickle
 import queue
 import signal
+import sys
 import threading
+import types
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -311,6 +313,30 @@ def test_a_torch_that_has_changed_is_named_and_loads_its_own_way(monkeypatch: py
     loader = make()
     assert isinstance(iter(loader), _MultiProcessingDataLoaderIter)
     assert len(list(make(shmloader.DataLoader))) == 6
+
+
+def test_accelerate_is_told_of_or_patched_when_it_looks_at_a_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks at ``_is_accelerate_prepared`` first; a module without its names stands for accelerate."""
+    monkeypatch.setattr(errors, "_said", set())
+    monkeypatch.setitem(sys.modules, "accelerate", types.ModuleType("accelerate"))
+    monkeypatch.delitem(sys.modules, "accelerate.data_loader", raising=False)
+    loader = make(shmloader.DataLoader, worker_restarts=2)
+    ours = dict(vars(shmloader.DataLoader))
+    with pytest.warns(RuntimeWarning, match=r"without its options \(worker_restarts=2\)") as said:
+        assert loader._is_accelerate_prepared is False
+        assert loader._is_accelerate_prepared is False
+    assert len(said) == 1
+    shmloader.install()
+    for one in (loader, make()):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert one._is_accelerate_prepared is False
+    module = types.ModuleType("accelerate.data_loader")
+    monkeypatch.setitem(sys.modules, "accelerate.data_loader", module)
+    with pytest.warns(RuntimeWarning, match="cannot patch this version of accelerate"):
+        assert loader._is_accelerate_prepared is False
+    shmloader.uninstall()
+    assert dict(vars(shmloader.DataLoader)) == ours
 
 
 def test_what_somebody_else_replaces_later_stays() -> None:
