@@ -57,11 +57,11 @@ class Delivery:
         self._pins = device is None or device.type != "mps"  # which has no pinned memory, says torch
         self._batches: DeviceBatches | None = None  # only if copies are begun ahead
         self._taken: dict[int, tuple[ByteArray, bytes, Any]] = {}  # by the task's `seq`
-        driver = open_driver()
-        why = driver if isinstance(driver, str) else _try_once(driver, device)
-        if isinstance(driver, str) or why:
+        driver = _driver_for(device)
+        if isinstance(driver, str):
             warn_once(
-                f"slots are not page-locked: {why}. Batches are copied once more, to torch's pinned memory."
+                f"slots are not page-locked: {driver}. Batches are copied once more, to torch's pinned "
+                "memory."
             )
             return
         guard = self._pool.guard = DeviceGuard(driver)
@@ -125,9 +125,12 @@ class Delivery:
         return batch if self._device is None else to_device(batch, self._device)
 
 
-def _try_once(driver: CudaDriver, device: torch.device | None) -> str:
-    """The reason not to rely on a driver for a device, or "". Each device is tried once."""
+def _driver_for(device: torch.device | None) -> CudaDriver | str:
+    """The driver for a device, or the reason not to rely on it. Each device is tried once."""
+    driver = open_driver()
+    if isinstance(driver, str):
+        return driver
     number = torch.accelerator.current_device_index() if device is None else device.index
     if number not in _tried and not driver.captures_open():  # a capture would forbid it
         _tried[number] = why_unusable(driver, number)
-    return _tried.get(number, "")
+    return _tried.get(number) or driver
