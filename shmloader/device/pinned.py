@@ -9,9 +9,6 @@ from shmloader.device.driver import CudaDriver, DriverError
 from shmloader.host.limits import locked_memory_limits, memory_headroom
 from shmloader.shared_memory import Extent
 
-MOST_SHARE = 2
-"""All loaders of a process together lock one part in this of the memory of the machine or its cgroup."""
-
 MOST_NBYTES = 32 << 30
 """Of one slot: much larger registrations were refused, and a copy may not cross from one into the next."""
 
@@ -23,17 +20,16 @@ class Registration:
     then it waits for what the devices may still read. A process that was forked leaves it to its parent.
     """
 
-    __slots__ = ("_driver", "_nbytes", "_owner", "_pid", "address")
+    __slots__ = ("_driver", "_owner", "_pid", "address")
 
     def __init__(self, driver: CudaDriver, extent: Extent) -> None:
         self._driver = driver
-        self._nbytes = extent.nbytes
         self._owner = extent.buffer.owner
         self._pid = os.getpid()
         self.address: int | None = None  # while it is registered
         driver.register(extent.address, extent.nbytes)
         self.address = extent.address
-        _registered[self.address] = self._nbytes
+        _registered[extent.address] = extent.nbytes
         extent.buffer.owner = self
 
     def release(self, *, synchronize: bool) -> None:
@@ -64,7 +60,8 @@ _told: set[str] = set()
 def pin(driver: CudaDriver, extent: Extent) -> str:
     """Page-lock a mapping, if that is allowed; gives a warning the first time that it is not, else ""."""
     release_postponed()
-    limit_nbytes, locked_nbytes = memory_headroom().limit_nbytes // MOST_SHARE, pinned_nbytes()
+    limit_nbytes = memory_headroom().limit_nbytes // 2  # for all loaders, of the machine's or the cgroup's
+    locked_nbytes = pinned_nbytes()
     if extent.nbytes > MOST_NBYTES:
         reason = f"the most for one slot are {MOST_NBYTES:,} bytes: use smaller batches"
     elif locked_nbytes + extent.nbytes > limit_nbytes:
