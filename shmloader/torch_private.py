@@ -314,7 +314,7 @@ def _keep_after_fork(in_threads: Any) -> None:
     info = getattr(in_threads, "worker_info", None)
     if info is not None:
         in_threads.worker_info = None
-        vars(importlib.import_module(_WORKER))["_worker_info"] = info
+        show_worker_info(info)
 
 
 pin_memory = find_function(Feature.PINNING, "torch.utils.data._utils.pin_memory", "pin_memory")
