@@ -115,7 +115,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         except StopIteration:
             raise
         except BaseException as error:
-            self._report = self._dataset_fetcher.failed
+            self._report = self._dataset_fetcher.place()
             if isinstance(error, Exception):  # not Ctrl-C: the program has not had this batch
                 self._note_taken()
             self._counters.failures += 1

@@ -14,12 +14,12 @@ from shmloader.diagnostics.bad_samples import (
     describe,
     is_a_samples_fault,
 )
-from shmloader.diagnostics.exceptions import forget_frames
+from shmloader.diagnostics.exceptions import add_note, forget_frames
 from shmloader.diagnostics.mismatches import explain_collation
 from shmloader.errors import NoGoodSample
 from shmloader.wire.stream_records import NOTHING_DRAWN, STRIDE, Cursor, StreamReport
 from shmloader.worker.fetcher import Fetcher, FetchRules
-from shmloader.worker.streams import Stream, Stride, say_position
+from shmloader.worker.streams import Stream
 
 
 class PartsFetcher(Fetcher):
@@ -31,7 +31,7 @@ class PartsFetcher(Fetcher):
         self._worker_id, self._num_workers = worker_id, num_workers
         parts = range(worker_id, rules.stream.parts(num_workers), num_workers)
         self._parts = [part for part in parts if not rules.stream.cursor_of(part).ended]
-        self._fetcher: _StreamFetcher | None = None
+        self._fetcher: _StreamFetcher | None = None  # of the part that is being played
         if self._parts:
             self._begin_part()
 
@@ -43,8 +43,7 @@ class PartsFetcher(Fetcher):
         self._part = part
         stream = self._stream = Stream(self._dataset, rules.stream, part, parts, tolerant)
         if stream.layout != STRIDE:
-            kind = _TolerantIterableFetcher if tolerant else _IterableFetcher
-            self._fetcher = kind(stream, rules, cursor)
+            self._fetcher = _IterableFetcher(stream, rules, cursor)
             return
         if tolerant:
             raise ValueError(
@@ -52,32 +51,23 @@ class PartsFetcher(Fetcher):
                 "stream: ranks would have batches of other sizes. Give the dataset a method "
                 "shard(num_shards, index), or leave on_error='raise'"
             )
-        stride = Stride(stream, rules.stream, self._worker_id, num_workers, rules.drop_last, cursor.drawn)
-        self._fetcher = _StrideFetcher(stride, rules)
+        self._fetcher = _StrideFetcher(stream, rules, cursor, self._worker_id, num_workers)
 
     def fetch(self, index_batch: Any) -> Any:
         """See `Fetcher`."""
-        self.failed = None
-        while self._fetcher is not None:
+        while self._fetcher is not None or self._parts:
+            if self._fetcher is None:
+                self._begin_part()
+                continue
             try:
                 batch = self._fetcher.fetch(index_batch)
             except StopIteration:
                 if not self._parts:
                     raise
-                self.failed = NOTHING_DRAWN  # should it raise
-                self._begin_part()
-                self.failed = None
-            except Exception:
-                self._note_place()
-                raise
+                self._fetcher = None
             else:
-                self._note_place()  # should it turn out that the batch cannot be sent
                 return self._with_report(batch, self._fetcher)
         raise StopIteration
-
-    def _note_place(self) -> None:
-        if self._fetcher is not None and self._stream.layout != STRIDE:
-            self.failed = self._report(self._fetcher, b"")
 
     def _with_report(self, batch: Any, fetcher: _StreamFetcher) -> Any:
         """The batch, with the cursor behind it where the main process cannot count that itself."""
@@ -93,9 +83,14 @@ class PartsFetcher(Fetcher):
 
     def _report(self, fetcher: _StreamFetcher, state: bytes) -> StreamReport:
         drawn, raised = fetcher.drawn, fetcher.raised
-        at_state = (drawn, raised) if state else (0, 0)
-        cursor = Cursor(drawn, state, at_state[0], fetcher.ended, raised, at_state[1])
+        cursor = Cursor(drawn, state, drawn, fetcher.ended, raised, raised)
         return StreamReport(self._part, self._stream.layout, cursor)
+
+    def place(self) -> StreamReport | None:
+        """See `Fetcher`."""
+        if self._fetcher is None:
+            return NOTHING_DRAWN
+        return None if self._stream.layout == STRIDE else self._report(self._fetcher, b"")
 
     def take_bad_samples(self) -> bytes:
         """See `Fetcher`."""
@@ -111,13 +106,12 @@ class _StreamFetcher(Fetcher):
         raised: Draws that raised.
     """
 
-    drawn = 0
-    ended = False
-    raised = 0
-
-    def __init__(self, rules: FetchRules) -> None:
+    def __init__(self, stream: Stream, rules: FetchRules, cursor: Cursor) -> None:
         super().__init__()
+        self._stream = stream
         self._rules = rules
+        self.drawn, self.raised = cursor.drawn, cursor.raised
+        self.ended = False
 
     def _join(self, samples: list[Any], positions: Sequence[int]) -> Any:
         try:
@@ -128,91 +122,107 @@ class _StreamFetcher(Fetcher):
 
 
 class _StrideFetcher(_StreamFetcher):
-    def __init__(self, stride: Stride, rules: FetchRules) -> None:
-        super().__init__(rules)
-        self._stride = stride
+    """Fetches a worker's share of a stream that all workers of all ranks see whole.
+
+    The stream is cut into groups, one batch for each rank. A rank's batch ``n`` is made of group ``n``,
+    whichever worker makes it, so the batches do not depend on the number of workers, and ranks have equally
+    many. Rank ``r`` takes from a group the samples ``r``, ``r + ranks``, and so on. If the stream ends inside
+    a group, ``drop_last`` leaves it out; else ranks that lack a sample repeat one of the last ones.
+    """
+
+    def __init__(
+        self, stream: Stream, rules: FetchRules, cursor: Cursor, worker_id: int, num_workers: int
+    ) -> None:
+        super().__init__(stream, rules, cursor)
+        self._others, self._num_workers = worker_id, num_workers  # groups of other workers that come first
 
     def fetch(self, index_batch: Any) -> Any:
-        samples, positions = self._stride.next_batch()
-        self.drawn, self.ended = self._stride.drawn, self._stride.ended
+        batch_size, rank = self._rules.stream.batch_size, self._rules.stream.rank
+        for _ in range(self._others * batch_size):
+            self._draw()
+        self._others = self._num_workers - 1
+        samples: list[Any] = []
+        positions: list[int] = []
+        while len(samples) < batch_size and (row := self._draw()):
+            column = rank % len(row)  # of a row that is not complete some are taken twice
+            samples.append(row[column])
+            positions.append(self.drawn - len(row) + column)
+        self._stream.check_worker_info()
+        if not samples or (self.ended and self._rules.drop_last):
+            raise StopIteration
         return self._join(samples, positions)
+
+    def _draw(self) -> list[Any]:
+        """One sample for each rank; fewer, and then none, where the stream ends."""
+        row: list[Any] = []
+        if self.ended:
+            return row
+        ranks = self._rules.stream.ranks
+        try:
+            row.extend(itertools.islice(self._stream, ranks))
+        except BaseException as error:
+            _say_position(error, self.drawn + len(row))
+            raise
+        self.drawn += len(row)
+        self.ended = len(row) < ranks
+        return row
 
 
 class _IterableFetcher(_StreamFetcher):
-    def __init__(self, stream: Stream, rules: FetchRules, cursor: Cursor) -> None:
-        super().__init__(rules)
-        self._samples = stream
-        self.drawn, self.raised = cursor.drawn, cursor.raised
+    """Fetches a part by torch's rules.
+
+    Where samples may raise, it goes on with the stream's next one, if there is one. A bad sample counts as
+    one of its batch, unless it is to be replaced.
+    """
 
     def fetch(self, index_batch: Any) -> Any:
         if self.ended:
             raise StopIteration
         auto_collation, begin = self._rules.auto_collation, self.drawn
+        bad = self._bad = []
+        good_before, in_a_row = 0, 0
         samples: list[Any] = []
         size = len(index_batch) if auto_collation else 1
-        try:
-            samples.extend(itertools.islice(self._samples, size))
-        except BaseException as error:
-            self.drawn = begin + len(samples) + 1
-            self.raised += 1
-            say_position(error, self.drawn - 1)
-            raise
-        self.drawn = begin + len(samples)
-        if len(samples) < size:
-            self.ended = auto_collation  # without it, torch asks the iterator again
-            if not samples or self._rules.drop_last:
-                raise StopIteration
-        return self._join(samples, range(begin, self.drawn))
-
-
-class _TolerantIterableFetcher(_IterableFetcher):
-    """Goes on where the stream's iterator raises: with the stream's next sample, if there is one."""
-
-    def fetch(self, index_batch: Any) -> Any:
-        self._bad = []
-        if self.ended:
-            raise StopIteration
-        samples: list[Any] = []
-        positions: list[int] = []
-        ended = self._fill(len(index_batch) if self._rules.auto_collation else 1, samples, positions)
-        self.ended = ended
-        if not samples or (ended and self._rules.drop_last):
-            if not self._bad:
-                raise StopIteration
-            return Reported(None, True, False, self.take_bad_samples())  # its end is said at the next task
-        batch = self._join(samples, positions)
-        return Reported(batch, False, False, self.take_bad_samples()) if self._bad else batch
-
-    def _fill(self, size: int, samples: list[Any], positions: list[int]) -> bool:
-        """Draw ``size`` samples, bad ones counted unless they are replaced; True if the stream has ended."""
-        replaces = self._rules.on_error == REPLACE
-        in_a_row = 0
-        while size > 0:
-            begin = self.drawn
+        while True:
             try:
-                samples.extend(itertools.islice(self._samples, size))
+                samples.extend(itertools.islice(self._stream, size - len(samples)))
+                break
             except BaseException as error:
-                self.drawn += len(samples) - len(positions)
-                positions.extend(range(begin, self.drawn))
-                self._note_bad(error)
-                drawn = self.drawn - 1 - begin
-                in_a_row = 1 if drawn else in_a_row + 1
+                position = begin + len(samples) + len(bad)
+                if not self._note_bad(error, position):
+                    _say_position(error, position)
+                    raise
+                in_a_row = in_a_row + 1 if len(samples) == good_before else 1
+                good_before = len(samples)
                 if in_a_row >= MOST_IN_A_ROW:
                     raise NoGoodSample(f"{in_a_row:,} samples of a stream in a row raised") from error
-                size -= drawn if replaces else drawn + 1
-            else:
-                self.drawn += len(samples) - len(positions)
-                positions.extend(range(begin, self.drawn))
-                return self.drawn - begin < size
-        return False
+                size -= self._rules.on_error != REPLACE
+        self.drawn = begin + len(samples) + len(bad)
+        short = len(samples) < size
+        self.ended = short and auto_collation  # without it, torch asks the iterator again
+        if not samples or (short and self._rules.drop_last):
+            if not bad:
+                raise StopIteration
+            return Reported(None, True, False, self.take_bad_samples())  # its end is said at the next task
+        positions: Sequence[int] = range(begin, self.drawn)
+        if not bad:
+            return self._join(samples, positions)
+        raised = {each.index for each in bad}
+        batch = self._join(samples, [position for position in positions if position not in raised])
+        return Reported(batch, False, False, self.take_bad_samples())
 
-    def _note_bad(self, error: BaseException) -> None:
-        """Note a bad sample by the exception that an iterator raised, or raise that again."""
-        position = self.drawn
-        self.drawn += 1
+    def _note_bad(self, error: BaseException, position: int) -> bool:
+        """Note that a draw raised; whether that is a bad sample behind which to go on."""
+        self.drawn = position + 1
         self.raised += 1
-        if not isinstance(error, Exception) or not is_a_samples_fault(error):
-            say_position(error, position)
-            raise error
+        tolerant = self._rules.on_error != RAISE
+        if not tolerant or not isinstance(error, Exception) or not is_a_samples_fault(error):
+            return False
         self._bad.append(describe(error, position, of_stream=True))
         forget_frames(error)
+        return True
+
+
+def _say_position(error: BaseException, position: int) -> None:
+    """Note on an exception which sample of a stream raised it."""
+    add_note(error, f"raised by sample {position} of the stream, counted from 0")

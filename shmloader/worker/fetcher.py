@@ -47,13 +47,9 @@ class Fetcher(ABC):
     """Makes one batch for one index batch.
 
     A list of bad samples is begun anew for each batch, so that none is reported twice.
-
-    Attributes:
-        failed: The report on a stream to send with an exception, where the place cannot be told without.
     """
 
     def __init__(self) -> None:
-        self.failed: StreamReport | None = None
         self._bad: list[BadSample] = []
 
     @abstractmethod
@@ -65,6 +61,10 @@ class Fetcher(ABC):
         Raises:
             StopIteration: If an iterable dataset is exhausted.
         """
+
+    def place(self) -> StreamReport | None:
+        """The report on a stream to send with an exception; None where the place can be told without."""
+        return None
 
     def take_bad_samples(self) -> bytes:
         """The bad samples, packed, of a batch for which `fetch` raised: no report has them."""

@@ -280,9 +280,8 @@ class _Worker:
         if self._fetcher is None:
             failure = failure._replace(stream=NOTHING_DRAWN)
         else:
-            bad_samples, report = self._fetcher.take_bad_samples(), self._fetcher.failed
-            self._fetcher.failed = None  # the next exception may come before anything is fetched
-            failure = failure._replace(bad_samples=bad_samples, stream=report)
+            bad_samples, place = self._fetcher.take_bad_samples(), self._fetcher.place()
+            failure = failure._replace(bad_samples=bad_samples, stream=place)
         forget_frames(error)  # they hold the samples, and leaves in the slot
         detached = self._allocator.restart()
         return self._encoder.encode(failure), detached

@@ -2,7 +2,7 @@
 
 Without ``shard="auto"`` a worker's part is the whole dataset, as in torch: the dataset itself may leave some
 out. With it, the dataset makes a shard of itself, or the worker takes its share of every group of samples of
-the whole stream (`Stride`). Runs in the worker, or without workers in the main process.
+the whole stream (`fetch_streams`). Runs in the worker, or without workers in the main process.
 """
 
 from __future__ import annotations
@@ -184,73 +184,3 @@ def shard_of(dataset: Any, rules: StreamRules, part: int, parts: int) -> Any:
     if isinstance(epoch, int) and _has(shard, "set_epoch"):
         shard.set_epoch(epoch)  # a new dataset of Hugging Face's begins with epoch 0
     return shard
-
-
-class Stride:
-    """A worker's share of a stream that all workers of all ranks see whole.
-
-    The stream is cut into groups, one batch for each rank. A rank's batch ``n`` is made of group ``n``,
-    whichever worker makes it, so the batches do not depend on the number of workers, and ranks have equally
-    many. Rank ``r`` takes from a group the samples ``r``, ``r + ranks``, and so on. If the stream ends inside
-    a group, ``drop_last`` leaves it out; else ranks that lack a sample repeat one of the last ones.
-
-    Attributes:
-        drawn: Samples of the stream up to the end of the latest group.
-        ended: Whether it has ended.
-    """
-
-    def __init__(
-        self,
-        stream: Stream,
-        rules: StreamRules,
-        worker_id: int,
-        num_workers: int,
-        drop_last: bool,
-        drawn: int,
-    ) -> None:
-        self._stream = stream
-        self._rules = rules
-        self._others, self._num_workers = worker_id, num_workers  # groups of other workers that come first
-        self._drop_last = drop_last
-        self.ended = False
-        self.drawn = drawn
-
-    def next_batch(self) -> tuple[list[Any], list[int]]:
-        """The samples of this rank's next batch, and their positions in the stream.
-
-        Raises:
-            StopIteration: If there is none.
-        """
-        batch_size = self._rules.batch_size
-        for _ in range(self._others * batch_size):
-            self._draw()
-        self._others = self._num_workers - 1
-        samples: list[Any] = []
-        positions: list[int] = []
-        while len(samples) < batch_size and (row := self._draw()):
-            column = self._rules.rank % len(row)  # of a row that is not complete some are taken twice
-            samples.append(row[column])
-            positions.append(self.drawn - len(row) + column)
-        self._stream.check_worker_info()
-        if not samples or (self.ended and self._drop_last):
-            raise StopIteration
-        return samples, positions
-
-    def _draw(self) -> list[Any]:
-        """One sample for each rank; fewer, and then none, where the stream ends."""
-        row: list[Any] = []
-        if self.ended:
-            return row
-        try:
-            row.extend(islice(self._stream, self._rules.ranks))
-        except BaseException as error:
-            say_position(error, self.drawn + len(row))
-            raise
-        self.drawn += len(row)
-        self.ended = len(row) < self._rules.ranks
-        return row
-
-
-def say_position(error: BaseException, position: int) -> None:
-    """Note on an exception which sample of a stream raised it."""
-    add_note(error, f"raised by sample {position} of the stream, counted from 0")
