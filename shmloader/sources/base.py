@@ -71,9 +71,6 @@ def within(rows: Rows, length: int) -> Rows:
 
 def as_sample_field(joined: Any) -> Any:
     """A field of tuples as ``default_collate`` joins it: strings in a tuple, not in a list."""
-    return tuple(joined) if is_strings(joined) else joined
-
-
-def is_strings(joined: Any) -> bool:
-    """Whether a part of a batch is a list of strings: every other list holds leaves or containers."""
-    return type(joined) in (list, tuple) and bool(joined) and isinstance(joined[0], str | bytes)
+    # Every list of something else holds leaves or containers.
+    are_strings = type(joined) is list and joined and isinstance(joined[0], str | bytes)
+    return tuple(joined) if are_strings else joined

@@ -38,11 +38,6 @@ def _dict_rows(fields: Mapping[Any, Source]) -> Source:
     )
 
 
-def _subset_rows(source: Source, pick: Pick) -> Source:
-    """Some rows of another source."""
-    return Source(lambda rows: source.gather(pick(rows)), source.users_code)
-
-
 def has_getbatch(dataset: Any) -> bool:
     """Whether to ask a dataset for whole batches: not if a subclass overrides how single samples are made."""
     if getattr(type(dataset), "__getbatch__", None) is None or _shadows_getitems(dataset):
@@ -77,7 +72,8 @@ def source_of(dataset: Any, recognise: Recognise) -> Source | None:
     if kind is TensorDataset:
         return _tuple_rows([block_of(tensor) for tensor in dataset.tensors])
     if kind is Subset:
-        return _subset_rows(recognise(dataset.dataset), pick_from(dataset.indices))
+        source, pick = recognise(dataset.dataset), pick_from(dataset.indices)
+        return Source(lambda rows: source.gather(pick(rows)), source.users_code)
     if isinstance(dataset.datasets, dict):
         return _dict_rows({name: recognise(part) for name, part in dataset.datasets.items()})
     return _tuple_rows([recognise(part) for part in dataset.datasets])

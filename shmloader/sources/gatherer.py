@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -84,8 +85,6 @@ class Gatherer:
     def __init__(self, dataset: Any, collate_fn: Any) -> None:
         self._dataset = dataset
         self._collate_fn = collate_fn
-        self._source: Source | None = None
-        self._is_recognised = False
 
     def gather(self, index_batch: Any) -> Any:
         """Make a batch, or ``NOT_GATHERED`` if it is to be made sample by sample.
@@ -93,10 +92,7 @@ class Gatherer:
         That is so for indices that are not all ints, and where anything but a ``__getbatch__`` raises, so
         that the exception is the dataset's own.
         """
-        allocator = current_allocator()
-        if not self._is_recognised:
-            self._recognise(in_worker=allocator is not None)
-        source = self._source
+        allocator, source = current_allocator(), self._source
         if source is None:
             return NOT_GATHERED
         begin = 0 if allocator is None else allocator.cursor
@@ -113,21 +109,22 @@ class Gatherer:
             return NOT_GATHERED
         return batch if allocator is None or source.users_code else allocator.with_placeholders(batch)
 
-    def _recognise(self, *, in_worker: bool) -> None:
-        """Find the source, if there is one.
+    @functools.cached_property
+    def _source(self) -> Source | None:
+        """The source, if there is one; looked for at the first batch.
 
         Without workers only a dataset's own ``__getbatch__`` is used: there the program may change its
         datasets and tensors between two batches.
         """
-        self._is_recognised = True
         try:
-            if not in_worker and not _asks_for_batches(self._dataset):
+            if current_allocator() is None and not _asks_for_batches(self._dataset):
                 raise NotGathered("there are no workers")
-            self._source = _source_for(self._dataset, self._collate_fn)
+            return _source_for(self._dataset, self._collate_fn)
         except Exception as reason:  # noqa: BLE001 - also what odd datasets' attributes raise
             name = type(self._dataset).__qualname__
             # Not the exception itself: a log record that is kept would keep its frames, and so the slot.
             _log.debug("samples of %s are fetched one by one: %s", name, str(reason))
+            return None
 
 
 def _asks_for_batches(dataset: Any) -> bool:

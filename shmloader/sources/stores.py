@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -42,17 +43,14 @@ class StoreRows:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._fields: list[StoreRows] | None = None
 
     def gather(self, rows: Rows) -> Any:
         """See `Source.gather`."""
         store = self._store
         rows = within(rows, len(store))
         sample = store.row(int(rows[0]))
-        fields = self._fields_of(sample)
-        if fields:
-            joined = [field.gather(rows) for field in fields]
-            return _as_record(type(sample), joined)
+        if isinstance(sample, tuple) and type(store) is _loaded("rows", "RowStore") and self._fields:
+            return _as_record(type(sample), [field.gather(rows) for field in self._fields])
         # `take` refuses rows that the outputs cannot hold, by a TypeError.
         outs = _outputs_like(sample, len(rows))
         if outs is not None:
@@ -62,15 +60,11 @@ class StoreRows:
                 pass
         return _join_taken(store.take(rows))
 
-    def _fields_of(self, sample: Any) -> list[StoreRows] | None:
-        """A source for each field of rows that are all tuples of one class and length."""
-        if not isinstance(sample, tuple) or type(self._store) is not _loaded("rows", "RowStore"):
-            return None
-        if self._fields is None:
-            store: Any = self._store
-            length = store.tuple_length()
-            self._fields = [StoreRows(store.column(n)) for n in range(length)]
-        return self._fields
+    @functools.cached_property
+    def _fields(self) -> list[StoreRows]:
+        """A source for each field, of a row store of tuples; none if they differ in class or length."""
+        store: Any = self._store
+        return [StoreRows(store.column(n)) for n in range(store.tuple_length())]
 
 
 def _outputs_like(sample: Any, count: int) -> Any:

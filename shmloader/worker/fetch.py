@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import copy
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -122,7 +123,9 @@ class _TolerantMapFetcher(_MapFetcher):
         self._replaces = rules.on_error == REPLACE
         # Dataset's own __getitem__ only raises NotImplementedError.
         own = getattr(type(dataset), "__getitem__", Dataset.__getitem__)
-        self._one_by_one = _OneByOne(dataset) if own is Dataset.__getitem__ else dataset
+        self._get_one: Callable[[Any], Any] = functools.partial(operator.getitem, dataset)
+        if own is Dataset.__getitem__:
+            self._get_one = lambda index: dataset.__getitems__([index])[0]
 
     def fetch(self, index_batch: Any) -> Any:
         self._bad = []
@@ -155,12 +158,12 @@ class _TolerantMapFetcher(_MapFetcher):
     def _fetch_good(self, indices: list[Any]) -> list[Any]:
         """The samples, with ``_BAD`` where one raised."""
         samples: list[Any] = []
-        append, dataset = samples.append, self._one_by_one
+        append, get_one = samples.append, self._get_one
         remaining = iter(indices)
         while len(samples) < len(indices):
             try:
                 for index in remaining:
-                    append(dataset[index])
+                    append(get_one(index))
             except BaseException as error:
                 index = indices[len(samples)]
                 if not isinstance(error, Exception) or not is_a_samples_fault(error):
@@ -170,16 +173,6 @@ class _TolerantMapFetcher(_MapFetcher):
                 forget_frames(error)
                 append(_BAD)
         return samples
-
-
-class _OneByOne:
-    """Makes a dataset that has only ``__getitems__`` give one sample."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._dataset.__getitems__([index])[0]
 
 
 def _without_bad(samples: list[Any], indices: list[Any], replace: bool) -> tuple[list[Any], list[Any]]:

@@ -272,22 +272,20 @@ class _Worker:
 
     def _encode_failure(self, error: BaseException, index_batch: Any) -> tuple[Encoded, bool]:
         """Put an exception into the slot in the batch's place; also tell whether views were detached."""
+        place = f"thread {threading.current_thread().name!r}" if self._in_thread else f"pid {os.getpid()}"
         where = (
-            f"Raised in shmloader worker {self._arguments.worker_id} ({self._place()}), "
+            f"Raised in shmloader worker {self._arguments.worker_id} ({place}), "
             f"while it made the batch of indices {_text_of(index_batch)}"
         )
         failure = capture(error, where)
         if self._fetcher is None:
             failure = failure._replace(stream=NOTHING_DRAWN)
         else:
-            bad_samples, place = self._fetcher.take_bad_samples(), self._fetcher.place()
-            failure = failure._replace(bad_samples=bad_samples, stream=place)
+            bad_samples, report = self._fetcher.take_bad_samples(), self._fetcher.place()
+            failure = failure._replace(bad_samples=bad_samples, stream=report)
         forget_frames(error)  # they hold the samples, and leaves in the slot
         detached = self._allocator.restart()
         return self._encoder.encode(failure), detached
-
-    def _place(self) -> str:
-        return f"thread {threading.current_thread().name!r}" if self._in_thread else f"pid {os.getpid()}"
 
     def _send_pieces(self, task: MakeBatch, spilled: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         """Send a batch that is larger than its slot: piece by piece, through the slot."""
@@ -300,12 +298,8 @@ class _Worker:
             piece = spilled[begin : begin + len(view)]
             view[: len(piece)] = piece.data
             self._link.send(pack_piece_ready(task.seq, allocator.nbytes, len(spilled), len(piece)))
-            self._await_next_piece()
-
-    def _await_next_piece(self) -> None:
-        """Wait until the piece was copied out; requests that come meanwhile are kept for later."""
-        while type(request := unpack_request(self._link.receive())) is not SendNextPiece:
-            self._later.append(request)
+            while type(request := unpack_request(self._link.receive())) is not SendNextPiece:
+                self._later.append(request)  # the piece was not copied out yet
 
 
 def _text_of(index_batch: Any) -> str:
