@@ -22,6 +22,8 @@ _MOST_COMPOUND_NBYTES = (1 << 31) - 1  # NumPy 1 counts a dtype's bytes in 32 bi
 _Anchor = np.ndarray[Any, np.dtype[np.uint8]]
 _WrapAll = Callable[[_Anchor], list[Any]]
 _Read = Callable[[_Anchor], Any]
+_Wrapping = tuple[Callable[..., Any], np.dtype[Any], int, tuple[int, ...]]
+"""How to wrap a leaf: the function, the dtype of the array that it takes, the leaf's offset and shape."""
 _ndarray: Any = np.ndarray  # looked up for every leaf
 _lone = operator.itemgetter(0)
 
@@ -51,7 +53,8 @@ class Decoder:
 
     def _learn_table(self, table: bytes) -> _WrapAll:
         if _comes_again(self._tables, table):
-            wrap_all = self._tables[table] = _in_one_call(unpack_table(table)) or _one_by_one(table)
+            wrappings = _wrappings(table)
+            wrap_all = self._tables[table] = _in_one_call(wrappings) or _one_by_one(wrappings)
             return wrap_all
         return functools.partial(_wrap_once, table)
 
@@ -124,46 +127,39 @@ def _wrap_once(table: bytes, anchor: _Anchor) -> list[Any]:
     return leaves
 
 
-def _wrappings(table: bytes) -> list[tuple[Callable[..., Any], np.dtype[Any], int, tuple[int, ...]]]:
+def _wrappings(table: bytes) -> list[_Wrapping]:
     return [(*_wrapping(head), offset, tuple(shape)) for head, offset, shape in rows_of(table)]
 
 
-def _one_by_one(table: bytes) -> _WrapAll:
-    wrappings = _wrappings(table)
+def _one_by_one(wrappings: list[_Wrapping]) -> _WrapAll:
     if len(wrappings) == 1:
         ((wrap, carrier, offset, shape),) = wrappings
         return lambda anchor: [wrap(_ndarray(shape, carrier, anchor, offset))]
-
-    def wrap_all(anchor: _Anchor) -> list[Any]:
-        return [wrap(_ndarray(shape, carrier, anchor, offset)) for wrap, carrier, offset, shape in wrappings]
-
-    return wrap_all
+    return lambda anchor: [
+        wrap(_ndarray(shape, carrier, anchor, offset)) for wrap, carrier, offset, shape in wrappings
+    ]
 
 
-def _in_one_call(leaves: list[Leaf]) -> _WrapAll | None:
+def _in_one_call(wrappings: list[_Wrapping]) -> _WrapAll | None:
     """A function that wraps leaves as the fields of one compound dtype, in half the time of a call for each.
 
     NumPy gives a field without dimensions as a number. So the result is None if a leaf has no dimensions, and
     also if one has no bytes.
     """
-    if len(leaves) < 2 or not all(leaf.shape and 0 not in leaf.shape for leaf in leaves):
+    if len(wrappings) < 2 or not all(shape and 0 not in shape for *_, shape in wrappings):
         return None
-    carriers = [DTYPES[leaf.code].carrier for leaf in leaves]
-    end = max(
-        leaf.offset + math.prod(leaf.shape) * carrier.itemsize
-        for leaf, carrier in zip(leaves, carriers, strict=True)
-    )
+    end = max(offset + math.prod(shape) * carrier.itemsize for _, carrier, offset, shape in wrappings)
     if end > _MOST_COMPOUND_NBYTES:
         return None
     compound = np.dtype(
         {
-            "names": [str(place) for place in range(len(leaves))],
-            "formats": [(carrier, leaf.shape) for leaf, carrier in zip(leaves, carriers, strict=True)],
-            "offsets": [leaf.offset for leaf in leaves],
+            "names": [str(place) for place in range(len(wrappings))],
+            "formats": [(carrier, shape) for _, carrier, _, shape in wrappings],
+            "offsets": [offset for _, _, offset, _ in wrappings],
             "itemsize": end,
         }
     )
-    wrappers = [wrapper_of(leaf.kind, leaf.code) for leaf in leaves]
+    wrappers = [wrap for wrap, *_ in wrappings]
     if set(wrappers) == {torch.from_numpy}:
         return lambda anchor: list(map(torch.from_numpy, _ndarray((), compound, anchor).item()))
     return lambda anchor: [

@@ -52,21 +52,14 @@ class DtypeCode(NamedTuple):
 
 _NATIVE = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64".split()
 _NATIVE += "float16 float32 float64 complex64 complex128".split()
-# Dense dtypes that NumPy lacks; those that this torch does not have are left out.
+# Dense dtypes that NumPy lacks. Those that this torch does not have are left out, also of the native ones.
 _CARRIED = "bfloat16 complex32 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz".split()
 _CARRIED += ["float8_e8m0fnu"]
 
 
-def _dtype_codes() -> list[DtypeCode]:
-    codes = [DtypeCode(getattr(torch, n), np.dtype(n), True) for n in _NATIVE if hasattr(torch, n)]
-    for name in _CARRIED:
-        dtype = getattr(torch, name, None)
-        if dtype is not None:
-            codes.append(DtypeCode(dtype, np.dtype(f"u{dtype.itemsize}"), False))
-    return codes
-
-
-DTYPES = _dtype_codes()
+DTYPES = [DtypeCode(getattr(torch, name), np.dtype(name), True) for name in _NATIVE if hasattr(torch, name)]
+_carried = [getattr(torch, name) for name in _CARRIED if hasattr(torch, name)]
+DTYPES += [DtypeCode(dtype, np.dtype(f"u{dtype.itemsize}"), False) for dtype in _carried]
 """Dtype codes are positions in this list; both sides of a pipe run the same version of it."""
 
 ITEM_NBYTES = [code.carrier.itemsize for code in DTYPES]
