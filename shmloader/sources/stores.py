@@ -88,7 +88,9 @@ def _join_taken(taken: Any) -> Any:
     if kind is torch.Tensor:
         return taken
     if kind is np.ndarray:
-        return _join_array(taken)
+        if joined_dtype(taken) is None:
+            raise NotGathered(f"torch joins single rows of {taken.dtype} to another dtype, or refuses them")
+        return torch.from_numpy(np.ascontiguousarray(taken))
     if kind is dict:
         return {name: _join_taken(column) for name, column in taken.items()}
     if isinstance(taken, tuple):
@@ -109,9 +111,3 @@ def _as_record(kind: type, joined: Sequence[Any]) -> Any:
             "plain tuples or namedtuples"
         )
     return kind(*fields)
-
-
-def _join_array(array: np.ndarray[Any, Any]) -> Any:
-    if joined_dtype(array) is None:
-        raise NotGathered(f"torch joins single rows of {array.dtype} to another dtype, or refuses them")
-    return torch.from_numpy(np.ascontiguousarray(array))

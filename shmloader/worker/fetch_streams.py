@@ -41,7 +41,7 @@ class PartsFetcher(Fetcher):
         cursor, tolerant = rules.stream.cursor_of(part), rules.on_error != RAISE
         parts = rules.stream.parts(num_workers)
         self._part = part
-        stream = self._stream = Stream(self._dataset, rules.stream, part, parts, tolerant)
+        stream = Stream(self._dataset, rules.stream, part, parts, tolerant)
         if stream.layout != STRIDE:
             self._fetcher = _IterableFetcher(stream, rules, cursor)
             return
@@ -71,9 +71,9 @@ class PartsFetcher(Fetcher):
 
     def _with_report(self, batch: Any, fetcher: _StreamFetcher) -> Any:
         """The batch, with the cursor behind it where the main process cannot count that itself."""
-        rules, stream = self._rules.stream, self._stream
+        rules = self._rules.stream
         self._batches += 1
-        state = stream.state() if self._batches % rules.snapshot_every == 0 else b""
+        state = fetcher.stream.state() if self._batches % rules.snapshot_every == 0 else b""
         reported = type(batch) is Reported
         told = reported or state or (self._batches == 1 and (rules.shard or rules.cursors))
         if not told:
@@ -84,13 +84,13 @@ class PartsFetcher(Fetcher):
     def _report(self, fetcher: _StreamFetcher, state: bytes) -> StreamReport:
         drawn, raised = fetcher.drawn, fetcher.raised
         cursor = Cursor(drawn, state, drawn, fetcher.ended, raised, raised)
-        return StreamReport(self._part, self._stream.layout, cursor)
+        return StreamReport(self._part, fetcher.stream.layout, cursor)
 
     def place(self) -> StreamReport | None:
         """See `Fetcher`."""
         if self._fetcher is None:
             return NOTHING_DRAWN
-        return None if self._stream.layout == STRIDE else self._report(self._fetcher, b"")
+        return None if self._fetcher.stream.layout == STRIDE else self._report(self._fetcher, b"")
 
     def take_bad_samples(self) -> bytes:
         """See `Fetcher`."""
@@ -101,6 +101,7 @@ class _StreamFetcher(Fetcher):
     """Fetches from one part of a stream.
 
     Attributes:
+        stream: The samples of the part.
         drawn: Samples of the stream that are behind it.
         ended: Whether the stream is known to have ended.
         raised: Draws that raised.
@@ -108,7 +109,7 @@ class _StreamFetcher(Fetcher):
 
     def __init__(self, stream: Stream, rules: FetchRules, cursor: Cursor) -> None:
         super().__init__()
-        self._stream = stream
+        self.stream = stream
         self._rules = rules
         self.drawn, self.raised = cursor.drawn, cursor.raised
         self.ended = False
@@ -147,7 +148,7 @@ class _StrideFetcher(_StreamFetcher):
             column = rank % len(row)  # of a row that is not complete some are taken twice
             samples.append(row[column])
             positions.append(self.drawn - len(row) + column)
-        self._stream.check_worker_info()
+        self.stream.check_worker_info()
         if not samples or (self.ended and self._rules.drop_last):
             raise StopIteration
         return self._join(samples, positions)
@@ -159,7 +160,7 @@ class _StrideFetcher(_StreamFetcher):
             return row
         ranks = self._rules.stream.ranks
         try:
-            row.extend(itertools.islice(self._stream, ranks))
+            row.extend(itertools.islice(self.stream, ranks))
         except BaseException as error:
             _say_position(error, self.drawn + len(row))
             raise
@@ -185,7 +186,7 @@ class _IterableFetcher(_StreamFetcher):
         size = len(index_batch) if auto_collation else 1
         while True:
             try:
-                samples.extend(itertools.islice(self._stream, size - len(samples)))
+                samples.extend(itertools.islice(self.stream, size - len(samples)))
                 break
             except BaseException as error:
                 position = begin + len(samples) + len(bad)
