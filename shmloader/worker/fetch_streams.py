@@ -197,7 +197,8 @@ class _IterableFetcher(_StreamFetcher):
                 good_before = len(samples)
                 if in_a_row >= MOST_IN_A_ROW:
                     raise NoGoodSample(f"{in_a_row:,} samples of a stream in a row raised") from error
-                size -= self._rules.on_error != REPLACE
+                if self._rules.on_error != REPLACE:
+                    size -= 1
         self.drawn = begin + len(samples) + len(bad)
         short = len(samples) < size
         self.ended = short and auto_collation  # without it, torch asks the iterator again
