@@ -20,8 +20,8 @@ from shmloader.sampling.packed_indices import PackedInts
 from shmloader.sampling.samplers import generator_states, index_sampler_of, states_if_drawn
 from shmloader.statistics import Counters
 from shmloader.wire.stream_records import StreamReport
-from shmloader.worker.fetch import before_each_sample, make_fetcher
 from shmloader.worker.fetcher import FetchRules
+from shmloader.worker.map_fetchers import before_each_sample, make_fetcher
 from shmloader.worker.random_state import Generators, SampleSeeds, worker_seeds
 
 

@@ -30,9 +30,9 @@ from shmloader.sampling.array_samplers import index_arrays
 from shmloader.sampling.samplers import generator_states
 from shmloader.scheduling.auto import Auto
 from shmloader.scheduling.dispatcher import Dispatcher
-from shmloader.scheduling.ledger import ARRIVED, Task
 from shmloader.scheduling.lifecycle import BROKEN, IDLE, Lifecycle
 from shmloader.scheduling.scheduler import Scheduler
+from shmloader.scheduling.task_ledger import ARRIVED, Task
 from shmloader.slots import SlotPool
 from shmloader.statistics import Counters
 from shmloader.store.unshared import warn_of_copies, watch_copies

@@ -26,8 +26,8 @@ from shmloader.framework_rebuilds import (
     replace_in_records,
     warn_of_torchs_class,
 )
-from shmloader.loading import loading_of
 from shmloader.shared_memory import why_unavailable
+from shmloader.slot_loading import loading_of
 from shmloader.statistics import LoaderStatistics
 from shmloader.torch_fallback import check_resumable
 

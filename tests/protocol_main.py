@@ -14,8 +14,8 @@ from protocol_fakes import LONG, WORKERS, Event, Segment, Workers
 
 from shmloader.errors import LoaderError
 from shmloader.scheduling.dispatcher import Dispatcher
-from shmloader.scheduling.ledger import ARRIVED, Task, TaskState
 from shmloader.scheduling.lifecycle import Lifecycle
+from shmloader.scheduling.task_ledger import ARRIVED, Task, TaskState
 from shmloader.shared_memory import PAGE_NBYTES
 from shmloader.slots import SlotPool, SlotState
 from shmloader.wire.records import Published

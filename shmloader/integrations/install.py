@@ -20,7 +20,7 @@ from shmloader.integrations.accelerate import Accelerate
 from shmloader.integrations.patches import Patches
 from shmloader.integrations.states import state_dict
 from shmloader.loader import DataLoader
-from shmloader.loading import loading_of
+from shmloader.slot_loading import loading_of
 from shmloader.torch_fallback import OWN_DEFAULTS
 from shmloader.torch_features import Feature, is_missing
 from shmloader.torch_private import GET_ITERATOR

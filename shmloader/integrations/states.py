@@ -15,7 +15,7 @@ import torch.utils.data
 
 from shmloader.arguments import threads_of
 from shmloader.errors import ResumeError, warn
-from shmloader.loading import loading_of
+from shmloader.slot_loading import loading_of
 from shmloader.torch_fallback import check_resumable
 from shmloader.torch_private import GET_ITERATOR
 

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import BatchSampler
 
 from shmloader.errors import ResumeError
-from shmloader.resume.fit import State, named_in_errors
+from shmloader.resume.compatibility import State, named_in_errors
 from shmloader.resume.user_states import unpack_user_state
 from shmloader.sampling.array_samplers import index_arrays
 from shmloader.sampling.compact_states import set_to

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from shmloader.errors import ResumeError, warn
-from shmloader.resume.fit import (
+from shmloader.resume.compatibility import (
     ADDED_BY_OTHERS,
     AT_THE_BEGINNING,
     State,

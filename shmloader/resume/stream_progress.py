@@ -13,7 +13,7 @@ from typing import Any
 
 from shmloader.distributed import check_equal_ends, rank_and_ranks
 from shmloader.errors import ResumeError, warn
-from shmloader.resume.fit import State, is_between_epochs, named_in_errors
+from shmloader.resume.compatibility import State, is_between_epochs, named_in_errors
 from shmloader.resume.progress import Progress
 from shmloader.resume.user_states import pack_user_state, unpack_user_state
 from shmloader.wire.stream_records import (

@@ -22,7 +22,7 @@ from shmloader.arguments import AutoCount
 from shmloader.errors import LoaderClosed
 from shmloader.host.limits import cores, memory_headroom
 from shmloader.scheduling.dispatcher import Dispatcher
-from shmloader.scheduling.free_workers import FreeWorkers
+from shmloader.scheduling.dynamic_dispatch import FreeWorkers
 from shmloader.statistics import AutotuneReport
 
 _log = logging.getLogger("shmloader")

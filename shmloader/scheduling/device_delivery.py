@@ -19,7 +19,7 @@ from shmloader.device.moving import is_plain
 from shmloader.device.trial import why_unusable
 from shmloader.errors import LoaderError, warn_once
 from shmloader.scheduling.dispatcher import ByteArray, Dispatcher
-from shmloader.scheduling.ledger import ARRIVED, Task
+from shmloader.scheduling.task_ledger import ARRIVED, Task
 from shmloader.wire.records import FAILED, REPORTED
 
 _tried: dict[int, str] = {}

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from shmloader.errors import LoaderClosed
 from shmloader.sampling.packed_indices import PackedInts, pack_index_batch, unpack_index_batch
-from shmloader.scheduling.ledger import VOID, Ledger, Task
 from shmloader.scheduling.lifecycle import WAITING, Lifecycle
+from shmloader.scheduling.task_ledger import VOID, Ledger, Task
 from shmloader.slots import SlotPool
 from shmloader.slots.inspection import Inspection
 from shmloader.slots.inspection import wanted as inspection_wanted

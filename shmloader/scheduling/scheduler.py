@@ -16,9 +16,9 @@ from shmloader.sampling.epoch_prefetch import NOTHING, next_epoch_for
 from shmloader.sampling.samplers import GeneratorStates, sampler_of_indices
 from shmloader.scheduling.auto import Auto, Growth
 from shmloader.scheduling.dispatcher import Dispatcher
-from shmloader.scheduling.free_workers import FreeWorkers
-from shmloader.scheduling.ledger import Task
-from shmloader.scheduling.turns import Turns
+from shmloader.scheduling.dynamic_dispatch import FreeWorkers
+from shmloader.scheduling.static_dispatch import Turns
+from shmloader.scheduling.task_ledger import Task
 
 
 class Scheduler:

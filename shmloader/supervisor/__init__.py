@@ -16,7 +16,7 @@ from shmloader.supervisor.base import MakeArguments, Workers
 from shmloader.supervisor.death_messages import log_replacement, worker_timeout
 from shmloader.supervisor.processes import ProcessWorkers
 from shmloader.supervisor.threads import ThreadWorkers
-from shmloader.supervisor.worker import Worker
+from shmloader.supervisor.worker_handles import Worker
 
 __all__ = ["Worker", "Workers", "log_replacement", "start_workers", "worker_timeout"]
 

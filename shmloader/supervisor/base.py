@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from shmloader.errors import WorkerDied
-from shmloader.supervisor.worker import Worker
+from shmloader.supervisor.worker_handles import Worker
 from shmloader.worker.loop import WorkerArguments
 
 MakeArguments = Callable[[int], WorkerArguments]

@@ -10,7 +10,7 @@ from shmloader.diagnostics.exceptions import shorten
 from shmloader.errors import WorkerTimeout
 from shmloader.host.limits import memory_headroom, oom_kills
 from shmloader.supervisor.base import Workers
-from shmloader.supervisor.worker import Worker
+from shmloader.supervisor.worker_handles import Worker
 
 _log = logging.getLogger("shmloader")
 _MOST_CHARACTERS = 300  # of index batches

@@ -20,7 +20,7 @@ from shmloader.supervisor.base import MakeArguments, Workers, live
 from shmloader.supervisor.death_messages import describe_death, describe_held, explain_kill
 from shmloader.supervisor.launch import check_descriptors, start_process
 from shmloader.supervisor.spawn_payload import SpawnPayload
-from shmloader.supervisor.worker import ProcessWorker, Worker
+from shmloader.supervisor.worker_handles import ProcessWorker, Worker
 from shmloader.wire.channel import Pipes
 from shmloader.wire.records import SPIN_NS
 

@@ -24,7 +24,7 @@ from shmloader.errors import WorkerDied
 from shmloader.host.held_interrupts import HeldInterrupts
 from shmloader.supervisor.base import MakeArguments, Workers, live
 from shmloader.supervisor.death_messages import describe_held
-from shmloader.supervisor.worker import ThreadWorker, Worker
+from shmloader.supervisor.worker_handles import ThreadWorker, Worker
 from shmloader.wire.channel import ThreadLink
 from shmloader.worker.epoch_settings import datasets_in
 from shmloader.worker.loop import run_in_thread

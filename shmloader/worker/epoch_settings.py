@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset
 
 from shmloader.diagnostics.exceptions import add_note
-from shmloader.worker.epoch_calls import (
+from shmloader.worker.set_epoch_calls import (
     Call,
     CallLog,
     PlainAttributes,

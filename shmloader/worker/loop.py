@@ -48,8 +48,8 @@ from shmloader.wire.records import (
 from shmloader.wire.stream_records import NOTHING_DRAWN
 from shmloader.worker.collate import install_slot_collate
 from shmloader.worker.epoch_settings import EpochSettings
-from shmloader.worker.fetch import before_each_sample, make_fetcher
 from shmloader.worker.fetcher import Fetcher, FetchRules
+from shmloader.worker.map_fetchers import before_each_sample, make_fetcher
 from shmloader.worker.random_state import (
     Generators,
     SampleSeeds,

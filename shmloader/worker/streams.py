@@ -2,7 +2,7 @@
 
 Without ``shard="auto"`` a worker's part is the whole dataset, as in torch: the dataset itself may leave some
 out. With it, the dataset makes a shard of itself, or the worker takes its share of every group of samples of
-the whole stream (`fetch_streams`). Runs in the worker, or without workers in the main process.
+the whole stream (`stream_fetchers`). Runs in the worker, or without workers in the main process.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import pytest
 from torch.utils.data import Dataset, Subset, get_worker_info
 
 from shmloader import DataLoader, WorkerTimeout
-from shmloader.worker.epoch_calls import is_noted
+from shmloader.worker.set_epoch_calls import is_noted
 
 
 class Tells(Dataset[Any]):

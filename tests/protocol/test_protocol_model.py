@@ -10,7 +10,7 @@ from protocol_fakes import Workers
 from protocol_main import COPIES, ENDS, INDICES, LEASE, LOST, ONE_HAND, ORDER, PROGRESS, SOUND, TWICE, Setting
 
 from shmloader.scheduling.dispatcher import Dispatcher
-from shmloader.scheduling.ledger import Task, TaskState
+from shmloader.scheduling.task_ledger import Task, TaskState
 from shmloader.slots import Slot, SlotPool
 from shmloader.wire.records import PieceReady, Published
 

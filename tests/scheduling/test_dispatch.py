@@ -16,8 +16,8 @@ from robustness.processes import assert_dies_with_its_last_reference
 from torch.utils.data import IterableDataset, RandomSampler
 
 from shmloader import DataLoader
-from shmloader.scheduling.free_workers import FreeWorkers
-from shmloader.scheduling.ledger import Ledger, Task
+from shmloader.scheduling.dynamic_dispatch import FreeWorkers
+from shmloader.scheduling.task_ledger import Ledger, Task
 from shmloader.slots import Slot
 
 # three workers on two cores

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shmloader.scheduling.free_workers import FreeWorkers
-from shmloader.scheduling.ledger import Ledger
+from shmloader.scheduling.dynamic_dispatch import FreeWorkers
+from shmloader.scheduling.task_ledger import Ledger
 from shmloader.slots import Slot
 
 

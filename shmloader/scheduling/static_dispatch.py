@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 
-from shmloader.scheduling.ledger import Ledger
+from shmloader.scheduling.task_ledger import Ledger
 from shmloader.torch_private import LIMITS_TASKS
 
 

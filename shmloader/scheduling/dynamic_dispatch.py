@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 
-from shmloader.scheduling.ledger import Ledger, Task
+from shmloader.scheduling.task_ledger import Ledger, Task
 from shmloader.slots import SlotPool
 
 _IN_HAND = 2  # tasks that keep a worker busy while its answer travels and the next one comes

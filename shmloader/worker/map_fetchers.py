@@ -27,8 +27,8 @@ from shmloader.diagnostics.exceptions import add_note, forget_frames
 from shmloader.diagnostics.mismatches import explain_collation
 from shmloader.sampling.packed_indices import PackedInts
 from shmloader.sources import NOT_GATHERED, Gatherer, why_per_sample
-from shmloader.worker.fetch_streams import PartsFetcher
 from shmloader.worker.fetcher import Fetcher, FetchRules
+from shmloader.worker.stream_fetchers import PartsFetcher
 
 
 def make_fetcher(dataset: Any, rules: FetchRules, worker_id: int = 0, num_workers: int = 1) -> Fetcher:

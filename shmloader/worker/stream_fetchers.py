@@ -1,4 +1,4 @@
-"""Batches of iterable-style datasets, by the rules of torch's fetcher. Runs where `fetch` does."""
+"""Batches of iterable-style datasets, by the rules of torch's fetcher. Runs where `map_fetchers` does."""
 
 from __future__ import annotations
 
