@@ -58,8 +58,8 @@ Buffer = Any
 class SharedBuffer:
     """Sealed shared memory, as this process maps it.
 
-    Costs one descriptor and one mapping, from 2 MiB on a second one behind its end. Both live as long as
-    the buffer or any view of it; the memory itself as long as any process has either.
+    Costs one descriptor and one mapping, from 2 MiB on others beside it. All live as long as the buffer or
+    any view of it; the memory itself as long as any process has either.
 
     It reaches another process by handle: inherited by fork, or pickled while ``multiprocessing`` starts
     a process or sends through its own queues and pipes. Any other pickling is an error. ``copy.copy`` and
@@ -70,7 +70,8 @@ class SharedBuffer:
             ``multiprocessing`` did not start, send it over a UNIX socket and call `SharedBuffer` there.
         nbytes: Length.
         mapping: The memory as a Python ``mmap``, whose slices are bytes: the quickest way to read some.
-            It may begin before ``address`` and be longer than ``nbytes``; it does not keep the descriptor.
+            It may begin before ``address`` and end behind ``nbytes``, where nothing can be read; it does not
+            keep the descriptor.
         address: Where it is mapped here.
     """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import Any
 
@@ -85,6 +84,8 @@ class Gatherer:
     def __init__(self, dataset: Any, collate_fn: Any) -> None:
         self._dataset = dataset
         self._collate_fn = collate_fn
+        self._source: Source | None = None
+        self._is_recognised = False
 
     def gather(self, index_batch: Any) -> Any:
         """Make a batch, or ``NOT_GATHERED`` if it is to be made sample by sample.
@@ -92,7 +93,10 @@ class Gatherer:
         That is so for indices that are not all ints, and where anything but a ``__getbatch__`` raises, so
         that the exception is the dataset's own.
         """
-        allocator, source = current_allocator(), self._source
+        allocator = current_allocator()
+        if not self._is_recognised:
+            self._recognise(in_worker=allocator is not None)
+        source = self._source
         if source is None:
             return NOT_GATHERED
         begin = 0 if allocator is None else allocator.cursor
@@ -109,22 +113,22 @@ class Gatherer:
             return NOT_GATHERED
         return batch if allocator is None or source.users_code else allocator.with_placeholders(batch)
 
-    @functools.cached_property
-    def _source(self) -> Source | None:
-        """The source, if there is one; looked for at the first batch.
+    def _recognise(self, *, in_worker: bool) -> None:
+        """Find the source, if there is one.
 
         Without workers only a dataset's own ``__getbatch__`` is used: there the program may change its
         datasets and tensors between two batches.
         """
+        # No functools.cached_property: in Python 3.11 that holds a lock, which a fork meanwhile copies taken.
+        self._is_recognised = True
         try:
-            if current_allocator() is None and not _asks_for_batches(self._dataset):
+            if not in_worker and not _asks_for_batches(self._dataset):
                 raise NotGathered("there are no workers")
-            return _source_for(self._dataset, self._collate_fn)
+            self._source = _source_for(self._dataset, self._collate_fn)
         except Exception as reason:  # noqa: BLE001 - also what odd datasets' attributes raise
             name = type(self._dataset).__qualname__
             # Not the exception itself: a log record that is kept would keep its frames, and so the slot.
             _log.debug("samples of %s are fetched one by one: %s", name, str(reason))
-            return None
 
 
 def _asks_for_batches(dataset: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -43,14 +42,17 @@ class StoreRows:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._fields: list[StoreRows] | None = None
 
     def gather(self, rows: Rows) -> Any:
         """See `Source.gather`."""
         store = self._store
         rows = within(rows, len(store))
         sample = store.row(int(rows[0]))
-        if isinstance(sample, tuple) and type(store) is _loaded("rows", "RowStore") and self._fields:
-            return _as_record(type(sample), [field.gather(rows) for field in self._fields])
+        if isinstance(sample, tuple) and type(store) is _loaded("rows", "RowStore"):
+            fields = self._all_fields()
+            if fields:
+                return _as_record(type(sample), [field.gather(rows) for field in fields])
         # `take` refuses rows that the outputs cannot hold, by a TypeError.
         outs = _outputs_like(sample, len(rows))
         if outs is not None:
@@ -60,11 +62,12 @@ class StoreRows:
                 pass
         return _join_taken(store.take(rows))
 
-    @functools.cached_property
-    def _fields(self) -> list[StoreRows]:
+    def _all_fields(self) -> list[StoreRows]:
         """A source for each field, of a row store of tuples; none if they differ in class or length."""
-        store: Any = self._store
-        return [StoreRows(store.column(n)) for n in range(store.tuple_length())]
+        if self._fields is None:
+            store: Any = self._store
+            self._fields = [StoreRows(store.column(n)) for n in range(store.tuple_length())]
+        return self._fields
 
 
 def _outputs_like(sample: Any, count: int) -> Any:

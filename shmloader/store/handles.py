@@ -23,7 +23,6 @@ has changed its own copy of them.
 
 from __future__ import annotations
 
-import functools
 import io
 import os
 import pickle
@@ -140,13 +139,18 @@ _AREA = re.compile(
 class MappedFiles:
     """The files that this process has mapped. Looked up once, when the first array is looked for."""
 
+    def __init__(self) -> None:
+        self._known: list[_Area] | None = None
+
     def items_at(self, low: int, high: int) -> MappedItems | None:
         """The items in a file that lie at these addresses; None if none do.
 
         Raises:
             LoaderError: If the file has become too short for them.
         """
-        areas = [area for area in self._areas if area.begin < high and low < area.end]
+        if self._known is None:
+            self._known = _areas_of_this_process()
+        areas = [area for area in self._known if area.begin < high and low < area.end]
         path = areas[0].path if areas else ""
         # torch's own shared memory has names, too, while it lives.
         if not path or path.startswith("/dev/shm/torch_") or not Path(path).is_file():
@@ -159,23 +163,23 @@ class MappedFiles:
         items.check(items.status)
         return items
 
-    @functools.cached_property
-    def _areas(self) -> list[_Area]:
-        try:
-            text = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="surrogateescape")
-        except OSError:  # the system does not tell
-            return []
-        return [
-            _Area(
-                int(begin, 16),
-                int(end, 16),
-                rights,
-                int(offset, 16),
-                path.replace("\\012", "\n"),
-                private + swapped != "00",
-            )
-            for begin, end, rights, offset, path, private, swapped in _AREA.findall(text)
-        ]
+
+def _areas_of_this_process() -> list[_Area]:
+    try:
+        text = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:  # the system does not tell
+        return []
+    return [
+        _Area(
+            int(begin, 16),
+            int(end, 16),
+            rights,
+            int(offset, 16),
+            path.replace("\\012", "\n"),
+            private + swapped != "00",
+        )
+        for begin, end, rights, offset, path, private, swapped in _AREA.findall(text)
+    ]
 
 
 def is_shared(value: Any, files: MappedFiles) -> bool:

@@ -13,7 +13,6 @@ fetched sample by sample is seeded once.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import random
 import struct
@@ -82,28 +81,38 @@ class Generators:
     dataset must ask for them in each sample.
     """
 
+    # No functools.cached_property: in Python 3.11 that holds a lock, which a fork meanwhile copies taken.
+
     def __init__(self, seeds: Seeds) -> None:
-        self._seeds = seeds
+        self.seed(seeds)
 
     def seed(self, seeds: Seeds) -> None:
         """Begin anew, with other seeds."""
-        vars(self).clear()  # the generators that were made
         self._seeds = seeds
+        self._torch: torch.Generator | None = None
+        self._random: random.Random | None = None
+        self._numpy: np.random.Generator | None = None
 
-    @functools.cached_property
+    @property
     def torch_generator(self) -> torch.Generator:
         """A generator for ``generator=``: draws what torch's global one draws in a worker process."""
-        return torch.Generator().manual_seed(self._seeds.torch_seed)
+        if self._torch is None:
+            self._torch = torch.Generator().manual_seed(self._seeds.torch_seed)
+        return self._torch
 
-    @functools.cached_property
+    @property
     def random_generator(self) -> random.Random:
         """Draws what ``random`` draws in a worker process."""
-        return random.Random(self._seeds.random_seed)
+        if self._random is None:
+            self._random = random.Random(self._seeds.random_seed)
+        return self._random
 
-    @functools.cached_property
+    @property
     def numpy_generator(self) -> np.random.Generator:
         """A new style ``Generator``; from the same seed ``numpy.random`` draws other numbers."""
-        return np.random.default_rng(self._seeds.numpy_seed)
+        if self._numpy is None:
+            self._numpy = np.random.default_rng(self._seeds.numpy_seed)
+        return self._numpy
 
 
 class SampleSeeds:

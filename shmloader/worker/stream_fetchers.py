@@ -201,7 +201,9 @@ class _IterableFetcher(_StreamFetcher):
                     size -= 1
         self.drawn = begin + len(samples) + len(bad)
         short = len(samples) < size
-        self.ended = short and auto_collation  # without it, torch asks the iterator again
+        # Without auto collation torch asks the iterator again. But behind a bad sample it may have ended, and
+        # one that then begins anew would never end.
+        self.ended = short and (auto_collation or self._rules.on_error != RAISE)
         if not samples or (short and self._rules.drop_last):
             if not bad:
                 raise StopIteration

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 import pytest
 from flawed_datasets import MODES, FlawedStream, cut, quiet, rows
+from torch.utils.data import IterableDataset
 
 from shmloader import DataLoader
 
@@ -64,6 +66,33 @@ def test_a_stream_without_batches_goes_on(mode: str, workers: int) -> None:
     loader = DataLoader(FlawedStream(6, {0, 3, 5}), batch_size=None, num_workers=workers, on_error=mode)
     assert list(loader) == [1, 2, 4]
     assert loader.statistics().bad_samples == 3
+
+
+class Rewinds(IterableDataset[int]):
+    """Its own iterator, which raises at its last sample and begins anew behind its end."""
+
+    def __init__(self) -> None:
+        self._step = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if self._step == 5:
+            self._step = 0
+            raise StopIteration
+        self._step += 1
+        if self._step == 5:
+            raise ValueError("bad")
+        return self._step
+
+
+@quiet
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("mode", MODES)
+def test_an_end_behind_a_bad_sample_ends_the_epoch(mode: str, workers: int) -> None:
+    loader = DataLoader(Rewinds(), batch_size=None, num_workers=workers, on_error=mode)
+    assert list(islice(loader, 20)) == [1, 2, 3, 4]
 
 
 @quiet

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
+import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +13,11 @@ import loading
 import pytest
 import torch
 from thread_loaders import threads
-from torch.utils.data import get_worker_info
+from torch.utils.data import Dataset, TensorDataset, get_worker_info
 
 from shmloader import DataLoader, LoaderClosed
 from shmloader.codec.slot_allocator import current_allocator
+from shmloader.worker.random_state import Generators, worker_seeds
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
@@ -102,3 +106,74 @@ def test_a_sample_may_load_with_worker_processes() -> None:
     with threads(Loads(2), batch_size=2, num_workers=1) as loader:
         (batch,) = loader
     assert batch[:, :, 0].tolist() == [[0, 1, 2], [1, 2, 3]]
+
+
+class ToldSlowly(type):
+    """A class that takes until it is let go to say, the second time, whether it gives whole batches."""
+
+    times = 0
+    asked, let_go = threading.Event(), threading.Event()
+
+    def __getattribute__(cls, name: str) -> Any:
+        if name == "__getbatch__":
+            ToldSlowly.times += 1
+            if ToldSlowly.times == 2:  # before the first sample; the first time was when the worker started
+                ToldSlowly.asked.set()
+                assert ToldSlowly.let_go.wait(60)
+        return super().__getattribute__(name)
+
+
+class Slow(Dataset[Any], metaclass=ToldSlowly):
+    """Its worker thread looks for a source while other workers are forked."""
+
+    def __getitem__(self, index: int) -> int:
+        raise AssertionError("whole batches are asked for")
+
+    def __getbatch__(self, indices: Any) -> torch.Tensor:
+        return torch.as_tensor(indices)
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_workers_that_are_forked_while_a_thread_looks_at_its_dataset_look_at_theirs() -> None:
+    """A lock that the thread held would be taken in them for ever."""
+    with threads(Slow(), batch_size=1, num_workers=1) as slow:
+        iterator = iter(slow)
+        assert ToldSlowly.asked.wait(60)
+        rows = TensorDataset(torch.arange(4))
+        with DataLoader(
+            rows, batch_size=2, num_workers=1, multiprocessing_context="fork", timeout=30
+        ) as forked:
+            assert [batch.tolist() for (batch,) in forked] == [[0, 1], [2, 3]]
+        ToldSlowly.let_go.set()
+        assert [batch.tolist() for batch in iterator] == [[0], [1]]
+
+
+def test_a_generator_is_made_in_a_process_that_was_forked_while_a_thread_makes_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    making, let_go = threading.Event(), threading.Event()
+    kind = random.Random
+
+    def slowly(seed: int) -> random.Random:
+        if threading.current_thread() is thread:
+            making.set()
+            assert let_go.wait(60)
+        return kind(seed)
+
+    seeds = worker_seeds(0, 0)
+    thread = threading.Thread(target=lambda: Generators(seeds).random_generator)
+    monkeypatch.setattr("shmloader.worker.random_state.random.Random", slowly)
+    thread.start()
+    assert making.wait(60)
+
+    def draw() -> str:
+        signal.alarm(30)  # ends a process that waits for a lock
+        return str(Generators(seeds).random_generator.random())
+
+    try:
+        assert run_in_child(draw) == str(kind(seeds.random_seed).random())
+    finally:
+        let_go.set()
+        thread.join()
