@@ -162,7 +162,11 @@ def check_fit(state: Mapping[str, Any], loader: Any) -> None:
     has_state = sampler_with_state(index_sampler) is not None or not (sharded is None or between_epochs)
     if has_state != (state["sampler_state"] is not None) and not differences:
         has, text = "a" if has_state else "no", state["sampler_state"]
-        differences = [f"sampler_state is {text!r:.50} in the state, and the sampler has {has} state_dict()"]
+        why = f"the sampler has {has} state_dict()"
+        if sharded is not None:
+            phase = f"base_seed is {state['base_seed']} and finished is {state['finished']}"
+            why = f"a ShardedSampler has {has} state where {phase}"
+        differences = [f"sampler_state is {text!r:.50} in the state, and {why}"]
     if state["loader_generator"] and loader.generator is None:
         differences.append("loader_generator is there in the state, and this loader has no generator")
     if differences:
