@@ -213,7 +213,5 @@ def test_a_loader_that_lacks_what_the_state_has_is_refused(written: str) -> None
 def test_a_state_before_the_first_epoch_that_tells_of_one_is_refused_by_name() -> None:
     """A `ShardedSampler` has a state in an epoch, and none before it."""
     state = json.loads(states_of("sharded")[0]) | {"base_seed": 0}
-    with pytest.raises(
-        ResumeError, match=r"sampler_state is None .* has a state where base_seed is 0 and"
-    ):
+    with pytest.raises(ResumeError, match=r"sampler_state is None .* has a state where base_seed is 0 and"):
         LOADERS["sharded"]().load_state_dict(state)
