@@ -53,7 +53,7 @@ class Loading:
         return types.NoneType, ()
 
     def iterate(self, loader: Any, torchs_iter: Callable[[], Any]) -> Any:
-        """What ``iter(loader)`` gives; first it warns of bad samples in an epoch that was not finished.
+        """The iterator of a new pass over a loader; warns first of bad samples in an epoch that was left.
 
         The loader forgets a persistent iterator whose workers are gone, or that a loaded state, which has a
         base seed of its own, is not to go on with.

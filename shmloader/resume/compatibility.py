@@ -215,7 +215,7 @@ def _check_keys(state: Mapping[str, Any]) -> None:
 
 
 def _with_settings(of_loader: State) -> State:
-    """What `described` has told, with each setting of the sampler as a key."""
+    """The description of a loader, see `described`, with each setting of its sampler as a key of its own."""
     with named_in_errors(of_loader, "sampler_settings"):
         settings: State = json.loads(of_loader["sampler_settings"])
         others = {name: value for name, value in of_loader.items() if name != "sampler_settings"}

@@ -234,7 +234,7 @@ class Dispatcher:
     def _accept_batch(self, answer: Published) -> None:
         pool, ledger, counters = self.pool, self.ledger, self.counters
         seq, slot_nbytes, _, used_nbytes, wait_ns, _, flags = answer
-        task = ledger.tasks.get(seq) or ledger.void_tasks[seq]
+        task = ledger.tasks.get(seq) or ledger.void_tasks[seq]  # `_unanswered_task`, without its call
         task.answer, slot = answer, task.slot
         if flags & SPILLED:
             if task.state is not VOID:
