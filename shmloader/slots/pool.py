@@ -303,7 +303,7 @@ class SlotPool:
         for slot in self.slots:
             self._unmap(slot)
             if slot.state not in (_LEASED, _GUARDED):
-                if slot.state is not _GRANTED or not self.keeps_granted:
+                if slot.limit_nbytes and not (slot.state is _GRANTED and self.keeps_granted):
                     # A worker that has ended may have grown its slot up to the limit and not have said so.
                     self.segment.discard(slot.number, slot.limit_nbytes)
                 slot.state, slot.nbytes, slot.used_nbytes = _FREE, 0, 0
