@@ -275,8 +275,8 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         it takes microseconds and starts no worker. See docs/resume.md.
 
         Returns:
-            A new flat dict of numbers, strings and None, under 1 KB but for states of the program's own
-            samplers and datasets, with the same keys at any moment.
+            A new flat dict of numbers, strings and None, mostly under 1 KB (see docs/resume.md), with the
+            same keys at any moment.
 
         Raises:
             ResumeError: Where torch's own workers load, while two iterators are in use at once, for a sampler

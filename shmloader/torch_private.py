@@ -1,8 +1,8 @@
 """Private and movable names of torch: the only module that uses them.
 
-torch offers these in no public way. All were checked against torch 2.13. If another torch lacks a name, the
-one feature that needs it is disabled (`torch_features`). Everything else in shmloader uses torch's public
-interface.
+torch offers these in no public way. They were written against torch 2.13; `make test-matrix` tries 2.6
+and 2.14 too. If another torch lacks a name, the one feature that needs it is disabled (`torch_features`).
+Everything else in shmloader uses torch's public interface.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """States of loaders of torch's class, under ``install()``.
 
 Frameworks ask every loader that has ``state_dict()`` for its state, whether the program wants it or not. So a
-loader that cannot tell its place gives an empty state. Loading that does nothing.
+loader that cannot tell its place gives an empty state. Loading an empty state does nothing.
 """
 
 from __future__ import annotations

@@ -3,10 +3,11 @@
 Nothing is fetched. A sampler with ``state_dict()`` and ``load_state_dict()`` is set to its own state from
 behind the last batch that the program has had. Where that may have been the epoch's last, it is set to the
 state before it, and the batch is drawn again. So it comes to its end as it did before, whether it begins anew
-with the last batch or gives nothing once. For any other one the generator that it draws from is set to where
-it was when the epoch began, and the batches that the program has had are drawn again: of torch's commonest
-samplers as one slice, of others one by one. Of samplers that are not torch's a checksum tells whether those
-were the same batches.
+with the last batch or gives nothing once.
+
+For any other sampler, the generator that the sampler draws from is set to where it was when the epoch began.
+Then the batches that the program has had are drawn again: of torch's commonest samplers as one slice, of
+others one by one. For samplers that are not torch's, a checksum tells whether those were the same batches.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Index batches: drawn from samplers, and packed for their way to a worker. Main process."""
+"""Index batches: drawn from samplers, packed for their way to a worker, and (there) unpacked."""

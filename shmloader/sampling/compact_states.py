@@ -3,8 +3,8 @@
 A **compact state** is the seed that the generator began with and how many numbers of 32 bits it has drawn
 since, as text. The number is found by drawing from the seed on until the generator's next numbers come, and
 is used only if drawing from the seed that far gives the state byte for byte. Where it does not (a normal
-deviate is kept for the next call, a million epochs were drawn), the text is the whole state, compressed, of
-4.3 KB.
+deviate is kept for the next call, more than 134 million numbers were drawn), the text is the whole state,
+compressed, of 4.3 KB.
 """
 
 from __future__ import annotations

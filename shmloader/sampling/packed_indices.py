@@ -1,7 +1,8 @@
-"""Index batches as they travel: an int64 array or a pickle, no larger than what it shows.
+"""Index batches on their way to a worker: an int64 array of many ints, else a pickle.
 
-Between two batches the program does something else, and a pickler whose code is no longer in the caches takes
-30 µs and more; and a worker that gathers rows needs an array.
+The array saves a pickler in the main process, which takes 30 µs and more where the program has done something
+else since the last batch. A worker that gathers rows needs an array anyway. Of a tensor that is a view,
+only the items that it shows are pickled.
 """
 
 from __future__ import annotations

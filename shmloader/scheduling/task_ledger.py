@@ -1,8 +1,8 @@
 """The ledger of one iterator: every task that was sent to a worker and is not finished. Main process only.
 
 A task goes ``MAKING -> ARRIVED`` and is finished when ``next()`` returns its batch; or ``MAKING -> VOID``
-where nobody wants its batch any more, and is finished when the worker's answer comes. Who has the
-ledger reads it; it is written by the methods below only, but for ``epoch``.
+where nobody wants its batch any more, and is finished when the worker's answer comes. Any module that
+holds the ledger may read it. Only the methods below change it, except for the attribute ``epoch``.
 """
 
 from __future__ import annotations
