@@ -275,6 +275,12 @@ class SlotAllocator:
         self._may_refuse = may_refuse
         return detached
 
+    def close(self) -> None:
+        """Let go of all slots, because the worker ends; what the user's code keeps of them stays mapped."""
+        self._here = self._anchored = self._anchor = None
+        self._mapped.clear()
+        self._segment.close()
+
     @property
     def address(self) -> int:
         """The slot's address in this process."""

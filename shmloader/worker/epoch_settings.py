@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import itertools
 import pickle
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
@@ -125,24 +125,26 @@ def _walk(dataset: Any, attributes_of: Callable[[Any], Attributes]) -> list[tupl
     """The datasets of `datasets_in`, with their paths as far as attributes come with their names."""
     found: list[tuple[Path, Any]] = []
     seen: set[int] = set()
-
-    def walk(one: Any, path: Path) -> None:
-        if id(one) in seen:
-            return
-        seen.add(id(one))
-        found.append((path, one))
-        for name, value in attributes_of(one):
-            if _is_dataset(value):
-                walk(value, (*path, name))
-            elif type(value) in (list, tuple, dict):
-                items = value.values() if type(value) is dict else value
-                if any(map(_is_dataset, itertools.islice(items, _LOOKED_AT))):
-                    for place, item in enumerate(items):
-                        if _is_dataset(item):
-                            walk(item, (*path, name, place))
-
-    walk(dataset, ())
+    waiting: list[tuple[Path, Any]] = [((), dataset)]
+    while waiting:
+        path, one = waiting.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            found.append((path, one))
+            inside = [((*path, *place), value) for place, value in _directly_in(attributes_of(one))]
+            waiting.extend(reversed(inside))
     return found
+
+
+def _directly_in(attributes: Attributes) -> Iterator[tuple[Path, Any]]:
+    """The datasets among attributes, and in the lists and dicts among them."""
+    for name, value in attributes:
+        if _is_dataset(value):
+            yield (name,), value
+        elif type(value) in (list, tuple, dict):
+            items = value.values() if type(value) is dict else value
+            if any(map(_is_dataset, itertools.islice(items, _LOOKED_AT))):
+                yield from (((name, place), item) for place, item in enumerate(items) if _is_dataset(item))
 
 
 def _is_dataset(value: Any) -> bool:

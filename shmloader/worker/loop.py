@@ -138,10 +138,15 @@ class _Worker:
 
     def run(self) -> None:
         """Start, and answer tasks until the main process closes the link."""
-        with contextlib.suppress(BrokenPipeError):  # nobody waits for an answer
-            self._start()
-            while True:
-                self._serve()
+        try:
+            with contextlib.suppress(BrokenPipeError):  # nobody waits for an answer
+                self._start()
+                while True:
+                    self._serve()
+        finally:
+            # A circle through the fetcher would keep a thread's dataset until the garbage collector comes.
+            self._fetcher = None
+            self._allocator.close()
 
     def _start(self) -> None:
         """Start as torch's worker does between seeding and the first task, in the same order."""

@@ -1,0 +1,101 @@
+"""Memory and descriptors go when their last user goes, without waiting for the garbage collector."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import loading
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, Subset
+
+from shmloader import DataLoader, share
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),  # Python 3.12
+]
+
+
+@pytest.fixture(autouse=True)
+def no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def slot_files() -> int:
+    """How many descriptors of slots this process has."""
+    paths = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            paths.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:  # that of the listing
+            continue
+    return sum("shmloader-slots" in path for path in paths)
+
+
+class Counts(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(24).split(1))
+
+
+class Epochs(loading.Numbered):
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def finish(loader: DataLoader[Any]) -> None:
+    list(loader)
+
+
+def leave(loader: DataLoader[Any]) -> None:
+    next(iter(loader))
+
+
+def two_epochs(loader: DataLoader[Any]) -> None:
+    list(loader)
+    loader.set_epoch(1)
+    list(loader)
+
+
+WORKERS = [
+    {},
+    {"num_workers": 2},
+    {"num_workers": 2, "persistent_workers": True},
+    {"num_workers": 2, "worker_type": "thread"},
+    {"num_workers": 2, "worker_type": "thread", "persistent_workers": True},
+]
+
+
+@pytest.mark.parametrize("arguments", WORKERS, ids=str)
+@pytest.mark.parametrize("end", [finish, leave, two_epochs])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: loading.Numbered(24),
+        lambda: Epochs(24),
+        Counts,
+        lambda: Subset(loading.Numbered(24), range(24)),
+        lambda: share(loading.Numbered(24)),
+    ],
+    ids=["plain", "set_epoch", "stream", "subset", "shared"],
+)
+def test_the_dataset_dies_with_its_loader(
+    make: Callable[[], Dataset[Any]], end: Callable[[DataLoader[Any]], None], arguments: dict[str, Any]
+) -> None:
+    """However large it is; and no descriptor stays."""
+    dataset = make()
+    alive = weakref.ref(dataset)
+    before = slot_files()
+    loader = DataLoader(dataset, batch_size=4, **arguments)
+    end(loader)
+    loader.close()
+    assert slot_files() == before
+    del loader, dataset
+    assert alive() is None
