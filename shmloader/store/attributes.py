@@ -178,7 +178,7 @@ def _write_array(value: Any, writer: MemoryWriter) -> Make:
     """Write an ndarray or a tensor.
 
     Raises:
-        TypeError: If it has no dimensions, or is a tensor that cannot be shared.
+        TypeError: If it is one small value, or a tensor that cannot be shared.
     """
     if isinstance(value, torch.Tensor):
         resolved = value.resolve_conj().resolve_neg() if not value.requires_grad else value
@@ -190,7 +190,7 @@ def _write_array(value: Any, writer: MemoryWriter) -> Make:
                 "and Tensor.reshape(1)."
             )
         return writer.array(resolved)
-    if not value.ndim:
+    if not value.ndim and value.nbytes < kinds.LEAST_NBYTES:
         raise TypeError(
             f"an array without dimensions is one value ({value!r:.80}), not rows: nothing in it would be "
             "worth sharing. Share array.reshape(1), or leave it as it is"

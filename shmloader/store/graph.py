@@ -12,6 +12,7 @@ import inspect
 import reprlib
 import sys
 import types
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
@@ -228,6 +229,7 @@ class Rebuilder:
             self._copies[key] = _empty_like(self._nodes[key].value)
         for key in mutable:
             self._fill(self._nodes[key].value, self._copies[key])
+            _keep_if_it_matters(self._nodes[key].value, self._copies[key])
         return self._new(root)
 
     def _new(self, value: Any) -> Any:
@@ -258,7 +260,8 @@ class Rebuilder:
         if isinstance(original, list | deque):
             copy.extend(map(self._new, original))
         elif isinstance(original, np.ndarray):
-            copy[:] = [self._new(value) for value in original]
+            for number, value in enumerate(original):  # of a list, NumPy would look into the elements
+                copy[number] = self._new(value)
         elif isinstance(original, dict):
             copy.update((key, self._new(value)) for key, value in original.items())
         else:
@@ -272,6 +275,21 @@ class Rebuilder:
                     copy.__dict__[name] = self._new(value)
             for name, value in slots.items():
                 object.__setattr__(copy, name, self._new(value))
+
+
+_kept_for_good: list[Any] = []
+
+
+def _keep_if_it_matters(original: Any, copy: Any) -> None:
+    """Keep an object as long as its copy, where its death would do something to what both of them hold.
+
+    ``__del__`` does, and ``weakref.finalize``; and what the copy holds may refer to the original weakly.
+    """
+    if hasattr(type(original), "__del__") or weakref.getweakrefcount(original):
+        try:
+            weakref.finalize(copy, lambda _: None, original).atexit = False
+        except TypeError:  # its class has slots, and none for weak references
+            _kept_for_good.append(original)
 
 
 def _is_plain_name(name: Any, kind: type) -> bool:

@@ -1,0 +1,129 @@
+"""Objects that are shared go on as they would have: what they hold stays open, and of its kind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shmloader import DataLoader, share
+from shmloader.store import Store
+from shmloader.store.handles import MappedFiles, is_shared
+
+ROWS = 30_000
+
+
+class Holder:
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
+class Reads:
+    """A file, and texts to share."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("rb")
+        self.texts = [f"text {n}" for n in range(ROWS)]
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> str:
+        self.file.seek(0)
+        return self.file.read().decode() + self.texts[index]
+
+
+class Closes(Reads):
+    def __del__(self) -> None:
+        self.file.close()
+
+
+class ClosesWithoutWeakReferences:
+    __slots__ = ("file", "texts")
+    __init__, __getitem__, __del__ = Reads.__init__, Reads.__getitem__, Closes.__del__
+
+
+class Finalized(Reads):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        weakref.finalize(self, self.file.close)
+
+
+class Part:
+    def __init__(self, whole: Any) -> None:
+        self.whole = weakref.ref(whole)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "file"
+    path.write_text("from the file, ")
+    return path
+
+
+@pytest.mark.parametrize("kind", [Closes, ClosesWithoutWeakReferences, Finalized])
+def test_a_file_that_dies_with_its_object_stays_open_after_sharing(kind: Any, path: Path) -> None:
+    shared = share(kind(path))
+    held = share(Holder(inner=kind(path)))
+    gc.collect()
+    for one in (shared, held.inner):
+        assert isinstance(one.texts, Store)
+        assert one[7] == "from the file, text 7"
+
+
+@pytest.mark.parametrize("method", ["fork", None])
+def test_a_loader_s_dataset_with_a_del_lives_as_long_as_the_loader(path: Path, method: str | None) -> None:
+    workers = {"num_workers": 1, "multiprocessing_context": method} if method else {}
+    loader = DataLoader(Closes(path), batch_size=2, share_dataset=True, **workers)
+    gc.collect()
+    assert next(iter(loader)) == ["from the file, text 0", "from the file, text 1"]
+    file = loader.dataset.file
+    del loader
+    gc.collect()
+    assert file.closed
+
+
+def test_what_refers_weakly_to_a_shared_object_finds_it() -> None:
+    whole = Holder(texts=[f"text {n}" for n in range(ROWS)])
+    whole.part = Part(whole)
+    shared = share(whole)
+    del whole
+    gc.collect()
+    assert shared.part.whole().texts[3] == "text 3"
+
+
+def test_an_object_without_a_del_is_free_once_it_is_shared() -> None:
+    held = Holder(texts=[f"text {n}" for n in range(ROWS)], part=Holder())
+    part = weakref.ref(held.part)
+    shared = share(held)
+    del held
+    assert part() is shared.part
+    del shared
+    assert part() is None
+
+
+@pytest.mark.parametrize("value", [np.zeros((), [("a", "i4", (300_000,))]), np.array("x" * 300_000)])
+def test_one_large_value_in_an_array_without_dimensions_is_shared(value: Any) -> None:
+    for shared in (share(Holder(value=value)).value, share(value)):
+        assert is_shared(shared, MappedFiles())
+        assert (shared.dtype, shared.shape) == (value.dtype, ())
+        assert shared.tobytes() == value.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float32])
+def test_an_array_of_few_large_tensors_has_them_shared(dtype: torch.dtype) -> None:
+    tensors = np.empty(3, object)
+    for number in range(3):
+        tensors[number] = torch.full((1 << 20,), number).to(dtype)
+    shared = share(Holder(tensors=tensors)).tensors
+    assert type(shared) is np.ndarray
+    assert shared.shape == (3,)
+    for one, other in zip(shared, tensors, strict=True):
+        assert is_shared(one, MappedFiles())
+        assert one.dtype is dtype
+        assert torch.equal(one.float(), other.float())
