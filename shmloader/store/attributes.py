@@ -127,9 +127,11 @@ def share_for_loader(dataset: Any) -> Any:
     Raises:
         SharedMemoryExhausted: If the host has not the memory.
     """
-    state, shared = _shared.get(id(dataset), (None, lambda: None))
-    if (known := shared()) is not None and state == _state_of(dataset):
-        return known
+    if id(dataset) in _shared:
+        state, shared = _shared[id(dataset)]
+        if (known := shared()) is not None and state == _state_of(dataset):
+            return known
+        del state, _shared[id(dataset)]  # and with it a weak reference to the dataset
     if not (kinds.is_open(dataset) or type(dataset) in (list, tuple, dict, np.ndarray, torch.Tensor)):
         return dataset
     result = share_graph(dataset)
@@ -142,12 +144,19 @@ def share_for_loader(dataset: Any) -> Any:
 
 
 def _state_of(dataset: Any) -> list[Any]:
-    """The containers that a dataset holds, with samples of their elements."""
+    """What tells a dataset from a later one with its ``id``; and the containers in it, with some elements."""
+    try:
+        identity: Any = weakref.ref(dataset)
+    except TypeError:  # a plain container
+        identity = hash(tuple(map(id, chain(dataset, dataset.values() if isinstance(dataset, dict) else ()))))
     held = [node.value for node in Graph(dataset).nodes.values() if node.plan]
     return [
-        (id(value), type(value), len(value), list(map(_identity, kinds.some(value))))
-        for value in held
-        if hasattr(value, "__len__")
+        identity,
+        *(
+            (id(value), type(value), len(value), list(map(_identity, kinds.some(value))))
+            for value in held
+            if hasattr(value, "__len__")
+        ),
     ]
 
 
