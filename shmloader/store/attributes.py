@@ -132,7 +132,8 @@ def share_for_loader(dataset: Any) -> Any:
         if (known := shared()) is not None and state == _state_of(dataset):
             return known
         del state, _shared[id(dataset)]  # and with it a weak reference to the dataset
-    if not (kinds.is_open(dataset) or type(dataset) in (list, tuple, dict, np.ndarray, torch.Tensor)):
+    is_plain = type(dataset) in (list, tuple, dict, np.ndarray, torch.Tensor)
+    if not (is_plain or kinds.is_open(dataset) or kinds.is_hugging_face(dataset)):
         return dataset
     result = share_graph(dataset)
     for key in [key for key, (_, one) in _shared.items() if one() is None]:

@@ -111,6 +111,10 @@ class Graph:
         if isinstance(value, torch.utils.data.Dataset):
             return kinds.attributes_of(value)
         if kind is not None and (kinds.is_few_large(value) or kinds.holds_datasets(value)):
+            if kind is set:
+                raise TypeError(
+                    "a set of datasets, or of other large objects, is not shared: use a list or a dict"
+                )
             return kinds.elements_of(value)
         if kind is None and type(value) in (np.ndarray, torch.Tensor):
             node.plan = "array"
@@ -134,6 +138,8 @@ class Graph:
             return ()
         if kinds.container_kind(value) is not None:
             return self._open_container(node)
+        if kinds.is_hugging_face(value) and isinstance(value, dict):  # a DatasetDict
+            return kinds.elements_of(value)
         if kinds.is_open(value):
             return kinds.attributes_of(value)
         if not self._only_containers:

@@ -207,8 +207,18 @@ def is_rows(value: Any) -> bool:
 
 
 def holds_datasets(container: Any) -> bool:
-    """Whether a container holds objects that are shared themselves, such as datasets."""
-    return any(isinstance(one, _SHARED_BY_THEMSELVES) or is_store(one) for one in some(container))
+    """Whether a container holds objects that are shared themselves: datasets, large ones of other classes."""
+    return any(
+        isinstance(one, _SHARED_BY_THEMSELVES)
+        or is_store(one)
+        or is_hugging_face(one)
+        or (is_open(one) and not is_data(one) and _holds_large(one))
+        for one in some(container)
+    )
+
+
+def _holds_large(value: Any) -> bool:
+    return any(_nbytes_of(held, set()) >= LEAST_NBYTES for _, held in attributes_of(value))
 
 
 def is_shareable_tensor(value: torch.Tensor) -> bool:
@@ -252,11 +262,11 @@ def is_few_large(value: Any) -> bool:
     """Whether a container has few elements, some of which are large ones themselves."""
     if len(value) > _FEW or container_kind(value) is set:
         return False
-    large = (np.ndarray, torch.Tensor)
+    large = (np.ndarray, torch.Tensor, *_classes(_ARROW), *_classes(_PANDAS))
     return any(
         estimate_nbytes(element) >= LEAST_NBYTES
         for element in some(value)
-        if isinstance(element, large) or container_kind(element) is not None or is_pandas_part(element)
+        if isinstance(element, large) or container_kind(element) is not None
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
@@ -138,3 +139,37 @@ def test_a_dataset_with_the_id_of_one_that_died_is_shared_anew() -> None:
     assert [shared[77] for shared in lists] == list(range(100))
     objects = [share_for_loader(Holder(numbers=zeros_but(one))) for one in range(100)]
     assert [shared.numbers[77] for shared in objects] == list(range(100))
+
+
+class Plain:
+    """A dataset of no class of torch's, and with more than data in it."""
+
+    def __init__(self) -> None:
+        self.texts = [f"text {n}" for n in range(ROWS)]
+
+
+class PlainSlots:
+    __slots__ = ("texts",)
+    __init__ = Plain.__init__
+
+
+@pytest.mark.parametrize("kind", [Plain, PlainSlots])
+def test_objects_in_a_dict_or_a_list_are_shared_as_they_would_be_alone(kind: Any) -> None:
+    for data in ({"train": kind(), "val": kind()}, [kind()] * 40, (kind(), 5)):
+        shared = share(data)
+        assert type(shared) is type(data)
+        first = next(iter(shared.values())) if isinstance(shared, dict) else shared[0]
+        assert type(first) is kind
+        assert isinstance(first.texts, Store)
+        assert list(first.texts) == kind().texts
+    with pytest.raises(TypeError, match="a set of datasets"):
+        share({kind()})
+
+
+def test_large_arrow_tables_in_a_dict_are_shared() -> None:
+    table = pa.table({"n": np.arange(1 << 18)})
+    shared = share({"train": table, "few": table.slice(0, 3)})
+    assert type(shared) is dict
+    assert type(shared["train"]) is pa.Table
+    assert shared["train"] == table
+    assert is_shared(shared["train"]["n"].chunk(0).to_numpy(), MappedFiles())
