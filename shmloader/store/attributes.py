@@ -45,6 +45,7 @@ _PANDAS_ROWS = 1 << 14
 
 def share_graph(root: Any, *, copy: bool = False, progress: bool | None = None) -> Any:
     """Share an object and what it holds; see `shmloader.share`."""
+    root = kinds.plain_if_few(root)
     graph = Graph(root, is_asked_for=True)
     nodes = [node for node in graph.nodes.values() if node.plan and not _is_mapped(node.value)]
     # Whole arrays are written first, and dicts last, whose values mostly are some of a list's.

@@ -155,8 +155,11 @@ class Graph:
                 node.plan = "foreign"
         elif not (isinstance(value, np.ndarray | torch.Tensor) and is_shared(value, self._files)):
             nbytes = None
-            with contextlib.suppress(Exception):  # whatever a property raises
-                nbytes = getattr(value, "nbytes", None)
+            with contextlib.suppress(Exception):  # whatever its class raises
+                if isinstance(value, kinds.CONTAINERS) and all(map(kinds.is_data, kinds.some(value))):
+                    nbytes = kinds.estimate_nbytes(value)
+                else:
+                    nbytes = getattr(value, "nbytes", None)
             if isinstance(nbytes, int):
                 why = "its class is none that can be shared: keep its data in plain arrays or lists"
                 self.leave(node, nbytes, why)

@@ -78,6 +78,7 @@ _SEQUENCES, _MAPPINGS, _SETS = (
     (dict, OrderedDict, defaultdict, Counter),
     (set, frozenset),
 )
+CONTAINERS = (*_SEQUENCES, *_SETS, dict)
 _WITHOUT_MEANING = set(
     "__module__ __qualname__ __doc__ __dict__ __weakref__ __orig_bases__ __parameters__ __firstlineno__ "
     "__static_attributes__ __slots__ __slotnames__ __annotations__".split()
@@ -270,6 +271,19 @@ def is_few_large(value: Any) -> bool:
     )
 
 
+def plain_if_few(value: Any) -> Any:
+    """A mapping of any other class as a dict, if it is short: then its values may be shared one by one."""
+    is_other = isinstance(value, Mapping) and container_kind(value) is None
+    if (
+        not is_other
+        or is_store(value)
+        or is_hugging_face(value)
+        or isinstance(value, torch.utils.data.Dataset)
+    ):
+        return value
+    return value if len(value) > _FEW or hasattr(type(value), "__missing__") else dict(value)
+
+
 def elements_of(container: Any) -> Iterable[tuple[Any, Any]]:
     """The elements of a container, each with how it is reached from there."""
     items = container.items() if isinstance(container, dict) else enumerate(container)
@@ -347,7 +361,8 @@ def estimate_nbytes(value: Any) -> int:
     """Bytes that an object takes in memory, with all that it refers to, estimated from samples."""
     if isinstance(value, np.ndarray) and value.dtype.hasobject:
         value = value.reshape(-1).tolist()
-    nbytes = None if isinstance(value, torch.Tensor) else getattr(value, "nbytes", None)
+    has_others = isinstance(value, (torch.Tensor, *CONTAINERS))
+    nbytes = None if has_others else getattr(value, "nbytes", None)
     return nbytes if isinstance(nbytes, int) else _nbytes_of(value, set())  # ndarrays, also views; Arrow
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import UserDict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from shmloader import DataLoader, share
-from shmloader.store import Store
+from shmloader import DataLoader, NotSharedWarning, share
+from shmloader.store import MappingStore, Store
 from shmloader.store.attributes import share_for_loader
 from shmloader.store.handles import MappedFiles, is_shared
 
@@ -173,3 +175,35 @@ def test_large_arrow_tables_in_a_dict_are_shared() -> None:
     assert type(shared["train"]) is pa.Table
     assert shared["train"] == table
     assert is_shared(shared["train"]["n"].chunk(0).to_numpy(), MappedFiles())
+
+
+class Settings(dict[str, Any]):
+    """A class with a method of its own, which does not even raise AttributeError."""
+
+    __getattr__ = dict.__getitem__
+
+
+def test_a_short_mapping_of_ones_own_class_is_shared_value_by_value() -> None:
+    texts = Plain().texts
+    for data in (
+        Settings(train=texts, seed=3),
+        UserDict(train=texts, seed=3),
+        MappingProxyType({"train": texts}),
+    ):
+        shared = share(data)
+        assert type(shared) is dict
+        assert isinstance(shared["train"], Store)
+        assert shared == dict(data)
+    assert isinstance(share(UserDict(a=1)), MappingStore)
+
+
+class Names(list[str]):
+    def first(self) -> str:
+        return self[0]
+
+
+@pytest.mark.parametrize("kind", [Names, lambda texts: Settings(texts=texts)])
+def test_a_large_container_with_methods_of_its_own_is_named(kind: Any) -> None:
+    data = kind([f"text {n}" for n in range(100_000)])
+    with pytest.warns(NotSharedWarning, match=r"Holder\.data, a .*: its class is none that can be shared"):
+        assert share(Holder(data=data)).data is data
