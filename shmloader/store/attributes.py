@@ -141,7 +141,8 @@ def share_for_loader(dataset: Any) -> Any:
         del _shared[key]
     if result is not dataset:
         with contextlib.suppress(TypeError):  # a list of few large ones has no weak references
-            _shared[id(dataset)] = _state_of(dataset), weakref.ref(result)
+            reference = weakref.ref(result)
+            _shared[id(dataset)] = _state_of(dataset), reference
     return result
 
 
@@ -149,7 +150,7 @@ def _state_of(dataset: Any) -> list[Any]:
     """What tells a dataset from a later one with its ``id``; and the containers in it, with some elements."""
     try:
         identity: Any = weakref.ref(dataset)
-    except TypeError:  # a plain container
+    except TypeError:  # a list, tuple or dict, since what it was shared as has weak references
         identity = hash(tuple(map(id, chain(dataset, dataset.values() if isinstance(dataset, dict) else ()))))
     held = [node.value for node in Graph(dataset).nodes.values() if node.plan]
     return [

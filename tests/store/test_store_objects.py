@@ -177,6 +177,24 @@ def test_large_arrow_tables_in_a_dict_are_shared() -> None:
     assert is_shared(shared["train"]["n"].chunk(0).to_numpy(), MappedFiles())
 
 
+def test_a_loader_reads_no_samples_to_share_a_dataset_without_weak_references() -> None:
+    class Counts(PlainSlots):
+        __slots__ = ("reads",)
+
+        def __len__(self) -> int:
+            return ROWS
+
+        def __getitem__(self, index: int) -> str:
+            self.reads += 1
+            return self.texts[index]
+
+    dataset = Counts()
+    dataset.reads = 0
+    loader = DataLoader(dataset, share_dataset=True)
+    assert isinstance(loader.dataset.texts, Store)
+    assert dataset.reads == loader.dataset.reads == 0
+
+
 class Settings(dict[str, Any]):
     """A class with a method of its own, which does not even raise AttributeError."""
 
