@@ -51,7 +51,6 @@ _STAND_INS: dict[Any, Callable[[Any], int | str]] = {
     dt.datetime.__hash__: _instant,
     PurePath.__hash__: lambda key: str(key).lower(),  # case means nothing in Windows
     enum.Enum.__hash__: attrgetter("_name_"),
-    enum.Flag.__hash__: attrgetter("_value_"),
 }
 """By the ``__hash__`` of a type: what is hashed for a key of it. It is equal for keys that are equal."""
 

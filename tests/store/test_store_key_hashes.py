@@ -9,7 +9,7 @@ import uuid
 from decimal import Decimal
 from itertools import combinations
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, ClassVar
 
 from shmloader import share
 from shmloader.store.mapping import hash_of
@@ -17,7 +17,7 @@ from shmloader.store.mapping import hash_of
 
 class Colour(enum.Enum):
     RED = "red"
-    BLUE = "blue"
+    BLUE: ClassVar = ["no", "hash"]
 
 
 class Rights(enum.Flag):
