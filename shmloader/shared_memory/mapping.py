@@ -140,6 +140,16 @@ def map_aligned(
     return space, address
 
 
+def make_writable(address: int, nbytes: int) -> None:
+    """Allow writes to a private mapping that could only be read; what is written stays in this process.
+
+    Raises:
+        SharedMemoryExhausted: If the system, which may charge for it from now on, has not that much.
+    """
+    if libc.mprotect(address, nbytes, READ_WRITE) != 0:
+        raise _refused(nbytes, ctypes.get_errno())
+
+
 def _refused(nbytes: int, code: int) -> SharedMemoryExhausted:
     advice = (
         ". The address space may be limited (ulimit -v, ulimit -d) or the number of mappings "

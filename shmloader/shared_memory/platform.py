@@ -32,7 +32,7 @@ def _load_libc() -> tuple[Any, str | None]:
         library.mmap.restype = library.mremap.restype = pointer
         library.mmap.argtypes = [pointer, size, number, number, number, offset]
         library.mremap.argtypes = [pointer, size, size, number]
-        library.madvise.argtypes = [pointer, size, number]
+        library.madvise.argtypes = library.mprotect.argtypes = [pointer, size, number]
         library.fallocate.argtypes = [number, number, offset, offset]
     except AttributeError as error:
         return None, f"the C library lacks a function ({error})"

@@ -72,7 +72,8 @@ def share(data: Any, *, copy: bool = False, progress: bool | None = None) -> Any
     * A dict becomes a `MappingStore`; a ``Counter`` and a ``defaultdict`` one that answers as these do for
       keys that they do not have. A set becomes a `SetStore`.
     * A container of at most 32 elements some of which are large containers themselves, such as
-      ``{"train": rows, "val": rows}`` or a COCO file, stays one of its kind, with these elements shared.
+      ``{"train": rows, "val": rows}`` or a COCO file, stays one of its kind, with these elements shared. So
+      does a list or dict of datasets, or of other large objects that are more than data.
     * An ndarray or a dense CPU tensor stays one, over shared memory. One that is mapped from a file stays
       that.
     * Arrow tables and arrays, pandas frames and Hugging Face datasets stay what they are, over shared memory

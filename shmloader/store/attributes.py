@@ -45,6 +45,7 @@ _PANDAS_ROWS = 1 << 14
 
 def share_graph(root: Any, *, copy: bool = False, progress: bool | None = None) -> Any:
     """Share an object and what it holds; see `shmloader.share`."""
+    root = kinds.plain_if_few(root)
     graph = Graph(root, is_asked_for=True)
     nodes = [node for node in graph.nodes.values() if node.plan and not _is_mapped(node.value)]
     # Whole arrays are written first, and dicts last, whose values mostly are some of a list's.
@@ -127,27 +128,38 @@ def share_for_loader(dataset: Any) -> Any:
     Raises:
         SharedMemoryExhausted: If the host has not the memory.
     """
-    state, shared = _shared.get(id(dataset), (None, lambda: None))
-    if (known := shared()) is not None and state == _state_of(dataset):
-        return known
-    if not (kinds.is_open(dataset) or type(dataset) in (list, tuple, dict, np.ndarray, torch.Tensor)):
+    if id(dataset) in _shared:
+        state, shared = _shared[id(dataset)]
+        if (known := shared()) is not None and state == _state_of(dataset):
+            return known
+        del state, _shared[id(dataset)]  # and with it a weak reference to the dataset
+    is_plain = type(dataset) in (list, tuple, dict, np.ndarray, torch.Tensor)
+    if not (is_plain or kinds.is_open(dataset) or kinds.is_hugging_face(dataset)):
         return dataset
     result = share_graph(dataset)
     for key in [key for key, (_, one) in _shared.items() if one() is None]:
         del _shared[key]
     if result is not dataset:
         with contextlib.suppress(TypeError):  # a list of few large ones has no weak references
-            _shared[id(dataset)] = _state_of(dataset), weakref.ref(result)
+            reference = weakref.ref(result)
+            _shared[id(dataset)] = _state_of(dataset), reference
     return result
 
 
 def _state_of(dataset: Any) -> list[Any]:
-    """The containers that a dataset holds, with samples of their elements."""
+    """What tells a dataset from a later one with its ``id``; and the containers in it, with some elements."""
+    try:
+        identity: Any = weakref.ref(dataset)
+    except TypeError:  # a list, tuple or dict, since what it was shared as has weak references
+        identity = hash(tuple(map(id, chain(dataset, dataset.values() if isinstance(dataset, dict) else ()))))
     held = [node.value for node in Graph(dataset).nodes.values() if node.plan]
     return [
-        (id(value), type(value), len(value), list(map(_identity, kinds.some(value))))
-        for value in held
-        if hasattr(value, "__len__")
+        identity,
+        *(
+            (id(value), type(value), len(value), list(map(_identity, kinds.some(value))))
+            for value in held
+            if hasattr(value, "__len__")
+        ),
     ]
 
 
@@ -178,7 +190,7 @@ def _write_array(value: Any, writer: MemoryWriter) -> Make:
     """Write an ndarray or a tensor.
 
     Raises:
-        TypeError: If it has no dimensions, or is a tensor that cannot be shared.
+        TypeError: If it is one small value, or a tensor that cannot be shared.
     """
     if isinstance(value, torch.Tensor):
         resolved = value.resolve_conj().resolve_neg() if not value.requires_grad else value
@@ -190,7 +202,7 @@ def _write_array(value: Any, writer: MemoryWriter) -> Make:
                 "and Tensor.reshape(1)."
             )
         return writer.array(resolved)
-    if not value.ndim:
+    if not value.ndim and value.nbytes < kinds.LEAST_NBYTES:
         raise TypeError(
             f"an array without dimensions is one value ({value!r:.80}), not rows: nothing in it would be "
             "worth sharing. Share array.reshape(1), or leave it as it is"

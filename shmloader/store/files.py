@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shmloader.errors import LoaderError
+from shmloader.shared_memory.mapping import make_writable
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.chunks import Chunks
 from shmloader.store.columns import types
@@ -205,7 +206,7 @@ class FileBuffer(SharedBuffer):
         path: The file.
     """
 
-    __slots__ = ("_fingerprint", "_writable", "path")
+    __slots__ = ("_fingerprint", "_is_writable", "path")
 
     def __init__(self, path: str, fingerprint: Fingerprint) -> None:
         """Map a file, which must still be the one with this fingerprint."""
@@ -215,16 +216,15 @@ class FileBuffer(SharedBuffer):
         os.close(fd)  # the mapping needs it no more, and there may be many files
         self.path = path
         self._fingerprint = fingerprint
-        self._writable: SharedBuffer | None = None
+        self._is_writable = False
 
     @property
     def private(self) -> memoryview:
-        """See `SharedBuffer.private`: a mapping of its own, since only tensors need one."""
-        if self._writable is None:
-            self._fingerprint.check(self.path)
-            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-            self._writable = SharedBuffer(fd, self._fingerprint.nbytes)
-        return self._writable.private
+        """See `SharedBuffer.private`: writable from the first call on, since only tensors need it."""
+        if not self._is_writable:  # in place: another file may have the path by now
+            make_writable(self.address, self.nbytes)
+            self._is_writable = True
+        return super().private
 
     def __reduce__(self) -> Any:
         return FileBuffer, (self.path, self._fingerprint)

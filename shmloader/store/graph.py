@@ -12,6 +12,7 @@ import inspect
 import reprlib
 import sys
 import types
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
@@ -110,6 +111,10 @@ class Graph:
         if isinstance(value, torch.utils.data.Dataset):
             return kinds.attributes_of(value)
         if kind is not None and (kinds.is_few_large(value) or kinds.holds_datasets(value)):
+            if kind is set:
+                raise TypeError(
+                    "a set of datasets, or of other large objects, is not shared: use a list or a dict"
+                )
             return kinds.elements_of(value)
         if kind is None and type(value) in (np.ndarray, torch.Tensor):
             node.plan = "array"
@@ -133,6 +138,8 @@ class Graph:
             return ()
         if kinds.container_kind(value) is not None:
             return self._open_container(node)
+        if kinds.is_hugging_face(value) and isinstance(value, dict):  # a DatasetDict
+            return kinds.elements_of(value)
         if kinds.is_open(value):
             return kinds.attributes_of(value)
         if not self._only_containers:
@@ -148,8 +155,11 @@ class Graph:
                 node.plan = "foreign"
         elif not (isinstance(value, np.ndarray | torch.Tensor) and is_shared(value, self._files)):
             nbytes = None
-            with contextlib.suppress(Exception):  # whatever a property raises
-                nbytes = getattr(value, "nbytes", None)
+            with contextlib.suppress(Exception):  # whatever its class raises
+                if isinstance(value, kinds.CONTAINERS) and all(map(kinds.is_data, kinds.some(value))):
+                    nbytes = kinds.estimate_nbytes(value)
+                else:
+                    nbytes = getattr(value, "nbytes", None)
             if isinstance(nbytes, int):
                 why = "its class is none that can be shared: keep its data in plain arrays or lists"
                 self.leave(node, nbytes, why)
@@ -228,6 +238,7 @@ class Rebuilder:
             self._copies[key] = _empty_like(self._nodes[key].value)
         for key in mutable:
             self._fill(self._nodes[key].value, self._copies[key])
+            _keep_if_it_matters(self._nodes[key].value, self._copies[key])
         return self._new(root)
 
     def _new(self, value: Any) -> Any:
@@ -258,7 +269,8 @@ class Rebuilder:
         if isinstance(original, list | deque):
             copy.extend(map(self._new, original))
         elif isinstance(original, np.ndarray):
-            copy[:] = [self._new(value) for value in original]
+            for number, value in enumerate(original):  # of a list, NumPy would look into the elements
+                copy[number] = self._new(value)
         elif isinstance(original, dict):
             copy.update((key, self._new(value)) for key, value in original.items())
         else:
@@ -272,6 +284,21 @@ class Rebuilder:
                     copy.__dict__[name] = self._new(value)
             for name, value in slots.items():
                 object.__setattr__(copy, name, self._new(value))
+
+
+_kept_for_good: list[Any] = []
+
+
+def _keep_if_it_matters(original: Any, copy: Any) -> None:
+    """Keep an object as long as its copy, where its death would do something to what both of them hold.
+
+    ``__del__`` does, and ``weakref.finalize``; and what the copy holds may refer to the original weakly.
+    """
+    if hasattr(type(original), "__del__") or weakref.getweakrefcount(original):
+        try:
+            weakref.finalize(copy, lambda _: None, original).atexit = False
+        except TypeError:  # its class has slots, and none for weak references
+            _kept_for_good.append(original)
 
 
 def _is_plain_name(name: Any, kind: type) -> bool:

@@ -78,6 +78,7 @@ _SEQUENCES, _MAPPINGS, _SETS = (
     (dict, OrderedDict, defaultdict, Counter),
     (set, frozenset),
 )
+CONTAINERS = (*_SEQUENCES, *_SETS, dict)
 _WITHOUT_MEANING = set(
     "__module__ __qualname__ __doc__ __dict__ __weakref__ __orig_bases__ __parameters__ __firstlineno__ "
     "__static_attributes__ __slots__ __slotnames__ __annotations__".split()
@@ -207,8 +208,18 @@ def is_rows(value: Any) -> bool:
 
 
 def holds_datasets(container: Any) -> bool:
-    """Whether a container holds objects that are shared themselves, such as datasets."""
-    return any(isinstance(one, _SHARED_BY_THEMSELVES) or is_store(one) for one in some(container))
+    """Whether a container holds objects that are shared themselves: datasets, large ones of other classes."""
+    return any(
+        isinstance(one, _SHARED_BY_THEMSELVES)
+        or is_store(one)
+        or is_hugging_face(one)
+        or (is_open(one) and not is_data(one) and _holds_large(one))
+        for one in some(container)
+    )
+
+
+def _holds_large(value: Any) -> bool:
+    return any(_nbytes_of(held, set()) >= LEAST_NBYTES for _, held in attributes_of(value))
 
 
 def is_shareable_tensor(value: torch.Tensor) -> bool:
@@ -252,12 +263,25 @@ def is_few_large(value: Any) -> bool:
     """Whether a container has few elements, some of which are large ones themselves."""
     if len(value) > _FEW or container_kind(value) is set:
         return False
-    large = (np.ndarray, torch.Tensor)
+    large = (np.ndarray, torch.Tensor, *_classes(_ARROW), *_classes(_PANDAS))
     return any(
         estimate_nbytes(element) >= LEAST_NBYTES
         for element in some(value)
-        if isinstance(element, large) or container_kind(element) is not None or is_pandas_part(element)
+        if isinstance(element, large) or container_kind(element) is not None
     )
+
+
+def plain_if_few(value: Any) -> Any:
+    """A mapping of any other class as a dict, if it is short: then its values may be shared one by one."""
+    is_other = isinstance(value, Mapping) and container_kind(value) is None
+    if (
+        not is_other
+        or is_store(value)
+        or is_hugging_face(value)
+        or isinstance(value, torch.utils.data.Dataset)
+    ):
+        return value
+    return value if len(value) > _FEW or hasattr(type(value), "__missing__") else dict(value)
 
 
 def elements_of(container: Any) -> Iterable[tuple[Any, Any]]:
@@ -337,7 +361,8 @@ def estimate_nbytes(value: Any) -> int:
     """Bytes that an object takes in memory, with all that it refers to, estimated from samples."""
     if isinstance(value, np.ndarray) and value.dtype.hasobject:
         value = value.reshape(-1).tolist()
-    nbytes = None if isinstance(value, torch.Tensor) else getattr(value, "nbytes", None)
+    has_others = isinstance(value, (torch.Tensor, *CONTAINERS))
+    nbytes = None if has_others else getattr(value, "nbytes", None)
     return nbytes if isinstance(nbytes, int) else _nbytes_of(value, set())  # ndarrays, also views; Arrow
 
 

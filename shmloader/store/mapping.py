@@ -1,18 +1,24 @@
 """Mappings and sets as stores: their items as rows, and an index of the keys' hashes in shared memory.
 
-The index takes eight bytes per key, once on the host; no process builds a dict of its own. Python's hash of a
-str differs from process to process, so keys are hashed in a way that does not.
+The index takes five to eight bytes per key, once on the host. A process that looks keys up makes a list of at
+most 4,097 numbers; a dict only of keys whose types are not known here. Python's hash of a str differs from
+process to process, so keys are hashed in a way that does not.
 """
 
 from __future__ import annotations
 
+import datetime as dt
+import enum
 import numbers
 import pickle
+import uuid
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from operator import attrgetter
+from pathlib import PurePath
 from typing import Any, ClassVar, cast
 from zlib import crc32
 
@@ -27,9 +33,26 @@ from shmloader.store.rows import RowStore
 from shmloader.store.tables import form_of_mapping
 
 _HASH_BITS = 32
-_MOST_BUCKET_BITS = 12  # 32 KB in each process that looks keys up
+_MOST_BUCKET_BITS = 12  # 0.15 MB in each process that looks keys up
 _Numbers = np.ndarray[Any, np.dtype[Any]]
 _GOLDEN = 0x9E3779B97F4A7C15  # spreads consecutive numbers over all 64 bits
+
+
+def _instant(key: dt.datetime) -> int:
+    """A number that is the same for equal times, of whatever time zone."""
+    first = key.replace(fold=0)
+    return hash(first.replace(tzinfo=None) - dt.datetime.min - (first.utcoffset() or dt.timedelta()))  # noqa: DTZ901
+
+
+_STAND_INS: dict[Any, Callable[[Any], int | str]] = {
+    uuid.UUID.__hash__: attrgetter("int"),
+    dt.timedelta.__hash__: hash,
+    dt.date.__hash__: dt.date.toordinal,
+    dt.datetime.__hash__: _instant,
+    PurePath.__hash__: lambda key: str(key).lower(),  # case means nothing in Windows
+    enum.Enum.__hash__: attrgetter("_name_"),
+}
+"""By the ``__hash__`` of a type: what is hashed for a key of it. It is equal for keys that are equal."""
 
 
 def hash_of(key: Any) -> int | None:
@@ -51,10 +74,13 @@ def hash_of(key: Any) -> int | None:
         return 0x2545F491
     if isinstance(key, numbers.Number | np.bool_):  # hash(1) == hash(1.0) == hash(True) == hash(Decimal(1))
         return (hash(key) * _GOLDEN >> 32) & 0xFFFFFFFF
-    if kind_hash is tuple.__hash__:
-        hashes = [hash_of(item) for item in key]
-        return None if None in hashes else crc32(np.array(hashes, np.uint32).tobytes(), len(hashes))
-    return None
+    if kind_hash is tuple.__hash__ or kind_hash is frozenset.__hash__:
+        hashes: Any = [hash_of(item) for item in key]
+        if None in hashes:
+            return None
+        hashes = hashes if kind_hash is tuple.__hash__ else sorted(hashes)
+        return crc32(np.array(hashes, np.uint32).tobytes(), len(hashes))
+    return hash_of(_STAND_INS[kind_hash](key)) if kind_hash in _STAND_INS else None
 
 
 def hashes_of(keys: Iterable[Any]) -> _Numbers:
@@ -204,7 +230,7 @@ class KeyedStore(SharedObject):
 class MappingStore(KeyedStore, Mapping[Any, Any]):
     """A read-only mapping in shared memory, in the order of the dict that it was made from.
 
-    Keys whose types define a hash or an equality of their own are found through a dict, which each
+    Keys of types that are not known here, such as one's own classes, are found through a dict, which each
     process makes of those keys when it first looks for such a one.
 
     Made from a ``Counter`` or ``defaultdict``, it answers as that does for a key that it does not have;

@@ -341,6 +341,26 @@ def test_saving_over_the_file_of_an_open_store_leaves_that_store_as_it_was(tmp_p
     assert list(open_store(path, allow_pickle=True)) == ["short"]
 
 
+@pytest.mark.parametrize("how", ["replaced", "unlinked"])
+def test_tensors_are_read_from_a_file_that_has_no_path_any_more(tmp_path: Path, how: str) -> None:
+    """Only tensors need memory that can be written to: that is asked for when the first is read."""
+    path = tmp_path / "tensors.arrow"
+    share([{"t": torch.full((3,), n), "ragged": torch.ones(n % 4)} for n in range(9)]).save(path)
+    store = open_store(path)
+    if how == "replaced":
+        share([{"t": torch.zeros(3), "ragged": torch.zeros(1)}] * 11).save(path)
+    else:
+        path.unlink()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    assert store[7]["t"].tolist() == [7, 7, 7]
+    assert store[7]["ragged"].tolist() == [1, 1, 1]
+    assert store["t"].take([2, 5]).tolist() == [[2] * 3, [5] * 3]
+    store[7]["t"].fill_(5)  # stays in this process
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    with pytest.raises((LoaderError, FileNotFoundError), match=str(path)):
+        pickle.loads(pickle.dumps(store))
+
+
 def test_a_failed_save_leaves_no_file_and_the_old_one_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -189,6 +190,22 @@ def test_a_hugging_face_dataset_stays_mapped_and_gives_its_rows(hugging_face: An
     loader.close()
     assert found == [(row["n"], number) for number, row in enumerate(shuffled)]
     assert DataLoader(shuffled, batch_size=10, share_dataset=True).dataset is shuffled
+
+
+def test_a_hugging_face_dataset_in_memory_is_shared_wherever_it_is(hugging_face: Any) -> None:
+    import datasets
+
+    made = datasets.Dataset.from_dict({"n": range(200_000)})
+    both = datasets.DatasetDict(train=made, mapped=hugging_face)
+    for data in (both, dict(both)):
+        for shared in (share(data), share(SimpleNamespace(data=data)).data):
+            assert type(shared) is type(data)
+            assert shared["train"][7] == {"n": 7}
+            assert shared["train"].data.nbytes == made.data.nbytes
+            assert len(pack(shared["train"])[0]) < 10_000
+            assert shared["mapped"] is hugging_face
+    assert share(hugging_face) is hugging_face
+    assert len(pack(DataLoader(made, share_dataset=True).dataset)[0]) < 10_000
 
 
 def test_a_column_of_a_hugging_face_dataset_is_a_sequence_like_any_other(hugging_face: Any) -> None:

@@ -1,0 +1,69 @@
+"""Keys of all types that are known are found by hashes that are the same in every process."""
+
+from __future__ import annotations
+
+import datetime as dt
+import enum
+import multiprocessing
+import uuid
+from decimal import Decimal
+from itertools import combinations
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, ClassVar
+
+from shmloader import share
+from shmloader.store.mapping import hash_of
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE: ClassVar = ["no", "hash"]
+
+
+class Rights(enum.Flag):
+    READ = enum.auto()
+    WRITE = enum.auto()
+
+
+EAST = dt.timezone(dt.timedelta(hours=9))
+KEYS: list[Any] = [
+    *("a", b"a", 1, 2.5, None, Decimal("0.1"), ("a", 1)),
+    *(Path("a/b"), PurePosixPath("A/b"), PureWindowsPath("C:\\X")),
+    *(uuid.UUID(int=7), uuid.UUID(int=1 << 127)),
+    *(dt.date(2024, 2, 29), dt.datetime(2024, 2, 29), dt.datetime(2024, 2, 29, tzinfo=dt.UTC)),  # noqa: DTZ001
+    *(dt.datetime.min.replace(tzinfo=EAST), dt.timedelta(days=-1, microseconds=1)),
+    *(Colour.RED, Rights.READ, Rights.READ | Rights.WRITE, Rights(0)),
+    *(frozenset(), frozenset({1, "a", Colour.BLUE}), frozenset({frozenset({Path("x")})})),
+    (Path("a"), frozenset({dt.date.min})),
+]
+EQUAL: list[Any] = [
+    *(1, 1.0, True, Decimal(1)),
+    *(PureWindowsPath("A\\b"), PureWindowsPath("a/B"), Path("a/b"), PurePosixPath("a//b")),
+    *(dt.datetime(2024, 5, 1, 9, tzinfo=EAST), dt.datetime(2024, 5, 1, 0, tzinfo=dt.UTC)),
+    *(dt.datetime(2024, 5, 1, fold=1), dt.datetime(2024, 5, 1)),  # noqa: DTZ001
+    *(frozenset({1, (2, "x")}), frozenset({(2.0, "x"), True})),
+]
+
+
+def find_all(shared: Any, found: Any) -> None:
+    found.put([shared[key] for key in KEYS])
+
+
+def test_keys_are_found_in_a_process_that_was_spawned() -> None:
+    shared = share({key: number for number, key in enumerate(KEYS)})
+    context = multiprocessing.get_context("spawn")  # it hashes texts otherwise
+    found: Any = context.SimpleQueue()
+    process = context.Process(target=find_all, args=(shared, found))
+    process.start()
+    assert found.get() == list(range(len(KEYS)))
+    process.join()
+
+
+def test_no_process_needs_a_dict_of_such_keys() -> None:
+    assert [key for key in KEYS if hash_of(key) is None] == []
+
+
+def test_keys_that_are_equal_have_equal_hashes() -> None:
+    equal = [pair for pair in combinations(EQUAL, 2) if pair[0] == pair[1]]
+    assert len(equal) == 11
+    assert all(hash_of(one) == hash_of(other) for one, other in equal)
