@@ -21,6 +21,8 @@ class FetchRules(NamedTuple):
         collate_fn: Joins samples (or converts the one sample, without auto collation).
         on_error: What becomes of a sample that raises: see ``DataLoader``.
         stream: The rules for the stream of an iterable-style dataset.
+        in_worker: Whether a worker publishes the batches. Those of a loader without workers, which its
+            dataset may use, go to the user's code.
     """
 
     iterable: bool
@@ -29,6 +31,7 @@ class FetchRules(NamedTuple):
     collate_fn: Callable[[Any], Any]
     on_error: str = RAISE
     stream: StreamRules = StreamRules()
+    in_worker: bool = False
 
     @classmethod
     def of_loader(cls, loader: Any, stream: StreamRules | None) -> Self:
