@@ -119,7 +119,7 @@ class StreamProgress:
         parts = [
             (
                 cursor.drawn,
-                pack_user_state(pickle.loads(cursor.state), self._dataset_name) if cursor.state else "",
+                self._packed(cursor.state) if cursor.state else "",
                 cursor.state_drawn,
                 cursor.ended,
                 cursor.raised,
@@ -130,6 +130,13 @@ class StreamProgress:
         stream = {"layout": self._layout, "parts": parts, "last": self._last}
         stream |= {"rank": self.rules.rank, "ranks": self.rules.ranks}
         return {"stream": json.dumps(stream)}
+
+    def _packed(self, pickled: bytes) -> str:
+        states, name = pickle.loads(pickled), self._dataset_name
+        if "failed" in states:
+            why = states["failed"]
+            raise ResumeError(f"the state_dict() of {name} cannot be called or sent from a worker: {why}")
+        return pack_user_state(states, name)
 
     def end_epoch(self, progress: Progress) -> None:
         """Compare the epoch's length with that of other ranks, where ranks may have others.

@@ -131,15 +131,21 @@ class Stream:
             )
 
     def state(self) -> bytes:
-        """The states of the dataset and of its iterator, pickled; empty if neither has any."""
+        """The states of the dataset and of its iterator, pickled; empty if neither has any.
+
+        If they cannot be had, the main process raises an error where the loader's state is asked for.
+        """
         if not self._is_stateful:
             return b""
         states = {}
-        if _is_stateful(self._dataset) and self._dataset is not self._iterator:
-            states["dataset"] = self._dataset.state_dict()
-        if _is_stateful(self._iterator):
-            states["iterator"] = self._iterator.state_dict()  # type: ignore[attr-defined]
-        return pickle.dumps(states, 5)
+        try:
+            if _is_stateful(self._dataset) and self._dataset is not self._iterator:
+                states["dataset"] = self._dataset.state_dict()
+            if _is_stateful(self._iterator):
+                states["iterator"] = self._iterator.state_dict()  # type: ignore[attr-defined]
+            return pickle.dumps(states, 5)
+        except Exception as error:  # noqa: BLE001 - a program may never ask
+            return pickle.dumps({"failed": f"{error!r:.500}"})
 
 
 _BY = {
