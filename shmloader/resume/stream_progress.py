@@ -11,6 +11,7 @@ import logging
 import pickle
 from typing import Any
 
+from shmloader.arguments import AUTO
 from shmloader.distributed import check_equal_ends, rank_and_ranks
 from shmloader.errors import ResumeError, warn
 from shmloader.resume.compatibility import State, is_between_epochs, named_in_errors
@@ -163,7 +164,7 @@ def _tell_of_own_division(name: str) -> None:
 
 def _fresh_rules(loader: Any) -> StreamRules:
     every = loader.snapshot_every_n_steps
-    return StreamRules(loader.shard is not None, *rank_and_ranks(), loader.batch_size or 1, every)
+    return StreamRules(loader.shard == AUTO, *rank_and_ranks(), loader.batch_size or 1, every)
 
 
 def rules_for(loader: Any, loaded: State) -> StreamRules:

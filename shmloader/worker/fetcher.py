@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
-from shmloader.diagnostics.bad_samples import RAISE, pack
+from shmloader.diagnostics.bad_samples import RAISE, REPLACE, SKIP, pack
 from shmloader.statistics import BadSample
 from shmloader.wire.stream_records import StreamReport, StreamRules
 
@@ -35,13 +35,16 @@ class FetchRules(NamedTuple):
 
     @classmethod
     def of_loader(cls, loader: Any, stream: StreamRules | None) -> Self:
-        """The rules of a loader's arguments as they are now; ``stream`` if its dataset is iterable-style."""
+        """The rules of a loader's arguments as they are now; ``stream`` if its dataset is iterable-style.
+
+        A subclass of torch's may have an attribute ``on_error`` of its own.
+        """
         return cls(
             iterable=stream is not None,
             auto_collation=loader.batch_sampler is not None,
             drop_last=loader.drop_last,
             collate_fn=loader.collate_fn,
-            on_error=loader.on_error,
+            on_error=loader.on_error if loader.on_error in (SKIP, REPLACE) else RAISE,
             stream=stream or StreamRules(),
         )
 
