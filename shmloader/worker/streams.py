@@ -17,6 +17,7 @@ from torch.utils.data import get_worker_info
 from shmloader.diagnostics.bad_samples import MOST_IN_A_ROW
 from shmloader.diagnostics.exceptions import add_note
 from shmloader.errors import ResumeError
+from shmloader.sampling.samplers import attribute_of
 from shmloader.torch_private import only_worker_info, show_worker_info, watched_worker_info
 from shmloader.wire.stream_records import OWN, SHARD, STRIDE, StreamRules
 
@@ -156,7 +157,7 @@ _BY = {
 
 
 def _has(one: Any, *methods: str) -> bool:
-    return all(callable(getattr(one, name, None)) for name in methods)
+    return all(callable(attribute_of(one, name)) for name in methods)
 
 
 def _load(one: Any, state: Any) -> None:

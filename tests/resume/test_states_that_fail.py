@@ -105,3 +105,35 @@ def test_a_state_that_fails_before_the_first_batch_only_is_of_no_account() -> No
     before = loader.state_dict()["sampler_state"]
     place[0] = torch.tensor(7)
     assert loader.state_dict()["sampler_state"] == before  # it was copied
+
+
+class Odd:
+    """A sampler or dataset of six; what it has not is no AttributeError."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError if name.startswith("__") else KeyError(name)
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Any:
+        return iter(range(6))
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index])
+
+
+class OddStream(Odd, IterableDataset[int]):
+    """The same as a stream."""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_attributes_that_only_this_loader_asks_for_may_raise(workers: int) -> None:
+    options = {"num_workers": workers, "persistent_workers": bool(workers)}
+    for make_loader in (
+        lambda: DataLoader(Odd(), 3, sampler=Odd(), **options),
+        lambda: DataLoader(OddStream(), 3, **options),
+    ):
+        with make_loader() as loader:
+            for _ in range(2):
+                assert values(loader) == [[0, 1, 2], [3, 4, 5]]
