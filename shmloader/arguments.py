@@ -70,15 +70,14 @@ def seeds_samples(loader: Any) -> bool:
 def device_of(loader: Any) -> torch.device | None:
     """The accelerator that a loader's batches go to, with its number; None where they stay on the CPU.
 
-    Loaders of other classes (accelerate's) have an attribute of that name too, with another meaning.
+    It is what the constructor was given. Subclasses and loaders of other classes (accelerate's) may have an
+    attribute ``device`` with another meaning.
 
     Raises:
         RuntimeError: If there is no such accelerator.
     """
-    if not getattr(loader, "is_shmloader", False) or loader.device is None:
-        return None
-    device: Any = torch.device(loader.device)
-    if device.type == "cpu":
+    device: Any = getattr(loader, "_shmloader_device", None)
+    if device is None or device.type == "cpu":
         return None
     there: Any = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if there is None or there.type != device.type:

@@ -207,7 +207,10 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         self.shard = shard
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self.seed_per_sample = seed_per_sample
-        self.device = None if device is None else torch.device(device)  # raises for what is none
+        device = None if device is None else torch.device(device)  # raises for what is none
+        self._shmloader_device = device  # read by `device_of`
+        if not hasattr(type(self), "device") and "device" not in vars(self):  # those are the subclass's own
+            self.device = device
         check_arguments(self, dataset, workers, persistent_workers, multiprocessing_context)
         if share_dataset and why_unavailable() is None:
             from shmloader.store.attributes import share_for_loader  # imports pyarrow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmloader.arguments import AutoCount
+from shmloader.arguments import AUTO, AutoCount
 from shmloader.errors import ResumeError, warn_once
 from shmloader.shared_memory import why_unavailable
 from shmloader.torch_features import Feature, missing_message, why_missing
@@ -38,7 +38,7 @@ def must_load_as_torch(loader: Any) -> bool:
         text = missing_message(Feature.SLOTS, lack)
     else:
         return False
-    if loader.shard is not None:
+    if loader.shard == AUTO:
         raise NotImplementedError(f"{text} It does not divide streams as shard={loader.shard!r} asks for.")
     if ignored := options_asked_for(loader):
         text += f" Without effect: {', '.join(ignored)}."

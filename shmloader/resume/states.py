@@ -37,7 +37,7 @@ from shmloader.sampling.samplers import (
     sampler_with_state,
     sharded_sampler,
 )
-from shmloader.sampling.tracked_batches import TrackedBatches, track
+from shmloader.sampling.tracked_batches import TrackedBatches, state_of, track
 
 _LOADED = "_shmloader_loaded_state"
 """The attribute of a loader with a state that is to be gone on from: a copy of the loader has it, too."""
@@ -136,7 +136,7 @@ class States:
             if stateful is not None:
                 state |= _sampler_keys(loader, progress)
         elif stateful is not None:
-            state["sampler_state"] = pack_user_state(stateful.state_dict(), type(stateful).__name__)
+            state["sampler_state"] = pack_user_state(state_of(stateful), type(stateful).__name__)
         return state
 
     def _state(self, loader: Any, progress: Progress | None, generators: tuple[str, str]) -> State:

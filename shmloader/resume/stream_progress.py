@@ -11,6 +11,7 @@ import logging
 import pickle
 from typing import Any
 
+from shmloader.arguments import AUTO
 from shmloader.distributed import check_equal_ends, rank_and_ranks
 from shmloader.errors import ResumeError, warn
 from shmloader.resume.compatibility import State, is_between_epochs, named_in_errors
@@ -119,7 +120,7 @@ class StreamProgress:
         parts = [
             (
                 cursor.drawn,
-                pack_user_state(pickle.loads(cursor.state), self._dataset_name) if cursor.state else "",
+                self._packed(cursor.state) if cursor.state else "",
                 cursor.state_drawn,
                 cursor.ended,
                 cursor.raised,
@@ -130,6 +131,13 @@ class StreamProgress:
         stream = {"layout": self._layout, "parts": parts, "last": self._last}
         stream |= {"rank": self.rules.rank, "ranks": self.rules.ranks}
         return {"stream": json.dumps(stream)}
+
+    def _packed(self, pickled: bytes) -> str:
+        states, name = pickle.loads(pickled), self._dataset_name
+        if "failed" in states:
+            why = states["failed"]
+            raise ResumeError(f"the state_dict() of {name} cannot be called or sent from a worker: {why}")
+        return pack_user_state(states, name)
 
     def end_epoch(self, progress: Progress) -> None:
         """Compare the epoch's length with that of other ranks, where ranks may have others.
@@ -156,7 +164,7 @@ def _tell_of_own_division(name: str) -> None:
 
 def _fresh_rules(loader: Any) -> StreamRules:
     every = loader.snapshot_every_n_steps
-    return StreamRules(loader.shard is not None, *rank_and_ranks(), loader.batch_size or 1, every)
+    return StreamRules(loader.shard == AUTO, *rank_and_ranks(), loader.batch_size or 1, every)
 
 
 def rules_for(loader: Any, loaded: State) -> StreamRules:

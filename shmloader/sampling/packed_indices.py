@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 _LONG_NBYTES = 1024
+_PROTOCOL = 4  # of torch's queues: with it arrays arrive writable and in native byte order
 _ARRAY = b"int64:  "  # in front of the numbers; no pickle begins so
 LEAST_PACKED = 32
 """Indices; a shorter list is pickled sooner than it is looked through, or made an array of."""
@@ -108,13 +109,13 @@ def pack_index_batch(index_batch: object) -> bytes:
     if type(index_batch) is PackedInts:
         return index_batch.to_bytes()
     try:
-        payload = pickle.dumps(index_batch, 5)
+        payload = pickle.dumps(index_batch, _PROTOCOL)
         if len(payload) <= _LONG_NBYTES:
             return payload
     except pickle.PicklingError:
         pass  # for what lies in shared memory, perhaps
     file = io.BytesIO()
-    _Pickler(file, 5).dump(index_batch)
+    _Pickler(file, _PROTOCOL).dump(index_batch)
     return file.getvalue()
 
 
@@ -136,5 +137,5 @@ class _Pickler(pickle.Pickler):
             return list, (list(values),)
         plain = type(obj) is torch.Tensor and obj.device.type == "cpu" and obj.layout is torch.strided
         if plain and obj.untyped_storage().nbytes() > obj.numel() * obj.element_size():
-            return obj.clone().__reduce_ex__(5)
+            return obj.clone().__reduce_ex__(_PROTOCOL)
         return NotImplemented

@@ -27,13 +27,21 @@ def index_sampler_of(loader: Any) -> Any:
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
+def attribute_of(one: Any, name: str) -> Any:
+    """An attribute that torch's loader does not ask for; None if there is none, or asking for it raises."""
+    try:
+        return getattr(one, name, None)
+    except Exception:  # noqa: BLE001 - of the program's own property or __getattr__
+        return None
+
+
 def with_inner(index_sampler: Any) -> list[Any]:
     """A sampler of index batches, and those below it, from which it takes batches or indices."""
     found: list[Any] = []
     while index_sampler is not None and len(found) < _MOST_NESTED:
         found.append(index_sampler)
-        inner = getattr(index_sampler, "batch_sampler", None)
-        index_sampler = getattr(index_sampler, "sampler", None) if inner is None else inner
+        inner = attribute_of(index_sampler, "batch_sampler")
+        index_sampler = attribute_of(index_sampler, "sampler") if inner is None else inner
     return found
 
 
@@ -45,7 +53,7 @@ def sampler_of_indices(index_sampler: Any) -> Any:
 def sampler_with_epoch(index_sampler: Any) -> Any:
     """The sampler with ``set_epoch()`` and the epoch as its attribute, or None."""
     for sampler in with_inner(index_sampler):
-        if callable(getattr(sampler, "set_epoch", None)) and isinstance(getattr(sampler, "epoch", None), int):
+        if callable(attribute_of(sampler, "set_epoch")) and isinstance(attribute_of(sampler, "epoch"), int):
             return sampler
     return None
 
@@ -62,7 +70,7 @@ def sampler_with_state(index_sampler: Any) -> Any:
     if is_torchs(index_sampler):  # they have none: a short way, since every epoch asks
         return None
     for sampler in with_inner(index_sampler):
-        if all(callable(getattr(sampler, name, None)) for name in ("state_dict", "load_state_dict")):
+        if all(callable(attribute_of(sampler, name)) for name in ("state_dict", "load_state_dict")):
             return sampler
     return None
 
@@ -92,7 +100,7 @@ def generator_of(index_sampler: Any) -> torch.Generator | None:
     if type(inner) in _WITHOUT_DRAWS or sampler_with_state(index_sampler) is not None:
         return None
     for sampler in with_inner(inner):
-        if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
+        if isinstance(generator := attribute_of(sampler, "generator"), torch.Generator):
             return generator
     return torch.default_generator
 

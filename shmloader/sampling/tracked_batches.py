@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shmloader.diagnostics.exceptions import forget_frames
 from shmloader.errors import ResumeError
 from shmloader.sampling.packed_indices import PackedInts, pack_index_batch, with_packed_ints
 from shmloader.sampling.samplers import is_torchs, sampler_of_indices, sampler_with_state, sharded_sampler
@@ -22,6 +23,7 @@ ADVICE = (
     "`generator`, or from a seed and set_epoch(); or give it state_dict() and load_state_dict()."
 )
 
+_PLAIN = {int, float, bool, str, bytes, type(None)}
 _LOOKS = 64  # first batches that are looked at: a sampler may draw for some dozens of them at once
 
 _log = logging.getLogger("shmloader")
@@ -55,14 +57,14 @@ class TrackedBatches(Iterator[Any]):
         self._oldest = self._drawn = begin
         self._length = 0  # as the sampler tells it, if it does
         if stateful is not None:
-            with contextlib.suppress(TypeError, NotImplementedError):
+            with contextlib.suppress(Exception):  # torch need not ask for it
                 self._length = len(index_sampler)
         self._checksum = 0
         self._told = False
         self._warning = ""  # why a state is of no use, until it is said
-        # After each number of batches: the sampler's state, or the checksum of the batches.
+        # After each number of batches: the sampler's state, the error in its place, or their checksum.
         if state is None:
-            state = 0 if stateful is None else copy.deepcopy(stateful.state_dict())
+            state = 0 if stateful is None else _state_or_error(stateful)
         self._after: dict[int, Any] = {begin: state}
 
     def __next__(self) -> Any:
@@ -88,7 +90,7 @@ class TrackedBatches(Iterator[Any]):
             index_batch = with_packed_ints(index_batch)  # they are needed packed anyway
             self._after[self._drawn] = self._checksum = _add(self._checksum, index_batch)
         else:
-            self._after[self._drawn] = copy.deepcopy(stateful.state_dict())
+            self._after[self._drawn] = _state_or_error(stateful)
         while self._oldest < min(self.taken(), self._drawn) - 1:
             self._after.pop(self._oldest, None)
             self._oldest += 1
@@ -100,11 +102,17 @@ class TrackedBatches(Iterator[Any]):
         It is the one before the last of them if that may be the epoch's last: the state behind it need not
         tell that, since with it the sampler may have begun anew. Else it is the one behind: what the sampler
         has drawn for a batch, from a global generator, say, need not be in the state before.
+
+        Raises:
+            ResumeError: If the sampler could not tell it.
         """
         begin = taken if taken < max(self._drawn, self._length) else max(taken - 1, 0)
         if begin not in self._after:  # it was gone on from behind this batch, so there was another
             begin = taken
-        return begin, self._after[begin]
+        state = self._after[begin]
+        if isinstance(state, ResumeError):
+            raise ResumeError(*state.args) from state.__cause__  # a new one: it gets a traceback
+        return begin, state
 
     def checksum(self, taken: int) -> int:
         """The checksum of so many batches.
@@ -117,6 +125,36 @@ class TrackedBatches(Iterator[Any]):
             _log.warning("a state in mid-epoch cannot be resumed from: %s", self._warning)
         checksum: int = self._after[taken]
         return checksum
+
+
+def state_of(sampler: Any) -> Any:
+    """A copy of a sampler's own state.
+
+    Raises:
+        ResumeError: If it cannot be had.
+    """
+    try:
+        return _copy(sampler.state_dict())
+    except Exception as error:
+        name = type(sampler).__name__
+        raise ResumeError(f"the state_dict() of {name} cannot be called or copied: {error!r:.500}") from error
+
+
+def _state_or_error(sampler: Any) -> Any:
+    """A sampler's state, or the error to raise if it is asked for: a program may never want it."""
+    try:
+        return state_of(sampler)
+    except ResumeError as error:
+        forget_frames(error)  # they hold the iterator, whose workers are to end with it
+        return error
+
+
+def _copy(state: Any) -> Any:
+    if type(state) is dict:
+        return {name: _copy(value) for name, value in state.items()}
+    if type(state) is list and _PLAIN.issuperset(map(type, state)):
+        return state.copy()  # in a sixth of the time: an order of all indices may be in it
+    return copy.deepcopy(state)
 
 
 def _global_states() -> tuple[Any, ...]:

@@ -78,12 +78,14 @@ def recognise(dataset: Any) -> Source:
 class Gatherer:
     """Makes batches of one dataset without its samples, which ``collate_fn`` would join, where it can.
 
-    It lives for one epoch, in a worker or, without workers, in the main process.
+    It lives for one epoch, in a worker or, without workers, in the main process; or where a worker's dataset
+    uses a loader without workers. Only the worker's own batches are made in the slot and of placeholders.
     """
 
-    def __init__(self, dataset: Any, collate_fn: Any) -> None:
+    def __init__(self, dataset: Any, collate_fn: Any, *, in_worker: bool) -> None:
         self._dataset = dataset
         self._collate_fn = collate_fn
+        self._in_worker = in_worker
         self._source: Source | None = None
         self._is_recognised = False
 
@@ -93,9 +95,9 @@ class Gatherer:
         That is so for indices that are not all ints, and where anything but a ``__getbatch__`` raises, so
         that the exception is the dataset's own.
         """
-        allocator = current_allocator()
+        allocator = current_allocator() if self._in_worker else None
         if not self._is_recognised:
-            self._recognise(in_worker=allocator is not None)
+            self._recognise()
         source = self._source
         if source is None:
             return NOT_GATHERED
@@ -113,7 +115,7 @@ class Gatherer:
             return NOT_GATHERED
         return batch if allocator is None or source.users_code else allocator.with_placeholders(batch)
 
-    def _recognise(self, *, in_worker: bool) -> None:
+    def _recognise(self) -> None:
         """Find the source, if there is one.
 
         Without workers only a dataset's own ``__getbatch__`` is used: there the program may change its
@@ -122,7 +124,7 @@ class Gatherer:
         # No functools.cached_property: in Python 3.11 that holds a lock, which a fork meanwhile copies taken.
         self._is_recognised = True
         try:
-            if not in_worker and not _asks_for_batches(self._dataset):
+            if not self._in_worker and not _asks_for_batches(self._dataset):
                 raise NotGathered("there are no workers")
             self._source = _source_for(self._dataset, self._collate_fn)
         except Exception as reason:  # noqa: BLE001 - also what odd datasets' attributes raise

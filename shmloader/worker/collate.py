@@ -60,7 +60,7 @@ def install_slot_collate(collate_fn: Callable[[Any], Any], *, in_thread: bool) -
         The function to call in the place of the loader's ``collate_fn``.
     """
     global _in_worker_process  # noqa: PLW0603 - a process is a worker for good
-    _in_worker_process = not in_thread
+    _in_worker_process |= not in_thread  # also where a worker's dataset has a loader with threads
     collate_map = torch_private.collate_fn_map
     if collate_map.get(torch.Tensor) is torch_private.collate_tensor_fn:
         collate_map[torch.Tensor] = collate_tensors

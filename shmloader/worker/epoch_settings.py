@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset
 
 from shmloader.diagnostics.exceptions import add_note
+from shmloader.sampling.samplers import attribute_of
 from shmloader.worker.set_epoch_calls import (
     Call,
     CallLog,
@@ -215,4 +216,4 @@ class DatasetState:
 
 
 def _has_set_epoch(one: Any) -> bool:
-    return callable(getattr(one, "set_epoch", None))
+    return callable(attribute_of(one, "set_epoch"))

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
-from shmloader.diagnostics.bad_samples import RAISE, pack
+from shmloader.diagnostics.bad_samples import RAISE, REPLACE, SKIP, pack
 from shmloader.statistics import BadSample
 from shmloader.wire.stream_records import StreamReport, StreamRules
 
@@ -21,6 +21,8 @@ class FetchRules(NamedTuple):
         collate_fn: Joins samples (or converts the one sample, without auto collation).
         on_error: What becomes of a sample that raises: see ``DataLoader``.
         stream: The rules for the stream of an iterable-style dataset.
+        in_worker: Whether a worker publishes the batches. Those of a loader without workers, which its
+            dataset may use, go to the user's code.
     """
 
     iterable: bool
@@ -29,16 +31,20 @@ class FetchRules(NamedTuple):
     collate_fn: Callable[[Any], Any]
     on_error: str = RAISE
     stream: StreamRules = StreamRules()
+    in_worker: bool = False
 
     @classmethod
     def of_loader(cls, loader: Any, stream: StreamRules | None) -> Self:
-        """The rules of a loader's arguments as they are now; ``stream`` if its dataset is iterable-style."""
+        """The rules of a loader's arguments as they are now; ``stream`` if its dataset is iterable-style.
+
+        A subclass of torch's may have an attribute ``on_error`` of its own.
+        """
         return cls(
             iterable=stream is not None,
             auto_collation=loader.batch_sampler is not None,
             drop_last=loader.drop_last,
             collate_fn=loader.collate_fn,
-            on_error=loader.on_error,
+            on_error=loader.on_error if loader.on_error in (SKIP, REPLACE) else RAISE,
             stream=stream or StreamRules(),
         )
 

@@ -119,7 +119,7 @@ class _Worker:
         self._link = link
         self._in_thread = in_thread
         collate_fn = install_slot_collate(arguments.rules.collate_fn, in_thread=in_thread)
-        self._rules = arguments.rules._replace(collate_fn=collate_fn)
+        self._rules = arguments.rules._replace(collate_fn=collate_fn, in_worker=True)
         self._dataset = arguments.dataset
         self._allocator = SlotAllocator(arguments.segment)
         self._encoder = Encoder(self._allocator)

@@ -61,7 +61,9 @@ class _MapFetcher(Fetcher):
         self._dataset = dataset
         self._auto_collation = rules.auto_collation
         self._collate_fn = rules.collate_fn
-        self._gatherer = Gatherer(dataset, rules.collate_fn) if rules.auto_collation else None
+        self._gatherer: Gatherer | None = None
+        if rules.auto_collation:
+            self._gatherer = Gatherer(dataset, rules.collate_fn, in_worker=rules.in_worker)
 
     def fetch(self, index_batch: Any) -> Any:
         dataset = self._dataset

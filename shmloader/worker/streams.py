@@ -17,6 +17,7 @@ from torch.utils.data import get_worker_info
 from shmloader.diagnostics.bad_samples import MOST_IN_A_ROW
 from shmloader.diagnostics.exceptions import add_note
 from shmloader.errors import ResumeError
+from shmloader.sampling.samplers import attribute_of
 from shmloader.torch_private import only_worker_info, show_worker_info, watched_worker_info
 from shmloader.wire.stream_records import OWN, SHARD, STRIDE, StreamRules
 
@@ -131,15 +132,21 @@ class Stream:
             )
 
     def state(self) -> bytes:
-        """The states of the dataset and of its iterator, pickled; empty if neither has any."""
+        """The states of the dataset and of its iterator, pickled; empty if neither has any.
+
+        If they cannot be had, the main process raises an error where the loader's state is asked for.
+        """
         if not self._is_stateful:
             return b""
         states = {}
-        if _is_stateful(self._dataset) and self._dataset is not self._iterator:
-            states["dataset"] = self._dataset.state_dict()
-        if _is_stateful(self._iterator):
-            states["iterator"] = self._iterator.state_dict()  # type: ignore[attr-defined]
-        return pickle.dumps(states, 5)
+        try:
+            if _is_stateful(self._dataset) and self._dataset is not self._iterator:
+                states["dataset"] = self._dataset.state_dict()
+            if _is_stateful(self._iterator):
+                states["iterator"] = self._iterator.state_dict()  # type: ignore[attr-defined]
+            return pickle.dumps(states, 5)
+        except Exception as error:  # noqa: BLE001 - a program may never ask
+            return pickle.dumps({"failed": f"{error!r:.500}"})
 
 
 _BY = {
@@ -150,7 +157,7 @@ _BY = {
 
 
 def _has(one: Any, *methods: str) -> bool:
-    return all(callable(getattr(one, name, None)) for name in methods)
+    return all(callable(attribute_of(one, name)) for name in methods)
 
 
 def _load(one: Any, state: Any) -> None:

@@ -200,3 +200,64 @@ def test_a_subclass_without_variadic_arguments_keeps_its_constructor() -> None:
 
 def test_the_pages_program() -> None:
     assert_page_loads_from_slots("library-authors.md")
+
+
+class NamesOptions(DataLoader):
+    """A library's: its attributes have the names of options, with meanings of their own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = "gpu"
+        super().__init__(*args, **kwargs)
+        self.shard, self.on_error, self.dispatch, self.worker_type = 3, print, "rows", "ray"
+
+
+class HasDevice(NamesOptions):
+    device = property(lambda self: "tpu", lambda self, name: None)  # type: ignore[assignment]
+
+
+class ReadsDevice(DataLoader):
+    device = property(lambda self: "tpu")
+
+
+class OurNamesOptions(NamesOptions, shmloader.DataLoader):
+    pass
+
+
+class OurHasDevice(HasDevice, shmloader.DataLoader):
+    pass
+
+
+class OurReadsDevice(ReadsDevice, shmloader.DataLoader):
+    pass
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    """Six samples, or those before one that raises."""
+
+    def __init__(self, bad: int = 6) -> None:
+        self.bad = bad
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(6):
+            if index == self.bad:
+                raise ValueError("a bad sample")
+            yield index
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", [NamesOptions, OurNamesOptions, OurHasDevice, OurReadsDevice])
+def test_attributes_that_are_named_as_options_have_no_effect(
+    kind: Any, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")  # of two ranks, between which nothing is to be divided
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with shmloader.install():
+        for dataset in (Stream(), list(range(6))):
+            loader = kind(dataset, 2, num_workers=workers)
+            assert loader.device in {"gpu", "tpu"}
+            assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
+            loader.close()
+        loader = kind(Stream(bad=3), 2, num_workers=workers)
+        with pytest.raises(ValueError, match="a bad sample"):
+            list(loader)
+        loader.close()

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -105,10 +106,10 @@ def test_exceptions_arrive_as_they_were_raised(name: str) -> None:
 
 
 def test_a_timeout_is_an_error_that_torch_users_catch() -> None:
-    loader = DataLoader(Sleeps(8, 30.0, at=0), batch_size=4, num_workers=1, timeout=0.3)
+    loader = DataLoader(Sleeps(8, 30.0, at=0), batch_size=4, num_workers=1, timeout=np.float32(0.25))
     began = time.monotonic()
     iterator = iter(loader)
-    with pytest.raises(RuntimeError, match=r"timed out after 0.3 seconds.*\[0, 1, 2, 3\]") as caught:
+    with pytest.raises(RuntimeError, match=r"timed out after 0.25 seconds.*\[0, 1, 2, 3\]") as caught:
         next(iterator)
     assert isinstance(caught.value, TimeoutError)
     assert time.monotonic() - began < 5

@@ -111,6 +111,18 @@ def test_other_index_batches_are_pickled(numbers: Any) -> None:
     assert list(got) == list(numbers)
 
 
+@pytest.mark.parametrize("length", [3, 500])
+@pytest.mark.parametrize("dtype", ["<i8", ">i4"])
+def test_arrays_arrive_as_from_torchs_queue(dtype: str, length: int) -> None:
+    """Writable and in native byte order, although the sampler's are not."""
+    numbers = np.arange(length).astype(dtype)
+    numbers.flags.writeable = False
+    got = travelled(numbers)
+    assert got.flags.writeable
+    assert got.dtype.isnative
+    assert got.tolist() == numbers.tolist()
+
+
 class Asked(Dataset[Any]):
     """Gives back what it was asked for, and how."""
 

@@ -315,7 +315,7 @@ IN_PLACE = [name for name in GATHERED if "own" not in name]
 @pytest.mark.parametrize("name", [*IN_PLACE, "own"])
 def test_leaves_are_written_where_they_are_read(name: str) -> None:
     with slot() as allocator:
-        batch = Gatherer(GATHERED[name], default_collate).gather([1, 3, 2])
+        batch = Gatherer(GATHERED[name], default_collate, in_worker=True).gather([1, 3, 2])
         assert (name == "own") == any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(batch))
         end = allocator.cursor
         header_begin, header_end, _ = Encoder(allocator).encode(batch)
@@ -331,7 +331,7 @@ def test_leaves_are_written_where_they_are_read(name: str) -> None:
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_a_repeated_batch_is_made_of_the_same_outputs(name: str) -> None:
     with slot() as allocator:
-        gatherer = Gatherer(GATHERED[name], default_collate)
+        gatherer = Gatherer(GATHERED[name], default_collate, in_worker=True)
         batch = gatherer.gather([1, 3, 2])
         first, end = list(map(id, leaves_of(batch))), allocator.cursor
         allocator.begin(0, allocator.nbytes, allocator.limit_nbytes)
@@ -344,7 +344,7 @@ def test_a_batch_that_cannot_be_gathered_leaves_the_slot_as_it_was() -> None:
         allocator.tensor((3,), torch.int64)  # of a dataset's or the program's own
         before = allocator.cursor
         ragged = shmloader.share([torch.ones(2 if row < 6 else 3) for row in range(ROWS)])
-        gatherer = Gatherer(StackDataset(X, ragged), default_collate)
+        gatherer = Gatherer(StackDataset(X, ragged), default_collate, in_worker=True)
         assert gatherer.gather([1, 7]) is NOT_GATHERED
         assert allocator.cursor == before
         assert gatherer.gather([1, 2]) is not NOT_GATHERED
