@@ -356,7 +356,10 @@ class Dispatcher:
         error = self.workers.died(worker, indices, self.pool.figures(), why)
         self.workers.close(f"worker {worker.worker_id} died", grace_s=0.0)
         self.pool.close()
-        raise self.lifecycle.expect(error)
+        try:
+            raise self.lifecycle.expect(error)
+        finally:
+            del error  # whose traceback refers to this frame, and so to the iterator and the dataset
 
 
 def _indices(task: Task) -> object:

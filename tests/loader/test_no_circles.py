@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import signal
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -99,3 +102,48 @@ def test_the_dataset_dies_with_its_loader(
     assert slot_files() == before
     del loader, dataset
     assert alive() is None
+
+
+def fail(loader: DataLoader[Any]) -> None:
+    loader.dataset.bad = 8  # type: ignore[attr-defined]
+    with contextlib.suppress(ValueError):
+        list(loader)
+
+
+def lose_a_worker(loader: DataLoader[Any]) -> None:
+    iterator = iter(loader)
+    next(iterator)
+    os.kill(iterator._workers[0].pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    with contextlib.suppress(RuntimeError):
+        list(iterator)
+
+
+def wait_too_long(loader: DataLoader[Any]) -> None:
+    loader.dataset.slow = 8  # type: ignore[attr-defined]
+    loader.timeout = 0.1
+    with contextlib.suppress(RuntimeError):
+        list(loader)
+
+
+class Flawed(loading.Numbered):
+    bad = slow = -1
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == self.bad:
+            raise ValueError(index)
+        if index == self.slow:
+            time.sleep(60)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("end", [fail, lose_a_worker, wait_too_long])
+def test_the_dataset_dies_after_an_error_too(end: Callable[[DataLoader[Any]], None]) -> None:
+    """A program that catches it and begins anew must not have two."""
+    dataset = Flawed(400)
+    alive = weakref.ref(dataset)
+    before = slot_files()
+    loader = DataLoader(dataset, batch_size=4, num_workers=2)
+    end(loader)
+    del loader, dataset
+    assert alive() is None
+    assert slot_files() == before
