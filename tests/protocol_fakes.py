@@ -4,11 +4,11 @@ Nothing here waits or has a process. `Workers` notes what the dispatcher does to
 real one would sleep, lets `protocol_main.Main` go on with its script.
 """
 
-import pickle
 from collections import deque
 from typing import Any, Protocol
 
 from shmloader.errors import LoaderError
+from shmloader.sampling.packed_indices import pack_index_batch
 from shmloader.shared_memory import whole_pages
 from shmloader.wire.records import INLINE_NBYTES, SPIN_NS, MakeBatch, unpack_request
 
@@ -107,7 +107,7 @@ class Workers:
         there = True
         if type(task) is MakeBatch and task.payload_nbytes > INLINE_NBYTES:
             lies = self._main.segment.memory[task.slot].buffer[: task.payload_nbytes]
-            there = lies == pickle.dumps(LONG, 5)
+            there = lies == pack_index_batch(LONG)
         self.events.append(("send", worker_id, record, there))
 
     def restart(self, worker: _Worker) -> _Worker:
