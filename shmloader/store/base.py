@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any, Self, cast, overload
 
@@ -162,7 +162,9 @@ class Store(SharedObject, Sequence[Any]):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         if copy is False:
             raise ValueError("the rows of a store become an array by a copy")
-        return np.asarray(self.take(np.arange(len(self))), dtype=dtype)
+        in_columns = len(self) > 0 and isinstance(self.row(0), Mapping | tuple)
+        rows = list(self) if in_columns else self.take(np.arange(len(self)))
+        return np.asarray(rows, dtype=dtype)
 
     def __eq__(self, other: object) -> bool:
         if self is other:

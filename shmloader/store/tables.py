@@ -251,6 +251,8 @@ def _united_structs(parts: list[Any]) -> list[Any]:
     """Structs with the fields of all, and a column of the keys where not all have all."""
     names_of = [tuple(field.name for field in part.type) for part in parts]
     names = merged_order([tuple(n for n in some if n != KeysType.NAME) for some in names_of])
+    if not names:  # empty dicts: a struct that is made of no columns would have no rows
+        return parts
     columns = []
     for name in names:
         found = [
