@@ -1,4 +1,4 @@
-"""Saved stores of several chunks, which a file has as one column: rows that repeat, and chunks that differ."""
+"""Stores of several chunks in files, which have one column of them: rows that repeat, chunks that differ."""
 
 from __future__ import annotations
 
