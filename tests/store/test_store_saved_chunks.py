@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 from store_samples import same
 
 from shmloader import open as open_store
 from shmloader import share
+from shmloader.store.columns.values import pickles_to_arrow
 
 
 def saved(rows: list[Any], path: Path) -> Any:
@@ -29,3 +36,34 @@ NOTHING: dict[str, Any] = {}
 )
 def test_an_empty_dict_that_repeats_is_saved(rows: list[Any], tmp_path: Path) -> None:
     assert same(saved(rows, tmp_path / "rows.arrow"), rows)
+
+
+AGAIN: dict[str, Any] = {
+    "pickled values": 1j,
+    "tuples": (1, "a"),
+    "lists": [1, 2],
+    "dicts of tuples": {"at": (1, 2)},
+    "arrays": np.arange(3),
+    "tensors": torch.arange(3.0),
+}
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_objects_that_repeat_are_saved_as_parquet(name: str, tmp_path: Path) -> None:
+    value, path = AGAIN[name], tmp_path / "rows.parquet"
+    plain = [value] * 100
+    for rows in (plain, [{"v": value, "n": n} for n in range(100)], [*plain, None], [[value] * 2] * 100):
+        share(rows).save(path)
+        assert same(list(open_store(path, allow_pickle=True)), rows)
+
+
+def test_python_types_over_dictionaries_are_read_from_parquet(tmp_path: Path) -> None:
+    words = pickles_to_arrow([1j, 2j])
+    storage = pa.DictionaryArray.from_arrays(pa.array([0, 1] * 50, pa.int32()), words.storage)
+    column = words.type.over(storage.type).wrap(storage)
+    table = pa.table({"a": column, "b": pa.FixedSizeListArray.from_arrays(column, 1)})
+    path = tmp_path / "rows.parquet"
+    pq.write_table(table, path)
+    read = f"import shmloader; print(list(shmloader.open({str(path)!r}, allow_pickle=True)))"
+    printed = subprocess.check_output([sys.executable, "-c", read], text=True)  # Arrow might end the process
+    assert printed.strip() == str([{"a": 1j, "b": [1j]}, {"a": 2j, "b": [2j]}] * 50)
