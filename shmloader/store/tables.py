@@ -27,6 +27,7 @@ from shmloader.store.columns.arrays import of_any_shape
 from shmloader.store.columns.compiled import Scope
 from shmloader.store.columns.encode import (
     ColumnEncoder,
+    ascend,
     can_be_null,
     keys_to_arrow,
     merged_order,
@@ -36,6 +37,7 @@ from shmloader.store.columns.read import make_reader
 from shmloader.store.columns.types import (
     VERSION,
     ArrayType,
+    DataclassType,
     KeysType,
     PickleType,
     PythonType,
@@ -199,7 +201,7 @@ def united(parts: list[Any]) -> list[Any]:
     else:
         filled = [_decoded(part) for part in filled]
         forms = {_form(part.type) for part in filled}
-        is_single = len(forms) == 1 and not arrow.is_union(filled[0].type)
+        is_single = len(forms) == 1 and not arrow.is_union(filled[0].type) and _are_in_one_order(filled)
         if not is_single or (len(filled) < len(parts) and not can_be_null(filled[0].type)):
             return _encoded_anew(parts)
         result = _united_alike(filled)
@@ -269,7 +271,9 @@ def _united_alike(parts: list[Any]) -> list[Any]:
         if isinstance(kind, ArrayType) and len({str(part.type.parameters) for part in parts}) > 1:
             parts = list(map(of_any_shape, parts))
             kind = parts[0].type
-        storages = united([part.storage for part in parts])
+        # The order of a dataclass's attributes means nothing.
+        unite = _united_structs if isinstance(kind, DataclassType) else united
+        storages = unite([part.storage for part in parts])
         return [kind.over(storage.type).wrap(storage) for storage in storages]
     if arrow.is_struct(kind):
         return _united_structs(parts)
@@ -283,10 +287,23 @@ def _united_alike(parts: list[Any]) -> list[Any]:
     return [part.cast(kind) for part in parts]
 
 
+def _names_of(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in kind if field.name != KeysType.NAME)
+
+
+def _are_in_one_order(parts: list[Any]) -> bool:
+    """Whether one order of all fields is each struct's own too: dicts have their keys in it."""
+    if not arrow.is_struct(parts[0].type):
+        return True
+    names_of = {_names_of(part.type) for part in parts}
+    places = {name: place for place, name in enumerate(merged_order(names_of))}
+    return all(ascend(map(places.__getitem__, some)) for some in names_of)
+
+
 def _united_structs(parts: list[Any]) -> list[Any]:
     """Structs with the fields of all, and a column of the keys where not all have all."""
     names_of = [tuple(field.name for field in part.type) for part in parts]
-    names = merged_order([tuple(n for n in some if n != KeysType.NAME) for some in names_of])
+    names = merged_order([_names_of(part.type) for part in parts])
     if not names:  # empty dicts: a struct that is made of no columns would have no rows
         return parts
     columns = []

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from store_samples import same
+from store_samples import Person, same
 
 from shmloader import open as open_store
 from shmloader import share
@@ -67,3 +67,20 @@ def test_python_types_over_dictionaries_are_read_from_parquet(tmp_path: Path) ->
     read = f"import shmloader; print(list(shmloader.open({str(path)!r}, allow_pickle=True)))"
     printed = subprocess.check_output([sys.executable, "-c", read], text=True)  # Arrow might end the process
     assert printed.strip() == str([{"a": 1j, "b": [1j]}, {"a": 2j, "b": [2j]}] * 50)
+
+
+def test_dicts_keep_the_order_of_their_keys_where_chunks_have_several(tmp_path: Path) -> None:
+    # Chunks of 16, 64, 256 and so on: in each of them the keys have one order.
+    rows = [{"a": 1, "b": n} for n in range(16 + 64)] + [{"b": "x", "a": n} for n in range(300)]
+    assert same(saved(rows, tmp_path / "rows.arrow"), rows)
+    rows += [None] * 5
+    assert same(saved(rows, tmp_path / "rows.arrow"), rows)
+    rows = [{"in": [row], "n": 1} for row in rows]
+    assert same(saved(rows, tmp_path / "rows.arrow"), rows)
+    persons = [Person("a", 1) for _ in range(380)]
+    for person in persons[16 + 64 :]:
+        del person.name
+        person.name = "b"  # now the last of its attributes
+    store = share(iter(persons))
+    store.save(tmp_path / "persons.arrow")
+    assert list(open_store(tmp_path / "persons.arrow")) == persons
