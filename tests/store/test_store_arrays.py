@@ -9,7 +9,7 @@ import pytest
 import torch
 from store_samples import Point, same
 
-from shmloader import share
+from shmloader import DataLoader, share
 
 ROWS: dict[str, list[Any]] = {
     "ints": [*range(40)],
@@ -43,3 +43,20 @@ def test_numpy_permutes_the_rows() -> None:
     rows = [(n, -n) for n in range(100)]
     permuted = np.random.RandomState(0).permutation(share(rows))  # type: ignore[arg-type]  # a sequence
     assert sorted(map(tuple, permuted.tolist())) == rows
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.float32, np.bool_, np.uint8, np.complex64])
+def test_numpys_numbers_are_taken_as_an_array(dtype: Any) -> None:
+    rows = [{"y": dtype(n % 2), "t": "a"} for n in range(100)]
+    wanted = np.array([row["y"] for row in rows])
+    for store in (share(rows), share(iter(rows))):
+        for indices in ([5, -1], [*range(60)]):
+            assert same(store["y"].take(indices), wanted[indices])
+            assert same(store.take(indices)["y"], wanted[indices])
+            out = np.empty(len(indices), dtype)
+            store["y"].take(indices, out=torch.from_numpy(out))
+            assert same(out, wanted[indices])
+        batches = [list(DataLoader(one, batch_size=30)) for one in (store, rows)]
+        assert same(*batches)
+    texts = [np.str_("a")] * 40
+    assert same(share(texts).take([1, 2]), texts[:2])
