@@ -113,14 +113,14 @@ class Store(SharedObject, Sequence[Any]):
         """
 
     def column(self, name: str | int) -> Store:
-        """One field of all rows, as a store over the same memory.
+        """One field of all rows, as a store over the same memory; None for dicts that lack the key.
 
         Args:
             name: A key of the dicts, or a position in the tuples.
 
         Raises:
             TypeError: If the store has no columns.
-            KeyError: If not all rows are records that have it.
+            KeyError: If not all rows are records, or all rows of one piece of the store lack it.
         """
         raise TypeError(f"a {type(self).__name__} has no columns: {name!r} cannot be one of them")
 
