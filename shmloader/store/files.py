@@ -129,6 +129,8 @@ def _check(path: str, schema: Any, columns: Sequence[str] | None, *, allow_pickl
     for name in columns or ():
         if schema.names.count(name) != 1:
             raise KeyError(f"{path} has no column {name!r}; it has {', '.join(schema.names)}")
+    if columns is not None and len(set(columns)) < len(columns):
+        raise ValueError(f"columns={list(columns)!r} for {path} name one more than once")
     pickled = [
         name or "rows" for field in fields for name, _ in find_types(field.type, PickleType, field.name)
     ]

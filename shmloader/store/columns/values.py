@@ -217,6 +217,12 @@ def pickled_value(value: Any) -> bytes:
     file = io.BytesIO()
     try:
         _ObjectPickler(file, 5).dump(value)
+    except RecursionError as error:
+        error.add_note(
+            f"shmloader: a {type(value).__qualname__} is nested too deeply for pickle, such as rows of which "
+            "each holds the one before. Let rows refer to others by their row numbers"
+        )
+        raise
     except Exception as error:
         error.add_note(
             f"shmloader: this was raised while pickling a {type(value).__qualname__}, as values are kept "
