@@ -170,7 +170,8 @@ class Store(SharedObject, Sequence[Any]):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         if copy is False:
             raise ValueError("the rows of a store become an array by a copy")
-        in_columns = len(self) > 0 and isinstance(self.row(0), Mapping | tuple)
+        first = self.row(0) if len(self) else self.take([])
+        in_columns = isinstance(first, Mapping | tuple)  # which `take` would give apart
         rows = list(self) if in_columns else self.take(np.arange(len(self)))
         return np.asarray(rows, dtype=dtype)
 

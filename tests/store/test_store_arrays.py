@@ -37,6 +37,7 @@ def test_a_store_is_the_array_that_its_rows_are(name: str) -> None:
     assert same(np.array(store[1::2]), np.array(rows[1::2]))
     if rows:
         assert same(np.array(store[[2, 0, -1]]), np.array([rows[2], rows[0], rows[-1]]))
+        assert len(np.array(store[:0])) == 0
 
 
 def test_numpy_permutes_the_rows() -> None:
