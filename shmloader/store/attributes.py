@@ -326,14 +326,21 @@ def _with_texts_in_arrow(value: Any) -> Any:
     """A pandas object whose columns of Python's texts are Arrow's."""
     import pandas as pd
 
-    for kind in (pd.arrays.ArrowExtensionArray, pd.arrays.ArrowStringArray):
+    try:
+        of_texts: Any = pd.StringDtype(
+            "pyarrow", na_value=np.nan
+        )  # missing ones stay NaN, which objects have
+    except TypeError:  # pandas before 2.3
+        of_texts = pd.ArrowDtype(pa.large_string())
+    arrays = pd.arrays.ArrowExtensionArray, pd.arrays.ArrowStringArray, of_texts.construct_array_type()
+    for kind in arrays:
         register(kind, _reduce_arrow_backed)
 
     def texts(series: Any) -> Any:
         is_of_objects = getattr(series.dtype, "hasobject", False)
         if not is_of_objects or pd.api.types.infer_dtype(series, skipna=True) != "string":
             return series
-        return series.astype(pd.ArrowDtype(pa.large_string()))
+        return series.astype(of_texts)
 
     if isinstance(value, pd.Series):
         return texts(value)

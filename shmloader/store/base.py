@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any, Self, cast, overload
 
@@ -113,14 +113,14 @@ class Store(SharedObject, Sequence[Any]):
         """
 
     def column(self, name: str | int) -> Store:
-        """One field of all rows, as a store over the same memory.
+        """One field of all rows, as a store over the same memory; None for dicts that lack the key.
 
         Args:
             name: A key of the dicts, or a position in the tuples.
 
         Raises:
             TypeError: If the store has no columns.
-            KeyError: If not all rows are records that have it.
+            KeyError: If not all rows are records, or all rows of one piece of the store lack it.
         """
         raise TypeError(f"a {type(self).__name__} has no columns: {name!r} cannot be one of them")
 
@@ -143,12 +143,20 @@ class Store(SharedObject, Sequence[Any]):
     @overload
     def __getitem__(self, index: slice | str | Sequence[int] | Rows | torch.Tensor) -> Store: ...
     def __getitem__(self, index: Any) -> Any:
-        """One row; for a slice, a name, numbers or a mask a view, without a copy."""
+        """One row; for a slice, a name, numbers or a mask a view, without a copy.
+
+        What a list takes for a row number is one here: also a tensor of one integer, of any shape.
+        """
         if isinstance(index, slice):
             return Selection(self, range(*index.indices(len(self))))
         if isinstance(index, str):
             return self.column(index)
-        if isinstance(index, list | np.ndarray | torch.Tensor) and np.ndim(cast("Any", index)):
+        is_number = isinstance(index, torch.Tensor) and index.numel() == 1 and index.dtype is not torch.bool
+        if (
+            isinstance(index, list | np.ndarray | torch.Tensor)
+            and np.ndim(cast("Any", index))
+            and not is_number
+        ):
             return self.select(index)
         return self.row(row_number(index, len(self)))
 
@@ -162,7 +170,10 @@ class Store(SharedObject, Sequence[Any]):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         if copy is False:
             raise ValueError("the rows of a store become an array by a copy")
-        return np.asarray(self.take(np.arange(len(self))), dtype=dtype)
+        first = self.row(0) if len(self) else self.take([])
+        in_columns = isinstance(first, Mapping | tuple)  # which `take` would give apart
+        rows = list(self) if in_columns else self.take(np.arange(len(self)))
+        return np.asarray(rows, dtype=dtype)
 
     def __eq__(self, other: object) -> bool:
         if self is other:

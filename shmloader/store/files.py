@@ -130,6 +130,8 @@ def _check(path: str, schema: Any, columns: Sequence[str] | None, *, allow_pickl
     for name in columns or ():
         if schema.names.count(name) != 1:
             raise KeyError(f"{path} has no column {name!r}; it has {', '.join(schema.names)}")
+    if columns is not None and len(set(columns)) < len(columns):
+        raise ValueError(f"columns={list(columns)!r} for {path} name one more than once")
     pickled = [
         name or "rows" for field in fields for name, _ in find_types(field.type, PickleType, field.name)
     ]
@@ -170,10 +172,23 @@ def _decoded_batches(path: str, columns: Sequence[str] | None) -> Iterator[Any]:
     if _magic_of(path) == _PARQUET_MAGIC:
         with pq.ParquetFile(path) as parquet:
             chosen = None if columns is None else [*columns, types.KeysType.NAME]
-            yield from parquet.iter_batches(columns=chosen)
+            if any(map(_is_over_dictionary, parquet.schema_arrow.types)):
+                # For these, Arrow's iter_batches ends the process.
+                for group in range(parquet.num_row_groups):
+                    yield from parquet.read_row_group(group, columns=chosen, use_threads=False).to_batches()
+            else:
+                yield from parquet.iter_batches(columns=chosen)
     else:
         for batch in _batches_in(FileBuffer(path, Fingerprint.of(path))):
             yield _chosen(batch, columns)
+
+
+def _is_over_dictionary(kind: Any) -> bool:
+    """Whether a type, or one inside of it, is an extension type over a dictionary."""
+    return any(
+        isinstance(one, types.PythonType) and pa.types.is_dictionary(one.storage_type)
+        for one in types.types_in(kind)
+    )
 
 
 def _reader_of(memory: FileBuffer) -> Any:

@@ -25,11 +25,19 @@ from pyarrow import types as arrow
 
 from shmloader.store.columns.arrays import of_any_shape
 from shmloader.store.columns.compiled import Scope
-from shmloader.store.columns.encode import ColumnEncoder, can_be_null, keys_to_arrow, merged_order, with_nulls
+from shmloader.store.columns.encode import (
+    ColumnEncoder,
+    ascend,
+    can_be_null,
+    keys_to_arrow,
+    merged_order,
+    with_nulls,
+)
 from shmloader.store.columns.read import make_reader
 from shmloader.store.columns.types import (
     VERSION,
     ArrayType,
+    DataclassType,
     KeysType,
     PickleType,
     PythonType,
@@ -79,7 +87,7 @@ def save(store: Any, path: str | os.PathLike[str]) -> None:
     with _replacing(target) as file:
         if target.suffix in PARQUET:
             try:
-                pq.write_table(table, file)
+                pq.write_table(_for_parquet(table), file)
             except (pa.ArrowNotImplementedError, pa.ArrowInvalid) as error:
                 raise TypeError(f"Parquet cannot hold this store ({error}): save it as *.arrow") from error
             return
@@ -101,6 +109,17 @@ def _table_of(store: Any) -> Any:
         data = pa.Table.from_arrays([data], names=[""])
     metadata = {**(data.schema.metadata or {}), FORM: json.dumps(said, sort_keys=True).encode()}
     return data.replace_schema_metadata(metadata)
+
+
+def _for_parquet(table: Any) -> Any:
+    """A table without dictionaries of other values than texts: Parquet has none of most of them.
+
+    Of those that it has, of pickled values, Arrow's own reader ends the process.
+    """
+    if not any(arrow.is_dictionary(kind) for field in table.schema for kind in types_in(field.type)):
+        return table
+    columns = [pa.chunked_array(list(map(_decoded_inside, column.chunks))) for column in table.columns]
+    return pa.Table.from_arrays(columns, table.schema.names, metadata=table.schema.metadata)
 
 
 def form_of_mapping(factory: Callable[[], Any] | None) -> dict[str, Any]:
@@ -182,7 +201,7 @@ def united(parts: list[Any]) -> list[Any]:
     else:
         filled = [_decoded(part) for part in filled]
         forms = {_form(part.type) for part in filled}
-        is_single = len(forms) == 1 and not arrow.is_union(filled[0].type)
+        is_single = len(forms) == 1 and not arrow.is_union(filled[0].type) and _are_in_one_order(filled)
         if not is_single or (len(filled) < len(parts) and not can_be_null(filled[0].type)):
             return _encoded_anew(parts)
         result = _united_alike(filled)
@@ -195,6 +214,25 @@ def united(parts: list[Any]) -> list[Any]:
 
 def _decoded(column: Any) -> Any:
     return column.dictionary.take(column.indices) if arrow.is_dictionary(column.type) else column
+
+
+def _decoded_inside(column: Any) -> Any:
+    """A column without dictionaries, at any depth, but for those of texts."""
+    column = dictionary_outside(column)
+    kind = column.type
+    if arrow.is_dictionary(kind):
+        is_plain = is_text(kind.value_type) or is_octets(kind.value_type)
+        return column if is_plain else _decoded_inside(_decoded(column))
+    if isinstance(kind, PythonType):
+        storage = _decoded_inside(column.storage)
+        return kind.over(storage.type).wrap(storage)
+    if arrow.is_struct(kind) and kind.num_fields:
+        fields = [_decoded_inside(column.field(number)) for number in range(kind.num_fields)]
+        return pa.StructArray.from_arrays(fields, [field.name for field in kind], mask=mask_of(column))
+    if _form(kind) == "list":
+        size = getattr(kind, "list_size", None)
+        return _list_over(_decoded_inside(column.values), column, size, is_large=arrow.is_large_list(kind))
+    return column
 
 
 def _form(kind: Any) -> Any:
@@ -233,7 +271,9 @@ def _united_alike(parts: list[Any]) -> list[Any]:
         if isinstance(kind, ArrayType) and len({str(part.type.parameters) for part in parts}) > 1:
             parts = list(map(of_any_shape, parts))
             kind = parts[0].type
-        storages = united([part.storage for part in parts])
+        # The order of a dataclass's attributes means nothing.
+        unite = _united_structs if isinstance(kind, DataclassType) else united
+        storages = unite([part.storage for part in parts])
         return [kind.over(storage.type).wrap(storage) for storage in storages]
     if arrow.is_struct(kind):
         return _united_structs(parts)
@@ -247,10 +287,25 @@ def _united_alike(parts: list[Any]) -> list[Any]:
     return [part.cast(kind) for part in parts]
 
 
+def _names_of(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in kind if field.name != KeysType.NAME)
+
+
+def _are_in_one_order(parts: list[Any]) -> bool:
+    """Whether one order of all fields is each struct's own too: dicts have their keys in it."""
+    if not arrow.is_struct(parts[0].type):
+        return True
+    names_of = {_names_of(part.type) for part in parts}
+    places = {name: place for place, name in enumerate(merged_order(names_of))}
+    return all(ascend(map(places.__getitem__, some)) for some in names_of)
+
+
 def _united_structs(parts: list[Any]) -> list[Any]:
     """Structs with the fields of all, and a column of the keys where not all have all."""
     names_of = [tuple(field.name for field in part.type) for part in parts]
-    names = merged_order([tuple(n for n in some if n != KeysType.NAME) for some in names_of])
+    names = merged_order([_names_of(part.type) for part in parts])
+    if not names:  # empty dicts: a struct that is made of no columns would have no rows
+        return parts
     columns = []
     for name in names:
         found = [
@@ -284,21 +339,19 @@ def _keys_of(part: Any, found: tuple[str, ...], names: tuple[str, ...]) -> Any:
 def _united_lists(parts: list[Any]) -> list[Any]:
     items = united([part.values for part in parts])
     sizes = {getattr(part.type, "list_size", None) for part in parts}
-    if len(sizes) == 1 and None not in sizes:
-        size = sizes.pop()
-        return [
-            pa.FixedSizeListArray.from_arrays(
-                some[part.offset * size : (part.offset + len(part)) * size], size, mask=mask_of(part)
-            )
-            for part, some in zip(parts, items, strict=True)
-        ]
-    make, code = pa.ListArray, "i4"
-    if any(arrow.is_large_list(part.type) for part in parts):
-        make, code = pa.LargeListArray, "i8"
-    return [
-        make.from_arrays(pa.array(_offsets_of(part).astype(code)), some, mask=mask_of(part))
-        for part, some in zip(parts, items, strict=True)
-    ]
+    size = sizes.pop() if len(sizes) == 1 else None
+    is_large = any(arrow.is_large_list(part.type) for part in parts)
+    return [_list_over(some, part, size, is_large=is_large) for part, some in zip(parts, items, strict=True)]
+
+
+def _list_over(items: Any, like: Any, size: int | None, *, is_large: bool) -> Any:
+    """Lists of ``items``, at the places of those of other lists; of one ``size``, if there is one."""
+    mask = mask_of(like)
+    if size is not None:
+        part = items[like.offset * size : (like.offset + len(like)) * size]
+        return pa.FixedSizeListArray.from_arrays(part, size, mask=mask)
+    make, code = (pa.LargeListArray, "i8") if is_large else (pa.ListArray, "i4")
+    return make.from_arrays(pa.array(_offsets_of(like).astype(code)), items, mask=mask)
 
 
 def _offsets_of(lists: Any) -> Any:

@@ -14,12 +14,13 @@ from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.base import Rows
 from shmloader.store.chunks import Chunks, Column
-from shmloader.store.columns.arrays import block_of
+from shmloader.store.columns.arrays import block_of, scalars_of
 from shmloader.store.columns.packed import keys_of, numbers, types_of_fields
 from shmloader.store.columns.types import (
     ArrayType,
     NamedTupleType,
     PackedType,
+    ScalarType,
     TupleType,
     is_plain_namedtuple,
 )
@@ -30,6 +31,7 @@ _MOST_SECTIONS = 4096
 _INTS, _FLOATS = ArrayKind(np.dtype(np.int64), 0), ArrayKind(np.dtype(np.float64), 0)
 _BOOLS = ArrayKind(np.dtype(np.bool_), 0)
 _KIND_OF_SCALAR = {int: _INTS, float: _FLOATS, bool: _BOOLS}
+_NUMBERS = "biufc"  # kinds of NumPy scalars that become one array
 _KIND_OF_NUMBERS = {"i": _INTS, "u": _INTS, "f": _FLOATS, "b": _BOOLS}
 
 
@@ -257,6 +259,9 @@ def _block(column: Any, memory: SharedBuffer) -> tuple[Array, ArrayKind] | None:
         storage = column.storage
         is_block = not storage.null_count and not pa.types.is_dictionary(storage.type)
         return block_of(column, memory) if is_block else None
+    if isinstance(kind, ScalarType):
+        scalars, kind = scalars_of(column)
+        return None if column.storage.null_count or kind.dtype.kind not in _NUMBERS else (scalars, kind)
     if isinstance(kind, PackedType):
         found = numbers(column)
     elif column.null_count or not _is_number(kind):
@@ -304,8 +309,10 @@ def _stack(samples: list[Any], first: Any) -> tuple[Array, ArrayKind] | None:
             return np.array(samples, kind.dtype), kind
         except OverflowError:
             return None
-    kind_of: Any = {np.ndarray: kind_of_array, torch.Tensor: kind_of_tensor}.get(type(first))
-    kinds = {(kind_of(sample), sample.shape) for sample in samples} if kind_of else {(None, ())}
+    kind_of: Any = {torch.Tensor: kind_of_tensor}.get(type(first), kind_of_array)
+    is_array = type(first) in (np.ndarray, torch.Tensor)
+    is_array |= isinstance(first, np.generic) and first.dtype.kind in _NUMBERS
+    kinds = {(kind_of(sample), sample.shape) for sample in samples} if is_array else {(None, ())}
     kind, _ = kinds.pop()
     if kinds or kind is None:
         return None

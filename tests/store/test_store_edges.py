@@ -287,3 +287,23 @@ def test_errors_while_a_file_is_written_name_it_too(tmp_path: Path) -> None:
     assert raised.value.errno == errno.EFBIG
     assert raised.value.filename == str(tmp_path / "store.arrow")
     assert not os.listdir(tmp_path)
+
+
+def test_rows_that_hold_all_rows_before_are_an_error_that_says_so() -> None:
+    rows: list[Any] = [{"prev": None}]
+    for _ in range(3000):
+        rows.append({"prev": rows[-1]})
+    with pytest.raises(RecursionError) as caught:
+        share(rows)
+    assert any("nested too deeply" in note for note in caught.value.__notes__)
+
+
+def test_errors_of_open_tell_odd_values_and_arguments_from_damage(tmp_path: Path) -> None:
+    path = tmp_path / "times.arrow"
+    table = pa.table({"at": pa.array([0, 1 << 60], pa.timestamp("us"))})
+    with pa.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(ValueError, match=r"row 1 of .*, or has values that Python has not"):
+        open_store(path)[1]
+    with pytest.raises(ValueError, match="more than once"):
+        open_store(path, columns=["at", "at"])

@@ -131,6 +131,21 @@ def test_frames_keep_their_types_and_their_index(pandas: Any) -> None:
     assert len(pack(shared)[0]) < 20_000
 
 
+def test_missing_texts_are_nan_as_in_columns_of_objects(pandas: Any) -> None:
+    holder = Frames(pandas)
+    for name, missing in (("nan", np.nan), ("none", None)):
+        texts = [missing if n % 3 == 0 else f"caption {n}" for n in range(300_000)]
+        holder.frame[name] = pandas.Series(texts, dtype=object)
+    shared = share(holder)
+    assert shared.frame is not holder.frame
+    for frame in (shared.frame, unpack(*pack(shared)).frame):
+        for name in ("nan", "none"):
+            assert frame[name].isna().equals(holder.frame[name].isna())
+            assert (frame[name] == "caption 1").equals(holder.frame[name] == "caption 1")
+            assert repr(frame[name].iloc[0]) == repr(frame.iloc[3][name]) == "nan"
+            assert identical(frame[name].iloc[1], "caption 1")
+
+
 def test_a_frame_of_python_objects_is_left_with_a_warning(pandas: Any) -> None:
     holder = Frames(pandas)
     holder.frame["odd"] = pandas.Series([(n, "x") for n in range(300_000)], dtype=object)

@@ -1,8 +1,10 @@
 """Rows read from a store equal those that were given, with the same types."""
 
+import datetime as dt
 import itertools
 import math
 import pickle
+import zoneinfo
 from collections import OrderedDict, defaultdict
 from typing import Any
 
@@ -31,6 +33,7 @@ def test_nested_records_come_back_as_they_were(rows: list[Any]) -> None:
         assert same(store[number], row), (store[number], row)
 
 
+WEST = dt.timezone(-dt.timedelta(hours=5))
 HOMOGENEOUS = {
     "ints": [3, -1, 2**40],
     "small ints": [1, 2, -128],
@@ -61,6 +64,11 @@ HOMOGENEOUS = {
     "records in records": [{"a": {"b": [1, {"c": "x"}]}, "d": (1, None)}] * 3,
     "enums": [Colour.RED, Colour.BLUE],
     "dict subclasses": [OrderedDict(b=1, a=2), defaultdict(list, x=[1])],
+    "times beyond UTC's": [dt.datetime(2020, 1, 1, tzinfo=WEST), dt.datetime.max.replace(tzinfo=WEST)],
+    "times before UTC's": [dt.datetime.min.replace(tzinfo=zoneinfo.ZoneInfo("Asia/Tokyo"))] * 2,
+    "times of UTC": [dt.datetime.max.replace(tzinfo=dt.UTC), dt.datetime.min.replace(tzinfo=dt.UTC)],
+    "times without zone": [dt.datetime(9999, 12, 31), dt.datetime(1, 1, 1)],  # noqa: DTZ001
+    "longest times": [dt.timedelta(1), dt.timedelta.max, dt.timedelta.min],
     "custom objects": [Custom(np.arange(3), torch.arange(3.0), "x"), Custom(np.zeros(0), torch.ones(()), "")],
     "nothing but None": [None, None],
     "nothing": [],

@@ -18,7 +18,7 @@ from pyarrow import types as arrow
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.leaves import wrap_tensor
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
-from shmloader.store.columns.compiled import Scope, ends_of, numbers_of
+from shmloader.store.columns.compiled import Scope, ends_of, numbers_of, octets_of
 from shmloader.store.columns.types import ArrayType, PythonType, ScalarType, is_list, mask_of
 from shmloader.store.kinds import Array, ArrayKind, array_of_tensor, is_plain
 
@@ -136,6 +136,20 @@ def _kind_of_type(kind: PythonType) -> ArrayKind:
 
 
 # Reading.
+
+
+def scalars_of(column: Any) -> tuple[Array, ArrayKind]:
+    """All NumPy scalars of a column as one array.
+
+    Raises:
+        ValueError: If the type contradicts itself, or the storage is too short.
+    """
+    dtype, storage = dtype_named(column.type.parameters["dtype"]), column.storage
+    width = storage.type.bit_width // 8
+    if width != dtype.itemsize:
+        raise ValueError(f"{dtype} over {storage.type} means nothing")
+    flat = np.frombuffer(octets_of(storage, 1), dtype, len(storage), storage.offset * width)
+    return flat, ArrayKind(dtype, 0)
 
 
 def block_of(column: Any, memory: SharedBuffer | None = None) -> tuple[Array, ArrayKind] | None:

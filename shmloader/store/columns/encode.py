@@ -229,7 +229,7 @@ class ColumnEncoder:
         if keys is None or set(keys) == {names}:
             return self._items(map(dict.values, values), names, depth)
         places = {name: place for place, name in enumerate(names)}
-        ascends = {some: _ascend([places[name] for name in some]) for some in set(keys)}
+        ascends = {some: ascend([places[name] for name in some]) for some in set(keys)}
         if not all(ascends.values()):
             return union(
                 values,
@@ -377,7 +377,8 @@ def _are_fields(names: Sequence[Any], keys: list[tuple[Any, ...]] | None) -> boo
     )
 
 
-def _ascend(places: list[int]) -> bool:
+def ascend(places: Iterable[int]) -> bool:
+    """Whether each number is larger than the one before."""
     return all(one < other for one, other in pairwise(places))
 
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 from pyarrow import types as arrow
 
 from shmloader.store.columns import types
-from shmloader.store.columns.arrays import array_expression, dtype_named
+from shmloader.store.columns.arrays import array_expression, scalars_of
 from shmloader.store.columns.compiled import (
     NUMBER_CODES,
     Reader,
@@ -320,13 +320,7 @@ def _dict(column: Any, scope: Scope) -> str:
 
 
 def _scalar(column: Any, scope: Scope) -> str:
-    dtype = dtype_named(column.type.parameters["dtype"])
-    storage = column.storage
-    width = storage.type.bit_width // 8
-    if width != dtype.itemsize:
-        raise ValueError(f"{dtype} over {storage.type} means nothing")
-    flat = np.frombuffer(octets_of(storage, 1), dtype, len(storage), storage.offset * width)
-    return f"{scope.bind(flat)}[i]"
+    return f"{scope.bind(scalars_of(column)[0])}[i]"
 
 
 def _zoned(column: Any, scope: Scope) -> str:

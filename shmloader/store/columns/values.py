@@ -32,6 +32,7 @@ _MOST_REFERENCES = 1000  # that are followed from a value before it counts as fr
 _MOST_NAMED = 8
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 _MICROSECOND = dt.timedelta(microseconds=1)
+_MOST_DAYS = 100_000_000  # of which 64 bits hold the microseconds
 
 
 class UnfitError(Exception):
@@ -116,7 +117,8 @@ def _datetimes(values: list[dt.datetime]) -> Any:
 
     def fits(value: dt.datetime) -> bool:
         found = value.tzinfo
-        return not value.fold and (type(found), str(found)) == (type(zone), str(zone))
+        is_alike = not value.fold and (type(found), str(found)) == (type(zone), str(zone))
+        return is_alike and (zone is None or 1 < value.year < dt.MAXYEAR)  # else UTC may be out of range
 
     if not all(map(fits, values)):
         raise UnfitError(fits)
@@ -133,6 +135,13 @@ def _datetimes(values: list[dt.datetime]) -> Any:
     numbers = [(value - _EPOCH) // _MICROSECOND for value in values]
     storage = pa.array(numbers, pa.timestamp("us", "UTC"))
     return types.DatetimeType(storage.type, **named).wrap(storage)
+
+
+def _durations(values: list[dt.timedelta]) -> Any:
+    try:
+        return pa.array(values, pa.duration("us"))
+    except pa.ArrowInvalid:
+        raise UnfitError(lambda value: abs(value.days) < _MOST_DAYS) from None
 
 
 def _is_in_no_gap(value: dt.datetime) -> bool:
@@ -157,7 +166,7 @@ ENCODERS: dict[type, Callable[[list[Any]], Any]] = {
     bytes: _octets,
     dt.date: lambda values: pa.array(values, pa.date32()),
     dt.time: _times,
-    dt.timedelta: lambda values: pa.array(values, pa.duration("us")),
+    dt.timedelta: _durations,
     dt.datetime: _datetimes,
     decimal.Decimal: _decimals,
     uuid.UUID: _uuids,
@@ -208,6 +217,12 @@ def pickled_value(value: Any) -> bytes:
     file = io.BytesIO()
     try:
         _ObjectPickler(file, 5).dump(value)
+    except RecursionError as error:
+        error.add_note(
+            f"shmloader: a {type(value).__qualname__} is nested too deeply for pickle, such as rows of which "
+            "each holds the one before. Let rows refer to others by their row numbers"
+        )
+        raise
     except Exception as error:
         error.add_note(
             f"shmloader: this was raised while pickling a {type(value).__qualname__}, as values are kept "
