@@ -143,20 +143,12 @@ class Store(SharedObject, Sequence[Any]):
     @overload
     def __getitem__(self, index: slice | str | Sequence[int] | Rows | torch.Tensor) -> Store: ...
     def __getitem__(self, index: Any) -> Any:
-        """One row; for a slice, a name, numbers or a mask a view, without a copy.
-
-        What a list takes for a row number is one here: also a tensor of one integer, of any shape.
-        """
+        """One row; for a slice, a name, numbers or a mask a view, without a copy."""
         if isinstance(index, slice):
             return Selection(self, range(*index.indices(len(self))))
         if isinstance(index, str):
             return self.column(index)
-        is_number = isinstance(index, torch.Tensor) and index.numel() == 1 and index.dtype is not torch.bool
-        if (
-            isinstance(index, list | np.ndarray | torch.Tensor)
-            and np.ndim(cast("Any", index))
-            and not is_number
-        ):
+        if isinstance(index, list | np.ndarray | torch.Tensor) and np.ndim(cast("Any", index)):
             return self.select(index)
         return self.row(row_number(index, len(self)))
 

@@ -151,29 +151,13 @@ def test_rows_that_are_no_numbers_have_no_output() -> None:
         share([{"a": 1}] * 3).take([0, 1], {"b": np.zeros(2)})
 
 
-def test_what_a_list_takes_for_a_row_number_is_one() -> None:
-    rows = ["a", "b", "c"]
-    for store in (share(rows), share(["z", *rows])[1:]):
-        for number in (
-            torch.tensor(2),
-            torch.tensor([2]),
-            torch.tensor([[-1]]),
-            np.array(2),
-            np.uint8(2),
-            True,
-        ):
-            assert store[number] == rows[number]
-        assert store[torch.tensor([3])[:0]] == []
-        assert store[np.array([2])] == store.select(torch.tensor([2])) == ["c"]  # a list takes no such array
-    assert share(["a"])[torch.tensor([True])] == ["a"]  # a mask
-
-
 def test_how_many_numbers_there_are_does_not_change_what_comes() -> None:
     store = share(["a", "b", "c"])
     for one in ([2], np.array([2]), torch.tensor([2])):
-        assert list(store[one]) == ["c"]
+        assert store[one] == ["c"]
     for number in (2, True, np.uint8(2), np.array(2), torch.tensor(2)):
         assert store[number] == ["a", "b", "c"][number]
+    assert share(["a"])[torch.tensor([True])] == ["a"]  # a mask
 
 
 def test_indices_that_are_no_integers_are_type_errors() -> None:
