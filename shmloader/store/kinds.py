@@ -361,7 +361,7 @@ def estimate_nbytes(value: Any) -> int:
     """Bytes that an object takes in memory, with all that it refers to, estimated from samples."""
     if isinstance(value, np.ndarray) and value.dtype.hasobject:
         value = value.reshape(-1).tolist()
-    has_others = isinstance(value, (torch.Tensor, *CONTAINERS))
+    has_others = isinstance(value, (torch.Tensor, *CONTAINERS, *_classes(_PANDAS)))
     nbytes = None if has_others else getattr(value, "nbytes", None)
     return nbytes if isinstance(nbytes, int) else _nbytes_of(value, set())  # ndarrays, also views; Arrow
 

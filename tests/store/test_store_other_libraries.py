@@ -146,6 +146,14 @@ def test_missing_texts_are_nan_as_in_columns_of_objects(pandas: Any) -> None:
             assert identical(frame[name].iloc[1], "caption 1")
 
 
+def test_a_series_of_texts_is_as_large_as_its_texts(pandas: Any) -> None:
+    """Its array has only their addresses, less than what is worth sharing."""
+    texts = pandas.Series([f"caption {n}" for n in range(50_000)], dtype=object)
+    holder = SimpleNamespace(texts=texts)
+    assert share(holder).texts is not texts
+    assert list(share(holder).texts) == list(texts)
+
+
 def test_a_frame_of_python_objects_is_left_with_a_warning(pandas: Any) -> None:
     holder = Frames(pandas)
     holder.frame["odd"] = pandas.Series([(n, "x") for n in range(300_000)], dtype=object)
