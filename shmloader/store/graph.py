@@ -290,7 +290,7 @@ _kept_for_good: list[Any] = []
 
 
 class Identity(weakref.ref[Any]):
-    """A weak reference that keeps no original alive, and is equal to another one of the same living object."""
+    """A weak reference that keeps no original alive; equal to another one of the same living object."""
 
     __slots__ = ()
     __hash__ = weakref.ref.__hash__
