@@ -307,7 +307,7 @@ def _keep_if_it_matters(original: Any, copy: Any) -> None:
     others = any(type(one) is not Identity for one in weakref.getweakrefs(original))
     if others or hasattr(type(original), "__del__"):
         try:
-            weakref.finalize(copy, lambda _: None, original).atexit = False
+            weakref.finalize(copy, lambda _: None, original)  # at exit, too: else neither of them would end
         except TypeError:  # its class has slots, and none for weak references
             _kept_for_good.append(original)
 

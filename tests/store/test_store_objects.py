@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections import UserDict
 from collections.abc import Mapping, Sequence
@@ -92,6 +94,19 @@ def test_a_loader_s_dataset_with_a_del_lives_as_long_as_the_loader(path: Path, m
     del loader
     gc.collect()
     assert file.closed
+
+
+def test_an_object_with_a_del_and_its_copy_end_at_exit(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import shmloader\n"
+        "class Ends:\n"
+        "    def __init__(self): self.texts = [f'text {n}' for n in range(30_000)]\n"
+        "    def __del__(self): print(type(self.texts).__name__)\n"
+        "shared = shmloader.share(Ends())\n"
+    )
+    out = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert (sorted(out.stdout.split()), out.stderr) == (["RowStore", "list"], "")
 
 
 def test_what_refers_weakly_to_a_shared_object_finds_it() -> None:
