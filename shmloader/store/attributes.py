@@ -14,7 +14,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sized
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -154,7 +154,8 @@ def _state_of(dataset: Any) -> list[Any]:
     try:
         identity: Any = Identity(dataset)
     except TypeError:  # a list, tuple or dict, since what it was shared as has weak references
-        identity = hash(tuple(map(id, chain(dataset, dataset.values() if isinstance(dataset, dict) else ()))))
+        parts = chain(dataset, dataset.values() if isinstance(dataset, dict) else ())
+        identity = hash(tuple(map(id, parts))), list(map(_identity, kinds.some(dataset)))
     held = [node.value for node in Graph(dataset).nodes.values() if node.plan]
     return [
         identity,
@@ -166,8 +167,19 @@ def _state_of(dataset: Any) -> list[Any]:
     ]
 
 
-def _identity(element: Any) -> Any:
-    return repr(element) if isinstance(element, np.generic | np.ndarray | torch.Tensor) else id(element)
+def _identity(element: Any, depth: int = 0) -> Any:
+    """What tells an element from any other, also from a later one with its ``id``."""
+    if not depth and isinstance(element, np.generic | np.ndarray | torch.Tensor):  # slow
+        return repr(element)
+    if isinstance(element, list | tuple | dict):
+        parts = element.values() if isinstance(element, dict) else element
+        return id(element), [_identity(part, depth + 1) for part in islice(parts, 8 if depth < 3 else 0)]
+    try:
+        return Identity(element)
+    except TypeError:  # a number or text has no weak references
+        with contextlib.suppress(Exception):
+            return id(element), hash(element)
+    return id(element)
 
 
 # --- writing of values
