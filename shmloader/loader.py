@@ -124,7 +124,8 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             random generators alone: draw from those of ``get_worker_info().rng``. Not for DataPipes, nor with
             ``worker_restarts`` or a ``multiprocessing_context``. See docs/threads.md.
         share_dataset: Move the dataset's large containers to shared memory first, as `shmloader.share`
-            does: ``loader.dataset`` is then the shared dataset, and ``dataset`` itself is not changed.
+            does: ``loader.dataset`` is then the shared dataset, and ``dataset`` itself is not changed. A
+            sequence or mapping with a class of its own keeps it, since its samples may be new at each access.
             For the memory to be saved, nothing else (a sampler, a variable) may go on holding the original.
         shard: ``"auto"`` divides an iterable-style dataset among all workers of all ranks, so that each item
             comes once: by the dataset's ``shard(num_shards, index)``, or by its ``is_shardable()`` and

@@ -14,7 +14,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sized
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from shmloader.errors import NotSharedWarning
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store import kinds
 from shmloader.store.columns.encode import COLUMN, ColumnEncoder
-from shmloader.store.graph import Graph, Node, Rebuilder, blame
+from shmloader.store.graph import Graph, Identity, Node, Rebuilder, blame
 from shmloader.store.handles import MappedFiles, register
 from shmloader.store.mapping import (
     MappingStore,
@@ -43,10 +43,12 @@ _LEAST_WARNED_NBYTES = 4 << 20
 _PANDAS_ROWS = 1 << 14
 
 
-def share_graph(root: Any, *, copy: bool = False, progress: bool | None = None) -> Any:
-    """Share an object and what it holds; see `shmloader.share`."""
-    root = kinds.plain_if_few(root)
-    graph = Graph(root, is_asked_for=True)
+def share_graph(
+    root: Any, *, copy: bool = False, progress: bool | None = None, only_held: bool = False
+) -> Any:
+    """Share an object and what it holds, or only what it holds; see `shmloader.share`."""
+    root = root if only_held else kinds.plain_if_few(root)
+    graph = Graph(root, is_asked_for=not only_held)
     nodes = [node for node in graph.nodes.values() if node.plan and not _is_mapped(node.value)]
     # Whole arrays are written first, and dicts last, whose values mostly are some of a list's.
     nodes.sort(key=lambda node: (node.plan == "rows") + isinstance(node.value, dict | set | frozenset))
@@ -132,11 +134,12 @@ def share_for_loader(dataset: Any) -> Any:
         state, shared = _shared[id(dataset)]
         if (known := shared()) is not None and state == _state_of(dataset):
             return known
-        del state, _shared[id(dataset)]  # and with it a weak reference to the dataset
+        del _shared[id(dataset)]
     is_plain = type(dataset) in (list, tuple, dict, np.ndarray, torch.Tensor)
     if not (is_plain or kinds.is_open(dataset) or kinds.is_hugging_face(dataset)):
         return dataset
-    result = share_graph(dataset)
+    # Samples of a sequence or mapping with a class of its own may be others at each access.
+    result = share_graph(dataset, only_held=not is_plain)
     for key in [key for key, (_, one) in _shared.items() if one() is None]:
         del _shared[key]
     if result is not dataset:
@@ -149,9 +152,10 @@ def share_for_loader(dataset: Any) -> Any:
 def _state_of(dataset: Any) -> list[Any]:
     """What tells a dataset from a later one with its ``id``; and the containers in it, with some elements."""
     try:
-        identity: Any = weakref.ref(dataset)
+        identity: Any = Identity(dataset)
     except TypeError:  # a list, tuple or dict, since what it was shared as has weak references
-        identity = hash(tuple(map(id, chain(dataset, dataset.values() if isinstance(dataset, dict) else ()))))
+        parts = chain(dataset, dataset.values() if isinstance(dataset, dict) else ())
+        identity = hash(tuple(map(id, parts))), list(map(_identity, kinds.some(dataset)))
     held = [node.value for node in Graph(dataset).nodes.values() if node.plan]
     return [
         identity,
@@ -163,8 +167,19 @@ def _state_of(dataset: Any) -> list[Any]:
     ]
 
 
-def _identity(element: Any) -> Any:
-    return repr(element) if isinstance(element, np.generic | np.ndarray | torch.Tensor) else id(element)
+def _identity(element: Any, depth: int = 0) -> Any:
+    """What tells an element from any other, also from a later one with its ``id``."""
+    if not depth and isinstance(element, np.generic | np.ndarray | torch.Tensor):  # slow
+        return repr(element)
+    if isinstance(element, list | tuple | dict):
+        parts = element.values() if isinstance(element, dict) else element
+        return id(element), [_identity(part, depth + 1) for part in islice(parts, 8 if depth < 3 else 0)]
+    try:
+        return Identity(element)
+    except TypeError:  # a number or text has no weak references
+        with contextlib.suppress(Exception):
+            return id(element), hash(element)
+    return id(element)
 
 
 # --- writing of values

@@ -289,14 +289,25 @@ class Rebuilder:
 _kept_for_good: list[Any] = []
 
 
+class Identity(weakref.ref[Any]):
+    """A weak reference that keeps no original alive; equal to another one of the same living object."""
+
+    __slots__ = ()
+    __hash__ = weakref.ref.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and self() is not None and self() is other()
+
+
 def _keep_if_it_matters(original: Any, copy: Any) -> None:
     """Keep an object as long as its copy, where its death would do something to what both of them hold.
 
     ``__del__`` does, and ``weakref.finalize``; and what the copy holds may refer to the original weakly.
     """
-    if hasattr(type(original), "__del__") or weakref.getweakrefcount(original):
+    others = any(type(one) is not Identity for one in weakref.getweakrefs(original))
+    if others or hasattr(type(original), "__del__"):
         try:
-            weakref.finalize(copy, lambda _: None, original).atexit = False
+            weakref.finalize(copy, lambda _: None, original)  # at exit, too: else neither of them would end
         except TypeError:  # its class has slots, and none for weak references
             _kept_for_good.append(original)
 

@@ -40,19 +40,19 @@ _GOLDEN = 0x9E3779B97F4A7C15  # spreads consecutive numbers over all 64 bits
 
 def _instant(key: dt.datetime) -> int:
     """A number that is the same for equal times, of whatever time zone."""
-    first = key.replace(fold=0)
-    return hash(first.replace(tzinfo=None) - dt.datetime.min - (first.utcoffset() or dt.timedelta()))  # noqa: DTZ901
+    seconds = ((key.toordinal() * 24 + key.hour) * 60 + key.minute) * 60 + key.second
+    offset = key.replace(fold=0).utcoffset() or dt.timedelta()
+    return seconds * 1_000_000 + key.microsecond - offset // dt.timedelta(microseconds=1)
 
 
 _STAND_INS: dict[Any, Callable[[Any], int | str]] = {
-    uuid.UUID.__hash__: attrgetter("int"),
-    dt.timedelta.__hash__: hash,
-    dt.date.__hash__: dt.date.toordinal,
-    dt.datetime.__hash__: _instant,
-    PurePath.__hash__: lambda key: str(key).lower(),  # case means nothing in Windows
-    enum.Enum.__hash__: attrgetter("_name_"),
+    uuid.UUID: attrgetter("int"),
+    dt.datetime: _instant,
+    dt.date: dt.date.toordinal,
+    PurePath: lambda key: str(key).lower(),  # case means nothing in Windows
+    enum.Enum: attrgetter("_name_"),
 }
-"""By the ``__hash__`` of a type: what is hashed for a key of it. It is equal for keys that are equal."""
+"""What is hashed for a key whose hash is that of one of these types. It is equal for keys that are equal."""
 
 
 def hash_of(key: Any) -> int | None:
@@ -72,7 +72,8 @@ def hash_of(key: Any) -> int | None:
         return crc32(key)
     if key is None:
         return 0x2545F491
-    if isinstance(key, numbers.Number | np.bool_):  # hash(1) == hash(1.0) == hash(True) == hash(Decimal(1))
+    # hash(1) == hash(1.0) == hash(True) == hash(Decimal(1)), and those of timedeltas are NumPy's
+    if isinstance(key, numbers.Number | np.bool_ | dt.timedelta):
         return (hash(key) * _GOLDEN >> 32) & 0xFFFFFFFF
     if kind_hash is tuple.__hash__ or kind_hash is frozenset.__hash__:
         hashes: Any = [hash_of(item) for item in key]
@@ -80,7 +81,13 @@ def hash_of(key: Any) -> int | None:
             return None
         hashes = hashes if kind_hash is tuple.__hash__ else sorted(hashes)
         return crc32(np.array(hashes, np.uint32).tobytes(), len(hashes))
-    return hash_of(_STAND_INS[kind_hash](key)) if kind_hash in _STAND_INS else None
+    if isinstance(key, np.datetime64):  # it is equal to the datetime
+        rounded = key.astype("M8[us]")
+        key = rounded.item() if rounded == key else key
+    for kind, stand_in in _STAND_INS.items():  # also of subclasses, such as pandas.Timestamp
+        if isinstance(key, kind) and kind.__hash__(key) == hash(key):
+            return hash_of(stand_in(key))
+    return None
 
 
 def hashes_of(keys: Iterable[Any]) -> _Numbers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import datetime as dt
 import errno
 import functools
 import os
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +26,21 @@ from shmloader import open as open_store
 from shmloader import share
 from shmloader.store import Store
 from shmloader.store.handles import MappedFiles, is_shared, pack, unpack
+
+NINE = dt.timedelta(hours=9)
+
+# Times.
+
+
+@pytest.mark.parametrize(
+    "zone", [*map(dt.timezone, (-NINE, NINE)), *map(ZoneInfo, ("Asia/Tokyo", "America/New_York"))]
+)
+def test_the_first_and_last_times_of_a_zone_are_kept(zone: dt.tzinfo) -> None:
+    for time in (dt.datetime.min, dt.datetime.max):  # noqa: DTZ901
+        rows = [time.replace(tzinfo=zone)] * 3
+        assert list(share(rows)) == rows
+        assert share({rows[0]: 1})[rows[0]] == 1
+
 
 # Types of NumPy.
 

@@ -11,6 +11,8 @@ from itertools import combinations
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, ClassVar
 
+import numpy as np
+
 from shmloader import share
 from shmloader.store.mapping import hash_of
 
@@ -23,6 +25,23 @@ class Colour(enum.Enum):
 class Rights(enum.Flag):
     READ = enum.auto()
     WRITE = enum.auto()
+
+
+class Instant(dt.datetime):
+    """As pandas.Timestamp, which has a ``__hash__`` of its own, too."""
+
+    def __hash__(self) -> int:
+        return super().__hash__()
+
+
+class Odd(dt.datetime):
+    """Equal to others than datetimes are."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Odd) and self.year == other.year
+
+    def __hash__(self) -> int:
+        return self.year
 
 
 EAST = dt.timezone(dt.timedelta(hours=9))
@@ -41,6 +60,7 @@ EQUAL: list[Any] = [
     *(PureWindowsPath("A\\b"), PureWindowsPath("a/B"), Path("a/b"), PurePosixPath("a//b")),
     *(dt.datetime(2024, 5, 1, 9, tzinfo=EAST), dt.datetime(2024, 5, 1, 0, tzinfo=dt.UTC)),
     *(dt.datetime(2024, 5, 1, fold=1), dt.datetime(2024, 5, 1)),  # noqa: DTZ001
+    Instant(2024, 5, 1),
     *(frozenset({1, (2, "x")}), frozenset({(2.0, "x"), True})),
 ]
 
@@ -65,5 +85,12 @@ def test_no_process_needs_a_dict_of_such_keys() -> None:
 
 def test_keys_that_are_equal_have_equal_hashes() -> None:
     equal = [pair for pair in combinations(EQUAL, 2) if pair[0] == pair[1]]
-    assert len(equal) == 11
+    assert len(equal) == 13
+    time, day = np.datetime64("2024-05-01T00:00:00.000000000"), np.timedelta64(1, "D")
+    equal += [(time, dt.datetime(2024, 5, 1)), (day, dt.timedelta(hours=24))]  # noqa: DTZ001
     assert all(hash_of(one) == hash_of(other) for one, other in equal)
+
+
+def test_keys_of_a_class_with_an_equality_of_its_own_are_found_by_it() -> None:
+    shared = share({Odd(2024, 5, 1): 1, dt.datetime(2024, 5, 1): 2})  # noqa: DTZ001
+    assert (shared[Odd(2024, 6, 1)], shared[dt.datetime(2024, 5, 1)]) == (1, 2)  # noqa: DTZ001

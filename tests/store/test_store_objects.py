@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections import UserDict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from torch.utils.data import Subset
 
 from shmloader import DataLoader, NotSharedWarning, share
 from shmloader.store import MappingStore, Store
@@ -92,6 +96,19 @@ def test_a_loader_s_dataset_with_a_del_lives_as_long_as_the_loader(path: Path, m
     assert file.closed
 
 
+def test_an_object_with_a_del_and_its_copy_end_at_exit(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import shmloader\n"
+        "class Ends:\n"
+        "    def __init__(self): self.texts = [f'text {n}' for n in range(30_000)]\n"
+        "    def __del__(self): print(type(self.texts).__name__)\n"
+        "shared = shmloader.share(Ends())\n"
+    )
+    out = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert (sorted(out.stdout.split()), out.stderr) == (["RowStore", "list"], "")
+
+
 def test_what_refers_weakly_to_a_shared_object_finds_it() -> None:
     whole = Holder(texts=[f"text {n}" for n in range(ROWS)])
     whole.part = Part(whole)
@@ -109,6 +126,53 @@ def test_an_object_without_a_del_is_free_once_it_is_shared() -> None:
     assert part() is shared.part
     del shared
     assert part() is None
+
+
+def originals() -> int:
+    return sum(type(one) is Holder and type(one.texts) is list for one in gc.get_objects())
+
+
+def test_a_loader_that_shared_a_dataset_before_keeps_no_original() -> None:
+    before = originals()
+    dataset = Holder(texts=[f"text {n}" for n in range(ROWS)])
+    loader = DataLoader(dataset, share_dataset=True)  # type: ignore[arg-type]
+    shared, part = share(dataset), DataLoader(Subset(dataset, range(9)), share_dataset=True)  # type: ignore[arg-type]
+    del dataset
+    gc.collect()
+    assert originals() == before
+    assert shared.texts[3] == loader.dataset.texts[3] == part.dataset.dataset.texts[3] == "text 3"
+
+
+class Randoms(Sequence[Any]):
+    """A dataset that is a sequence, whose samples differ from access to access."""
+
+    def __init__(self) -> None:
+        self.numbers = torch.zeros(ROWS, 20)
+        self.given = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: Any) -> Any:
+        self.given += 1
+        return self.numbers[index, 0] + self.given
+
+
+class RandomsByName(Mapping[Any, Any]):
+    __init__, __len__, __getitem__ = Randoms.__init__, Randoms.__len__, Randoms.__getitem__
+
+    def __iter__(self) -> Any:
+        return iter(range(8))
+
+
+@pytest.mark.parametrize("kind", [Randoms, RandomsByName])
+def test_a_loader_asks_a_sequence_s_own_class_for_each_sample(kind: Any) -> None:
+    loader = DataLoader(kind(), batch_size=8, share_dataset=True)
+    assert type(loader.dataset) is kind
+    assert is_shared(loader.dataset.numbers, MappedFiles())
+    first, second = next(iter(loader)), next(iter(loader))
+    assert first.tolist() == list(range(1, 9))
+    assert second.tolist() == list(range(9, 17))
 
 
 @pytest.mark.parametrize("value", [np.zeros((), [("a", "i4", (300_000,))]), np.array("x" * 300_000)])

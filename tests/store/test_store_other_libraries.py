@@ -254,3 +254,14 @@ def test_a_package_of_ones_own_named_datasets_is_shared(tmp_path: Path) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment
     )
     assert done.stdout.strip() == "RowStore", done.stderr
+
+
+def test_times_of_pandas_and_of_python_find_each_other_as_keys(pandas: Any) -> None:
+    times = pandas.date_range("2020-01-01", periods=50)
+    durations = pandas.to_timedelta(range(50), unit="h")
+    plain = [*times.to_pydatetime(), *(duration.to_pytimedelta() for duration in durations)]
+    for keys in ([*times, *durations], plain):
+        shared = share({key: number for number, key in enumerate(keys)})
+        assert [shared[key] for key in [*times, *durations]] == list(range(100))
+        assert [shared[key] for key in plain] == list(range(100))
+        assert shared[times.to_numpy()[7]] == 7

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import threading
 import warnings
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, UserString, defaultdict, deque
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -324,6 +324,18 @@ def test_optional_keys_are_columns_in_any_number() -> None:
 
 
 # The loader.
+
+
+@pytest.mark.parametrize("row", [str, lambda text: [text], lambda text: {"text": text}, UserString])
+def test_a_list_whose_element_gets_the_id_of_the_one_before_is_shared_anew(row: Any) -> None:
+    rows = [row("the first text")]
+    loader, first = DataLoader(rows, share_dataset=True), id(rows[0])
+    for number in range(1000):
+        rows[0] = row(f"text {number:09}")
+        if id(rows[0]) == first:
+            break
+    assert list(DataLoader(rows, share_dataset=True).dataset) == rows
+    assert list(loader.dataset) == [row("the first text")]
 
 
 def test_a_dataset_that_is_given_to_two_loaders_is_shared_once() -> None:
