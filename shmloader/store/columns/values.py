@@ -146,10 +146,7 @@ def _durations(values: list[dt.timedelta]) -> Any:
 
 def _is_in_no_gap(value: dt.datetime) -> bool:
     """Whether a time comes back from UTC as it was: an hour that a zone leaves out does not."""
-    try:
-        return value.astimezone(dt.UTC).astimezone(value.tzinfo).replace(fold=0) == value
-    except OverflowError:  # UTC has no such year
-        return False
+    return value.astimezone(dt.UTC).astimezone(value.tzinfo).replace(fold=0) == value
 
 
 def is_unicode(text: str) -> bool:
