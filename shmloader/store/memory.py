@@ -136,6 +136,7 @@ class MemoryWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.out.close()
+        pa.default_memory_pool().release_unused()  # of the chunks while they were encoded: it may keep that
 
 
 class Table:
