@@ -12,7 +12,7 @@ import pickle
 import time
 import weakref
 from collections.abc import Iterator
-from threading import main_thread
+from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.utils.data import IterableDataset
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     import torch
 
     from shmloader.scheduling.device_delivery import Delivery
+
+_END_S = 5.0  # longer than the interpreter takes to end
 
 
 class SlotIterator(torch_private.BaseIterator):
@@ -229,13 +231,14 @@ class SlotIterator(torch_private.BaseIterator):
     def _is_led_to_by_close(self, error: BaseException) -> bool:
         """Whether an exception has only come about by ``close()``, in another thread or a signal handler."""
         if isinstance(error, LoaderClosed):
-            return not main_thread().is_alive()
+            return _is_cut_off()
         kinds = (LoaderError, OSError, ValueError, LookupError, AssertionError)
         return self._all_workers.interrupted and isinstance(error, kinds)
 
     def _closed_meanwhile(self) -> BaseException:
-        if not main_thread().is_alive():
-            return SystemExit()  # in a daemon thread, while the interpreter ends
+        if _is_cut_off():
+            time.sleep(_END_S)  # cut off while a tensor is freed, it would abort the program
+            return SystemExit()
         return LoaderClosed(f"this iterator was closed: {self._all_workers.closed_because}")
 
     def _next_data(self) -> Any:
@@ -390,6 +393,11 @@ class SlotIterator(torch_private.BaseIterator):
             self._all_workers.interrupt()
             self._lifecycle.await_others()
         self._shutdown_workers()
+
+
+def _is_cut_off() -> bool:
+    """Whether this is a daemon thread and the interpreter ends: it stops such threads wherever they are."""
+    return current_thread().daemon and not main_thread().is_alive()
 
 
 def _stop(owner_pid: int, workers: Workers, pool: SlotPool) -> None:

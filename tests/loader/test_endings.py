@@ -65,7 +65,9 @@ ENDS = """
     begun = threading.Event()
 
     def load():
+        kept = [torch.zeros(1) for _ in range(100_000)]  # freeing them takes a while
         for batch in loader:
+            kept.append(batch)
             begun.set()
 
     threading.Thread(target=load, daemon=True).start()
