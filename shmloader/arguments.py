@@ -27,6 +27,8 @@ DYNAMIC: Final = "dynamic"
 PROCESS: Final = "process"
 THREAD: Final = "thread"
 
+_DEVICE = "_shmloader_device"
+
 
 class AutoCount(int):
     """A number that the loader has chosen, as its attribute.
@@ -67,6 +69,18 @@ def seeds_samples(loader: Any) -> bool:
     return is_dynamic(loader) if wanted is None else wanted
 
 
+def set_device(loader: Any, device: torch.device | str | int | None) -> None:
+    """Keep the argument ``device`` for `device_of`, and as an attribute where a subclass has none of its own.
+
+    Raises:
+        RuntimeError: If it is no device.
+    """
+    device = None if device is None else torch.device(device)
+    setattr(loader, _DEVICE, device)
+    if not hasattr(type(loader), "device") and "device" not in vars(loader):
+        loader.device = device
+
+
 def device_of(loader: Any) -> torch.device | None:
     """The accelerator that a loader's batches go to, with its number; None where they stay on the CPU.
 
@@ -76,7 +90,7 @@ def device_of(loader: Any) -> torch.device | None:
     Raises:
         RuntimeError: If there is no such accelerator.
     """
-    device: Any = getattr(loader, "_shmloader_device", None)
+    device: Any = getattr(loader, _DEVICE, None)
     if device is None or device.type == "cpu":
         return None
     there: Any = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

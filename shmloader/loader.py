@@ -19,6 +19,7 @@ from shmloader.arguments import (
     check_arguments,
     dispatch_of,
     number_or_auto,
+    set_device,
 )
 from shmloader.framework_rebuilds import (
     PreparedFlag,
@@ -208,18 +209,10 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         self.shard = shard
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self.seed_per_sample = seed_per_sample
-        device = None if device is None else torch.device(device)  # raises for what is none
-        self._shmloader_device = device  # read by `device_of`
-        if not hasattr(type(self), "device") and "device" not in vars(self):  # those are the subclass's own
-            self.device = device
+        set_device(self, device)
         check_arguments(self, dataset, workers, persistent_workers, multiprocessing_context)
-        if share_dataset and why_unavailable() is None:
-            from shmloader.store.attributes import share_for_loader  # imports pyarrow
-
-            original, dataset = dataset, share_for_loader(dataset)
-            replace_in_records(self, original, dataset)
         super().__init__(
-            dataset,
+            _shared_if_asked(self, dataset),
             batch_size=batch_size,
             shuffle=shuffle,
             sampler=sampler,
@@ -310,3 +303,14 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
     def statistics(self) -> LoaderStatistics:
         """Counters of the loader's life so far, and the slots that it holds now."""
         return loading_of(self).statistics()
+
+
+def _shared_if_asked(loader: DataLoader[Any], dataset: Any) -> Any:
+    """The dataset, shared if ``share_dataset`` asks for that and the platform has shared memory."""
+    if not loader.share_dataset or why_unavailable() is not None:
+        return dataset
+    from shmloader.store.attributes import share_for_loader  # imports pyarrow
+
+    shared = share_for_loader(dataset)
+    replace_in_records(loader, dataset, shared)
+    return shared

@@ -150,27 +150,25 @@ def share_for_loader(dataset: Any) -> Any:
 
 
 def _state_of(dataset: Any) -> list[Any]:
-    """What tells a dataset from a later one with its ``id``; and the containers in it, with some elements."""
+    """The dataset's identity, which no later object has, and its containers with some of their elements."""
     try:
         identity: Any = Identity(dataset)
     except TypeError:  # a list, tuple or dict, since what it was shared as has weak references
         parts = chain(dataset, dataset.values() if isinstance(dataset, dict) else ())
         identity = hash(tuple(map(id, parts))), list(map(_identity, kinds.some(dataset)))
     held = [node.value for node in Graph(dataset).nodes.values() if node.plan]
-    return [
-        identity,
-        *(
-            (id(value), type(value), len(value), list(map(_identity, kinds.some(value))))
-            for value in held
-            if hasattr(value, "__len__")
-        ),
+    containers = [
+        (id(value), type(value), len(value), list(map(_identity, kinds.some(value))))
+        for value in held
+        if hasattr(value, "__len__")
     ]
+    return [identity, *containers]
 
 
 def _identity(element: Any, depth: int = 0) -> Any:
-    """What tells an element from any other, also from a later one with its ``id``."""
-    if not depth and isinstance(element, np.generic | np.ndarray | torch.Tensor):  # slow
-        return repr(element)
+    """The identity of an element, which no other one has, nor a later one with the same ``id``."""
+    if not depth and isinstance(element, np.generic | np.ndarray | torch.Tensor):
+        return repr(element)  # too slow for those further inside
     if isinstance(element, list | tuple | dict):
         parts = element.values() if isinstance(element, dict) else element
         return id(element), [_identity(part, depth + 1) for part in islice(parts, 8 if depth < 3 else 0)]
@@ -341,10 +339,8 @@ def _with_texts_in_arrow(value: Any) -> Any:
     """A pandas object whose columns of Python's texts are Arrow's."""
     import pandas as pd
 
-    try:
-        of_texts: Any = pd.StringDtype(
-            "pyarrow", na_value=np.nan
-        )  # missing ones stay NaN, which objects have
+    try:  # with NaN for missing ones, as columns of objects have it
+        of_texts: Any = pd.StringDtype("pyarrow", na_value=np.nan)
     except TypeError:  # pandas before 2.3
         of_texts = pd.ArrowDtype(pa.large_string())
     arrays = pd.arrays.ArrowExtensionArray, pd.arrays.ArrowStringArray, of_texts.construct_array_type()

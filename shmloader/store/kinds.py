@@ -274,14 +274,10 @@ def is_few_large(value: Any) -> bool:
 def plain_if_few(value: Any) -> Any:
     """A mapping of any other class as a dict, if it is short: then its values may be shared one by one."""
     is_other = isinstance(value, Mapping) and container_kind(value) is None
-    if (
-        not is_other
-        or is_store(value)
-        or is_hugging_face(value)
-        or isinstance(value, torch.utils.data.Dataset)
-    ):
+    if not is_other or is_store(value) or is_hugging_face(value):
         return value
-    return value if len(value) > _FEW or hasattr(type(value), "__missing__") else dict(value)
+    is_open_ended = isinstance(value, torch.utils.data.Dataset) or hasattr(type(value), "__missing__")
+    return value if is_open_ended or len(value) > _FEW else dict(value)
 
 
 def elements_of(container: Any) -> Iterable[tuple[Any, Any]]:

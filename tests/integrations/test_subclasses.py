@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from stream_datasets import Numbers
 from torch.utils.data import DataLoader, DistributedSampler
 
 import shmloader
@@ -231,19 +232,6 @@ class OurReadsDevice(ReadsDevice, shmloader.DataLoader):
     pass
 
 
-class Stream(torch.utils.data.IterableDataset[int]):
-    """Six samples, or those before one that raises."""
-
-    def __init__(self, bad: int = 6) -> None:
-        self.bad = bad
-
-    def __iter__(self) -> Iterator[int]:
-        for index in range(6):
-            if index == self.bad:
-                raise ValueError("a bad sample")
-            yield index
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", [NamesOptions, OurNamesOptions, OurHasDevice, OurReadsDevice])
 def test_attributes_that_are_named_as_options_have_no_effect(
@@ -252,12 +240,12 @@ def test_attributes_that_are_named_as_options_have_no_effect(
     monkeypatch.setenv("RANK", "1")  # of two ranks, between which nothing is to be divided
     monkeypatch.setenv("WORLD_SIZE", "2")
     with shmloader.install():
-        for dataset in (Stream(), list(range(6))):
+        for dataset in (Numbers(6), list(range(6))):
             loader = kind(dataset, 2, num_workers=workers)
             assert loader.device in {"gpu", "tpu"}
             assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
             loader.close()
-        loader = kind(Stream(bad=3), 2, num_workers=workers)
-        with pytest.raises(ValueError, match="a bad sample"):
+        loader = kind(Numbers(6, fails_at=3), 2, num_workers=workers)
+        with pytest.raises(ValueError, match="no number 3"):
             list(loader)
         loader.close()

@@ -14,7 +14,8 @@ from typing import Any
 import loading
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset
+from stream_datasets import Numbers
+from torch.utils.data import Dataset, Subset
 
 from shmloader import DataLoader, share
 
@@ -41,11 +42,6 @@ def slot_files() -> int:
         except FileNotFoundError:  # that of the listing
             continue
     return sum("shmloader-slots" in path for path in paths)
-
-
-class Counts(IterableDataset[torch.Tensor]):
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(torch.arange(24).split(1))
 
 
 class Epochs(loading.Numbered):
@@ -83,7 +79,7 @@ WORKERS = [
     [
         lambda: loading.Numbered(24),
         lambda: Epochs(24),
-        Counts,
+        lambda: Numbers(24),
         lambda: Subset(loading.Numbered(24), range(24)),
         lambda: share(loading.Numbered(24)),
     ],

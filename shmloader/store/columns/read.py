@@ -331,11 +331,8 @@ def _zoned(column: Any, scope: Scope) -> str:
         zone = zoneinfo.ZoneInfo(parameters["key"])
     if column.storage.type != pa.timestamp("us", "UTC"):
         raise ValueError(f"datetimes over {column.storage.type} mean nothing")
-    by_name = "key" in parameters
-    # With an offset not by UTC, in which the first and last hours of all years have no datetimes.
-    begin = _EPOCH.replace(tzinfo=dt.UTC).astimezone(dt.UTC if by_name else zone)
-    value = f"({scope.bind(begin)} + {_microseconds(column.storage, scope)})"
-    return f"{value}.astimezone({scope.bind(zone)})" if by_name else value
+    value = f"({scope.bind(_EPOCH.replace(tzinfo=dt.UTC))} + {_microseconds(column.storage, scope)})"
+    return value if zone is dt.UTC else f"{value}.astimezone({scope.bind(zone)})"
 
 
 def _loads(_: Any, scope: Scope) -> Callable[[Any], Any]:
