@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import signal
@@ -17,7 +16,7 @@ import torch
 from stream_datasets import Numbers
 from torch.utils.data import Dataset, Subset
 
-from shmloader import DataLoader, share
+from shmloader import DataLoader, WorkerDied, WorkerTimeout, share
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
@@ -102,7 +101,7 @@ def test_the_dataset_dies_with_its_loader(
 
 def fail(loader: DataLoader[Any]) -> None:
     loader.dataset.bad = 8  # type: ignore[attr-defined]
-    with contextlib.suppress(ValueError):
+    with pytest.raises(ValueError, match="8"):
         list(loader)
 
 
@@ -110,14 +109,14 @@ def lose_a_worker(loader: DataLoader[Any]) -> None:
     iterator = iter(loader)
     next(iterator)
     os.kill(iterator._workers[0].pid, signal.SIGKILL)  # type: ignore[attr-defined]
-    with contextlib.suppress(RuntimeError):
+    with pytest.raises(WorkerDied):
         list(iterator)
 
 
 def wait_too_long(loader: DataLoader[Any]) -> None:
     loader.dataset.slow = 8  # type: ignore[attr-defined]
     loader.timeout = 0.1
-    with contextlib.suppress(RuntimeError):
+    with pytest.raises(WorkerTimeout):
         list(loader)
 
 
