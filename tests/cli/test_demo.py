@@ -20,10 +20,10 @@ import pytest
 
 from shmloader.cli import main
 from shmloader.cli.demo.corpus import (
+    HELD_OUT_SAMPLES,
     MAX_SAMPLE_NBYTES,
+    Corpus,
     SourceDataset,
-    build_corpus,
-    hold_out,
     library_folders,
     pad_batch,
     split_source,
@@ -179,10 +179,13 @@ def test_bad_options_are_refused(words: list[str], capsys: pytest.CaptureFixture
 
 
 def test_the_corpus_is_the_same_every_time_and_keeps_to_its_size() -> None:
-    first, second = (build_corpus(library_folders(), 300_000) for _ in range(2))
-    assert first == second
+    first, second = (Corpus(library_folders(), 300_000) for _ in range(2))
+    pieces = list(first.training_pieces())
+    assert pieces == list(second.training_pieces())
+    assert first.held_out == second.held_out
     assert 0 < first.nbytes <= 300_000
-    assert len({len(piece) for piece in first.pieces}) > 20, "the samples should be ragged"
+    assert len(pieces) + len(first.held_out) == first.samples
+    assert len({len(piece) for piece in pieces}) > 20, "the samples should be ragged"
 
 
 def test_a_corpus_keeps_any_encoding_and_leaves_out_what_it_cannot_read(tmp_path: Path) -> None:
@@ -190,8 +193,9 @@ def test_a_corpus_keeps_any_encoding_and_leaves_out_what_it_cannot_read(tmp_path
     (tmp_path / "a.py").write_bytes(latin)
     (tmp_path / "b.py").symlink_to(tmp_path / "missing.py")
     (tmp_path / "c.py").symlink_to(tmp_path / "a.py")
-    corpus = build_corpus([tmp_path], 10_000)
-    assert b"".join(corpus.pieces) == latin
+    corpus = Corpus([tmp_path], 10_000)
+    pieces = list(corpus.training_pieces())
+    assert b"".join(corpus.held_out + pieces) == latin
     assert (corpus.files, corpus.lines) == (1, 2)
 
 
@@ -202,11 +206,13 @@ def test_the_pieces_of_a_file_are_bounded_and_make_up_the_file() -> None:
     assert max(map(len, pieces)) <= MAX_SAMPLE_NBYTES
 
 
-def test_held_out_pieces_are_not_trained_on() -> None:
-    pieces = [str(number).encode() for number in range(1000)]
-    training, held_out = hold_out(pieces, 50)
-    assert len(held_out) == 50
-    assert sorted(training + held_out) == sorted(pieces)
+def test_held_out_pieces_are_not_trained_on(tmp_path: Path) -> None:
+    functions = [f"def number_{number}(): pass\n".encode() for number in range(64 * HELD_OUT_SAMPLES + 1000)]
+    (tmp_path / "a.py").write_bytes(b"".join(functions))
+    corpus = Corpus([tmp_path], 10_000_000)
+    training = list(corpus.training_pieces())
+    assert corpus.held_out == functions[: 64 * HELD_OUT_SAMPLES : 64]
+    assert sorted(training + corpus.held_out) == sorted(functions)
 
 
 def test_a_batch_is_padded_to_its_longest_sample() -> None:

@@ -31,7 +31,7 @@ process. The table shows:
   time to first batch   from iter(loader) on, so starting the workers is part of it
   training              samples/s with the model, and how long the model waited for data;
                         the model's arithmetic takes most of this time with either loader
-  loader alone          samples/s without the model, over 2,000 batches or one epoch
+  loader alone          samples/s without the model, over 5,000 batches or one epoch
   loss                  on held-out samples; equal, bit for bit, for both loaders
   peak memory           proportional set size (PSS), summed over main process and workers
 
@@ -73,7 +73,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     )
     for name, kind, default, metavar, text in (
         ("--steps", whole_number(1), 100, "N", "training steps for each loader"),
-        ("--max-bytes", parse_nbytes, "32M", "SIZE", "most source text to read, as 500000, 500K, 32M or 1G"),
+        (
+            "--max-bytes",
+            parse_nbytes,
+            "128M",
+            "SIZE",
+            "most source text to read, as 500000, 500K, 128M or 1G",
+        ),
         ("--batch-size", whole_number(1), 32, "N", "samples per batch"),
         ("--workers", whole_number(0), 2, "N", "worker processes; 0 loads in the main process"),
     ):

@@ -10,7 +10,6 @@ import os
 import re
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,21 +28,10 @@ _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
 _PIECE_START = re.compile(rb"^(?= {0,4}(?:async def|def|class|@)\b)", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Variable-length pieces of source text and where they came from.
+HELD_OUT_SAMPLES = 256
+"""At most so many pieces judge the model; it is trained on the others."""
 
-    Attributes:
-        pieces: The samples, 2 to :data:`MAX_SAMPLE_NBYTES` bytes each, in order of file and place.
-        files: How many files were read.
-        lines: How many lines those files hold.
-        nbytes: Their size, in bytes.
-    """
-
-    pieces: list[bytes]
-    files: int
-    lines: int
-    nbytes: int
+_HELD_OUT_STRIDE = 64
 
 
 class Batch(NamedTuple):
@@ -109,52 +97,64 @@ def split_source(source: bytes) -> Iterator[bytes]:
             yield piece[start : start + MAX_SAMPLE_NBYTES]
 
 
-def build_corpus(folders: Sequence[Path], max_nbytes: int) -> Corpus:
-    """Read Python files, in order, until the next one would exceed a size.
+class Corpus:
+    """Variable-length pieces of source text, read file after file: the same pieces on every run.
 
-    Args:
-        folders: Where to look, as :func:`library_folders` gives them.
-        max_nbytes: Most source text to take. A first file larger than this is cut.
-
-    Returns:
-        The corpus: the same for the same files and size, on every run.
+    Attributes:
+        files: How many files have been read so far.
+        lines: How many lines those files hold.
+        nbytes: Their size, in bytes.
+        held_out: The pieces left out of `training_pieces` so far.
+        samples: How many pieces have been read so far, the held-out ones included.
     """
-    pieces: list[bytes] = []
-    files = lines = nbytes = 0
-    for path in source_files(folders):
-        try:
-            source = path.read_bytes()
-        except OSError:
-            continue
-        if nbytes + len(source) > max_nbytes:
-            if files:
-                break
-            source = source[:max_nbytes]
-        files += 1
-        lines += source.count(b"\n")
-        nbytes += len(source)
-        pieces.extend(p for p in split_source(source) if len(p) >= MIN_SAMPLE_NBYTES)
-    return Corpus(pieces, files, lines, nbytes)
 
+    def __init__(self, folders: Sequence[Path], max_nbytes: int) -> None:
+        """Choose what to read.
 
-def describe_corpus(corpus: Corpus) -> str:
-    """Describe in one line what was read."""
-    return (
-        f"{corpus.files:,} Python files, {corpus.lines:,} lines, {corpus.nbytes / 2**20:.1f} MiB: "
-        f"{len(corpus.pieces):,} samples of {MIN_SAMPLE_NBYTES} to {MAX_SAMPLE_NBYTES} bytes"
-    )
+        Args:
+            folders: Where to look, as :func:`library_folders` gives them.
+            max_nbytes: Most source text to take. A first file larger than this is cut.
+        """
+        self._folders = folders
+        self._max_nbytes = max_nbytes
+        self.files = self.lines = self.nbytes = self.samples = 0
+        self.held_out: list[bytes] = []
 
+    def __str__(self) -> str:
+        """Describe in one line what has been read."""
+        return (
+            f"{self.files:,} Python files, {self.lines:,} lines, {self.nbytes / 2**20:.1f} MiB: "
+            f"{self.samples:,} samples of {MIN_SAMPLE_NBYTES} to {MAX_SAMPLE_NBYTES} bytes"
+        )
 
-def hold_out(pieces: list[bytes], count: int) -> tuple[list[bytes], list[bytes]]:
-    """Split evenly spaced pieces off for judging the model.
+    def training_pieces(self) -> Iterator[bytes]:
+        """Read the files, once, and yield their pieces in order of file and place.
 
-    Args:
-        pieces: All samples.
-        count: How many to hold out, about.
+        The first of every 64 pieces is held out, until there are :data:`HELD_OUT_SAMPLES`.
+        """
+        for source in self._sources():
+            for piece in split_source(source):
+                if len(piece) < MIN_SAMPLE_NBYTES:
+                    continue
+                is_held_out = not self.samples % _HELD_OUT_STRIDE and len(self.held_out) < HELD_OUT_SAMPLES
+                self.samples += 1
+                if is_held_out:
+                    self.held_out.append(piece)
+                else:
+                    yield piece
 
-    Returns:
-        The pieces to train on and the pieces held out.
-    """
-    stride = max(2, len(pieces) // count)
-    training = [piece for index, piece in enumerate(pieces) if index % stride]
-    return training, pieces[::stride]
+    def _sources(self) -> Iterator[bytes]:
+        """Yield the text of files, in order, until the next one would exceed the size."""
+        for path in source_files(self._folders):
+            try:
+                source = path.read_bytes()
+            except OSError:
+                continue
+            if self.nbytes + len(source) > self._max_nbytes:
+                if self.files:
+                    break
+                source = source[: self._max_nbytes]
+            self.files += 1
+            self.lines += source.count(b"\n")
+            self.nbytes += len(source)
+            yield source

@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import signal
-import sys
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,10 +23,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 import shmloader
 from shmloader.cli.demo.corpus import (
     Batch,
+    Corpus,
     SourceDataset,
-    build_corpus,
-    describe_corpus,
-    hold_out,
     library_folders,
     pad_batch,
 )
@@ -37,9 +34,8 @@ INTERRUPTED = 130
 """Exit status of a run that was asked to stop: the shell's number for Ctrl-C."""
 
 _SEED = 0  # of the model and of the shuffling
-_HELD_OUT_SAMPLES = 256
 _HELD_OUT_BATCH = 32
-_LOADER_ALONE_BATCHES = 2000  # Or one epoch, whichever is shorter.
+_LOADER_ALONE_BATCHES = 5000  # Or one epoch, whichever is shorter.
 
 
 @dataclass(frozen=True)
@@ -92,14 +88,32 @@ class RunResult:
     peak_nbytes: int = 0
 
 
-def end_without_demo(parent_pid: int) -> None:
-    """End this process if the demo, which has started it, is gone.
+class Stop:
+    """The end of this process between two batches: on SIGTERM, or when the demo that started it is gone.
 
-    Raises:
-        SystemExit: If so.
+    Raising at once would strike torch's loader while it starts its workers, and it would tell so.
     """
-    if os.getppid() != parent_pid:
-        raise SystemExit(INTERRUPTED)
+
+    def __init__(self, demo_pid: int) -> None:
+        """Take SIGTERM over; workers that are forked later still end on it."""
+        self._demo_pid = demo_pid
+        self._own_pid = os.getpid()
+        self._is_asked = False
+        signal.signal(signal.SIGTERM, self._ask)
+
+    def _ask(self, *_: object) -> None:
+        if os.getpid() != self._own_pid:
+            os._exit(INTERRUPTED)
+        self._is_asked = True
+
+    def check(self) -> None:
+        """End this process if it should.
+
+        Raises:
+            SystemExit: If so.
+        """
+        if self._is_asked or os.getppid() != self._demo_pid:
+            raise SystemExit(INTERRUPTED)
 
 
 def make_loader(spec: RunSpec, dataset: SourceDataset) -> Iterable[Batch]:
@@ -139,7 +153,7 @@ def with_progress_bar(steps: int, label: str) -> Iterable[int]:
     return bar
 
 
-def train(spec: RunSpec, dataset: SourceDataset, held_out: Sequence[Batch]) -> RunResult:
+def train(spec: RunSpec, dataset: SourceDataset, held_out: Sequence[Batch], stop: Stop) -> RunResult:
     """Train the model for a fixed number of steps and measure what the training loop sees."""
     result = RunResult()
     trainer = Trainer(_SEED)
@@ -148,7 +162,7 @@ def train(spec: RunSpec, dataset: SourceDataset, held_out: Sequence[Batch]) -> R
     batches = endless(make_loader(spec, dataset))
     first_s = 0.0
     for step in with_progress_bar(spec.steps, spec.loader):
-        end_without_demo(spec.demo_pid)
+        stop.check()
         batch = next(batches)
         arrived_s = time.monotonic()
         if step == 0:
@@ -165,12 +179,12 @@ def train(spec: RunSpec, dataset: SourceDataset, held_out: Sequence[Batch]) -> R
     return result
 
 
-def measure_loader_alone(spec: RunSpec, dataset: SourceDataset, result: RunResult) -> None:
+def measure_loader_alone(spec: RunSpec, dataset: SourceDataset, result: RunResult, stop: Stop) -> None:
     """Load batches without a model; every batch is still read, for its checksum."""
     first_s = 0.0
     samples = 0
     for batch in itertools.islice(make_loader(spec, dataset), _LOADER_ALONE_BATCHES):
-        end_without_demo(spec.demo_pid)
+        stop.check()
         result.checksum = extend_checksum(result.checksum, batch)
         if first_s:  # The first batch pays for the start of the workers: not counted.
             samples += len(batch.lengths)
@@ -186,16 +200,16 @@ def prepare(spec: RunSpec) -> tuple[SourceDataset, list[Batch], str]:
         The dataset to train on, over a shared store with this project's loader and over a list with torch's;
         the held-out batches; and a description of what was read.
     """
-    corpus = build_corpus(library_folders(), spec.max_nbytes)
-    pieces, held_out_pieces = hold_out(corpus.pieces, _HELD_OUT_SAMPLES)
-    if len(pieces) < 2 * spec.batch_size:
+    corpus = Corpus(library_folders(), spec.max_nbytes)
+    pieces = corpus.training_pieces()
+    samples = list(pieces) if spec.loader == "torch" else shmloader.share(pieces)
+    if len(samples) < 2 * spec.batch_size:
         raise SystemExit(
-            f"the Python sources found gave {len(pieces)} samples, fewer than two batches: "
+            f"the Python sources found gave {len(samples)} samples, fewer than two batches: "
             "raise --max-bytes or lower --batch-size"
         )
-    held_out = [pad_batch(samples) for samples in _grouped(SourceDataset(held_out_pieces))]
-    samples = pieces if spec.loader == "torch" else shmloader.share(pieces)
-    return SourceDataset(samples), held_out, describe_corpus(corpus)
+    held_out = [pad_batch(samples) for samples in _grouped(SourceDataset(corpus.held_out))]
+    return SourceDataset(samples), held_out, str(corpus)
 
 
 def _grouped(dataset: SourceDataset) -> Iterator[list[torch.Tensor]]:
@@ -207,14 +221,6 @@ def _grouped(dataset: SourceDataset) -> Iterator[list[torch.Tensor]]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run one :class:`RunSpec` and write its :class:`RunResult`."""
-    own_pid = os.getpid()
-
-    def stop(*_: object) -> None:
-        if os.getpid() != own_pid:  # a forked worker inherits this
-            os._exit(INTERRUPTED)
-        sys.exit(INTERRUPTED)
-
-    signal.signal(signal.SIGTERM, stop)
     spec = RunSpec(**json.loads(arguments[0]))
     # Sums in the backward pass must come out in one order, or equal batches give unequal losses.
     torch.use_deterministic_algorithms(True)
@@ -222,8 +228,9 @@ def main(arguments: Sequence[str]) -> int:
     # gains little, and where other programs run, the two mostly wait for one another.
     torch.set_num_threads(1)
     dataset, held_out, corpus = prepare(spec)
-    result = train(spec, dataset, held_out)
-    measure_loader_alone(spec, dataset, result)
+    stop = Stop(spec.demo_pid)
+    result = train(spec, dataset, held_out, stop)
+    measure_loader_alone(spec, dataset, result, stop)
     result.corpus = corpus
     Path(arguments[1]).write_text(json.dumps(asdict(result)), encoding="utf-8")
     return 0
