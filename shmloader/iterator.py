@@ -95,9 +95,9 @@ class SlotIterator(torch_private.BaseIterator):
             )
             dispatcher.ledger.epoch = epoch
             self._delivery = self._make_delivery(device)
-            self._copies = watch_copies(loader, workers.processes)
             self._scheduler = Scheduler(loader, self._index_sampler, dispatcher, auto)
             self._reset(loader, first_iter=True)
+            self._copies = watch_copies(loader, workers.processes)  # while the workers load
         except BaseException:
             with HeldInterrupts():
                 if workers is not None:

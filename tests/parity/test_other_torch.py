@@ -315,7 +315,7 @@ def test_the_comparison_of_samplers_leaves_the_global_generator_alone(tmp_path: 
     check = """
 from shmloader.sampling.array_samplers import check_against_torch
 before = torch.get_rng_state()
-check_against_torch()
+check_against_torch(torch.utils.data.RandomSampler)
 assert torch.equal(before, torch.get_rng_state())
 assert missing() == []
 """
