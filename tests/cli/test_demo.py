@@ -45,7 +45,7 @@ class MarkedRun:
         self.folder = folder
         self._started: list[subprocess.Popen[str]] = []
         self._mark = uuid.uuid4().hex
-        self._environment = os.environ | {_MARK: self._mark}
+        self._environment = os.environ | {_MARK: self._mark, "TMPDIR": str(folder)}
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
