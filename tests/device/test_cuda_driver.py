@@ -172,6 +172,16 @@ def test_calls_are_made_in_the_devices_context_and_leave_the_threads_state(
     ]
 
 
+def test_home_is_a_device_in_use(
+    library: Library, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A context on another one would take memory there."""
+    assert driver.home() == 1
+    fresh = CudaDriver(str(library.path))
+    monkeypatch.setattr(fresh, "active_devices", list)
+    assert fresh.home() == torch.cuda.current_device() == 0
+
+
 def test_errors_have_the_drivers_name(library: Library, driver: CudaDriver) -> None:
     library.answer(2)
     with pytest.raises(DriverError, match=r"cuMemHostRegister_v2 failed: NAME_OF_2 \(2\)") as caught:
