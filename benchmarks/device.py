@@ -23,6 +23,7 @@ where all is as it should be, 1 where not, 2 where there is no CUDA device, 3 wh
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
 import statistics
@@ -125,12 +126,14 @@ def wrong_batches(workers: int, batches: int, nbytes: int, *, guarded: bool, cap
     side = torch.cuda.Stream()
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     capturing = _Captures() if captures else None
+    begins = contextlib.nullcontext() if capturing is None else capturing.begins
     with make(shmloader.DataLoader, batches, Stamped(nbytes), workers, pin_memory=True) as loader:
         iterator = iter(loader)
         if not guarded:
             leave_unguarded(iterator.pool)
         for number in range(batches):  # not to the end: that would close the pool while copies are queued
-            batch = next(iterator)
+            with begins:
+                batch = next(iterator)
             if not batch.is_pinned():
                 raise RuntimeError(f"batch {number} is not pinned: see what the loader has warned of")
             side.wait_stream(torch.cuda.current_stream())
@@ -162,9 +165,14 @@ def leave_unguarded(pool: Any) -> None:
 
 
 class _Captures:
-    """Captures a small graph, here or in a thread while this one goes on, and replays all at the end."""
+    """Captures a small graph, here or in a thread while this one goes on, and replays all at the end.
+
+    Attributes:
+        begins: Held while a capture begins; to be held around ``next()`` (see docs/gpu.md).
+    """
 
     def __init__(self) -> None:
+        self.begins = threading.Lock()
         self._value = torch.ones(1000, device="cuda")
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._threads: list[threading.Thread] = []
@@ -183,7 +191,9 @@ class _Captures:
     def _capture(self, open_s: float) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with contextlib.ExitStack() as stack:
+                with self.begins:
+                    stack.enter_context(torch.cuda.graph(graph, capture_error_mode="thread_local"))
                 self._value.mul_(2)
                 time.sleep(open_s)
                 self._value.mul_(0.5)

@@ -239,8 +239,12 @@ class CudaDriver:
             status = c_int()
             with self._on(device):
                 is_capturing = self._calls["cuStreamIsCapturing"]
-                for stream in self._streams.get(device) or self._find_streams(device):
+                streams = self._streams.get(device) or self._find_streams(device)
+                for place, stream in enumerate(streams):
                     if is_capturing(stream, byref(status)) or status.value:
+                        # It may capture again: asked last, it has the least time to begin before an event is
+                        # recorded. A new list, since another thread may be asking.
+                        self._streams[device] = [*streams[:place], *streams[place + 1 :], stream]
                         return True
         return False
 

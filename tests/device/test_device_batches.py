@@ -287,7 +287,7 @@ def test_a_slot_that_was_sent_is_guarded_the_next_time(driver: ScriptedDriver, p
 def test_a_spilled_batch_is_not_sent_and_leaves_the_slot_guarded(
     driver: ScriptedDriver, pool: GuardedPool
 ) -> None:
-    """Its slot is another batch's by now. A copy out of memory that is not locked would wait for the device."""
+    """Its slot is another batch's by now. A copy of memory that is not locked would wait for the device."""
     slot, anchor, header = _leaves(pool, torch.ones(4))
     private = anchor.copy()
     assert DeviceBatches(pool.guard, 0).begin(slot, private, header) is None
