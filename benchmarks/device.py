@@ -30,6 +30,7 @@ import statistics
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -499,6 +500,16 @@ PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Figure]]] = {
 }
 
 
+def figures_of(names: Iterable[str], arguments: argparse.Namespace) -> Iterator[Figure]:
+    """The figures of parts; one that fails (torch needs a large /dev/shm, say) does not end the others."""
+    for name in names:
+        try:
+            yield from PARTS[name](arguments)
+        except Exception as error:  # noqa: BLE001 - of whatever is measured
+            traceback.print_exc()
+            yield Figure(name, f"it raised {type(error).__name__}, see above", 1, "", good=False)
+
+
 def report(figures: list[Figure]) -> str:
     """The table of figures."""
     judged = {True: "yes", False: "NO", None: ""}
@@ -521,10 +532,9 @@ def main() -> int:
         return NOT_MEASURED
     print(f"{torch.cuda.get_device_name()}\n{describe_in_words(describe())}")
     figures: list[Figure] = []
-    for name in arguments.part or PARTS:
-        for figure in PARTS[name](arguments):
-            print(report([figure]).splitlines()[-1], flush=True)
-            figures.append(figure)
+    for figure in figures_of(arguments.part or PARTS, arguments):
+        print(report([figure]).splitlines()[-1], flush=True)
+        figures.append(figure)
     print(report(figures))
     results = {"device": torch.cuda.get_device_name(), "machine": describe(), "figures": figures}
     if arguments.json is not None and not write_json(arguments.json, results):
