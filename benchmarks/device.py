@@ -23,12 +23,14 @@ where all is as it should be, 1 where not, 2 where there is no CUDA device, 3 wh
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
 import statistics
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -125,12 +127,14 @@ def wrong_batches(workers: int, batches: int, nbytes: int, *, guarded: bool, cap
     side = torch.cuda.Stream()
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     capturing = _Captures() if captures else None
+    begins = contextlib.nullcontext() if capturing is None else capturing.begins
     with make(shmloader.DataLoader, batches, Stamped(nbytes), workers, pin_memory=True) as loader:
         iterator = iter(loader)
         if not guarded:
             leave_unguarded(iterator.pool)
         for number in range(batches):  # not to the end: that would close the pool while copies are queued
-            batch = next(iterator)
+            with begins:
+                batch = next(iterator)
             if not batch.is_pinned():
                 raise RuntimeError(f"batch {number} is not pinned: see what the loader has warned of")
             side.wait_stream(torch.cuda.current_stream())
@@ -162,9 +166,14 @@ def leave_unguarded(pool: Any) -> None:
 
 
 class _Captures:
-    """Captures a small graph, here or in a thread while this one goes on, and replays all at the end."""
+    """Captures a small graph, here or in a thread while this one goes on, and replays all at the end.
+
+    Attributes:
+        begins: Held while a capture begins; to be held around ``next()`` (see docs/gpu.md).
+    """
 
     def __init__(self) -> None:
+        self.begins = threading.Lock()
         self._value = torch.ones(1000, device="cuda")
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._threads: list[threading.Thread] = []
@@ -183,7 +192,9 @@ class _Captures:
     def _capture(self, open_s: float) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with contextlib.ExitStack() as stack:
+                with self.begins:
+                    stack.enter_context(torch.cuda.graph(graph, capture_error_mode="thread_local"))
                 self._value.mul_(2)
                 time.sleep(open_s)
                 self._value.mul_(0.5)
@@ -489,6 +500,16 @@ PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Figure]]] = {
 }
 
 
+def figures_of(names: Iterable[str], arguments: argparse.Namespace) -> Iterator[Figure]:
+    """The figures of parts; one that fails (torch needs a large /dev/shm, say) does not end the others."""
+    for name in names:
+        try:
+            yield from PARTS[name](arguments)
+        except Exception as error:  # noqa: BLE001 - of whatever is measured
+            traceback.print_exc()
+            yield Figure(name, f"it raised {type(error).__name__}, see above", 1, "", good=False)
+
+
 def report(figures: list[Figure]) -> str:
     """The table of figures."""
     judged = {True: "yes", False: "NO", None: ""}
@@ -511,10 +532,9 @@ def main() -> int:
         return NOT_MEASURED
     print(f"{torch.cuda.get_device_name()}\n{describe_in_words(describe())}")
     figures: list[Figure] = []
-    for name in arguments.part or PARTS:
-        for figure in PARTS[name](arguments):
-            print(report([figure]).splitlines()[-1], flush=True)
-            figures.append(figure)
+    for figure in figures_of(arguments.part or PARTS, arguments):
+        print(report([figure]).splitlines()[-1], flush=True)
+        figures.append(figure)
     print(report(figures))
     results = {"device": torch.cuda.get_device_name(), "machine": describe(), "figures": figures}
     if arguments.json is not None and not write_json(arguments.json, results):

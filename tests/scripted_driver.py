@@ -149,6 +149,9 @@ class ScriptedDriver:
         self._check()
         return self.devices
 
+    def home(self) -> int:
+        return 0
+
     def register(self, address: int, nbytes: int) -> None:
         self._check()
         if self.refuse:

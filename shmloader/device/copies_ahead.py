@@ -27,7 +27,8 @@ import torch
 from shmloader.codec import structure_of
 from shmloader.codec.layout import ALIGNMENT, DTYPES, TENSOR, Leaf, table_of, unpack_table
 from shmloader.device.guard import DeviceGuard, Held
-from shmloader.slots import Slot, SlotState
+from shmloader.device.pinned import is_pinned
+from shmloader.slots import Slot
 
 LARGE_NBYTES = 256 << 10
 """A leaf of so many bytes is copied by itself, to memory of its own; smaller ones that lie close together
@@ -141,12 +142,16 @@ class DeviceBatches:
         self._side: int | None = None
 
     def begin(self, slot: Slot, anchor: ByteArray, header: bytes) -> Callable[[], Any] | None:
-        """Queue the copies of a batch, over its leased slot or over the private memory it was spilled to.
+        """Queue the copies of a batch out of its leased slot.
 
         Returns:
             A function that gives the batch, for work on the stream that is current when it is called. None
-            for a batch with objects of other classes than built-in containers, which move themselves.
+            for a batch with objects of other classes than built-in containers, which move themselves; and for
+            one in memory that is not page-locked: the driver may wait for the stream before it copies that.
         """
+        lease, extent = slot.lease, slot.extent
+        if lease is None or lease() is not anchor or extent is None or not is_pinned(extent):
+            return None  # where it was spilled, the slot may be another batch's by now
         known = len(header) <= _MOST_HEADER_NBYTES
         join = _known_structure(header) if known else structure_of(header)
         if join is None:
@@ -167,8 +172,7 @@ class DeviceBatches:
         event = driver.record(self._side, device)
         # The memory too: if the batch is never returned, it must not be used again before the copy is done.
         held = self.guard.hold(event, (anchor, memories))
-        if slot.state is SlotState.LEASED:
-            slot.unguarded = not plan.kept
+        slot.unguarded = not plan.kept
         kept = anchor if plan.kept else None
         return functools.partial(self._finish, plan, join, memories, held, stream, kept)
 

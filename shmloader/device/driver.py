@@ -111,7 +111,7 @@ class CudaDriver:
         for name, arguments in SIGNATURES.items():
             function = self._calls[name] = getattr(waiting if name in _MAY_WAIT else quick, name)
             function.argtypes, function.restype = arguments, c_int
-        self._home: int | None = None  # the device in whose context memory is registered
+        self._home: int | None = None
         self._contexts: dict[int, c_void_p] = {}
         self._events: dict[int, list[Event]] = {}
         self._streams: dict[int, list[c_void_p]] = {}
@@ -166,19 +166,24 @@ class CudaDriver:
                 found.append(device)
         return found
 
-    def register(self, address: int, nbytes: int) -> None:
-        """Page-lock memory for all devices."""
+    def home(self) -> int:
+        """The device in whose context memory is registered.
+
+        A context takes memory of its device, so it is one that is in use, if there is one.
+        """
         if self._home is None:
             current, active = torch.cuda.current_device(), self.active_devices()
-            # A context takes memory of its device: none is made where there is one.
             self._home = current if current in active or not active else active[0]
-        with self._on(self._home):
+        return self._home
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Page-lock memory for all devices."""
+        with self._on(self.home()):
             self._call("cuMemHostRegister_v2", address, nbytes, _PORTABLE)
 
     def unregister(self, address: int) -> None:
         """Undo `register`; nothing may be reading the memory."""
-        assert self._home is not None
-        with self._on(self._home):
+        with self._on(self.home()):
             self._call("cuMemHostUnregister", address)
 
     def synchronize(self) -> None:
@@ -234,8 +239,12 @@ class CudaDriver:
             status = c_int()
             with self._on(device):
                 is_capturing = self._calls["cuStreamIsCapturing"]
-                for stream in self._streams.get(device) or self._find_streams(device):
+                streams = self._streams.get(device) or self._find_streams(device)
+                for place, stream in enumerate(streams):
                     if is_capturing(stream, byref(status)) or status.value:
+                        # It may capture again: asked last, it has the least time to begin before an event is
+                        # recorded. A new list, since another thread may be asking.
+                        self._streams[device] = [*streams[:place], *streams[place + 1 :], stream]
                         return True
         return False
 

@@ -71,22 +71,26 @@ class GuardedPool(SlotPool):
     def collect(self) -> None:
         """Free the slots whose leases have ended and that no accelerator may read."""
         guard = self.guard
-        if guard is not None:
-            guard.drop_copied()
-            ended = []
-            for _ in range(len(self._released)):
-                lease = self._released.popleft()
-                slot = getattr(lease, "slot", None)
-                if slot is None or slot.unguarded:
-                    self._released.append(lease)
-                else:
-                    slot.lease, slot.state = None, _GUARDED
-                    ended.append(slot)
-            guard.end(ended)
-            for slot in guard.done():
-                self._leased -= 1
-                self._make_free(slot)
-        super().collect()
+        if guard is None:
+            super().collect()
+            return
+        guard.drop_copied()
+        free, ended = [], []
+        for _ in range(len(self._released)):  # a lease that another thread ends from here on waits its turn
+            slot = getattr(self._released.popleft(), "slot", None)
+            if slot is None:  # an interrupt ended `lease` before it was done
+                continue
+            slot.lease = None
+            if slot.unguarded:
+                free.append(slot)
+            else:
+                slot.state = _GUARDED
+                ended.append(slot)
+        guard.end(ended)
+        for slot in (*free, *guard.done()):
+            self._leased -= 1
+            self._make_free(slot)
+        self._discard_beyond_warm()
 
     def lease(self, slot: Slot) -> tuple[npt.NDArray[np.uint8], memoryview]:
         """See `SlotPool`; page-locks the slot if that can be had.

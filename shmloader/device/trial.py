@@ -41,7 +41,7 @@ def why_unusable(driver: CudaDriver, device: int) -> str:
                 return f"a trial copy to device {device} was not done after {MOST_S:g} s"
             if not np.array_equal(arrived, source):
                 why = f"a trial copy to device {device} arrived changed"
-    except DriverError as error:
+    except RuntimeError as error:  # of the driver; of torch, where the device has no memory left
         why = f"a trial copy to device {device} failed: {error}"
     with contextlib.suppress(DriverError):
         driver.unregister(source.ctypes.data)

@@ -130,7 +130,7 @@ def _driver_for(device: torch.device | None) -> CudaDriver | str:
     driver = open_driver()
     if isinstance(driver, str):
         return driver
-    number = torch.accelerator.current_device_index() if device is None else device.index
+    number = driver.home() if device is None else device.index
     if number not in _tried and not driver.captures_open():  # a capture would forbid it
         _tried[number] = why_unusable(driver, number)
     return _tried.get(number) or driver

@@ -282,8 +282,7 @@ class SlotPool:
             slot.lease = None
             self._leased -= 1
             self._make_free(slot)
-        if len(self._free) > self.warm_slots:
-            self._discard_beyond(self.warm_slots)
+        self._discard_beyond_warm()
 
     def trim(self) -> None:
         """Give back the memory of free slots beyond the base: the program no longer keeps that many."""
@@ -326,6 +325,10 @@ class SlotPool:
         if self.on_freed is not None:
             self.on_freed(slot)
         (self._free if slot.nbytes else self._empty).append(slot)
+
+    def _discard_beyond_warm(self) -> None:
+        if len(self._free) > self.warm_slots:
+            self._discard_beyond(self.warm_slots)
 
     def _discard_beyond(self, slots: int) -> None:
         """Take the memory from free slots until ``slots``, besides leased ones, have some. Coldest first."""

@@ -76,6 +76,22 @@ def test_a_missed_figure_is_marked() -> None:
     assert "1.5 GB/s" in text.splitlines()[3]
 
 
+def test_a_part_that_fails_does_not_end_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = device.Figure("leak", "bytes", 0, "", True)
+
+    def fails(_: object):
+        yield device.Figure("copy", "x", 1.5, "GB/s")
+        raise RuntimeError("a worker was killed")
+
+    monkeypatch.setattr(device, "PARTS", {"copy": fails, "leak": lambda _: iter([good])})
+    first, failed, last = device.figures_of(device.PARTS, argparse.Namespace())
+    assert (first.value, failed.part, failed.good, last) == (1.5, "copy", False, good)
+    assert "it raised RuntimeError" in failed.what
+    assert "a worker was killed" in capsys.readouterr().err
+
+
 def test_rates_of_comparisons_are_put_side_by_side() -> None:
     """As `bench --json` writes them."""
     row = {"samples_per_s": 1000.0}

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -172,6 +173,16 @@ def test_calls_are_made_in_the_devices_context_and_leave_the_threads_state(
     ]
 
 
+def test_home_is_a_device_in_use(
+    library: Library, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A context on another one would take memory there."""
+    assert driver.home() == 1
+    fresh = CudaDriver(str(library.path))
+    monkeypatch.setattr(fresh, "active_devices", list)
+    assert fresh.home() == torch.cuda.current_device() == 0
+
+
 def test_errors_have_the_drivers_name(library: Library, driver: CudaDriver) -> None:
     library.answer(2)
     with pytest.raises(DriverError, match=r"cuMemHostRegister_v2 failed: NAME_OF_2 \(2\)") as caught:
@@ -209,6 +220,22 @@ def test_captures_are_found_on_streams_of_torch_and_on_the_default_stream(
     assert len(made) == 64
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert driver.captures_open()
+
+
+def test_a_stream_that_has_captured_is_asked_last(
+    library: Library, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event is recorded right behind that: less time in which the next capture may begin unseen."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: SimpleNamespace(cuda_stream=31))
+    assert not driver.captures_open()
+    driver._streams[1] = [ctypes.c_void_p(number) for number in (0, 31, 32, 33)]
+    library.capture(31)
+    assert driver.captures_open()
+    library.capture(-1)
+    asked = []
+    monkeypatch.setitem(driver._calls, "cuStreamIsCapturing", lambda stream, _: asked.append(stream.value))
+    assert not driver.captures_open()
+    assert asked == [None, 32, 33, 31]
 
 
 def test_an_older_driver_and_no_driver_are_told_apart(

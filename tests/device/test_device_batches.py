@@ -73,10 +73,12 @@ class DeviceMachine(RuleBasedStateMachine):
         self.pool.reserve(slot, NBYTES)
         np.frombuffer(self.pool.map(slot).buffer, np.uint8)[:NBYTES] = self.number
         self.pool.publish(slot, slot.nbytes, NBYTES)
-        anchor = self.pool.lease(slot)[0] if self.pool.can_lease() else self.pool.spill(slot)
+        leases = self.pool.can_lease()
+        anchor = self.pool.lease(slot)[0] if leases else self.pool.spill(slot)
         copy = self.batches.begin(slot, anchor, LONE)
-        assert copy is not None
-        self.ahead.append((copy, self.number))
+        assert (copy is not None) == leases
+        if copy is not None:
+            self.ahead.append((copy, self.number))
 
     @precondition(lambda self: self.ahead)
     @rule()
@@ -282,13 +284,22 @@ def test_a_slot_that_was_sent_is_guarded_the_next_time(driver: ScriptedDriver, p
     assert slot.state is SlotState.GUARDED
 
 
-def test_a_spilled_batch_leaves_the_slot_guarded(driver: ScriptedDriver, pool: GuardedPool) -> None:
+def test_a_spilled_batch_is_not_sent_and_leaves_the_slot_guarded(
+    driver: ScriptedDriver, pool: GuardedPool
+) -> None:
+    """Its slot is another batch's by now. A copy of memory that is not locked would wait for the device."""
     slot, anchor, header = _leaves(pool, torch.ones(4))
-    del anchor
-    driver.drain()
-    pool.collect()
-    DeviceBatches(pool.guard, 0).begin(slot, np.zeros(64, np.uint8), header)
+    private = anchor.copy()
+    assert DeviceBatches(pool.guard, 0).begin(slot, private, header) is None
+    assert driver.copied == []
     assert not slot.unguarded
+
+
+def test_a_batch_whose_slot_is_not_locked_is_not_sent(driver: ScriptedDriver, pool: GuardedPool) -> None:
+    driver.refuse = 1
+    slot, anchor, header = _leaves(pool, torch.ones(4))
+    assert DeviceBatches(pool.guard, 0).begin(slot, anchor, header) is None
+    assert driver.copied == []
 
 
 def test_memory_of_a_batch_that_nobody_takes_is_kept_for_its_copy(
@@ -315,8 +326,8 @@ class Point(NamedTuple):
 def test_batches_with_classes_of_their_own_move_themselves(pool: GuardedPool) -> None:
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
     header = join_header([pickle.dumps(Point(1, 2))], [])
-    slot = pool.grant()
-    assert DeviceBatches(pool.guard, 0).begin(slot, np.zeros(64, np.uint8), header) is None
+    slot, anchor, _ = _leaves(pool, torch.ones(4))
+    assert DeviceBatches(pool.guard, 0).begin(slot, anchor, header) is None
     calls = []
 
     class Own:

@@ -378,6 +378,22 @@ def test_where_slots_cannot_be_locked(
         assert sum(1 for _ in loader) == BATCHES  # no second warning
 
 
+def test_batches_in_ordinary_memory_are_pinned_before_they_go_to_the_device(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the warning says; the driver would wait for all queued work before it copied ordinary memory."""
+    driver.refuse = 10**9
+    monkeypatch.setattr(pinned, "_told", set())
+    with DataLoader(Samples(), batch_size=4, num_workers=2, device="cuda") as loader:
+        iterator = iter(loader)
+        first = next(iterator)
+        with pytest.warns(RuntimeWarning, match="copied once more, to torch's pinned memory"):
+            batches = [first, *iterator]
+        assert [int(batch["label"][0]) for batch in batches] == list(range(0, 4 * BATCHES, 4))
+        assert loader.statistics().pin_copies == len(driver.pins) == len(driver.moves) == BATCHES
+    assert driver.copied == []
+
+
 def test_torch_without_cuda_says_so() -> None:
     open_driver.cache_clear()
     if torch.version.cuda is None:

@@ -184,6 +184,29 @@ def test_two_devices_are_both_waited_for() -> None:
     assert driver.violations == []
 
 
+def test_a_batch_that_another_thread_drops_meanwhile_is_guarded(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lease ends while others are being taken over: it is not one of those that need no guard."""
+    pool = _pool(driver)
+    held = [_batch(pool, number) for number in (7, 8)]
+    for (_, batch), number in zip(held, (7, 8), strict=True):
+        driver.read_late(0, batch.ctypes.data, batch.nbytes, number)
+    slots = [slot for slot, _ in held]
+    monkeypatch.setattr(driver, "captures_open", lambda: held.clear() or bool(driver.captures))
+    del held[0], batch
+    pool.collect()
+    assert not held
+    assert slots[0].state is SlotState.GUARDED
+    assert slots[1].state is not SlotState.FREE
+    _batch(pool, 9)
+    driver.drain()
+    assert driver.violations == []
+    pool.collect()
+    assert [slot.state for slot in slots] == [SlotState.FREE] * 2
+    pool.close()
+
+
 def test_leases_that_end_together_share_an_event(driver: ScriptedDriver) -> None:
     pool = _pool(driver)
     batches = [_batch(pool, number)[1] for number in range(5)]

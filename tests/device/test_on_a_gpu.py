@@ -1,5 +1,6 @@
 """The real thing: pinned slots, the guard and device batches on a CUDA device. `make gpu` runs these."""
 
+import contextlib
 import sys
 import threading
 import time
@@ -40,6 +41,7 @@ def _device_in_use():
 def _nothing_stays_locked():
     yield
     torch.cuda.synchronize()
+    pinned.release_postponed()  # what ended while a graph was captured
     assert pinned.pinned_nbytes() == 0
 
 
@@ -119,10 +121,17 @@ def test_inside_a_capture() -> None:
 
 def test_a_thread_that_loads_beside_one_that_captures() -> None:
     taken = []
+    begins = threading.Lock()  # a capture that begins while the loader records its event is invalidated
 
     def load() -> None:
         with DataLoader(Numbered(400), batch_size=4, num_workers=2, pin_memory=True) as loader:
-            for batch in loader:
+            with begins:
+                iterator = iter(loader)
+            while True:
+                with begins:
+                    batch = next(iterator, None)
+                if batch is None:
+                    break
                 taken.append(int(batch.to("cuda", non_blocking=True)[0, 0]))
 
     thread = threading.Thread(target=load)
@@ -130,7 +139,9 @@ def test_a_thread_that_loads_beside_one_that_captures() -> None:
     value, graphs, beside = torch.zeros(1, device="cuda"), [], 0
     while thread.is_alive():
         graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1], capture_error_mode="thread_local"):
+        with contextlib.ExitStack() as stack:
+            with begins:
+                stack.enter_context(torch.cuda.graph(graphs[-1], capture_error_mode="thread_local"))
             value.add_(1)
             time.sleep(0.002)
             beside += 0 < len(taken) < 100

@@ -68,6 +68,19 @@ def test_events_that_cannot_be_used_again_are_found(
     assert driver.registered == {}
 
 
+def test_a_device_without_memory_is_told_and_not_raised(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches can still be pinned as torch does it."""
+
+    def fail(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(driver, "allocate", fail)
+    assert trial.why_unusable(driver, 0) == "a trial copy to device 0 failed: CUDA out of memory"
+    assert driver.registered == {}
+
+
 def test_bytes_that_arrive_changed_are_found(driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "copy", lambda *_: None)
     assert "arrived changed" in trial.why_unusable(driver, 0)
@@ -83,6 +96,20 @@ def test_a_copy_that_never_ends_keeps_its_memory(
     assert len(trial._unfinished) == len(driver.registered) == 1
     driver.drain()
     assert driver.violations == []
+
+
+@pytest.mark.parametrize(("device", "tried"), [(None, 1), ("cuda:0", 0)])
+def test_pinned_batches_are_tried_where_memory_is_registered(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch, device: str | None, tried: int
+) -> None:
+    """And not on torch's current device, which the program may not use: a context takes memory of it."""
+    monkeypatch.setattr(driver, "home", lambda: 1)
+    monkeypatch.setattr(device_delivery, "open_driver", lambda: driver)
+    monkeypatch.setattr(device_delivery, "why_unusable", lambda _, number: f"no copy to {number}")
+    monkeypatch.setattr(device_delivery, "_tried", {})
+    claim_an_accelerator(monkeypatch)
+    found = device_delivery._driver_for(None if device is None else torch.device(device))
+    assert found == f"no copy to {tried}"
 
 
 def test_a_loader_whose_trial_fails_copies_and_says_why(
