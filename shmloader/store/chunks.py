@@ -130,7 +130,7 @@ def rows_of(batch: Any) -> Any:
         return batch.column(0)
     if batch.num_columns:
         return pa.StructArray.from_arrays(batch.columns, fields=list(batch.schema))
-    return pa.array([{}] * batch.num_rows, pa.struct([]))
+    return pa.Array.from_buffers(pa.struct([]), batch.num_rows, [None])
 
 
 def field_of(column: Any, name: str | int) -> Any:

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import types as arrow
 
 from shmloader.store.columns.arrays import of_any_shape
-from shmloader.store.columns.compiled import Scope
+from shmloader.store.columns.buffers import numbers_to_arrow
+from shmloader.store.columns.compiled import Scope, ends_of
 from shmloader.store.columns.encode import (
     ColumnEncoder,
     ascend,
@@ -351,26 +351,26 @@ def _list_over(items: Any, like: Any, size: int | None, *, is_large: bool) -> An
         part = items[like.offset * size : (like.offset + len(like)) * size]
         return pa.FixedSizeListArray.from_arrays(part, size, mask=mask)
     make, code = (pa.LargeListArray, "i8") if is_large else (pa.ListArray, "i4")
-    return make.from_arrays(pa.array(_offsets_of(like).astype(code)), items, mask=mask)
+    return make.from_arrays(numbers_to_arrow(_offsets_of(like).astype(code)), items, mask=mask)
 
 
 def _offsets_of(lists: Any) -> Any:
     """The places in the items where lists begin, and where the last one ends."""
     if arrow.is_fixed_size_list(lists.type):
         return np.arange(lists.offset, lists.offset + len(lists) + 1) * lists.type.list_size
-    return np.asarray(lists.offsets)
+    return np.asarray(ends_of(lists))
 
 
 def _united_dictionaries(parts: list[Any]) -> list[Any]:
     """Dictionaries as ones over the same values: a file has one for all batches."""
     words = pa.concat_arrays(united([part.dictionary for part in parts]))
-    places = pa.array(np.arange(len(words), dtype=np.int32))
+    places = numbers_to_arrow(np.arange(len(words), dtype=np.int32))
     if _form(words.type) in ("text", "bytes"):
         encoded = words.dictionary_encode()
         words, places = encoded.dictionary, encoded.indices
     begin, result = 0, []
     for part in parts:
-        found = places.take(pc.add(part.indices.cast(pa.int32()), pa.scalar(begin, pa.int32())))
+        found = places.slice(begin, len(part.dictionary)).take(part.indices)
         result.append(pa.DictionaryArray.from_arrays(found, words))
         begin += len(part.dictionary)
     return result

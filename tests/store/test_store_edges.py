@@ -25,6 +25,7 @@ from store_samples import Slotted, same
 from shmloader import open as open_store
 from shmloader import share
 from shmloader.store import Store
+from shmloader.store.columns.buffers import offsets_of_lengths
 from shmloader.store.handles import MappedFiles, is_shared, pack, unpack
 
 NINE = dt.timedelta(hours=9)
@@ -83,6 +84,24 @@ def test_nothing_but_none_is_of_the_kind_that_none_is() -> None:
         .kind.startswith("string")
     )
     assert share([]).describe().kind == "objects"
+
+
+MANY_KINDS = {f"Kind{n}": type(f"Kind{n}", (str,), {}) for n in range(130)}
+globals().update(MANY_KINDS)  # where pickle finds them
+
+
+def test_none_is_arrows_null_among_more_kinds_than_a_union_has() -> None:
+    rows = [None, *(kind("x") for kind in MANY_KINDS.values())]
+    store = share(rows)
+    assert same(list(store), rows)
+    assert store.to_arrow().null_count == 1
+
+
+@pytest.mark.parametrize(("last", "dtype"), [(2**31 - 3, np.int32), (2**31 - 2, np.int64)])
+def test_offsets_are_as_wide_as_the_last_one_needs(last: int, dtype: Any) -> None:
+    offsets = offsets_of_lengths(np.array([2, last]))
+    assert offsets.dtype == dtype
+    assert offsets.tolist() == [0, 2, last + 2]
 
 
 def test_a_slice_has_columns_where_its_store_has() -> None:

@@ -18,6 +18,7 @@ from pyarrow import types as arrow
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.leaves import wrap_tensor
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
+from shmloader.store.columns.buffers import numbers_to_arrow, offsets_of_lengths
 from shmloader.store.columns.compiled import Scope, ends_of, numbers_of, octets_of
 from shmloader.store.columns.types import ArrayType, PythonType, ScalarType, is_list, mask_of
 from shmloader.store.kinds import Array, ArrayKind, array_of_tensor, is_plain
@@ -32,7 +33,7 @@ def is_native(dtype: np.dtype[Any]) -> bool:
 
 def items_of(flat: Array) -> Any:
     """An Arrow array over the items of a flat, contiguous array: numbers, or bytes."""
-    return pa.array(flat if is_native(flat.dtype) else flat.view(np.uint8))
+    return numbers_to_arrow(flat if is_native(flat.dtype) else flat.view(np.uint8))
 
 
 def scalars_to_arrow(values: list[Any], dtype: np.dtype[Any]) -> Any:
@@ -41,11 +42,7 @@ def scalars_to_arrow(values: list[Any], dtype: np.dtype[Any]) -> Any:
     kind = ScalarType(
         pa.from_numpy_dtype(dtype) if is_native(dtype) else pa.binary(dtype.itemsize), dtype=dtype.str
     )
-    if is_native(dtype):
-        return kind.wrap(pa.array(flat))
-    return kind.wrap(
-        pa.Array.from_buffers(kind.storage_type, len(flat), [None, pa.py_buffer(flat.view(np.uint8))])
-    )
+    return kind.wrap(numbers_to_arrow(flat, kind.storage_type))
 
 
 def arrays_to_arrow(values: list[Any], kind: ArrayKind) -> Any:
@@ -69,7 +66,7 @@ def arrays_to_arrow(values: list[Any], kind: ArrayKind) -> Any:
     sizes = np.array([array.shape for array in arrays], np.int64)
     lists = lists_to_arrow(sizes.prod(axis=1) * width, items)
     if kind.ndim > 1:
-        shape = pa.FixedSizeListArray.from_arrays(pa.array(sizes.reshape(-1)), kind.ndim)
+        shape = pa.FixedSizeListArray.from_arrays(numbers_to_arrow(sizes.reshape(-1)), kind.ndim)
         lists = pa.StructArray.from_arrays([lists, shape], ["items", "shape"])
     return ArrayType(lists.type, ndim=kind.ndim, **names).wrap(lists)
 
@@ -90,7 +87,8 @@ def of_any_shape(column: Any) -> Any:
         items = storage.values[begin : begin + int(lengths.sum())]
     lists = lists_to_arrow(lengths, items)
     if len(shape) > 1:
-        shapes = pa.FixedSizeListArray.from_arrays(pa.array(shape * len(column), pa.int64()), len(shape))
+        sizes = numbers_to_arrow(np.array(shape * len(column), np.int64))
+        shapes = pa.FixedSizeListArray.from_arrays(sizes, len(shape))
         lists = pa.StructArray.from_arrays([lists, shapes], ["items", "shape"], mask=mask)
     elif mask is not None:
         lists = type(lists).from_arrays(lists.offsets, lists.values, mask=mask)
@@ -99,11 +97,9 @@ def of_any_shape(column: Any) -> Any:
 
 def lists_to_arrow(lengths: Any, items: Any) -> Any:
     """A column of lists of these lengths, over the items of all."""
-    ends = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=ends[1:])
-    if ends[-1] < 1 << 31:
-        return pa.ListArray.from_arrays(pa.array(ends.astype(np.int32)), items)
-    return pa.LargeListArray.from_arrays(pa.array(ends), items)
+    offsets = offsets_of_lengths(lengths)
+    make = pa.ListArray if offsets.itemsize == 4 else pa.LargeListArray
+    return make.from_arrays(numbers_to_arrow(offsets), items)
 
 
 def dtype_named(name: str) -> np.dtype[Any]:

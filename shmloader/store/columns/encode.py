@@ -28,6 +28,7 @@ import torch
 
 from shmloader.store.columns import types
 from shmloader.store.columns.arrays import arrays_to_arrow, lists_to_arrow, scalars_to_arrow
+from shmloader.store.columns.buffers import numbers_to_arrow
 from shmloader.store.columns.types import (
     is_plain_dataclass,
     is_plain_namedtuple,
@@ -91,7 +92,7 @@ class ColumnEncoder:
             return pa.nulls(len(values))
         if len(kinds) == 1:
             return self._of_kind(kinds.pop(), values, depth)
-        if len(kinds) == 2 and _NONE in kinds:
+        if _NONE in kinds and not 2 < len(kinds) <= _MOST_KINDS:  # else None is one more kind of a union
             filled = np.array([value is not None for value in values])
             return with_nulls(self.encode(list(compress(values, filled)), depth), filled)
         if len(kinds) > _MOST_KINDS:
@@ -126,7 +127,7 @@ class ColumnEncoder:
     def _linked(self, link: int | None, kind: type, values: list[Any], depth: int) -> Any:
         if link is None:
             return self._each(kind, values, depth)
-        rows = pa.array(np.array([self._earlier[id(value)][1] for value in values], np.uint32))
+        rows = numbers_to_arrow(np.array([self._earlier[id(value)][1] for value in values], np.uint32))
         return types.LinkType(rows.type, link=link).wrap(rows)
 
     def _each(self, kind: type, values: list[Any], depth: int) -> Any:
@@ -153,7 +154,7 @@ class ColumnEncoder:
         if name is None or -1 in numbers:  # combined flags
             return pickles_to_arrow(values)
         self.classes[name] = kind
-        storage = pa.array(numbers, pa.int8() if len(members) < 128 else pa.int32())
+        storage = numbers_to_arrow(np.array(numbers, np.int8 if len(members) < 128 else np.int32))
         return types.EnumType(storage.type, python=name, members=members).wrap(storage)
 
     def _arrays(self, values: list[Any], kind_of: Callable[[Any], Any]) -> Any:
@@ -225,7 +226,7 @@ class ColumnEncoder:
         ):
             return self._maps(values, depth)
         if not names:
-            return pa.array([{}] * len(values), pa.struct([]))
+            return pa.Array.from_buffers(pa.struct([]), len(values), [None])
         if keys is None or set(keys) == {names}:
             return self._items(map(dict.values, values), names, depth)
         places = {name: place for place, name in enumerate(names)}
@@ -283,7 +284,7 @@ def union(values: list[Any], keys: Sequence[Hashable], encode: Callable[[Any, li
         group = list(compress(values, chosen.tolist()))
         places[chosen] = np.arange(len(group), dtype=np.int32)
         children.append(encode(key, group))
-    return pa.UnionArray.from_dense(pa.array(tags), pa.array(places), children)
+    return pa.UnionArray.from_dense(numbers_to_arrow(tags), numbers_to_arrow(places), children)
 
 
 def with_nulls(column: Any, filled: np.ndarray[Any, np.dtype[np.bool_]]) -> Any:
@@ -293,9 +294,9 @@ def with_nulls(column: Any, filled: np.ndarray[Any, np.dtype[np.bool_]]) -> Any:
         places = np.where(filled, np.cumsum(filled), np.cumsum(~filled)) - 1
         children = [pa.nulls(len(filled) - len(column)), column]
         return pa.UnionArray.from_dense(
-            pa.array(filled.astype(np.int8)), pa.array(places.astype(np.int32)), children
+            numbers_to_arrow(filled.astype(np.int8)), numbers_to_arrow(places.astype(np.int32)), children
         )
-    places = pa.array(np.maximum(np.cumsum(filled) - 1, 0), mask=~filled)
+    places = numbers_to_arrow(np.maximum(np.cumsum(filled) - 1, 0), missing=~filled)
     taken = types.storage_of(column).take(places)
     return kind.wrap(taken) if isinstance(kind, types.PythonType) else taken
 
@@ -311,9 +312,10 @@ def keys_to_arrow(bits: Sequence[int], names: Sequence[str]) -> Any:
     """The column of the keys that dicts have."""
     nbytes = next((size for size in (1, 2, 4, 8) if len(names) <= 8 * size), -(-len(names) // 8))
     if nbytes <= 8:
-        storage = pa.array(np.array(bits, f"u{nbytes}"))
+        storage = numbers_to_arrow(np.array(bits, f"u{nbytes}"))
     else:
-        storage = pa.array([one.to_bytes(nbytes, "little") for one in bits], pa.binary(nbytes))
+        octets = np.array([one.to_bytes(nbytes, "little") for one in bits], f"V{nbytes}")
+        storage = numbers_to_arrow(octets, pa.binary(nbytes))
     return types.KeysType(storage.type, names=list(names)).wrap(storage)
 
 
@@ -356,7 +358,8 @@ def _repeated(values: list[Any]) -> tuple[Any, list[Any]] | None:
     if 2 * len(different) > len(values):
         return None
     place_of = {key: place for place, key in enumerate(different)}
-    return pa.array([place_of[id(value)] for value in values], pa.int32()), list(different.values())
+    places = np.array([place_of[id(value)] for value in values], np.int32)
+    return numbers_to_arrow(places), list(different.values())
 
 
 def _is_large(value: Any) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import types as arrow
 
+from shmloader.store.columns.buffers import numbers_to_arrow
 from shmloader.store.columns.compiled import NUMBER_CODES, Scope, numbers_of, octets_of
 from shmloader.store.columns.types import (
     ArrayType,
@@ -72,8 +73,8 @@ def field_of_struct(column: Any, name: str) -> Any:
         return column.field(column.type.get_field_index(name))
     field = _packed_type(records.type, name).wrap(records.storage)
     keys = keys_of(column)
-    lacking = absent(keys, name) if keys is not None else None
-    return field if lacking is None or not lacking.any() else pa.array(numbers(field), mask=lacking)
+    lacking = None if keys is None else absent(keys, name)
+    return numbers_to_arrow(numbers(field), missing=lacking) if np.any(lacking) else field
 
 
 def keys_of(column: Any) -> Any:
@@ -112,10 +113,10 @@ def packed(column: Any) -> Any:
     places = {}
     for number, name in enumerate(chosen):
         field = fields.pop(name)
-        records[str(number)] = field.fill_null(pa.scalar(0).cast(field.type)).to_numpy(zero_copy_only=False)
+        zero = numbers_to_arrow(np.zeros(1, _CODES[field.type]), field.type)[0]
+        records[str(number)] = _items_of(field.fill_null(zero))
         places[name] = _CODES[field.type], dtype.fields[str(number)][1]  # type: ignore[index]
-    octets = pa.py_buffer(records.view(np.uint8))
-    storage = pa.Array.from_buffers(pa.binary(dtype.itemsize), len(column), [None, octets])
+    storage = numbers_to_arrow(records, pa.binary(dtype.itemsize))
     fields[RecordsType.NAME] = RecordsType(storage.type, order=order, numbers=places).wrap(storage)
     return _struct_of(fields, column)
 
@@ -124,10 +125,18 @@ def _is_whole(field: Any, column: Any, name: str) -> bool:
     """Whether a field of structs is None only where the record is, or lacks its key."""
     if not field.null_count:
         return True
-    missing = column.is_null().to_numpy(zero_copy_only=False)
+    missing = _items_of(column.is_null())
     if (keys := keys_of(column)) is not None and (lacking := absent(keys, name)) is not None:
         missing |= lacking
     return bool(field.null_count == np.count_nonzero(missing))
+
+
+def _items_of(column: Any) -> _Array:
+    """The numbers or booleans of a column without nulls; Arrow's own ``to_numpy`` imports pandas."""
+    if arrow.is_boolean(column.type):
+        bits = np.unpackbits(np.frombuffer(octets_of(column, 1), np.uint8), bitorder="little")
+        return bits[column.offset : column.offset + len(column)]
+    return np.asarray(numbers_of(column, 1, _CODES[column.type], len(column)))
 
 
 def _struct_of(fields: dict[str, Any], like: Any) -> Any:
@@ -138,7 +147,7 @@ def unpacked(column: Any) -> Any:
     """A column with a column for each number, as `packed` got it."""
     kind = column.type
     if isinstance(kind, PackedType):
-        return pa.array(np.ascontiguousarray(numbers(column)))
+        return numbers_to_arrow(numbers(column))
     if isinstance(kind, PythonType) and arrow.is_struct(kind.storage_type):
         storage = unpacked(column.storage)
         return kind.over(storage.type).wrap(storage)

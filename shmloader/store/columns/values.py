@@ -11,7 +11,7 @@ import pickle
 import uuid
 import zoneinfo
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -22,8 +22,9 @@ import torch
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.leaves import wrap_tensor
 from shmloader.store.columns import types
+from shmloader.store.columns.buffers import numbers_to_arrow, octets_to_arrow, texts_to_arrow
 from shmloader.store.columns.types import PickleType
-from shmloader.store.kinds import array_of_tensor, kind_of_tensor
+from shmloader.store.kinds import Array, array_of_tensor, kind_of_tensor
 
 _SAMPLED_TEXTS = 256
 _MOST_WORDS = 4096  # different texts of a column that are kept once each
@@ -51,27 +52,18 @@ def _ints(values: list[int]) -> Any:
         raise UnfitError(lambda value: -(1 << 63) <= value < 1 << 63) from None
     least, most = int(wide.min()), int(wide.max())
     code = next(code for code in "bBhHiIq" if np.iinfo(code).min <= least and most <= np.iinfo(code).max)
-    return pa.array(wide.astype(code))
+    return numbers_to_arrow(wide.astype(code))
 
 
 def _texts(values: list[str]) -> Any:
     try:
-        column = pa.array(values, pa.string())
+        return _each_once(texts_to_arrow(values))
     except UnicodeEncodeError:
         raise UnfitError(is_unicode) from None
-    except (pa.ArrowInvalid, pa.ArrowCapacityError):
-        return pa.array(values, pa.large_string())
-    return pa.array(values, pa.large_string()) if isinstance(column, pa.ChunkedArray) else _each_once(column)
 
 
 def _octets(values: list[bytes]) -> Any:
-    return _each_once(_binary(values))
-
-
-def _binary(values: list[Any]) -> Any:
-    """Bytes, or None, in one array."""
-    column = pa.array(values, pa.binary())
-    return pa.array(values, pa.large_binary()) if isinstance(column, pa.ChunkedArray) else column
+    return _each_once(octets_to_arrow(values))
 
 
 def _each_once(column: Any) -> Any:
@@ -87,19 +79,26 @@ def _each_once(column: Any) -> Any:
 
 
 def _decimals(values: list[decimal.Decimal]) -> Any:
-    return types.DecimalType(pa.string()).wrap(pa.array(list(map(str, values)), pa.string()))
+    texts = texts_to_arrow(list(map(str, values)))
+    return types.DecimalType(texts.type).wrap(texts)
 
 
 def _uuids(values: list[uuid.UUID]) -> Any:
-    return types.UuidType(pa.binary(16)).wrap(pa.array([value.bytes for value in values], pa.binary(16)))
+    octets = np.array([value.bytes for value in values], "V16")
+    return types.UuidType(pa.binary(16)).wrap(numbers_to_arrow(octets, pa.binary(16)))
 
 
 def _paths(values: list[pathlib.PurePath]) -> Any:
     try:
-        texts = pa.array(list(map(str, values)), pa.string())
+        texts = texts_to_arrow(list(map(str, values)))
     except UnicodeEncodeError:
         raise UnfitError(lambda value: is_unicode(str(value))) from None
-    return types.PathType(pa.string(), kind=type(values[0]).__name__).wrap(texts)
+    return types.PathType(texts.type, kind=type(values[0]).__name__).wrap(texts)
+
+
+def _dates(values: list[dt.date]) -> Any:
+    days = np.fromiter(map(dt.date.toordinal, values), np.int32, len(values))
+    return numbers_to_arrow(days - _EPOCH.toordinal(), pa.date32())
 
 
 def _times(values: list[dt.time]) -> Any:
@@ -108,7 +107,8 @@ def _times(values: list[dt.time]) -> Any:
 
     if not all(map(fits, values)):
         raise UnfitError(fits)
-    return pa.array(values, pa.time64("us"))
+    seconds = np.array([(one.hour * 60 + one.minute) * 60 + one.second for one in values], np.int64)
+    return numbers_to_arrow(seconds * 10**6 + [one.microsecond for one in values], pa.time64("us"))
 
 
 def _datetimes(values: list[dt.datetime]) -> Any:
@@ -123,7 +123,8 @@ def _datetimes(values: list[dt.datetime]) -> Any:
     if not all(map(fits, values)):
         raise UnfitError(fits)
     if zone is None:
-        return pa.array(values, pa.timestamp("us"))
+        epoch = _EPOCH.replace(tzinfo=None)
+        return numbers_to_arrow(_microseconds(value - epoch for value in values), pa.timestamp("us"))
     offset = zone.utcoffset(None)
     named: dict[str, Any]
     if type(zone) is dt.timezone and offset is not None and str(zone) == str(dt.timezone(offset)):
@@ -132,16 +133,19 @@ def _datetimes(values: list[dt.datetime]) -> Any:
         named = {"key": zone.key}
     else:
         raise UnfitError(lambda value: False)
-    numbers = [(value - _EPOCH) // _MICROSECOND for value in values]
-    storage = pa.array(numbers, pa.timestamp("us", "UTC"))
+    storage = numbers_to_arrow(_microseconds(value - _EPOCH for value in values), pa.timestamp("us", "UTC"))
     return types.DatetimeType(storage.type, **named).wrap(storage)
 
 
 def _durations(values: list[dt.timedelta]) -> Any:
     try:
-        return pa.array(values, pa.duration("us"))
-    except pa.ArrowInvalid:
+        return numbers_to_arrow(_microseconds(values), pa.duration("us"))
+    except OverflowError:
         raise UnfitError(lambda value: abs(value.days) < _MOST_DAYS) from None
+
+
+def _microseconds(values: Iterable[dt.timedelta]) -> Array:
+    return np.array([value // _MICROSECOND for value in values], np.int64)
 
 
 def _is_in_no_gap(value: dt.datetime) -> bool:
@@ -160,11 +164,11 @@ def is_unicode(text: str) -> bool:
 
 ENCODERS: dict[type, Callable[[list[Any]], Any]] = {
     int: _ints,
-    float: lambda values: pa.array(np.frombuffer(array("d", values), np.float64)),
-    bool: lambda values: pa.array(values, pa.bool_()),
+    float: lambda values: numbers_to_arrow(np.frombuffer(array("d", values), np.float64)),
+    bool: lambda values: numbers_to_arrow(np.frombuffer(bytes(values), np.bool_)),
     str: _texts,
     bytes: _octets,
-    dt.date: lambda values: pa.array(values, pa.date32()),
+    dt.date: _dates,
     dt.time: _times,
     dt.timedelta: _durations,
     dt.datetime: _datetimes,
@@ -203,12 +207,12 @@ def _make_sparse(indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, 
 
 
 def pickles_to_arrow(values: list[Any]) -> Any:
-    """A column of any objects, or None, one pickle for each; what pickling raises, if one has none."""
-    pickled = [None if value is None else pickled_value(value) for value in values]
+    """A column of any objects but None, one pickle for each; what pickling raises, if one has none."""
+    pickled = list(map(pickled_value, values))
     kinds = sorted({f"{kind.__module__}.{kind.__qualname__}" for kind in set(map(type, values))})[
         :_MOST_NAMED
     ]
-    storage = _binary(pickled)
+    storage = octets_to_arrow(pickled)
     return PickleType(storage.type, types=kinds).wrap(storage)
 
 
