@@ -119,7 +119,7 @@ class SlotIterator(torch_private.BaseIterator):
             dataset=self._dataset,
             rules=FetchRules.of_loader(loader, None if self._stream is None else self._stream.rules),
             base_seed=int(self._base_seed),
-            shared_seed=self._shared_seed,
+            shared_seed=None if self._stream is None else self._stream.share_seed(self._shared_seed),
             init_fn=init_fn,
             seeds_samples=seeds_samples(loader),
         )
@@ -192,6 +192,8 @@ class SlotIterator(torch_private.BaseIterator):
             raise
         finally:
             self._index_sampler = index_sampler
+        if self._stream is not None:
+            self._stream.share_seed(self._shared_seed)
         self._progress.stream = self._stream
         # Whether `done` may be other than the last position and one: with batches out of order, now or before
         # the epoch was resumed, and with streams, which are counted by worker.

@@ -246,7 +246,10 @@ class States:
         global_before = self._global_before if goes_on is None else goes_on["global_generator"]
         progress = Progress(*seeds, sampler_epoch, global_before, before)
         if isinstance(loader.dataset, IterableDataset):
-            progress.done = 0 if goes_on is None else goes_on["batches"]
+            if goes_on is not None:
+                progress.done = goes_on["batches"]
+                set_generator(loader.generator, goes_on, "loader_generator")
+            progress.before = generator_states(index_sampler, loader.generator)  # all of the epoch is drawn
         elif goes_on is not None:
             batches = self._go_on(loader, goes_on, progress)
         elif loaded is not None and sampler_with_state(index_sampler) is not None:
