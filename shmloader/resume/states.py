@@ -303,7 +303,7 @@ def _sampler_keys(loader: Any, progress: Progress) -> State:
     index_sampler, taken, tracked = index_sampler_of(loader), progress.taken, progress.tracked
     sharded, stateful = sharded_sampler(index_sampler), sampler_with_state(index_sampler)
     if sharded is not None:
-        state: Any = sharded.state_after(taken, getattr(loader.batch_sampler, "batch_size", 1))
+        state: Any = sharded.state_after(taken, getattr(index_sampler, "batch_size", 1))
         return {"sampler_state": json.dumps(state)}
     if tracked is None:
         return {}
