@@ -50,6 +50,9 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         self._on_error: str = loader.on_error
         iterable = isinstance(self._dataset, IterableDataset)
         self._stream = StreamProgress(loader, loaded_state(loader)) if iterable else None
+        if self._stream is not None:
+            shared_seed = self._stream.share_seed(self._shared_seed)
+            self._dataset = torch_private.seed_datapipe(self._dataset, shared_seed)
         self._report: StreamReport | None = None  # of the batch that was fetched last
         rules = FetchRules.of_loader(loader, None if self._stream is None else self._stream.rules)
         self._seeds: SampleSeeds | None = None

@@ -39,7 +39,7 @@ from shmloader.store.unshared import warn_of_copies, watch_copies
 from shmloader.supervisor import Workers, start_workers
 from shmloader.wire.records import FAILED, REPORTED
 from shmloader.wire.stream_records import StreamReport
-from shmloader.worker.epoch_settings import NOTHING_NEW, DatasetState
+from shmloader.worker.epoch_settings import DatasetState
 from shmloader.worker.fetcher import FetchRules
 from shmloader.worker.loop import WorkerArguments
 
@@ -119,7 +119,7 @@ class SlotIterator(torch_private.BaseIterator):
             dataset=self._dataset,
             rules=FetchRules.of_loader(loader, None if self._stream is None else self._stream.rules),
             base_seed=int(self._base_seed),
-            shared_seed=self._shared_seed,
+            shared_seed=None if self._stream is None else self._stream.share_seed(self._shared_seed),
             init_fn=init_fn,
             seeds_samples=seeds_samples(loader),
         )
@@ -160,7 +160,7 @@ class SlotIterator(torch_private.BaseIterator):
         if self._stream is not None:
             self._stream = StreamProgress(loader)
         settings = self._dataset_state.settings()
-        early = scheduler.take_early(discard=settings != NOTHING_NEW)
+        early = scheduler.take_early(discard=self._dataset_state.is_changed_by(settings))
         sampler_iter = self._reset_sampler(loader, early, first_iter=False)
         if early is not None:
             scheduler.go_on(sampler_iter)
@@ -192,6 +192,8 @@ class SlotIterator(torch_private.BaseIterator):
             raise
         finally:
             self._index_sampler = index_sampler
+        if self._stream is not None:
+            self._stream.share_seed(self._shared_seed)
         self._progress.stream = self._stream
         # Whether `done` may be other than the last position and one: with batches out of order, now or before
         # the epoch was resumed, and with streams, which are counted by worker.
@@ -393,6 +395,7 @@ class SlotIterator(torch_private.BaseIterator):
             self._all_workers.interrupt()
             self._lifecycle.await_others()
         self._shutdown_workers()
+        self._scheduler.discard_early()
 
 
 def _is_cut_off() -> bool:

@@ -75,10 +75,12 @@ _OF_THE_EPOCH = {"dataset_len", "batch_size", "drop_last", "sampler's samples"}
 
 def described(loader: Any) -> State:
     """The keys of a state that tell which loader wrote it."""
-    samplers = with_inner(index_sampler_of(loader))
-    batch_size = loader.batch_size
-    if batch_size is None and isinstance(loader.batch_sampler, BatchSampler):
-        batch_size = getattr(loader.batch_sampler, "batch_size", None)  # accelerate's subclasses have none
+    index_sampler = index_sampler_of(loader)
+    samplers = with_inner(index_sampler)
+    batch_size, drop_last = loader.batch_size, getattr(loader.batch_sampler, "drop_last", loader.drop_last)
+    if batch_size is None and isinstance(index_sampler, BatchSampler):  # as batch_sampler= or as sampler=
+        batch_size = getattr(index_sampler, "batch_size", None)  # accelerate's subclasses have none
+        drop_last = getattr(index_sampler, "drop_last", drop_last)
     length: int | None = None
     with contextlib.suppress(TypeError, NotImplementedError):
         length = len(loader.dataset)
@@ -87,7 +89,7 @@ def described(loader: Any) -> State:
         "kind": "iterable-style" if isinstance(loader.dataset, IterableDataset) else "map-style",
         "dataset_len": length,
         "batch_size": None if batch_size is None else int(batch_size),
-        "drop_last": bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last)),
+        "drop_last": bool(drop_last),
         "sampler": " of ".join(type(sampler).__name__ for sampler in samplers),
         "sampler_settings": json.dumps(_settings(samplers)),
     }

@@ -13,6 +13,7 @@ others one by one. For samplers that are not torch's, a checksum tells whether t
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -32,7 +33,7 @@ from shmloader.sampling.samplers import (
     sampler_with_state,
     sharded_sampler,
 )
-from shmloader.sampling.tracked_batches import ADVICE, TrackedBatches, track
+from shmloader.sampling.tracked_batches import ADVICE, TrackedBatches, pass_over_end, track
 
 
 def batches_from(index_sampler: Any, loaded: State, generator: torch.Generator | None) -> Iterator[Any]:
@@ -75,18 +76,16 @@ def batches_by_own_state(
     """
     generator = generator or torch.Generator()
     at_begin = generator.get_state()
-    stateful = sampler_with_state(index_sampler)
+    make_state = functools.partial(unpack_user_state, loaded["sampler_state"])
     begin, taken = loaded["sampler_batches"], loaded["batches"]
     with named_in_errors(loaded, "sampler_state"):
-        state = unpack_user_state(loaded["sampler_state"])
-        stateful.load_state_dict(state)
+        sampler_with_state(index_sampler).load_state_dict(make_state())
     if not begin:
-        # It may be the state of the last epoch's end, where some samplers have begun anew, and others give
-        # nothing once. Neither need know of a base seed that was drawn from the same generator since.
-        if list(itertools.islice(iter(index_sampler), 1)):
-            stateful.load_state_dict(state)
+        # It may be the state of the last epoch's end. The sampler need not know of a base seed that was drawn
+        # from the same generator since.
+        pass_over_end(index_sampler, make_state)
         generator.set_state(at_begin)
-    batches = TrackedBatches(index_sampler, iter(index_sampler), begin, state)
+    batches = TrackedBatches(index_sampler, iter(index_sampler), begin, make_state())
     if not loaded["finished"]:
         _draw_again(index_sampler, batches, begin, taken)
         return batches

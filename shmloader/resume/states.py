@@ -246,7 +246,10 @@ class States:
         global_before = self._global_before if goes_on is None else goes_on["global_generator"]
         progress = Progress(*seeds, sampler_epoch, global_before, before)
         if isinstance(loader.dataset, IterableDataset):
-            progress.done = 0 if goes_on is None else goes_on["batches"]
+            if goes_on is not None:
+                progress.done = goes_on["batches"]
+                set_generator(loader.generator, goes_on, "loader_generator")
+            progress.before = generator_states(index_sampler, loader.generator)  # all of the epoch is drawn
         elif goes_on is not None:
             batches = self._go_on(loader, goes_on, progress)
         elif loaded is not None and sampler_with_state(index_sampler) is not None:
@@ -300,7 +303,7 @@ def _sampler_keys(loader: Any, progress: Progress) -> State:
     index_sampler, taken, tracked = index_sampler_of(loader), progress.taken, progress.tracked
     sharded, stateful = sharded_sampler(index_sampler), sampler_with_state(index_sampler)
     if sharded is not None:
-        state: Any = sharded.state_after(taken, getattr(loader.batch_sampler, "batch_size", 1))
+        state: Any = sharded.state_after(taken, getattr(index_sampler, "batch_size", 1))
         return {"sampler_state": json.dumps(state)}
     if tracked is None:
         return {}

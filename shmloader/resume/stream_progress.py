@@ -38,16 +38,19 @@ class StreamProgress:
     Attributes:
         rules: How the workers are to divide the stream, and where they begin.
         first_worker: The worker whose turn it is first.
+        shared_seed: The seed that all workers share (torch's DataPipes), or None.
     """
 
     def __init__(self, loader: Any, loaded: State | None = None) -> None:
         workers = max(int(loader.num_workers), 1)
         self._last = -1  # the part that the latest batch was of
+        self.shared_seed: int | None = None
         if loaded is None or is_between_epochs(loaded) or not loaded["stream"]:
             self.rules = rules = _fresh_rules(loader)
         else:
             self.rules = rules = rules_for(loader, loaded)
-            self._last = _read(loaded)["last"]
+            stream = _read(loaded)
+            self._last, self.shared_seed = stream["last"], stream.get("shared_seed")
         goes_round = rules.layout != STRIDE and len(rules.cursors) == workers
         self.first_worker = (self._last + 1) % workers if goes_round else 0
         self._dataset_name = type(loader.dataset).__name__
@@ -65,6 +68,12 @@ class StreamProgress:
                 f"to go on, {again:,} samples of the stream are drawn once more and dropped, because "
                 f"{self._dataset_name} and its iterator have no state_dict() and load_state_dict()"
             )
+
+    def share_seed(self, drawn: int | None) -> int | None:
+        """The seed that all workers share: that of the loaded state, else the one that was drawn now."""
+        if self.shared_seed is None:
+            self.shared_seed = drawn
+        return self.shared_seed
 
     def take(self, progress: Progress, worker_id: int, report: StreamReport | None) -> None:
         """Note that the program has the next batch, or what came in its place, and the report with it.
@@ -107,7 +116,7 @@ class StreamProgress:
             ResumeError: If it is not known, or a state of the dataset cannot be saved.
         """
         self._count(progress)
-        if not progress.taken:
+        if not progress.taken and self.shared_seed is None:
             return {"stream": ""}
         cursors = self._cursors
         if self._layout == STRIDE:
@@ -130,6 +139,8 @@ class StreamProgress:
         ]
         stream = {"layout": self._layout, "parts": parts, "last": self._last}
         stream |= {"rank": self.rules.rank, "ranks": self.rules.ranks}
+        if self.shared_seed is not None:
+            stream["shared_seed"] = self.shared_seed
         return {"stream": json.dumps(stream)}
 
     def _packed(self, pickled: bytes) -> str:
@@ -202,6 +213,8 @@ def _read(loaded: State) -> dict[str, Any]:
             numbers += drawn, state_drawn, raised, state_raised, raise_again, again - raise_again
             packed = pickle.dumps(unpack_user_state(state)) if state else b""
             cursors.append(Cursor(drawn, packed, state_drawn, bool(ended), raised, state_raised))
+        if stream.get("shared_seed") is not None:
+            numbers.append(stream["shared_seed"])
         if {type(number) for number in numbers} != {int} or min(numbers) < 0:
             raise ValueError(
                 "its numbers have to be whole and at least 0, and what a part had drawn when its own state "

@@ -9,6 +9,7 @@ the dataset, the early batches are discarded and made again.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,15 +17,16 @@ import torch
 from torch.utils.data import IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from shmloader import torch_private
-from shmloader.errors import warn
+from shmloader.errors import ResumeError, warn
 from shmloader.sampling.array_samplers import index_arrays
 from shmloader.sampling.samplers import (
     GeneratorStates,
     generator_states,
     sampler_with_epoch,
+    sampler_with_state,
     with_inner,
 )
-from shmloader.sampling.tracked_batches import track
+from shmloader.sampling.tracked_batches import copy_state, pass_over_end, state_of, track
 
 NOTHING: Any = object()
 """In the place of an index batch: there is none."""
@@ -75,6 +77,7 @@ class NextEpoch:
         self._iterator: Iterator[Any] | None = None
         self._discarded = 0  # epochs in a row
         self._states: list[tuple[torch.Generator, torch.Tensor]] = []  # as they were before drawing early
+        self._own_state: Any = None  # likewise, of a sampler that has one
         self._epoch: int | None = None  # that the sampler was told, and ...
         self._step = 1  # ... how much larger than the one before
         self._expected: int | None = None
@@ -109,6 +112,12 @@ class NextEpoch:
         generators = [getattr(sampler, "generator", None) for sampler in with_inner(self._index_sampler)]
         self._states = [(one, one.get_state()) for one in generators if isinstance(one, torch.Generator)]
         self.before = generator_states(self._index_sampler, self._generator)
+        if (stateful := sampler_with_state(self._index_sampler)) is not None:
+            try:
+                self._own_state = state_of(stateful)
+            except ResumeError:  # then it could not be set back
+                self._discarded = _MOST_DISCARDED
+                return NOTHING
         batches = index_arrays(self._index_sampler) or iter(self._index_sampler)
         self._iterator = track(self._index_sampler, batches)
         return next(self._iterator, NOTHING)  # with it, torch's samplers have drawn their order
@@ -121,8 +130,17 @@ class NextEpoch:
         sampler = sampler_with_epoch(self._index_sampler)
         if discard or (sampler is not None and sampler.epoch != self._expected):
             self._discarded += 1
-            for generator, state in self._states:
-                generator.set_state(state)
+            self._set_back()
             return None
         self._discarded = 0
         return iterator
+
+    def _set_back(self) -> None:
+        """Set the sampler to where it was before it was asked for the next epoch."""
+        stateful = sampler_with_state(self._index_sampler)
+        if stateful is not None:
+            make_state = functools.partial(copy_state, self._own_state)
+            stateful.load_state_dict(make_state())
+            pass_over_end(self._index_sampler, make_state)
+        for generator, state in self._states:
+            generator.set_state(state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import logging
 import random
 import zlib
@@ -134,10 +135,20 @@ def state_of(sampler: Any) -> Any:
         ResumeError: If it cannot be had.
     """
     try:
-        return _copy(sampler.state_dict())
+        return copy_state(sampler.state_dict())
     except Exception as error:
         name = type(sampler).__name__
         raise ResumeError(f"the state_dict() of {name} cannot be called or copied: {error!r:.500}") from error
+
+
+def pass_over_end(index_sampler: Any, make_state: Callable[[], Any]) -> None:
+    """Have a sampler that was set to its own state from an epoch's end begin the next epoch.
+
+    There some samplers have begun anew already, and others give nothing once. A sampler may keep the state
+    that it is given, and change it: so ``make_state`` is to make a new one at each call.
+    """
+    if list(itertools.islice(iter(index_sampler), 1)):
+        sampler_with_state(index_sampler).load_state_dict(make_state())
 
 
 def _state_or_error(sampler: Any) -> Any:
@@ -149,9 +160,10 @@ def _state_or_error(sampler: Any) -> Any:
         return error
 
 
-def _copy(state: Any) -> Any:
+def copy_state(state: Any) -> Any:
+    """A copy of what a ``state_dict()`` has returned."""
     if type(state) is dict:
-        return {name: _copy(value) for name, value in state.items()}
+        return {name: copy_state(value) for name, value in state.items()}
     if type(state) is list and _PLAIN.issuperset(map(type, state)):
         return state.copy()  # in a sixth of the time: an order of all indices may be in it
     return copy.deepcopy(state)

@@ -97,6 +97,11 @@ class Scheduler:
         self._counters.epochs_prefetched += 1
         return early
 
+    def discard_early(self) -> None:
+        """Set the sampler back, if it was asked for the next epoch early: nobody goes on with that."""
+        if self._next_epoch is not None:
+            self._next_epoch.take(discard=True)
+
     @property
     def states_before_early(self) -> GeneratorStates | None:
         """States of the generators before the next epoch was begun early; None if it was not."""

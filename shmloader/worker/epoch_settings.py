@@ -100,9 +100,6 @@ def _set(dataset: Any, attributes: PlainAttributes) -> None:
         setattr(dataset, name, value)
 
 
-NOTHING_NEW = EpochSettings(None, None, {})
-
-
 def set_epoch_of(dataset: Any, epoch: int, called: Collection[int] = ()) -> None:
     """Call ``set_epoch`` of a dataset and of those inside it, where they have it, once for each.
 
@@ -189,6 +186,11 @@ class DatasetState:
         self._known = self._latest
         for calls, number in self._read:
             del calls[:number]
+
+    def is_changed_by(self, settings: EpochSettings) -> bool:
+        """Whether a dataset is another by the settings that were last asked for."""
+        is_told = settings.set_epoch is not None and bool(self._latest)
+        return is_told or bool(settings.changes)
 
     def settings(self) -> EpochSettings:
         """Settings with what has changed since workers got them, see `note_sent`; without a shared seed."""

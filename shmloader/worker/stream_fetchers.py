@@ -82,7 +82,7 @@ class PartsFetcher(Fetcher):
         return (batch if reported else Reported(batch, False, False, b""))._replace(stream=report)
 
     def _report(self, fetcher: _StreamFetcher, state: bytes) -> StreamReport:
-        drawn, raised = fetcher.drawn, fetcher.raised
+        drawn, raised = fetcher.behind, fetcher.raised
         cursor = Cursor(drawn, state, drawn, fetcher.ended, raised, raised)
         return StreamReport(self._part, fetcher.stream.layout, cursor)
 
@@ -90,7 +90,7 @@ class PartsFetcher(Fetcher):
         """See `Fetcher`."""
         if self._fetcher is None:
             return NOTHING_DRAWN
-        return None if self._fetcher.stream.layout == STRIDE else self._report(self._fetcher, b"")
+        return self._report(self._fetcher, b"")
 
     def take_bad_samples(self) -> bytes:
         """See `Fetcher`."""
@@ -114,6 +114,11 @@ class _StreamFetcher(Fetcher):
         self.drawn, self.raised = cursor.drawn, cursor.raised
         self.ended = False
 
+    @property
+    def behind(self) -> int:
+        """Samples that are behind the stream once the batch is done with, whether it came or not."""
+        return self.drawn
+
     def _join(self, samples: list[Any], positions: Sequence[int]) -> Any:
         try:
             return self._rules.collate_fn(samples if self._rules.auto_collation else samples[0])
@@ -129,22 +134,31 @@ class _StrideFetcher(_StreamFetcher):
     whichever worker makes it, so the batches do not depend on the number of workers, and ranks have equally
     many. Rank ``r`` takes from a group the samples ``r``, ``r + ranks``, and so on. If the stream ends inside
     a group, ``drop_last`` leaves it out; else ranks that lack a sample repeat one of the last ones.
+
+    A draw that raises is no sample. Its group is lost with it, and the next groups are what they would have
+    been, whichever workers the same draw fails for.
     """
 
     def __init__(
         self, stream: Stream, rules: FetchRules, cursor: Cursor, worker_id: int, num_workers: int
     ) -> None:
         super().__init__(stream, rules, cursor)
-        self._others, self._num_workers = worker_id, num_workers  # groups of other workers that come first
+        self._batch_size, self._rows_of_all = rules.stream.batch_size, num_workers * rules.stream.batch_size
+        self._rows_left = worker_id * self._batch_size  # to draw before this worker's next group
+        self._row: list[Any] = []  # a row in the midst of which a draw has raised
+
+    @property
+    def behind(self) -> int:
+        rows = self._rows_left - self._rows_of_all + self._batch_size  # of the batch's group
+        return self.drawn if self.ended else self.drawn + rows * self._rules.stream.ranks
 
     def fetch(self, index_batch: Any) -> Any:
-        batch_size, rank = self._rules.stream.batch_size, self._rules.stream.rank
-        for _ in range(self._others * batch_size):
-            self._draw()
-        self._others = self._num_workers - 1
+        rank = self._rules.stream.rank
+        self._rows_left += self._rows_of_all
+        self._pass_over()
         samples: list[Any] = []
         positions: list[int] = []
-        while len(samples) < batch_size and (row := self._draw()):
+        while len(samples) < self._batch_size and (row := self._draw()):
             column = rank % len(row)  # of a row that is not complete some are taken twice
             samples.append(row[column])
             positions.append(self.drawn - len(row) + column)
@@ -153,17 +167,31 @@ class _StrideFetcher(_StreamFetcher):
             raise StopIteration
         return self._join(samples, positions)
 
+    def _pass_over(self) -> None:
+        """Draw other workers' groups, and what is left of one of this worker's in which a draw has raised."""
+        in_a_row = 0
+        while self._rows_left > self._rows_of_all and not self.ended:
+            try:
+                self._draw()
+            except Exception:
+                in_a_row += 1  # the worker whose group it is raises that
+                if in_a_row >= MOST_IN_A_ROW:
+                    raise
+            else:
+                in_a_row = 0
+
     def _draw(self) -> list[Any]:
         """One sample for each rank; fewer, and then none, where the stream ends."""
-        row: list[Any] = []
         if self.ended:
-            return row
-        ranks = self._rules.stream.ranks
+            return []
+        row, ranks = self._row, self._rules.stream.ranks
         try:
-            row.extend(itertools.islice(self.stream, ranks))
+            row.extend(itertools.islice(self.stream, ranks - len(row)))
         except BaseException as error:
             _say_position(error, self.drawn + len(row))
             raise
+        self._row = []
+        self._rows_left -= 1
         self.drawn += len(row)
         self.ended = len(row) < ranks
         return row

@@ -57,9 +57,13 @@ class Stream:
         if "iterator" in states:
             _load(self._iterator, states["iterator"])
         self._first: list[Any] = []
+        self._failed: Exception | None = None  # in the place of the first
         hugging_face = type(dataset).__module__.partition(".")[0] == "datasets"
         if self.layout == STRIDE or (hugging_face and states):
-            self._first = list(islice(self, 1))
+            try:
+                self._first = list(islice(self, 1))
+            except Exception as error:  # noqa: BLE001 - for the batch that it belongs to
+                self._failed = error
         if self._reads:
             self.layout = OWN
         if hugging_face and states:
@@ -72,6 +76,7 @@ class Stream:
             )
         of_a_batch = rules.batch_size * (rules.ranks if self.layout == STRIDE else 1)
         raised = cursor.raised - cursor.state_raised
+        tolerant = tolerant or self.layout == STRIDE  # where draws that raised are not counted
         self._skip(cursor.drawn - cursor.state_drawn - raised, raised, of_a_batch, tolerant)
 
     def __iter__(self) -> Iterator[Any]:
@@ -81,6 +86,9 @@ class Stream:
     def __next__(self) -> Any:
         if self._first:
             return self._first.pop()
+        if self._failed is not None:
+            error, self._failed = self._failed, None
+            raise error
         return next(self._iterator) if self._info is None else self._call(next, self._iterator)
 
     def _call(self, function: Any, argument: Any) -> Any:

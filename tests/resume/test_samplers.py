@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -309,3 +309,34 @@ def test_a_state_is_the_same_again_before_the_next_batch_where_a_sampler_has_no_
     iterator = iter(other)
     assert other.state_dict()["sampler_state"] == state["sampler_state"]
     assert values(iterator) == rest
+
+
+class Pops(Sampler[int]):
+    """Gives what is left of a list; its state is that list itself, and it keeps the one that it is given."""
+
+    def __init__(self, length: int) -> None:
+        self.left = list(range(length))
+
+    def __iter__(self) -> Iterator[int]:
+        while self.left:
+            yield self.left.pop()
+
+    def state_dict(self) -> dict[str, list[int]]:
+        return {"left": self.left}
+
+    def load_state_dict(self, state: dict[str, list[int]]) -> None:
+        self.left = state["left"]
+
+
+@pytest.mark.parametrize("taken", [0, 3])
+def test_a_sampler_may_change_the_state_that_it_was_given(taken: int) -> None:
+    loader = DataLoader(Plain(40), 4, sampler=Pops(40))
+    iterator = iter(loader)
+    take(iterator, taken)
+    state, rest = loader.state_dict(), values(iterator)
+    with DataLoader(Plain(40), 4, sampler=Pops(40), num_workers=2) as other:
+        for _ in range(2):
+            other.load_state_dict(state)
+            iterator = iter(other)
+            state = other.state_dict()
+        assert values(iterator) == rest

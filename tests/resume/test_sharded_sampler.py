@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, Dataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 import shmloader
-from shmloader import ShardedSampler
+from shmloader import DataLoader, ResumeError, ShardedSampler
 
 LENGTHS = [1, 2, 7, 12, 100]
 
@@ -122,3 +123,34 @@ def test_wrong_arguments_are_refused(given: dict[str, Any], message: str) -> Non
     """Errors are in torch's words where torch has the argument."""
     with pytest.raises(ValueError, match=message):
         ShardedSampler(range(4), **{"num_replicas": 2, "rank": 0} | given)
+
+
+class Batches(Dataset[list[int]]):
+    """Is asked for whole batches: its sampler is a ``BatchSampler``, and the loader joins nothing."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, indices: list[int]) -> list[int]:
+        return indices
+
+
+def loader_of_batches(batch_size: int, inner: Any) -> DataLoader[Any]:
+    return DataLoader(Batches(), batch_size=None, sampler=BatchSampler(inner, batch_size, drop_last=False))
+
+
+def test_a_batch_sampler_as_the_sampler_counts_all_samples_of_a_batch() -> None:
+    loader = loader_of_batches(3, ShardedSampler(range(48), 2, 1))
+    iterator = iter(loader)
+    next(iterator)
+    state, rest = loader.state_dict(), [*iterator]
+    other = loader_of_batches(3, ShardedSampler(range(48), 2, 1))
+    other.load_state_dict(state)
+    assert [*other] == rest
+
+
+def test_a_batch_sampler_as_the_sampler_has_to_have_the_same_batch_size() -> None:
+    loader = loader_of_batches(3, SequentialSampler(range(48)))
+    next(iter(loader))
+    with pytest.raises(ResumeError, match="batch_size is 3 in the state and 4 in this loader"):
+        loader_of_batches(4, SequentialSampler(range(48))).load_state_dict(loader.state_dict())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
+from batch_outcomes import outcomes
 from stream_datasets import (
     ByItself,
     ByItselfTooLate,
@@ -13,8 +15,10 @@ from stream_datasets import (
     ByShard,
     ByShardAndItself,
     Files,
+    GoesOn,
     Looks,
     Numbers,
+    WithBadSamples,
     identity,
 )
 from torch.utils.data import ChainDataset, IterableDataset, get_worker_info
@@ -198,6 +202,86 @@ def test_an_error_of_the_stream_says_its_place_in_the_whole_of_it(monkeypatch: p
     with pytest.raises(ValueError, match="no number 13") as caught:
         list(loader)
     assert "raised by sample 13 of the stream" in " ".join(caught.value.__notes__)
+
+
+def with_errors(batches: Any) -> list[Any]:
+    """Batches, or in their places the texts of the errors."""
+    return [one if isinstance(one, list) else str(one) for one in outcomes(batches)]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+def test_an_error_costs_its_batch_and_no_other(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is raised once on each rank, where the batch would have come."""
+    given: dict[str, Any] = {"num_workers": workers, "collate_fn": identity, "shard": "auto"}
+    alone = with_errors(DataLoader(WithBadSamples(21), 3, **given))
+    assert alone == [
+        [0, 1, 2],
+        "bad sample 4",
+        "bad sample 9",
+        [11, 12, 13],
+        "bad sample 14",
+        "bad sample 19",
+    ]
+    for rank in range(2):
+        of_rank(monkeypatch, rank, 2)
+        of_two = with_errors(DataLoader(WithBadSamples(21), 2, **given))
+        assert of_two == [[rank, 2 + rank], *(f"bad sample {number}" for number in (4, 9, 14, 19))]
+
+
+class FailsOnce(GoesOn):
+    """A draw fails for a moment, and gives its number when it is made again."""
+
+    def __init__(self, length: int, at: int) -> None:
+        super().__init__(length)
+        self.at = at
+
+    def __next__(self) -> int:
+        if self.next == self.at:
+            self.at = -1
+            raise ConnectionError("the server has gone")
+        if self.next == self.length:
+            raise StopIteration
+        self.next += 1
+        return self.next - 1
+
+
+class FailsInOneWorker(Numbers):
+    """Its iterator fails in worker 1 only."""
+
+    def __iter__(self) -> FailsOnce:
+        info = get_worker_info()
+        assert info is not None
+        return FailsOnce(self.length, self.fails_at if info.id == 1 else -1)
+
+
+@pytest.mark.parametrize("at", range(1, 12))
+def test_what_fails_in_one_worker_costs_at_most_a_batch_of_its_own(at: int) -> None:
+    dataset = FailsInOneWorker(12, fails_at=at)
+    loader = DataLoader(dataset, 3, num_workers=2, collate_fn=identity, shard="auto")
+    expected: list[Any] = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    if at // 3 % 2 == 1:
+        expected[at // 3] = "the server has gone"
+    assert with_errors(loader) == expected
+
+
+@pytest.mark.filterwarnings("ignore:to go on")
+@pytest.mark.parametrize("taken", range(7))
+@pytest.mark.parametrize("of_a_batch", [None, 3])
+def test_a_stream_that_has_raised_goes_on_with_other_workers(taken: int, of_a_batch: int | None) -> None:
+    given: dict[str, Any] = {"batch_size": of_a_batch, "collate_fn": as_list, "shard": "auto"}
+    with DataLoader(WithBadSamples(21), num_workers=2, **given) as loader:
+        iterator = iter(loader)
+        for _ in range(taken):
+            with contextlib.suppress(ValueError):
+                next(iterator)
+        state, rest = loader.state_dict(), with_errors(iterator)
+    with DataLoader(WithBadSamples(21), num_workers=3, **given) as other:
+        other.load_state_dict(state)
+        assert with_errors(other) == rest
+
+
+def as_list(one: Any) -> list[Any]:
+    return [one]
 
 
 @pytest.mark.parametrize(

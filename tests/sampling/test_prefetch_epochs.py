@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from drawing_datasets import Draws, DrawsFromItsOwn
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from loading import Numbered
+from resume_datasets import Stateful, StatefulToTheEnd
 from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
@@ -175,6 +177,16 @@ def test_set_epoch_before_the_last_epochs_end_is_foreseen_too() -> None:
     assert assert_same(use, distributed).epochs_prefetched == 2
 
 
+def test_set_epoch_of_the_loader_is_no_reason_where_the_dataset_has_none() -> None:
+    def use(loader: Any) -> None:
+        for epoch in range(4):
+            loader.loader.set_epoch(epoch)
+            list(loader)
+
+    statistics = assert_same(use, distributed)
+    assert (statistics.epochs_prefetched, statistics.epochs_in_vain) == (3, 0)
+
+
 @pytest.mark.parametrize("which", ["in order", "shuffled", "a list"])
 def test_what_the_program_draws_is_no_reason(which: str) -> None:
     """The program, or another loader, draws from generators that the sampler does not use."""
@@ -205,6 +217,52 @@ def test_an_epoch_left_early_discards_what_was_made_early(cut: int, which: str) 
 
     statistics = assert_same(use, SAMPLERS[which], draws=False)
     assert (statistics.epochs_in_vain > 0) == (4 < cut < 8)  # all eight without the end is a whole epoch
+
+
+class GoesOn(Stateful):
+    """Where it is iterated over again in mid-epoch, it goes on from there."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.resumed = True
+        yield from super().__iter__()
+
+
+WITH_GENERATOR_OR_STATE: list[Callable[[], dict[str, Any]]] = [
+    SAMPLERS["shuffled"],
+    lambda: {"sampler": GoesOn(22)},
+    lambda: {"sampler": StatefulToTheEnd(22)},
+]
+
+
+@pytest.mark.parametrize("make", WITH_GENERATOR_OR_STATE)
+def test_a_sampler_is_set_back_where_an_epoch_is_left_early(make: Callable[[], dict[str, Any]]) -> None:
+    def use(loader: Any) -> None:
+        assert len(list(itertools.islice(loader, 7))) == 7
+        whole(loader, 2)
+
+    assert assert_same(use, make, draws=False).epochs_in_vain == 1
+
+
+@pytest.mark.parametrize("make", WITH_GENERATOR_OR_STATE)
+def test_a_sampler_is_set_back_where_the_loader_is_closed(make: Callable[[], dict[str, Any]]) -> None:
+    def use(loader: Any) -> None:
+        whole(loader, 1)
+        loader.loader.close()
+        assert len(list(itertools.islice(loader, 7))) == 7
+        loader.loader.close()
+        whole(loader, 2)
+
+    assert_same(use, make)
+
+
+class CannotTell(Stateful):
+    def state_dict(self) -> dict[str, Any]:
+        raise ValueError("cannot tell")
+
+
+def test_a_sampler_that_cannot_be_set_back_is_not_asked_early() -> None:
+    statistics = assert_same(whole, lambda: {"sampler": CannotTell(22)})
+    assert (statistics.epochs_prefetched, statistics.epochs_in_vain) == (0, 0)
 
 
 class HasEpoch(Numbered):
