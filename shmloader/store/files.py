@@ -90,7 +90,8 @@ def _naming(path: str) -> Iterator[None]:
         if path in str(error) or of_the_system or isinstance(error, LoaderError):
             raise
         raise ValueError(
-            f"{path} is damaged, or no file of Arrow's: {type(error).__name__}: {error}"
+            f"{path} is damaged, no file of Arrow's, or one that pyarrow {pa.__version__} cannot read: "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 

@@ -205,10 +205,12 @@ def test_empty_tables_are_described() -> None:
 def test_types_that_arrow_cannot_gather_are_taken_row_by_row(kind: str) -> None:
     if kind == "run_end_encoded":
         column = pc.run_end_encode(pa.array(["x", "x", "y"]))
-    elif hasattr(pa, kind):
-        column = pa.array(["x" * 30, "y", None], pa.string_view())
     else:
-        pytest.skip("this release of pyarrow has no string_view")
+        column = pa.array(["x" * 30, "y", None], pa.string_view())
+        try:
+            _ = column.nbytes
+        except pa.ArrowTypeError:
+            pytest.skip("this release of pyarrow cannot tell the size of a string_view")
     values = column.to_pylist()
     numbers = [2, 0, 0, 1, -1]
     wanted = [values[number] for number in numbers]

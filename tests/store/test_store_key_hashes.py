@@ -87,7 +87,9 @@ def test_keys_that_are_equal_have_equal_hashes() -> None:
     equal = [pair for pair in combinations(EQUAL, 2) if pair[0] == pair[1]]
     assert len(equal) == 13
     time, day = np.datetime64("2024-05-01T00:00:00.000000000"), np.timedelta64(1, "D")
-    equal += [(time, dt.datetime(2024, 5, 1)), (day, dt.timedelta(hours=24))]  # noqa: DTZ001
+    equal += [(time, dt.datetime(2024, 5, 1))]  # noqa: DTZ001
+    if hash(day) == hash(dt.timedelta(hours=24)):  # not so with NumPy 1, where a dict does not find it either
+        equal += [(day, dt.timedelta(hours=24))]
     assert all(hash_of(one) == hash_of(other) for one, other in equal)
 
 

@@ -38,6 +38,7 @@ def test_an_empty_dict_that_repeats_is_saved(rows: list[Any], tmp_path: Path) ->
     assert same(saved(rows, tmp_path / "rows.arrow"), rows)
 
 
+ARROW = int(pa.__version__.split(".")[0])
 AGAIN: dict[str, Any] = {
     "pickled values": 1j,
     "tuples": (1, "a"),
@@ -53,6 +54,8 @@ def test_objects_that_repeat_are_saved_as_parquet(name: str, tmp_path: Path) -> 
     value, path = AGAIN[name], tmp_path / "rows.parquet"
     plain = [value] * 100
     for rows in (plain, [{"v": value, "n": n} for n in range(100)], [*plain, None], [[value] * 2] * 100):
+        if rows[-1] is None and name in ("lists", "arrays", "tensors") and ARROW < 23:
+            continue  # such a release cannot read None among lists of one length (docs/stores.md)
         share(rows).save(path)
         assert same(list(open_store(path, allow_pickle=True)), rows)
 

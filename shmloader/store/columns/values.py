@@ -68,7 +68,8 @@ def _octets(values: list[bytes]) -> Any:
 
 def _each_once(column: Any) -> Any:
     """Texts as a dictionary, where there are few different ones."""
-    sample = column[:: max(1, len(column) // _SAMPLED_TEXTS)]
+    step = max(1, len(column) // _SAMPLED_TEXTS)
+    sample = column.take(numbers_to_arrow(np.arange(0, len(column), step)))
     if len(column) < 16 or len(sample.unique()) * 4 > len(sample):
         return column
     found = column.dictionary_encode()
