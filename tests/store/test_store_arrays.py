@@ -46,6 +46,9 @@ def test_numpy_permutes_the_rows() -> None:
     assert sorted(map(tuple, permuted.tolist())) == rows
 
 
+@pytest.mark.filterwarnings(
+    "ignore:In future, it will be an error for 'np.bool':DeprecationWarning"
+)  # torch 2.6's
 @pytest.mark.parametrize("dtype", [np.int64, np.float32, np.bool_, np.uint8, np.complex64])
 def test_numpys_numbers_are_taken_as_an_array(dtype: Any) -> None:
     rows = [{"y": dtype(n % 2), "t": "a"} for n in range(100)]
