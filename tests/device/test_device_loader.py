@@ -188,7 +188,7 @@ def test_the_next_batch_is_copied_before_it_is_asked_for(driver: ScriptedDriver)
     with DataLoader(Samples(), batch_size=4, num_workers=1, prefetch_factor=4, device="cuda") as loader:
         iterator = iter(loader)
         next(iterator)
-        while iterator._dispatcher.ledger.next_arrived(in_order=True) is None:
+        while 2 not in iterator._dispatcher.ledger.arrived:  # the third batch, which is copied ahead
             iterator._dispatcher.look_at(0)
         next(iterator)
         assert len(driver.copied) == 3
@@ -265,7 +265,7 @@ def test_another_stream_than_at_the_copy(driver: ScriptedDriver) -> None:
     with DataLoader(Samples(), batch_size=4, num_workers=1, device="cuda", prefetch_factor=4) as loader:
         iterator = iter(loader)
         next(iterator)
-        while iterator._dispatcher.ledger.next_arrived(in_order=True) is None:
+        while 2 not in iterator._dispatcher.ledger.arrived:  # the third batch, which is copied ahead
             iterator._dispatcher.look_at(0)
         next(iterator)
         driver.current[0] = driver.new_stream()
