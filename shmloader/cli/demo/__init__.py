@@ -73,13 +73,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     )
     for name, kind, default, metavar, text in (
         ("--steps", whole_number(1), 100, "N", "training steps for each loader"),
-        (
-            "--max-bytes",
-            parse_nbytes,
-            "128M",
-            "SIZE",
-            "most source text to read, as 500000, 500K, 128M or 1G",
-        ),
+        ("--max-bytes", parse_nbytes, "128M", "SIZE", "most source text to read, as 500K, 128M or 1G"),
         ("--batch-size", whole_number(1), 32, "N", "samples per batch"),
         ("--workers", whole_number(0), 2, "N", "worker processes; 0 loads in the main process"),
     ):

@@ -55,7 +55,7 @@ def _of_lengths(lengths: Iterable[int], octets: Any, kinds: Any) -> Any:
 
 
 def offsets_of_lengths(lengths: Array) -> Array:
-    """Where each of some lists begins in the items of all, and where the last ends; int64 only if need be."""
+    """The offsets of lists of these lengths, and the end of the last one; int64 only if need be."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets if offsets[-1] >= 1 << 31 else offsets.astype(np.int32)
