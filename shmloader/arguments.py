@@ -31,18 +31,18 @@ _DEVICE = "_shmloader_device"
 
 
 class AutoCount(int):
-    """A number that the loader has chosen, as its attribute.
+    """A number chosen by the loader, as the value of its attribute.
 
-    As an argument it means ``"auto"``, beginning with that number: a framework that builds a loader from the
-    attributes of another one gets one that chooses for itself, too. ``int(...)`` of it is a plain number.
+    As an argument it means ``"auto"``, beginning with that number: if a framework builds a loader from the
+    attributes of another one, the new loader chooses for itself, too. ``int(...)`` of it is a plain number.
     """
 
 
 def number_or_auto(name: str, argument: Any, start: int) -> Any:
-    """An argument, with an `AutoCount` of ``start`` in the place of ``"auto"``; torch checks what is no word.
+    """An argument, with an `AutoCount` of ``start`` in place of ``"auto"``; torch checks all but strings.
 
     Raises:
-        ValueError: For another word.
+        ValueError: For another string.
     """
     if not isinstance(argument, str):
         return argument
@@ -64,16 +64,16 @@ def is_dynamic(loader: Any) -> bool:
 
 
 def seeds_samples(loader: Any) -> bool:
-    """Whether generators are seeded for each sample: as asked for, or else as the dispatch needs."""
+    """Whether generators are seeded for each sample: by ``seed_per_sample``, or if None by the dispatch."""
     wanted: bool | None = loader.seed_per_sample
     return is_dynamic(loader) if wanted is None else wanted
 
 
 def set_device(loader: Any, device: torch.device | str | int | None) -> None:
-    """Keep the argument ``device`` for `device_of`, and as an attribute where a subclass has none of its own.
+    """Keep the argument ``device`` for `device_of`, and as an attribute unless a subclass has its own.
 
     Raises:
-        RuntimeError: If it is no device.
+        RuntimeError: If it is not a device.
     """
     device = None if device is None else torch.device(device)
     setattr(loader, _DEVICE, device)
@@ -107,7 +107,7 @@ def check_arguments(
     """Check all of the loader's own arguments, which are its attributes; torch's are not set yet.
 
     Raises:
-        TypeError: For a wrong type. What has an ``__index__`` is a whole number, as everywhere in Python.
+        TypeError: For a wrong type. Any object with an ``__index__`` is a whole number, as usual in Python.
         ValueError: For a wrong value.
     """
     if loader.memory_budget_nbytes is not None:
@@ -142,7 +142,7 @@ def check_arguments(
 
 
 def check_workers(loader: Any, dataset: object, context: object) -> None:
-    """Refuse arguments that worker threads cannot follow, and a ``multiprocessing`` context that has threads.
+    """Refuse arguments that worker threads do not support, and ``multiprocessing`` contexts that use threads.
 
     Raises:
         ValueError: With the argument, the reason, and what to pass instead.
@@ -170,7 +170,7 @@ def check_workers(loader: Any, dataset: object, context: object) -> None:
 
 
 def threads_of(context: object) -> type | None:
-    """The class of thread that a ``multiprocessing`` context starts in the place of a process, if it does."""
+    """The class of thread that a ``multiprocessing`` context starts in place of a process, or None."""
     kind = getattr(context, "Process", None)
     return kind if isinstance(kind, type) and issubclass(kind, threading.Thread) else None
 

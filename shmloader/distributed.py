@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shmloader.errors import LoaderError
 from shmloader.torch_private import default_store
 
-_WAIT_S = 300.0  # for the other ranks at the end of an epoch, where the loader has no timeout
+_WAIT_S = 300.0  # for the other ranks at the end of an epoch, if the loader has no timeout
 _LOOK_AGAIN_S = 0.02
 _ADVICE = (
     "Let the dataset give each shard equally many samples, or leave it undivided: then shard='auto' deals "

@@ -1,7 +1,7 @@
 """Exceptions and warnings of shmloader, and how a warning is given.
 
 Every exception inherits from what users of ``torch.utils.data.DataLoader`` already catch, so that an
-``except RuntimeError`` written for torch goes on working.
+``except RuntimeError`` written for torch still works.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class WorkerDied(LoaderError):
         worker_id: Which worker, 0 to ``num_workers - 1``.
         pid: Its process id.
         exit_code: Exit code as in ``multiprocessing.Process.exitcode`` (a negative number is minus the
-            signal's number), or None where it could not be learnt.
+            signal's number), or None if it is unknown.
         indices: The index batches that the worker held, oldest first; empty while starting.
     """
 
@@ -50,7 +50,7 @@ class WorkerStartError(LoaderError):
 
 
 class NotSharedWarning(UserWarning):
-    """Something large could not be shared: each process will have a copy of its own."""
+    """Something large could not be shared, or is copied into workers: each process has a copy of its own."""
 
 
 class SharedMemoryExhausted(LoaderError, MemoryError):
@@ -68,7 +68,7 @@ class SharedMemoryExhausted(LoaderError, MemoryError):
 
 
 class SlotCorrupted(LoaderError):
-    """A slot was written to while it was free, as ``SHMLOADER_DEBUG=1`` has found."""
+    """A slot was written to while it was free; found with ``SHMLOADER_DEBUG=1``."""
 
 
 class LoaderClosed(LoaderError):
@@ -88,7 +88,7 @@ class BadSampleWarning(RuntimeWarning):
 
 
 class NoGoodSample(LoaderError):
-    """Too many samples or batches in a row were bad, with ``on_error``: maybe none will ever be good."""
+    """Too many samples or batches in a row were bad, with ``on_error``; maybe all further ones are, too."""
 
 
 class ShareTimeout(LoaderError, TimeoutError):
@@ -108,7 +108,7 @@ def warn(message: str, category: type[Warning] = RuntimeWarning) -> None:
 
 
 def warn_once(message: str) -> None:
-    """Give a ``RuntimeWarning``, the first time that this process has it."""
+    """Give a ``RuntimeWarning`` once in this process."""
     if message not in _said:
         _said.add(message)
         warn(message)

@@ -54,7 +54,7 @@ def replace_in_records(loader: Any, original: object, shared: object) -> None:
 
 
 class PreparedFlag:
-    """The attribute by which accelerate tells whether it has to build a loader of its own in its place.
+    """The attribute that tells accelerate whether to replace the loader by one of its own.
 
     An attribute that accelerate or the program sets on the loader takes precedence.
 
@@ -73,7 +73,7 @@ class PreparedFlag:
 
 
 def warn_of_torchs_class(loader: Any) -> None:
-    """Say once that accelerate builds a loader of torch's class in the place of one with these options."""
+    """Warn once that accelerate replaces a loader with these options by one of torch's class."""
     lost = options_asked_for(loader)
     if "accelerate" in sys.modules and (lost or loader.num_workers):
         options = f" and without its options ({', '.join(lost)})" if lost else ""

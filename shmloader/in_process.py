@@ -1,6 +1,6 @@
 """One pass over a loader without workers: torch's single-process loading, with our fetcher.
 
-The fetcher goes on where a sample raises, if ``on_error`` says so. Otherwise a note names the sample.
+If a sample raises, the fetcher continues if ``on_error`` says so. Otherwise a note names the sample.
 """
 
 from __future__ import annotations

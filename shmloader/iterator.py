@@ -174,7 +174,7 @@ class SlotIterator(torch_private.BaseIterator):
             scheduler.begin_epoch(sampler_iter)
 
     def _reset_sampler(self, loader: Any, early: Iterator[Any] | None, *, first_iter: bool) -> Iterator[Any]:
-        """Have torch draw what it draws when an epoch begins, and begin to iterate over the sampler."""
+        """Let torch make its draws at the beginning of an epoch, and begin to iterate over the sampler."""
         index_sampler = self._index_sampler
         try:
             if early is not None:
@@ -201,7 +201,7 @@ class SlotIterator(torch_private.BaseIterator):
         return sampler_iter
 
     def set_epoch(self, epoch: int) -> None:
-        """Have the datasets of persistent workers called with ``set_epoch(epoch)`` at the next epoch."""
+        """Make persistent workers call their datasets' ``set_epoch(epoch)`` at the next epoch."""
         self._dataset_state.set_epoch = epoch
 
     # --- batches
@@ -287,7 +287,7 @@ class SlotIterator(torch_private.BaseIterator):
         return self._lifecycle.expect(StopIteration())
 
     def _await(self, task: Task) -> None:
-        """Take in what workers have said, or wait for it, until the batch of a task may be here."""
+        """Receive records from workers, or wait for them, until the batch of a task may be here."""
         scheduler, dispatcher = self._scheduler, self._dispatcher
         if self._stream is not None and not scheduler.is_active(task.worker_id):
             dispatcher.ledger.void(task)  # its worker's iterable dataset ended before it
@@ -339,14 +339,14 @@ class SlotIterator(torch_private.BaseIterator):
         return batch
 
     def _take(self, task: Task, report: StreamReport | None) -> None:
-        """Note that the program has a task's batch, or what came in its place."""
+        """Note that the program has a task's batch, or the exception in its place."""
         if self._stream is None:
             self._progress.take(task.position)
         else:
             self._stream.take(self._progress, task.worker_id, report)
 
     def _warn(self) -> None:
-        """Give the pool's warning; no batch is lost where the program's filters make it an error."""
+        """Give the pool's warning; no batch is lost if the program's filters make it an error."""
         warning, self.pool.warning = self.pool.warning, ""
         try:
             warn(warning, SpillWarning)
@@ -357,7 +357,7 @@ class SlotIterator(torch_private.BaseIterator):
     # --- the end
 
     def _abandon(self) -> NoReturn:
-        """Close after an exception that came between two lines; batches may have been lost by it."""
+        """Close after an exception that came between two lines, and may have lost batches."""
         self.close("an exception (Ctrl-C?) interrupted it in the middle of its work")
         self._check_open()
         raise AssertionError
@@ -399,7 +399,7 @@ class SlotIterator(torch_private.BaseIterator):
 
 
 def _is_cut_off() -> bool:
-    """Whether this is a daemon thread and the interpreter ends: it stops such threads wherever they are."""
+    """Whether this is a daemon thread and the interpreter ends, which stops such threads at any point."""
     return current_thread().daemon and not main_thread().is_alive()
 
 

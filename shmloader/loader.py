@@ -48,16 +48,16 @@ else:
 class DataLoader(_Base[_T_co], Generic[_T_co]):
     """A drop-in for ``torch.utils.data.DataLoader`` whose workers write batches where the program reads them.
 
-    All arguments of torch's loader have torch's meaning, and batches, their order, what datasets draw in
-    workers and the state of the global generators afterwards are identical to torch's. With
+    All arguments of torch's loader have torch's meaning. Batches, their order, the random numbers that
+    datasets draw in workers and the state of the global generators afterwards are identical to torch's. With
     ``num_workers=0`` samples are fetched and joined in this process, with torch's results.
 
     With workers, each collates its batch straight into a **slot** of shared memory, and the tensors that
     ``next()`` returns are views of it. A slot is written again only after the last view of its batch is
-    gone, through whatever it is held (``.numpy()``, ``.detach()``, a slice, an ``nn.Parameter``), so
-    batches may be kept. While nothing is kept there are at most ``prefetch_factor * num_workers + 2``
-    slots, each as large as the largest batch so far; slots that were made for batches that are no longer
-    kept give their memory back.
+    gone, whatever kind of view it is (``.numpy()``, ``.detach()``, a slice, an ``nn.Parameter``), so batches
+    may be kept. While nothing is kept there are at most ``prefetch_factor * num_workers + 2`` slots, each as
+    large as the largest batch so far; slots that were made for batches that are no longer kept give their
+    memory back.
 
     Args:
         dataset: Map-style or iterable-style dataset.
@@ -76,8 +76,8 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             themselves are page-locked, and none is written again before the device has done what was queued
             when the program dropped its batch. See docs/gpu.md.
         drop_last: Leave out the last, incomplete batch.
-        timeout: Most seconds to wait for any worker to finish a batch; 0 waits as long as workers live. To be
-            chosen larger than the slowest batch takes.
+        timeout: Most seconds to wait for any worker to finish a batch; 0 waits as long as workers live.
+            Choose it larger than the time of the slowest batch.
         worker_init_fn: Called in each worker with its id, after seeding.
         multiprocessing_context: ``"fork"``, ``"spawn"``, ``"forkserver"`` or a context object; None for
             the platform's default.
@@ -89,36 +89,36 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         in_order: Return batches in the sampler's order; else as they arrive.
         memory_budget_nbytes: Most bytes that the slots of one iterator may take together: at least a page,
             4,096 bytes on most machines, for each of ``prefetch_factor * num_workers + 2`` slots (less counts
-            as that). If it is too small for that many batches, fewer are made in advance; what it does not
-            hold then is copied to private memory, counted in `statistics`. One warning tells of both. None
+            as that). If it is too small for that many batches, fewer are made in advance; batches that still
+            do not fit are copied to private memory, counted in `statistics`. One warning tells of both. None
             takes half of what the machine and its memory cgroup have available when iteration begins, and
-            looks again when batches have grown. With ``"auto"`` nothing is chosen of which
-            ``prefetch_factor * num_workers + 2`` batches would not fit.
+            looks again when batches have grown. ``"auto"`` chooses only numbers for which
+            ``prefetch_factor * num_workers + 2`` batches fit.
         worker_restarts: How many dead workers, and with ``timeout`` silent ones, an iterator replaces before
             one of them is an error. The batches that a replaced worker held are made again, in the same
             order: none is lost and none comes twice. One that has ended two workers is an error at once.
-            The new worker is seeded as the first was when it started, so a dataset that draws random numbers
+            The new worker is seeded like the first one at its start, so a dataset that draws random numbers
             draws other ones than in an undisturbed epoch. For map-style datasets.
-        on_error: What becomes of a sample whose ``dataset[i]`` raises (for an iterable-style dataset, its
+        on_error: What to do with a sample whose ``dataset[i]`` raises (for an iterable-style dataset, its
             iterator): ``"raise"`` it from ``next()``; ``"skip"`` it, so that its batch is smaller; or
             ``"replace"`` it by a copy of the next good sample of its batch, from the batch's end on by the
             first ones (of an iterable-style dataset, by the stream's next sample). A batch without a good
             sample is left out of the epoch. Bad samples are listed in `statistics` and summed up in one
             `BadSampleWarning` for the loader, at the end of the epoch, at ``close()`` or when the next one
-            begins. Never skipped: ``SystemExit``, ``KeyboardInterrupt``, what ran out of memory, errors of a
-            loader inside the dataset, and what samplers and ``collate_fn`` raise. See docs/errors.md.
+            begins. Never skipped: ``SystemExit``, ``KeyboardInterrupt``, out-of-memory errors, errors of a
+            loader inside the dataset, and exceptions of samplers and ``collate_fn``. See docs/errors.md.
         dispatch: Which worker makes which batch. ``"static"``, the default: they take turns, as torch's do.
-            ``"dynamic"``: whoever is free makes the next one, and while ``next()`` waits for a slow batch the
+            ``"dynamic"``: a free worker makes the next one, and while ``next()`` waits for a slow batch the
             others make further ones in advance, in up to 64 more slots within the memory budget. Batches come
-            in the same order either way. What samples draw from the global generators of torch, NumPy and
-            ``random`` then depends on the base seed, the epoch and the sample's place in it, and not on who
-            fetched it or how many workers there are (``seed_per_sample``). For map-style datasets. See
-            docs/dispatch.md.
+            in the same order either way. The numbers that samples draw from the global generators of torch,
+            NumPy and ``random`` then depend on the base seed, the epoch and the sample's place in it, and not
+            on which worker fetched it or how many workers there are (``seed_per_sample``). For map-style
+            datasets. See docs/dispatch.md.
         prefetch_epochs: With ``persistent_workers``: ask the sampler for the next epoch as soon as this
             epoch's last task is sent, and send its first tasks. The batches are the same as without it, as
-            long as nothing but the loader uses the sampler's ``generator``. Where that is torch's global one,
-            it has no effect and ``iter()`` warns; so it does for iterable-style datasets and
-            ``in_order=False``. See docs/dispatch.md.
+            long as nothing but the loader uses the sampler's ``generator``. If that is torch's global one,
+            for iterable-style datasets and for ``in_order=False`` it has no effect, and ``iter()`` warns. See
+            docs/dispatch.md.
         worker_type: ``"process"``, or ``"thread"`` for datasets that release the interpreter lock and for
             free-threaded Python: ``num_workers`` threads of this process, with no start-up cost and nothing
             pickled or copied for them, that share a map-style dataset with each other. They leave the global
@@ -127,17 +127,16 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         share_dataset: Move the dataset's large containers to shared memory first, as `shmloader.share`
             does: ``loader.dataset`` is then the shared dataset, and ``dataset`` itself is not changed. A
             sequence or mapping with a class of its own keeps it, since its samples may be new at each access.
-            For the memory to be saved, nothing else (a sampler, a variable) may go on holding the original.
+            It saves memory only if nothing else (a sampler, a variable) keeps the original.
         shard: ``"auto"`` divides an iterable-style dataset among all workers of all ranks, so that each item
             comes once: by the dataset's ``shard(num_shards, index)``, or by its ``is_shardable()`` and
             ``sharding_settings(total_num_of_shards, id_of_shard)``; else each worker iterates over all of it
-            and gives every so many items, which must be the same ones, in the same order, in all of them. A
-            dataset that reads ``get_worker_info().num_workers`` before its first item divides itself, and is
-            left alone. Ranks have equally many batches, or an error names one that has fewer. See
-            docs/sharding.md.
-        snapshot_every_n_steps: Of an iterable-style dataset with a ``state_dict()``, itself or its iterator:
-            how many batches each worker makes from one call of it to the next. What came since the last call
-            is drawn again when the loader goes on from a state.
+            and gives its share of the items, which must come in the same order in all workers. A dataset that
+            reads ``get_worker_info().num_workers`` before its first item divides itself, and is left alone.
+            Ranks have equally many batches, or an error names one that has fewer. See docs/sharding.md.
+        snapshot_every_n_steps: For an iterable-style dataset with a ``state_dict()``, itself or its iterator:
+            the number of batches that each worker makes from one call of it to the next. Samples since the
+            last call are drawn again when the loader continues from a state.
         seed_per_sample: Seed the generators of torch, NumPy and ``random`` in the worker before each sample,
             from the base seed, the epoch and the sample's place in it. Random augmentation is then the same
             with any number of workers, 0 included, and after `load_state_dict`. It takes 11 µs per sample,
@@ -149,17 +148,17 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             it is. ``"cpu"`` and None leave batches where they are. See docs/gpu.md.
 
     Raises:
-        TypeError: For numbers that are not whole (``1e9`` is a float), and for what torch refuses so.
+        TypeError: For numbers that are not whole (``1e9`` is a float), and where torch raises one.
         ValueError: For arguments that torch refuses, with torch's message; for other values than those above,
             and for arguments that exclude each other, with what to pass instead.
-        RuntimeError: For a ``device`` that is none; by ``iter()``, for an accelerator that is not there.
+        RuntimeError: For an invalid ``device``; from ``iter()``, for an accelerator that is not there.
     """
 
     is_shmloader = True  # accelerate copies it, under install()
     _is_accelerate_prepared = PreparedFlag(warn_of_torchs_class)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Keep the loader's own options where Lightning builds a subclass anew that takes ``**kwargs``."""
+        """Keep the loader's own options if Lightning rebuilds a subclass that takes ``**kwargs``."""
         super().__init_subclass__(**kwargs)
         torchs = inspect.signature(torch.utils.data.DataLoader.__init__).parameters
         ours = inspect.signature(DataLoader.__init__).parameters
@@ -266,7 +265,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         loading_of(self).set_epoch(self, epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place to which the program has come: after the batches that ``next()`` has returned so far.
+        """The program's place in the epoch: after the batches that ``next()`` has returned so far.
 
         May be called at any moment, also before the first batch and between epochs, and as often as wanted:
         it takes microseconds and starts no worker. See docs/resume.md.
@@ -286,11 +285,11 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         return states.state(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Have the next ``iter(loader)`` go on from a state: with the batch behind those that were returned.
+        """Make the next ``iter(loader)`` continue from a state: with the batch after those returned.
 
         A state after the last batch and ``StopIteration`` begins the next epoch. An empty dict does nothing.
-        Until that ``iter()``, `state_dict` returns the state again. The number and kind of workers may be
-        others than in the loader that gave the state.
+        Until that ``iter()``, `state_dict` returns the state again. The number and kind of workers may differ
+        from those of the loader that gave the state.
 
         Args:
             state_dict: As `state_dict` has returned it, in this program or another one.

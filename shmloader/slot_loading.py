@@ -53,10 +53,10 @@ class Loading:
         return types.NoneType, ()
 
     def iterate(self, loader: Any, torchs_iter: Callable[[], Any]) -> Any:
-        """The iterator of a new pass over a loader; warns first of bad samples in an epoch that was left.
+        """The iterator of a new pass over a loader; first warns of bad samples in an epoch that was left.
 
-        The loader forgets a persistent iterator whose workers are gone, or that a loaded state, which has a
-        base seed of its own, is not to go on with.
+        The loader forgets a persistent iterator whose workers are gone. It also forgets it if a state was
+        loaded, which has a base seed of its own.
         """
         iterator = iterator_of(loader)
         if isinstance(iterator, SlotIterator) and (iterator.closed or loaded_state(loader) is not None):
@@ -69,7 +69,7 @@ class Loading:
         return _delivered(loader, self.states.iterate(loader, torchs_iter))
 
     def make_iterator(self, loader: Any) -> SlotIterator | InProcessIterator | None:
-        """An iterator over a loader; None, with a warning, where torch's own has to be used.
+        """An iterator over a loader; None, with a warning, if torch's own has to be used.
 
         Raises:
             LoaderClosed: If the loader is closed while its workers are being started.
@@ -123,15 +123,15 @@ class Loading:
             iterator.set_epoch(epoch)
 
     def load_state_dict(self, loader: Any, state: Mapping[str, Any]) -> None:
-        """Have the next iterator go on from a state; see `DataLoader.load_state_dict`."""
-        if state != {}:  # None is no state, and no empty one
+        """Make the next iterator continue from a state; see `DataLoader.load_state_dict`."""
+        if state != {}:  # None is refused, {} is an empty state
             check_resumable(loader)
             self.states.load(loader, state)
 
     def statistics(self) -> LoaderStatistics:
         """Counters of the loader's life so far, and the slots that it holds now."""
         iterators = self.live()
-        # A copy, looked at and not touched: another thread may be iterating.
+        # A copy that is only read: another thread may be iterating.
         slots = [slot for iterator in iterators for slot in list(iterator.pool.slots)]
         states = [slot.state_now for slot in slots]
         in_use = [slot for slot, state in zip(slots, states, strict=True) if state is not SlotState.FREE]

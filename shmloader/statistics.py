@@ -14,10 +14,10 @@ _MOST_BAD_SAMPLES = 3  # that a table shows
 
 @dataclass(frozen=True)
 class BadSample:
-    """A sample that raised, where the loader went on (``on_error="skip"`` or ``"replace"``).
+    """A sample that raised and that the loader left out or replaced (``on_error``).
 
     Attributes:
-        index: Its index; of an iterable-style dataset, its position in its worker's stream in this epoch.
+        index: Its index; for an iterable-style dataset, its position in its worker's stream in this epoch.
         error: Name of the exception's type.
         message: The exception's text, cut at 500 characters.
         of_stream: Whether the dataset is iterable-style.
@@ -45,7 +45,7 @@ class AutotuneReport:
         prefetch_factor: Batches made in advance per worker now.
         settled: Whether the choice is made: from then on it changes only if batches become so large that the
             memory budget asks for fewer.
-        batches: Batches that were returned until it was made, or so far; at most 200.
+        batches: Batches returned until the choice was made, or so far; at most 200.
         why: The reasons, with what was measured, for people.
     """
 
@@ -61,8 +61,8 @@ class LoaderStatistics:
     """A snapshot of one loader, from ``loader.statistics()``.
 
     Counters run from the loader's creation over all its epochs; slots and bytes are those of its live
-    iterators at the moment of the call. With ``num_workers=0`` there are no slots and nobody waits.
-    ``print()`` shows a table and says whether the workers or the loop are the bottleneck.
+    iterators at the moment of the call. With ``num_workers=0`` there are no slots and no waiting. ``print()``
+    shows a table and says whether the workers or the loop are the bottleneck.
 
     Attributes:
         slots_free: Slots that hold nothing.
@@ -78,8 +78,8 @@ class LoaderStatistics:
         spills: Batches moved to private memory: larger than a slot may be, or kept by the program beyond
             the memory budget or the number of slots.
         spilled_nbytes: Their bytes.
-        detached: Batches whose memory a worker went on viewing (a ``collate_fn`` that keeps its results,
-            say), which costs the worker a private copy.
+        detached: Batches whose memory a worker kept (a ``collate_fn`` that keeps its results, say), which
+            costs the worker a private copy.
         pin_copies: Batches copied into pinned memory.
         bad_samples: Samples that raised and were left out or replaced (``on_error``), in batches that were
             returned, left out, or raised something else.
@@ -92,19 +92,19 @@ class LoaderStatistics:
         tasks_ahead: Tasks that were sent beyond ``prefetch_factor * num_workers`` outstanding ones, because a
             slow batch held the other workers up (``dispatch="dynamic"``).
         epochs_prefetched: Epochs that began with batches that were made early (``prefetch_epochs``).
-        epochs_in_vain: Epochs for which batches had been made early and were made anew.
+        epochs_in_vain: Epochs whose early batches were discarded and made again.
         iterating_s: Seconds from ``iter()`` to the last ``next()`` so far, summed over the epochs.
         wait_for_workers_s: Seconds that ``next()`` waited for a batch.
-        wait_for_first_batches_s: The part of that for the first batch of each epoch.
-        wait_for_starts_s: The part of that in which new workers had not come to their first batch yet: in
-            each epoch, and with ``persistent_workers`` in the first one.
+        wait_for_first_batches_s: The part of `wait_for_workers_s` for the first batch of each epoch.
+        wait_for_starts_s: The part of `wait_for_first_batches_s` in which new workers had not begun their
+            first batch: in each epoch, or with ``persistent_workers`` in the first one.
         in_process_s: Seconds that ``next()`` made batches itself, with ``num_workers=0``.
-        wait_for_device_s: Seconds that ``next()`` waited for slots that an accelerator still read, where the
-            memory budget had no room for others.
-        workers_wait_for_slots_s: Seconds that workers, summed, waited for a slot to work on: large where
-            the program is the slower side.
+        wait_for_device_s: Seconds that ``next()`` waited for slots that an accelerator still read, because
+            the memory budget had no room for others.
+        workers_wait_for_slots_s: Seconds that all workers together waited for a slot: large if the program is
+            the slower side.
         torchs_way: Whether batches came from torch's own iterator, because the platform or this torch lacks
-            what slots need. Of those nothing is counted.
+            what slots need. Such batches are not counted.
         autotune: What was chosen with ``num_workers="auto"`` or ``prefetch_factor="auto"``; else None.
     """
 
@@ -143,7 +143,7 @@ class LoaderStatistics:
 
     @property
     def verdict(self) -> str:
-        """One sentence: whether the workers or the training loop are the bottleneck, and by which figures."""
+        """One sentence that names the bottleneck (the workers or the training loop), with the figures."""
         total_s = self.iterating_s
         if self.torchs_way:
             return (

@@ -1,4 +1,4 @@
-"""Checks for stores of one's own: every kind of store passes them.
+"""Checks for custom stores: every kind of store passes them.
 
     from shmloader.testing import CHECKS
 
@@ -6,9 +6,9 @@
     def test_my_store(check):
         check(MyStore(rows), rows)
 
-Each check takes a store and a list of the rows it was made from, and raises AssertionError with what is
-wrong. They need no test framework. `identical` is the comparison they use: equal and of the same types,
-all the way down.
+Each check takes a store and a list of the rows it was made from, and raises an AssertionError that tells the
+difference. No test framework is needed. The checks compare with `identical`: equal and of the same types, at
+any depth.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Check = Callable[[Any, list[Any]], None]
 
 
 def identical(one: Any, other: Any) -> bool:
-    """Whether two values are equal and of the same types, all the way down.
+    """Whether two values are equal and of the same types, at any depth.
 
     NaN is identical to NaN, 0.0 is not to -0.0, and dicts have the same order.
     """
@@ -71,7 +71,7 @@ def _identical_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     if one.layout is not torch.strided:
         return identical(one.to_dense(), other.to_dense())
-    if one.is_quantized or other.is_quantized:  # torch cannot look at their bytes: that ends the process
+    if one.is_quantized or other.is_quantized:  # torch cannot read their bytes: that ends the process
         return one.qscheme() == other.qscheme() and identical(one.dequantize(), other.dequantize())
     # In new memory: a contiguous tensor of one item, or of none, may have strides without a view of bytes.
     octets = [
@@ -117,7 +117,7 @@ def iteration_gives_the_rows(store: Any, rows: list[Any]) -> None:
 
 
 def wrong_indices_are_errors(store: Any, rows: list[Any]) -> None:
-    """IndexError beyond the ends, TypeError for what is no index, KeyError for columns that are not there."""
+    """IndexError beyond the ends, TypeError for other objects, KeyError for missing columns."""
     for index in (len(rows), -len(rows) - 1, 1 << 70, -(1 << 70)):
         _raises(IndexError, operator.getitem, store, index)
         _raises(IndexError, store.__getitems__, [index])
@@ -154,7 +154,7 @@ def it_is_a_read_only_sequence(store: Any, rows: list[Any]) -> None:
 
 
 def it_equals_its_rows(store: Any, rows: list[Any]) -> None:
-    """``==`` with a list, a tuple and itself; but for rows that do not equal themselves, such as NaN."""
+    """``==`` with a list, a tuple and itself, except for rows that do not equal themselves, such as NaN."""
     assert store == store  # noqa: PLR0124
     if all(_equals_itself(row) for row in rows):
         assert store == list(rows)
@@ -211,7 +211,7 @@ def many_rows_come_at_once(store: Any, rows: list[Any]) -> None:
 
 
 def take_gathers_the_rows(store: Any, rows: list[Any]) -> None:
-    """``take`` agrees with the rows, whatever its indices come in."""
+    """``take`` agrees with the rows, for every type of indices."""
     numbers = [*range(len(rows)), *range(-len(rows), 0)] * 3
     for indices in (numbers, np.array(numbers, np.int64), torch.tensor(numbers, dtype=torch.int64), []):
         taken = store.take(indices)
@@ -247,7 +247,7 @@ def _as_array(value: Any) -> np.ndarray[Any, Any]:
 
 
 def arrays_are_read_only(store: Any, rows: list[Any]) -> None:
-    """Writing to an ndarray is a ValueError, and it cannot be made writeable; or it is a private copy."""
+    """Writing to an ndarray is a ValueError, and it cannot be made writeable, unless it is a private copy."""
     for array in _find(list(store), np.ndarray):
         if array.flags.writeable and array.size and not array.dtype.hasobject:
             array[...] = (np.ones if array.dtype.kind in "biufcU" else np.zeros)((), array.dtype)
@@ -282,13 +282,13 @@ def _find(value: Any, kind: type) -> Iterator[Any]:
 
 
 def copies_are_the_store(store: Any, rows: list[Any]) -> None:
-    """``copy`` and ``deepcopy`` share the memory, wherever the store sits."""
+    """``copy`` and ``deepcopy`` share the memory, also for a store inside another object."""
     assert copy.copy(store) is store
     assert copy.deepcopy({"dataset": [store]})["dataset"][0] is store
 
 
 def plain_pickles_are_refused_or_whole(store: Any, rows: list[Any]) -> None:
-    """A plain pickle, for a disk say, holds all of the data, or is an error that says what to do instead."""
+    """A plain pickle, for a disk say, holds all of the data, or is an error that names an alternative."""
     for part, wanted in ((store, rows), (store[1:], rows[1:])):
         try:
             pickled = pickle.dumps([part])

@@ -1,4 +1,4 @@
-"""Loading as torch's loader does, where torch or the platform lacks what slots need."""
+"""Loading as torch's loader does, if torch or the platform lacks what slots need."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ OWN_DEFAULTS: dict[str, Any] = {
     "shard": None,
     "snapshot_every_n_steps": 1,
 }
-"""Options that torch's loader lacks, with the values that ask for nothing."""
+"""Options that torch's loader lacks, with the values that turn them off."""
 
 
 def must_load_as_torch(loader: Any) -> bool:
     """Whether a loader has to leave its batches to torch's own iterator.
 
-    The first time this warns, naming the lack and the loader's options that have no effect.
+    The first time this gives a warning that names the lack and the loader's options that have no effect.
 
     Raises:
-        NotImplementedError: For a loader with ``shard="auto"``: its batches would be others.
+        NotImplementedError: For a loader with ``shard="auto"``: its batches would differ.
     """
     if why_missing(Feature.SLOTS) is not None:
         text = missing_message(Feature.SLOTS)
@@ -61,7 +61,7 @@ def check_resumable(loader: Any) -> None:
 
 
 def options_asked_for(loader: Any) -> list[str]:
-    """The options of a loader that torch's lacks and that ask for something, as ``name=value``."""
+    """The options in use that torch's loader lacks, as ``name=value``."""
     automatic = [
         f"{name}='auto' (it is {value})"
         for name in ("num_workers", "prefetch_factor")

@@ -1,8 +1,8 @@
 """Features that need private or movable names of torch, and the reasons why one is not available.
 
-`torch_private` looks the names up. One that this torch does not have disables the feature that needs it, and
-``import shmloader`` works without it. Where the feature is needed, a warning or an error names it, with the
-reason and what is done instead.
+`torch_private` looks the names up. A missing name disables the feature that needs it, and
+``import shmloader`` works without it. When the feature is needed, a warning or an error names it, with the
+reason and the replacement.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shmloader.errors import warn_once
 
 
 class Feature(StrEnum):
-    """A part of shmloader that needs certain names of torch; the value is what messages call it."""
+    """A part of shmloader that needs certain names of torch; the value is its name in messages."""
 
     SLOTS = "loading through shared-memory slots"
     INSTALL = "shmloader.install()"
@@ -54,7 +54,7 @@ def disable(feature: Feature, reason: str) -> None:
 
 
 def is_missing(feature: Feature) -> bool:
-    """Whether a feature, one that has a replacement, is not available. The first such call warns."""
+    """Whether a feature that has a replacement is not available. The first such call warns."""
     if why_missing(feature) is None:
         return False
     warn_once(missing_message(feature))
@@ -82,7 +82,7 @@ def find(feature: Feature, module: str, name: str, default: Any = None) -> Any:
 
 
 def find_function(feature: Feature, module: str, name: str) -> Any:
-    """Look up a function of torch; without it, what is returned raises NotImplementedError when called."""
+    """Look up a function of torch; a missing one is replaced by one that raises NotImplementedError."""
     return find(feature, module, name, functools.partial(_refuse, feature))
 
 

@@ -54,7 +54,7 @@ def _check_iterator() -> None:
         # With its own generator: the global one must not be drawn from.
         dataset: Any = [0]
         iterator = BaseIterator(torch.utils.data.DataLoader(dataset, generator=torch.Generator()))
-    except Exception as error:  # noqa: BLE001 - of a constructor that nobody knows yet
+    except Exception as error:  # noqa: BLE001 - the constructor of an unknown torch
         disable(Feature.SLOTS, f"{_DATALOADER}._BaseDataLoaderIter(loader) raises {error!r}")
         return
     absent = [name for name in _ITERATOR_ATTRIBUTES if not hasattr(iterator, name)]
@@ -67,7 +67,7 @@ _check_iterator()
 _workers_iterator = getattr(torch.utils.data.dataloader, "_MultiProcessingDataLoaderIter", None)
 _put_index = getattr(_workers_iterator, "_try_put_index", None)
 LIMITS_TASKS = "_workers_num_tasks" in getattr(getattr(_put_index, "__code__", None), "co_names", ())
-"""Whether torch gives a worker no more tasks than its share where batches come out of order: 2.6 does not."""
+"""Whether torch limits a worker to its share of tasks when batches come out of order: 2.6 does not."""
 
 GET_ITERATOR = "_get_iterator"
 """The method of torch's class that makes an iterator, for `install`, which replaces it."""
@@ -96,7 +96,7 @@ sharding_worker_init_fn = find_function(Feature.DATAPIPES, _DATALOADER, "_shardi
 
 _GRAPH_SETTINGS = "torch.utils.data.graph_settings"
 apply_sharding = find_function(Feature.DATAPIPES, _GRAPH_SETTINGS, "apply_sharding")
-"""Does the same where there are no workers."""
+"""Does the same without workers."""
 
 _apply_random_seed = find_function(Feature.DATAPIPES, _GRAPH_SETTINGS, "apply_random_seed")
 
@@ -191,7 +191,7 @@ def _check_collation() -> None:
         try:
             joined = collate_fn_map[kind](samples, collate_fn_map=collate_fn_map)
             found = [joined.dtype, tuple(joined.shape)]
-        except Exception as error:  # noqa: BLE001 - of functions that nobody knows yet
+        except Exception as error:  # noqa: BLE001 - functions of an unknown torch
             found = [error]
         if found != expected:
             name = kind.__name__
@@ -244,9 +244,9 @@ def _worker_info(*, rng: Any = None, worker_method: str = "multiprocessing", **k
 
 
 def watched_worker_info(dataset: Any) -> tuple[Any, list[str]]:
-    """A worker info to show a dataset, and the list that notes each read of its ``num_workers``.
+    """A worker info to show a dataset, and the list that records each read of its ``num_workers``.
 
-    It is a copy of the worker's own; where there is no worker, that of worker 0 of 1.
+    It is a copy of the worker's own; without workers it describes worker 0 of 1.
     """
     reads: list[str] = []
 
@@ -266,7 +266,7 @@ def watched_worker_info(dataset: Any) -> tuple[Any, list[str]]:
 
 
 def only_worker_info() -> Any:
-    """The worker's own worker info, as if there were no other worker; None where there is no worker."""
+    """The worker's own worker info, as if there were no other worker; None outside a worker."""
     only = copy.copy(torch.utils.data.get_worker_info())
     if only is not None:
         object.__setattr__(only, "id", 0)
@@ -275,7 +275,7 @@ def only_worker_info() -> Any:
 
 
 def show_worker_info(info: Any) -> None:
-    """Have ``get_worker_info()`` answer with ``info`` from now on, in this worker or without workers."""
+    """Make ``get_worker_info()`` return ``info`` from now on, in this worker or without workers."""
     names = vars(importlib.import_module(_WORKER))
     in_threads: Any = names.get(_IN_THREADS)
     if getattr(in_threads, "worker_info", None) is None:
@@ -286,7 +286,7 @@ def show_worker_info(info: Any) -> None:
 
 @functools.cache
 def _have_worker_info_in_threads() -> Any:
-    """Let ``get_worker_info()`` look for the calling thread's worker info before that of the process.
+    """Make ``get_worker_info()`` prefer the calling thread's worker info to that of the process.
 
     Programs hold the function itself (``from torch.utils.data import get_worker_info``), and it reads a
     global name of its module. So its code is replaced, for good: in threads without a worker info it answers
