@@ -1,4 +1,4 @@
-"""torch's commonest samplers, drawn from as arrays: the same numbers, without a Python int for each.
+"""Index batches of torch's commonest samplers as arrays: the same numbers, without a Python int for each.
 
 A permutation as a list takes 36 bytes per sample of the dataset in the main process, and each index some ten
 nanoseconds on its way through two generators. As an array it takes 8 bytes, and a batch is a slice of it.
@@ -23,14 +23,14 @@ from shmloader.torch_features import Feature, disable, is_missing
 def index_arrays(index_sampler: Any, skip: int = 0) -> Iterator[PackedInts] | None:
     """Iterate over a sampler's index batches, as ``iter(index_sampler)`` does, with arrays in them.
 
-    The same numbers come, from the same draws of the same generators at the same calls. It is called in the
-    place of ``iter``, whose side effects, for these samplers, come with the first index batch. To skip many
-    batches at the beginning takes no longer than to skip few.
+    The numbers, the generators and the calls that draw from them are the same. Call it in place of ``iter``,
+    whose side effects, for these samplers, come with the first index batch. Skipping many batches at the
+    beginning takes no longer than skipping few.
 
     Returns:
         None if this is not exactly torch's `BatchSampler` over a `SequentialSampler` or a `RandomSampler`
-        without replacement, or if its batches are small and none is to be skipped; also where the program
-        has changed torch's classes, or torch has (`check_against_torch`).
+        without replacement, if its batches are small and none is to be skipped, or if the program or torch
+        has changed these classes (`check_against_torch`).
     """
     if type(index_sampler) is not BatchSampler or type(index_sampler.batch_size) is not int:
         return None
@@ -48,7 +48,7 @@ def index_arrays(index_sampler: Any, skip: int = 0) -> Iterator[PackedInts] | No
 
 @functools.cache
 def check_against_torch(kind: type) -> None:
-    """Disable arrays in this process unless they agree with torch's iteration over small samplers of a class.
+    """Disable arrays in this process unless they match torch's iteration over small samplers of a class.
 
     The index batches must agree, and after each of them the states of the generators. It takes up to 1 ms,
     once for each class, and leaves the global generator as it was.
@@ -86,9 +86,9 @@ def check_against_torch(kind: type) -> None:
 
 
 def is_by_torch(method: Any, kind: type) -> bool:
-    """Whether a method of a class of torch's is what torch's module made it.
+    """Whether a method of one of torch's classes is torch's own.
 
-    What a program puts in its place has other globals, also under ``functools.wraps``.
+    A function that a program puts in its place has other globals, also under ``functools.wraps``.
     """
     return getattr(method, "__globals__", {}).get("__name__") == kind.__module__
 
@@ -122,7 +122,7 @@ def _ranges(sampler: SequentialSampler, nbatch: int) -> Iterator[IntArray]:
 
 
 def _permutations(sampler: RandomSampler) -> Iterator[IntArray]:
-    """Draw as ``RandomSampler.__iter__``, which takes one more permutation at the end than it may need."""
+    """Draw as ``RandomSampler.__iter__``, which may draw one permutation more than it needs at the end."""
     length = len(sampler.data_source)
     generator: torch.Generator = sampler.generator or torch.Generator().manual_seed(draw_seed())
     for _ in range(sampler.num_samples // length):

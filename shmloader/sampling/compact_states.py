@@ -1,10 +1,9 @@
 """Compact states of torch's generators: a state of 5,056 bytes in a few dozen characters.
 
-A **compact state** is the seed that the generator began with and how many numbers of 32 bits it has drawn
-since, as text. The number is found by drawing from the seed on until the generator's next numbers come, and
-is used only if drawing from the seed that far gives the state byte for byte. Where it does not (a normal
-deviate is kept for the next call, more than 134 million numbers were drawn), the text is the whole state,
-compressed, of 4.3 KB.
+A **compact state** is the seed that the generator began with and the count of 32-bit numbers drawn since, as
+text. The count is found by drawing from the seed on until the generator's next numbers come. It is used only
+if that many draws from the seed give the state byte for byte. Otherwise (a normal deviate is kept for the
+next call, or more than 134 million numbers were drawn) the text is the whole state, compressed to 4.3 KB.
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ import numpy as np
 import torch
 
 _MOST_DRAWS = 1 << 27
-"""Numbers that are drawn again at most, to find a compact state or to go to it: half a second."""
+"""Most numbers that are drawn again, to find a compact state or to set one: half a second."""
 
 _CHUNK = 1 << 13  # few enough for one thread: torch's others would wait for work on busy cores
-_NEXT = 8  # numbers that tell a state: 31 bits of each
+_NEXT = 8  # numbers that identify a state: 31 bits of each
 _DRAWN = re.compile(r"drawn (\d{1,20}) (\d{1,9})", re.ASCII)
 _WHOLE = "state "
 
 
 def digest_of(state: torch.Tensor | str) -> str:
-    """A short text that tells states of generators apart; a digest itself as it is."""
+    """A short text that distinguishes states of generators; a digest is returned as it is."""
     if isinstance(state, str):
         return state
     return hashlib.blake2b(state.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 class CompactStates:
-    """Makes compact states of one generator. Remembers the last one, from which the next is seldom far."""
+    """Makes compact states of one generator. Remembers the last one, since the next is seldom far from it."""
 
     def __init__(self) -> None:
         self._state, self._text = torch.empty(0, dtype=torch.uint8), ""
@@ -69,7 +68,7 @@ def set_to(compact_state: str, generator: torch.Generator) -> None:
     """Set a generator to a compact state.
 
     Raises:
-        ValueError: If the text is none, or one of another version of torch.
+        ValueError: If the text is not a compact state, or one of another version of torch.
     """
     try:
         if found := _DRAWN.fullmatch(compact_state):

@@ -2,9 +2,9 @@
 
 Main process only. The rule: the sampler is asked for its next epoch as soon as this epoch's last task is
 sent. The batches are the same as without it, as long as nothing but the loader uses the sampler's generator:
-samplers that draw from torch's global one are refused, and a sampler with ``set_epoch()`` is asked for the
-epoch that the program is going to set. If the program sets another one, leaves the epoch early, or changes
-the dataset, the early batches are discarded and made again.
+samplers that draw from torch's global one are refused, and a sampler with ``set_epoch()`` gets the epoch that
+the program is expected to set. If the program sets another one, leaves the epoch early, or changes the
+dataset, the early batches are discarded and made again.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from shmloader.sampling.samplers import (
 from shmloader.sampling.tracked_batches import copy_state, pass_over_end, state_of, track
 
 NOTHING: Any = object()
-"""In the place of an index batch: there is none."""
+"""Stands for a missing index batch."""
 
-_MOST_DISCARDED = 2  # epochs in a row that were begun early for nothing; after them none is begun early
+_MOST_DISCARDED = 2  # epochs in a row whose early batches were discarded; after them none is begun early
 _DRAWS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def next_epoch_for(loader: Any, index_sampler: Any) -> NextEpoch | None:
-    """The `NextEpoch` of an iterator; None where it is not asked for.
+    """The `NextEpoch` of an iterator; None unless ``prefetch_epochs`` asks for it.
 
-    Warns where it is asked for and cannot be had.
+    Warns if the loader cannot begin epochs early.
     """
     if not loader.prefetch_epochs:
         return None
@@ -78,7 +78,7 @@ class NextEpoch:
         self._discarded = 0  # epochs in a row
         self._states: list[tuple[torch.Generator, torch.Tensor]] = []  # as they were before drawing early
         self._own_state: Any = None  # likewise, of a sampler that has one
-        self._epoch: int | None = None  # that the sampler was told, and ...
+        self._epoch: int | None = None  # the number that the sampler was given, and ...
         self._step = 1  # ... how much larger than the one before
         self._expected: int | None = None
 
@@ -136,7 +136,7 @@ class NextEpoch:
         return iterator
 
     def _set_back(self) -> None:
-        """Set the sampler to where it was before it was asked for the next epoch."""
+        """Set the sampler back to its state before it drew for the next epoch."""
         stateful = sampler_with_state(self._index_sampler)
         if stateful is not None:
             make_state = functools.partial(copy_state, self._own_state)

@@ -1,8 +1,8 @@
-"""Index batches on their way to a worker: an int64 array of many ints, else a pickle.
+"""Index batches as they travel to a worker: many ints as an int64 array, others as a pickle.
 
-The array saves a pickler in the main process, which takes 30 µs and more where the program has done something
-else since the last batch. A worker that gathers rows needs an array anyway. Of a tensor that is a view,
-only the items that it shows are pickled.
+The array saves a pickler in the main process, which takes 30 µs and more if the program has done something
+else since the last batch. A worker that gathers rows needs an array anyway. For a tensor that is a view, only
+its own items are pickled.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _LONG_NBYTES = 1024
 _PROTOCOL = 4  # of torch's queues: with it arrays arrive writable and in native byte order
 _ARRAY = b"int64:  "  # in front of the numbers; no pickle begins so
 LEAST_PACKED = 32
-"""Indices; a shorter list is pickled sooner than it is looked through, or made an array of."""
+"""Least number of indices: pickling a shorter list is faster than making an array of it."""
 
 # A list in marshal's format, version 2: a head, then for each int of 32 bits the letter and its bytes.
 # Anything else in the list (a bool, a larger int, an instance of a subclass) has another letter or length, or
-# is refused: one look at the letters tells that it is a list of nothing but ints.
+# is refused: comparing the letters proves that the list holds ints only.
 _FORMAT = 2
 _HEAD_NBYTES = 5
 _INT = b"i"
@@ -35,14 +35,15 @@ IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 BY_VALUE: list[type[Any]] = []
-"""Base classes of sequences in shared memory, which are pickled as lists; their modules put them here.
+"""Base classes of sequences in shared memory, which are pickled as lists. Their modules add them here.
 
-Index batches are kept as bytes, are read any number of times, or never: no descriptor can go with them.
+Index batches are kept as bytes and are read any number of times, or never, so no descriptor can be sent with
+them.
 """
 
 
 class PackedInts:
-    """Ints that are not objects: a worker reads them as an array, or as the list that stands for them."""
+    """Packed ints of an index batch, which a worker reads as an array or as the list that they stand for."""
 
     __slots__ = ("_array",)
 
@@ -73,13 +74,13 @@ class PackedInts:
 
 
 def int_array(numbers: list[Any]) -> IntArray | None:
-    """A list of plain ints as a new array; None if there is anything but ints of 64 bits in it.
+    """A list of plain ints as a new array; None if it holds anything but 64-bit ints.
 
-    marshal both checks and converts ints of 32 bits, in half of the time that NumPy takes to convert alone.
+    marshal checks and converts 32-bit ints in half of the time that NumPy takes for the conversion alone.
     """
     if not numbers or type(numbers[0]) is not int or type(numbers[-1]) is not int:
         return None
-    with contextlib.suppress(ValueError):  # something that marshal does not know
+    with contextlib.suppress(ValueError):  # a type that marshal does not know
         packed = marshal.dumps(numbers, _FORMAT)
         letters = packed[_HEAD_NBYTES :: _ITEM.itemsize]
         if len(packed) == _HEAD_NBYTES + len(numbers) * _ITEM.itemsize and letters == _INT * len(numbers):
@@ -113,14 +114,14 @@ def pack_index_batch(index_batch: object) -> bytes:
         if len(payload) <= _LONG_NBYTES:
             return payload
     except pickle.PicklingError:
-        pass  # for what lies in shared memory, perhaps
+        pass  # it may hold objects in shared memory
     file = io.BytesIO()
     _Pickler(file, _PROTOCOL).dump(index_batch)
     return file.getvalue()
 
 
 def unpack_index_batch(payload: bytes, nbytes: int) -> Any:
-    """Read the ``nbytes`` that `pack_index_batch` gave; there may be something behind them."""
+    """Read the ``nbytes`` that `pack_index_batch` gave; other bytes may follow them."""
     begin = len(_ARRAY)
     if payload.startswith(_ARRAY):
         return PackedInts(np.frombuffer(payload, np.int64, (nbytes - begin) // 8, begin))
@@ -128,7 +129,7 @@ def unpack_index_batch(payload: bytes, nbytes: int) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles of a tensor what it shows, not all of its storage; what lies in shared memory by its value."""
+    """Pickles a tensor's own items, not all of its storage; objects in shared memory by value."""
 
     def reducer_override(self, obj: Any) -> Any:
         """See ``pickle.Pickler``."""

@@ -1,4 +1,4 @@
-"""Samplers of a loader: what they are made of, and which generators they draw from. Main process only."""
+"""Samplers of a loader: their inner samplers, and the generators that they draw from. Main process only."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _MOST_NESTED = 8
 
 
 def index_sampler_of(loader: Any) -> Any:
-    """The sampler that a loader draws index batches from, or single indices if it joins no samples."""
+    """The sampler that a loader draws index batches from; single indices without automatic batching."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
 def attribute_of(one: Any, name: str) -> Any:
-    """An attribute that torch's loader does not ask for; None if there is none, or asking for it raises."""
+    """An attribute that torch's loader does not read; None if it is missing, or reading it raises."""
     try:
         return getattr(one, name, None)
     except Exception:  # noqa: BLE001 - of the program's own property or __getattr__
@@ -36,7 +36,7 @@ def attribute_of(one: Any, name: str) -> Any:
 
 
 def with_inner(index_sampler: Any) -> list[Any]:
-    """A sampler of index batches, and those below it, from which it takes batches or indices."""
+    """A sampler of index batches, and the inner samplers from which it takes batches or indices."""
     found: list[Any] = []
     while index_sampler is not None and len(found) < _MOST_NESTED:
         found.append(index_sampler)
@@ -66,8 +66,8 @@ def sharded_sampler(index_sampler: Any) -> ShardedSampler | None:
 
 
 def sampler_with_state(index_sampler: Any) -> Any:
-    """The sampler that keeps its own state, which has to be asked for batch by batch; or None."""
-    if is_torchs(index_sampler):  # they have none: a short way, since every epoch asks
+    """The sampler with a ``state_dict()`` of its own, which is read batch by batch; or None."""
+    if is_torchs(index_sampler):  # they have none; checked first because it is needed in every epoch
         return None
     for sampler in with_inner(index_sampler):
         if all(callable(attribute_of(sampler, name)) for name in ("state_dict", "load_state_dict")):
@@ -94,7 +94,7 @@ def draw_seed(generator: torch.Generator | None = None) -> int:
 def generator_of(index_sampler: Any) -> torch.Generator | None:
     """The generator that a sampler draws its order from: its ``generator``, or torch's global one.
 
-    None if it draws from none, or has a state of its own.
+    None if it draws from no generator, or has a state of its own.
     """
     inner = sampler_of_indices(index_sampler)
     if type(inner) in _WITHOUT_DRAWS or sampler_with_state(index_sampler) is not None:
@@ -111,8 +111,8 @@ class GeneratorStates(NamedTuple):
     They are compact where an earlier program drew the order.
 
     Attributes:
-        sampler: Of the one that the sampler draws from.
-        loader: Of the loader's, where that is another one.
+        sampler: Of the generator that the sampler draws from. loader: Of the loader's generator, if that is
+            another one.
     """
 
     sampler: torch.Tensor | str | None

@@ -15,12 +15,12 @@ Uneven = Literal["pad", "drop", "error"]
 
 
 class ShardedSampler(DistributedSampler[int]):
-    """A ``DistributedSampler`` whose epoch can be resumed by another number of ranks, or in other batches.
+    """A ``DistributedSampler`` whose epoch another number of ranks, or another batch size, can resume.
 
-    Each epoch has one global order, drawn from ``seed + epoch``. Of what is left of it, rank ``r`` of ``R``
-    takes every ``R``-th index, from the ``r``-th on. So when all ranks have taken equally many batches, a
-    prefix of the order is consumed, and its length says all about the place: `shmloader.DataLoader` has it
-    in its state, and the rest can be divided among any number of ranks. The indices of a whole epoch are
+    Each epoch has one global order, drawn from ``seed + epoch``. From the rest of the order, rank ``r`` of
+    ``R`` takes every ``R``-th index, beginning with the ``r``-th. So when all ranks have taken equally many
+    batches, a prefix of the order is consumed, and its length is the whole state: `shmloader.DataLoader` has
+    it in its state, and the rest can be divided among any number of ranks. The indices of a whole epoch are
     those of torch's ``DistributedSampler`` with the same arguments.
 
     As with torch's, call ``set_epoch()`` (of the loader, or of this) before each epoch.
@@ -29,19 +29,19 @@ class ShardedSampler(DistributedSampler[int]):
         dataset: A dataset with a length.
         num_replicas: Number of ranks; None asks ``torch.distributed``.
         rank: This one; None asks ``torch.distributed``.
-        shuffle: Whether to draw a new order for each epoch; else it is that of the dataset.
+        shuffle: Whether to draw a new order for each epoch; else the order is that of the dataset.
         seed: The same number on all ranks.
-        drop_last: As ``uneven="drop"``; torch's name for it.
-        uneven: What becomes of samples that are left where ranks cannot have equally many: ``"pad"`` repeats
-            the first ones of the order, fewer than there are ranks; ``"drop"`` leaves the last ones out;
-            ``"error"`` raises. None is ``"drop"`` with ``drop_last``, else ``"pad"``.
+        drop_last: Torch's name for ``uneven="drop"``.
+        uneven: What to do if the samples do not divide equally among the ranks: ``"pad"`` repeats the first
+            ones of the order, fewer than there are ranks; ``"drop"`` leaves the last ones out; ``"error"``
+            raises. None is ``"drop"`` with ``drop_last``, else ``"pad"``.
 
     Attributes:
         uneven: The rule that holds.
 
     Raises:
-        ValueError: For an ``uneven`` that is none of these or contradicts ``drop_last``; with ``"error"``,
-            for a dataset that cannot be divided equally; and for what torch's refuses.
+        ValueError: For any other ``uneven``, or one that contradicts ``drop_last``; with ``"error"``, for a
+            dataset that cannot be divided equally; and for arguments that torch's sampler refuses.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ShardedSampler(DistributedSampler[int]):
         return iter(self._indices_after(self._begin[0]).tolist())
 
     def state_after(self, batches: int, batch_size: int) -> dict[str, int]:
-        """The state after a number of batches of the present epoch; takes no longer for more of them.
+        """The state after a number of batches of the present epoch, in constant time.
 
         Args:
             batches: Batches that each rank has had, those before a resumed state included.
@@ -80,7 +80,7 @@ class ShardedSampler(DistributedSampler[int]):
         return {"consumed": min(consumed, len(self.dataset)), "batches": batches}  # type: ignore[arg-type]
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Have the next iteration go on in its epoch from a state, on whatever rank it was taken.
+        """Make the next iteration continue in its epoch from a state of any rank.
 
         Args:
             state_dict: As `state_after` has returned it: how many samples of the global order were consumed,

@@ -1,4 +1,4 @@
-"""Index batches of samplers that are not torch's, with what is needed to come to the same place again."""
+"""Index batches of samplers that are not torch's, with the states or checksums that resuming needs."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ ADVICE = (
 )
 
 _PLAIN = {int, float, bool, str, bytes, type(None)}
-_LOOKS = 64  # first batches that are looked at: a sampler may draw for some dozens of them at once
+_LOOKS = 64  # first batches that are checked: a sampler may draw for some dozens of them at once
 
 _log = logging.getLogger("shmloader")
 
 
 def track(index_sampler: Any, iterator: Iterator[Any]) -> Iterator[Any]:
-    """The same iterator, or `TrackedBatches` of it where a number of batches does not tell how to go on."""
+    """The same iterator, or `TrackedBatches` of it if the number of batches alone is not enough to resume."""
     known = isinstance(iterator, TrackedBatches) or is_torchs(index_sampler) or sharded_sampler(index_sampler)
     return iterator if known else TrackedBatches(index_sampler, iterator)
 
@@ -39,12 +39,12 @@ def track(index_sampler: Any, iterator: Iterator[Any]) -> Iterator[Any]:
 class TrackedBatches(Iterator[Any]):
     """Index batches of one epoch, from batch ``begin`` on.
 
-    Where the sampler's own state there was loaded, it is to be given: some samplers tell it only when
-    iterated over.
+    If the sampler's own state at that batch was loaded, pass it as ``state``: some samplers return it only
+    once they are iterated over.
 
     Attributes:
-        taken: Tells how many of them the program has had; what belongs to earlier ones is forgotten.
-        resumed: Whether to raise where the sampler is seen to draw from a global generator among the program.
+        taken: Returns how many of them the program has had; states and checksums of earlier ones are dropped.
+            resumed: Whether to raise if the sampler draws from a global generator batch by batch.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class TrackedBatches(Iterator[Any]):
         self._iterator = iterator
         self._stateful = stateful = sampler_with_state(index_sampler)
         self._oldest = self._drawn = begin
-        self._length = 0  # as the sampler tells it, if it does
+        self._length = 0  # the sampler's own length, if it has one
         if stateful is not None:
             with contextlib.suppress(Exception):  # torch need not ask for it
                 self._length = len(index_sampler)
         self._checksum = 0
         self._told = False
-        self._warning = ""  # why a state is of no use, until it is said
+        self._warning = ""  # why a state cannot be resumed from, or ""
         # After each number of batches: the sampler's state, the error in its place, or their checksum.
         if state is None:
             state = 0 if stateful is None else _state_or_error(stateful)
@@ -70,7 +70,7 @@ class TrackedBatches(Iterator[Any]):
 
     def __next__(self) -> Any:
         stateful, drawn = self._stateful, self._drawn
-        # Not at all of its batches, since it takes as long as a small sampler does.
+        # Not for each batch, since the check takes as long as a small sampler.
         looks = stateful is None and drawn and (drawn < _LOOKS or not drawn & (drawn - 1))
         states = _global_states() if looks else None
         try:
@@ -98,17 +98,17 @@ class TrackedBatches(Iterator[Any]):
         return index_batch
 
     def own_state(self, taken: int) -> tuple[int, Any]:
-        """The sampler's own state where the program has had ``taken`` batches, and how many are before it.
+        """The sampler's own state for a program that has had ``taken`` batches, and the batches before it.
 
-        It is the one before the last of them if that may be the epoch's last: the state behind it need not
-        tell that, since with it the sampler may have begun anew. Else it is the one behind: what the sampler
-        has drawn for a batch, from a global generator, say, need not be in the state before.
+        Normally that is the state after the last of them: a state before it may lack what the sampler draws
+        for the batch, from a global generator, say. If the batch may be the epoch's last, it is the state
+        before it: with the one after it the sampler may have begun anew.
 
         Raises:
-            ResumeError: If the sampler could not tell it.
+            ResumeError: If the sampler's state could not be taken.
         """
         begin = taken if taken < max(self._drawn, self._length) else max(taken - 1, 0)
-        if begin not in self._after:  # it was gone on from behind this batch, so there was another
+        if begin not in self._after:  # the epoch was resumed after this batch, so there was another
             begin = taken
         state = self._after[begin]
         if isinstance(state, ResumeError):
@@ -116,10 +116,10 @@ class TrackedBatches(Iterator[Any]):
         return begin, state
 
     def checksum(self, taken: int) -> int:
-        """The checksum of so many batches.
+        """The checksum of the first ``taken`` batches.
 
-        Logs a warning, once, where the sampler is seen not to give the same batches again. That is an error
-        only when the state is resumed from: a program that saves states in vain is not to be stopped by it.
+        Logs a warning, once, if the sampler cannot give the same batches again. It is an error only on
+        resuming, so that a program that only saves states is not stopped.
         """
         if self._warning and not self._told:
             self._told = True
