@@ -1,9 +1,9 @@
-"""``num_workers="auto"`` and ``prefetch_factor="auto"``: the rule, and what carries it out. Main process.
+"""``num_workers="auto"`` and ``prefetch_factor="auto"``: the rule, and its execution. Main process.
 
 Workers are added while the program waits for them and they are busy; batches in advance are added while the
 program waits although workers have time. Nothing is ever taken back, and after `MOST_BATCHES` batches nothing
-is added any more. All of it happens inside ``next()``, which starts one worker at most. A worker is given
-tasks when it has said that it is there, so nobody waits for it.
+is added any more. All of it happens inside ``next()``, which starts one worker at most. A new worker gets
+tasks once it has reported that it is ready, so nobody waits for its start.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ MOST_BATCHES = 200
 MOST_PREFETCH = 16
 """Most batches in advance per worker."""
 
-# A decision is made of so many batches, and of so many seconds: quicker batches show how the system switches
-# between processes, and those under half a millisecond never come to a decision within `MOST_BATCHES`.
+# A decision needs so many batches, and so many seconds: the times of quicker batches show how the system
+# switches between processes. With batches under half a millisecond no decision comes within `MOST_BATCHES`.
 _PERIOD = 20
 _PERIOD_S = 0.1
 _KEEPS_UP = 0.03  # a program that waits for a smaller share of its time has enough workers
 _BUSY = 0.25  # workers that wait for a smaller share of their time are busy
-_SPARE = 1.1  # workers are counted for so much more than the program was seen to take
-_HELPS = 0.5  # workers that bring a smaller share of what was expected are the last step
+_SPARE = 1.1  # workers are planned for a program that is so much faster than measured
+_HELPS = 0.5  # workers that bring a smaller share of the expected gain are the last step
 _MOST_REFUSALS = 8  # batches returned, beyond those on their way, until it is clear that no room is made
 
 
@@ -46,9 +46,8 @@ class Auto:
     """Decides for one loader, over all its epochs, until it has settled. Arithmetic only.
 
     Attributes:
-        num_workers: Workers that are wanted.
-        prefetch_factor: Batches in advance per worker that are wanted.
-        given: The program's numbers of both, which stay; None for what is chosen.
+        num_workers: Workers that are wanted. prefetch_factor: Batches in advance per worker that are wanted.
+            given: The program's numbers of both, which are not changed; None for a number that is chosen.
         most_workers: Most workers there may be.
         batches: Batches returned until it settled.
         settled: Whether nothing is added any more.
@@ -64,7 +63,7 @@ class Auto:
         self.batches = 0
         self._most_prefetch = prefetch_factor if given[1] is not None else max(prefetch_factor, MOST_PREFETCH)
         self._why = self._figures = ""
-        self._rate_wanted = 0.0  # batches per second that the last step has to bring
+        self._rate_wanted = 0.0  # batches per second expected of the last step
         self._period: list[tuple[float, float, float]] = []
         self._look_at_bounds()
 
@@ -83,9 +82,9 @@ class Auto:
         """Note that a batch was returned; may change what is wanted.
 
         Args:
-            measured: Seconds since the batch before: those of the program, and of ``next()`` without waiting;
-                those that ``next()`` waited; those that workers, summed, waited for tasks. None if they show
-                something else than the present choice.
+            measured: Seconds since the batch before: of the program, and of ``next()`` without waiting; of
+                waiting in ``next()``; of waiting for tasks, summed over the workers. None if they do not
+                belong to the present choice.
         """
         if self.settled:
             return
@@ -97,7 +96,7 @@ class Auto:
         self.settled |= self.batches >= MOST_BATCHES
 
     def settle(self, num_workers: int, prefetch_factor: int, why: str) -> None:
-        """Settle on a choice, because more cannot be had or does not help."""
+        """Settle on a choice, because more is not possible or does not help."""
         self.num_workers, self.prefetch_factor = num_workers, prefetch_factor
         self.settled, self._why = True, why
 
@@ -131,7 +130,7 @@ class Auto:
 
 
 def auto_for(loader: Any, before: Auto | None) -> Auto | None:
-    """The `Auto` that decides for a loader, perhaps the one ``before``; None where nothing is ``"auto"``."""
+    """The `Auto` that decides for a loader, perhaps the one ``before``; None if nothing is ``"auto"``."""
     workers, prefetch = loader.num_workers, loader.prefetch_factor
     given = [None if isinstance(number, AutoCount) else number for number in (workers, prefetch)]
     if None not in given:
@@ -144,7 +143,7 @@ def auto_for(loader: Any, before: Auto | None) -> Auto | None:
 
 
 def _most_workers() -> int:
-    """One for each usable core, or for each of this rank's where ranks share the machine and its cores."""
+    """One for each usable core, or for this rank's share of the cores if ranks share the machine."""
     found = cores()
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun sets it
     shared = int(ranks) if ranks.isdecimal() and found.affinity == found.machine else 1
@@ -152,17 +151,17 @@ def _most_workers() -> int:
 
 
 def _show(loader: Any, auto: Auto) -> None:
-    """Let a loader's attributes tell the choice, unless the program has set plain numbers."""
+    """Write the choice to the loader's attributes, unless the program has set plain numbers."""
     for name in ("num_workers", "prefetch_factor"):
         if isinstance(getattr(loader, name), AutoCount):
             setattr(loader, name, AutoCount(getattr(auto, name)))
 
 
 class Growth:
-    """Lets one iterator measure, and gives it the workers and slots that `Auto` wants.
+    """Measures one iterator, and gives it the workers and slots that `Auto` wants.
 
-    The loader's attributes tell the choice; it is not kept alive. ``free_workers`` is None where no workers
-    are added.
+    The choice is written to the loader's attributes; the loader is not kept alive. ``free_workers`` is None
+    if no workers are added.
     """
 
     def __init__(
@@ -179,7 +178,7 @@ class Growth:
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
-        """Begin an epoch, or begin anew with another choice: the first batches were made otherwise."""
+        """Begin to measure anew, in a new epoch or after a choice: the batches before were made otherwise."""
         self._unmeasured = len(self._workers.workers) + 2
         self._last = self._clocks()
 
@@ -202,7 +201,7 @@ class Growth:
         return time.perf_counter_ns(), counters.wait_for_workers_ns, counters.workers_wait_for_slots_ns
 
     def _add(self) -> None:
-        """Add as much as can be added now of what is wanted."""
+        """Add as many wanted workers and slots as possible now."""
         auto, free_workers = self._auto, self._free_workers
         there = auto.num_workers
         if free_workers is not None:
@@ -235,7 +234,7 @@ class Growth:
                 auto.settle(there, auto.prefetch_factor, "no more workers fit in the memory")
                 return
             worker = workers.add()
-        except Exception as error:  # whatever it is, the workers that are there go on
+        except Exception as error:  # whatever it is, the other workers continue
             if workers.interrupted:
                 raise
             _log.warning("shmloader could not start one more worker: %s", repr(error))

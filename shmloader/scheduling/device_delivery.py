@@ -1,7 +1,7 @@
 """Batches that are delivered pinned, or on a device to which they are copied before they are due.
 
-Imported only for loaders with ``pin_memory`` or ``device``, and only where there is an accelerator. Main
-process only.
+Imported only for loaders with ``pin_memory`` or ``device``, and only if there is an accelerator. Main process
+only.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _tried: dict[int, str] = {}
 class Delivery:
     """Takes the batches of one iterator out of the dispatcher, and delivers them pinned or on a device.
 
-    Slots are page-locked, and guarded, where that is possible; elsewhere batches are copied to pinned memory
-    of torch's, and their slots are free at once. The first such iterator says why. With a device, the next
-    batch is taken early; its task stays in the ledger until it is returned, so that neither the sampler nor
-    the loader's state sees a difference.
+    Slots are page-locked and guarded if possible. Otherwise batches are copied to torch's pinned memory, and
+    their slots are free at once; the first such iterator warns why. With a device, the next batch is taken
+    early; its task stays in the ledger until it is returned, so that neither the sampler nor the loader's
+    state sees a difference.
 
     Args:
-        dispatcher: The iterator's. Its pool gets its guard now: to be made after workers were forked, since
-            it initialises CUDA.
+        dispatcher: The iterator's. Its pool gets its guard now. Call this after workers were forked, since it
+            initialises CUDA.
         pin_memory: Whether the program has asked for pinned batches.
-        pin_device: The kind of device that torch's iterator pins for; None where it leaves that to torch.
-        device: Where batches go, or None.
+        pin_device: The kind of device that torch's iterator pins for; None if it leaves that to torch.
+            device: The device that batches are copied to, or None.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Delivery:
             self._batches = DeviceBatches(guard, device.index)
 
     def is_captured(self) -> bool:
-        """Whether copies to the device are not possible now: the current stream captures a graph."""
+        """Whether the current stream captures a graph: then copies to the device are not possible."""
         return self._batches is not None and not self._batches.guard.admits_leases()
 
     def capture_error(self) -> LoaderError:
@@ -85,7 +85,7 @@ class Delivery:
         return self._taken.pop(task.seq, None) or (*self._dispatcher.take(task), None)
 
     def begin(self, task: Task, anchor: ByteArray, header: bytes) -> Callable[[], Any] | None:
-        """Begin to copy a batch to the device, see `DeviceBatches`; None where it is not to be."""
+        """Begin to copy a batch to the device, see `DeviceBatches`; None if it is not copied ahead."""
         if self._batches is None or task.answer.flags & (FAILED | REPORTED):
             return None
         return self._batches.begin(task.slot, anchor, header)
@@ -107,14 +107,14 @@ class Delivery:
             self._taken[task.seq] = anchor, header, self.begin(task, anchor, header)
 
     def drop(self) -> None:
-        """Forget what is not due any more: its epoch was left."""
+        """Drop copies that are no longer due, because their epoch was left."""
         ledger = self._dispatcher.ledger
         for seq in self._taken:
             ledger.finish(ledger.tasks[seq])
         self._taken.clear()
 
     def deliver(self, batch: Any, task: Task) -> Any:
-        """Deliver a batch that was rebuilt over its slot, or over what it was spilled to."""
+        """Deliver a batch that was rebuilt over its slot, or over private memory if it was spilled."""
         pinned = self._pool.is_pinned(task.slot) or not self._pins
         if not pinned or (self._pin_memory and not is_plain(batch)):
             guard = self._pool.guard
@@ -126,7 +126,7 @@ class Delivery:
 
 
 def _driver_for(device: torch.device | None) -> CudaDriver | str:
-    """The driver for a device, or the reason not to rely on it. Each device is tried once."""
+    """The driver for a device, or the reason why it cannot be used. Each device is tried once."""
     driver = open_driver()
     if isinstance(driver, str):
         return driver

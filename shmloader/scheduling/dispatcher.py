@@ -1,7 +1,6 @@
-"""The dispatcher: gives tasks slots and sends them, takes in answers, replaces dead workers.
+"""The dispatcher: gives tasks slots and sends them, receives answers, replaces dead workers.
 
-Main process only. It knows nothing of samplers, of the order in which batches are returned, nor of whose
-turn it is.
+Main process only. It does not know samplers, the order in which batches are returned, or whose turn it is.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from shmloader.wire.records import (
 
 ByteArray = npt.NDArray[np.uint8]
 
-_MOST_DEATHS = 2  # a batch that has ended so many workers is not tried again
+_MOST_DEATHS = 2  # a batch at which so many workers have died is not tried again
 
 
 class Dispatcher:
@@ -56,8 +55,8 @@ class Dispatcher:
     Attributes:
         counters: The loader's.
         ledger: All unfinished tasks.
-        ended_streams: Workers that have said, since this was last emptied, that their dataset is exhausted.
-        joining: Workers that were added later and have said nothing yet.
+        ended_streams: Workers that have reported, since this was last emptied, that their dataset is
+            exhausted. joining: Workers that were added later and have sent no record yet.
         restarts_left: Workers that may still be replaced.
         inspection: The checks of ``SHMLOADER_DEBUG=1``, or None.
     """
@@ -109,9 +108,9 @@ class Dispatcher:
     def begin_epoch(self, settings: bytes) -> None:
         """Void all tasks, and have all workers begin a new epoch; returns when those tasks are finished.
 
-        Workers finish the tasks that they have, as torch's do: what a dataset draws from its generators must
-        not depend on when the last epoch was left. Those batches are dropped. Nobody waits for workers to
-        come to the epoch, since they answer requests in order. ``settings`` are the pickled `EpochSettings`.
+        Workers finish the tasks that they have, as torch's do: a dataset's random numbers must not depend on
+        when the last epoch was left. Those batches are dropped. There is no wait for workers to begin the
+        epoch, since they answer requests in order. ``settings`` are the pickled `EpochSettings`.
         """
         ledger = self.ledger
         ledger.epoch += 1
@@ -134,7 +133,7 @@ class Dispatcher:
         self.pool.trim()
 
     def welcome(self, worker: Worker) -> None:
-        """Have a worker that was added in the middle of an epoch say when it is there: see `joining`.
+        """Ask a worker that was added in the middle of an epoch to report when it is ready: see `joining`.
 
         It was started with the settings of this epoch.
         """
@@ -145,7 +144,7 @@ class Dispatcher:
     # --- in
 
     def receive_from(self, worker_id: int) -> bool:
-        """Take in what one worker has said; whether there was something. Does not sleep.
+        """Receive one worker's records; return whether there were any. Does not sleep.
 
         Raises:
             WorkerDied: If it has ended and is not to be replaced; the others are stopped.
@@ -161,7 +160,7 @@ class Dispatcher:
         return records != b""
 
     def receive(self, due_from: int | None = None) -> None:
-        """Sleep until any worker has said something, and take it in.
+        """Sleep until any worker has sent a record, and receive it.
 
         Args:
             due_from: The worker that has the next batch, to blame for a timeout.
@@ -186,7 +185,7 @@ class Dispatcher:
         self._take_in(ready)
 
     def look_for_joining(self) -> None:
-        """Take in what workers that are `joining` have said."""
+        """Receive records of workers that are `joining`."""
         self._take_in([self.workers.workers[worker_id] for worker_id in self.joining])
 
     def _take_in(self, workers: Iterable[Worker]) -> None:
@@ -199,7 +198,7 @@ class Dispatcher:
                 self._recover(worker, None)
 
     def look_at(self, worker_id: int) -> None:
-        """Take in what a worker has said already, if anything. A death is left for `receive_from` to find."""
+        """Receive a worker's records that are here already. A death is left for `receive_from` to find."""
         worker = self.workers.workers[worker_id]
         records = worker.receive()
         if records:
@@ -273,9 +272,9 @@ class Dispatcher:
         self.pool.give_back(task.slot)
 
     def take(self, task: Task) -> tuple[ByteArray, bytes]:
-        """The memory of a task's batch, which is here: the anchor of all its leaves, and the header.
+        """The memory of a batch that has arrived: the anchor of all its leaves, and the header.
 
-        The anchor is a lease on its slot or, where the batch was spilled, a private copy.
+        The anchor is a lease on its slot or, if the batch was spilled, a private copy.
         """
         pool, slot, answer = self.pool, task.slot, task.answer
         in_pieces = answer.flags & SPILLED
@@ -296,7 +295,7 @@ class Dispatcher:
     # --- workers that die or do not answer
 
     def _silent_worker(self, due_from: int | None) -> Worker:
-        """The worker that is waited for, where none has answered in time."""
+        """The worker that is waited for, if none has answered in time."""
         if due_from is None:
             unanswered = self.ledger.held_by(None) or self.ledger.void_of(None)
             due_from = unanswered[0].worker_id if unanswered else 0
@@ -304,7 +303,7 @@ class Dispatcher:
 
     def _recover(self, worker: Worker, silent_s: float | None) -> None:
         """Replace a worker that is dead, or has been silent for ``silent_s``, or raise the error for it."""
-        # What it has still said counts: those tasks are done.
+        # Answers that it still sent count: those tasks are done.
         while records := worker.receive():
             self._accept(worker, records)
             if silent_s is not None:

@@ -14,12 +14,12 @@ _IN_HAND = 2  # tasks that keep a worker busy while its answer travels and the n
 
 
 class FreeWorkers:
-    """Chooses the worker that has the fewest tasks, and says when further tasks are sent.
+    """Chooses the worker that has the fewest tasks, and decides when further tasks are sent.
 
     The **window** is the number of batches that may be on their way: sent, and not returned by ``next()``
-    yet. It begins at the pool's ``most_tasks``. It widens whenever the program waits while a worker has
-    nothing to do and the pool has room for one more slot. It narrows by one whenever a whole window of
-    batches has been returned since it last changed.
+    yet. It begins at the pool's ``most_tasks``. It widens whenever the program waits while a worker is idle
+    and the pool has room for one more slot. It narrows by one whenever a whole window of batches has been
+    returned since it last changed.
 
     Attributes:
         num_workers: Workers that are given tasks: the first ones.
@@ -61,7 +61,7 @@ class FreeWorkers:
             self._set_window(self.window - 1)
 
     def may_refill(self) -> bool:
-        """Whether a task beyond ``most_tasks`` is to be sent though the program does not wait.
+        """Whether to send a task beyond ``most_tasks`` although the program does not wait.
 
         Only if a worker has fewer than ``prefetch_factor``: a task that is sent early may be sent to a worker
         that is about to take long.
@@ -71,10 +71,10 @@ class FreeWorkers:
         return self._pool.has_room_for_more()
 
     def is_stalled(self, due: Task) -> bool:
-        """Whether a worker has nothing to do while the program waits for the batch that is due, of another.
+        """Whether a worker is idle while the program waits for another worker's batch, which is due.
 
-        Not when that wait has been longer than the loader's timeout: then a worker hangs, and further batches
-        of the others would only put off the error.
+        False once that wait has been longer than the loader's timeout: then a worker hangs, and further
+        batches of the others would only delay the error.
         """
         if self._fewest() > 0:
             return False
@@ -86,7 +86,7 @@ class FreeWorkers:
         return now_s - self._waiting_since_s < self._timeout_s
 
     def may_widen(self) -> bool:
-        """Whether a further task is to be sent for a worker that had nothing to do."""
+        """Whether to send a further task for a worker that was idle."""
         enough = min(self._prefetch_factor, _IN_HAND)
         if self._fewest() >= enough or not self._pool.has_room_for_more():
             return False

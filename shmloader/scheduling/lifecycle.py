@@ -1,7 +1,7 @@
-"""The lifecycle of one iterator: which thread is inside ``next()``, and whether its records can be trusted.
+"""The lifecycle of one iterator: the thread inside ``next()``, and whether its records are complete.
 
 An exception may come between any two instructions: Ctrl-C, a signal handler that raises, an exception that
-another thread injects. Where it cuts ``next()`` short, a batch may be lost, so the iterator must not go on as
+another thread injects. If it cuts ``next()`` short, a batch may be lost, so the iterator must not continue as
 if nothing had happened. `Lifecycle` tells such exceptions from those that ``next()`` raises on purpose.
 """
 
@@ -41,8 +41,8 @@ class Lifecycle:
     """Guards the calls of one iterator; several threads may call it, one after the other.
 
     Attributes:
-        phase: Where the iterator is. `Dispatcher` sets it to ``WAITING`` while it sleeps. The caller of
-            `leave` sets it to ``IDLE`` last, by a plain assignment: then no signal handler can run between
+        phase: The iterator's present phase. `Dispatcher` sets it to ``WAITING`` while it sleeps. The caller
+            of `leave` sets it to ``IDLE`` last, by a plain assignment: then no signal handler can run between
             that and the return of the batch.
     """
 

@@ -1,6 +1,6 @@
-"""The scheduler of one iterator: when the sampler is asked for an index batch, and which worker gets it.
+"""The scheduler of one iterator: asks the sampler for index batches, and chooses their workers.
 
-Main process only. With ``dispatch="static"`` both follow torch's ``_MultiProcessingDataLoaderIter`` step by
+Main process only. With ``dispatch="static"`` it follows torch's ``_MultiProcessingDataLoaderIter`` step by
 step; with ``dispatch="dynamic"`` `FreeWorkers` decides.
 """
 
@@ -35,7 +35,7 @@ class Scheduler:
         self._pool = dispatcher.pool
         self._budget = dispatcher.pool.budget
         self._counters = dispatcher.counters
-        # It draws once more at its end: when that is must not depend on how far workers ran ahead.
+        # It draws once more at its end. The time of that draw must not depend on how far workers ran ahead.
         is_random = type(sampler_of_indices(index_sampler)) is RandomSampler
         self._random_sampler = index_sampler if is_random else None
         self._length = -1  # index batches of such a sampler
@@ -82,11 +82,11 @@ class Scheduler:
                 yield index_batch
 
     def take_early(self, *, discard: bool) -> Iterator[Any] | None:
-        """Begin the next epoch with what was made early of it, or give that up: always with ``discard``.
+        """Begin the next epoch with its early batches, or discard them: always with ``discard``.
 
         Returns:
-            The iterator over the epoch's further index batches, to call `go_on` with; None if the epoch has
-            to be begun in the usual way.
+            The iterator over the epoch's further index batches, for `go_on`; None if the epoch has to begin
+            in the usual way.
         """
         if self._next_epoch is None or not self._sent_early:
             return None
@@ -98,7 +98,7 @@ class Scheduler:
         return early
 
     def discard_early(self) -> None:
-        """Set the sampler back, if it was asked for the next epoch early: nobody goes on with that."""
+        """Set the sampler back if it drew early for the next epoch; the early batches are not used."""
         if self._next_epoch is not None:
             self._next_epoch.take(discard=True)
 
@@ -129,7 +129,7 @@ class Scheduler:
     # --- tasks
 
     def _send_task(self) -> bool:
-        """Send the next index batch to a worker; whether a task of this epoch was sent."""
+        """Send the next index batch to a worker; return whether a task of this epoch was sent."""
         try:
             index_batch = next(self._sampler_iter)
         except StopIteration:
@@ -146,7 +146,7 @@ class Scheduler:
         return True
 
     def _send_early_task(self) -> None:
-        """Send a task of the next epoch, if that may be begun already."""
+        """Send a task of the next epoch, if it may begin early."""
         if self._next_epoch is None:
             return
         index_batch = self._next_epoch.draw()
@@ -174,7 +174,7 @@ class Scheduler:
                 pass
 
     def note_wait(self, due: Task) -> None:
-        """Give workers that have nothing to do further tasks, while the program waits for a slow batch."""
+        """Give idle workers further tasks while the program waits for a slow batch."""
         free_workers = self.free_workers
         if free_workers is not None and free_workers.is_stalled(due):
             while free_workers.may_widen() and self._send_ahead():
@@ -195,6 +195,6 @@ class Scheduler:
         return self._turns.is_active(worker_id)
 
     def drop_out(self, worker_id: int) -> None:
-        """Give a worker no more tasks in this epoch, and its turn to another one."""
+        """Give a worker no more tasks in this epoch; the next one gets its turn."""
         if self._turns.drop_out(worker_id):
             self._send_task()

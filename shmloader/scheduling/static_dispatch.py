@@ -13,7 +13,7 @@ from shmloader.torch_private import LIMITS_TASKS
 
 
 class Turns:
-    """Chooses workers in turn. Out of order, a slow worker gets fewer tasks, where torch has it so."""
+    """Chooses workers in turn. Out of order, a slow worker gets fewer tasks, if torch does that."""
 
     def __init__(self, ledger: Ledger, num_workers: int, most_tasks: int, *, in_order: bool) -> None:
         self._ledger = ledger
@@ -23,7 +23,7 @@ class Turns:
         self.begin_epoch()
 
     def begin_epoch(self, first_worker: int = 0) -> None:
-        """Begin with a worker; all have something to give again."""
+        """Begin an epoch with a worker; all workers may have batches again."""
         self._turn = itertools.islice(itertools.cycle(range(self._num_workers)), first_worker, None)
         self._active = set(range(self._num_workers))
         self._all_give = not self._limits_each  # no worker has to be left out

@@ -1,8 +1,8 @@
 """The ledger of one iterator: every task that was sent to a worker and is not finished. Main process only.
 
-A task goes ``MAKING -> ARRIVED`` and is finished when ``next()`` returns its batch; or ``MAKING -> VOID``
-where nobody wants its batch any more, and is finished when the worker's answer comes. Any module that
-holds the ledger may read it. Only the methods below change it, except for the attribute ``epoch``.
+A task goes ``MAKING -> ARRIVED`` and is finished when ``next()`` returns its batch. If its batch is no longer
+wanted, it goes ``MAKING -> VOID`` and is finished when the worker's answer comes. Any module that holds the
+ledger may read it. Only the methods below change it, except for the attribute ``epoch``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Task:
         slot: The slot granted with it.
         state: See the module.
         answer: The worker's; unset before it came.
-        deaths: Workers that have ended at it.
+        deaths: Number of workers that have died at it.
         spilled: Private memory for a batch that comes in parts.
         spilled_nbytes: Bytes of it that have come.
     """
@@ -66,7 +66,7 @@ class Ledger:
         tasks: Tasks whose batch is wanted and was not returned yet, by ``seq``, in the order in which they
             were sent.
         arrived: The tasks among them whose batch is here, by ``seq``, in order of arrival.
-        void_tasks: Tasks that were not answered yet and whose batch nobody wants, by ``seq``.
+        void_tasks: Tasks that were not answered yet and whose batch is not wanted, by ``seq``.
         epoch: Number of the present epoch, over the iterator's life.
         unanswered: By worker: tasks that it has not answered, void ones included.
     """
@@ -108,13 +108,13 @@ class Ledger:
             self._due = seq + 1
 
     def void(self, task: Task) -> None:
-        """Note that nobody wants the batch that a worker is making."""
+        """Note that the batch that a worker is making is no longer wanted."""
         self.void_tasks[task.seq] = self.tasks.pop(task.seq)
         task.state = VOID
         task.spilled = None
 
     def end(self, task: Task) -> None:
-        """Forget a task that its worker has ended without a batch that anybody wants."""
+        """Forget a task that its worker has ended without a wanted batch."""
         del (self.void_tasks if task.state is VOID else self.tasks)[task.seq]
         self.unanswered[task.worker_id] -= 1
 
@@ -150,5 +150,5 @@ class Ledger:
         ]
 
     def void_of(self, worker_id: int | None) -> list[Task]:
-        """Tasks that a worker (or any, for None) has not answered and whose batch nobody wants."""
+        """Tasks that a worker (or any, for None) has not answered and whose batch is not wanted."""
         return [task for task in self.void_tasks.values() if worker_id in (None, task.worker_id)]
