@@ -1,8 +1,8 @@
 """``DataLoader.state_dict()`` and ``load_state_dict()``: the states of a loader.
 
-The loader owns its `States`, which outlive its iterators. An iterator begins each epoch by them, and writes
-how far the program has come into the `Progress` that it gets, and with an iterable-style dataset into the
-`StreamProgress`. Nothing else is needed for a state: the main process knows the order.
+The loader owns its `States`, which outlive its iterators. An iterator begins each epoch with them, and gets a
+`Progress`, in which it records how far the program has come; for an iterable-style dataset also a
+`StreamProgress`. A state needs nothing else: the main process knows the order.
 """
 
 from shmloader.resume.progress import Progress

@@ -1,4 +1,4 @@
-"""The keys of a state, whether a state fits a loader, and the error where it does not."""
+"""The keys of a state, the check whether a state fits a loader, and its error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shmloader.sampling.samplers import (
 State = dict[str, Any]
 
 VERSION = 6
-"""Of the state's format."""
+"""The version of the state's format."""
 
 ADDED_BY_OTHERS = {"_iterator_finished"}
 """Keys that frameworks add to a state (accelerate); they are ignored."""
@@ -61,20 +61,20 @@ class _Keys:
 
 
 AT_THE_BEGINNING: State = {key.name: key.default for key in fields(_Keys) if key.default is not MISSING}
-"""The keys that tell how far an epoch has come, before its first batch."""
+"""The keys for the progress of an epoch, with their values before its first batch."""
 
 _TYPES = {name: get_args(kind) or (kind,) for name, kind in get_type_hints(_Keys).items()}
-_MOST = 1 << 63  # numbers are below it, and not below 0, but for epochs of others
+_MOST = 1 << 63  # numbers are from 0 to below this, except for epochs of others
 
 _SETTINGS = ("seed", "initial_seed", "shuffle", "replacement", "drop_last", "num_replicas", "rank")
 _OF_THE_RUN = {"batch_size", "sampler's num_replicas", "sampler's rank", "sampler's samples"}
-"""Keys that may differ where the sampler counts samples of all ranks."""
+"""Keys that may differ if the sampler counts samples of all ranks."""
 _OF_THE_EPOCH = {"dataset_len", "batch_size", "drop_last", "sampler's samples"}
 """Keys that matter in mid-epoch only."""
 
 
 def described(loader: Any) -> State:
-    """The keys of a state that tell which loader wrote it."""
+    """The keys of a state that describe the loader that wrote it."""
     index_sampler = index_sampler_of(loader)
     samplers = with_inner(index_sampler)
     batch_size, drop_last = loader.batch_size, getattr(loader.batch_sampler, "drop_last", loader.drop_last)
@@ -114,7 +114,7 @@ def is_between_epochs(state: Mapping[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def named_in_errors(state: Mapping[str, Any], name: str) -> Iterator[None]:
-    """Raise what the value of a key has led to as a `ResumeError` that names the key."""
+    """Turn an exception that the value of a key causes into a `ResumeError` that names the key."""
     try:
         yield
     except ResumeError:
@@ -127,7 +127,7 @@ def named_in_errors(state: Mapping[str, Any], name: str) -> Iterator[None]:
 
 
 def behind(state: Mapping[str, Any]) -> tuple[int, ...]:
-    """The batches that were returned out of order, behind the first one that is missing."""
+    """The batches that were returned out of order, after the first one that is missing."""
     with named_in_errors(state, "batches_behind"):
         positions = tuple(map(int, filter(None, state["batches_behind"].split(","))))
         if positions and min(positions) <= state["batches"]:
@@ -180,7 +180,7 @@ def check_fit(state: Mapping[str, Any], loader: Any) -> None:
 
 
 def _seeds_in_own_state(state: Mapping[str, Any]) -> set[str]:
-    """Seeds that a sampler's own state has: the sampler sets them itself, so here they may be others."""
+    """Seeds that a sampler's own state has: the sampler sets them itself, so they may differ."""
     with named_in_errors(state, "sampler_state"):
         own = unpack_user_state(state["sampler_state"]) if state["sampler_state"] else None
     names = [name for name in ("seed", "initial_seed") if isinstance(own, Mapping) and name in own]
@@ -217,7 +217,7 @@ def _check_keys(state: Mapping[str, Any]) -> None:
 
 
 def _with_settings(of_loader: State) -> State:
-    """The description of a loader, see `described`, with each setting of its sampler as a key of its own."""
+    """The description of a loader, see `described`, with a separate key for each setting of its sampler."""
     with named_in_errors(of_loader, "sampler_settings"):
         settings: State = json.loads(of_loader["sampler_settings"])
         others = {name: value for name, value in of_loader.items() if name != "sampler_settings"}

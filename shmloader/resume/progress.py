@@ -25,14 +25,14 @@ class Progress:
             called that.
         before: States of the generators before the sampler drew the order, maybe in an earlier program; None
             if it has not yet.
-        done: Index batches that are done with: returned, left out for having no good sample, or raised from
-            ``next()``. Out of order, a tuple of that number and of the positions behind it.
+        done: Index batches that are done: returned, left out for having no good sample, or raised from
+            ``next()``. Out of order, a tuple of that number and of the done positions after it.
         finished: Whether ``next()`` has raised ``StopIteration``.
-        before_next: As `before`, for the next epoch, if that was begun early.
+        before_next: Like `before`, for the next epoch, if that was begun early.
         tracked: The sampler's batches, if it is not torch's.
-        stream: Of an iterable-style dataset: the `StreamProgress`; `done` is then a number.
+        stream: For an iterable-style dataset the `StreamProgress`; `done` is then a number.
         in_order: Whether no batch has come out of order in an earlier program.
-        constant: All of a state that stays the same in this epoch, once it was asked for.
+        constant: The part of a state that stays the same in this epoch, once a state was made.
     """
 
     base_seed: int
@@ -49,7 +49,7 @@ class Progress:
     constant: dict[str, Any] | None = None
 
     def take(self, position: int) -> None:
-        """Note that the batch at a position is done with, in whatever order."""
+        """Note that the batch at a position is done; the order does not matter."""
         done = {*self.behind, position}
         first = self.taken
         while first in done:
@@ -59,10 +59,10 @@ class Progress:
 
     @property
     def taken(self) -> int:
-        """Batches that are done with, up to the first that is not."""
+        """The number of batches that are done, up to the first that is not."""
         return self.done[0] if isinstance(self.done, tuple) else self.done
 
     @property
     def behind(self) -> tuple[int, ...]:
-        """Positions behind `taken` that are done with, too."""
+        """Positions after `taken` that are also done."""
         return self.done[1:] if isinstance(self.done, tuple) else ()

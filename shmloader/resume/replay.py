@@ -1,13 +1,13 @@
-"""An epoch's index batches once more, from where a resumed program goes on. Main process only.
+"""The rest of an epoch's index batches, for a resumed program. Main process only.
 
-Nothing is fetched. A sampler with ``state_dict()`` and ``load_state_dict()`` is set to its own state from
-behind the last batch that the program has had. Where that may have been the epoch's last, it is set to the
-state before it, and the batch is drawn again. So it comes to its end as it did before, whether it begins anew
-with the last batch or gives nothing once.
+Nothing is fetched. A sampler with ``state_dict()`` and ``load_state_dict()`` is set to its own state after
+the last batch that the program has had. If that may have been the epoch's last, it is set to the state before
+it, and the batch is drawn again. So its epoch ends as before, whether it begins anew with the last batch or
+gives nothing once.
 
-For any other sampler, the generator that the sampler draws from is set to where it was when the epoch began.
-Then the batches that the program has had are drawn again: of torch's commonest samplers as one slice, of
-others one by one. For samplers that are not torch's, a checksum tells whether those were the same batches.
+For any other sampler, its generator is set to its state at the beginning of the epoch. Then the batches that
+the program has had are drawn again: in one slice for torch's commonest samplers, one by one for others. For
+samplers that are not torch's, a checksum tells whether those were the same batches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shmloader.sampling.tracked_batches import ADVICE, TrackedBatches, pass_over
 
 
 def batches_from(index_sampler: Any, loaded: State, generator: torch.Generator | None) -> Iterator[Any]:
-    """Iterate over an epoch's index batches, from where a state was taken in mid-epoch.
+    """Iterate over an epoch's index batches, from the place of a state in mid-epoch.
 
     The generator is the loader's, as it was when the epoch began.
 
@@ -70,7 +70,7 @@ def batches_from(index_sampler: Any, loaded: State, generator: torch.Generator |
 def batches_by_own_state(
     index_sampler: Any, loaded: State, generator: torch.Generator | None
 ) -> TrackedBatches:
-    """Iterate over the index batches of a sampler that has a state of its own: of this epoch, or the next.
+    """Iterate over the index batches, in this epoch or the next, of a sampler that has a state of its own.
 
     The sampler may draw from the loader's generator, too.
     """
@@ -96,7 +96,7 @@ def batches_by_own_state(
 
 
 def _with_generator(index_sampler: Any, loaded: State) -> Any:
-    """The sampler, its generator set to where it was; of one that draws a seed, a copy that begins there."""
+    """The sampler with its generator set back; for one that draws a seed, a copy that begins with it."""
     if not loaded["sampler_generator"]:
         return index_sampler
     if not draws_one_seed(index_sampler):
@@ -111,7 +111,7 @@ def _with_generator(index_sampler: Any, loaded: State) -> Any:
 
 
 def set_generator(generator: torch.Generator | None, loaded: State, name: str) -> None:
-    """Set a generator, if there is one, to the compact state that a key of a state has, if it has one."""
+    """Set a generator to the compact state under a key of a state; either may be missing."""
     if generator is not None and loaded[name]:
         with named_in_errors(loaded, name):
             set_to(loaded[name], generator)
@@ -121,7 +121,7 @@ def _draw_again(index_sampler: Any, iterator: Iterator[Any], begin: int, taken: 
     """Draw batches that the program has had, from batch ``begin`` on.
 
     Raises:
-        ResumeError: If there are too few of them, or they are drawn among what the program draws.
+        ResumeError: If there are too few of them, or the sampler draws from a global generator.
     """
     if isinstance(iterator, TrackedBatches):
         iterator.taken, iterator.resumed = lambda: taken, True

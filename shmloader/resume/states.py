@@ -1,4 +1,4 @@
-"""The states of one loader: made, loaded, and gone on from."""
+"""The states of one loader: making them, loading them, and continuing from them."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from shmloader.sampling.samplers import (
 from shmloader.sampling.tracked_batches import TrackedBatches, state_of, track
 
 _LOADED = "_shmloader_loaded_state"
-"""The attribute of a loader with a state that is to be gone on from: a copy of the loader has it, too."""
+"""The attribute for a loaded state, from which the loader will continue. A copy of the loader has it, too."""
 
 _waiting: weakref.WeakSet[Any] = weakref.WeakSet()
 """Loaders that were given a state."""
 
 
 def loaded_state(loader: Any) -> State | None:
-    """The state that the next ``iter(loader)`` goes on from, or None."""
+    """The state that the next ``iter(loader)`` continues from, or None."""
     state: State | None = vars(loader).get(_LOADED)
     return state
 
@@ -64,12 +64,12 @@ class States:
         self.set_epoch: int | None = None
         self.begun = False
         self._progress: Progress | None = None
-        self._counted: Progress | None = None  # the same, where nothing but `done` changes in its states
+        self._counted: Progress | None = None  # the same, if nothing but `done` changes in its states
         # Epochs of iterators that live on, with `done` when the next one began.
         self._older: weakref.WeakKeyDictionary[Progress, Any] = weakref.WeakKeyDictionary()
         self._of_sampler, self._of_loader = CompactStates(), CompactStates()
         self._global_before = torch.empty(0)  # state of torch's global generator before the last iter()
-        self._repeats_iter = True  # whether what the last iter() draws belongs to the program
+        self._repeats_iter = True  # whether the program itself would make the draws of the last iter()
         self._before_iter: GeneratorStates | None = None  # while iter() runs: another thread may want a state
 
     # --- making a state
@@ -108,7 +108,7 @@ class States:
         return state
 
     def _constant(self, loader: Any, progress: Progress) -> State:
-        """All of a state that stays the same in an epoch."""
+        """The part of a state that stays the same in an epoch."""
         index_sampler, before = index_sampler_of(loader), progress.before
         if before is None or progress.stream is not None:
             # Without workers, the order is drawn with the first batch.
@@ -127,7 +127,7 @@ class States:
         return constant
 
     def _between_epochs(self, loader: Any, progress: Progress | None) -> State:
-        """The state before the first epoch, or after one: generators are where the next one begins."""
+        """The state before the first epoch, or after one: generators are as the next epoch needs them."""
         early = None if progress is None else progress.before_next
         state = self._state(loader, progress, self._own_generators(loader, early or self._before_iter))
         stateful = sampler_with_state(index_sampler_of(loader))
@@ -186,8 +186,9 @@ class States:
     def iterate(self, loader: Any, make_iterator: Callable[[], Any]) -> Any:
         """Make an iterator, and leave torch's global generator as the uninterrupted program has it.
 
-        In mid-epoch that program did not begin an iterator, so what this draws is taken back; unless the
-        generator is where it was when the epoch began: then the program has come to the same line again.
+        In mid-epoch that program did not begin an iterator, so the draws of this one are undone. They are
+        kept if the generator is in its state of the epoch's beginning: then the program has come to the same
+        line again.
         """
         self._global_before = before = torch.get_rng_state()
         loaded, draws = loaded_state(loader), True
@@ -211,7 +212,7 @@ class States:
                 torch.set_rng_state(before)
 
     def seeds(self, loader: Any, base_seed: int) -> tuple[int, int]:
-        """The base seed of a new iterator, which has drawn one, and the number of epochs before this one."""
+        """The base seed for a new iterator, and the number of its epochs before this one."""
         loaded = loaded_state(loader)
         if loaded is None or loaded["base_seed"] is None:
             return base_seed, 0
@@ -228,7 +229,7 @@ class States:
     def begin_epoch(
         self, loader: Any, sampler_iter: Iterator[Any], before: GeneratorStates | None, seeds: tuple[int, int]
     ) -> tuple[Iterator[Any], Progress]:
-        """Begin an epoch, or go on in that of the loaded state: its index batches, and its progress.
+        """Begin an epoch, or continue that of the loaded state: returns its index batches and its progress.
 
         Args:
             loader: The loader.
@@ -269,7 +270,7 @@ class States:
         return batches, progress
 
     def _go_on(self, loader: Any, loaded: State, progress: Progress) -> Iterator[Any]:
-        """The index batches from where the state was taken, in mid-epoch; the progress, as it was there."""
+        """The index batches and the progress from the place of a state in mid-epoch."""
         index_sampler = index_sampler_of(loader)
         if progress.sampler_epoch != loaded["sampler_epoch"]:
             raise ResumeError(
@@ -287,7 +288,8 @@ class States:
             draw_seed()  # as the sampler would have done
         batches = batches_from(index_sampler, loaded, loader.generator)
         if generator_of(index_sampler) is loader.generator:
-            # If the order was drawn before the base seed, the two differ, and it goes on behind the seed.
+            # If the order was drawn before the base seed, the two differ, and the generator continues after
+            # the seed.
             set_generator(loader.generator, loaded, "loader_generator")
         progress.done = (taken, *early) if early else taken
         progress.in_order = loaded["in_order"]
@@ -314,7 +316,7 @@ def _sampler_keys(loader: Any, progress: Progress) -> State:
 
 
 def _set_generators(loader: Any, loaded: State) -> None:
-    """Set the loader's and the sampler's own generators to where a state has them."""
+    """Set the loader's and the sampler's own generators to their states in a state."""
     generator = generator_of(index_sampler_of(loader))
     if generator is not torch.default_generator:
         set_generator(generator, loaded, "sampler_generator")
@@ -322,7 +324,7 @@ def _set_generators(loader: Any, loaded: State) -> None:
 
 
 def _warn_of_another(loader: Any) -> None:
-    """Warn where a loader begins its first epoch, and a state waits in another loader of its dataset."""
+    """Warn if a loader begins its first epoch while a state waits in another loader of the same dataset."""
     for other in list(_waiting):
         if other.dataset is loader.dataset and loaded_state(other) is not None:
             warn(

@@ -1,4 +1,4 @@
-"""Progress of one epoch of an iterable-style dataset: how it is divided, and what was returned of it.
+"""Progress of one epoch of an iterable-style dataset: its division, and the samples that were returned.
 
 Main process only.
 """
@@ -36,8 +36,8 @@ class StreamProgress:
     The loader keeps it when the iterator dies.
 
     Attributes:
-        rules: How the workers are to divide the stream, and where they begin.
-        first_worker: The worker whose turn it is first.
+        rules: How the workers divide the stream, and where they begin. first_worker: The worker whose turn it
+            is first.
         shared_seed: The seed that all workers share (torch's DataPipes), or None.
     """
 
@@ -76,7 +76,7 @@ class StreamProgress:
         return self.shared_seed
 
     def take(self, progress: Progress, worker_id: int, report: StreamReport | None) -> None:
-        """Note that the program has the next batch, or what came in its place, and the report with it.
+        """Note that the program has the next batch, or the exception in its place, with its report.
 
         An iterator that is interrupted sets the epoch's progress back to before the batch.
         """
@@ -110,10 +110,10 @@ class StreamProgress:
         self._cursors[part] = cursor
 
     def state(self, progress: Progress) -> State:
-        """The keys of a state that tell how far the stream has come; as text, empty at its beginning.
+        """The keys of a state for the progress of the stream; as text, empty at its beginning.
 
         Raises:
-            ResumeError: If it is not known, or a state of the dataset cannot be saved.
+            ResumeError: If the progress is unknown, or a state of the dataset cannot be saved.
         """
         self._count(progress)
         if not progress.taken and self.shared_seed is None:
@@ -151,7 +151,7 @@ class StreamProgress:
         return pack_user_state(states, name)
 
     def end_epoch(self, progress: Progress) -> None:
-        """Compare the epoch's length with that of other ranks, where ranks may have others.
+        """Compare the epoch's length with that of other ranks, if lengths may differ.
 
         Raises:
             LoaderError: If it differs.
@@ -179,7 +179,7 @@ def _fresh_rules(loader: Any) -> StreamRules:
 
 
 def rules_for(loader: Any, loaded: State) -> StreamRules:
-    """The rules for a loader's workers, to go on from a state in mid-epoch.
+    """The rules for a loader's workers to continue from a state in mid-epoch.
 
     Raises:
         ResumeError: If the state cannot be resumed by this loader on this rank.

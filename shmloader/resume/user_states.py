@@ -14,7 +14,7 @@ from shmloader.errors import ResumeError
 
 
 def pack_user_state(state: Any, owner: str) -> str:
-    """A state as text: as JSON where that gives it back exactly, else as ``torch.save`` makes it.
+    """A state as text: as JSON if that restores it exactly, else as ``torch.save`` writes it.
 
     Raises:
         ResumeError: If it cannot be loaded again without running code that comes with it; names the owner.
