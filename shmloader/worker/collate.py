@@ -1,12 +1,12 @@
 """Default collate straight into the slot, and ``empty()`` for custom collate functions.
 
 torch's ``default_collate`` looks up how to join samples in a public map at every call. A worker replaces
-torch's own entry for tensors there by a function that writes into the slot of the current task, for a
-``collate_fn`` that calls ``default_collate`` too; entries that the user put there stay. The one that worker
-threads put there stays for good: in other threads it does what torch's own does.
+torch's entry for tensors there by a function that writes into the slot of the current task. So a
+``collate_fn`` that calls ``default_collate`` writes there, too. The user's own entries stay. Worker threads
+never remove their function: in other threads it does the same as torch's.
 
-Where ``default_collate`` itself is the loader's collate function, no code of the user sees the batch before
-it is published. It then consists of placeholders for outputs, which are made once for each place in a slot
+If ``default_collate`` itself is the loader's collate function, no user code sees the batch before it is
+published. The batch then consists of placeholders for outputs, which are made once for each place in a slot
 (docs/decisions/0007).
 """
 
@@ -33,8 +33,8 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     """An uninitialised CPU tensor, in the slot of the batch that is being made.
 
     Call it in a ``collate_fn`` or dataset and return the tensor, or a view of it, in the batch: it then
-    reaches the main process without a copy. Outside a worker, or where the tensor does not fit in the
-    slot, it is an ordinary ``torch.empty`` and the result is the same.
+    reaches the main process without a copy. Outside a worker, or if the tensor does not fit in the slot, it
+    is an ordinary ``torch.empty`` and the result is the same.
 
     Args:
         *size: Sizes in items, as for ``torch.empty``.
@@ -57,7 +57,7 @@ def install_slot_collate(collate_fn: Callable[[Any], Any], *, in_thread: bool) -
     """Let ``default_collate`` write into slots: in this process, or with ``in_thread`` in its worker threads.
 
     Returns:
-        The function to call in the place of the loader's ``collate_fn``.
+        The function to call in place of the loader's ``collate_fn``.
     """
     global _in_worker_process  # noqa: PLW0603 - a process is a worker for good
     _in_worker_process |= not in_thread  # also where a worker's dataset has a loader with threads
@@ -76,7 +76,7 @@ def slot_collate(samples: list[Any]) -> Any:
 
 
 def _collate(samples: Sequence[Any], allocator: SlotAllocator) -> Any:
-    """Join samples, or the parts of samples that belong together; what is not in `_JOIN` goes to torch."""
+    """Join samples, or corresponding parts of samples; types that are not in `_JOIN` go to torch."""
     return _JOIN.get(type(samples[0]), _join_by_torch)(samples, allocator)
 
 
@@ -91,7 +91,7 @@ def _join_strings(samples: Sequence[Any], _: SlotAllocator) -> Any:
 def _join_dicts(samples: Sequence[Any], allocator: SlotAllocator) -> Any:
     names = list(samples[0])
     try:
-        # One call takes all values of a sample, in half of the time that a look-up for each takes.
+        # One call takes all values of a sample, in half the time of a look-up for each.
         rows = (
             map(operator.itemgetter(*names), samples)
             if len(names) > 1
@@ -115,12 +115,12 @@ def _stack_tensors(samples: Sequence[torch.Tensor], allocator: SlotAllocator) ->
     first, begin = samples[0], allocator.cursor
     try:
         output = allocator.output(len(samples), first.shape, first.dtype)
-        # A tensor subclass among the samples may give something else than the output.
+        # A tensor subclass among the samples may give something other than the output.
         if output is not None and torch.stack(samples, 0, out=output.tensor) is output.tensor:  # type: ignore[arg-type]
             return output.placeholder
     except (RuntimeError, TypeError, NotImplementedError):
         pass  # shapes that differ, nested, sparse, on another device: torch's own function has the error
-    allocator.cursor = begin  # nobody has seen the output
+    allocator.cursor = begin  # the output is in no batch yet
     return collate_tensors(samples, collate_fn_map=torch_private.collate_fn_map)
 
 
@@ -130,16 +130,16 @@ def _stack_arrays(samples: Sequence[np.ndarray[Any, Any]], allocator: SlotAlloca
         if _are_rows(samples) and _has_torchs_strides(first):
             output = allocator.output(len(samples), first.shape, first.dtype)
             if output is not None:
-                # In half of the time that numpy.stack takes.
+                # In half the time of numpy.stack.
                 np.concatenate(samples, out=output.rows, casting="no")
                 return output.placeholder
     except (TypeError, ValueError):
-        allocator.cursor = begin  # shapes or dtypes that differ; nobody has seen the output
+        allocator.cursor = begin  # shapes or dtypes that differ; the output is in no batch yet
     return _join_by_torch(samples, allocator)
 
 
 def _join_numbers(samples: Sequence[Any], allocator: SlotAllocator) -> Any:
-    """Join ints to int64 and floats to float64, as torch does; anything mixed is left to torch."""
+    """Join ints to int64 and floats to float64, as torch does; mixed types are left to torch."""
     kind = type(samples[0])
     if set(map(type, samples)) == {kind}:
         output = allocator.output(len(samples), (), torch.int64 if kind is int else torch.float64)
@@ -165,15 +165,15 @@ _JOIN: dict[type, Callable[[Sequence[Any], SlotAllocator], Any]] = {
 
 
 def _are_rows(arrays: Sequence[Any]) -> bool:
-    """Whether all are ndarrays of one length: then concatenating them stacks them, if it is possible."""
+    """Whether all are ndarrays of one length: then concatenation stacks them, if it is possible."""
     first = arrays[0]
     return first.ndim > 0 and set(map(type, arrays)) == {np.ndarray} and len(set(map(len, arrays))) == 1
 
 
 def _has_torchs_strides(array: np.ndarray[Any, Any]) -> bool:
-    """Whether torch takes an ndarray of such strides; it has errors of its own for others.
+    """Whether torch accepts an ndarray of such strides; for others it raises errors of its own.
 
-    Only the first sample is asked, for speed. The others are joined right, whatever their strides.
+    Only the first sample is checked, for speed. The others are joined correctly with any strides.
     """
     strides = array.strides
     return not strides or (min(strides) >= 0 and not gcd(*strides) % array.itemsize)
@@ -182,9 +182,9 @@ def _has_torchs_strides(array: np.ndarray[Any, Any]) -> bool:
 def collate_tensors(
     batch: Sequence[torch.Tensor], *, collate_fn_map: _CollateMap | None = None
 ) -> torch.Tensor:
-    """Stack tensors into the slot, in the place of torch's ``collate_tensor_fn``: same result and errors.
+    """Stack tensors into the slot, in place of torch's ``collate_tensor_fn``: same result and errors.
 
-    Outside of shmloader's workers it is torch's own function.
+    Outside of shmloader's workers it calls torch's own function.
     """
     first, allocator = batch[0], current_allocator()
     in_worker = _in_worker_process or allocator is not None

@@ -1,8 +1,8 @@
-"""Settings that workers get when an epoch begins, with what the program has done to the dataset meanwhile.
+"""Settings that workers get when an epoch begins, with the program's changes to the dataset.
 
-A persistent worker has a copy of the dataset from the time when it was started. A later change by the
-program, ``dataset.set_epoch(3)`` say, would never reach it. So the main process notes calls of ``set_epoch``,
-and workers repeat them. Datasets with that method are also sent their plain attributes (numbers, strings,
+A persistent worker has a copy of the dataset from the time of its start. A later change by the program,
+``dataset.set_epoch(3)`` say, would never reach it. So the main process notes calls of ``set_epoch``, and
+workers repeat them. Datasets with that method are also sent their plain attributes (numbers, strings,
 booleans, None) that have been changed in another way. Datasets without it stay as the workers got them:
 torch's own tests rely on it.
 """
@@ -31,7 +31,7 @@ from shmloader.worker.set_epoch_calls import (
 _LOOKED_AT = 8  # items of a container, to tell whether datasets are in it
 
 Path = tuple[str | int, ...]
-"""Names of attributes, and places in containers, that lead from the loader's dataset to one inside it."""
+"""The way from the loader's dataset to one inside it: names of attributes, and places in containers."""
 
 Attributes = Iterable[tuple[str, Any]]
 
@@ -49,7 +49,7 @@ class Changes(NamedTuple):
     attributes: PlainAttributes
 
     def repeat(self, dataset: Any) -> None:
-        """Do the same to a worker's dataset."""
+        """Make the same changes to a worker's dataset."""
         for attributes, arguments in self.calls:
             _set(dataset, attributes)
             args, kwargs = pickle.loads(arguments)
@@ -77,7 +77,7 @@ class EpochSettings(NamedTuple):
     def apply(self, dataset: Any) -> None:
         """Bring a worker's dataset up to date. Runs in the worker.
 
-        To a dataset that worker threads share with the program, all of that has been done already.
+        A dataset that worker threads share with the program has all changes already.
         """
         found: dict[Path, Any] = {(): dataset}
         if self.changes.keys() - {()}:
@@ -101,7 +101,7 @@ def _set(dataset: Any, attributes: PlainAttributes) -> None:
 
 
 def set_epoch_of(dataset: Any, epoch: int, called: Collection[int] = ()) -> None:
-    """Call ``set_epoch`` of a dataset and of those inside it, where they have it, once for each.
+    """Call ``set_epoch`` once for a dataset and each one inside it, if they have it.
 
     Those whose ``id()`` is in ``called`` are left out.
     """
@@ -120,7 +120,7 @@ def datasets_in(dataset: Any) -> list[Any]:
 
 
 def _walk(dataset: Any, attributes_of: Callable[[Any], Attributes]) -> list[tuple[Path, Any]]:
-    """The datasets of `datasets_in`, with their paths as far as attributes come with their names."""
+    """The datasets of `datasets_in`, with their paths if the names of attributes are known."""
     found: list[tuple[Path, Any]] = []
     seen: set[int] = set()
     waiting: list[tuple[Path, Any]] = [((), dataset)]
@@ -181,19 +181,19 @@ class DatasetState:
         self.note_sent()
 
     def note_sent(self) -> None:
-        """Note that workers get the settings that were last asked for."""
+        """Note that workers get the settings that were returned last."""
         self.set_epoch = None
         self._known = self._latest
         for calls, number in self._read:
             del calls[:number]
 
     def is_changed_by(self, settings: EpochSettings) -> bool:
-        """Whether a dataset is another by the settings that were last asked for."""
+        """Whether the settings that were returned last change a dataset."""
         is_told = settings.set_epoch is not None and bool(self._latest)
         return is_told or bool(settings.changes)
 
     def settings(self) -> EpochSettings:
-        """Settings with what has changed since workers got them, see `note_sent`; without a shared seed."""
+        """Settings with the changes since workers last got some, see `note_sent`; without a shared seed."""
         settings = EpochSettings(None, self.set_epoch, {})
         self._latest: dict[Path, PlainAttributes] = {}
         self._read: list[tuple[list[Call], int]] = []

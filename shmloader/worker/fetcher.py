@@ -12,17 +12,17 @@ from shmloader.wire.stream_records import StreamReport, StreamRules
 
 
 class FetchRules(NamedTuple):
-    """The loader's arguments that bear on fetching.
+    """The loader's arguments that affect fetching.
 
     Attributes:
         iterable: Whether the dataset is iterable-style.
         auto_collation: Whether an index batch is a list of indices; else it is one index.
         drop_last: Whether an iterable dataset's last, shorter batch is left out.
         collate_fn: Joins samples (or converts the one sample, without auto collation).
-        on_error: What becomes of a sample that raises: see ``DataLoader``.
+        on_error: What to do with a sample that raises: see ``DataLoader``.
         stream: The rules for the stream of an iterable-style dataset.
-        in_worker: Whether a worker publishes the batches. Those of a loader without workers, which its
-            dataset may use, go to the user's code.
+        in_worker: Whether a worker publishes the batches. A loader without workers, which a dataset may use
+            inside a worker, returns them to the user's code.
     """
 
     iterable: bool
@@ -52,7 +52,7 @@ class FetchRules(NamedTuple):
 class Fetcher(ABC):
     """Makes one batch for one index batch.
 
-    A list of bad samples is begun anew for each batch, so that none is reported twice.
+    Each batch begins a new list of bad samples, so that none is reported twice.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Fetcher(ABC):
 
     @abstractmethod
     def fetch(self, index_batch: Any) -> Any:
-        """Fetch and collate; `Reported` where there is something to report.
+        """Fetch and collate; returns a `Reported` if there is something to report.
 
         In a worker the batch has placeholders for the leaves that lie in the slot already.
 
@@ -69,7 +69,7 @@ class Fetcher(ABC):
         """
 
     def place(self) -> StreamReport | None:
-        """The report on a stream to send with an exception; None where the place can be told without."""
+        """The report on a stream to send with an exception; None if the main process does not need it."""
         return None
 
     def take_bad_samples(self) -> bytes:

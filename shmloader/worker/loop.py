@@ -1,4 +1,4 @@
-"""The worker's loop. Runs in the worker process, or thread, and knows nothing of the main process's objects.
+"""The worker's loop. Runs in the worker process or thread, and uses no object of the main process.
 
 It takes one task at a time: read a record, fetch samples, collate them into the granted slot, publish. A
 worker ends when its link is closed. A worker process also ends when the main process dies.
@@ -58,19 +58,19 @@ from shmloader.worker.random_state import (
 )
 
 _MOST_CHARACTERS = 200  # of an index batch, in messages
-_PIECE_NBYTES = 1 << 20, 1 << 16  # what a slot is grown to for pieces, or less if that cannot be had
+_PIECE_NBYTES = 1 << 20, 1 << 16  # the size to which a slot is grown for pieces, or less if the host has less
 
 
 @dataclass(frozen=True)
 class WorkerArguments:
-    """All that a worker is started with, besides its link; crosses the process boundary once.
+    """The arguments of a worker, besides its link; they cross the process boundary once.
 
     Attributes:
         worker_id: 0 to ``num_workers - 1``.
         num_workers: Workers of this iterator.
         segment: The iterator's shared memory, to attach to.
         dataset: The dataset.
-        rules: How to fetch from it.
+        rules: The rules for fetching from it.
         base_seed: The iterator's base seed.
         shared_seed: Seed that all workers share (torch's DataPipes), or None.
         init_fn: The user's ``worker_init_fn``, called after seeding.
@@ -106,7 +106,7 @@ def run_in_thread(arguments: WorkerArguments, link: Link) -> None:
     except BaseException:
         if os.getpid() == pid:
             raise
-        # In a process that the dataset forked, an end of this thread, the only one, aborts the interpreter.
+        # In a process that the dataset forked this is the only thread: its end aborts the interpreter.
         traceback.print_exc()
         os._exit(1)
 
@@ -134,7 +134,7 @@ class _Worker:
         self._pid = os.getpid()
         self._wait_ns = self._received_ns = 0
         self._later: deque[Request] = deque()
-        self._settings = bytearray()  # of the coming epoch, as far as they are here
+        self._settings = bytearray()  # of the coming epoch, as far as they have arrived
 
     def run(self) -> None:
         """Start, and answer tasks until the main process closes the link."""
@@ -144,7 +144,8 @@ class _Worker:
                 while True:
                     self._serve()
         finally:
-            # A circle through the fetcher would keep a thread's dataset until the garbage collector comes.
+            # A reference cycle through the fetcher would keep a thread's dataset until the next garbage
+            # collection.
             self._fetcher = None
             self._allocator.close()
 
@@ -176,7 +177,7 @@ class _Worker:
         return make_fetcher(dataset, rules, self._arguments.worker_id, self._arguments.num_workers)
 
     def _end_if_closed(self) -> None:
-        """End in the middle of a batch that nobody waits for: nobody can end a thread from outside."""
+        """End in the middle of a batch that is not wanted: a thread cannot be ended from outside."""
         if self._link.closed:
             raise BrokenPipeError("the main process wants nothing more")
 
@@ -276,7 +277,7 @@ class _Worker:
             set_current_allocator(None)
 
     def _encode_failure(self, error: BaseException, index_batch: Any) -> tuple[Encoded, bool]:
-        """Put an exception into the slot in the batch's place; also tell whether views were detached."""
+        """Put an exception into the slot in place of the batch; also return whether views were detached."""
         place = f"thread {threading.current_thread().name!r}" if self._in_thread else f"pid {os.getpid()}"
         where = (
             f"Raised in shmloader worker {self._arguments.worker_id} ({place}), "

@@ -1,6 +1,6 @@
 """Batches for index batches: of map-style datasets, and of those with ``__getitems__``.
 
-The rules are those of torch's fetchers (``torch/utils/data/_utils/fetch.py``). Where a dataset's rows can be
+The rules are those of torch's fetchers (``torch/utils/data/_utils/fetch.py``). If a dataset's rows can be
 gathered, no samples are made (see `sources`). Runs in the worker, or without workers in the main process.
 """
 
@@ -39,7 +39,7 @@ def make_fetcher(dataset: Any, rules: FetchRules, worker_id: int = 0, num_worker
 
 
 def before_each_sample(dataset: Any, rules: FetchRules, call: Callable[[], None]) -> Any:
-    """A dataset that makes a call before it fetches a sample; itself if it is not fetched one by one."""
+    """A dataset that makes a call before each sample; itself if samples are not fetched one by one."""
     if rules.iterable or not rules.auto_collation or getattr(dataset, "__getitems__", None):
         return dataset
     return dataset if why_per_sample(dataset, rules.collate_fn) is None else _CallsFirst(dataset, call)
@@ -101,7 +101,7 @@ def _fetch_each(dataset: Any, index_batch: Any) -> list[Any]:
     try:
         return [dataset[index] for index in remaining]
     except BaseException as error:
-        # The iterator's place tells which sample failed, without a cost per sample.
+        # The iterator's place identifies the sample that failed, without a cost per sample.
         if type(index_batch) in (list, tuple, range):
             position = len(index_batch) - operator.length_hint(remaining) - 1
             _say_where(error, index_batch[position])
@@ -109,7 +109,7 @@ def _fetch_each(dataset: Any, index_batch: Any) -> list[Any]:
 
 
 def _say_where(error: BaseException, index: Any) -> None:
-    with contextlib.suppress(Exception):  # an index that cannot be shown
+    with contextlib.suppress(Exception):  # an index whose repr fails
         add_note(error, f"raised by dataset[{index!r}]")
 
 
@@ -118,7 +118,7 @@ _BAD = object()
 
 
 class _TolerantMapFetcher(_MapFetcher):
-    """Goes on where a sample raises: leaves that out, or puts the next good one of the batch in its place."""
+    """Continues if a sample raises: leaves it out, or puts the next good one of the batch in its place."""
 
     def __init__(self, dataset: Any, rules: FetchRules) -> None:
         super().__init__(dataset, rules)
@@ -180,7 +180,8 @@ class _TolerantMapFetcher(_MapFetcher):
 def _without_bad(samples: list[Any], indices: list[Any], replace: bool) -> tuple[list[Any], list[Any]]:
     """The good samples and their indices; with ``replace``, a copy of the next good one for each bad one.
 
-    Behind the last good one comes the first again. A copy, because a collate function may change samples.
+    After the last good one comes the first again. It is a copy, because a collate function may change
+    samples.
     """
     places = good = [place for place, sample in enumerate(samples) if sample is not _BAD]
     if replace and good:
@@ -189,6 +190,6 @@ def _without_bad(samples: list[Any], indices: list[Any], replace: bool) -> tuple
     if len(taken) > len(good):
         for place, sample in enumerate(samples):
             if sample is _BAD:
-                with contextlib.suppress(Exception):  # what cannot be copied is there twice
+                with contextlib.suppress(Exception):  # without a copy the same object is there twice
                     taken[place] = copy.deepcopy(taken[place])
     return taken, [indices[place] for place in places]

@@ -1,8 +1,8 @@
-"""First steps of a worker process: it leaves Ctrl-C to the main process, and ends with it.
+"""First steps of a worker process: to leave Ctrl-C to the main process, and to end with it.
 
-A process that the program forked may hold the other end of a worker's pipe. So a thread waits for the death
-of the main process; and as it cannot run while C code holds the interpreter lock, the kernel is asked for a
-signal too, where that is safe.
+A process that the program forked may hold the other end of a worker's pipe, so the pipe does not show the
+main process's death. A thread waits for that instead. It cannot run while C code holds the interpreter lock,
+so the kernel is asked for a signal too, where that is safe.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _PR_SET_PDEATHSIG = 1
 def begin(main_pid: int, by_leader: bool = False) -> None:
     """Set up signals and the watch over the main process. Call it first in a worker, in its main thread.
 
-    ``by_leader``: the main process's first thread, which lives as long as that, has started this one.
+    ``by_leader``: the main process's first thread, which lives as long as the process, has started this
+    worker.
     """
     # Whatever a fork has inherited, SIGTERM ends a worker, and no signal is written to a descriptor.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -60,9 +60,9 @@ def seed_worker_process(base_seed: int, worker_id: int) -> None:
 def sample_seeds(base_seed: int, epoch: int, seq: int, position: int) -> Seeds:
     """Seeds for the numbers that one sample draws, whichever worker fetches it (``seed_per_sample``).
 
-    They do not depend on the sample's index: a sampler that draws with replacement gives an index twice,
-    and the two are to be augmented differently. They are taken from a cryptographic hash of all arguments,
-    so samples of neighbouring positions, batches and epochs share no stream.
+    They do not depend on the sample's index: a sampler that draws with replacement may give an index twice,
+    and these two samples must be augmented differently. They are taken from a cryptographic hash of all
+    arguments, so samples of neighbouring positions, batches and epochs share no stream.
 
     Args:
         base_seed: The iterator's base seed, a non-negative 64-bit integer.
@@ -75,10 +75,10 @@ def sample_seeds(base_seed: int, epoch: int, seq: int, position: int) -> Seeds:
 
 
 class Generators:
-    """``get_worker_info().rng``: generators that nobody else draws from, under the names that torch has.
+    """``get_worker_info().rng``: the worker's own generators, under torch's names.
 
-    Each is made when it is first asked for. Where samples are seeded they are the present sample's, so a
-    dataset must ask for them in each sample.
+    Each is made at its first use. If samples are seeded, the generators belong to the present sample, so a
+    dataset must get them anew in each sample.
     """
 
     # No functools.cached_property: in Python 3.11 that holds a lock, which a fork meanwhile copies taken.

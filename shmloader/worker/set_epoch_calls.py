@@ -1,8 +1,8 @@
 """Calls of ``set_epoch`` that the program makes on datasets, noted so that workers can repeat them.
 
-Nothing tells what such a call has changed in an object: a list, a generator, something in ``__slots__``. So
-the method is replaced, in the class that defines it, by one that makes the call and notes it. Calls are noted
-for loaders with persistent workers, while these live, and in the process of the loader.
+It cannot be seen what such a call has changed in an object: a list, a generator, something in ``__slots__``.
+So the method is replaced, in the class that defines it, by one that makes the call and notes it. Calls are
+noted only for loaders with persistent workers, while these live, and in the loader's process.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class CallLog:
 
 
 _logs: dict[tuple[int, int], weakref.WeakSet[CallLog]] = {}  # by process and id of the dataset
-_noted_now: dict[int, set[CallLog]] = {}  # by thread: logs that note the call which it is inside
+_noted_now: dict[int, set[CallLog]] = {}  # by thread: the logs that note the thread's present call
 
 
 def is_noted(dataset: Any) -> bool:
-    """Whether calls on this very object are noted: then it is the program's own, which a thread shares."""
+    """Whether calls on this object are noted: then it is the program's own, which a thread shares."""
     return bool(_logs.get((os.getpid(), id(dataset))))
 
 
@@ -98,7 +98,8 @@ def _noting(method: Any) -> Any:
         bound = method.__get__(self, type(self))
         thread = threading.get_ident()
         outer = _noted_now.get(thread, set())
-        # A log that notes an outer call gets this one with it: of a base class, of a dataset inside.
+        # Logs that note an outer call skip this one, which the outer one repeats: of a base class, of a
+        # dataset inside.
         logs = set(_logs.get((os.getpid(), id(self)), ())) - outer
         if not logs:
             return bound(*args, **kwargs)

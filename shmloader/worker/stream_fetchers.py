@@ -23,7 +23,7 @@ from shmloader.worker.streams import Stream
 
 
 class PartsFetcher(Fetcher):
-    """Fetches from the parts of a stream that a worker has: one or, in a resumed epoch, any number."""
+    """Fetches from a worker's parts of a stream: one or, in a resumed epoch, any number."""
 
     def __init__(self, dataset: Any, rules: FetchRules, worker_id: int, num_workers: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class PartsFetcher(Fetcher):
         raise StopIteration
 
     def _with_report(self, batch: Any, fetcher: _StreamFetcher) -> Any:
-        """The batch, with the cursor behind it where the main process cannot count that itself."""
+        """The batch, with the cursor after it if the main process cannot count that itself."""
         rules = self._rules.stream
         self._batches += 1
         state = fetcher.stream.state() if self._batches % rules.snapshot_every == 0 else b""
@@ -102,7 +102,7 @@ class _StreamFetcher(Fetcher):
 
     Attributes:
         stream: The samples of the part.
-        drawn: Samples of the stream that are behind it.
+        drawn: Samples that were drawn from the stream.
         ended: Whether the stream is known to have ended.
         raised: Draws that raised.
     """
@@ -116,7 +116,7 @@ class _StreamFetcher(Fetcher):
 
     @property
     def behind(self) -> int:
-        """Samples that are behind the stream once the batch is done with, whether it came or not."""
+        """The number of samples drawn once the batch is done, whether it came or not."""
         return self.drawn
 
     def _join(self, samples: list[Any], positions: Sequence[int]) -> Any:
@@ -135,8 +135,8 @@ class _StrideFetcher(_StreamFetcher):
     many. Rank ``r`` takes from a group the samples ``r``, ``r + ranks``, and so on. If the stream ends inside
     a group, ``drop_last`` leaves it out; else ranks that lack a sample repeat one of the last ones.
 
-    A draw that raises is no sample. Its group is lost with it, and the next groups are what they would have
-    been, whichever workers the same draw fails for.
+    A draw that raises is not a sample. Its group is lost with it; the next groups stay the same, whichever
+    workers the same draw fails for.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class _StrideFetcher(_StreamFetcher):
         super().__init__(stream, rules, cursor)
         self._batch_size, self._rows_of_all = rules.stream.batch_size, num_workers * rules.stream.batch_size
         self._rows_left = worker_id * self._batch_size  # to draw before this worker's next group
-        self._row: list[Any] = []  # a row in the midst of which a draw has raised
+        self._row: list[Any] = []  # a row in which a draw has raised
 
     @property
     def behind(self) -> int:
@@ -168,13 +168,13 @@ class _StrideFetcher(_StreamFetcher):
         return self._join(samples, positions)
 
     def _pass_over(self) -> None:
-        """Draw other workers' groups, and what is left of one of this worker's in which a draw has raised."""
+        """Draw other workers' groups, and the rest of this worker's own group if a draw in it has raised."""
         in_a_row = 0
         while self._rows_left > self._rows_of_all and not self.ended:
             try:
                 self._draw()
             except Exception:
-                in_a_row += 1  # the worker whose group it is raises that
+                in_a_row += 1  # the worker that has the group raises it
                 if in_a_row >= MOST_IN_A_ROW:
                     raise
             else:
@@ -200,8 +200,8 @@ class _StrideFetcher(_StreamFetcher):
 class _IterableFetcher(_StreamFetcher):
     """Fetches a part by torch's rules.
 
-    Where samples may raise, it goes on with the stream's next one, if there is one. A bad sample counts as
-    one of its batch, unless it is to be replaced.
+    If samples may raise, it continues with the stream's next one. A bad sample counts towards its batch,
+    unless it is to be replaced.
     """
 
     def fetch(self, index_batch: Any) -> Any:
@@ -229,13 +229,13 @@ class _IterableFetcher(_StreamFetcher):
                     size -= 1
         self.drawn = begin + len(samples) + len(bad)
         short = len(samples) < size
-        # Without auto collation torch asks the iterator again. But behind a bad sample it may have ended, and
-        # one that then begins anew would never end.
+        # Without auto collation torch asks the iterator again. But after a bad sample the iterator may have
+        # ended, and one that then begins anew would never end.
         self.ended = short and (auto_collation or self._rules.on_error != RAISE)
         if not samples or (short and self._rules.drop_last):
             if not bad:
                 raise StopIteration
-            return Reported(None, True, False, self.take_bad_samples())  # its end is said at the next task
+            return Reported(None, True, False, self.take_bad_samples())  # the next task reports its end
         positions: Sequence[int] = range(begin, self.drawn)
         if not bad:
             return self._join(samples, positions)
@@ -244,7 +244,7 @@ class _IterableFetcher(_StreamFetcher):
         return Reported(batch, False, False, self.take_bad_samples())
 
     def _note_bad(self, error: BaseException, position: int) -> bool:
-        """Note that a draw raised; whether that is a bad sample behind which to go on."""
+        """Note that a draw raised; return whether it is a bad sample, after which to continue."""
         self.drawn = position + 1
         self.raised += 1
         tolerant = self._rules.on_error != RAISE

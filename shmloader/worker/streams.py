@@ -1,8 +1,8 @@
-"""Iterable-style datasets: the part that a worker takes of one, and its state.
+"""Iterable-style datasets: a worker's part of one, and its state.
 
-Without ``shard="auto"`` a worker's part is the whole dataset, as in torch: the dataset itself may leave some
-out. With it, the dataset makes a shard of itself, or the worker takes its share of every group of samples of
-the whole stream (`stream_fetchers`). Runs in the worker, or without workers in the main process.
+Without ``shard="auto"`` a worker's part is the whole dataset, as in torch; the dataset itself may leave
+samples out. With it, the dataset makes a shard of itself, or the worker takes its share of every group of
+samples of the whole stream (`stream_fetchers`). Runs in the worker, or without workers in the main process.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Stream:
 
     Args:
         dataset: The dataset.
-        rules: How to divide it, and where it was left.
-        part: The part to play, of so many ``parts`` on each rank.
+        rules: How to divide it, and where an earlier program left it.
+        part: The part to play, out of ``parts`` on each rank.
         tolerant: Whether samples may raise.
 
     Attributes:
@@ -38,7 +38,7 @@ class Stream:
     def __init__(self, dataset: Any, rules: StreamRules, part: int, parts: int, tolerant: bool) -> None:
         self.layout = OWN
         self._info: Any = None  # the worker info that the dataset sees; None for the worker's own
-        self._reads: list[str] = []  # reads of the number of workers in that
+        self._reads: list[str] = []  # reads of its number of workers
         if rules.shard:
             # With another number of workers the dataset might have been asked for shards.
             shard = None if rules.layout == STRIDE else shard_of(dataset, rules, part, parts)
@@ -46,7 +46,7 @@ class Stream:
             if shard is None and not _has(dataset, "shard"):
                 self._info, self._reads = watched_worker_info(dataset)
             else:
-                self._info = only_worker_info()  # it must not divide itself once more
+                self._info = only_worker_info()  # it must not divide itself again
             dataset = dataset if shard is None else shard
         cursor = rules.cursor_of(part)
         states = pickle.loads(cursor.state) if cursor.state else {}
@@ -92,7 +92,7 @@ class Stream:
         return next(self._iterator) if self._info is None else self._call(next, self._iterator)
 
     def _call(self, function: Any, argument: Any) -> Any:
-        """Call ``iter`` or ``next``, with the worker info that the dataset is to see."""
+        """Call ``iter`` or ``next`` with the worker info for the dataset in place."""
         if self._info is None:
             return function(argument)
         before = get_worker_info()
@@ -105,9 +105,9 @@ class Stream:
     def _skip(self, count: int, raised: int, of_a_batch: int, tolerant: bool) -> None:
         """Draw ``count`` samples that the program has had.
 
-        Between them ``raised`` draws raised. They raise again, or the failure has passed (a network's) and
-        had cost no sample: so only good ones are counted. Behind the last one a failure may stand that does
-        not pass.
+        Among them, ``raised`` draws raised. They raise again, or succeed if the failure was temporary (of a
+        network, say). Either way they cost no sample, so only good draws are counted. After the last one a
+        permanent failure may follow.
         """
         left, failed, in_a_row = count, None, 0
         while left or raised:
@@ -142,7 +142,7 @@ class Stream:
     def state(self) -> bytes:
         """The states of the dataset and of its iterator, pickled; empty if neither has any.
 
-        If they cannot be had, the main process raises an error where the loader's state is asked for.
+        If they cannot be taken, the main process raises an error when the loader's state is asked for.
         """
         if not self._is_stateful:
             return b""
