@@ -36,8 +36,8 @@ class StreamProgress:
     The loader keeps it when the iterator dies.
 
     Attributes:
-        rules: How the workers divide the stream, and where they begin. first_worker: The worker whose turn it
-            is first.
+        rules: How the workers divide the stream, and where they begin.
+        first_worker: The worker whose turn it is first.
         shared_seed: The seed that all workers share (torch's DataPipes), or None.
     """
 

@@ -111,8 +111,8 @@ class GeneratorStates(NamedTuple):
     They are compact where an earlier program drew the order.
 
     Attributes:
-        sampler: Of the generator that the sampler draws from. loader: Of the loader's generator, if that is
-            another one.
+        sampler: Of the generator that the sampler draws from.
+        loader: Of the loader's generator, if that is another one.
     """
 
     sampler: torch.Tensor | str | None

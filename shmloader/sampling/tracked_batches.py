@@ -44,7 +44,7 @@ class TrackedBatches(Iterator[Any]):
 
     Attributes:
         taken: Returns how many of them the program has had; states and checksums of earlier ones are dropped.
-            resumed: Whether to raise if the sampler draws from a global generator batch by batch.
+        resumed: Whether to raise if the sampler draws from a global generator batch by batch.
     """
 
     def __init__(

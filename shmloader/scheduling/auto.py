@@ -46,8 +46,9 @@ class Auto:
     """Decides for one loader, over all its epochs, until it has settled. Arithmetic only.
 
     Attributes:
-        num_workers: Workers that are wanted. prefetch_factor: Batches in advance per worker that are wanted.
-            given: The program's numbers of both, which are not changed; None for a number that is chosen.
+        num_workers: Workers that are wanted.
+        prefetch_factor: Batches in advance per worker that are wanted.
+        given: The program's numbers of both, which are not changed; None for a number that is chosen.
         most_workers: Most workers there may be.
         batches: Batches returned until it settled.
         settled: Whether nothing is added any more.

@@ -38,7 +38,7 @@ class Delivery:
             initialises CUDA.
         pin_memory: Whether the program has asked for pinned batches.
         pin_device: The kind of device that torch's iterator pins for; None if it leaves that to torch.
-            device: The device that batches are copied to, or None.
+        device: The device that batches are copied to, or None.
     """
 
     def __init__(

@@ -56,7 +56,8 @@ class Dispatcher:
         counters: The loader's.
         ledger: All unfinished tasks.
         ended_streams: Workers that have reported, since this was last emptied, that their dataset is
-            exhausted. joining: Workers that were added later and have sent no record yet.
+            exhausted.
+        joining: Workers that were added later and have sent no record yet.
         restarts_left: Workers that may still be replaced.
         inspection: The checks of ``SHMLOADER_DEBUG=1``, or None.
     """
