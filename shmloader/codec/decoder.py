@@ -17,7 +17,7 @@ from shmloader.codec.layout import DTYPES, Leaf, rows_of, table_of, unpack_head,
 from shmloader.codec.leaves import wrapper_of
 
 _MOST_KNOWN = 256
-_MOST_HEADER_NBYTES = 1 << 12  # longer headers hold data, and do not repeat
+_MOST_HEADER_NBYTES = 1 << 12  # longer headers hold data and do not repeat
 _MOST_COMPOUND_NBYTES = (1 << 31) - 1  # NumPy 1 counts a dtype's bytes in 32 bits
 _Anchor = np.ndarray[Any, np.dtype[np.uint8]]
 _WrapAll = Callable[[_Anchor], list[Any]]
@@ -31,8 +31,8 @@ _lone = operator.itemgetter(0)
 class Decoder:
     """Reads batches; lives in the main process.
 
-    Headers, or at least their leaf tables, repeat from batch to batch. The decoder remembers the quickest way
-    to read one that has come twice, by its bytes (docs/decisions/0007).
+    Headers, or at least their leaf tables, repeat from batch to batch. For a header or table that has come
+    twice, the decoder remembers the quickest way to read it, by its bytes (docs/decisions/0007).
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Decoder:
         self._tables: dict[bytes, _WrapAll | None] = {}
 
     def decode(self, anchor: _Anchor, header: bytes) -> Any:
-        """Rebuild a batch over the slot's bytes: every leaf keeps ``anchor`` alive, and nothing else does."""
+        """Rebuild a batch over the slot's bytes. Every leaf keeps ``anchor`` alive, and nothing else does."""
         read = self._headers.get(header)
         if read is not None:
             return read(anchor)
@@ -73,7 +73,7 @@ def _reader(header: bytes, wrap_all: _WrapAll) -> _Read:
 
 
 def structure_of(header: bytes) -> Callable[[list[Any]], Any] | None:
-    """A function that makes a batch of its leaves, in the order of the leaf table.
+    """A function that makes a batch from its leaves, in the order of the leaf table.
 
     Returns:
         None if the batch consists of more than leaves, built-in containers and constants.
@@ -94,7 +94,7 @@ def structure_of(header: bytes) -> Callable[[list[Any]], Any] | None:
 
 
 class _WithoutCalls(pickle.Unpickler):
-    """Reads what consists of built-in containers and constants alone."""
+    """Unpickles structures of built-in containers and constants alone."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         """Refuse; see ``pickle.Unpickler``."""
@@ -102,10 +102,10 @@ class _WithoutCalls(pickle.Unpickler):
 
 
 def _comes_again(known: dict[bytes, Any], key: bytes) -> bool:
-    """Whether a key was looked for before; if not, it is noted."""
+    """Whether a key was looked up before; if not, it is noted."""
     if key in known:
         return True
-    if len(known) >= _MOST_KNOWN:  # what never repeats
+    if len(known) >= _MOST_KNOWN:  # full of keys that do not repeat
         known.clear()
     known[key] = None
     return False
@@ -119,7 +119,7 @@ def _wrapping(head: int) -> tuple[Callable[..., Any], np.dtype[Any]]:
 
 
 def _wrap_once(table: bytes, anchor: _Anchor) -> list[Any]:
-    """Wrap the leaves of a table that may never come again."""
+    """Wrap the leaves of a table that has not come before."""
     leaves = []
     for head, offset, shape in rows_of(table):
         wrap, carrier = _wrapping(head)
@@ -143,8 +143,8 @@ def _one_by_one(wrappings: list[_Wrapping]) -> _WrapAll:
 def _in_one_call(wrappings: list[_Wrapping]) -> _WrapAll | None:
     """A function that wraps leaves as the fields of one compound dtype, in half the time of a call for each.
 
-    NumPy gives a field without dimensions as a number. So the result is None if a leaf has no dimensions, and
-    also if one has no bytes.
+    The result is None if a leaf has no dimensions, since NumPy gives such a field as a number; also if a leaf
+    has no bytes.
     """
     if len(wrappings) < 2 or not all(shape and 0 not in shape for *_, shape in wrappings):
         return None

@@ -22,7 +22,7 @@ class Encoded(NamedTuple):
     Attributes:
         header_begin: Bytes from the slot's start to the header.
         header_end: Bytes from the slot's start to its end.
-        spilled: The whole batch in private memory where it did not fit in the slot, else None.
+        spilled: The whole batch in private memory if it did not fit in the slot, else None.
     """
 
     header_begin: int
@@ -31,7 +31,7 @@ class Encoded(NamedTuple):
 
 
 class _Written(list[bytes]):
-    """A file to write to: the list of all that was written."""
+    """A file for the pickler: a list of all that was written."""
 
     write = list.append
 
@@ -53,7 +53,7 @@ class _BatchPickler(ForkingPickler):
         self._add = add
 
     def reducer_override(self, obj: Any) -> Any:
-        """See ``pickle.Pickler``; called for all but built-in containers, numbers, strings and buffers."""
+        """See ``pickle.Pickler``; not called for built-in containers, numbers, strings and buffers."""
         handler = HANDLERS.get(type(obj))
         return NotImplemented if handler is None else handler(obj, self._add)
 
@@ -76,8 +76,8 @@ class Encoder:
     def encode(self, batch: object) -> Encoded:
         """Write a batch into the slot that the allocator holds.
 
-        Leaves that lie in the slot already stay where they are; collation leaves their placeholders in the
-        batch. The others are copied in, after the slot was grown to what the whole batch needs.
+        Leaves that are already in the slot stay there; collation leaves their placeholders in the batch. The
+        others are copied in, after the slot was grown to what the whole batch needs.
         """
         pickler, outputs = self._pickler, self._allocator.rows
         if type(batch) is pickle.PickleBuffer and batch in outputs:
@@ -94,7 +94,7 @@ class Encoder:
             pickler.written.clear()
 
     def _add(self, kind: int, code: int, shape: Sequence[int], address: int, owner: object) -> Any:
-        """Find a leaf in the slot, or give it a place there and note that it is to be copied: see `Add`."""
+        """Find a leaf in the slot, or give it a place there and note it for copying: see `Add`."""
         item_nbytes = ITEM_NBYTES[code]
         nbytes = math.prod(shape) * item_nbytes
         offset = self._allocator.offset_of(address, nbytes) if nbytes else 0
@@ -105,7 +105,7 @@ class Encoder:
         return _ADDED
 
     def _leave_out(self, buffer: pickle.PickleBuffer) -> None:
-        """Take a buffer that the pickler leaves out: a placeholder, or one of an object's own reduction."""
+        """Handle a buffer that the pickler leaves out: a placeholder, or one of an object's own reduction."""
         if buffer is _ADDED:
             return
         row = self._outputs.get(buffer)
@@ -115,7 +115,7 @@ class Encoder:
             self._rows.append(row)
 
     def _commit(self, header: bytes) -> Encoded:
-        """Make room, move in what lies elsewhere, write the header."""
+        """Make room, copy in leaves from other memory, write the header."""
         allocator = self._allocator
         begin = allocator.place(len(header))
         total = begin + len(header)

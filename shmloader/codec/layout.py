@@ -52,7 +52,7 @@ class DtypeCode(NamedTuple):
 
 _NATIVE = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64".split()
 _NATIVE += "float16 float32 float64 complex64 complex128".split()
-# Dense dtypes that NumPy lacks. Those that this torch does not have are left out, also of the native ones.
+# Dense dtypes that NumPy lacks. Dtypes that this torch lacks are left out, here and among the native ones.
 _CARRIED = "bfloat16 complex32 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz".split()
 _CARRIED += ["float8_e8m0fnu"]
 

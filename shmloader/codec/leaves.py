@@ -52,13 +52,15 @@ class Add(Protocol):
 
 
 Handler = Callable[[Any, Add], Any]
-"""Reduces an object for pickling; ``NotImplemented`` where it is pickled as by torch."""
+"""Reduces an object for pickling; ``NotImplemented`` if it is pickled as torch does."""
 
 
 def add_buffer(buffer: pickle.PickleBuffer, add: Add) -> None:
     """Add the memory of a buffer that an object's own reduction leaves out of the pickle."""
     array = np.frombuffer(buffer.raw(), np.uint8)
-    add(BYTES, _UINT8, array.shape, _address_of(array), array)  # which holds it though `buffer` is released
+    add(
+        BYTES, _UINT8, array.shape, _address_of(array), array
+    )  # it keeps the memory when `buffer` is released
 
 
 # --- tensors
@@ -110,7 +112,7 @@ def _reduce_tensor(tensor: torch.Tensor, add: Add) -> Any:
         strides = tensor.stride()
         span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         if strides != _row_major(shape) and 0 < span <= tensor.numel():
-            # Permuted or overlapping items, without gaps to speak of: the memory is sent as it lies.
+            # Permuted or overlapping items, with hardly any gaps: the memory is sent as it is.
             placeholder = add(TENSOR, code, (span,), tensor.data_ptr(), tensor)
             return _with_strides, ([placeholder], tuple(shape), strides)
         tensor = tensor.contiguous()
@@ -149,8 +151,8 @@ def _reduce_parameter(parameter: torch.nn.Parameter, add: Add) -> Any:
 def _reduce_array(array: np.ndarray[Any, Any], add: Add) -> Any:
     """Reduce an ndarray so that it arrives as with pickle's default protocol, which torch uses.
 
-    Protocol 5 keeps byte order, read-only flags and the order of dimensions; protocol 4 brings arrays to the
-    machine's byte order, makes them writable, and knows C and Fortran order only.
+    Protocol 5 keeps byte order, read-only flags and the order of dimensions. Protocol 4 converts arrays to
+    the machine's byte order, makes them writable, and has C and Fortran order only.
     """
     code = CODE_OF_NUMPY_DTYPE.get(array.dtype)
     plain = array.flags.c_contiguous and array.dtype.metadata is None

@@ -24,15 +24,15 @@ from shmloader.shared_memory import PAGE_NBYTES, Extent, Segment, check_headroom
 
 
 def make_placeholder() -> pickle.PickleBuffer:
-    """A pickle buffer whose identity tells which leaf it stands for in a batch that is about to be pickled.
+    """A pickle buffer that stands for a leaf, by its identity, in a batch that is about to be pickled.
 
-    It is writable: for a read-only one the unpickler would wrap the memory that it is given once more.
+    It is writable: for a read-only buffer the unpickler would wrap its memory once more.
     """
     return pickle.PickleBuffer(bytearray(1))
 
 
 class Output(NamedTuple):
-    """A leaf that is written in its slot by collation, and that no code of the user sees.
+    """A leaf that collation writes in its slot, and that no user code sees.
 
     Attributes:
         tensor: Over the leaf's memory.
@@ -67,16 +67,16 @@ class _Mapped:
 class SlotAllocator:
     """Allocates in the slot that the current task grants. One per worker; lives in the worker's process.
 
-    There are two ways to allocate a leaf. `tensor` makes a new one, which the user's code may see and keep.
-    `output` is for collation that runs none of the user's code between here and publishing: it gives the
-    same object again whenever the same slot is asked for the same place, shape and dtype.
+    There are two ways to allocate a leaf. `tensor` makes a new tensor, which user code may see and keep.
+    `output` is for collation that runs no user code before publishing: for the same place in the same slot,
+    shape and dtype it returns the same object again.
     """
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         self._mapped: dict[int, _Mapped] = {}
         self._anchor: np.ndarray[Any, np.dtype[np.uint8]] | None = None
-        self._anchored: Extent | None = None  # what the anchor lies over: the slot may grow after it
+        self._anchored: Extent | None = None  # the memory under the anchor; the slot may grow later
         self._here: _Mapped | None = None
         self.slot = 0
         self.nbytes = 0
@@ -99,7 +99,7 @@ class SlotAllocator:
         self._here = here
 
     def _map_some(self, nbytes: int) -> Extent:
-        """Map the slot; where this process is short of address space, as much of its start as it can."""
+        """Map the slot; if this process is short of address space, as much of its start as possible."""
         while True:
             try:
                 return self._segment.map(self.slot, nbytes)
@@ -114,8 +114,8 @@ class SlotAllocator:
     def prepare(self, hint_nbytes: int) -> None:
         """Grow the slot to the size of a typical batch: leaves are then written in place.
 
-        Nothing happens if the host cannot give that much, or if the task's limit is less: the batch then
-        comes in pieces, and the memory would be of little use.
+        Nothing happens if the host cannot give that much, or if the task's limit is less: then the batch is
+        sent in pieces anyway.
         """
         if self.nbytes < hint_nbytes <= self.limit_nbytes:
             with contextlib.suppress(SharedMemoryExhausted):
@@ -137,7 +137,7 @@ class SlotAllocator:
         return bytes(self.view()[:nbytes])
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        """Allocate a new, uninitialised tensor in the slot, or None where it does not fit there."""
+        """Allocate a new, uninitialised tensor in the slot; None if it does not fit there."""
         here = self._here
         code = CODE_OF_TORCH_DTYPE.get(dtype)
         if code is None or here is None:
@@ -154,7 +154,7 @@ class SlotAllocator:
         return torch.from_numpy(array) if DTYPES[code].native else wrap_tensor(array, dtype)
 
     def output(self, items: int, shape: tuple[int, ...], dtype: _Dtype) -> Output | None:
-        """Allocate a leaf of shape ``(items, *shape)`` in the slot, or None where it does not fit there.
+        """Allocate a leaf of shape ``(items, *shape)`` in the slot; None if it does not fit there.
 
         See the class for when this may be used. A dtype of NumPy means the one that ``torch.from_numpy``
         gives.
@@ -189,7 +189,7 @@ class SlotAllocator:
         return Output(tensor, rows, placeholder, align(offset + nbytes))
 
     def with_placeholders(self, item: Any) -> Any:
-        """A batch, or what is in one, with placeholders in the place of outputs' tensors."""
+        """A batch, or a part of one, with placeholders in place of outputs' tensors."""
         placeholder = None if self._here is None else self._here.placeholders.get(id(item))
         if placeholder is not None:
             return placeholder
@@ -206,13 +206,13 @@ class SlotAllocator:
         return {} if self._here is None else self._here.rows
 
     def place(self, nbytes: int) -> int:
-        """Allocate an offset, perhaps beyond what is reserved: `ensure` makes room."""
+        """Allocate space; returns its offset, perhaps beyond the reserved memory: `ensure` makes room."""
         offset = self.cursor
         self.cursor = align(offset + nbytes)
         return offset
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
-        """The offset of this process's memory in the slot's allocated part; None if it does not lie there."""
+        """The offset of an address within the slot's allocated part; None if it is not there."""
         if self._here is None:
             return None
         offset = address - self._here.extent.address
@@ -222,12 +222,12 @@ class SlotAllocator:
         """Grow the slot to hold ``nbytes``, keeping what was written.
 
         Returns:
-            False if that is more than the task's limit, than the host gives or than this process can map: the
-            batch is spilled.
+            False if that exceeds the task's limit, the host's memory or this process's address space: then
+            the batch is spilled.
 
         Raises:
-            SharedMemoryExhausted: If the host's memory is so short that spilling, which takes more of it,
-                would have the kernel kill a process. At most once in a task.
+            SharedMemoryExhausted: If spilling, which takes more memory, would make the kernel kill a process.
+                At most once in a task.
         """
         if nbytes <= self.nbytes:
             return True
@@ -246,8 +246,8 @@ class SlotAllocator:
         """End the task: the slot is about to be published.
 
         If something in this process still views the slot (a collate function that keeps its batches, say),
-        those views are moved to private memory, because the slot will be written again. Returns whether that
-        was so.
+        those views are moved to private memory, because the slot will be written again. Returns whether there
+        were any.
         """
         anchor, self._anchor = self._anchor, None
         anchored, self._anchored = self._anchored, None
@@ -266,8 +266,8 @@ class SlotAllocator:
     def restart(self) -> bool:
         """Give up what was allocated in this task, as `release` does, and begin again at the slot's start.
 
-        An exception that takes a batch's place, and a batch that is sent in pieces, may write over the whole
-        slot. What the user's code keeps of it must survive that.
+        An exception in place of a batch, and a batch that is sent in pieces, may overwrite the whole slot.
+        Tensors that user code keeps must survive that.
         """
         may_refuse = self._may_refuse
         detached = self.release()
@@ -276,7 +276,7 @@ class SlotAllocator:
         return detached
 
     def close(self) -> None:
-        """Let go of all slots, because the worker ends; what the user's code keeps of them stays mapped."""
+        """Unmap all slots, because the worker ends; memory that user code keeps stays mapped."""
         self._here = self._anchored = self._anchor = None
         self._mapped.clear()
         self._segment.close()
@@ -292,7 +292,7 @@ class SlotAllocator:
         return memoryview(bytearray()) if self._here is None else self._here.extent.view
 
     def _grow(self, nbytes: int) -> None:
-        """Reserve and map more; where either fails, the slot is as it was."""
+        """Reserve and map more; if either fails, the slot is as before."""
         reserved = self._segment.reserve(self.slot, self.nbytes, nbytes)
         try:
             extent = self._segment.map(self.slot, reserved)
@@ -304,7 +304,7 @@ class SlotAllocator:
 
 
 def _check_spill(nbytes: int, why: SharedMemoryExhausted) -> None:
-    """Refuse to spill a batch, to this process and the main one, if the kernel would kill one for it."""
+    """Refuse to spill a batch if the kernel would kill this process or the main one for the memory."""
     purpose = (
         f"a batch of {nbytes:,} bytes does not fit in its slot ({why}), and copying it to private memory "
         f"takes {2 * nbytes:,} bytes"
