@@ -10,30 +10,31 @@ SPARE_SLOTS = 2
 """Slots beside those of the tasks: one for the batch that is being returned, one for the batch before it,
 which the program's loop still holds."""
 
-_BATCHES_IN_A_LIMIT = 4  # a slot may grow at once to so many times the largest batch
+_BATCHES_IN_A_LIMIT = 4  # a slot may grow in one step to so many times the largest batch
 LIMITS_IN_A_SHARE = 4
-"""Or to this part of its share: the rest is for batches that the program keeps."""
+"""Or to its share divided by this: the rest is for batches that the program keeps."""
 
 
 class Budget:
-    """Bytes that the slots of one iterator may take together, and what follows from them.
+    """The memory budget of one iterator's slots, and the limits and numbers of tasks derived from it.
 
     Each slot is counted with its limit: while a worker has it, the bytes up to which the worker may grow it,
-    else the bytes that it has. Those of free slots are given back when others need them. A task that may be
-    granted next is promised a page, through which a batch of any size comes in pieces. At any time::
+        else the bytes that it has. Memory of free slots is given back when other slots need it. Each task
+        that may be granted next is promised a page, through which a batch of any size can be sent in pieces.
+        At any time::
 
         committed_nbytes <= nbytes
         used_nbytes + promised_tasks() * PAGE_NBYTES <= nbytes
 
     One thing may exceed it: an index batch that is too long for a record is written to its slot.
 
-    Short memory has the same consequences with and without a budget of the program's own: fewer tasks, but
-    one at least; then batches that spill to private memory.
+    Short memory has the same consequences with and without a budget from the program: fewer tasks, but at
+    least one; then batches that spill to private memory.
 
     Args:
         nbytes: Most bytes; a page for each slot is the least.
         most_tasks: Tasks outstanding at once.
-        workers: Processes that hold the samples of a batch, beside the slots.
+        workers: Processes that hold the samples of a batch, in addition to the slots.
         follows_host: The program gave no budget: ``nbytes`` become more if the host has more when it is
             asked again.
 
@@ -63,7 +64,7 @@ class Budget:
         self.typical_nbytes = 0
         self._workers = workers
         self._follows_host = follows_host
-        self._sure_nbytes = SURE_NBYTES  # so much is needed without the host being asked again
+        self._sure_nbytes = SURE_NBYTES  # more than this is taken only after a new check of the host
         self._share_slots = most_tasks + SPARE_SLOTS  # into which the budget is divided
         self._set_limit()
 
@@ -84,10 +85,11 @@ class Budget:
     # --- questions of the pool
 
     def next_limit(self) -> int:
-        """Bytes that a slot may take that is granted now; whole pages, one at least."""
+        """The limit in bytes for a slot that is granted now; whole pages, at least one."""
         others = max(0, self.most_tasks - self.tasks - 1)
         room_nbytes = self.nbytes - self.used_nbytes
-        # The others should have room for a typical batch each; if there is not enough for all, the first has.
+        # The others should have room for a typical batch each; if there is not enough for all, this slot
+        # comes first.
         limit_nbytes = room_nbytes - others * self._typical_slot_nbytes
         if limit_nbytes >= self.limit_nbytes:
             return self.limit_nbytes
@@ -106,7 +108,7 @@ class Budget:
     # --- what changes it
 
     def note_size(self, nbytes: int, reserved_nbytes: int) -> None:
-        """Learn from a batch larger than the typical one how many tasks there is memory for.
+        """Adapt the number of tasks to a batch larger than the typical one.
 
         The slots have ``reserved_nbytes`` of the host's memory.
         """
@@ -122,7 +124,7 @@ class Budget:
             self._make_fewer(self.nbytes)
 
     def follow_host(self, reserved_nbytes: int) -> None:
-        """Take no more than the host can spare now; without a budget of its own, half of what it has."""
+        """Take no more than the host can spare now; without a budget from the program, half of its memory."""
         # A worker has the samples of a batch and, where they are not joined in the slot, the joined batch and
         # its copy; the program may need as much as a batch.
         besides_nbytes = (3 * self._workers + 1) * self.typical_nbytes
@@ -130,15 +132,15 @@ class Budget:
         host_nbytes = reserved_nbytes + room.available_nbytes
         wanted_nbytes = max(self.nbytes, host_nbytes // 2) if self._follows_host else self.nbytes
         wanted_nbytes = min(wanted_nbytes, host_nbytes - spare_nbytes(room) - besides_nbytes)
-        # What is granted is granted, and may be more.
+        # Slots that are granted keep their limits, which may exceed this.
         self.nbytes = max(wanted_nbytes, self.used_nbytes + self.promised_tasks() * PAGE_NBYTES)
         self._make_fewer(wanted_nbytes)
 
     def resize(self, most_tasks: int) -> bool:
-        """Have another number of tasks, if there is room; returns whether it is so now.
+        """Change the number of tasks, if there is room; returns whether that was possible.
 
-        If not, no slot that is granted from now on takes what further tasks would need, so a later call may
-        succeed; unless the budget is too small for so many anyway.
+        If it was not, slots granted from now on leave room for the further tasks, so a later call may
+        succeed, unless the budget is too small for so many.
         """
         slots = most_tasks + SPARE_SLOTS
         if most_tasks > self.most_tasks:
@@ -154,7 +156,7 @@ class Budget:
         return True
 
     def _make_fewer(self, nbytes: int) -> None:
-        """Have as many tasks as ``nbytes`` hold typical batches for: one at least, no more than now."""
+        """Reduce the tasks to the number of typical batches that ``nbytes`` hold, but to at least one."""
         fitting = nbytes // whole_pages(self.typical_nbytes) - SPARE_SLOTS
         if fitting < self.most_tasks:
             self.most_tasks = max(1, fitting)
@@ -166,7 +168,7 @@ class Budget:
         self._set_limit()
 
     def _set_limit(self) -> None:
-        """Reckon what `next_limit` gives where there is room enough."""
+        """Compute the result of `next_limit` for the case that there is enough room."""
         share_nbytes = max(self.nbytes // self._share_slots, PAGE_NBYTES) // PAGE_NBYTES * PAGE_NBYTES
         self.hint_nbytes = self.typical_nbytes or self.largest_nbytes
         self._typical_slot_nbytes = min(whole_pages(self.hint_nbytes), share_nbytes)

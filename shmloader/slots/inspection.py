@@ -1,6 +1,6 @@
-"""Checks of ``SHMLOADER_DEBUG=1``: poisoned slots, and who holds the slots.
+"""Checks of ``SHMLOADER_DEBUG=1``: free slots are poisoned, and held batches are listed.
 
-Slow, and meant to be: every byte of a slot is written when it becomes free and read when it is granted again.
+These checks are slow: every byte of a slot is written when it becomes free and read when it is granted again.
 Main process only.
 """
 
@@ -28,7 +28,7 @@ def wanted() -> bool:
 
 
 class Inspection:
-    """Looks at every slot of a pool that is granted, leased and freed."""
+    """Checks the slots of a pool when they are granted, leased and freed."""
 
     def __init__(self, pool: SlotPool) -> None:
         self._pool = pool
@@ -38,7 +38,7 @@ class Inspection:
         pool.on_granted = self._granted
 
     def _freed(self, slot: Slot) -> None:
-        """Overwrite a slot's last batch: whoever still reads it, against the rules, sees it at once."""
+        """Overwrite a slot's last batch, so that code that still reads it shows the error at once."""
         self._held.pop(slot.number, None)
         self._poisoned.pop(slot.number, None)
         if slot.nbytes:
@@ -59,14 +59,14 @@ class Inspection:
             )
 
     def leased(self, slot: Slot, seq: int, header: bytes) -> None:
-        """Remember who has a slot: the batch that is about to be returned."""
+        """Note the batch in a slot, which is about to be returned."""
         leaves = read_leaves(header)
         text = ", ".join(map(_describe, leaves[:_MOST_LEAVES]))
         more = f" and {len(leaves) - _MOST_LEAVES} more" if len(leaves) > _MOST_LEAVES else ""
         self._held[slot.number] = time.monotonic(), seq, text + more
 
     def oldest_leases(self) -> tuple[str, ...]:
-        """The batches that the program has held for longest: number, seconds, and what they consist of."""
+        """The batches that the program has held for longest: number, seconds, and their leaves."""
         now_s = time.monotonic()
         found = []
         for number, (since_s, seq, leaves) in list(self._held.items()):

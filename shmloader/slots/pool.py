@@ -19,7 +19,7 @@ from shmloader.statistics import Counters
 
 RETAINED_SLOTS = 64
 """Slots that a pool may make beyond its base for batches that the program keeps. A slot costs a mapping and
-whole pages; past this many, kept batches are cheaper in private memory."""
+whole pages; beyond this number, private memory is cheaper for kept batches."""
 
 _FREE, _GRANTED, _PUBLISHED, _LEASED, _GUARDED = SlotState
 _UINT8 = np.dtype(np.uint8)  # quicker to use than the type
@@ -34,12 +34,12 @@ class SlotPool:
         counters: The loader's counters; the pool counts spills.
 
     Attributes:
-        budget: What each slot may take, and how many tasks there may be.
+        budget: The memory of the slots, and the number of tasks.
         counters: As above.
         slots: All slots that were made, by number.
         warm_slots: How many slots keep their memory, besides leased ones.
         warning: A warning for the program, given when the next batch is asked for, or "".
-        keeps_granted: Whether workers may outlive the pool: `close` leaves them the slots that they have.
+        keeps_granted: Whether workers may outlive the pool: then `close` leaves them their slots.
         on_freed: Called with each slot that has become free (see `inspection`).
         on_granted: Called with each free slot before it is granted.
     """
@@ -73,8 +73,8 @@ class SlotPool:
     def for_loader(cls, loader: Any, counters: Counters) -> Self:
         """The slots for a loader's arguments.
 
-        Without a budget of its own it gets half of the memory that the host has available now; a larger
-        budget than all of that is cut to it.
+        Without a budget from the program it gets half of the memory that the host has available now. A budget
+        larger than the available memory is cut to that.
         """
         available_nbytes, wanted_nbytes = memory_headroom().available_nbytes, loader.memory_budget_nbytes
         if wanted_nbytes is None:
@@ -104,11 +104,11 @@ class SlotPool:
         return self.budget.base_slots
 
     def reserved_nbytes(self) -> int:
-        """Bytes that the slots have, as far as workers have said."""
+        """Bytes that the slots have, as far as workers have reported."""
         return sum(slot.nbytes for slot in self.slots)
 
     def resize(self, most_tasks: int) -> bool:
-        """Have another number of tasks outstanding at once, if there is room: see `Budget.resize`."""
+        """Change the number of tasks that may be outstanding, if there is room: see `Budget.resize`."""
         self.collect()
         if not self.budget.resize(most_tasks):
             return False
@@ -139,8 +139,8 @@ class SlotPool:
     def grant(self) -> Slot:
         """Take a free slot for a task.
 
-        There always is one for each of ``most_tasks`` tasks, because a batch is leased only if `can_lease`
-        says so. Its ``limit_nbytes`` are what its worker may grow it to.
+        There is always one for each of ``most_tasks`` tasks, because a batch is leased only if `can_lease`
+        allows it. The worker may grow the slot to its ``limit_nbytes``.
         """
         if self._released:
             self.collect()
@@ -180,7 +180,7 @@ class SlotPool:
         return self.map(slot)
 
     def publish(self, slot: Slot, slot_nbytes: int, used_nbytes: int) -> None:
-        """Take over a granted slot that a worker has finished, for which it has reserved ``slot_nbytes``.
+        """Mark a granted slot as published by its worker, which has reserved ``slot_nbytes`` for it.
 
         The batch takes ``used_nbytes``, header included; 0 for an answer without one, or in parts.
         """
@@ -228,7 +228,7 @@ class SlotPool:
         return private
 
     def _warn_of_kept(self, nbytes: int) -> None:
-        """Say why a batch cannot stay in its slot."""
+        """Warn of the reason why a batch cannot stay in its slot."""
         in_use = self._leased + max(self.most_tasks, self.budget.tasks - 1)
         if in_use >= self.base_slots + RETAINED_SLOTS:
             self._warn(memory_warnings.kept_beyond_slots, nbytes, self._leased)
@@ -238,13 +238,13 @@ class SlotPool:
     def read_piece(self, slot: Slot, slot_nbytes: int, into: npt.NDArray[np.uint8]) -> None:
         """Copy a piece of a batch larger than its slot out of the slot's start, ``into`` private memory.
 
-        Its worker waits, and goes on writing it afterwards, so the slot stays granted.
+        Its worker waits, and writes the next piece afterwards, so the slot stays granted.
         """
         slot.nbytes = slot_nbytes
         into[:] = np.frombuffer(self.map(slot).buffer, np.uint8)[: len(into)]
 
     def note_pieces(self, slot: Slot, nbytes: int) -> None:
-        """Note that a batch came in pieces: its slot, published next, could not be made large enough."""
+        """Note that a batch came in pieces, because its slot could not be made large enough."""
         assert slot.state is _GRANTED, f"slot {slot.number} read in pieces while {slot.state}"
         self._count_spill(nbytes)
         if nbytes > self.budget.typical_nbytes:
@@ -258,16 +258,16 @@ class SlotPool:
             self._warn(memory_warnings.refused_by_host, nbytes)
 
     def give_back(self, slot: Slot) -> None:
-        """Free a published slot at once: nobody will lease it."""
+        """Free a published slot at once, because its batch will not be leased."""
         assert slot.state is _PUBLISHED, f"slot {slot.number} freed while {slot.state}"
         self.budget.tasks -= 1
         self._make_free(slot)
 
     def revoke(self, slot: Slot) -> None:
-        """Free a granted slot whose worker has ended; nobody will publish it."""
+        """Free a granted slot whose worker has ended, because it will not be published."""
         assert slot.state is _GRANTED, f"slot {slot.number} revoked while {slot.state}"
         self.budget.tasks -= 1
-        # The worker may have grown it and not have said so.
+        # The worker may have grown it without reporting it.
         self.segment.discard(slot.number, slot.limit_nbytes, slot.nbytes)
         self._set_limit(slot, slot.nbytes)
         self._make_free(slot)
@@ -303,7 +303,7 @@ class SlotPool:
             self._unmap(slot)
             if slot.state not in (_LEASED, _GUARDED):
                 if slot.limit_nbytes and not (slot.state is _GRANTED and self.keeps_granted):
-                    # A worker that has ended may have grown its slot up to the limit and not have said so.
+                    # A worker that has ended may have grown its slot up to the limit without reporting it.
                     self.segment.discard(slot.number, slot.limit_nbytes)
                 slot.state, slot.nbytes, slot.used_nbytes = _FREE, 0, 0
         self.segment.close()
@@ -331,12 +331,12 @@ class SlotPool:
             self._discard_beyond(self.warm_slots)
 
     def _discard_beyond(self, slots: int) -> None:
-        """Take the memory from free slots until ``slots``, besides leased ones, have some. Coldest first."""
+        """Take memory from the coldest free slots until only ``slots`` besides leased ones have some."""
         while self._free and len(self._free) + self.budget.tasks > slots:
             self._discard(self._free.pop(0))
 
     def _discard_excess(self) -> None:
-        """Take the memory from free slots until the budget holds all."""
+        """Take the memory from free slots until all slots fit in the budget."""
         while self._free and self.budget.committed_nbytes > self.budget.nbytes:
             self._discard(self._free.pop(0))
 
@@ -365,14 +365,14 @@ class SlotPool:
         self._follow_budget(before)
 
     def _follow_budget(self, before: int) -> None:
-        """Give back what the budget has no room for; warn if it holds fewer tasks than ``before``."""
+        """Give back memory beyond the budget; warn if the budget holds fewer tasks than ``before``."""
         if self.most_tasks < before:
             self.warm_slots = self.base_slots
             self._warn(memory_warnings.fewer_ahead, self.budget)
         self._discard_excess()
 
     def figures(self) -> str:
-        """A sentence on what the slots take, for the error of a worker that was killed."""
+        """A sentence on the slots' memory, for the error of a worker that was killed."""
         return (
             f"The loader's slots have {self.reserved_nbytes():,} bytes of shared memory (their budget is "
             f"{self.budget.nbytes:,}), its largest batch {self.budget.largest_nbytes:,}."

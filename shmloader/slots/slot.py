@@ -1,4 +1,4 @@
-"""One slot as the main process sees it, and the lease of whoever reads it."""
+"""One slot as the main process sees it, and the lease for reading it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shmloader.shared_memory import Extent
 
 
 class SlotState(enum.Enum):
-    """The states of a slot: the hand that it is in."""
+    """The states of a slot."""
 
     FREE = "free"
     GRANTED = "granted"
@@ -40,11 +40,11 @@ class Slot:
 
     Attributes:
         number: Position in the segment.
-        state: Whose hand it is in.
+        state: Its state.
         nbytes: Bytes reserved for it.
         limit_nbytes: Bytes up to which a worker may grow it.
         used_nbytes: Bytes of the batch in it, 0 while free.
-        unguarded: Whether its lease ends only after every read of it by an accelerator.
+        unguarded: Whether it needs no guard, because its lease ends only after every read by an accelerator.
         extent: Its memory in this process, once it was mapped.
         lease: The lease on it, while there is one.
     """
@@ -60,6 +60,6 @@ class Slot:
 
     @property
     def state_now(self) -> SlotState:
-        """The state, and free if the last view has died of a batch that the pool has not collected yet."""
+        """The state; ``FREE`` once the last view has died, even if the pool has not collected it yet."""
         lease = self.lease
         return SlotState.FREE if lease is not None and lease() is None else self.state
