@@ -1,7 +1,7 @@
-"""Slots that a CUDA device reads: page-locked, guarded while it may read them, and copied ahead to it.
+"""Slots for CUDA devices: page-locked, guarded while a device may read them, and copied ahead to it.
 
-Imported only for loaders with ``pin_memory`` or ``device``, and only where there is an accelerator. Main
-process only. Why it is so: docs/decisions/0032; how to use it: docs/gpu.md.
+Imported only for loaders with ``pin_memory`` or ``device``, and only if there is an accelerator. Main process
+only. docs/gpu.md explains its use, and docs/decisions/0032 its design.
 """
 
 from shmloader.device.copies_ahead import DeviceBatches

@@ -9,8 +9,8 @@ Order, for a batch that is copied ahead. *Consumer* is the stream that the progr
     next() of this batch              the consumer's stream waits for the event
     a later next()                    the event is done: the slot's lease ends
 
-The memory belongs to the consumer's stream throughout, so the caching allocator uses it again as it does any
-other, and no second pool of device memory comes about.
+The memory belongs to the consumer's stream throughout, so the caching allocator reuses it like any other, and
+there is no second pool of device memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LARGE_NBYTES = 256 << 10
 with one copy. ``benchmarks.device --part leaves`` compares."""
 
 MOST_RUN_NBYTES = 8 << 20
-"""The most that one copy takes of small leaves. They share device memory: whoever keeps one keeps all."""
+"""The most bytes of small leaves in one copy. They share device memory: keeping one keeps all."""
 
 _MOST_GAP_NBYTES = 4096
 _MOST_KNOWN = 256
@@ -85,7 +85,7 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(_MOST_KNOWN)
 def plan_of(table: bytes) -> Plan:
-    """Decide about the leaves of a table."""
+    """The plan for copying the leaves of a table."""
     leaves = unpack_table(table)
     kept = [(place, leaf) for place, leaf in enumerate(leaves) if leaf.kind != TENSOR]
     groups: list[list[int]] = []
@@ -145,13 +145,14 @@ class DeviceBatches:
         """Queue the copies of a batch out of its leased slot.
 
         Returns:
-            A function that gives the batch, for work on the stream that is current when it is called. None
-            for a batch with objects of other classes than built-in containers, which move themselves; and for
-            one in memory that is not page-locked: the driver may wait for the stream before it copies that.
+            A function that returns the batch, for work on the stream that is current at its call. None for a
+            batch with objects of other classes than built-in containers, which move themselves; also for a
+            batch in memory that is not page-locked, since the driver may wait for the stream before it copies
+            that.
         """
         lease, extent = slot.lease, slot.extent
         if lease is None or lease() is not anchor or extent is None or not is_pinned(extent):
-            return None  # where it was spilled, the slot may be another batch's by now
+            return None  # if it was spilled, the slot may be another batch's by now
         known = len(header) <= _MOST_HEADER_NBYTES
         join = _known_structure(header) if known else structure_of(header)
         if join is None:

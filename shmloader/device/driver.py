@@ -61,8 +61,8 @@ _MAY_WAIT = {
     "cuMemcpyHtoDAsync_v2",
     "cuStreamSynchronize",
 }
-"""Those that other threads should run beside. The rest take a microsecond, and to give the interpreter lock
-up for each would mean to wait for it each time."""
+"""Functions during which other threads should run. The rest take a microsecond, and giving up the interpreter
+lock for each would mean waiting for it each time."""
 
 
 class DriverError(RuntimeError):
@@ -95,7 +95,7 @@ class CudaDriver:
 
     Devices are numbered as torch numbers them; a stream is the number that torch calls ``cuda_stream``.
     May be called by any thread of the process that first called it, never by one that was forked from it.
-    Each call raises `DriverError` where it fails.
+    Each call raises `DriverError` if it fails.
 
     Args:
         path: The library.
@@ -201,7 +201,7 @@ class CudaDriver:
         return Event(handle, device)
 
     def record_all(self, device: int) -> Event:
-        """An event behind everything that is queued on a device now, on whatever stream."""
+        """An event after everything that is queued on a device now, on any stream."""
         with self._on(device) as context:
             event = self._new_event(device)
             try:
@@ -220,7 +220,7 @@ class CudaDriver:
         return bool(code == 0)
 
     def recycle(self, event: Event) -> None:
-        """Give an event back; what waits for it already goes on doing so."""
+        """Give an event back; streams that wait for it keep waiting."""
         self._events[event.device].append(event)
 
     def is_capturing(self) -> bool:
@@ -230,7 +230,7 @@ class CudaDriver:
     def captures_open(self) -> bool:
         """Whether any stream of torch's, or any blocking stream, captures a graph.
 
-        Nothing tells this of a whole context. torch captures on streams of its own pools, so those are asked;
+        There is no call for a whole context. torch captures on streams of its own pools, so those are asked;
         the default stream answers for all blocking streams, whoever made them.
         """
         if self.is_capturing():
@@ -262,7 +262,7 @@ class CudaDriver:
         return int(torch.cuda.current_stream(device).cuda_stream)
 
     def create_stream(self, device: int) -> int:
-        """A new stream that waits for no other by itself."""
+        """A new stream that does not wait for others by itself."""
         stream = c_void_p()
         with self._on(device):
             self._call("cuStreamCreate", byref(stream), _NON_BLOCKING)
@@ -275,14 +275,14 @@ class CudaDriver:
             self._call("cuStreamDestroy_v2", stream)
 
     def record(self, stream: int, device: int) -> Event:
-        """An event behind everything that is queued on a stream now."""
+        """An event after everything that is queued on a stream now."""
         with self._on(device):
             event = self._new_event(device)
             self._call("cuEventRecord", event.handle, stream)
         return event
 
     def wait(self, stream: int, event: Event) -> None:
-        """Have what is queued on a stream from now on wait for an event."""
+        """Make all work that is queued on a stream from now on wait for an event."""
         with self._on(event.device):
             self._call("cuStreamWaitEvent", stream, event.handle, 0)
 

@@ -1,4 +1,4 @@
-"""The guard of one pool: slots are granted again only when the accelerator has done what may read them."""
+"""The guard of one pool: holds slots back until the accelerator has finished all work that may read them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shmloader.slots import Slot
 
 @dataclass(slots=True)
 class Held:
-    """The owners of memory that a copy reads and writes; both are None once the event behind it is done."""
+    """The owners of memory that a copy reads and writes; both are None once the event after it is done."""
 
     event: Event | None
     kept: object
@@ -23,13 +23,13 @@ class Held:
 class DeviceGuard:
     """Keeps slots back that CUDA devices may still read. Main process only, one thread at a time.
 
-    One event for each device that is in use is recorded behind all work that is queued when leases have
-    ended, on whatever stream; the slots wait for it. Events are done in the order in which they are recorded,
-    since each is behind all before it. While any graph is captured no event can be recorded, so slots wait
-    until that is over: a later event is behind the same work.
+    When leases have ended, one event for each device in use is recorded after all work that is queued on any
+    stream; the slots wait for it. Events are done in the order in which they are recorded, since each comes
+    after all before it. While any graph is captured no event can be recorded, so slots wait until the capture
+    is over: a later event comes after the same work.
 
-    Where the driver reports an error, the devices' work has failed, and the program's next call of torch
-    says so: no slot is granted again then, and batches are copied.
+    If the driver reports an error, the devices' work has failed, and the program's next call of torch raises
+    it. No slot is granted again then, and batches are copied.
     """
 
     def __init__(self, driver: CudaDriver) -> None:
@@ -84,7 +84,7 @@ class DeviceGuard:
         self._ended = []
 
     def done(self) -> list[Slot]:
-        """Slots that no work reads which was queued before their leases ended. Does not wait."""
+        """Slots that are free again: all work queued before their leases ended is done. Does not wait."""
         free: list[Slot] = []
         while self._waiting and all(map(self._is_done, self._waiting[0][0])):
             events, slots = self._waiting.popleft()
@@ -94,7 +94,7 @@ class DeviceGuard:
         return free
 
     def is_busy(self) -> bool:
-        """Whether slots come back by themselves, without the program dropping anything."""
+        """Whether slots will become free without the program dropping a batch."""
         return not self._failed and bool(self._ended or self._waiting or self._copies)
 
     def _is_done(self, event: Event) -> bool:

@@ -20,16 +20,16 @@ NOT_GATHERED: Any = object()
 
 
 class NotGathered(Exception):
-    """The batch, or any batch of the dataset, is to be made sample by sample; the message is the reason."""
+    """Raised if a batch, or any batch of the dataset, must be made sample by sample; has the reason."""
 
 
 class Source(NamedTuple):
-    """Gathers batches of one dataset. Lives where batches are made; keeps nothing between two of them.
+    """Gathers batches of one dataset, in the process that makes them. Keeps nothing between two batches.
 
     Attributes:
-        gather: Makes the batch that ``default_collate`` would make of the samples of these rows, one at
-            least; leaves by `make_output`. Raises `NotGathered` if the batch has to be made sample by sample;
-            also where a row does not exist, so that the error is the dataset's own.
+        gather: Makes the batch that ``default_collate`` would make from the samples of these rows, at least
+            one; leaves come from `make_output`. Raises `NotGathered` if the batch has to be made sample by
+            sample, also if a row does not exist, so that the error is the dataset's own.
         users_code: Whether gathering runs code of the program, which must not run twice for one batch.
     """
 
@@ -43,12 +43,12 @@ def is_default_collate(collate_fn: object) -> bool:
 
 
 def joins_by_default(collate_fn: object) -> bool:
-    """Whether a collate function does what ``default_collate`` does in a torch that nobody has changed."""
+    """Whether a collate function does the same as ``default_collate`` in an unmodified torch."""
     return is_default_collate(collate_fn) and torch_private.collate_map_is_pristine()
 
 
 def make_output(items: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised leaf of ``items`` rows: in the slot where there is one and it fits, else private."""
+    """An uninitialised leaf of ``items`` rows: in the slot if there is one and it fits, else private."""
     allocator = current_allocator()
     if allocator is not None:
         output = allocator.output(items, tuple(shape), dtype)
@@ -71,6 +71,6 @@ def within(rows: Rows, length: int) -> Rows:
 
 def as_sample_field(joined: Any) -> Any:
     """A field of tuples as ``default_collate`` joins it: strings in a tuple, not in a list."""
-    # Every list of something else holds leaves or containers.
+    # Lists of anything else hold leaves or containers.
     are_strings = type(joined) is list and joined and isinstance(joined[0], str | bytes)
     return tuple(joined) if are_strings else joined

@@ -42,7 +42,7 @@ def _strided_block(tensor: torch.Tensor) -> Source:
 
 
 def is_array(dataset: object) -> bool:
-    """Whether `block_of` may know a dataset."""
+    """Whether `block_of` may have a source for a dataset."""
     return type(dataset) in _ARRAYS or type(dataset) is torch.Tensor
 
 
@@ -50,7 +50,7 @@ def block_of(data: Any) -> Source:
     """The source for the rows of an ndarray or a tensor.
 
     Raises:
-        NotGathered: If its rows, collated one by one, might give anything else.
+        NotGathered: If its rows, collated one by one, might give another result.
     """
     if type(data) is torch.Tensor:
         return _block_of_tensor(data)

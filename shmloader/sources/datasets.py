@@ -16,7 +16,7 @@ from shmloader.sources.blocks import block_of
 from shmloader.sources.stores import is_any_store
 
 Recognise = Callable[[Any], Source]
-"""Gives the source for a dataset inside another; `NotGathered` where there is none."""
+"""Gives the source for a dataset inside another; raises `NotGathered` if there is none."""
 
 Pick = Callable[[Rows], Rows]
 
@@ -58,7 +58,7 @@ def source_of(dataset: Any, recognise: Recognise) -> Source | None:
     """The source for a dataset of exactly one of torch's classes; None for any other.
 
     Raises:
-        NotGathered: If the program has changed how the class gets a sample.
+        NotGathered: If the program has changed the class's way to get a sample.
     """
     kind = type(dataset)
     if kind not in (TensorDataset, Subset, StackDataset):

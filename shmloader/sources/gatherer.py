@@ -76,10 +76,10 @@ def recognise(dataset: Any) -> Source:
 
 
 class Gatherer:
-    """Makes batches of one dataset without its samples, which ``collate_fn`` would join, where it can.
+    """Makes batches of one dataset without its samples, if it can; ``collate_fn`` would join these.
 
-    It lives for one epoch, in a worker or, without workers, in the main process; or where a worker's dataset
-    uses a loader without workers. Only the worker's own batches are made in the slot and of placeholders.
+    It lives for one epoch: in a worker, in the main process without workers, or in a loader without workers
+        that a worker's dataset uses. Only the worker's own batches are made in the slot, with placeholders.
     """
 
     def __init__(self, dataset: Any, collate_fn: Any, *, in_worker: bool) -> None:
@@ -92,8 +92,8 @@ class Gatherer:
     def gather(self, index_batch: Any) -> Any:
         """Make a batch, or ``NOT_GATHERED`` if it is to be made sample by sample.
 
-        That is so for indices that are not all ints, and where anything but a ``__getbatch__`` raises, so
-        that the exception is the dataset's own.
+        The latter for indices that are not all ints, and if anything but a ``__getbatch__`` raises, so that
+        the exception is the dataset's own.
         """
         allocator = current_allocator() if self._in_worker else None
         if not self._is_recognised:
@@ -111,14 +111,14 @@ class Gatherer:
                 raise
             _log.debug("the samples of one index batch are fetched one by one: %s", str(error))
             if allocator is not None and not source.users_code:
-                allocator.cursor = begin  # nobody has seen the leaves that were made
+                allocator.cursor = begin  # the leaves that were made are in no batch
             return NOT_GATHERED
         return batch if allocator is None or source.users_code else allocator.with_placeholders(batch)
 
     def _recognise(self) -> None:
         """Find the source, if there is one.
 
-        Without workers only a dataset's own ``__getbatch__`` is used: there the program may change its
+        Without workers only a dataset's own ``__getbatch__`` is used, because the program may change its
         datasets and tensors between two batches.
         """
         # No functools.cached_property: in Python 3.11 that holds a lock, which a fork meanwhile copies taken.
@@ -141,7 +141,7 @@ def _asks_for_batches(dataset: Any) -> bool:
 
 
 def _rows_of(index_batch: Any) -> Rows:
-    """An index batch as an array, where each index is an int to the dataset."""
+    """An index batch as an array, if the dataset sees each index as an int."""
     if type(index_batch) is PackedInts:
         rows = index_batch.array()
     elif type(index_batch) in (list, tuple):

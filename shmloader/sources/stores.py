@@ -86,7 +86,7 @@ def _outputs_like(sample: Any, count: int) -> Any:
 
 
 def _join_taken(taken: Any) -> Any:
-    """Make the batch out of what a store's ``take`` gives."""
+    """Make the batch from the result of a store's ``take``."""
     kind = type(taken)
     if kind is torch.Tensor:
         return taken
@@ -98,7 +98,7 @@ def _join_taken(taken: Any) -> Any:
         return {name: _join_taken(column) for name, column in taken.items()}
     if isinstance(taken, tuple):
         return _as_record(kind, [_join_taken(column) for column in taken])
-    if kind is list:  # samples that `take` does not put together
+    if kind is list:  # samples that `take` does not join
         return default_collate(taken)
     raise NotGathered(f"a {kind.__qualname__} was taken from a store")
 

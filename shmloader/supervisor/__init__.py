@@ -22,10 +22,10 @@ __all__ = ["Worker", "Workers", "log_replacement", "start_workers", "worker_time
 
 
 def start_workers(loader: Any, make_arguments: MakeArguments) -> Workers:
-    """Start the workers that a loader's arguments ask for; some frameworks set those late.
+    """Start the workers for a loader's arguments, which some frameworks set late.
 
     Raises:
-        ValueError: If workers of this kind cannot do what the arguments ask for.
+        ValueError: If workers of this kind do not support the arguments.
     """
     check_workers(loader, loader.dataset, loader.multiprocessing_context)
     if loader.worker_type == THREAD:

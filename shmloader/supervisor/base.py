@@ -12,7 +12,7 @@ from shmloader.supervisor.worker_handles import Worker
 from shmloader.worker.loop import WorkerArguments
 
 MakeArguments = Callable[[int], WorkerArguments]
-"""Makes a worker's arguments of its number."""
+"""Makes a worker's arguments from its number."""
 
 
 class Workers(Protocol):
@@ -23,10 +23,10 @@ class Workers(Protocol):
         processes: Their ``multiprocessing`` process objects by number, if they are processes. They answer
             ``pid``, ``is_alive()`` and ``exitcode`` after the end too.
         closed_because: The reason why they were stopped, or are about to be; "" before.
-        closed: Whether `close` has come to its end.
+        closed: Whether `close` has finished.
         interrupted: Whether `interrupt` was called.
         look_again_ns: How long to look for a record before `wait`, while records come quickly.
-        given_nbytes: Bytes of the large arrays that the worker started last has to itself.
+        given_nbytes: Bytes of the large arrays that only the worker started last has.
     """
 
     workers: Sequence[Worker]
@@ -47,10 +47,10 @@ class Workers(Protocol):
             pass
 
     def add(self) -> Worker:
-        """Start one more worker, which has been sent nothing; if that fails, the others are as they were."""
+        """Start one more worker, without a task; if that fails, the others are unchanged."""
 
     def restart(self, worker: Worker) -> Worker:
-        """Replace a worker, dead or not, by a new one, which has been sent nothing.
+        """Replace a worker, dead or not, by a new one without a task.
 
         Raises:
             Exception: Any that kept the new one from starting; then all workers are stopped.
@@ -58,22 +58,22 @@ class Workers(Protocol):
         """
 
     def wait(self, timeout_s: float | None) -> Sequence[Worker]:
-        """Wait until workers, which are returned, have sent something or have ended, or for `interrupt`."""
+        """Wait until workers have sent records or have ended, or for `interrupt`; returns these workers."""
 
     def interrupt(self) -> None:
-        """Let `wait`, in another thread, return at once, now and from now on."""
+        """Make `wait`, in another thread, return at once from now on."""
 
     def stack_of(self, worker: Worker) -> str:
-        """Python stacks of a live worker's threads, or why they could not be had."""
+        """Python stacks of a live worker's threads, or the reason why there are none."""
 
     def died(self, worker: Worker, indices: tuple[object, ...], memory: str, why: str = "") -> WorkerDied:
-        """The error for a dead worker that held these index batches, and ``why`` no further restart came.
+        """The error for a dead worker that held these index batches; ``why`` says why it was not restarted.
 
-        It tells the loader's ``memory`` figures if the kernel seems to have killed the worker for memory.
+        It includes the loader's ``memory`` figures if the kernel seems to have killed the worker for memory.
         """
 
     def close(self, because: str = ..., grace_s: float = ...) -> None:
-        """Stop all workers, which may take ``grace_s`` to finish what is at hand. Only once."""
+        """Stop all workers, which may take ``grace_s`` to finish their present sample. Only once."""
 
     def leave_to_parent(self) -> None:
         """Forget the workers, in a process that the program forked: they are the parent's."""

@@ -21,7 +21,7 @@ def log_replacement(
 ) -> None:
     """Log that worker ``pid`` died, or was silent for so long, and was replaced by a fresh one.
 
-    ``index_batch`` is the one that it was at, or None if it was at none.
+    ``index_batch`` is the one that it was working on, or None.
     """
     where = "while it made no batch" if index_batch is None else f"at the index batch {index_batch!s:.200}"
     _log.warning(

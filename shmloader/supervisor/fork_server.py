@@ -1,8 +1,8 @@
 """The fork server of start method ``forkserver``, started with torch and this package imported.
 
-A module that this one server of the program has imported is the same in all later workers, even if its file
-was edited since. So it imports torch, shmloader and what the program itself chose, and no module of a
-dataset.
+A module that the server has imported stays the same in all later workers of the program, even if its file was
+edited since. So the server imports torch, shmloader and the modules that the program chose, and no module of
+a dataset.
 """
 
 from __future__ import annotations

@@ -16,14 +16,14 @@ from shmloader.wire.channel import Pipes
 from shmloader.worker import parent_watch
 from shmloader.worker.loop import run
 
-_DESCRIPTORS = 6  # pairs: of the worker's two pipes, and those that starting a process takes for a moment
+_DESCRIPTORS = 6  # pairs: the worker's two pipes, and those that starting a process needs for a moment
 
 
 def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes) -> Any:
-    """Start a worker's process, with what `SpawnPayload.for_worker` gave and its ends of its pipes.
+    """Start a worker's process with the result of `SpawnPayload.for_worker` and its ends of its pipes.
 
     Raises:
-        WorkerDied: If it ended before it was started wholly.
+        WorkerDied: If it ended during its start.
     """
     method = context.get_start_method()
     by_leader = threading.get_native_id() == os.getpid()
@@ -50,7 +50,7 @@ def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes) -> Any
 
 def _worker(given: Any, pipes: Pipes, main_pid: int, by_leader: bool) -> None:
     """Run a worker process: set up its protection, import the dataset's modules, then enter its loop."""
-    gc.freeze()  # as `run` does again: a collection would visit, and so copy, all that a fork shares
+    gc.freeze()  # `run` does it again: a collection would visit, and so copy, all that a fork shares
     parent_watch.begin(main_pid, by_leader)
     answer_with_stacks(pipes.stacks)
     try:
@@ -62,7 +62,7 @@ def _worker(given: Any, pipes: Pipes, main_pid: int, by_leader: bool) -> None:
 
 
 def check_descriptors() -> None:
-    """Fail early where there are too few descriptors to start a worker: multiprocessing would lose some."""
+    """Fail early if there are too few descriptors to start a worker: multiprocessing would leak some."""
     spare: list[int] = []
     try:
         for _ in range(_DESCRIPTORS):

@@ -151,7 +151,7 @@ class ProcessWorkers(Workers):
                 self._by_fd[fd] = worker
                 poller.register(fd, select.POLLIN)
         poller.register(self._wake_fd, select.POLLIN)
-        self._poller = poller  # last: a poller that an interrupt has left half made would wait for ever
+        self._poller = poller  # last: a poller that an interrupt left incomplete would wait for ever
         return poller
 
     def interrupt(self) -> None:
@@ -184,7 +184,7 @@ class ProcessWorkers(Workers):
         )
 
     def close(self, because: str = "its workers were stopped", grace_s: float = _STOP_S) -> None:
-        """See `Workers`. Those that have not ended after ``grace_s`` are terminated, a second later killed.
+        """See `Workers`. Workers still alive after ``grace_s`` are terminated, and killed a second later.
 
         A worker that is still starting has nothing to finish, and is terminated at once.
         """

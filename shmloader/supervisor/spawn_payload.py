@@ -1,10 +1,10 @@
 """The arguments of workers that are started together, pickled once for all of them.
 
-``multiprocessing`` pickles the arguments anew for each process, to a pipe whose reading end it holds itself:
-if the process died before it has read more than the pipe's buffer, that write would never end. So the
+``multiprocessing`` pickles the arguments again for each process, to a pipe whose reading end it holds itself:
+if the process dies early and the pickle is larger than the pipe's buffer, that write never ends. So the
 arguments are pickled once into a file without a name, which all workers map, and only a few numbers and
-descriptors go through the pipe. Large arrays lie in a second file, mapped copy-on-write: one exists once
-until it is changed.
+descriptors go through the pipe. Large arrays lie in a second file, mapped copy-on-write: each is in memory
+once until it is changed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _OWNERS = frozenset({"numpy", "pyarrow"})  # whose objects take any buffer as th
 class SpawnPayload:
     """The arguments of workers that are started together, the same but for their numbers. Main process.
 
-    It is closed when all are started: a worker that is started later is given the dataset as it is then.
+    It is closed when all are started: a worker that starts later gets the dataset as it is then.
 
     Attributes:
         arrays_nbytes: Bytes of large arrays, which only the workers started with this payload share.
@@ -50,13 +50,13 @@ class SpawnPayload:
         self.arrays_nbytes = 0
         self._method = method
         self._make_arguments = make_arguments
-        self._stream_fd = -1  # the pickle, and behind it that of `_Place`s
-        self._stream_nbytes = 0  # where that one begins
+        self._stream_fd = -1  # the pickle, followed by the pickle of `_Place`s
+        self._stream_nbytes = 0  # where the second one begins
         self._arrays_fd = -1  # the memory of large arrays
         self._passed: list[int] = []  # descriptors among the arguments, which belong to their owners
         self._for_one = False  # whether only one process may unpickle it
         self._taken = False  # whether one was given it
-        self._pickler: Any = None  # keeps alive what was made only to be pickled
+        self._pickler: Any = None  # keeps objects alive that were made only to be pickled
         if method != "fork":
             self._pickle()
 
@@ -118,7 +118,8 @@ class SpawnPayload:
                 if type_ in table:
                     table[type_] = functools.partial(self._reduce_as_torch, table[type_])
             table[np.ndarray] = table[np.memmap] = functools.partial(_reduce_array, MappedFiles())
-            # For what is only pickled to a process that is being started, and for its descriptors.
+            # For objects that can only be pickled to a process that is being started, and for their
+            # descriptors.
             receiver: Any = _Receiver(self._passed)
             set_spawning_popen(receiver)
             try:
@@ -129,7 +130,7 @@ class SpawnPayload:
             pickle.dump(self._write_arrays(large), file)
 
     def _reduce_as_torch(self, reduce: Callable[[Any], Any], value: Any) -> Any:
-        """Note, beside, where torch counts one receiver: an accelerator's memory, named files."""
+        """Reduce as torch does; notes memory that torch counts for one receiver, as an accelerator's."""
         named = torch.multiprocessing.get_sharing_strategy() == "file_system"  # type: ignore[no-untyped-call]
         self._for_one |= named or value.device.type != "cpu"
         return reduce(value)
@@ -165,7 +166,7 @@ def _reduce_array(files: MappedFiles, array: Any) -> Any:
     reduced = reduce_array(array, files)
     if reduced is not None:
         return reduced
-    if type(array) is np.memmap:  # whose own pickle would hold the contents once for each worker
+    if type(array) is np.memmap:  # its own pickle would hold the contents once for each worker
         return np.ndarray.view, (np.asarray(array), np.memmap)
     return array.__reduce_ex__(5)
 
@@ -205,8 +206,8 @@ class _Sent(NamedTuple):
 
 
 def take_arguments(given: Any) -> WorkerArguments:
-    """Unpickle, in the worker, what `SpawnPayload.for_worker` gave: this imports the dataset's modules."""
-    if isinstance(given, WorkerArguments):  # forked, with all that it is given
+    """Unpickle a worker's arguments, in the worker: this imports the dataset's modules."""
+    if isinstance(given, WorkerArguments):  # forked, with all its arguments
         return given
     _received[:] = [descriptor.fd for descriptor in given.passed]
     # Not read(): the workers share the file's position.

@@ -1,7 +1,7 @@
 """Worker threads: the same loop, slots and records as worker processes, without a process and its pipes.
 
-A thread cannot be ended from outside. It is told that nobody waits for it any more, and ends after the sample
-at hand. Until then it writes to memory that it maps itself, by a descriptor of its own.
+A thread cannot be ended from outside. It is told that its batches are no longer wanted, and ends after its
+present sample. Until then it writes to memory that it maps itself, by a descriptor of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shmloader.worker.epoch_settings import datasets_in
 from shmloader.worker.loop import run_in_thread
 
 _CLOSE_S = 0.5  # how long `close` waits for threads to end
-_LEAST_CLOSE_S = 0.1  # also where nothing is to be waited for: threads without a task end at once
+_LEAST_CLOSE_S = 0.1  # also if there is nothing to wait for: threads without a task end at once
 _EXIT_S = 2.0  # how long the end of the program waits for them
 _MOST_CHARACTERS = 8000  # of a thread's stack
 
@@ -40,8 +40,8 @@ _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 class ThreadWorkers(Workers):
     """All worker threads of one iterator.
 
-    It has no ``processes``: frameworks end those, and a thread cannot be ended. And it never looks again
-    before it waits, which would hold the interpreter lock that the workers need.
+    It has no ``processes``: frameworks end those, and a thread cannot be ended. It never looks again before
+    it waits, since that would hold the interpreter lock that the workers need.
     """
 
     workers: list[ThreadWorker]
@@ -145,7 +145,7 @@ class ThreadWorkers(Workers):
 def _copy_dataset(dataset: Any) -> Any:
     """A dataset for one worker: an assignment to ``self`` is seen by that worker only, as in a process.
 
-    Datasets that it wraps are copied too; all else is shared, as is a dataset that is none of torch's.
+    Datasets that it wraps are copied too. All else is shared, and so is a dataset that is not torch's.
     """
     if not isinstance(dataset, Dataset):
         return dataset

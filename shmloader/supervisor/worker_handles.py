@@ -45,7 +45,7 @@ class ProcessWorker:
         self._lost = 0  # requests that came after its end
 
     def send(self, record: bytes) -> None:
-        """Send a packed request, without waiting; one that the pipe has no room for goes with the next call.
+        """Send a packed request, without waiting; if the pipe is full, the next call sends it.
 
         A dead worker's broken pipe is not an error here: its death is found where batches are waited for.
         """
@@ -89,7 +89,8 @@ class ProcessWorker:
     def has_begun(self, unanswered: int) -> bool:
         """Whether it has taken a task yet, so that its end or silence may be due to an index batch.
 
-        The pipe tells, also after the worker's death: before, all its ``unanswered`` tasks lie in it.
+        The pipe shows it, also after the worker's death: until then all its ``unanswered`` tasks are in the
+        pipe.
         """
         if self.heard:
             return True
@@ -104,7 +105,7 @@ class ProcessWorker:
         return unread[0] < (unanswered - len(self._unsent) - self._lost) * REQUEST_NBYTES
 
     def is_dead(self) -> bool:
-        """Whether the process has ended, even if somebody else has taken its exit code."""
+        """Whether the process has ended, even if other code has taken its exit code."""
         if self.released or self.process.exitcode is not None:
             return True
         if self.death_fd < 0:
@@ -125,14 +126,14 @@ class ProcessWorker:
             getattr(popen, "close", lambda: None)()
 
     def close_pipes(self) -> None:
-        """Close the pipes, which the worker takes as the order to end."""
+        """Close the pipes, which tells the worker to end."""
         for fd in (self.requests_fd, self.answers_fd):
             if fd >= 0:
                 os.close(fd)
         self.requests_fd = self.answers_fd = -1
 
     def close_descriptors(self) -> None:
-        """Close this side's descriptors; then only the exit code tells whether the process has ended."""
+        """Close this side's descriptors; then only the exit code shows whether the process has ended."""
         self.close_pipes()
         if self.death_fd >= 0 and self.death_fd != self.process.sentinel:
             os.close(self.death_fd)
