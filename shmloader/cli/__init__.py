@@ -1,8 +1,8 @@
 """The command line of shmloader: ``python -m shmloader COMMAND``.
 
 A command is a module with a function ``main(words) -> int`` and one line in :data:`COMMANDS`. Only the module
-of the command that was asked for is imported, so that help is quick and one command's optional dependencies
-never break another.
+of the chosen command is imported, so that help is quick and one command's optional dependencies never break
+another.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _ENTRY = Path("benchmarks", "comparison.py")
 def main(words: Sequence[str]) -> int:
     """Run the benchmarks of the checkout that this package lies in; gives the exit status of the comparison.
 
-    It is 2 where the benchmarks or a library they need are missing, and 130 after Ctrl-C.
+    It is 2 if the benchmarks or a library they need are missing, and 130 after Ctrl-C.
     """
     root = Path(shmloader.__file__).resolve().parent.parent
     if not (root / _ENTRY).is_file():

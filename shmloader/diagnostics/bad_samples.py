@@ -1,4 +1,4 @@
-"""Bad samples: those that raise, where the loader goes on without them (``on_error``).
+"""Bad samples: samples that raise, and without which the loader continues (``on_error``).
 
 The process that fetches leaves a bad sample out, or puts another in its place, and returns the batch as
 `Reported`. The main process takes the report off the batch, counts, and warns once.
@@ -22,7 +22,7 @@ RAISE, SKIP, REPLACE = "raise", "skip", "replace"
 """Values of ``on_error``."""
 
 MOST_IN_A_ROW = 10_000
-"""Batches in a row without a good sample, or bad samples of a stream in a row, that are an error."""
+"""This many batches in a row without a good sample, or bad samples of a stream in a row, are an error."""
 
 LEFT_OUT = object()
 """Stands for a batch that had no good sample."""
@@ -40,8 +40,8 @@ class Reported(NamedTuple):
         batch: The batch, or None.
         left_out: Whether there is no batch, because it had no good sample.
         one_by_one: Whether ``__getitems__`` raised and the samples were fetched one by one instead.
-        bad_samples: Pickled list of `BadSample`: no index in it may go on holding a slot's memory.
-        stream: For a stream, its place behind the batch (`wire.stream_records.StreamReport`); else None.
+        bad_samples: Pickled list of `BadSample`. It is pickled so that no index in it holds a slot's memory.
+        stream: For a stream, its place after the batch (`wire.stream_records.StreamReport`); else None.
     """
 
     batch: Any
@@ -52,9 +52,10 @@ class Reported(NamedTuple):
 
 
 def is_a_samples_fault(error: Exception) -> bool:
-    """Whether one sample is to blame for an exception: not if memory ran out, or a loader inside failed.
+    """Whether one sample caused an exception: not if memory ran out, or a loader inside the dataset failed.
 
-    ``SystemExit``, ``KeyboardInterrupt`` and groups that hold one are no ``Exception`` and do not come here.
+    ``SystemExit``, ``KeyboardInterrupt`` and groups that hold one are not an ``Exception`` and do not come
+    here.
     """
     if isinstance(error, ExceptionGroup):
         return all(map(is_a_samples_fault, error.exceptions))
@@ -87,7 +88,7 @@ def count(bad_samples: bytes, counters: Counters) -> None:
 
 
 def take_report(reported: Reported, counters: Counters) -> Any:
-    """Take the report off a batch and count it; gives the batch, or ``LEFT_OUT``. Main process.
+    """Take the report off a batch and count it; returns the batch, or ``LEFT_OUT``. Main process.
 
     Raises:
         NoGoodSample: If this is the ``MOST_IN_A_ROW``-th batch in a row that is left out.

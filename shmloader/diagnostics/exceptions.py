@@ -2,12 +2,12 @@
 
 An exception arrives with its class, arguments, attributes, notes, cause and context. The worker's traceback
 cannot be sent, so its text becomes a note. The constructor of the class is not called again, because it may
-take other arguments than ``args`` holds. Three things cannot arrive as they were:
+take other arguments than those in ``args``. Three things cannot arrive unchanged:
 
 - An argument or attribute that cannot be pickled arrives as its ``repr``.
 - A class that cannot be imported is replaced by a stand-in: a new class of the same name and text, derived
   from the nearest base that can be imported.
-- An exception that these rules do not bring across is replaced by a stand-in without its attributes.
+- An exception that cannot be sent by these rules is replaced by a stand-in without its attributes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def restore(failure: Failure) -> BaseException:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an exception, unless its ``__notes__`` is something that takes none."""
+    """Add a note to an exception, unless its ``__notes__`` is not a list."""
     with contextlib.suppress(Exception):
         try:
             BaseException.add_note(error, note)
@@ -81,7 +81,7 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def text_of(error: BaseException) -> str:
-    """``str(error)``, also where that raises."""
+    """``str(error)``, or a replacement if that raises."""
     try:
         return str(error)
     except BaseException as reason:  # noqa: BLE001 - the user's code
@@ -89,7 +89,7 @@ def text_of(error: BaseException) -> str:
 
 
 def shorten(text: str, most: int) -> str:
-    """A text, cut at so many characters."""
+    """A text, cut at a number of characters."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
@@ -165,7 +165,7 @@ def _builtin_base(kind: type) -> Any:
 
 
 def _names_of(kind: type) -> tuple[str, ...]:
-    """Names of a class and its bases, as far as they are exceptions; the last is that of BaseException."""
+    """Names of a class and those of its bases that are exceptions; the last is that of BaseException."""
     bases = [base for base in kind.__mro__ if issubclass(base, BaseException)]
     return tuple(f"{base.__module__}:{base.__qualname__}" for base in bases)
 
@@ -185,7 +185,7 @@ def _contents_of(error: BaseException) -> tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _portable(value: Any) -> Any:
-    """A value, or its ``repr`` where it cannot be pickled."""
+    """A value, or its ``repr`` if it cannot be pickled."""
     if isinstance(value, BaseException):
         return value
     try:
@@ -195,7 +195,7 @@ def _portable(value: Any) -> Any:
     return value
 
 
-# --- in the main process, and in the worker to see that it works
+# --- in the main process, and in the worker to check that it works
 
 
 class _StandIn:
@@ -215,7 +215,7 @@ def _make(
             error: BaseException = base.__new__(kind, *args)
         except Exception:  # noqa: BLE001 - importing and deriving run the user's code
             continue
-        with contextlib.suppress(Exception):  # arguments may be the class's own business, not its base's
+        with contextlib.suppress(Exception):  # the class may have arguments that its base does not take
             base.__init__(error, *args)
         return error
     raise AssertionError("BaseException takes any arguments")

@@ -1,4 +1,4 @@
-"""Notes on errors of collate functions, which name the samples and say which do not fit together.
+"""Notes on errors of collate functions, which name the samples that cannot be joined.
 
 torch's message for two images of different size names neither. Nothing here runs while all is well.
 """
@@ -31,14 +31,14 @@ _OF_SIZES = re.compile(r"\b(sizes?|shapes?|dimensions?|dtypes?|cast)\b", re.IGNO
 def explain_collation(error: BaseException, samples: Any, indices: Any, *, of_stream: bool = False) -> None:
     """Add a note to an exception of a collate function: the samples by index, or position in a stream."""
     names: list[str] = []
-    with contextlib.suppress(Exception):  # the user's indices: a lack of notes is no error
+    with contextlib.suppress(Exception):  # the user's indices: missing notes are not an error
         names = _names(indices, of_stream)
     with contextlib.suppress(Exception):  # the user's samples
         frames = traceback.walk_tb(error.__traceback__)
         by_default_collate = any(frame.f_globals.get("__name__") in _DEFAULT_COLLATE for frame, _ in frames)
         if by_default_collate or _OF_SIZES.search(str(error)):
             column = list(samples)
-            # Shapes first, everywhere: they are the reason more often than dtypes are.
+            # Shapes first, everywhere: they are the reason more often than dtypes.
             found = _find(column, _shape) or _find(column, _format)
             if found is not None:
                 add_note(error, _say(found, names))
@@ -72,7 +72,7 @@ _Mismatch = tuple[str, list[str]]
 def _find(
     column: list[Any], describe: Callable[[Any, Any], str], path: str = "batch", depth: int = _MOST_NESTED
 ) -> _Mismatch | None:
-    """The first place where the items of a column, described beside the first one, are not all equal."""
+    """The first place where the items of a column differ; each is described relative to the first item."""
     first = column[0]
     if depth == 0 or isinstance(first, str | bytes):
         return None  # strings are not joined, and anything may stand beside them
@@ -95,7 +95,7 @@ def _find(
 
 
 def _places(container: Any) -> Iterator[tuple[Any, str]]:
-    """Keys or positions in a container, each with the text to write behind the container's own path."""
+    """Keys or positions in a container, each with the text to append to the container's path."""
     if isinstance(container, Mapping):
         return ((key, f"[{shorten(repr(key), _MOST_CHARACTERS)}]") for key in container)
     fields = getattr(container, "_fields", None)
@@ -103,7 +103,7 @@ def _places(container: Any) -> Iterator[tuple[Any, str]]:
 
 
 def _shape(item: Any, first: Any) -> str:
-    """Describe an item by what must be equal for torch to stack it with the first one at all."""
+    """Describe an item by the properties that must be equal for torch to stack it with the first one."""
     if isinstance(first, torch.Tensor | np.ndarray):
         # Beside an ndarray torch converts others to tensors; beside a tensor it takes only tensors.
         fits = isinstance(item, torch.Tensor) or (isinstance(first, np.ndarray) and hasattr(item, "shape"))
@@ -115,7 +115,7 @@ def _shape(item: Any, first: Any) -> str:
 
 
 def _format(item: Any, first: Any) -> str:
-    """Describe an item by what must be equal as well once shapes agree."""
+    """Describe an item by the properties that must also be equal once shapes agree."""
     if isinstance(first, torch.Tensor) and isinstance(item, torch.Tensor):
         grad = ", requiring grad" if item.requires_grad else ""
         return f"dtype {item.dtype}{grad}, {item.layout}, on {item.device}"
@@ -128,7 +128,7 @@ def _format(item: Any, first: Any) -> str:
 
 
 def _say(found: _Mismatch, names: list[str]) -> str:
-    """A line on a sample of the most frequent kind, and on the first few of other kinds."""
+    """Lines on one sample of the most frequent kind, and on the first few of other kinds."""
     path, each = found
     usual = Counter(each).most_common(1)[0][0]  # of equals, the one that comes first
     like = names[each.index(usual)]

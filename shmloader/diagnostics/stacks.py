@@ -32,7 +32,7 @@ class StackFile:
         self.descriptor = Descriptor(os.memfd_create("shmloader-stacks"))
 
     def ask(self, pid: int) -> str:
-        """The Python stacks of all threads of a worker, or why there are none within a second."""
+        """The Python stacks of all threads of a worker, or the reason why there are none after a second."""
         fd = self.descriptor.fd
         if fd < 0:
             return ""
@@ -78,7 +78,7 @@ class StackFile:
 def answers(pid: int) -> bool:
     """Whether a process has a handler for stack requests: a worker installs it with its first steps.
 
-    Linux tells of any process which signals it has handlers for. Where nothing tells, the answer is no.
+    Linux lists the signals for which a process has handlers. Without such a list the answer is no.
     """
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
@@ -89,11 +89,11 @@ def answers(pid: int) -> bool:
 
 
 def answer_with_stacks(descriptor: Descriptor) -> None:
-    """Have this worker write all threads' stacks to the main process's `StackFile` whenever it asks."""
+    """Make this worker write all threads' stacks to the main process's `StackFile` on request."""
     faulthandler.register(_SIGNAL, file=descriptor.fd, all_threads=True, chain=False)
 
 
 def report_start_error(descriptor: Descriptor) -> None:
-    """Leave the exception that is being handled in the `StackFile`, in a worker that cannot start."""
+    """Write the present exception to the `StackFile`, in a worker that cannot start."""
     text = traceback.format_exc()[-_MOST_CHARACTERS:].encode("utf-8", "replace")
     os.write(descriptor.fd, _START_ERROR % os.getpid() + text + b"\0")

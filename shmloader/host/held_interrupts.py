@@ -1,4 +1,4 @@
-"""Ctrl-C held back, where it would leave a process or a descriptor that nobody knows of."""
+"""Ctrl-C held back while it would leak a process or a descriptor."""
 
 from __future__ import annotations
 

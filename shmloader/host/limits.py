@@ -1,4 +1,4 @@
-"""Limits of this host, as they are now: memory, descriptors, cores; None for what the platform does not tell.
+"""Limits of this host, as they are now: memory, descriptors, cores; None for limits that are unknown.
 
 Inside a memory cgroup (version 1 or 2) the OOM killer, not an error, answers a request that is too large.
 """
@@ -39,7 +39,7 @@ _last_known: Headroom | None = None
 
 
 def memory_headroom() -> Headroom:
-    """Memory that can be had now, without the kernel killing something for it.
+    """Memory that can be taken now, without the kernel killing something for it.
 
     Inactive file pages of a cgroup (``memory.stat``) do not count: the kernel would reclaim them. While the
     process has no descriptor left, the answer is the last one that there was.
@@ -77,7 +77,7 @@ def _cgroups(controller: str) -> list[Path]:
             continue
         folder = (top / path.lstrip("/")).resolve()
         if not folder.is_relative_to(top) or not folder.is_dir():
-            folder = top  # in a container: the path is the host's, of which only a part can be seen
+            folder = top  # in a container: the path is the host's, of which only a part is visible
         folders += [folder, *(parent for parent in folder.parents if parent.is_relative_to(top))]
     return folders
 
@@ -100,10 +100,10 @@ def _cgroup_headroom(folder: Path) -> Headroom | None:
 
 
 def oom_kills() -> int | None:
-    """Processes of this process's memory cgroup that the kernel has killed for want of memory, ever.
+    """The number of processes in this process's memory cgroup that the kernel has killed for lack of memory.
 
-    It counts victims, whether the limit of the cgroup, of one around it, or of the machine was reached. Where
-    no cgroup counts, the number is the whole machine's.
+    It counts victims of the limit of the cgroup, of one around it, and of the machine. If no cgroup counts
+    them, the number is the whole machine's.
     """
     names = ("memory.events", "memory.oom_control")
     paths = [*(folder / name for folder in _cgroups("memory") for name in names), Path("/proc/vmstat")]
@@ -112,7 +112,7 @@ def oom_kills() -> int | None:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """The numbers in a file of lines ``name number``; empty where there is no such file."""
+    """The numbers in a file of lines ``name number``; empty if there is no such file."""
     try:
         pairs = map(str.split, path.read_text().splitlines())
         return {name: int(number) for name, number in pairs}
@@ -160,7 +160,7 @@ def _cpu_quota(folder: Path) -> float | None:
 def open_files() -> tuple[int | None, int | None]:
     """Descriptors that are open now, and the most there may be (``ulimit -n``).
 
-    None for what cannot be counted, and for no limit.
+    None if the number cannot be counted, and for no limit.
     """
     used: int | None = None
     with contextlib.suppress(OSError, AttributeError):  # there may be none left to count them with; Windows

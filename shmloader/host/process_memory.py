@@ -17,8 +17,8 @@ def read_memory(pid: int) -> dict[str, int]:
     """Read a process's memory by kind, as ``/proc/PID/smaps_rollup`` names it.
 
     Returns:
-        Bytes under ``Pss``, ``Rss``, ``Private_Dirty``, ``Anonymous`` and so on; empty where the process is
-        gone or the kernel does not tell (Linux 4.14 and later does).
+        Bytes under ``Pss``, ``Rss``, ``Private_Dirty``, ``Anonymous`` and so on; empty if the process is gone
+        or the kernel is older than Linux 4.14.
     """
     try:
         lines = Path("/proc", str(pid), "smaps_rollup").read_text(encoding="ascii").splitlines()[1:]

@@ -1,4 +1,4 @@
-"""accelerate under ``install()``: the loaders that it builds in the place of others keep their options.
+"""accelerate under ``install()``: the loaders that it builds from others keep their options.
 
 `accelerate.data_loader` builds a loader of torch's class from those attributes of another one that a dict in
 that module names. The loader's own options are added to the dict, and the class is replaced, in that module
@@ -67,7 +67,7 @@ def _build(dataset: Any, *args: Any, **kwargs: Any) -> Any:
 def _init_of(adapter_class: Any) -> Any:
     """``__init__`` of accelerate's loaders: ``use_stateful_dataloader`` makes ours, not torchdata's.
 
-    accelerate asks each loader for its state, so an error about that counts only if the program wants it.
+    accelerate asks each loader for its state, so a failure matters only if the program wants the state.
     """
     init = adapter_class.__init__
 

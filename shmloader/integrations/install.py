@@ -1,7 +1,7 @@
-"""``install()``: every loader of torch's class loads through slots, whoever made it. Main process only.
+"""``install()``: all loaders of torch's class load through slots, whoever made them. Main process only.
 
-The class itself stays, so that ``isinstance`` goes on working. Its method that makes an iterator is replaced;
-subclasses inherit that, also those that were imported before.
+The class itself stays, so that ``isinstance`` still works. Its method that makes an iterator is replaced; all
+subclasses inherit that, including those that were imported before.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def install(**options: Any) -> contextlib.ExitStack:
     It holds for the program's own loaders, for those that frameworks make (accelerate, Trainer, Lightning,
     ignite) and for all subclasses (PyG, MONAI, timm), also if they were imported or made before. Batches are
     the same. Each such loader gets ``statistics()``, ``close()``, ``state_dict()`` and ``load_state_dict()``.
-    Iterators that live go on as they began.
+    Existing iterators continue unchanged.
 
     Two kinds of loader stay as they are: those whose iterator is not torch's (``StatefulDataLoader`` of
     torchdata), and, with one warning, those whose workers are threads that pose as processes
@@ -46,9 +46,9 @@ def install(**options: Any) -> contextlib.ExitStack:
     Args:
         **options: Defaults for `DataLoader`'s own options: ``memory_budget_nbytes``, ``worker_restarts``,
             ``on_error``, ``dispatch``, ``seed_per_sample``, ``prefetch_epochs``, ``worker_type``,
-            ``snapshot_every_n_steps``. A `DataLoader` has those that it was made with. A loader that cannot
-            have one of them (``worker_restarts`` with an iterable-style dataset) loads without it, with one
-            warning.
+            ``snapshot_every_n_steps``. A `DataLoader` keeps the ones that it was made with. A loader that
+            does not support one of them (``worker_restarts`` with an iterable-style dataset) loads without
+            it, with one warning.
 
     Returns:
         A context manager that restores the former state at its end; it need not be used.
@@ -82,8 +82,8 @@ def install(**options: Any) -> contextlib.ExitStack:
 def uninstall() -> None:
     """Undo `install`: loaders of torch's class load torch's way from their next iterator on.
 
-    Iterators that live go on, and persistent workers stay with their loader. Without `install` before it, it
-    does nothing.
+    Existing iterators continue, and persistent workers stay with their loader. Without an `install` before,
+    it does nothing.
     """
     global _options, _accelerate  # noqa: PLW0603
     _options = None
@@ -138,7 +138,7 @@ class _Default:
         self._name = name
 
     def __get__(self, loader: Any, owner: type | None = None) -> Any:
-        """The value as installed, or the default for a loader that cannot have that."""
+        """The value as installed, or the default for a loader that does not support it."""
         default = OWN_DEFAULTS[self._name]
         if loader is None:
             return default
@@ -166,7 +166,7 @@ def _check(options: dict[str, Any], dataset: Any, persistent_workers: bool, cont
 
 
 def _warn_of_options(loader: Any) -> None:
-    """Say once of each option that it has no effect on a loader that cannot have it."""
+    """Warn once for each option that it has no effect on a loader that does not support it."""
     for name, value in (_options or {}).items():
         reason = None if name in _warned or not loader.num_workers else _why_not(name, value, loader)
         if reason is not None:

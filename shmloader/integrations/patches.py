@@ -19,7 +19,7 @@ class Patches:
         setattr(owner, name, value)
 
     def undo(self) -> None:
-        """Restore all attributes but those that somebody else has replaced since."""
+        """Restore all attributes except those that other code has replaced since."""
         for (owner, name), (before, ours) in self._before.items():
             if vars(owner).get(name) is not ours:
                 continue

@@ -1,7 +1,7 @@
 """States of loaders of torch's class, under ``install()``.
 
 Frameworks ask every loader that has ``state_dict()`` for its state, whether the program wants it or not. So a
-loader that cannot tell its place gives an empty state. Loading an empty state does nothing.
+loader that does not know its place gives an empty state. Loading an empty state does nothing.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from shmloader.torch_fallback import check_resumable
 from shmloader.torch_private import GET_ITERATOR
 
 _TORCHS = torch.utils.data.DataLoader
-_unwanted = contextvars.ContextVar("unwanted", default=False)  # the state that is asked for
+_unwanted = contextvars.ContextVar("unwanted", default=False)  # the state that was requested
 
 
 def state_dict(loader: Any) -> dict[str, Any]:
-    """The place to which the program has come; see `DataLoader.state_dict`.
+    """The program's place in the epoch; see `DataLoader.state_dict`.
 
-    The state is empty where the place cannot be told. A warning says so, unless the state is unwanted.
+    The state is empty if the place is unknown. A warning says so, unless the state is unwanted.
     """
     try:
         own_iterator = getattr(type(loader), GET_ITERATOR) is not getattr(_TORCHS, GET_ITERATOR)
@@ -45,7 +45,7 @@ def state_dict(loader: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def states_unwanted(unwanted: bool) -> Iterator[None]:
-    """With ``unwanted``, let a state that cannot be made be empty, without an error or a warning."""
+    """With ``unwanted``, make states that cannot be made empty, without an error or a warning."""
     before = _unwanted.set(unwanted)
     try:
         yield

@@ -14,11 +14,11 @@ _unchecked_nbytes = 0  # taken by this process since it last asked for the headr
 def check_headroom(nbytes: int, purpose: str, *, spare: int = 0, advice: str = _ADVICE) -> None:
     """Refuse to take more memory than the host has, before anything is taken.
 
-    The last of it is left to the program, or the OOM killer would answer its next allocation. What is taken
-    is summed up, and compared with what the host has every ``SURE_NBYTES``.
+    The last of the memory is left to the program; otherwise its next allocation would bring the OOM killer.
+    Taken bytes are summed up, and compared with the host's memory every ``SURE_NBYTES``.
 
     ``purpose`` begins the message, such as "a slot needs 8,192 more bytes of shared memory", and ``advice``
-    ends it. ``spare`` bytes are left to the program, where that is more than `spare_nbytes`.
+    ends it. ``spare`` bytes are left to the program, if that is more than `spare_nbytes`.
 
     Raises:
         SharedMemoryExhausted: If the host has less.
@@ -36,7 +36,7 @@ def check_headroom(nbytes: int, purpose: str, *, spare: int = 0, advice: str = _
 def exhausted(
     what: str, nbytes: int, room: Headroom | None = None, *, spare: int = 0, advice: str = _ADVICE
 ) -> SharedMemoryExhausted:
-    """The error for memory that the host does not give; for its arguments see `check_headroom`."""
+    """The error for memory that the host lacks; see `check_headroom` for the arguments."""
     room = room or memory_headroom()
     return SharedMemoryExhausted(
         f"{what}, but only {room.available_nbytes:,} of {room.limit_nbytes:,} bytes are available in "
@@ -47,5 +47,5 @@ def exhausted(
 
 
 def spare_nbytes(room: Headroom) -> int:
-    """Bytes of what the host has that are never taken for slots and copies."""
+    """Bytes of the host's memory that are never taken for slots and copies."""
     return min(_MOST_SPARE_NBYTES, room.limit_nbytes // 16)

@@ -1,4 +1,4 @@
-"""Huge pages for slots and stores, where the kernel has them: fewer page faults, and fewer TLB misses.
+"""Huge pages for slots and stores, if the kernel has them: fewer page faults, and fewer TLB misses.
 
 ``fallocate`` reserves a file's memory in small pages; ``madvise(MADV_COLLAPSE)`` (Linux 6.1) makes a huge
 page of a part that has one page at least. So one page of each part is reserved, the part is collapsed, and
@@ -29,14 +29,15 @@ _refused = sys.platform != "linux" or os.environ.get("SHMLOADER_HUGE_PAGES") == 
 
 
 def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> bool:
-    """Reserve as much of a part of a file as can be had in huge pages; no more than asked for.
+    """Reserve as much of a part of a file as possible in huge pages; no more than asked for.
 
-    The rest is left as it is. So is everything that would take long: the kernel then looks for whole pieces
-    of memory, and moves other pages out of the way. If the kernel lacks the call, or may not give any, this
-    process asks no more.
+    The rest is not reserved, and neither is anything that would take long: the kernel then searches for whole
+    pieces of memory and moves other pages. If the kernel lacks the call or refuses it, this process does not
+    ask again.
 
     The part begins at ``offset``, a multiple of ``HUGE_NBYTES``; ``held_nbytes`` of it are reserved already,
-    and may be in use; there are to be ``nbytes``. Returns whether asking for more makes sense at the moment.
+    and may be in use; ``nbytes`` are wanted in all. Returns whether asking for more makes sense at the
+    moment.
 
     Raises:
         OSError: If the system gives no memory at all.
@@ -58,7 +59,7 @@ def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> bool
             for page in range(start, stop, HUGE_NBYTES):
                 os.posix_fallocate(fd, offset + page, PAGE_NBYTES)
             if libc.madvise(address + start - begin, stop - start, _MADV_COLLAPSE) != 0:
-                # Anything else is an answer of this moment: no memory in one piece, a page in use.
+                # Any other error is temporary: no memory in one piece, a page in use.
                 _refused = ctypes.get_errno() == errno.EINVAL
                 return False
             if time.thread_time() - began_s > _MOST_PIECE_S:
@@ -69,8 +70,8 @@ def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> bool
 def make_pages_huge(address: int, nbytes: int, most_s: float) -> None:
     """Make huge pages of a mapped part of a file that is complete, for so much processor time at most.
 
-    Small pages are copied. A last part of a huge page stays as it is, and so does all of it where the address
-    is no multiple of ``HUGE_NBYTES``.
+    Small pages are copied. A last incomplete huge page stays as it is, and so does everything if the address
+    is not a multiple of ``HUGE_NBYTES``.
     """
     if _refused or address % HUGE_NBYTES:
         return

@@ -24,7 +24,7 @@ _MREMAP_REPLACING = 1 | 2 | 4  # MAYMOVE, FIXED, DONTUNMAP
 _MAP_FIXED = 0x10  # Python's `mmap` lacks it
 _PROT_NONE, READ_WRITE = 0, 0x1 | 0x2  # not from Python's `mmap`: on Windows it lacks them
 MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
-"""Pages that nobody writes need no backing, so they are not to be charged for."""
+"""Pages that are not written need no backing, so the system need not charge for them."""
 
 
 def whole_pages(nbytes: int) -> int:
@@ -52,7 +52,7 @@ class Extent:
         owner, self.address = map_file(nbytes, flags, fd, offset)
         self.nbytes = nbytes
         buffer: Any = (ctypes.c_ubyte * nbytes).from_address(self.address)
-        buffer.owner = owner  # the array is the last thing that every view leads to
+        buffer.owner = owner  # every view leads to this array in the end
         self.buffer = buffer
         self.view = memoryview(buffer).cast("B")
 
@@ -67,7 +67,7 @@ class Extent:
         ctypes.memmove(source, self.address, self.nbytes)
         # The kernel charges for both places, and refuses only after it has unmapped the target: ask first.
         take_space(self.nbytes, READ_WRITE, 0).close()
-        # The source stays mapped, empty: in a hole, which its owner unmaps, others may map something.
+        # The source stays mapped, empty. Others might map something in a hole, which its owner would unmap.
         target = ctypes.c_void_p(self.address)
         if libc.mremap(source, self.nbytes, self.nbytes, _MREMAP_REPLACING, target) == _MAP_FAILED:
             why = os.strerror(ctypes.get_errno())
@@ -78,13 +78,13 @@ class Extent:
 
 
 def take_space(nbytes: int, protection: int, flags: int = MAP_NORESERVE) -> mmap.mmap:
-    """Take address space, anonymous and private, for something to be mapped there; gives its owner.
+    """Take anonymous, private address space for a later mapping; returns its owner.
 
-    With ``PROT_NONE`` or `MAP_NORESERVE` the system does not charge for it; ``flags`` are 0 where all of it
-    will be written. The owner's death unmaps all of it.
+    With ``PROT_NONE`` or `MAP_NORESERVE` the system does not charge for it; ``flags`` are 0 if all of it will
+    be written. The owner's death unmaps all of it.
 
     Raises:
-        SharedMemoryExhausted: If it cannot be had.
+        SharedMemoryExhausted: If there is not enough.
     """
     try:
         return mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags, protection)
@@ -93,14 +93,14 @@ def take_space(nbytes: int, protection: int, flags: int = MAP_NORESERVE) -> mmap
 
 
 def address_of(space: mmap.mmap) -> int:
-    """The address at which address space begins, also of space that may not be read."""
+    """The address of a mapping, also of one that may not be read."""
     return int(np.frombuffer(space, np.uint8, 1).ctypes.data)
 
 
 def map_file(
     nbytes: int, flags: int, fd: int, offset: int = 0, protection: int = READ_WRITE
 ) -> tuple[mmap.mmap, int]:
-    """Map a part of a file, which may be closed then; gives the owner of the mapping, and its address.
+    """Map a part of a file, which may be closed afterwards; returns the owner of the mapping and its address.
 
     The death of the owner unmaps it, and so does its ``close()``. ``flags`` are ``MAP_SHARED``, or
     ``MAP_PRIVATE`` with or without `MAP_NORESERVE`. From `HUGE_NBYTES` on the address is a multiple of that,
@@ -121,7 +121,7 @@ def map_file(
 def map_aligned(
     alignment: int, nbytes: int, flags: int, fd: int, offset: int, protection: int = READ_WRITE
 ) -> tuple[mmap.mmap, int]:
-    """Do what `map_file` does, at a multiple of ``alignment`` in any case.
+    """Do the same as `map_file`, always at a multiple of ``alignment``.
 
     An exception (a Ctrl-C, say) may come between any two instructions of Python, so the file is never mapped
     without an owner. First a Python ``mmap`` takes the address space, which C makes and frees in one step
@@ -141,10 +141,10 @@ def map_aligned(
 
 
 def make_writable(address: int, nbytes: int) -> None:
-    """Allow writes to a private mapping that could only be read; what is written stays in this process.
+    """Allow writes to a private mapping that could only be read; they stay in this process.
 
     Raises:
-        SharedMemoryExhausted: If the system, which may charge for it from now on, has not that much.
+        SharedMemoryExhausted: If the system, which may now charge for it, lacks the memory.
     """
     if libc.mprotect(address, nbytes, READ_WRITE) != 0:
         raise _refused(nbytes, ctypes.get_errno())
@@ -163,7 +163,7 @@ def _refused(nbytes: int, code: int) -> SharedMemoryExhausted:
 
 
 def map_copy_on_write(fd: int, nbytes: int) -> Extent:
-    """Map the beginning of a file, which may be closed then, so that what is written there stays private.
+    """Map the beginning of a file, which may be closed afterwards; writes to the mapping stay private.
 
     Raises:
         SharedMemoryExhausted: If there is no address space for it.

@@ -1,7 +1,7 @@
-"""The parts of the operating system that shared memory is made with, looked for in one place.
+"""The system calls that shared memory needs, looked up in one place.
 
-Importing this never fails. Where something is missing or refused, `why_unavailable` names it, and the loader
-loads as torch's does.
+Importing this never fails. If something is missing or refused, `why_unavailable` names it, and the loader
+works as torch's does.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from shmloader.host.held_interrupts import HeldInterrupts
 _REFUSALS = (errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EOPNOTSUPP)
 """Answers of a sandbox (gVisor, a seccomp filter) to a system call that it does not let through."""
 
-_allowed: set[str] = set()  # functions of `os` that have done their work here, so they are tried no more
+_allowed: set[str] = set()  # functions of `os` that worked when they were tried
 
 
 def _load_libc() -> tuple[Any, str | None]:
-    """The C library, its functions with their signatures; or nothing, and the reason."""
+    """The C library, with the signatures of its functions; or None, and the reason."""
     pointer, size, number, offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
     try:
         library = ctypes.CDLL(None, use_errno=True)
@@ -86,6 +86,6 @@ def _why_no(name: str, attempt: Callable[[], None]) -> str | None:
         except OSError as error:
             if error.errno in _REFUSALS:
                 return f"the system refuses os.{name} ({error.strerror})"
-            return None  # no descriptor or no memory is left now: it is left to the call that is meant
+            return None  # no descriptor or no memory is left now: the real call will report it
     _allowed.add(name)
     return None

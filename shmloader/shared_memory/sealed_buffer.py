@@ -2,13 +2,13 @@
 
 A `BufferBuilder` appends to it and grows it in place, so that a stream of unknown length is written
 without a second copy; `BufferBuilder.seal` turns it into a `SharedBuffer`. It is a memfd, sealed against
-writing. It has no name. The kernel frees it when the last process that maps it is gone, however that went.
+writing. It has no name. The kernel frees it when the last process that maps it has ended, for any reason.
 
 Every process maps it privately and writably, and hands out read-only views. A write that goes round the views
 (torch knows no read-only tensors) changes a page of that process alone, and ends nothing.
 
-A view leads to its buffer. `buffer_at` finds the buffer of an address: by it plain arrays over shared memory
-reach other processes by handle.
+A view keeps its buffer. `buffer_at` finds the buffer of an address, so that plain arrays over shared memory
+can be sent to other processes by handle.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ Buffer = Any
 class SharedBuffer:
     """Sealed shared memory, as this process maps it.
 
-    Costs one descriptor and one mapping, from 2 MiB on others beside it. All live as long as the buffer or
-    any view of it; the memory itself as long as any process has either.
+    Costs one descriptor and one mapping, from 2 MiB on a second one. They live as long as the buffer or any
+    view of it; the memory itself as long as any process has either.
 
     It reaches another process by handle: inherited by fork, or pickled while ``multiprocessing`` starts
     a process or sends through its own queues and pipes. Any other pickling is an error. ``copy.copy`` and
@@ -101,7 +101,7 @@ class SharedBuffer:
 
     @property
     def private(self) -> memoryview:
-        """Writable memoryview of all bytes; what is written stays in this process. It keeps the buffer."""
+        """Writable memoryview of all bytes, which keeps the buffer; writes stay in this process."""
         memory: Any = (ctypes.c_ubyte * self.nbytes).from_address(self.address)
         memory.owner = self
         return memoryview(memory).cast("B")
@@ -155,7 +155,8 @@ ForkingPickler.register(SharedBuffer, _reduce_by_handle)
 class BufferBuilder:
     """Shared memory while it is being filled; a context manager that frees it unless it was sealed.
 
-    Invariant: ``nbytes <= reserved_nbytes``, and pages below ``reserved_nbytes`` can be had. Pages are
+    Invariant: ``nbytes <= reserved_nbytes``, and there is memory for pages below ``reserved_nbytes``. Pages
+        are
     reserved before they are written, after a comparison with what the host has.
 
     Attributes:
@@ -166,7 +167,7 @@ class BufferBuilder:
     def __init__(self) -> None:
         self.nbytes = 0
         self.reserved_nbytes = 0
-        self._asks_for_huge_pages = True  # until they cannot be had quickly
+        self._asks_for_huge_pages = True  # until they would take long
         self._began_s = time.process_time()
         check_memory()
         self._fd = os.memfd_create("shmloader-store", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -181,7 +182,7 @@ class BufferBuilder:
         if grow_nbytes <= 0:
             return
         already = f", which holds {self.nbytes:,} bytes already," if self.nbytes else ""
-        # Memory for the program to work with: the kernel kills at the first allocation that is too many.
+        # Memory for the program itself: the kernel kills at the first allocation that does not fit.
         spare = min(max(self.reserved_nbytes // 8, _LEAST_WORKING_NBYTES), _MOST_GROWTH_NBYTES)
         purpose = f"a store{already} needs {grow_nbytes:,} more bytes of shared memory"
         check_headroom(grow_nbytes, purpose, spare=spare, advice=_ADVICE)
@@ -205,7 +206,7 @@ class BufferBuilder:
             The offset at which they begin, a multiple of ``alignment``.
 
         Raises:
-            SharedMemoryExhausted: If the host has not that much left.
+            SharedMemoryExhausted: If the host has less memory left.
         """
         view = memoryview(data)
         view = view.cast("B") if view.nbytes else memoryview(b"")  # a zero in its shape cannot be cast

@@ -28,7 +28,7 @@ class Segment:
     """
 
     def __init__(self, descriptor: Descriptor | None = None) -> None:
-        with HeldInterrupts():  # until somebody owns the descriptor
+        with HeldInterrupts():  # until the descriptor has an owner
             self._descriptor = descriptor or Descriptor(os.memfd_create("shmloader-slots"))
 
     def __del__(self, close: Any = os.close) -> None:
@@ -82,7 +82,7 @@ class Segment:
         return Extent(nbytes, mmap.MAP_SHARED, self._descriptor.fd, slot * SLOT_STRIDE)
 
     def discard(self, slot: int, nbytes: int, kept_nbytes: int = 0) -> None:
-        """Give a slot's memory back to the host, but for its first ``kept_nbytes`` (whole pages).
+        """Give a slot's memory back to the host, except its first ``kept_nbytes`` (whole pages).
 
         Nothing may be reading what is given back.
         """
@@ -90,7 +90,7 @@ class Segment:
         libc.fallocate(self._descriptor.fd, _KEEP_SIZE_PUNCH_HOLE, begin, nbytes - kept_nbytes)
 
     def duplicate(self) -> Segment:
-        """The same memory by a descriptor of its own, for a worker thread, which may outlive the owner."""
+        """The same memory with a separate descriptor, for a worker thread, which may outlive the owner."""
         return Segment(Descriptor(os.dup(self._descriptor.fd)))
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """A worker's end of its connection with the main process: records in, records out.
 
-It knows nothing of their contents. A worker process has two pipes, a worker thread two queues.
+It does not read their contents. A worker process has two pipes, a worker thread two queues.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PipeLink:
     Attributes:
         wait_ns: Nanoseconds that the last `receive` waited.
         received_ns: When it returned, by ``time.perf_counter_ns()``.
-        closed: Whether it is known already that the main process wants nothing more.
+        closed: Whether the main process is known to want nothing more.
     """
 
     def __init__(self, pipes: Pipes) -> None:
@@ -116,7 +116,7 @@ class ThreadLink:
         self._wake()
 
     def close(self) -> None:
-        """Let the worker find the link broken; called in the main process's thread."""
+        """Break the link for the worker; called in the main process's thread."""
         self.closed = True
         self.requests.put(b"")
 

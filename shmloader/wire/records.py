@@ -1,4 +1,4 @@
-"""Records that the main process and its workers send each other: one class, and one layout, for each kind.
+"""Records between the main process and its workers: one class, and one layout, for each kind.
 
 Each worker has one private channel each way. Every record of one direction has the same size, at most
 ``PIPE_BUF`` bytes (512 at the least, by POSIX), so the kernel writes it whole or not at all: a reader never
@@ -7,7 +7,7 @@ it, and the channel is the memory fence between the two processes.
 
 Requests go to a worker: `MakeBatch`, `SendNextPiece`, `BeginEpoch`. Answers come back: `Published`,
 `PieceReady`, `StreamEnded`, `EpochBegun`. Both name a task by ``seq``, its number over the iterator's life.
-They are packed from their fields, without an object, and are objects where they are read.
+Senders pack them from their fields, without an object; receivers get objects.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 SPIN_NS = 50_000
 """Nanoseconds for which either side looks again for a record before it sleeps, while records come quickly.
-To sleep and to be woken costs more than a small batch does (docs/decisions/0008)."""
+Going to sleep and waking up costs more than a small batch (docs/decisions/0008)."""
 
 REQUEST_NBYTES = 256
 """Size of a request."""
@@ -87,8 +87,8 @@ class BeginEpoch(NamedTuple):
     Attributes:
         epoch: Number of the epoch, over the iterator's life.
         total_nbytes: Length of the pickled `EpochSettings`, which may come in several such records; 0 for a
-            worker that was started with them, and is to answer with `EpochBegun`.
-        begin: Bytes of them that came before.
+            worker that was started with them, which answers with `EpochBegun`.
+        begin: Bytes of the settings in earlier records.
         piece: The next of them, padded.
     """
 
@@ -189,7 +189,7 @@ pack_epoch_begun = _packs(_answers, EpochBegun, "I", ANSWER_NBYTES)
 
 
 def unpack_answers(records: bytes) -> list[Answer]:
-    """Read answers, one behind the other."""
+    """Read consecutive answers."""
     answers = []
     for begin in range(0, len(records), ANSWER_NBYTES):
         kind, unpack = _answers[records[begin]]

@@ -1,4 +1,4 @@
-"""Streams of iterable-style datasets: the rules by which workers divide them, and places in them."""
+"""Streams of iterable-style datasets: the rules for dividing them among workers, and places in them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Cursor(NamedTuple):
         drawn: Samples that were drawn from it; draws that raised count.
         state: States of the dataset and its iterator, pickled by the worker, or empty.
         state_drawn: Samples that had been drawn when the states were taken.
-        ended: Whether the stream is known to have ended; states of datasets need not tell.
+        ended: Whether the stream is known to have ended; states of datasets need not include that.
         raised: Draws that raised.
         state_raised: Draws that had raised when the states were taken.
     """
@@ -29,7 +29,7 @@ class Cursor(NamedTuple):
 
 
 class StreamRules(NamedTuple):
-    """The rules by which workers divide a stream and go on in it.
+    """The rules by which workers divide a stream and continue in it.
 
     Attributes:
         shard: Whether to divide the stream among ranks and workers (``shard="auto"``).
@@ -38,7 +38,7 @@ class StreamRules(NamedTuple):
         batch_size: Samples of a batch, 1 without batches.
         snapshot_every: Batches of a worker from one state of the dataset to the next.
         layout: How the stream was divided in the run that is resumed; empty in a fresh epoch.
-        cursors: Places to go on from: one for each part, or with `STRIDE` one for the whole stream.
+        cursors: Places to continue from: one for each part, or with `STRIDE` one for the whole stream.
     """
 
     shard: bool = False
@@ -65,12 +65,12 @@ class StreamRules(NamedTuple):
 
 
 class StreamReport(NamedTuple):
-    """A report that comes with a batch of a stream, so that the stream can be resumed behind it.
+    """A report that comes with a batch of a stream, so that the stream can be resumed after it.
 
     Attributes:
         part: The part that the batch is of.
         layout: How the stream is divided.
-        cursor: The cursor behind the batch; its state is empty if none was taken.
+        cursor: The cursor after the batch; its state is empty if none was taken.
     """
 
     part: int

@@ -139,7 +139,7 @@ def _run_in_process(spec: RunSpec) -> RunResult:
     with tempfile.TemporaryDirectory(prefix="shmloader-demo-") as folder:
         result_path = Path(folder, "result.json")
         command = [sys.executable, "-m", "shmloader.cli.demo"]
-        # A session of its own, or Ctrl-C would also strike the workers, in mid-sentence.
+        # A session of its own, or Ctrl-C would also reach the workers and garble their output.
         process = subprocess.Popen(
             [*command, json.dumps(asdict(spec)), str(result_path)],
             env=_ALLOCATOR_SETTINGS | os.environ,
@@ -159,7 +159,7 @@ def _run_in_process(spec: RunSpec) -> RunResult:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a run that may still be going on: first it may stop its workers, then it is killed."""
+    """End a run that may still be active: first it may stop its workers, then it is killed."""
     if process.poll() is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.terminate()

@@ -1,4 +1,4 @@
-"""The demo's table: what each loader measured, side by side."""
+"""The demo's table: the figures of all loaders, side by side."""
 
 from __future__ import annotations
 

@@ -91,11 +91,11 @@ class RunResult:
 class Stop:
     """The end of this process between two batches: on SIGTERM, or when the demo that started it is gone.
 
-    Raising at once would strike torch's loader while it starts its workers, and it would tell so.
+    Raising at once might interrupt torch's loader while it starts its workers, which it would report.
     """
 
     def __init__(self, demo_pid: int) -> None:
-        """Take SIGTERM over; workers that are forked later still end on it."""
+        """Handle SIGTERM; workers that are forked later still end on it."""
         self._demo_pid = demo_pid
         self._own_pid = os.getpid()
         self._is_asked = False
@@ -154,7 +154,7 @@ def with_progress_bar(steps: int, label: str) -> Iterable[int]:
 
 
 def train(spec: RunSpec, dataset: SourceDataset, held_out: Sequence[Batch], stop: Stop) -> RunResult:
-    """Train the model for a fixed number of steps and measure what the training loop sees."""
+    """Train the model for a fixed number of steps, and measure the training loop."""
     result = RunResult()
     trainer = Trainer(_SEED)
     result.loss_before = trainer.evaluate(held_out)
@@ -225,7 +225,7 @@ def main(arguments: Sequence[str]) -> int:
     # Sums in the backward pass must come out in one order, or equal batches give unequal losses.
     torch.use_deterministic_algorithms(True)
     # One thread for the model leaves the other cores to the workers. On two cores a second thread
-    # gains little, and where other programs run, the two mostly wait for one another.
+    # gains little, and beside other programs the two mostly wait for one another.
     torch.set_num_threads(1)
     dataset, held_out, corpus = prepare(spec)
     stop = Stop(spec.demo_pid)

@@ -67,8 +67,8 @@ class Advice:
         slots: Slots in use while the program keeps no batches.
         slots_nbytes: Shared memory that they take; None without ``batch_nbytes``.
         memory_budget_nbytes: A bound for the slots' memory; None for the loader's own default.
-        fits: Whether the memory for slots and samples can be had. If not, the arguments are the smallest that
-            there are, and nothing is advised.
+        fits: Whether there is memory for slots and samples. If not, the arguments are the smallest possible
+            ones, and nothing is advised.
         largest_batch_nbytes: Largest batch for which the slots of the smallest arguments take half of the
             available memory.
         reasons: Why it is less than asked or usual, for people.
@@ -110,7 +110,7 @@ def advise(room: Room, batch_nbytes: int | None, asked_workers: int | None) -> A
         slots_nbytes = slots_of(workers, prefetch) * slot_nbytes
         # Each worker has the samples of a batch besides.
         fits = slots_nbytes + workers * slot_nbytes <= room.available_nbytes
-        # Room for batches that turn out larger than was said. It bounds, and reserves nothing.
+        # Room for batches that turn out larger than was said. It is a limit and reserves nothing.
         budget_nbytes = max(slots_nbytes, min(4 * slots_nbytes, half_nbytes)) if fits else None
     return Advice(
         num_workers=workers,
@@ -127,7 +127,7 @@ def advise(room: Room, batch_nbytes: int | None, asked_workers: int | None) -> A
 
 
 def _choose_workers(room: Room, asked: int | None) -> tuple[int, list[str]]:
-    """Workers that cores and descriptors are enough for, and why they are fewer than asked."""
+    """The number of workers that cores and descriptors allow, and why it is smaller than asked."""
     reasons = []
     workers = asked or (room.cores - 1 if room.cores > 2 else room.cores)
     if workers > room.cores:
@@ -144,7 +144,7 @@ def _choose_workers(room: Room, asked: int | None) -> tuple[int, list[str]]:
 
 
 def _reduce(workers: int, slot_nbytes: int, most_nbytes: int) -> tuple[int, int]:
-    """The most workers, and then the prefetch factor, whose slots fit; one worker in any case."""
+    """The most workers, and then the largest prefetch factor, whose slots fit; at least one worker."""
     for prefetch in (2, 1):
         if slots_of(workers, prefetch) * slot_nbytes <= most_nbytes:
             return workers, prefetch

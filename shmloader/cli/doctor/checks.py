@@ -81,7 +81,7 @@ class Host:
 
 
 def check_versions(host: Host) -> Finding:
-    """Python, and the libraries that shmloader needs, really imported."""
+    """Python, and the libraries that shmloader needs, by importing them."""
     versions: dict[str, Value] = {"python": platform.python_version()}
     trouble = []
     for name in LIBRARIES:
@@ -168,7 +168,7 @@ def _raise_files(needed: int) -> str:
 
 
 def check_cuda(host: Host) -> Finding:
-    """Whether CUDA works, and pages of shared memory can be registered with it."""
+    """CUDA, and whether pages of shared memory can be registered with it."""
     trial = host.cuda
     values: dict[str, Value] = {"available": False, "registered": False}
     if trial is None or (trial.works and not trial.answer["available"]):
@@ -201,7 +201,7 @@ def check_cuda(host: Host) -> Finding:
 
 
 def check_loading(host: Host, start_method: str) -> Finding:
-    """Loading itself, as it was tried with a start method."""
+    """Loading itself, with one start method."""
     trial, needed = host.loading[start_method], start_method == host.default_start_method
     values: dict[str, Value] = {"works": trial.works, "out_of_memory": trial.out_of_memory, **trial.answer}
     if why_unavailable() is not None:

@@ -42,14 +42,14 @@ class Numbered(Dataset[torch.Tensor]):
 
 
 def load(start_method: str, batch_nbytes: int, limit_s: float, num_workers: int = 1) -> dict[str, Any]:
-    """Load one epoch with the smallest prefetch factor and look at every value.
+    """Load one epoch with the smallest prefetch factor and check every value.
 
     Returns:
         ``batches``, ``batch_nbytes``, ``first_batch_s`` (from ``iter()`` on) and ``seconds_s``.
 
     Raises:
         AssertionError: If a batch is not what it should be.
-        SpillWarning: If batches are copied because the host does not give slots what they need.
+        SpillWarning: If batches are copied because the host has too little memory for slots.
     """
     warnings.simplefilter("error", SpillWarning)
     dataset = Numbered(-(-batch_nbytes // BATCH_SIZE))

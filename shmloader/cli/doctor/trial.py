@@ -24,7 +24,7 @@ class Trial:
         works: Whether the probe succeeded.
         answer: Its findings, see `probe.load` and `probe.register`; empty unless it works.
         error: Its last lines of output, or that it hung, for people; empty if it works.
-        out_of_memory: Whether the kernel killed a process for want of memory meanwhile.
+        out_of_memory: Whether the kernel killed a process for lack of memory meanwhile.
     """
 
     works: bool
@@ -34,7 +34,7 @@ class Trial:
 
 
 def try_loading(start_method: str, batch_nbytes: int, limit_s: float, grace_s: float = 5.0) -> Trial:
-    """Load a few batches with one worker and look at every value.
+    """Load a few batches with one worker and check every value.
 
     It may take ``limit_s`` once it has begun, and ``grace_s`` more for the interpreter to start and to end.
     Never raises for what the probe does, and leaves no process behind.
@@ -101,7 +101,7 @@ def _end_session(process: subprocess.Popen[str]) -> None:
 
 
 def _last_words(errors: str, code: int, limit_s: float) -> str:
-    """The end of what a failed probe wrote, and how it ended."""
+    """The end of a failed probe's output, and how the probe ended."""
     lines = [line.rstrip() for line in errors.splitlines() if line.strip()]
     hung = next((line for line in lines if line.startswith("Timeout (")), None)
     if hung is not None:  # faulthandler's words; what follows is where each thread is
