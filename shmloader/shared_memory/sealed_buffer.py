@@ -156,8 +156,7 @@ class BufferBuilder:
     """Shared memory while it is being filled; a context manager that frees it unless it was sealed.
 
     Invariant: ``nbytes <= reserved_nbytes``, and there is memory for pages below ``reserved_nbytes``. Pages
-        are
-    reserved before they are written, after a comparison with what the host has.
+    are reserved before they are written, after a comparison with what the host has.
 
     Attributes:
         nbytes: Bytes appended so far, padding included.

@@ -19,9 +19,9 @@ class Budget:
     """The memory budget of one iterator's slots, and the limits and numbers of tasks derived from it.
 
     Each slot is counted with its limit: while a worker has it, the bytes up to which the worker may grow it,
-        else the bytes that it has. Memory of free slots is given back when other slots need it. Each task
-        that may be granted next is promised a page, through which a batch of any size can be sent in pieces.
-        At any time::
+    else the bytes that it has. Memory of free slots is given back when other slots need it. Each task that
+    may be granted next is promised a page, through which a batch of any size can be sent in pieces. At any
+    time::
 
         committed_nbytes <= nbytes
         used_nbytes + promised_tasks() * PAGE_NBYTES <= nbytes

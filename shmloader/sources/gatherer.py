@@ -79,7 +79,7 @@ class Gatherer:
     """Makes batches of one dataset without its samples, if it can; ``collate_fn`` would join these.
 
     It lives for one epoch: in a worker, in the main process without workers, or in a loader without workers
-        that a worker's dataset uses. Only the worker's own batches are made in the slot, with placeholders.
+    that a worker's dataset uses. Only the worker's own batches are made in the slot, with placeholders.
     """
 
     def __init__(self, dataset: Any, collate_fn: Any, *, in_worker: bool) -> None:
@@ -92,8 +92,8 @@ class Gatherer:
     def gather(self, index_batch: Any) -> Any:
         """Make a batch, or ``NOT_GATHERED`` if it is to be made sample by sample.
 
-        The latter for indices that are not all ints, and if anything but a ``__getbatch__`` raises, so that
-        the exception is the dataset's own.
+        It is ``NOT_GATHERED`` for indices that are not all ints, and if anything but a ``__getbatch__``
+        raises, so that the exception is the dataset's own.
         """
         allocator = current_allocator() if self._in_worker else None
         if not self._is_recognised:
