@@ -1,7 +1,7 @@
 """`share()` and `open_store()`: data in memory once, whatever the number of workers and ranks.
 
-What they need is imported when it is first used: pyarrow takes each spawned worker 0.15 s, and only those
-with stores need it.
+Their modules are imported at first use: pyarrow takes each spawned worker 0.15 s, and only workers with
+stores need it.
 """
 
 from __future__ import annotations
@@ -63,26 +63,26 @@ def share(data: Any, *, copy: bool = False, progress: bool | None = None) -> Any
     spawn and forkserver they get a descriptor, whatever the size. Workers read rows without writing to a
     page, so nothing is copied on write. The memory is freed when the last process that has it is gone.
 
-    One rule holds for ``data`` itself and for whatever it holds, at any depth of attributes:
+    The same rule applies to ``data`` itself and to all that it holds, at any depth of attributes:
 
     * A list, tuple, deque, iterator, or another sequence of Python objects (numbers, strings, bytes, dicts,
       tuples, dataclasses, lists, arrays, tensors, or whatever pickle can write) becomes a `Store`, a sequence
       whose rows equal the originals, with the same types; so does a one-dimensional ndarray of objects. An
       iterator is consumed and never exists as a list.
-    * A dict becomes a `MappingStore`; a ``Counter`` and a ``defaultdict`` one that answers as these do for
+    * A dict becomes a `MappingStore`; a ``Counter`` and a ``defaultdict`` one that answers like these for
       keys that they do not have. A set becomes a `SetStore`.
     * A container of at most 32 elements some of which are large containers themselves, such as
       ``{"train": rows, "val": rows}`` or a COCO file, stays one of its kind, with these elements shared. So
       does a list or dict of datasets, or of other large objects that are more than data.
     * An ndarray or a dense CPU tensor stays one, over shared memory. One that is mapped from a file stays
-      that.
+      mapped from it.
     * Arrow tables and arrays, pandas frames and Hugging Face datasets stay what they are, over shared memory
-      or the file that they are mapped from. Only ``data`` itself becomes a `Store` where it is an Arrow or
-      pandas object, with rows as in ``to_pylist()`` or as dicts.
+      or the file that they are mapped from. If ``data`` itself is an Arrow or pandas object, it becomes a
+      `Store`, with rows as in ``to_pylist()`` or as dicts.
     * Any other object, such as a dataset, is copied with its large attributes shared. The original is not
       modified.
 
-    Of what ``data`` holds, only what takes 1 MiB or more is shared. Large things that cannot be shared are
+    Objects inside ``data`` are shared only if they take 1 MiB or more. Large things that cannot be shared are
     named in one `NotSharedWarning`. Objects that several rows or containers refer to are stored once. So a
     generator must not change an object that it has yielded and yield it again.
 
@@ -91,19 +91,18 @@ def share(data: Any, *, copy: bool = False, progress: bool | None = None) -> Any
         copy: Whether arrays and tensors that are read from rows are private copies, for samples that are
             changed in place. By default they are views: read-only arrays, and tensors to which a write stays
             in the process.
-        progress: Whether to show a progress bar; None: if it takes long and stderr is a terminal or a
-            notebook.
+        progress: Whether to show a progress bar; None shows one if sharing takes long and stderr is a
+            terminal or a notebook.
 
     Returns:
-        What takes the place of ``data``; ``data`` itself where it is shared already, or nothing in it is
-        large.
+        The shared form of ``data``; ``data`` itself if it is shared already, or nothing in it is large.
 
     Raises:
-        SharedMemoryExhausted: If the host has not the memory, with what is needed and what there is.
+        SharedMemoryExhausted: If the host lacks the memory, with the bytes needed and available.
         TypeError: If ``data`` is one value, such as a str or an int; if a tensor is not dense, not on the
-            CPU, or requires grad; if a mapping makes up values for missing keys in a way that others could
-            not follow.
-        OSError: If the process may open no more descriptors: one is needed.
+            CPU, or requires grad; if a mapping makes up values for missing keys in a way that other processes
+            cannot repeat.
+        OSError: If the process may open no more descriptors; one is needed.
         LoaderError: If the platform has no shared memory, with what is missing or refused.
         Exception: What pickling raises, for rows of types that are kept pickled.
     """
@@ -122,9 +121,8 @@ def open_store(
       shared memory, batch by batch.
     * Parquet: decoded into shared memory, in the same way.
     * What ``store.save(path)`` wrote: the store equals the one that was saved. Classes of namedtuples,
-      dataclasses and enums are taken from modules that are loaded. Where one is not there any more, a class
-      of the same name and fields is made up; a dataclass is read as a ``SimpleNamespace``. Nothing is
-      imported.
+      dataclasses and enums are taken from modules that are loaded. If one is no longer there, a class of the
+      same name and fields is made up; a dataclass is read as a ``SimpleNamespace``. Nothing is imported.
 
     Runs in the calling process. Stores over mapped files reach workers by path, under every start method;
     the file must not be changed in place meanwhile (write a new one and rename it, as ``save`` does).

@@ -1,7 +1,7 @@
 """Sharing an object and what it holds: large containers are replaced by shared ones, in one buffer.
 
-What each node of the graph is shared as is written first; it becomes the shared value once the memory is
-sealed. Then what led to it is copied.
+The shared value of each node of the graph is written first, and made once the memory is sealed. Then the
+objects on the paths to it are copied.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _write_if_possible(
             if node.plan == "rows" and isinstance(node.value, Sized):
                 error.add_note(f"shmloader: {blame(node.value, _can_be_kept, 'which cannot be kept')}")
             raise
-        # As text: whoever keeps the warning must not keep the frames, and with them the stores.
+        # As text: a warning that is kept must not keep the frames, and with them the stores.
         said = f"which cannot be kept ({type(error).__name__}: {error})"
         graph.leave(node, kinds.estimate_nbytes(node.value), blame(node.value, _can_be_kept, said))
     writer.rewind(begin)
@@ -93,7 +93,7 @@ def _can_be_kept(value: Any) -> bool:
 
 
 def _report(graph: Graph, replaced: Mapping[int, Any]) -> None:
-    """Log what was shared, and say in one warning what is large and was not."""
+    """Log what was shared, and give one warning that names everything large that was not."""
     for key in replaced:
         node = graph.nodes[key]
         _log.info("share: %s, a %s, is now in shared memory", node.path, type(node.value).__qualname__)
@@ -115,17 +115,17 @@ def _report(graph: Graph, replaced: Mapping[int, Any]) -> None:
 # --- a loader's dataset
 
 _shared: dict[int, tuple[list[Any], weakref.ref[Any]]] = {}
-"""Objects of shared datasets, by their ``id``, and what became of them."""
+"""Objects of shared datasets, by their ``id``, with their shared values."""
 
 
 def share_for_loader(dataset: Any) -> Any:
-    """Share what a dataset holds, or the dataset itself where it is a plain container.
+    """Share the contents of a dataset, or the dataset itself if it is a plain container.
 
-    Frameworks make loaders anew from their original arguments: a dataset that was shared before, that is
-    still in use, and whose containers are the same, is not shared again.
+    Frameworks rebuild loaders from their original arguments. So a dataset that was shared before, is still in
+    use, and has the same containers is not shared again.
 
     Returns:
-        The shared dataset; ``dataset`` itself where there is nothing to share.
+        The shared dataset; ``dataset`` itself if there is nothing to share.
 
     Raises:
         SharedMemoryExhausted: If the host has not the memory.
@@ -138,7 +138,7 @@ def share_for_loader(dataset: Any) -> Any:
     is_plain = type(dataset) in (list, tuple, dict, np.ndarray, torch.Tensor)
     if not (is_plain or kinds.is_open(dataset) or kinds.is_hugging_face(dataset)):
         return dataset
-    # Samples of a sequence or mapping with a class of its own may be others at each access.
+    # A sequence or mapping with a class of its own may give other samples at each access.
     result = share_graph(dataset, only_held=not is_plain)
     for key in [key for key, (_, one) in _shared.items() if one() is None]:
         del _shared[key]
@@ -184,7 +184,7 @@ def _identity(element: Any, depth: int = 0) -> Any:
 
 
 def _write(node: Node, writer: MemoryWriter, copy: bool, progress: bool | None) -> Make:
-    """Write a node's value; returns what makes the shared one."""
+    """Write a node's value; returns the function that makes the shared one."""
     value = node.value
     if node.plan == "array":
         return _write_array(value, writer)
@@ -226,7 +226,7 @@ def _write_array(value: Any, writer: MemoryWriter) -> Make:
 
 
 def _write_rows(value: Any, writer: MemoryWriter, copy: bool, progress: bool | None) -> Make:
-    """Write what becomes a store: a container of objects, an iterator, Arrow or pandas data."""
+    """Write the rows of a store: a container of objects, an iterator, Arrow or pandas data."""
     if isinstance(value, Mapping) or kinds.container_kind(value) is set:
         return _write_keyed(value, writer, copy, progress)
     if kinds.is_arrow(value):
@@ -278,7 +278,7 @@ def _pandas_rows(data: Any) -> Iterator[Any]:
 
 
 def _write_in_place(data: Any, writer: MemoryWriter) -> Make:
-    """Write Arrow data; what is made is of the same class, over shared memory."""
+    """Write Arrow data, to be made again in the same class, over shared memory."""
     table = _write_arrow(data, writer)
 
     def make(buffer: SharedBuffer) -> Any:
@@ -320,14 +320,14 @@ def _write_pandas(value: Any, writer: MemoryWriter) -> Make:
 
 
 def _reduce_with_times(array: np.ndarray[Any, Any]) -> Any:
-    """The pickle of an array, whose memory NumPy itself leaves in the pickle where it holds times."""
+    """The pickle of an array without its memory; NumPy itself leaves the memory of times in the pickle."""
     if array.dtype.kind in "mM":
         return np.ndarray.view, (array.view(np.int64), array.dtype)
     return array.__reduce_ex__(5)
 
 
 def _reduce_arrow_backed(array: Any, _: MappedFiles | None) -> Any:
-    """The pickle of a pandas array over Arrow's, which would copy that first."""
+    """The pickle of a pandas array over Arrow's, without the copy that pandas makes first."""
     return _arrow_backed, (array.dtype, array.__arrow_array__())
 
 
@@ -369,7 +369,7 @@ def _is_mapped(value: Any) -> bool:
 
 
 def _table_in_memory(dataset: Any) -> Any:
-    """The Arrow table of a Hugging Face dataset, where it is not mapped from files."""
+    """The Arrow table of a Hugging Face dataset, if it is not mapped from files."""
     data = getattr(dataset, "data", None)
     return data.table if data is not None and type(data).__name__ == "InMemoryTable" else None
 

@@ -30,13 +30,13 @@ class SharedObject(ABC):
 
     @abstractmethod
     def describe(self) -> StoreDescription:
-        """The kind and size of the store, and what the same data would take as Python objects."""
+        """The kind and size of the store, and the size of the same data as Python objects."""
 
     @abstractmethod
     def to_arrow(self) -> Any:
-        """A ``pyarrow`` object with the same rows, over the same memory where chunks agree in their types.
+        """A ``pyarrow`` object with the same rows, over the same memory if all chunks have the same types.
 
-        Numbers of records that have three or more are copied: in memory they lie side by side.
+        The numbers of records with three or more of them are copied, since they lie side by side in memory.
         Values that Arrow has no type for have extension types of shmloader's over ordinary ones.
 
         Raises:
@@ -46,13 +46,13 @@ class SharedObject(ABC):
     def save(self, path: str | PathLike[str]) -> None:
         """Write the store to a file that ``shmloader.open`` and any Arrow program open.
 
-        The file appears under its name when it is complete and on the disk; one that was there is replaced.
+        The file appears under its name when it is complete and on the disk, and replaces an older one.
 
         Args:
             path: Where to. ``.arrow``, ``.ipc`` and ``.feather`` are Arrow IPC, ``.parquet`` is Parquet.
 
         Raises:
-            ValueError: If the suffix is another one.
+            ValueError: For another suffix.
             TypeError: If the kind of store has no Arrow form.
             OSError: If the file cannot be written.
         """
@@ -78,8 +78,8 @@ class SharedObject(ABC):
 class Store(SharedObject, Sequence[Any]):
     """A read-only sequence in shared memory.
 
-    A subclass says how many rows there are and how to read one; the rest of the sequence's interface
-    follows from that.
+    A subclass defines the number of rows and how to read one; the rest of the sequence's interface is derived
+    from these.
     """
 
     @abstractmethod
@@ -163,7 +163,7 @@ class Store(SharedObject, Sequence[Any]):
         if copy is False:
             raise ValueError("the rows of a store become an array by a copy")
         first = self.row(0) if len(self) else self.take([])
-        in_columns = isinstance(first, Mapping | tuple)  # which `take` would give apart
+        in_columns = isinstance(first, Mapping | tuple)  # `take` would give its columns separately
         rows = list(self) if in_columns else self.take(np.arange(len(self)))
         return np.asarray(rows, dtype=dtype)
 
@@ -208,7 +208,7 @@ BY_VALUE.append(Store)
 
 
 def row_number(index: Any, rows: int) -> int:
-    """An index as a row number from 0 on; IndexError or TypeError as a list has them."""
+    """An index as a row number from 0 on; IndexError or TypeError as for a list."""
     number = operator.index(index)
     if number < 0:
         number += rows
@@ -233,7 +233,7 @@ def row_array(indices: Any, rows: int) -> Rows:
     if isinstance(indices, torch.Tensor):
         indices = indices.numpy()
     array = np.asarray(indices)
-    # As unsigned numbers the negative ones are large: one pass tells that there are none, and none too large.
+    # As unsigned numbers the negative ones are large: one pass shows that no number is negative or too large.
     is_plain = array.dtype == _INT64 and array.ndim == 1 and array.size and array.flags.c_contiguous
     if is_plain and int(np.maximum.reduce(array.view(np.uint64))) < rows:
         return array
@@ -290,7 +290,7 @@ class Selection(Store):
     """Some rows of a store: the view that slices and `Store.select` give. Shares the store's memory."""
 
     def __init__(self, store: Store, rows: range | Rows) -> None:
-        """Look at ``rows`` of a store, which are row numbers from 0 on."""
+        """Select ``rows`` of a store, which are row numbers from 0 on."""
         self._store = store
         self._rows = rows
 
@@ -330,7 +330,7 @@ class Selection(Store):
         return self._store.take(self._whole_numbers(indices), out)
 
     def describe(self) -> StoreDescription:
-        """As the store's, of these rows; bytes in proportion, since memory is only freed as a whole."""
+        """The store's description for these rows; bytes in proportion, though memory is freed as a whole."""
         whole = self._store.describe()
         part = len(self._rows) / max(1, whole.rows)
         return StoreDescription(

@@ -1,8 +1,8 @@
 """Chunks: consecutive rows of a store as one record batch each, in memory or in a file.
 
-Each chunk is encoded by itself, by the types that occur in it: nothing that comes late changes what is there,
-and memory is only ever appended to. In memory a chunk is an Arrow IPC stream of one batch, whose head lies
-behind the bodies of all; in a file it is a batch of that file.
+Each chunk is encoded by itself, by the types that occur in it. So later rows change nothing in earlier
+chunks, and memory is only appended to. In memory a chunk is an Arrow IPC stream of one batch, whose head lies
+after the bodies of all; in a file it is a batch of that file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shmloader.store.columns.types import (
 )
 from shmloader.store.handles import reduce_arrow_buffer, register
 
-register(pa.Buffer, reduce_arrow_buffer)  # here, since handles does without pyarrow
+register(pa.Buffer, reduce_arrow_buffer)  # here, since `handles` does not import pyarrow
 
 Path = tuple[str | int, ...]
 """Fields that lead from a row to a value in it."""
@@ -45,10 +45,10 @@ class Chunks:
     Attributes:
         parts: The memory that each chunk lies in, and the chunk as a record batch; also apart, as
             ``memories`` and ``batches``.
-        buffer: The memory of all; of several files that of the first one.
+        buffer: The memory of all; for several files that of the first one.
         nbytes: Bytes of memory, or of the files.
-        made_by: What makes the chunks in other processes: a function, and its arguments before the classes.
-        python_nbytes: Estimate of what the rows take as Python objects; 0 where unknown.
+        made_by: How other processes make the chunks: a function, and its arguments before the classes.
+        python_nbytes: Estimated bytes of the rows as Python objects; 0 if unknown.
         links: The chunks that links in the columns lead to, by number.
         pickles: Whether pickled values may be read.
         starts: The first row of each chunk, and the number of rows.
@@ -105,7 +105,7 @@ def chunks_in_memory(
 
 
 class _ChunkSource:
-    """A file for Arrow to read a chunk from; what is read of its body are views."""
+    """A file for Arrow to read a chunk from; reads of its body give views."""
 
     closed = False
 
@@ -149,7 +149,7 @@ def field_of(column: Any, name: str | int) -> Any:
 
 
 class Column:
-    """One field of the rows of all chunks, or the rows themselves; called with a row's number, it reads that.
+    """One field of the rows of all chunks, or the rows themselves; a call with a row's number reads that row.
 
     A reader is made when a row of its chunk is first read. Readers do not refer to this object, so no cycle
     of references keeps the memory.
@@ -159,8 +159,8 @@ class Column:
         path: The field; empty for the rows.
         copy: Whether arrays and tensors are private copies.
         starts: See `Chunks`.
-        readers: Chunk ``c``'s reader is at ``c + 1``, where bisecting the starts leads. Both ends stay None:
-            no such row.
+        readers: Chunk ``c``'s reader is at ``c + 1``, the result of bisecting the starts. Both ends stay
+            None: no such row.
     """
 
     def __init__(self, chunks: Chunks, path: Path = (), *, copy: bool = False) -> None:

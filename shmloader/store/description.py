@@ -31,10 +31,10 @@ class FieldDescription:
     """One field of the rows of a store.
 
     Attributes:
-        name: The field; empty where rows have no fields.
+        name: The field; empty if rows have no fields.
         type: The Arrow type, or the name of the Python type that it stands for; several where they change.
         nbytes: Bytes of shared memory.
-        pickled: Why values are pickled: the classes that have no column. None where none are.
+        pickled: Why values are pickled: the classes that have no column. None if no values are.
     """
 
     name: str
@@ -53,7 +53,7 @@ class StoreDescription:
         rows: Rows (items of a mapping).
         nbytes: Bytes of shared memory, once on the host.
         python_nbytes: Estimate of the bytes that the rows take as Python objects, in each process that
-            has a copy of its own; from a sample of the rows. 0 where rows were never Python objects.
+            has a copy of its own; from a sample of the rows. 0 if rows were never Python objects.
         fields: Each field of the rows.
     """
 

@@ -1,8 +1,8 @@
 """Files opened as stores, without running any code.
 
 A mapped file is read in place; all processes of the host share the pages that were read, and the kernel may
-drop them again. It reaches other processes by its path. What has to be decoded (Parquet, compressed IPC) goes
-into shared memory, batch by batch.
+drop them again. Other processes get it by its path. Data that has to be decoded (Parquet, compressed IPC)
+goes into shared memory, batch by batch.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _files(path: str) -> list[str]:
 
 @contextlib.contextmanager
 def _naming(path: str) -> Iterator[None]:
-    """Errors of a damaged file name it."""
+    """Make errors of a damaged file name the file."""
     try:
         yield
     except DAMAGES as error:

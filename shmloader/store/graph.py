@@ -1,7 +1,7 @@
-"""The graph of what an object holds: what of it is to be shared, and copies with that replaced.
+"""The graph of objects that an object holds: finds the ones to share, and copies the paths to them.
 
-Nothing is changed in the graph. Every object on a path to something that was replaced is copied, shallowly.
-What leads to nothing replaced stays the very same object. Imports no pyarrow.
+Nothing is changed in the graph. Every object on a path to a replaced one is copied, shallowly. All others
+stay the same objects. Imports no pyarrow.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Node:
 
     Attributes:
         value: The object.
-        label: How its holder leads to it.
+        label: The step from its holder to it.
         holder: What holds it; None for the root.
-        plan: What it is shared as: an array, a container of rows, an object of another library (``foreign``);
-            None if it is not shared itself.
+        plan: The form in which it is shared: an array, a container of rows, an object of another library
+            (``foreign``); None if it is not shared itself.
         parents: Keys of the nodes that hold it.
     """
 
@@ -74,15 +74,15 @@ class Graph:
 
     Attributes:
         nodes: The objects.
-        left: What is large and cannot be shared: each with its size and a sentence.
+        left: Large objects that cannot be shared: for each its size and a sentence.
     """
 
     def __init__(self, root: Any, *, is_asked_for: bool = False, only_containers: bool = False) -> None:
-        """Look at an object and all that it holds.
+        """Walk through an object and all that it holds.
 
         Args:
             root: The object.
-            is_asked_for: Whether it is to be shared whatever its size.
+            is_asked_for: Whether to share it whatever its size.
             only_containers: Whether to look for containers only, and at few objects.
         """
         self.left: list[tuple[Node, int, str]] = []
@@ -102,7 +102,7 @@ class Graph:
                 known.parents.append(id(node.value))
 
     def _open_root(self, node: Node) -> _Held:
-        """As `_open`, for what is shared whatever its size."""
+        """Like `_open`, for an object that is shared whatever its size."""
         value, kind = node.value, kinds.container_kind(node.value)
         if kinds.is_store(value) or kinds.is_hugging_face(value):
             return self._open(node)
@@ -132,7 +132,7 @@ class Graph:
         return ()
 
     def _open(self, node: Node) -> _Held:
-        """Decide what becomes of an object; returns what it holds if that is to be looked at."""
+        """Decide whether and how to share an object; returns its contents if the walk goes on there."""
         value = node.value
         if kinds.is_store(value):
             return ()
@@ -208,11 +208,11 @@ def blame(container: Any, is_fine: Callable[[Any], bool], why: str) -> str:
 
 
 class Rebuilder:
-    """Copies what leads to something shared, each object once.
+    """Copies the objects on paths to shared ones, each once.
 
     Args:
         nodes: The objects, by ``id``.
-        replaced: What takes the places of some of them.
+        replaced: The replacements of some of them.
     """
 
     def __init__(self, nodes: Mapping[int, Node], replaced: dict[int, Any]) -> None:
@@ -290,7 +290,7 @@ _kept_for_good: list[Any] = []
 
 
 class Identity(weakref.ref[Any]):
-    """A weak reference that keeps no original alive; equal to another one of the same living object."""
+    """A weak reference to an original; equal to another one of the same living object."""
 
     __slots__ = ()
     __hash__ = weakref.ref.__hash__
@@ -300,9 +300,10 @@ class Identity(weakref.ref[Any]):
 
 
 def _keep_if_it_matters(original: Any, copy: Any) -> None:
-    """Keep an object as long as its copy, where its death would do something to what both of them hold.
+    """Keep an object as long as its copy, if its death would affect objects that both hold.
 
-    ``__del__`` does, and ``weakref.finalize``; and what the copy holds may refer to the original weakly.
+    That may be by ``__del__`` or ``weakref.finalize``, or because the copy's contents refer to the original
+    weakly.
     """
     others = any(type(one) is not Identity for one in weakref.getweakrefs(original))
     if others or hasattr(type(original), "__del__"):

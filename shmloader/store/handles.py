@@ -8,8 +8,8 @@ Arrow buffer lie:
 * in a mapped file (`MappedFiles`): the file's path is sent to a process that is being started. A process that
   maps the same file takes no memory for it beyond the system's file cache.
 
-All others are pickled as before. ``pickle.dumps``, ``torch.save`` and ``copy.deepcopy`` copy the items, as of
-any array.
+All others are pickled as before. ``pickle.dumps``, ``torch.save`` and ``copy.deepcopy`` copy the items, as
+for any array.
 
 | mapped | elsewhere |
 |---|---|
@@ -17,8 +17,8 @@ any array.
 | to be written (``r+``, ``w+``) | ``r+``: what is written is in the file, as in a forked worker |
 | for oneself (``c``, ``torch.from_file``) | ``c``: what is written is the process's own |
 
-Contents are sent where the file cannot be found again (it was unlinked or replaced), or where this process
-has changed its own copy of them.
+Contents are sent if the file cannot be found again (it was unlinked or replaced), or if this process has
+changed its own copy of them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Fingerprint(NamedTuple):
 
     @classmethod
     def of(cls, path: str) -> Fingerprint:
-        """The present one of a file."""
+        """The present fingerprint of a file."""
         status = Path(path).stat()
         return cls(status.st_size, status.st_mtime_ns, status.st_ino)
 
@@ -94,7 +94,7 @@ class MappedItems(NamedTuple):
     mode: str
 
     def check(self, now: os.stat_result) -> None:
-        """Refuse a file that is another one than before, or too short: reading behind its end is a bus error.
+        """Refuse a file that was replaced, or is too short: reading beyond its end is a bus error.
 
         Raises:
             LoaderError: If it is.
@@ -119,7 +119,7 @@ class MappedItems(NamedTuple):
 
 
 class _Area(NamedTuple):
-    """Memory that maps a file; ``is_changed`` where some pages are not the file's any more."""
+    """Memory that maps a file; ``is_changed`` if some pages are no longer the file's."""
 
     begin: int
     end: int
@@ -189,7 +189,7 @@ def is_shared(value: Any, files: MappedFiles) -> bool:
 
 
 def _may_be_mapped(value: Any) -> bool:
-    """Whether items may lie in a mapped file. NumPy's views lead to their memmap; of tensors nobody knows."""
+    """Whether items may lie in a mapped file. NumPy's views lead to their memmap; any tensor may."""
     while isinstance(value, np.ndarray):
         if isinstance(value, np.memmap):
             return bool(value.nbytes)
@@ -215,9 +215,9 @@ def _bounds(value: Any) -> tuple[int, int]:
 
 
 def _sends_handles() -> bool:
-    """Whether a pickle is for a process that is being started, or comes from the main one.
+    """Whether a pickle is for a process that is being started, or is made by the main process.
 
-    What a worker sends back is sent by value: a handle would take a descriptor, and a thread that serves it.
+    A worker sends by value: a handle would need a descriptor, and a thread that serves it.
     """
     return get_spawning_popen() is not None or parent_process() is None
 
@@ -309,7 +309,7 @@ _reducers: dict[type, _Reduce] = {}
 
 
 def register(kind: type, reduce: _Reduce) -> None:
-    """Have ``multiprocessing``'s pickler, and `pack`, send objects of a type by handle.
+    """Make ``multiprocessing``'s pickler, and `pack`, send objects of a type by handle.
 
     Args:
         kind: The type, exactly.
@@ -329,9 +329,9 @@ def register(kind: type, reduce: _Reduce) -> None:
 
 
 def register_reducers() -> None:
-    """Have arrays and tensors sent by handle.
+    """Make ``multiprocessing`` send arrays and tensors by handle.
 
-    Done by the modules of stores, so that a program without any pickles as it always did.
+    The modules of stores call this, so that pickling is unchanged in a program without stores.
     """
     register(np.ndarray, reduce_array)
     register(np.memmap, reduce_array)

@@ -1,9 +1,9 @@
 """`share_on_host`: one process of a host builds a shared object, all others attach to the same memory.
 
-The processes meet at an abstract Unix socket, whose name stands for user, job and object. Binding it is the
-right to build, and the kernel takes the name back when its holder ends, however that goes: the next in line
-then binds it. A finished object is handed to a small process (`host_server`) that goes on answering at
-that name, so no thread runs here and late processes find it too. Nothing of this is a file.
+The processes meet at an abstract Unix socket, whose name stands for user, job and object. The process that
+binds it builds. When that process ends, for any reason, the kernel frees the name, and the next in line binds
+it. A finished object is handed to a small process (`host_server`) that keeps answering at that name, so no
+thread runs here and late processes find the object too. No files are involved.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shmloader.store.job import fingerprint_of, job_of_process
 _log = logging.getLogger(__name__)
 
 _PROTOCOL = 2
-_MOST_COPIED_NBYTES = 16 << 20  # of what is not in shared memory, in each rank
+_MOST_COPIED_NBYTES = 16 << 20  # of contents that are not in shared memory, in each rank
 _RETRY_S = 0.005
 
 _listening: set[socket.socket] = set()  # held while this process builds
@@ -52,22 +52,21 @@ def share_on_host(
     """Build an object in one process of this host and attach to it in all others.
 
     Every rank calls this with the same ``name``. The first one to come runs ``build`` and shares what it
-    returns, as `share` does; the others wait, then map the same memory. With or without an initialised
-    process group: no collective is called, and ranks that never come are not missed. Later processes
-    attach too, for as long as any process of this host holds a part of the object.
+    returns, as `share` does; the others wait, then map the same memory. It works with or without an
+    initialised process group: no collective is called, and ranks may be missing. Later processes attach too,
+    for as long as any process of this host holds a part of the object.
 
-    Runs in each rank's main process. Beside the ranks one small process exists (a few MB) that answers
-    later ones; it ends when the last rank has dropped the object or is gone. Nothing is left after that,
-    also when processes are killed.
+    Runs in each rank's main process. One small process (a few MB) answers later ranks; it ends when the last
+    rank has dropped the object or is gone. Nothing is left after that, also when processes are killed.
 
     Args:
         build: Called without arguments in the process that comes first. What it returns is passed to
             `share` unless it is shared already, and must be picklable apart from its shared memory.
         name: Stands for the object within the run.
-        job: Stands for the run, where its launcher gives it no identity: what all of its ranks know and no
-            other run has. Runs are told apart under torchrun, srun, ``multiprocessing``, Lightning's launcher
-            and other launchers that are written in Python, and by ``MASTER_ADDR`` and ``MASTER_PORT``. A
-            process that was started as no rank of anything is a run of its own.
+        job: Stands for the run, if its launcher gives it no identity: a text that all of its ranks know and
+            no other run has. Runs are told apart under torchrun, srun, ``multiprocessing``, Lightning's
+            launcher and other launchers that are written in Python, and by ``MASTER_ADDR`` and
+            ``MASTER_PORT``. A process that is not a rank is a run of its own.
         timeout_s: Most seconds that a rank waits for the building one. The death of that process needs
             no timeout: the next in line builds instead.
 
@@ -133,7 +132,7 @@ def _never_within_itself(name: str) -> Iterator[None]:
 
 
 def _bind(address: str) -> socket.socket | None:
-    """Take the name, and with it the right to build; None if somebody has it."""
+    """Take the name, and with it the right to build; None if another process has it."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.bind(address)
@@ -184,7 +183,7 @@ def _build_and_hand_over(build: Callable[[], Any], name: str, listener: socket.s
 
 
 def _give_back_freed_memory() -> None:
-    """Return to the system what building has freed and allocators keep; in this rank alone it would stay."""
+    """Return freed memory that allocators keep to the system; this rank alone would hold it."""
     if (pyarrow := sys.modules.get("pyarrow")) is not None:
         pyarrow.default_memory_pool().release_unused()
     with contextlib.suppress(AttributeError, OSError):  # glibc has it
@@ -237,7 +236,7 @@ def _start_server(listener: socket.socket, fds: Sequence[int]) -> socket.socket:
 
 
 def _tell_failure(listener: socket.socket, error: Exception, name: str) -> None:
-    """Send an exception to all who wait now."""
+    """Send an exception to all processes that wait now."""
     where = f"Raised in process {os.getpid()}, which built {name!r} for all ranks of this host"
     text = "".join(traceback.format_exception(error)).rstrip()
     failure = capture(error, where)._replace(note=f"{where}\nTraceback there:\n{text}")
@@ -353,9 +352,9 @@ def _attach(fds: list[int]) -> list[SharedBuffer]:
 
 
 class _Hold:
-    """This process's connection to the server: closed when the last buffer of the object is gone.
+    """This process's connection to the server, closed when the last buffer of the object is gone.
 
-    A bare descriptor, since a socket object that nobody closes warns.
+    It is a bare descriptor, since a socket object that is not closed warns.
     """
 
     __slots__ = ("_fd",)
@@ -385,7 +384,7 @@ def _nbytes(buffers: Sequence[SharedBuffer]) -> int:
 
 
 def _buffer_of(data: bytes) -> SharedBuffer:
-    """A buffer with ``data``, for whoever gets its descriptor."""
+    """A buffer with ``data``, whose descriptor can be sent."""
     with BufferBuilder() as out:
         out.append(data)
         return out.seal()

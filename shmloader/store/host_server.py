@@ -1,9 +1,9 @@
 """The process that hands a host's shared object to ranks that come later. Runs as a script, on its own.
 
-It holds nothing but descriptors: the memory files of the object, one with its layout, and a connection to
-each process that uses it. It ends when the last of those is gone, however they went, and the memory with it.
-It is a fresh interpreter that imports neither this package nor torch, so it costs a few MB, and it is no
-fork of the builder, whose pages it would otherwise keep alive.
+It holds only descriptors: the memory files of the object, one with its layout, and a connection to each
+process that uses it. It ends, and the memory is freed, when the last of these processes has ended for any
+reason. It is a fresh interpreter that imports neither this package nor torch, so it costs a few MB. It is not
+a fork of the builder, since that would keep the builder's pages alive.
 
 `docs/decisions/0013-one-process-builds-a-small-one-serves.md` says why there is such a process.
 """
@@ -74,9 +74,9 @@ class Server:
         self._poller.register(holder, select.POLLIN)
 
     def serve(self) -> None:
-        """Answer until nobody is connected and nobody waits to be."""
+        """Answer until no process is connected or waits for a connection."""
         while self._connections or self._accept():
-            # Whoever sends something does not know the rules; like one that is gone, it is let go.
+            # A process that sends something breaks the rules; it is dropped like one that is gone.
             for fd, _ in self._poller.poll() if self._connections else ():
                 if fd == self._listener.fileno():
                     self._accept()

@@ -1,8 +1,8 @@
-"""The run that a process is a rank of, so that ranks of one run meet in `share_on_host`, and others never do.
+"""The run that a process is a rank of: only ranks of one run meet in `share_on_host`.
 
-A run is known by what its launcher tells its processes, or by the process that started them. The environment
-that a process was started with is read, not the present one: Lightning's rank 0 sets its address late,
-when it has started the others, and frameworks set variables in all of them.
+A run is identified by variables of its launcher, or by the process that started its ranks. The environment at
+a process's start is read, not the present one: Lightning's rank 0 sets its address late, when it has started
+the others, and frameworks set variables in all of them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _initial_environment() -> Mapping[str, str]:
 
 
 def _process(pid: int) -> str:
-    """A process, also told from a later one with the same id."""
+    """A process, distinguished from a later one with the same id."""
     try:
         return f"{pid} {psutil.Process(pid).create_time()}"
     except psutil.Error:

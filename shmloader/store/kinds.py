@@ -1,4 +1,4 @@
-"""Kinds of objects that can be shared, and their sizes: one rule for `share`'s argument and what it holds.
+"""Kinds of objects that can be shared, and their sizes: one rule for `share`'s argument and its contents.
 
 Imports no pyarrow: workers without stores use this too.
 """
@@ -35,8 +35,8 @@ microsecond at each access: 64 processes with a copy each would take 64 MiB."""
 MOST_WALKED = 10_000
 """Elements of a container of objects that are walked through."""
 
-_MOST_LOOKED = 256  # parts of a value that are looked at
-_SAMPLED = 100  # elements of a container that are looked at
+_MOST_LOOKED = 256  # parts of a value that are checked
+_SAMPLED = 100  # elements of a container that are checked
 _FEW = 32  # a container of so few large things is taken apart, not shared as a whole
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or by a C module that says so
 
@@ -47,7 +47,7 @@ _TENSOR_NBYTES = 300  # the Python object, TensorImpl and StorageImpl, roughly
 _SCALARS = (str, bytes, bytearray, int, float, complex, bool, type(None), np.generic, np.dtype, torch.dtype)
 _VALUES = (enum.Enum, dt.date, dt.time, dt.timedelta, decimal.Decimal, pathlib.PurePath)
 _DATA = (*_SCALARS, *_VALUES, uuid.UUID, np.ndarray, torch.Tensor)
-# Never looked into: they are no data, or know better than their attributes what belongs to them.
+# Never walked through: they are not data, or their attributes do not show what belongs to them.
 _CLOSED = (
     torch.nn.Module,
     logging.Logger,
@@ -100,12 +100,12 @@ class ArrayKind(NamedTuple):
 
 
 def kind_of_array(array: Array) -> ArrayKind | None:
-    """The kind of column that an ndarray can be in; None if in no column of arrays."""
+    """The kind of column that an ndarray fits in; None if it fits in no column of arrays."""
     return ArrayKind(array.dtype, array.ndim) if is_plain(array.dtype) else None
 
 
 def is_plain(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype is told by its string: numbers, times and texts, which have bytes."""
+    """Whether a string identifies a dtype: numbers, times and texts that have bytes."""
     return dtype.kind in "biufcmMSU" and dtype.itemsize > 0
 
 
@@ -113,7 +113,7 @@ _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def kind_of_tensor(tensor: torch.Tensor) -> ArrayKind | None:
-    """The kind of column that a tensor can be in; None if in no column of arrays."""
+    """The kind of column that a tensor fits in; None if it fits in no column of arrays."""
     code = CODE_OF_TORCH_DTYPE.get(tensor.dtype)
     plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_nested
     if code is None or not plain or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
@@ -122,12 +122,12 @@ def kind_of_tensor(tensor: torch.Tensor) -> ArrayKind | None:
 
 
 def wrap_array(array: Array, kind: ArrayKind) -> Any:
-    """An array as what it stands for: itself, or a tensor over its memory."""
+    """The object that a stored array stands for: itself, or a tensor over its memory."""
     return array if kind.torch_dtype is None else wrap_tensor(array, kind.torch_dtype)
 
 
 def array_of_tensor(tensor: torch.Tensor, carrier: np.dtype[Any]) -> Array:
-    """A tensor's items as a C-ordered ndarray of its carrier dtype; a view where it is contiguous."""
+    """A tensor's items as a C-ordered ndarray of its carrier dtype; a view if it is contiguous."""
     tensor = tensor.contiguous()
     if DTYPES[CODE_OF_TORCH_DTYPE[tensor.dtype]].native:
         return tensor.numpy()
@@ -237,9 +237,9 @@ def some(container: Any) -> Iterator[Any]:
 
 
 def is_data(value: Any) -> bool:
-    """Whether a value is only data, so that a copy made at each access is as good as itself.
+    """Whether a value is only data, so that a copy made at each access can replace it.
 
-    Of values with very many parts only the outer ones are looked at.
+    For values with very many parts only the outer ones are checked.
     """
     todo = deque([value])
     looked = 0
@@ -287,7 +287,7 @@ def elements_of(container: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def is_open(value: Any) -> bool:
-    """Whether to look at an object's attributes."""
+    """Whether to walk through an object's attributes."""
     if isinstance(value, types.MethodType | functools.partial) or type(value) is types.SimpleNamespace:
         return True
     if isinstance(value, tuple):
@@ -333,7 +333,7 @@ def state_of(value: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def how_to_share(value: Any) -> str:
-    """A sentence on what of an object that is no container of rows can be shared; empty if there is none."""
+    """A sentence on the parts to share of an object that is not a container of rows; may be empty."""
     name = type(value).__qualname__
     if isinstance(value, str):
         return "A text is one value: share a list of texts, such as text.splitlines()"
@@ -370,7 +370,7 @@ def nbytes_of_rows(rows: Sequence[Any], sampled: int = _SAMPLED_OF_CHUNK) -> int
 def _of_some(values: Any, count: int, seen: set[int], depth: int, sampled: int = _SAMPLED) -> int:
     """Bytes of the values of a container, from those of some.
 
-    The first one has paid for what they share (keys, small numbers, a vocabulary): that is counted once.
+    Objects that they share (keys, small numbers, a vocabulary) are counted once, with the first value.
     """
     step = max(1, count // sampled)
     some = values[::step] if isinstance(values, list | tuple) else itertools.islice(values, 0, None, step)
@@ -379,7 +379,7 @@ def _of_some(values: Any, count: int, seen: set[int], depth: int, sampled: int =
 
 
 def _nbytes_of(value: Any, seen: set[int], depth: int = 0) -> int:
-    """Bytes of an object and what it refers to, without what was ``seen`` before, by ``id``."""
+    """Bytes of an object and its contents, without objects that were ``seen`` before, by ``id``."""
     if id(value) in seen or isinstance(value, type):
         return 0
     seen.add(id(value))

@@ -39,7 +39,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # spreads consecutive numbers over all 64 bits
 
 
 def _instant(key: dt.datetime) -> int:
-    """A number that is the same for equal times, of whatever time zone."""
+    """A number that is the same for equal times in any time zone."""
     seconds = ((key.toordinal() * 24 + key.hour) * 60 + key.minute) * 60 + key.second
     offset = key.replace(fold=0).utcoffset() or dt.timedelta()
     return seconds * 1_000_000 + key.microsecond - offset // dt.timedelta(microseconds=1)
@@ -52,7 +52,7 @@ _STAND_INS: dict[Any, Callable[[Any], int | str]] = {
     PurePath: lambda key: str(key).lower(),  # case means nothing in Windows
     enum.Enum: attrgetter("_name_"),
 }
-"""What is hashed for a key whose hash is that of one of these types. It is equal for keys that are equal."""
+"""Functions that give the value to hash for keys of these types, equal for equal keys."""
 
 
 def hash_of(key: Any) -> int | None:
@@ -96,7 +96,7 @@ def hashes_of(keys: Iterable[Any]) -> _Numbers:
 
 
 def write_index(hashes: _Numbers, writer: MemoryWriter) -> Callable[[Store, SharedBuffer], KeyIndex]:
-    """Write the index of the keys of all rows, by their hashes; returns what makes it."""
+    """Write the index of the keys of all rows, by their hashes; returns the function that makes it."""
     odd = np.flatnonzero(hashes < 0)
     rows = np.argsort(hashes, kind="stable")[len(odd) :]  # the odd ones, -1, come first
     number = np.min_scalar_type(len(hashes))
@@ -237,7 +237,7 @@ class KeyedStore(SharedObject):
 class MappingStore(KeyedStore, Mapping[Any, Any]):
     """A read-only mapping in shared memory, in the order of the dict that it was made from.
 
-    Keys of types that are not known here, such as one's own classes, are found through a dict, which each
+    Keys of types that are not known here, such as custom classes, are found through a dict, which each
     process makes of those keys when it first looks for such a one.
 
     Made from a ``Counter`` or ``defaultdict``, it answers as that does for a key that it does not have;
@@ -261,7 +261,7 @@ class MappingStore(KeyedStore, Mapping[Any, Any]):
         return self._factory()
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """The value of a key, or ``default``: as of a dict, also where ``[key]`` makes up a value."""
+        """The value of a key, or ``default`` as for a dict, also if ``[key]`` would make up a value."""
         row = self._index.row_of(key)
         return default if row < 0 else self._values[row]
 
@@ -318,5 +318,5 @@ class SetStore(KeyedStore, AbstractSet[Any]):
 
     @classmethod
     def _from_iterable(cls, values: Iterable[Any]) -> Any:
-        """The type of what ``&``, ``|`` and ``-`` give: sets of the calling process."""
+        """The result type of ``&``, ``|`` and ``-``: sets of the calling process."""
         return set(values)

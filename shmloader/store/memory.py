@@ -1,4 +1,4 @@
-"""Writing containers into one shared buffer: one descriptor and one mapping for all that one call shares.
+"""Writing containers into one shared buffer: one descriptor and one mapping per call of `share`.
 
 The memory is freed when the last of the stores, and the last array in it, is gone.
 """
@@ -35,7 +35,7 @@ _LEAST_CHUNK_NBYTES, _MOST_CHUNK_NBYTES = 4 << 20, 64 << 20  # in shared memory,
 _SHOWN_AFTER_S = 1.5  # builds that are over by then show no progress
 
 Make = Callable[[SharedBuffer], Any]
-"""Makes what was written, once the memory is sealed."""
+"""Makes the written value, once the memory is sealed."""
 
 register_reducers()
 

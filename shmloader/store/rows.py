@@ -1,4 +1,4 @@
-"""A sequence of rows as a store, whether they were Python objects, Arrow data, or come from a file."""
+"""A sequence of rows as a store; the rows were Python objects or Arrow data, or come from a file."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _NOT_ONE_ROW = (slice, str, list, tuple)
 class RowStore(Store):
     """Rows in chunks of columns.
 
-    What is read equals what was given, with the same types. Objects that were one and the same in several
-    places are equal afterwards, but no longer the same one. Arrays are views of shared memory: ndarrays
+    Rows that are read equal the original ones, with the same types. References to one object become
+    references to equal objects, which are no longer identical. Arrays are views of shared memory: ndarrays
     read-only, tensors private to the process that writes to them. With ``copy`` they are private copies
     instead.
     """
 
     def __init__(self, chunks: Chunks, path: Path = (), copy: bool = False) -> None:
-        """Read some chunks; of records a field, where a ``path`` leads to one."""
+        """Read some chunks; with a ``path``, one field of records."""
         self.chunks = chunks
         self._column = Column(chunks, path, copy=copy)
         self._gather: ColumnGatherer | None = None
@@ -76,7 +76,7 @@ class RowStore(Store):
             raise self._damaged(error, None) from error
 
     def _damaged(self, error: Exception, index: int | None) -> Exception:
-        """The error to raise for one of reading; for a file, an error that names it."""
+        """The error to raise in place of a reading error; for a file, an error that names it."""
         path = self._file
         if path is None or self._has_pickles():
             return error

@@ -1,4 +1,4 @@
-"""Stores as tables of Arrow's, and tables as files: ordinary Arrow IPC or Parquet.
+"""Stores as Arrow tables, and tables as files: ordinary Arrow IPC or Parquet.
 
 Chunks that differ in their types become columns of one type. Integers get the width that all need, and nulls
 are taken over. Dictionaries are joined. Where chunks hold different things, these values are read and encoded

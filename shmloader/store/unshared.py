@@ -1,4 +1,4 @@
-"""Notices data that forked workers copy merely by reading it, and says which line mends that.
+"""Detects data that forked workers copy merely by reading it, and advises a fix.
 
 A plain list or dict of Python objects is copied into a forked worker page by page, since reading an object
 writes its reference count. The loader starts a `CopyWatch` where its dataset holds a large one, and asks once
@@ -29,7 +29,7 @@ _LEAST_GROWN = 0.2  # of the container, in one worker: what reading it all copie
 def largest_unshared(dataset: Any) -> tuple[int, str] | None:
     """Size and path of the largest container of Python objects in a dataset; None if none is worth watching.
 
-    Takes microseconds per attribute: of containers some elements are looked at.
+    Takes microseconds per attribute: only some elements of a container are checked.
     """
     # The values of its attributes first, since looking at the dataset itself gives it a __dict__
     # (docs/decisions/0033). The garbage collector shows them; of a collection it would show every element.
@@ -64,7 +64,7 @@ class CopyWatch:
                 self._before[worker.pid] = private_nbytes(worker.pid)
 
     def ended(self, workers: Iterable[Any]) -> str:
-        """Look at workers when an epoch ends, and before they are stopped.
+        """Check workers when an epoch ends, and before they are stopped.
 
         Returns:
             A warning for the program if they have copied what they read, once; else "".
@@ -85,7 +85,7 @@ class CopyWatch:
 
 
 def private_nbytes(pid: int) -> int:
-    """Bytes of memory that a process has written and nobody else has; 0 where that cannot be read."""
+    """Bytes of memory that a process has written and no other has; 0 if that cannot be read."""
     return read_memory(pid).get("Private_Dirty", 0)
 
 

@@ -1,8 +1,8 @@
-"""Columns of ndarrays, tensors and NumPy scalars: one block where shapes agree, else one run of items.
+"""Columns of ndarrays, tensors and NumPy scalars: one block if shapes agree, else one run of items.
 
-What is read is a view of shared memory. ndarrays are read-only. Tensors cannot be; they lie over the private
-mapping, so that a write changes what this process reads and nobody else, as it would in a list of tensors
-that a worker inherited. Each tensor has a storage of its own bytes alone.
+Reading gives views of shared memory. ndarrays are read-only. Tensors cannot be; they lie over the private
+mapping, so that a write is seen by this process alone, as in a list of tensors that a worker inherited. Each
+tensor has a storage of its own bytes alone.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def arrays_to_arrow(values: list[Any], kind: ArrayKind) -> Any:
 
 
 def of_any_shape(column: Any) -> Any:
-    """A column of arrays as one that can have arrays of other shapes beside them, over the same items."""
+    """A column of arrays as one that may also have arrays of other shapes, over the same items."""
     storage, said = column.storage, dict(column.type.parameters)
     shape = said.pop("shape", None)
     if shape is None:
@@ -106,7 +106,7 @@ def dtype_named(name: str) -> np.dtype[Any]:
     """The dtype of a string in a column's type.
 
     Raises:
-        ValueError: If it is none of those that columns have; one with Python objects would be pointers.
+        ValueError: If columns cannot have it; a dtype with Python objects would be pointers.
     """
     try:
         dtype: np.dtype[Any] | None = np.dtype(name)
@@ -149,7 +149,7 @@ def scalars_of(column: Any) -> tuple[Array, ArrayKind]:
 
 
 def block_of(column: Any, memory: SharedBuffer | None = None) -> tuple[Array, ArrayKind] | None:
-    """All arrays of a column as one, where they have one shape; None where they differ.
+    """All arrays of a column as one, if they have one shape; None if they differ.
 
     Raises:
         ValueError: If the type contradicts itself, or the storage is too short.

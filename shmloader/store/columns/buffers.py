@@ -1,6 +1,6 @@
 """Arrow arrays over the memory of NumPy's arrays, and of bytes.
 
-``pyarrow.array`` would do, but imports pandas wherever that is installed, for 0.2 s and 30 MiB.
+``pyarrow.array`` would work, but imports pandas if that is installed, for 0.2 s and 30 MiB.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Functions that are compiled for the columns of a chunk, and what their source may refer to.
+"""Functions that are compiled for the columns of a chunk, and the names that their source may use.
 
 A column gives a Python *expression* of the value in row ``i``. The expressions of a chunk become one
-function, since a call per column would cost more than the reading does. Numbers are read through memoryviews,
+function, since a call per column would cost more than the reading. Numbers are read through memoryviews,
 texts as slices of the memory: no scalar of Arrow is made.
 
 The source of such a function is made of this package's own text and of ``repr`` of field names; values reach

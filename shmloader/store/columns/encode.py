@@ -1,13 +1,13 @@
 """Values of Python as Arrow arrays.
 
-Columns are chosen from the exact types of the values, so that what is read equals what was given.
+Columns are chosen from the exact types of the values, so that reading gives equal values.
 
 Each type has one column. Values of several types are a dense union of these; None is Arrow's null. Subclasses
 of the types that columns know (an ``OrderedDict``, a ``str`` subclass) are pickled, and so is everything else
-that no column gives back as it was.
+that no column restores exactly.
 
-An object that occurs several times is kept once: in a dictionary where it repeats in a column of a chunk (at
-least half of the values), and as a link where it is a row of a container that was written before (COCO's
+An object that occurs several times is kept once: in a dictionary if it repeats in a column of a chunk (at
+least half of the values), and as a link if it is a row of a container that was written before (COCO's
 annotations are in a list, in a dict by id, and in a dict of lists by image).
 """
 
@@ -85,7 +85,7 @@ class ColumnEncoder:
         """A column of these values.
 
         Raises:
-            Exception: What pickling a value raises that no other column holds.
+            Exception: Any that pickling raises, for a value that fits in no other column.
         """
         kinds = set(map(type, values))
         if kinds <= {_NONE}:
@@ -320,7 +320,7 @@ def keys_to_arrow(bits: Sequence[int], names: Sequence[str]) -> Any:
 
 
 def merged_order(name_tuples: Iterable[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """All names in an order that agrees with every tuple, if there is one; where several do, as they came."""
+    """All names in an order that agrees with every tuple, if there is one; else as they first occur."""
     sorter: TopologicalSorter[Any] = TopologicalSorter()
     found: dict[Any, None] = {}
     for names in name_tuples:
@@ -363,7 +363,7 @@ def _repeated(values: list[Any]) -> tuple[Any, list[Any]] | None:
 
 
 def _is_large(value: Any) -> bool:
-    """Whether a value is worth keeping once where only few rows refer to it."""
+    """Whether a value is worth keeping once if only few rows refer to it."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size() >= _LARGE_NBYTES
     return (value.nbytes if isinstance(value, np.ndarray) else sys.getsizeof(value, 0)) >= _LARGE_NBYTES

@@ -37,7 +37,7 @@ _Array = np.ndarray[Any, Any]
 
 
 def structs_of(column: Any) -> Any:
-    """The structs that have the fields of a column's rows; None where these are no records."""
+    """The structs that have the fields of a column's rows; None if the rows are not records."""
     storage = storage_of(column)
     is_records = arrow.is_struct(storage.type) and not isinstance(column.type, ArrayType)
     return storage if is_records else None
@@ -122,7 +122,7 @@ def packed(column: Any) -> Any:
 
 
 def _is_whole(field: Any, column: Any, name: str) -> bool:
-    """Whether a field of structs is None only where the record is, or lacks its key."""
+    """Whether a field of structs is None only if the record is None or lacks its key."""
     if not field.null_count:
         return True
     missing = _items_of(column.is_null())

@@ -1,4 +1,4 @@
-"""Expressions of the values of Arrow arrays as Python objects, for functions that are compiled of them."""
+"""Python expressions for the values of Arrow arrays, to be compiled into functions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def make_reader(column: Any, scope: Scope, first: int = 0) -> Reader:
         first: Number of its first row.
 
     Raises:
-        ValueError: If the column is none that can be read: its type contradicts itself or its storage.
+        ValueError: If the column cannot be read: its type contradicts itself or its storage.
     """
     value = expression(column, scope)
     return compile_reader([*scope.lines, f"return {value}"], scope, first)
@@ -77,7 +77,7 @@ def expression(column: Any, scope: Scope) -> str:
 
 
 def _present(column: Any, scope: Scope) -> str:
-    """As `expression`, where the value is known not to be null."""
+    """Like `expression`, for a value that is not null."""
     column = types.dictionary_outside(column)
     read = _value_of(column.type)
     return expression(column, scope) if read is None else read(column, scope)
@@ -158,7 +158,7 @@ def _fields(column: Any, scope: Scope) -> dict[str, str]:
 
 
 class _Forms(dict[int, Reader]):
-    """Readers of dicts that do not have all keys, by the bits that say which: made when first needed."""
+    """Readers of dicts that lack some keys, by the bits of the present keys: made when first needed."""
 
     def __init__(self, column: Any, keys: Any, scope: Scope) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Arrow extension types for what is Python's: each says what the values of its storage stand for.
+"""Arrow extension types for Python's types: each gives the meaning of the values in its storage.
 
 A type is written as a name (``shmloader.path``) and a JSON object with a version. So a file with such a
 column is an ordinary Arrow file: programs that do not know the name see the storage. Nothing in that object
@@ -19,14 +19,14 @@ from typing import Any, ClassVar, Self
 import pyarrow as pa
 
 VERSION = 1
-"""Of the JSON object; files with a larger one are refused."""
+"""The version of the JSON object; files with a larger one are refused."""
 
 
 class PythonType(pa.ExtensionType):  # type: ignore[misc]
     """Base of the types below.
 
     Attributes:
-        parameters: What the type says beside its storage; plain JSON.
+        parameters: The type's parameters beside its storage; plain JSON.
     """
 
     NAME: ClassVar[str]
@@ -153,7 +153,7 @@ def dictionary_outside(column: Any) -> Any:
 
 
 def mask_of(column: Any) -> Any:
-    """The rows of a column that are null; None where none are."""
+    """The rows of a column that are null; None if none are."""
     return column.is_null() if column.null_count else None
 
 
@@ -235,7 +235,7 @@ def _is_own(found: Any, usual: Any) -> bool:
 
 
 def state_of(value: Any) -> dict[str, Any]:
-    """The values that a plain dataclass is restored from; AttributeError where a slot is empty."""
+    """The values from which a plain dataclass is restored; AttributeError if a slot is empty."""
     kind: Any = type(value)
     if kind.__dictoffset__:
         state: dict[str, Any] = vars(value)
@@ -244,7 +244,7 @@ def state_of(value: Any) -> dict[str, Any]:
 
 
 def maker_of(kind: type) -> Callable[[dict[str, Any]], Any]:
-    """The function that makes an instance of a plain dataclass of its state, as pickle does it."""
+    """The function that makes an instance of a plain dataclass from its state, as pickle does."""
     make_empty: Any = kind.__new__
     set_slot = object.__setattr__  # frozen dataclasses let nothing else through
 
@@ -273,7 +273,7 @@ class ClassFinder:
         self.found: dict[str, type] = dict(given or {})
 
     def find(self, kind: PythonType) -> Any:
-        """The class that a type names; where it is not there any more, one made up in its place."""
+        """The class that a type names, or one made up in its place if it is no longer there."""
         name = kind.parameters["python"]
         if name not in self.found:
             loaded = loaded_class(name)

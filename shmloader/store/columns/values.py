@@ -179,7 +179,7 @@ ENCODERS: dict[type, Callable[[list[Any]], Any]] = {
     pathlib.PurePosixPath: _paths,
     pathlib.PureWindowsPath: _paths,
 }
-"""Makers of a column of values of exactly one type; they raise `UnfitError` where not all fit."""
+"""Makers of a column of values of exactly one type; they raise `UnfitError` if not all fit."""
 
 
 class _ObjectPickler(pickle.Pickler):
@@ -208,7 +208,7 @@ def _make_sparse(indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, 
 
 
 def pickles_to_arrow(values: list[Any]) -> Any:
-    """A column of any objects but None, one pickle for each; what pickling raises, if one has none."""
+    """A column of any objects but None, one pickle for each; raises what pickling raises."""
     pickled = list(map(pickled_value, values))
     kinds = sorted({f"{kind.__module__}.{kind.__qualname__}" for kind in set(map(type, values))})[
         :_MOST_NAMED
