@@ -328,7 +328,7 @@ class SlotIterator(torch_private.BaseIterator):
             if delivery is not None and finish_copy is None:
                 batch = delivery.deliver(batch, task)
         except Exception as error:
-            self._take(task, report)  # the next call goes on behind it
+            self._take(task, report)  # the next call continues after it
             self._lifecycle.expect(error)
             raise
         self._counters.batches += 1

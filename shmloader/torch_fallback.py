@@ -55,7 +55,7 @@ def check_resumable(loader: Any) -> None:
     lack = why_missing(Feature.SLOTS) or (why_unavailable() if loader.num_workers else None)
     if lack is not None:
         raise ResumeError(
-            "torch's own iterator loads here, which tells nothing of how far the program has come: "
+            "torch's own iterator loads here, which does not record how far the program has come: "
             f"{lack}. With num_workers=0 and a torch that shmloader knows there is a state."
         )
 

@@ -58,9 +58,7 @@ Handler = Callable[[Any, Add], Any]
 def add_buffer(buffer: pickle.PickleBuffer, add: Add) -> None:
     """Add the memory of a buffer that an object's own reduction leaves out of the pickle."""
     array = np.frombuffer(buffer.raw(), np.uint8)
-    add(
-        BYTES, _UINT8, array.shape, _address_of(array), array
-    )  # it keeps the memory when `buffer` is released
+    add(BYTES, _UINT8, array.shape, _address_of(array), array)  # holds the memory after `buffer.release()`
 
 
 # --- tensors

@@ -44,8 +44,8 @@ class LoaderState(TrainerCallback):  # type: ignore[misc]  # without transformer
             return
         if not args.ignore_data_skip:
             raise ValueError(
-                "LoaderState goes on behind the batches that were trained on, and Trainer would skip as many "
-                "again: pass TrainingArguments(ignore_data_skip=True)"
+                "LoaderState continues after the batches that were trained on, and Trainer would skip as "
+                "many again: pass TrainingArguments(ignore_data_skip=True)"
             )
         path = _path(Path(self._checkpoint or _folder(args, state)), args)
         train_dataloader.load_state_dict(json.loads(path.read_text(encoding="utf-8")))

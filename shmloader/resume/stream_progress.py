@@ -124,7 +124,7 @@ class StreamProgress:
             if self._out_of_order:
                 raise ResumeError(
                     "there is no state with in_order=False where shard='auto' deals samples out to several "
-                    "workers: what was returned is no beginning of the stream. Leave in_order=True"
+                    "workers: the samples returned are not the beginning of the stream. Leave in_order=True"
                 )
         parts = [
             (

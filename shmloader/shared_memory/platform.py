@@ -56,8 +56,8 @@ def check_memory() -> None:
     if (lack := _why_no_memory()) is not None:
         raise LoaderError(
             f"data cannot be put in shared memory on this platform: {lack}. Use the data as it "
-            "is, without share(), share_on_host() or open(): each worker then has a copy of its own, but for "
-            "an np.memmap, which all processes share"
+            "is, without share(), share_on_host() or open(): each worker then has a copy of its own, except "
+            "of an np.memmap, which all processes share"
         )
 
 

@@ -76,7 +76,7 @@ def _files(path: str) -> list[str]:
     else:
         found = sorted(glob.glob(path, recursive=True))  # noqa: PTH207 - a pattern may be absolute
     if not found:
-        raise FileNotFoundError(f"{path} means no Arrow or Parquet file")
+        raise FileNotFoundError(f"{path} matches no Arrow or Parquet file")
     return found
 
 

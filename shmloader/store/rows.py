@@ -82,7 +82,7 @@ class RowStore(Store):
             return error
         which = "" if index is None else f"row {index:,} of "
         return ValueError(
-            f"{which}{path} cannot be read, so the file is damaged, or has values that Python has not, such "
+            f"{which}{path} cannot be read, so the file is damaged, or has values that Python lacks, such "
             f"as times after the year 9999: {type(error).__name__}: {error}"
         )
 

@@ -340,7 +340,7 @@ def test_errors_of_open_tell_odd_values_and_arguments_from_damage(tmp_path: Path
     table = pa.table({"at": pa.array([0, 1 << 60], pa.timestamp("us"))})
     with pa.ipc.new_file(path, table.schema) as writer:
         writer.write_table(table)
-    with pytest.raises(ValueError, match=r"row 1 of .*, or has values that Python has not"):
+    with pytest.raises(ValueError, match=r"row 1 of .*, or has values that Python lacks"):
         open_store(path)[1]
     with pytest.raises(ValueError, match="more than once"):
         open_store(path, columns=["at", "at"])
