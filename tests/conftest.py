@@ -46,7 +46,7 @@ LONG_FILES = frozenset(
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out long files and tests, unless the file is asked for by name or all are."""
+    """Leave out long files and tests, unless the file is named or all are asked for."""
     here = Path(__file__).parent
     named = {Path(argument.split("::")[0]).resolve() for argument in config.args}
     if LONG:

@@ -210,7 +210,7 @@ class GoesOn(Iterator[int]):
 
 
 class WithBadSamples(Numbers):
-    """Every fifth sample raises, and the iterator goes on behind it."""
+    """Every fifth sample raises, and the iterator continues after it."""
 
     def __iter__(self) -> GoesOn:
         return GoesOn(self.length)

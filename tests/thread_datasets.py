@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 
 class Mixed(Dataset[dict[str, Any]]):
-    """Leaves of several kinds, strings and numbers, of which some differ in shape from sample to sample."""
+    """Leaves of several kinds, strings and numbers; some differ in shape from sample to sample."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -186,7 +186,7 @@ class Pipes(Dataset[bytes]):
 
 
 class Sharded(IterableDataset[int]):
-    """A range of numbers, of which each worker has its part."""
+    """A range of numbers, divided among the workers."""
 
     def __init__(self, end: int) -> None:
         self.begin, self.end = 0, end

@@ -1,4 +1,4 @@
-"""The comparison with others: every workload runs, nobody wins by wrong data, nothing stops the run."""
+"""The comparison with others: every workload runs, wrong data is left out, nothing stops the run."""
 
 from __future__ import annotations
 

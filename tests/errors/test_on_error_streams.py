@@ -1,4 +1,4 @@
-"""on_error: a stream goes on behind a sample that raises, unless its iterator ends there."""
+"""on_error: a stream continues after a sample that raises, unless its iterator ends there."""
 
 from __future__ import annotations
 

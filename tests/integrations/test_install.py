@@ -362,7 +362,7 @@ def test_what_somebody_else_replaces_later_stays() -> None:
 
 
 def test_loaders_of_torchs_class_have_states() -> None:
-    """The rest of a shuffled epoch, in another loader; what cannot be had is empty, with a warning."""
+    """The rest of a shuffled epoch, in another loader; an impossible state is empty, with a warning."""
     shmloader.install()
     loader = make(shuffle=True)
     whole = batches(loader)

@@ -228,7 +228,7 @@ def test_a_batch_that_cannot_be_sent_is_an_error_and_the_next_batch_comes() -> N
 
 
 def test_an_error_in_a_sample_leaves_the_other_batches_as_torch_leaves_them() -> None:
-    """Iteration goes on behind an exception, in order; the same exception types come."""
+    """Iteration continues after an exception, in order, with the same types of exceptions."""
 
     def play(build: Build) -> list[Any]:
         iterator, got = iter(build(Fails(12, (3, 4, 9), KeyError), 2, num_workers=2)), []

@@ -216,7 +216,7 @@ def test_workers_know_what_torchs_workers_know() -> None:
 
 
 def test_the_main_process_has_no_worker_info() -> None:
-    """There is none before, during and after an epoch, with any number of workers."""
+    """get_worker_info() is None before, during and after an epoch, with any number of workers."""
     assert_plays(lambda build: list(build(WorkerFacts(3), None, num_workers=0)))
     for _ in DataLoader(Rows(3), num_workers=1, multiprocessing_context="fork"):
         assert torch.utils.data.get_worker_info() is None

@@ -1,4 +1,4 @@
-"""States that were damaged or changed by hand: refused by name, or gone on from; and old ones."""
+"""Damaged, hand-edited and old states: each is resumed from, or refused with the key's name."""
 
 from __future__ import annotations
 

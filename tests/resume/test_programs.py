@@ -105,7 +105,7 @@ def test_a_killed_training_loop_goes_on_from_its_last_checkpoint(workers: list[i
 
 @pytest.mark.parametrize("workers", [[2, 1, 3], [0, 2, 0]], ids=str)
 def test_a_killed_program_goes_on_in_its_stream(workers: list[int], tmp_path: Path) -> None:
-    """Batches and sums are those of a program that nobody killed; each run has other workers."""
+    """Batches and sums are those of a program that was not killed; each run has other workers."""
     text = program("Streams")
     path = tmp_path / "train.py"
     done, total = 0, 0

@@ -232,7 +232,7 @@ def test_shards_of_the_datasets_own_go_on_with_any_number_of_workers(make: Calla
 
 
 def test_batches_that_come_out_of_order_are_resumed_as_a_set() -> None:
-    """Each worker's come in its own order; where samples are dealt out, it is refused by name."""
+    """Each worker's batches come in its own order. If samples are dealt out, in_order=False is refused."""
     given = {"num_workers": 3, "in_order": False}
     had, state = stopped_after(loader_of(ByItself(60), **given), 7)
     found = had + rest_after(loader_of(ByItself(60), **given), state)
@@ -317,7 +317,7 @@ class RaisesOnceWithoutState(RaisesOnce):
 
 
 class Raising(Numbers):
-    """Its iterator raises in the place of number 9, and goes on behind it."""
+    """Its iterator raises in place of number 9, and continues after it."""
 
     def __init__(self, kind: Any) -> None:
         super().__init__(40)

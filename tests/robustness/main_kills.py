@@ -130,7 +130,7 @@ def _slots_of(pid: int) -> set[str]:
 
 
 def _wait_returned(entries: set[str], slots: set[str], timeout_s: float = 5.0) -> float:
-    """Wait until /dev/shm is as it was and nobody maps the slots: then the kernel has freed them."""
+    """Wait until /dev/shm is as before and no process maps the slots: then the kernel has freed them."""
     began = time.monotonic()
     while True:
         new = {name for name in set(os.listdir("/dev/shm")) - entries if not _is_held(name)}

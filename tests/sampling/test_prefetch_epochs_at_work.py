@@ -1,4 +1,4 @@
-"""The next epoch is at work before it begins, by workers that persist; where it is not, that is said."""
+"""Persistent workers make the next epoch's batches before it begins; a warning says where they do not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shmloader import DataLoader
 
 
 def test_the_next_epoch_is_at_work_before_it_begins() -> None:
-    """Its first samples are made though nobody asks for them, in the usual number of slots."""
+    """The next epoch's first samples are made before iter(), in the usual number of slots."""
     dataset = Noted(24)
     with DataLoader(
         dataset, batch_size=3, num_workers=2, persistent_workers=True, prefetch_epochs=True

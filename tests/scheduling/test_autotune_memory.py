@@ -68,7 +68,7 @@ def within_budget(loader: DataLoader, budget_nbytes: int, most: list[int]) -> No
     ],
 )
 def test_a_budget_for_so_many_slots_is_not_exceeded(three_cores: None, slots: int, prefetch: Any) -> None:
-    """Three workers would be faster; nothing is copied, nobody is warned."""
+    """Three workers would be faster, but there is no copy and no warning."""
     nbytes = MIB // 4
     budget_nbytes = slots * (nbytes * 5 // 4 + 8192)
     dataset = Sized([nbytes] * 200, 0.01)

@@ -50,7 +50,7 @@ def test_a_slow_batch_does_not_stall_the_other_worker(closed: set[int], others: 
 
 
 def test_with_static_dispatch_it_does() -> None:
-    """Static dispatch waits, which proves the test above: nobody lets the slow batch through."""
+    """Static dispatch waits, which proves the test above: no other worker gets past the slow batch."""
     with DataLoader(Gate(100, {30}, 40, patience_s=0.3), num_workers=2) as loader:
         assert passed(loader)[30, 2] == 1
         assert loader.statistics().tasks_ahead == 0

@@ -114,7 +114,7 @@ class Hangs(Draws):
 
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_worker_that_hangs_is_found_though_the_other_runs_ahead(tmp_path: Path, restarts: int) -> None:
-    """Once the wait is as long as the timeout, nobody is given more to do."""
+    """Once the wait is as long as the timeout, no worker gets further tasks."""
     with DataLoader(
         Hangs(200, tmp_path), num_workers=2, dispatch="dynamic", timeout=0.4, worker_restarts=restarts
     ) as loader:

@@ -81,7 +81,7 @@ def test_few_and_many_rows_are_taken_alike(records: Store, count: int) -> None:
 
 @pytest.mark.parametrize(("given", "at_one_distance"), [(list, True), (iter, False)])
 def test_rows_of_tensors_are_taken_by_any_number_that_a_list_takes(given: Any, at_one_distance: bool) -> None:
-    """Where chunks lie one behind the other, torch looks for numbers out of range, and nobody before it."""
+    """If chunks lie one behind the other, only torch checks for numbers out of range."""
     rows = 150_000
     source = torch.arange(rows * 20.0).reshape(rows, 20)
     store = share(given(source))

@@ -112,7 +112,7 @@ def test_every_kind_of_store_conforms(kind: str) -> None:
 
 
 class Wrong(RowStore):
-    """A store of which one promise at a time is broken, to see the checks fail."""
+    """A store that breaks one promise at a time, to see the checks fail."""
 
 
 def broken_row(store: RowStore, index: int) -> Any:

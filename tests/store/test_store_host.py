@@ -1,4 +1,4 @@
-"""share_on_host: one process builds, the others attach, and whoever dies, nobody hangs and nothing stays."""
+"""share_on_host: one process builds, the others attach; if any dies, none hangs and nothing is left."""
 
 from __future__ import annotations
 

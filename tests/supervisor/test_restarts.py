@@ -223,7 +223,7 @@ def test_a_worker_that_dies_between_epochs_is_replaced() -> None:
 
 
 def test_a_worker_that_dies_while_an_abandoned_epoch_ends_is_replaced(tmp_path: Path) -> None:
-    """Its slots, granted for batches that nobody waits for any more, are found again."""
+    """Its slots, granted for batches that are no longer wanted, become free again."""
     with DataLoader(
         Fatal(tmp_path, {9: 1, 13: 1}),
         batch_size=4,

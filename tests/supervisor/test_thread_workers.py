@@ -310,7 +310,7 @@ def test_samples_without_the_interpreter_lock_overlap() -> None:
 
 
 def test_files_are_read_at_the_same_time(tmp_path: Path) -> None:
-    """Each is a pipe with a name: opening it to write waits until somebody reads it."""
+    """Each is a named pipe: opening it to write waits until it is opened to read."""
     paths = [tmp_path / str(index) for index in range(2)]
     for path in paths:
         os.mkfifo(path)

@@ -127,7 +127,7 @@ def test_close_does_not_wait_for_a_slow_sample(items: int) -> None:
 
 
 def test_a_thread_that_ends_late_has_its_memory_to_itself() -> None:
-    """Its bytes from before close() are still there, and nobody else's batches are in its way."""
+    """Its bytes from before close() are still there, and other batches do not touch them."""
     seen: list[torch.Tensor] = []
     entered, go = threading.Event(), threading.Event()
 

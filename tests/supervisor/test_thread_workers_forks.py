@@ -82,7 +82,7 @@ def test_a_process_that_a_sample_forks_has_its_worker_info() -> None:
 
 
 def refuse_a_writer(worker_id: int) -> None:
-    """A ``worker_init_fn`` that is to have nobody's slot to write to."""
+    """A ``worker_init_fn`` that must not find a slot of another worker."""
     if current_allocator() is not None:
         raise AssertionError("the slot of the thread that started this process")
 
