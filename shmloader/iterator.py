@@ -389,7 +389,7 @@ class SlotIterator(torch_private.BaseIterator):
             self._finalizer()
 
     def close(self, because: str = "close() was called") -> None:
-        """Stop the workers and free the slots; the reason is for whoever calls ``next()`` later."""
+        """Stop the workers and free the slots; later calls of ``next()`` report the reason."""
         self._all_workers.closed_because = self._all_workers.closed_because or because
         if self._all_workers.workers:
             self._all_workers.interrupt()

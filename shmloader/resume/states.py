@@ -163,7 +163,7 @@ class States:
     def _compact(self, states: GeneratorStates) -> tuple[str, str]:
         return self._of_sampler.of(states.sampler), self._of_loader.of(states.loader)
 
-    # --- going on from one
+    # --- continuing from one
 
     def load(self, loader: Any, state: Mapping[str, Any]) -> None:
         """Check a state and keep it for the next iterator; an empty one does nothing.

@@ -79,7 +79,7 @@ def check_against_torch(kind: type) -> None:
             batches = BatchSampler(sampler, 3, drop_last)
             if trace(iter, batches) != trace(_batches, batches):
                 disable(Feature.ARRAY_SAMPLING, f"its {kind.__name__} or BatchSampler draws in another way")
-    except Exception as error:  # noqa: BLE001 - of samplers that nobody knows yet
+    except Exception as error:  # noqa: BLE001 - samplers of an unknown torch
         disable(Feature.ARRAY_SAMPLING, f"its samplers cannot be compared with ours: {error!r}")
     finally:
         torch.set_rng_state(state)

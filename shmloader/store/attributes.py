@@ -128,7 +128,7 @@ def share_for_loader(dataset: Any) -> Any:
         The shared dataset; ``dataset`` itself if there is nothing to share.
 
     Raises:
-        SharedMemoryExhausted: If the host has not the memory.
+        SharedMemoryExhausted: If the host lacks the memory.
     """
     if id(dataset) in _shared:
         state, shared = _shared[id(dataset)]

@@ -111,7 +111,7 @@ def main(arguments: Sequence[str]) -> None:
     """Leave the builder's family and session, then serve the descriptors given by number.
 
     The builder waits for this process and finds it ended; the one forked off here has no parent to wait for
-    it, so it is nobody's zombie, and no signal to the builder's terminal or process group reaches it.
+    it, so it leaves no zombie, and no signal to the builder's terminal or process group reaches it.
     """
     listener_fd, holder_fd, *fds = map(int, arguments)
     listener, holder = socket.socket(fileno=listener_fd), socket.socket(fileno=holder_fd)

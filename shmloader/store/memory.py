@@ -63,7 +63,7 @@ class MemoryWriter:
         """Begin the rows of another container.
 
         Args:
-            streamed: Whether nobody keeps the rows while they are appended.
+            streamed: Whether the rows are not kept while they are appended.
         """
         table = Table(self.out, ColumnEncoder(self._earlier), streamed=streamed)
         self._tables.append(table)
