@@ -79,6 +79,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             if self._position not in self._behind:
                 return index_batch.tolist() if isinstance(index_batch, PackedInts) else index_batch
 
+    @torch_private.never_compiled
     def _next_data(self) -> Any:
         began_ns = time.perf_counter_ns()
         while True:

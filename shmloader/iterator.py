@@ -206,6 +206,7 @@ class SlotIterator(torch_private.BaseIterator):
 
     # --- batches
 
+    @torch_private.never_compiled
     def __next__(self) -> Any:
         lifecycle = self._lifecycle
         done = self._progress.done
@@ -403,6 +404,7 @@ def _is_cut_off() -> bool:
     return current_thread().daemon and not main_thread().is_alive()
 
 
+@torch_private.never_compiled
 def _stop(owner_pid: int, workers: Workers, pool: SlotPool) -> None:
     if os.getpid() == owner_pid:
         with HeldInterrupts():

@@ -31,6 +31,7 @@ from shmloader.shared_memory import why_unavailable
 from shmloader.slot_loading import loading_of
 from shmloader.statistics import LoaderStatistics
 from shmloader.torch_fallback import check_resumable
+from shmloader.torch_private import never_compiled
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -230,13 +231,16 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             in_order=in_order,
         )
 
+    @never_compiled
     def __iter__(self) -> Any:
         return loading_of(self).iterate(self, super().__iter__)
 
+    @never_compiled
     def _get_iterator(self) -> Any:
         iterator = loading_of(self).make_iterator(self)
         return super()._get_iterator() if iterator is None else iterator
 
+    @never_compiled
     def close(self) -> None:
         """Stop all workers of this loader and free its slots.
 
@@ -249,9 +253,11 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         """Use as ``with DataLoader(...) as loader``: `close` is called at the block's end."""
         return self
 
+    @never_compiled
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         loading_of(self).close(self, warn=error is None)  # a warning that is an error would hide this one
 
+    @never_compiled
     def set_epoch(self, epoch: int) -> None:
         """Call ``set_epoch(epoch)`` of the sampler, the batch sampler and the dataset, where they have it.
 
@@ -264,6 +270,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         """
         loading_of(self).set_epoch(self, epoch)
 
+    @never_compiled
     def state_dict(self) -> dict[str, Any]:
         """The program's place in the epoch: after the batches that ``next()`` has returned so far.
 
@@ -284,6 +291,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             check_resumable(self)
         return states.state(self)
 
+    @never_compiled
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make the next ``iter(loader)`` continue from a state: with the batch after those returned.
 
@@ -299,6 +307,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         """
         loading_of(self).load_state_dict(self, state_dict)
 
+    @never_compiled
     def statistics(self) -> LoaderStatistics:
         """Counters of the loader's life so far, and the slots that it holds now."""
         return loading_of(self).statistics()

@@ -14,7 +14,7 @@ import importlib
 import os
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -335,6 +335,23 @@ def profiler_enabled() -> bool:
     The deprecated ``torch.autograd.profiler_legacy`` does not set this flag. Without it, the answer is yes.
     """
     return getattr(profiler, "_is_profiler_enabled", True)
+
+
+_eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def never_compiled(function: _Function) -> _Function:
+    """Keep a function, and all that it calls, out of ``torch.compile``: it runs as it is written.
+
+    The compiler leaves torch's own loader alone, by the name of its file. ``torch.compiler.disable`` is
+    public, but imports the compiler, which takes seconds. An older torch has no such setting, and compiles.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # it is not traced as a part of its caller
+    if hasattr(_eval_frame, "set_code_exec_strategy"):
+        skip = _eval_frame._FrameAction.SKIP
+        _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
+    return function
 
 
 def use_one_core_in_this_thread() -> None:

@@ -27,6 +27,7 @@ from shmloader.codec.layout import (
     CODE_OF_NUMPY_DTYPE,
     CODE_OF_TORCH_DTYPE,
     DTYPES,
+    MOST_DIMENSIONS,
     TENSOR,
 )
 
@@ -114,6 +115,9 @@ def _reduce_tensor(tensor: torch.Tensor, add: Add) -> Any:
             placeholder = add(TENSOR, code, (span,), tensor.data_ptr(), tensor)
             return _with_strides, ([placeholder], tuple(shape), strides)
         tensor = tensor.contiguous()
+    if len(shape) > MOST_DIMENSIONS:
+        placeholder = add(TENSOR, code, (tensor.numel(),), tensor.data_ptr(), tensor)
+        return _with_strides, ([placeholder], tuple(shape), tensor.stride())
     return _as_leaf(add(TENSOR, code, shape, tensor.data_ptr(), tensor))
 
 

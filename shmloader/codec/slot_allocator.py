@@ -17,7 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shmloader.codec.layout import CODE_OF_NUMPY_DTYPE, CODE_OF_TORCH_DTYPE, DTYPES, TENSOR, Leaf, align
+from shmloader.codec.layout import (
+    CODE_OF_NUMPY_DTYPE,
+    CODE_OF_TORCH_DTYPE,
+    DTYPES,
+    MOST_DIMENSIONS,
+    TENSOR,
+    Leaf,
+    align,
+)
 from shmloader.codec.leaves import wrap_tensor
 from shmloader.errors import SharedMemoryExhausted
 from shmloader.shared_memory import PAGE_NBYTES, Extent, Segment, check_headroom, whole_pages
@@ -140,7 +148,7 @@ class SlotAllocator:
         """Allocate a new, uninitialised tensor in the slot; None if it does not fit there."""
         here = self._here
         code = CODE_OF_TORCH_DTYPE.get(dtype)
-        if code is None or here is None:
+        if code is None or here is None or len(shape) > MOST_DIMENSIONS:
             return None
         nbytes = math.prod(shape) * dtype.itemsize
         offset = self.cursor
@@ -179,7 +187,7 @@ class SlotAllocator:
         else:
             code = CODE_OF_NUMPY_DTYPE.get(dtype)
         offset, nbytes = self.cursor, math.prod(shape) * dtype.itemsize
-        if code is None or nbytes == 0 or offset + nbytes > self.nbytes:
+        if code is None or len(shape) > MOST_DIMENSIONS or nbytes == 0 or offset + nbytes > self.nbytes:
             return None
         array = np.ndarray(shape, DTYPES[code].carrier, here.extent.buffer, offset)
         placeholder = make_placeholder()

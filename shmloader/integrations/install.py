@@ -23,7 +23,7 @@ from shmloader.loader import DataLoader
 from shmloader.slot_loading import loading_of
 from shmloader.torch_fallback import OWN_DEFAULTS
 from shmloader.torch_features import Feature, is_missing
-from shmloader.torch_private import GET_ITERATOR
+from shmloader.torch_private import GET_ITERATOR, never_compiled
 
 _TORCHS = torch.utils.data.DataLoader
 
@@ -106,11 +106,13 @@ _accelerate = Accelerate(_patches)
 def _patch() -> None:
     torchs_iter, torchs_get_iterator = _TORCHS.__iter__, getattr(_TORCHS, GET_ITERATOR)
 
+    @never_compiled
     def __iter__(loader: Any) -> Any:  # noqa: N807
         if _options is not None and not isinstance(loader, DataLoader):
             return loading_of(loader).iterate(loader, functools.partial(torchs_iter, loader))
         return torchs_iter(loader)
 
+    @never_compiled
     def get_iterator(loader: Any) -> Any:
         iterator = None
         if _options is not None and not isinstance(loader, DataLoader) and not _has_threads(loader):

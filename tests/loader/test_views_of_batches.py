@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from parity.compare import assert_same
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
@@ -102,3 +103,22 @@ class Renamed(Dataset):
 def test_keys_keep_their_class_however_many_equal_ones_came_before() -> None:
     kinds = [type(next(iter(batch))) for batch in DataLoader(Renamed(), batch_size=2, num_workers=1)]
     assert kinds == [str] * 8 + [Name] * 4
+
+
+class ManyDimensions(Dataset[Any]):
+    """Samples with more dimensions than an array of NumPy may have; the second one has no items."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        items = torch.arange(6).reshape(2, 3) + index
+        return items.reshape(2, *[1] * 70, 3), torch.empty([0] + [1] * 70)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"batch_size": 2}, {"batch_size": None}, {"batch_size": 2, "collate_fn": list}]
+)
+def test_tensors_may_have_more_dimensions_than_arrays(arguments: dict[str, Any]) -> None:
+    expected = list(TorchLoader(ManyDimensions(), num_workers=1, **arguments))
+    assert_same(list(DataLoader(ManyDimensions(), num_workers=1, **arguments)), expected)
