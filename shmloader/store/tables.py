@@ -41,6 +41,7 @@ from shmloader.store.columns.types import (
     KeysType,
     PickleType,
     PythonType,
+    dictionary_inside,
     dictionary_outside,
     is_list,
     is_octets,
@@ -371,7 +372,7 @@ def _united_dictionaries(parts: list[Any]) -> list[Any]:
     begin, result = 0, []
     for part in parts:
         found = places.slice(begin, len(part.dictionary)).take(part.indices)
-        result.append(pa.DictionaryArray.from_arrays(found, words))
+        result.append(dictionary_inside(pa.DictionaryArray.from_arrays(found, words)))
         begin += len(part.dictionary)
     return result
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,17 @@ def test_objects_that_repeat_are_saved_as_parquet(name: str, tmp_path: Path) -> 
             continue  # such a release cannot read None among lists of one length (docs/stores.md)
         share(rows).save(path)
         assert same(list(open_store(path, allow_pickle=True)), rows)
+
+
+@pytest.mark.parametrize(
+    "row_of", [lambda text, n: (text, n), lambda text, n: {text}, lambda text, n: {n: text}]
+)
+def test_rows_that_repeat_have_texts_that_repeat(row_of: Callable[[str, int], Any], tmp_path: Path) -> None:
+    once = [row_of(f"label {n % 3}", n) for n in range(100)]
+    for rows in (once * 3, once * 300 + [None, *once]):  # of one chunk, and of several
+        assert same(list(share(rows)), rows)
+        for name in ("rows.arrow", "rows.parquet"):
+            assert same(saved(rows, tmp_path / name), rows)
 
 
 def test_python_types_over_dictionaries_are_read_from_parquet(tmp_path: Path) -> None:
