@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import errno
 import sys
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from itertools import islice
+from operator import length_hint
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -282,7 +283,7 @@ def new_builder() -> BufferBuilder:
 
 def write_rows(rows: Iterable[Any], writer: MemoryWriter, progress: bool | None) -> Table:
     """Write rows, or the items of a mapping, chunk by chunk. An iterator is never held as a whole."""
-    expected = len(rows) if isinstance(rows, Sized) else None
+    expected = length_hint(rows) or None  # an iterator's len() may raise, as that of torch's loaders does
     is_list = isinstance(rows, list | tuple)
     row_nbytes = nbytes_of_rows(rows, 64) / max(1, len(rows)) if isinstance(rows, list | tuple) else 0
     table = writer.table(streamed=not is_list and not isinstance(rows, ItemsView))
