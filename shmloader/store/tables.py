@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,8 @@ def _table_of(store: Any) -> Any:
     try:
         data = store.to_arrow()
     except TypeError:  # a kind of store of one's own
+        if isinstance(store, Mapping):  # its rows are not all that it holds
+            raise
         rows, encoder = iter(store), ColumnEncoder()
         chunks = iter(lambda: list(islice(rows, _ENCODED_ROWS)), [])
         data = joined(list(map(encoder.encode, chunks)))

@@ -17,6 +17,7 @@ from store_samples import Person, same
 
 from shmloader import open as open_store
 from shmloader import share
+from shmloader.store import MappingStore
 from shmloader.store.columns.values import pickles_to_arrow
 
 
@@ -99,3 +100,15 @@ def test_dicts_keep_the_order_of_their_keys_where_chunks_have_several(tmp_path: 
     store = share(iter(persons))
     store.save(tmp_path / "persons.arrow")
     assert list(open_store(tmp_path / "persons.arrow")) == persons
+
+
+class WithoutArrow(MappingStore):
+    def to_arrow(self) -> Any:
+        raise TypeError("these values are no columns")
+
+
+def test_a_mapping_that_has_no_columns_is_not_saved_as_its_keys(tmp_path: Path) -> None:
+    store = WithoutArrow(*share({n: str(n) for n in range(100)}).__reduce__()[1])
+    with pytest.raises(TypeError, match="no columns"):
+        store.save(tmp_path / "rows.arrow")
+    assert not list(tmp_path.iterdir())
