@@ -74,7 +74,8 @@ def _write_if_possible(
         raise
     except Exception as error:
         if node.holder is None:
-            if node.plan == "rows" and isinstance(node.value, Sized):
+            can_be_read_again = isinstance(node.value, Sized) and not isinstance(node.value, Iterator)
+            if node.plan == "rows" and can_be_read_again:
                 error.add_note(f"shmloader: {blame(node.value, _can_be_kept, 'which cannot be kept')}")
             raise
         # As text: a warning that is kept must not keep the frames, and with them the stores.

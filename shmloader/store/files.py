@@ -18,6 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyarrow import types as arrow
 
 from shmloader.errors import LoaderError
 from shmloader.shared_memory.mapping import make_writable
@@ -30,6 +31,11 @@ from shmloader.store.mapping import MappingStore, SetStore, index_of
 from shmloader.store.memory import MemoryWriter
 from shmloader.store.rows import DAMAGES, RowStore
 from shmloader.store.tables import FACTORIES, FORM, IPC, PARQUET
+
+_BATCH_NBYTES, _MOST_BATCH_ROWS = 16 << 20, 1 << 16  # of Parquet that is decoded at once, about
+_SAMPLED_GROUPS, _SAMPLED_ROWS = 16, 64
+_DICTIONARY_SHARE = 8  # a batch is so many times as large as its dictionaries
+_READ_NBYTES = 1 << 20  # at a time; else Arrow reads a whole column of a row group
 
 _PARQUET_MAGIC, _FILE_MAGIC, _STREAM_MAGIC = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 
@@ -171,23 +177,44 @@ class _UnmappableError(Exception):
 def _decoded_batches(path: str, columns: Sequence[str] | None) -> Iterator[Any]:
     """The batches of a file that cannot be mapped, one by one."""
     if _magic_of(path) == _PARQUET_MAGIC:
-        with pq.ParquetFile(path) as parquet:
+        with pq.ParquetFile(path, buffer_size=_READ_NBYTES, pre_buffer=False) as parquet:
             chosen = None if columns is None else [*columns, types.KeysType.NAME]
             if any(map(_is_over_dictionary, parquet.schema_arrow.types)):
                 # For these, Arrow's iter_batches ends the process.
                 for group in range(parquet.num_row_groups):
                     yield from parquet.read_row_group(group, columns=chosen, use_threads=False).to_batches()
             else:
-                yield from parquet.iter_batches(columns=chosen)
+                yield from parquet.iter_batches(_rows_at_once(parquet, chosen), columns=chosen)
     else:
         for batch in _batches_in(FileBuffer(path, Fingerprint.of(path))):
             yield _chosen(batch, columns)
 
 
+def _rows_at_once(parquet: pq.ParquetFile, columns: Sequence[str] | None) -> int:
+    """About as many rows as take `_BATCH_NBYTES`: by the file's own account, and by its first rows.
+
+    That account has a value once that repeats. Each batch has dictionaries as a whole: it is larger then.
+    """
+    metadata, sizes, most = parquet.metadata, [1.0], _BATCH_NBYTES
+    begins = "" if columns is None else tuple(f"{name}." for name in columns)
+    for number in range(0, metadata.num_row_groups, -(-metadata.num_row_groups // _SAMPLED_GROUPS) or 1):
+        group = metadata.row_group(number)
+        parts = map(group.column, range(group.num_columns))
+        chosen = [part for part in parts if f"{part.path_in_schema}.".startswith(begins)]
+        sizes.append(sum(part.total_uncompressed_size for part in chosen) / max(1, group.num_rows))
+    for batch in parquet.iter_batches(_SAMPLED_ROWS, columns=columns):
+        plain = [one for one in batch.columns if not any(map(arrow.is_dictionary, types.types_in(one.type)))]
+        nbytes = sum(column.nbytes for column in plain)
+        sizes.append(nbytes / max(1, len(batch)))
+        most = max(most, _DICTIONARY_SHARE * (batch.nbytes - nbytes))
+        break
+    return max(1, min(_MOST_BATCH_ROWS, int(most / max(sizes))))
+
+
 def _is_over_dictionary(kind: Any) -> bool:
     """Whether a type, or one inside of it, is an extension type over a dictionary."""
     return any(
-        isinstance(one, types.PythonType) and pa.types.is_dictionary(one.storage_type)
+        isinstance(one, types.PythonType) and arrow.is_dictionary(one.storage_type)
         for one in types.types_in(kind)
     )
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import errno
 import sys
-from collections.abc import Callable, ItemsView, Iterable, Sequence, Sized
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from itertools import islice
+from operator import length_hint
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -31,6 +32,8 @@ _FIRST_ROWS = 16  # of a stream's first chunk, when nothing is known of its rows
 _LEAST_ROWS, _MOST_ROWS = 1 << 14, 1 << 20
 _LEAST_STREAMED_ROWS = 1 << 12
 _LEAST_CHUNK_NBYTES, _MOST_CHUNK_NBYTES = 4 << 20, 64 << 20  # in shared memory, about
+
+_ROWS_AT_ONCE, _MOST_ROWS_NBYTES = 1 << 10, 128 << 20  # of a chunk's rows, as Python objects
 
 _SHOWN_AFTER_S = 1.5  # builds that are over by then show no progress
 
@@ -280,7 +283,7 @@ def new_builder() -> BufferBuilder:
 
 def write_rows(rows: Iterable[Any], writer: MemoryWriter, progress: bool | None) -> Table:
     """Write rows, or the items of a mapping, chunk by chunk. An iterator is never held as a whole."""
-    expected = len(rows) if isinstance(rows, Sized) else None
+    expected = length_hint(rows) or None  # an iterator's len() may raise, as that of torch's loaders does
     is_list = isinstance(rows, list | tuple)
     row_nbytes = nbytes_of_rows(rows, 64) / max(1, len(rows)) if isinstance(rows, list | tuple) else 0
     table = writer.table(streamed=not is_list and not isinstance(rows, ItemsView))
@@ -288,12 +291,26 @@ def write_rows(rows: Iterable[Any], writer: MemoryWriter, progress: bool | None)
     stream = iter(rows)
     with progress_bar(progress, expected) as bar:
         # Nothing here refers to a chunk while the next one is made.
-        while chunk := list(islice(stream, table.chunk_rows(expected or 0, row_nbytes))):
+        while chunk := _next_rows(stream, table.chunk_rows(expected or 0, row_nbytes), row_nbytes):
             append(chunk)
             del chunk
+            row_nbytes = table.python_nbytes / table.rows
             if bar is not None:
                 bar.update(table.rows - bar.n)
     return table
+
+
+def _next_rows(stream: Iterator[Any], wanted: int, usual_nbytes: float) -> list[Any]:
+    """So many rows; fewer where they turn out to be far larger, as Python objects, than usual."""
+    rows: list[Any] = []
+    nbytes = 0
+    while len(rows) < wanted and nbytes <= max(_MOST_ROWS_NBYTES, 8 * usual_nbytes * len(rows)):
+        part = list(islice(stream, min(_ROWS_AT_ONCE, wanted - len(rows))))
+        if not part:
+            break
+        nbytes += nbytes_of_rows(part, 1)
+        rows += part
+    return rows
 
 
 def progress_bar(wanted: bool | None, rows: int | None) -> AbstractContextManager[Any]:

@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from shmloader.store.columns.types import (
     KeysType,
     PickleType,
     PythonType,
+    dictionary_inside,
     dictionary_outside,
     is_list,
     is_octets,
@@ -100,6 +101,8 @@ def _table_of(store: Any) -> Any:
     try:
         data = store.to_arrow()
     except TypeError:  # a kind of store of one's own
+        if isinstance(store, Mapping):  # its rows are not all that it holds
+            raise
         rows, encoder = iter(store), ColumnEncoder()
         chunks = iter(lambda: list(islice(rows, _ENCODED_ROWS)), [])
         data = joined(list(map(encoder.encode, chunks)))
@@ -371,7 +374,7 @@ def _united_dictionaries(parts: list[Any]) -> list[Any]:
     begin, result = 0, []
     for part in parts:
         found = places.slice(begin, len(part.dictionary)).take(part.indices)
-        result.append(pa.DictionaryArray.from_arrays(found, words))
+        result.append(dictionary_inside(pa.DictionaryArray.from_arrays(found, words)))
         begin += len(part.dictionary)
     return result
 

@@ -7,10 +7,12 @@ import gc
 import logging
 import os
 import resource
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from shmloader import NotSharedWarning, share
 from shmloader.store import Store
@@ -75,6 +77,26 @@ def test_want_of_descriptors_is_an_error_with_the_limit_and_what_to_do() -> None
             assert raised.value.errno == errno.EMFILE
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+class Numbers(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(6)
+
+
+def test_an_iterator_may_not_know_its_length() -> None:
+    batches = iter(torch.utils.data.DataLoader(Numbers(), batch_size=3))
+    with pytest.raises(TypeError):
+        len(batches)
+    assert share(batches) == [torch.arange(3), torch.arange(3, 6)]
+
+
+def test_what_an_iterator_raises_is_blamed_on_no_element() -> None:
+    batches = iter(torch.utils.data.DataLoader([0, 1, "x"], batch_size=3))  # type: ignore[arg-type]
+    assert len(batches) == 1
+    with pytest.raises(TypeError) as raised:
+        share(batches)
+    assert not hasattr(raised.value, "__notes__")
 
 
 def test_a_long_chain_of_objects_is_walked_in_little_memory(caplog: pytest.LogCaptureFixture) -> None:

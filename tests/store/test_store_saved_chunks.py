@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from store_samples import Person, same
 
 from shmloader import open as open_store
 from shmloader import share
+from shmloader.store import MappingStore
 from shmloader.store.columns.values import pickles_to_arrow
 
 
@@ -60,6 +62,17 @@ def test_objects_that_repeat_are_saved_as_parquet(name: str, tmp_path: Path) -> 
         assert same(list(open_store(path, allow_pickle=True)), rows)
 
 
+@pytest.mark.parametrize(
+    "row_of", [lambda text, n: (text, n), lambda text, n: {text}, lambda text, n: {n: text}]
+)
+def test_rows_that_repeat_have_texts_that_repeat(row_of: Callable[[str, int], Any], tmp_path: Path) -> None:
+    once = [row_of(f"label {n % 3}", n) for n in range(100)]
+    for rows in (once * 3, once * 300 + [None, *once]):  # of one chunk, and of several
+        assert same(list(share(rows)), rows)
+        for name in ("rows.arrow", "rows.parquet"):
+            assert same(saved(rows, tmp_path / name), rows)
+
+
 def test_python_types_over_dictionaries_are_read_from_parquet(tmp_path: Path) -> None:
     words = pickles_to_arrow([1j, 2j])
     storage = pa.DictionaryArray.from_arrays(pa.array([0, 1] * 50, pa.int32()), words.storage)
@@ -87,3 +100,15 @@ def test_dicts_keep_the_order_of_their_keys_where_chunks_have_several(tmp_path: 
     store = share(iter(persons))
     store.save(tmp_path / "persons.arrow")
     assert list(open_store(tmp_path / "persons.arrow")) == persons
+
+
+class WithoutArrow(MappingStore):
+    def to_arrow(self) -> Any:
+        raise TypeError("these values are no columns")
+
+
+def test_a_mapping_that_has_no_columns_is_not_saved_as_its_keys(tmp_path: Path) -> None:
+    store = WithoutArrow(*share({n: str(n) for n in range(100)}).__reduce__()[1])
+    with pytest.raises(TypeError, match="no columns"):
+        store.save(tmp_path / "rows.arrow")
+    assert not list(tmp_path.iterdir())

@@ -121,7 +121,8 @@ class ColumnEncoder:
         repeated = _repeated(values)
         if repeated is not None:
             places, different = repeated
-            return pa.DictionaryArray.from_arrays(places, self._each(kind, different, depth))
+            words = self._each(kind, different, depth)
+            return types.dictionary_inside(pa.DictionaryArray.from_arrays(places, words))
         return self._each(kind, values, depth)
 
     def _linked(self, link: int | None, kind: type, values: list[Any], depth: int) -> Any:

@@ -152,6 +152,15 @@ def dictionary_outside(column: Any) -> Any:
     return pa.DictionaryArray.from_arrays(column.storage.indices, kind.over(words.type).wrap(words))
 
 
+def dictionary_inside(column: Any) -> Any:
+    """The reverse: Arrow writes no dictionaries inside of a Python type that is itself in a dictionary."""
+    kind = column.type
+    if not (pa.types.is_dictionary(kind) and isinstance(kind.value_type, PythonType)):
+        return column
+    places = pa.DictionaryArray.from_arrays(column.indices, column.dictionary.storage)
+    return kind.value_type.over(places.type).wrap(places)
+
+
 def mask_of(column: Any) -> Any:
     """The rows of a column that are null; None if none are."""
     return column.is_null() if column.null_count else None

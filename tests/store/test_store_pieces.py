@@ -1,0 +1,56 @@
+"""What is held beside a store while it is written piece by piece, where some rows are far larger."""
+
+from __future__ import annotations
+
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from shmloader import open as open_store
+from shmloader import share
+
+
+def test_rows_that_become_far_larger_are_taken_in_smaller_pieces() -> None:
+    small, large = np.zeros(1), np.zeros(25_000)
+    store = share(chain(repeat(small, 40_000), repeat(large, 8000)))
+    ends = np.array(store.chunks.starts[1:])
+    pieces = np.diff(store.chunks.starts)[ends > 44_000]  # behind the one in which they become larger
+    assert pieces.max() * large.nbytes < 256 << 20
+    assert (store[39_999] == small).all()
+    assert (store[-1] == large).all()
+
+
+TEXTS = ["x" * 40_000, *("y" * 40_000 for _ in range(999))]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [
+        (TEXTS, None),  # the file has each text once
+        ([b"", *map(np.random.default_rng(0).bytes, [40_000] * 999)], None),
+        ([b""] * 100 + [np.random.default_rng(n).bytes(40_000) for n in range(900)], ["a.b"]),
+    ],
+    ids=["repeated", "different", "small at first"],
+)
+def test_parquet_is_decoded_in_batches_of_so_many_bytes(
+    rows: list[Any], columns: list[str] | None, tmp_path: Path
+) -> None:
+    pq.write_table(pa.table({"a.b": rows, "n": range(1000)}), tmp_path / "rows.parquet")
+    store = open_store(tmp_path / "rows.parquet", columns=columns)
+    assert max(batch.nbytes for batch in store.chunks.batches) < 20 << 20
+    assert list(store["a.b"]) == rows
+
+
+def test_a_batch_of_parquet_has_as_many_rows_as_its_columns_are_small(tmp_path: Path) -> None:
+    words = pa.array([str(n) * 1000 for n in range(2000)]).dictionary_encode()
+    table = pa.table({"large": [b"x" * 20_000] * 2000, "word": words, "n": range(2000)})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    for columns in (["word", "n"], ["large", "word", "n"]):
+        store = open_store(tmp_path / "rows.parquet", columns=columns)
+        assert len(store.chunks.batches) == 1  # each batch has all words
+    assert store[1999] == {"large": b"x" * 20_000, "word": "1999" * 1000, "n": 1999}
