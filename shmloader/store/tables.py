@@ -150,9 +150,11 @@ def _replacing(target: Path) -> Iterator[Any]:
     """A file beside ``target`` that takes its name when it is complete and on the disk.
 
     Processes that have the old file mapped keep it; writing into it would change what they read, and
-    shortening it would end them with a bus error.
+    shortening it would end them with a bus error. If ``target`` is a symbolic link, the file that it names is
+    replaced.
     """
-    beside = target.parent / f".{target.name[:50]}-{secrets.token_hex(6)}"
+    real = Path(os.path.realpath(target))
+    beside = real.parent / f".{real.name[:50]}-{secrets.token_hex(6)}"
     try:
         file = os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb")
         try:
@@ -160,11 +162,11 @@ def _replacing(target: Path) -> Iterator[Any]:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            beside.replace(target)
+            beside.replace(real)
         except BaseException:
             beside.unlink()
             raise
-        folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+        folder = os.open(real.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
         finally:

@@ -378,6 +378,20 @@ def test_a_failed_save_leaves_no_file_and_the_old_one_as_it_was(
     assert list(open_store(path, allow_pickle=True)) == RECORDS
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_saving_to_a_symbolic_link_writes_the_file_that_it_names(exists: bool, tmp_path: Path) -> None:
+    other = tmp_path / "disk"
+    other.mkdir()
+    real, link = other / "data.arrow", tmp_path / "data.arrow"
+    link.symlink_to(Path("disk") / "data.arrow")
+    if exists:
+        share([1]).save(real)
+    share([1, 2]).save(link)
+    assert link.is_symlink()
+    assert [path.name for path in other.iterdir()] == ["data.arrow"]
+    assert list(open_store(real)) == list(open_store(link)) == [1, 2]
+
+
 def test_a_saved_file_has_the_rights_of_any_new_file(tmp_path: Path) -> None:
     share(["a"]).save(tmp_path / "data.arrow")
     (tmp_path / "other").touch()
