@@ -308,7 +308,7 @@ def _next_rows(stream: Iterator[Any], wanted: int, usual_nbytes: float) -> list[
         part = list(islice(stream, min(_ROWS_AT_ONCE, wanted - len(rows))))
         if not part:
             break
-        nbytes += nbytes_of_rows(part, 1)
+        nbytes += nbytes_of_rows(part, 2)  # of two rows, so that what they share counts once
         rows += part
     return rows
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain, repeat
+from itertools import chain, cycle, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from shmloader import share
 
 def test_rows_that_become_far_larger_are_taken_in_smaller_pieces() -> None:
     small, large = np.zeros(1), np.zeros(25_000)
-    store = share(chain(repeat(small, 40_000), repeat(large, 8000)))
+    different = large, large.copy(), large.copy()
+    store = share(chain(repeat(small, 40_000), islice(cycle(different), 8000)))
     ends = np.array(store.chunks.starts[1:])
     pieces = np.diff(store.chunks.starts)[ends > 44_000]  # behind the one in which they become larger
     assert pieces.max() * large.nbytes < 256 << 20
