@@ -31,5 +31,5 @@ def render_table(table: list[list[str]], texts: int) -> str:
 
 
 def or_empty(value: float | None, pattern: str) -> str:
-    """Formats a number; an empty cell where there is none."""
+    """Formats a number; None gives an empty cell."""
     return "" if value is None else format(value, pattern)

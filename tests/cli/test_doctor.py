@@ -232,7 +232,7 @@ def test_without_memfd_it_says_that_the_loader_loads_torchs_way(monkeypatch: pyt
     monkeypatch.delattr(os, "memfd_create")
     finding = checks.check_loading(_host(loading={"fork": Trial(True)}), "fork")
     assert finding.status == "warning"
-    assert "loads torch's way, with the same batches" in finding.found
+    assert "loads as torch does, with the same batches" in finding.found
 
 
 CUDA = {
