@@ -1,4 +1,4 @@
-"""A run of `bench` measures all it says it does, and no loader can win by wrong data."""
+"""A run of `bench` measures everything that it claims, and no loader can win by wrong data."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-# The others take the same way, and `test_benchmark_comparison` runs them all.
+# The others work the same way; `test_benchmark_comparison` runs them all.
 @pytest.fixture(scope="module", params=sorted(WORKLOADS) if LONG else ["dicts", "tiny"])
 def quick(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
     """One workload at a time: each measurement imports torch anew, and all of them take minutes."""
