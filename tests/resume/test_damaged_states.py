@@ -72,7 +72,7 @@ VALUES = st.recursive(
 
 
 def changed(data: st.DataObject, value: Any) -> Any:
-    """A value of JSON, of which one part is another one, is missing, or is there twice."""
+    """A value of JSON, with one part changed, missing or repeated."""
     if data.draw(st.booleans(), "whole"):
         return data.draw(VALUES, "value")
     if isinstance(value, str) and value:
@@ -98,7 +98,7 @@ def changed(data: st.DataObject, value: Any) -> Any:
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_a_damaged_state_is_refused_by_name_or_gone_on_from(kind: str, data: st.DataObject) -> None:
-    """Nothing but a `ResumeError` comes of it, which names the key or what it says of the loader."""
+    """The only error is a `ResumeError`, which names the key or the fact about the loader."""
     state = json.loads(data.draw(st.sampled_from(states_of(kind)), "state"))
     key = data.draw(st.sampled_from(sorted(state)), "key")
     before = state[key]
@@ -189,7 +189,7 @@ def refused(kind: str, state: State, reason: str) -> None:
 
 @pytest.mark.parametrize("written", ["loader's generator", "own state"])
 def test_a_loader_that_lacks_what_the_state_has_is_refused(written: str) -> None:
-    """A generator, or a sampler with a state of its own; and the other way round."""
+    """The loader lacks a generator, or a sampler with a state of its own; or the state lacks it."""
 
     class Stateful(OwnGenerator):  # of the same name
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What an iterable-style dataset is seeded with, in a resumed epoch and in those behind it."""
+"""Seeds of an iterable-style dataset, in a resumed epoch and in later ones."""
 
 from __future__ import annotations
 
