@@ -1,4 +1,4 @@
-"""Numbers of records lie side by side in memory, and are ordinary columns everywhere else."""
+"""Numbers of records lie side by side in memory; everywhere else they are ordinary columns."""
 
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ def test_a_key_with_the_name_of_the_records_is_a_key() -> None:
 
 
 def test_a_file_with_packed_numbers_is_refused(tmp_path: Path) -> None:
-    """They could be anywhere, and of any type."""
+    """Their places and types could be anything."""
     batch = shmloader.share(PACKED["dicts"]).chunks.batches[0]
     with pa.OSFile(str(tmp_path / "x.arrow"), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
         writer.write_batch(batch)
