@@ -29,7 +29,7 @@ START_ALLOWANCE_S, LARGE_ALLOWANCE_S = 120.0, 30.0
 """Time allowed to a measurement beside its windows: to start, and for each GB of its data set."""
 
 KILL_AFTER_S = 15.0
-"""Time after that for it to say where it hangs, and to end by itself."""
+"""Additional time for a measurement to report where it hangs, and to end by itself."""
 
 ATTEMPTS = 6
 """Most attempts at a measurement that other processes disturb."""

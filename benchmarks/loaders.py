@@ -18,8 +18,7 @@ from benchmarks.workloads import STARTUP, Workload
 Build = Callable[..., Iterable[Any]]
 """Makes a loader of a data set, a batch size, a number of workers and a prefetch factor.
 
-What a workload needs beyond that comes by torch's names: `collate_fn`, `batch_sampler`,
-`multiprocessing_context`; none of them where it needs nothing."""
+A workload may add arguments by torch's names: `collate_fn`, `batch_sampler`, `multiprocessing_context`."""
 
 
 def batching(batch_size: int, options: dict[str, Any]) -> dict[str, Any]:

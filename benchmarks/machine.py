@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 VERSIONS = "torch numpy pyarrow psutil shmloader torchdata grain spdl_core SeqTools datasets pillow".split()
-"""The distributions whose versions are told: what is measured, and what measures."""
+"""Packages whose versions are reported: the measured ones, and the measuring ones."""
 
 
 def cpu_seconds() -> float:

@@ -30,7 +30,7 @@ from benchmarks.training import measure_training
 from benchmarks.workloads import STARTUP, TRAINING, WORKLOADS, Workload
 
 LONGEST_WINDOW = 4
-"""A window lasts so many times `seconds` at the most, where batches come slowly."""
+"""A window lasts at most so many times `seconds`, if batches come slowly."""
 
 
 class PluginError(Exception):

@@ -25,7 +25,7 @@ from benchmarks.verdicts import Verdict, render_verdicts
 
 LIST = "torch, list"
 LEAST_ROWS = 10_000
-"""Fewer take no more memory than what a process gets and gives back by itself."""
+"""Fewer rows take less memory than a process takes and frees by itself."""
 
 MOST_GROWTH, MOST_PSS, MOST_MESSAGE_NBYTES, MOST_SLOWDOWN = 0.01, 1.15, 64_000, 1.20
 MB = 1e6

@@ -44,7 +44,7 @@ BEGIN, END = "/begin-of-counting", "/end-of-counting"
 LINE = re.compile(r"(\w+)\((.*)")
 MOST_PARTS = 12
 LEAST_BATCHES = 20
-"""Of fewer, what 5 and 95 % of them stay below would be made up."""
+"""With fewer batches, the 5th and 95th percentiles would mean nothing."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from benchmarks.workloads import STARTUP, WORKLOADS, Workload
 
 SAMPLES_PER_S = 500
 LEAST_SHARE = 0.02
-"""Of the samples: a function that was seen less often is not listed."""
+"""Share of the samples: a function that was seen less often is not listed."""
 
 
 @dataclass

@@ -31,7 +31,7 @@ from shmloader.host.process_memory import read_memory  # noqa: E402
 
 ROWS = 2_000_000
 LEAST_ROWS = 10_000
-"""Fewer take no more memory than what a process gets and gives back by itself."""
+"""Fewer rows take less memory than a process takes and frees by itself."""
 
 GATHERED_ROWS = 4096
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Columns = Sequence[tuple[str, Callable[[T], str]]]
-"""A heading, and what makes a cell of a row's figures, for each column."""
+"""For each column its heading, and a function that makes a cell from a row's figures."""
 
 
 def table_of(columns: Columns[T], rows: Iterable[T], texts: int) -> str:

@@ -381,7 +381,7 @@ def test_loaders_of_torchs_class_have_states() -> None:
     cannot.load_state_dict({})
 
 
-@pytest.mark.filterwarnings("ignore:to go on, 1 samples")
+@pytest.mark.filterwarnings("ignore:to resume, 1 samples")
 def test_loaders_of_streams_have_states_too() -> None:
     """One sample was taken from a loader with one worker; the other three come from another such loader."""
     shmloader.install()

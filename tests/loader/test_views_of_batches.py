@@ -106,7 +106,7 @@ def test_keys_keep_their_class_however_many_equal_ones_came_before() -> None:
 
 
 class ManyDimensions(Dataset[Any]):
-    """Samples with more dimensions than an array of NumPy may have; the second one has no items."""
+    """Samples with more dimensions than a NumPy array may have; the second one has no items."""
 
     def __len__(self) -> int:
         return 4

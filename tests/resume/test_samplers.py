@@ -22,7 +22,7 @@ def test_a_sampler_that_draws_elsewhere_is_refused() -> None:
     next(iter(loader))
     other = DataLoader(Plain(40), 4, sampler=FromRandom(40))
     other.load_state_dict(loader.state_dict())
-    with pytest.raises(ResumeError, match="gave other batches than those 1 "):
+    with pytest.raises(ResumeError, match="now gives other batches than the 1 "):
         iter(other)
 
 

@@ -264,7 +264,7 @@ def test_what_fails_in_one_worker_costs_at_most_a_batch_of_its_own(at: int) -> N
     assert with_errors(loader) == expected
 
 
-@pytest.mark.filterwarnings("ignore:to go on")
+@pytest.mark.filterwarnings("ignore:to resume,")
 @pytest.mark.parametrize("taken", range(7))
 @pytest.mark.parametrize("of_a_batch", [None, 3])
 def test_a_stream_that_has_raised_goes_on_with_other_workers(taken: int, of_a_batch: int | None) -> None:
@@ -300,7 +300,7 @@ def test_wrong_arguments_are_refused(dataset: Any, given: dict[str, Any], messag
 def test_bad_samples_cannot_be_left_out_by_stride(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks would have batches of other sizes. A dataset with shards of its own may skip samples."""
     of_rank(monkeypatch, 0, 2)
-    with pytest.raises(ValueError, match="on_error='skip' cannot be had where shard='auto' deals out"):
+    with pytest.raises(ValueError, match="on_error='skip' is not possible if shard='auto' deals out"):
         list(DataLoader(Numbers(20), 4, num_workers=1, shard="auto", on_error="skip"))
     assert list(DataLoader(ByShard(4), 4, shard="auto", on_error="skip", collate_fn=identity)) == [[0, 2]]
 

@@ -13,7 +13,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 from shmloader import DataLoader
 
-pytestmark = pytest.mark.filterwarnings("ignore:to go on")
+pytestmark = pytest.mark.filterwarnings("ignore:to resume,")
 
 
 class Draws(Numbers):

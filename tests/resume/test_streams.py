@@ -28,7 +28,7 @@ from torch.utils.data import get_worker_info
 from shmloader import DataLoader, ResumeError
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:This DataLoader will create", "ignore:to go on, .* samples", "ignore:.*bad sample"
+    "ignore:This DataLoader will create", "ignore:to resume, .* samples", "ignore:.*bad sample"
 )
 
 State = dict[str, Any]
@@ -101,7 +101,7 @@ def test_without_a_state_one_warning_tells_how_much_is_drawn_again() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             rest_after(loader, state)
-        found = [str(one.message) for one in caught if "drawn once more" in str(one.message)]
+        found = [str(one.message) for one in caught if "drawn again" in str(one.message)]
         assert len(found) == expected
         assert all("9 samples of the stream" in text and "Numbers" in text for text in found)
 
@@ -237,7 +237,7 @@ def test_batches_that_come_out_of_order_are_resumed_as_a_set() -> None:
     had, state = stopped_after(loader_of(ByItself(60), **given), 7)
     found = had + rest_after(loader_of(ByItself(60), **given), state)
     assert sorted(items(found)) == list(range(60))
-    with pytest.raises(ResumeError, match="in_order=False where shard='auto' deals samples out"):
+    with pytest.raises(ResumeError, match="in_order=False if shard='auto' deals samples out"):
         stopped_after(loader_of(Numbers(60), shard="auto", **given), 4)
 
 
@@ -300,7 +300,7 @@ def test_a_stream_that_is_shorter_now_is_refused() -> None:
     _, state = stopped_after(loader_of(Numbers(20), shard="auto"), 4)
     with pytest.raises(ResumeError, match="made with shard='auto', and this loader has no shard"):
         loader_of(Numbers(20)).load_state_dict(state)
-    with pytest.raises(ResumeError, match=r"divided by shmloader.*divided by nobody but the dataset itself"):
+    with pytest.raises(ResumeError, match=r"divided by shmloader.*divided by the dataset itself alone"):
         rest_after(loader_of(ByItself(20), shard="auto"), state)
 
 

@@ -15,7 +15,7 @@ import psutil
 TESTS = Path(__file__).absolute().parents[1]
 
 LONG = os.environ.get("SHMLOADER_LONG") == "1"
-"""Whether tests that can be repeated are repeated as often as docs/robustness.md says."""
+"""Whether tests are repeated as often as docs/robustness.md says, if they can be."""
 
 ENVIRONMENT = {
     **os.environ,

@@ -12,7 +12,7 @@ import shmloader
 from shmloader.store.columns.types import PackedType, RecordsType, find_types
 
 ROWS = 300
-"""As a stream several chunks, whose integers have different widths."""
+"""As a stream these rows are several chunks, whose integers have different widths."""
 
 PACKED: dict[str, list[Any]] = {
     "dicts": [{"a": n, "b": -n * n * n, "c": n / 7, "d": n % 3 == 0, "e": str(n)} for n in range(ROWS)],

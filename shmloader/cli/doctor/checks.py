@@ -94,7 +94,7 @@ def check_versions(host: Host) -> Finding:
     found = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
     if not trouble:
         return Finding("ok", found, values=versions)
-    change = f"{'; '.join(trouble)}: reinstall shmloader and what it depends on"
+    change = f"{'; '.join(trouble)}: reinstall shmloader and its dependencies"
     return Finding("warning", found, change, versions)
 
 

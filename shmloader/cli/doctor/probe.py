@@ -25,7 +25,7 @@ BATCHES = 4
 BATCH_SIZE = 8
 
 TRIED_NBYTES = 64 << 20
-"""Of memory that is page-locked and copied."""
+"""Bytes of memory that are page-locked and copied."""
 
 
 class Numbered(Dataset[torch.Tensor]):
