@@ -160,7 +160,7 @@ def list_all() -> str:
     """Lists the workloads and loaders, and what is missing for them."""
     workloads = [["workload", "measures", "batch", "a sample"]]
     workloads += [[one.name, one.kind, str(one.batch_size), one.about] for one in WORKLOADS.values()]
-    loaders = [["loader", "here"]]
+    loaders = [["loader", "installed"]]
     loaders += [[one.name, one.missing() or "yes"] for one in LOADERS.values()]
     return f"{render_table(workloads, 4)}\n\n{render_table(loaders, 2)}"
 

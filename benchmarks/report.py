@@ -80,7 +80,7 @@ COLUMNS: dict[str, Columns[Row]] = {
     STARTUP: (
         *CONTESTANT,
         ("first batch, s", lambda row: or_empty(row.first_batch_s, ".3f")),
-        ("of it making the loader, s", lambda row: or_empty(row.made_s, ".3f")),
+        ("making the loader (part of it), s", lambda row: or_empty(row.made_s, ".3f")),
         *RATIOS,
         ("CPU s", lambda row: format(row.cpu_s, ".2f")),
         *FOREIGN,
@@ -120,7 +120,7 @@ def render(
         if rows:
             parts.append(f"{HEADINGS[kind]}\n\n{table_of(columns, rows, texts=2)}\n")
     if outcomes:
-        parts.append("Checksums: all in the tables delivered the same.\n")
+        parts.append("Checksums: all loaders in the tables delivered the same data.\n")
     if left_out:
         table = [["workload", "loader", "why it has no figure"]]
         table += [[one.workload, one.contestant, one.reason.replace("|", "/")] for one in left_out]

@@ -103,7 +103,7 @@ def test_every_figure_is_positive(quick: tuple[str, Any]) -> None:
 
 def test_all_checksums_are_compared_and_equal(quick: tuple[str, Any]) -> None:
     output, report = quick
-    assert "all in the tables delivered the same" in output
+    assert "all loaders in the tables delivered the same data" in output
     (workload,) = report["workloads"].values()
     runs = [one for row in contestants(report).values() for one in row["runs"]]
     assert {one["checksum"] for one in runs} == {workload["checksum"]}
