@@ -1,1 +1,1 @@
-"""Benchmarks of a checkout. README.md has the map: which file answers which question."""
+"""Benchmarks of a checkout. README.md says which file answers which question."""

@@ -6,9 +6,9 @@ Run from a checkout:
 
 For each workload there is one loader for each fixed choice (1 to as many workers as there are usable cores,
 2, 4 and 8 batches in advance) and one that chooses for itself and has settled. All dispatch dynamically, keep
-their workers, and take turns with one epoch each. Medians are given, and the ratio of the rate of the loader
-that chose to that of the best fixed choice within each turn (median over turns). Its rate until it had
-settled, over that afterwards, is given as well: what choosing costs, start-up included.
+their workers, and take turns with one epoch each. Figures are medians. "auto / best fixed" is the rate of the
+loader that chose, divided by the rate of the best fixed choice in the same turn. "while choosing /
+afterwards" compares its rates before and after it has settled: the cost of choosing, start-up included.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PREFETCH = (2, 4, 8)
 
 
 def keep_busy(seconds: float) -> None:
-    """Take so much processor time of this thread."""
+    """Use the given processor time of this thread."""
     until_s = time.thread_time() + seconds
     while time.thread_time() < until_s:
         pass
@@ -46,10 +46,10 @@ class Work(Dataset[torch.Tensor]):
     """Samples of 16 bytes.
 
     Args:
-        length: How many.
-        cpu_s: Processor time that each takes.
-        sleep_s: Seconds that each is slept for.
-        slow_s: The same for one in twenty.
+        length: Number of samples.
+        cpu_s: Processor time of each sample.
+        sleep_s: Seconds of sleep for each sample.
+        slow_s: Seconds of sleep for one sample in twenty.
     """
 
     def __init__(self, length: int, cpu_s: float = 0.0, sleep_s: float = 0.0, slow_s: float = 0.0) -> None:
@@ -70,7 +70,7 @@ class Work(Dataset[torch.Tensor]):
 
 @dataclass(frozen=True)
 class Workload:
-    """One epoch of it is one measurement.
+    """A workload; one epoch of it is one measurement.
 
     Attributes:
         dataset: Makes the data set.
@@ -105,7 +105,7 @@ def play(loader: DataLoader[Any], workload: Workload, batches: int | None = None
 
 
 def settle(loader: DataLoader[Any], workload: Workload) -> float:
-    """Let the loader choose; batches per second meanwhile."""
+    """Let the loader choose, and return its batches per second meanwhile."""
     began_s, batches = time.perf_counter(), 0
     while True:
         for batch in loader:
@@ -119,7 +119,7 @@ def settle(loader: DataLoader[Any], workload: Workload) -> float:
 
 
 def measure(workload: Workload, turns: int) -> dict[str, Any]:
-    """All loaders of one workload, alternating."""
+    """Measure all loaders of one workload, in turns."""
     fixed = [(workers, ahead) for workers in range(1, cores().usable + 1) for ahead in _PREFETCH]
     loaders: dict[str, DataLoader[Any]] = {}
     with contextlib.ExitStack() as stack:
@@ -164,7 +164,7 @@ def measure(workload: Workload, turns: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Print a table for each workload, and write all of it as JSON if asked; 3 where that could not be."""
+    """Print a table for each workload, and write all of it as JSON if asked; 3 if that fails."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,7 +1,7 @@
 """One side of `benchmarks.checkouts`: a process with one checkout's loader, and this checkout's workloads.
 
-`shmloader` may be any version here. Therefore only its public names are used, by this module and by those
-that it imports (a test holds them to it).
+`shmloader` may be any version here. So this module and those that it imports use only its public names (a
+test checks that).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Turn:
     """One turn of one checkout's loader; µs are for each batch.
 
     Attributes:
-        batches_per_s: Batches, by the clock; of a start-up the inverse of the time to the first one.
+        batches_per_s: Batches per second, by the clock; for a start-up, the inverse of the time to the first.
         next_us: Time in `next()`, by the clock.
         main_cpu_us: Processor time of the main process.
-        workers_cpu_us: That of all workers, and of what else starts them.
+        workers_cpu_us: Processor time of all workers, and of processes that start them.
     """
 
     batches_per_s: float
@@ -56,13 +56,13 @@ def make_loader(workload: Workload, dataset: Any, workers: int) -> Any:
 
 
 def serve(workload: Workload, workers: int, answer: Any) -> None:
-    """Loads for as many seconds as each line of the input says, and answers how it went.
+    """Reads lines with a number of seconds, loads for that time, and answers with a `Turn`.
 
     A line with null only waits until all is warm.
     """
     with make_loader(workload, workload.make_dataset(), workers) as loader:
         batches: Iterator[Any] = itertools.chain.from_iterable(itertools.repeat(loader))
-        ready = workers * (workload.prefetch_factor or 2)  # batches that are made while nobody asks
+        ready = workers * (workload.prefetch_factor or 2)  # batches that are made while no line has come
         load(batches, 0.5, workload.compute_s)
         for line in sys.stdin:
             seconds = json.loads(line)
@@ -75,7 +75,7 @@ def serve(workload: Workload, workers: int, answer: Any) -> None:
 
 
 def load(batches: Iterator[Any], seconds: float, compute_s: float) -> Turn:
-    """Takes and reads batches for so long, and computes between two of them."""
+    """Takes and reads batches for the given time, and computes between two of them."""
     main = psutil.Process()
     workers = main.children(recursive=True)
     before = _cpu_us([main]), _cpu_us(workers)
@@ -96,7 +96,7 @@ def load(batches: Iterator[Any], seconds: float, compute_s: float) -> Turn:
 
 
 def start_up(workload: Workload, workers: int, answer: Any) -> None:
-    """Makes a loader when a second line of the input comes, and answers what its first batch took."""
+    """Makes a loader when a second line of the input comes, and answers with the cost of its first batch."""
     dataset = workload.make_dataset()
     main = psutil.Process()
     sys.stdin.readline()
@@ -117,7 +117,7 @@ def _cpu_us(processes: list[psutil.Process]) -> float:
 
 
 def main(checkout: str, name: str, workers: str) -> None:
-    """Answers for one checkout: the folder that its package must come from, a workload, and workers."""
+    """Runs one checkout. Arguments: the folder of its package, a workload, and the number of workers."""
     package = Path(shmloader.__file__).resolve()
     if Path(checkout) not in package.parents:
         sys.exit(f"error: shmloader is imported from {package}, not from {checkout}")

@@ -1,12 +1,12 @@
-"""Two checkouts of this project beside each other: what a change does to the speed of its loader.
+"""Compares two checkouts of this project: the effect of a change on the speed of its loader.
 
 `python -m benchmarks.checkouts ../before` loads every workload with the loader of this checkout and with
-that of another one, say `git worktree add ../before HEAD~1`. Each has a process of its own and loads for half
-a second in turn, while the other one sleeps; which of the two begins changes from turn to turn. A machine's
-speed drifts by more than most changes bring, and two loads a second apart have it nearly the same: so what
-counts is the ratio within a turn, and its median over all turns. Where its memory lies makes one process
-quicker than another for as long as it lives, so there are several rounds of fresh ones. Of a start-up each
-turn has fresh processes. Workloads, consumer and interpreter are those of this checkout.
+that of another one, say `git worktree add ../before HEAD~1`. Each has a process of its own. The two load for
+half a second in turn, while the other one sleeps; the one that begins changes from turn to turn. A machine's
+speed drifts by more than most changes gain, but hardly within a second. So the result is the ratio within a
+turn, as a median over all turns. The place of its memory makes one process quicker than another for as long
+as it lives, so there are several rounds of fresh processes. For a start-up each turn has fresh processes.
+Workloads, consumer and interpreter are those of this checkout.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Comparison:
     Attributes:
         throughput: Batches per second: the median of the ratios within a turn.
         in_next: Time in `next()`, likewise.
-        processor_time: Processor time per batch of all processes, over all turns: it comes in ticks of 10 ms,
-            of which a turn may have few.
-        main_time: That of the main process alone.
-        workers_time: That of the workers alone.
+        processor_time: Processor time per batch of all processes, over all turns: the clock ticks every 10
+            ms, so one turn may have only a few ticks.
+        main_time: Processor time of the main process alone.
+        workers_time: Processor time of the workers alone.
     """
 
     workload: str
@@ -62,7 +62,7 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Whether this checkout is not slower, and not dearer, than is allowed."""
+        """Whether this checkout is within the allowed speed and cost."""
         return self.throughput >= LEAST_THROUGHPUT and not self.processor_time > MOST_PROCESSOR_TIME
 
 
@@ -71,7 +71,7 @@ def compare_turns(workload: str, turns: list[tuple[Turn, Turn]]) -> Comparison:
 
     Args:
         workload: Its name.
-        turns: What the two did in each turn, this checkout's first.
+        turns: The results of each turn, this checkout's first.
     """
     heres, theres = zip(*turns, strict=True)
     main = [[turn.main_cpu_us for turn in side] for side in (heres, theres)]
@@ -92,7 +92,7 @@ def compare_turns(workload: str, turns: list[tuple[Turn, Turn]]) -> Comparison:
 class Side:
     """One checkout's process.
 
-    Its current folder, and the first of its path, has nothing but a link to the checkout's package, so that
+    Its current folder, which is also the first of its path, holds only a link to the checkout's package. So
     workers started by any method import that package, and the benchmarks of this checkout.
     """
 
@@ -110,7 +110,7 @@ class Side:
         self._ask(None)  # all is warm
 
     def load(self, seconds: float) -> Turn:
-        """Lets it load for so long."""
+        """Lets it load for the given time."""
         return Turn(**self._ask(seconds))
 
     def _ask(self, seconds: float | None) -> dict[str, float]:
@@ -132,7 +132,7 @@ def compare(name: str, arguments: argparse.Namespace) -> Comparison:
 
 
 def play_round(name: str, arguments: argparse.Namespace, number: int, turns: int) -> list[tuple[Turn, Turn]]:
-    """Some turns of two fresh processes; over all rounds each is started, and loads, first in every other."""
+    """Plays some turns of two fresh processes. The one that starts and loads first alternates."""
     with tempfile.TemporaryDirectory(prefix="shmloader-bench-") as written, ExitStack() as ends:
         sides = {}
         for checkout in (arguments.other, ROOT) if number % 2 else (ROOT, arguments.other):
@@ -146,7 +146,7 @@ def play_round(name: str, arguments: argparse.Namespace, number: int, turns: int
 
 
 def _rate(per_s: float) -> str:
-    """A rate with one decimal; of a start-up, which may take ten seconds, with four."""
+    """A rate with one decimal; for a start-up, which may take ten seconds, with four."""
     return f"{per_s:,.1f}" if per_s >= 10 else f"{per_s:.4f}"
 
 
@@ -176,7 +176,7 @@ def names(asked: list[str] | None) -> list[str]:
 
 
 def main() -> int:
-    """Compares two checkouts; 1 where one fails, or with `--check` this one is slower or dearer."""
+    """Compares two checkouts; 1 if one fails, or with `--check` if this one is slower or dearer."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,8 +1,8 @@
 """The cost of a garbage collection in a worker when the program holds many objects.
 
-``python -m benchmarks.collector`` makes a dataset that refers to a million lists, and has a forked worker
-collect, with torch's loader and with this one in turn: how long it takes, and how much memory, until then
-shared with the main process, becomes the worker's own. docs/decisions/0027 is about it.
+``python -m benchmarks.collector`` makes a dataset that refers to a million lists, and lets a forked worker
+collect, with torch's loader and with this one in turn. It prints how long a collection takes, and how much
+memory that was shared with the main process becomes the worker's own. See docs/decisions/0027.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOADERS = {"torch": DataLoader, "shmloader": shmloader.DataLoader}
 
 
 class Collecting(Dataset[torch.Tensor]):
-    """Each sample is a collection: the seconds it took, and the bytes that became private meanwhile."""
+    """A dataset; each sample is a collection: its seconds, and the bytes that became private meanwhile."""
 
     def __init__(self, lists: int) -> None:
         self.lists = [[number] for number in range(lists)]
@@ -44,7 +44,7 @@ class Collecting(Dataset[torch.Tensor]):
 
 
 def measure(turns: int, lists: int) -> dict[str, list[tuple[float, float]]]:
-    """Collects in a fresh worker of each loader, in turn: seconds and bytes of each time."""
+    """Collects in a fresh worker of each loader, in turn; gives the seconds and bytes of each time."""
     dataset = Collecting(lists)
     seen: dict[str, list[tuple[float, float]]] = {name: [] for name in LOADERS}
     for _ in range(turns):

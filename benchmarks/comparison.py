@@ -1,8 +1,8 @@
-"""Compares loaders on all kinds of work: what `python -m shmloader bench` runs.
+"""The comparison of loaders on all kinds of work, run by `python -m shmloader bench`.
 
-Each measurement has a fresh process to itself, and the contestants take turns; one that fails, or delivers
-something else, is left out with the reason, and the run goes on. `docs/performance.md` says how each peer is
-set up, and what came out.
+Each measurement has a fresh process to itself, and the contestants take turns. A contestant that fails or
+delivers wrong data is left out with the reason, and the run continues. `docs/performance.md` says how each
+peer is set up, and has the results.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from benchmarks.tables import render_table
 from benchmarks.workloads import WORKLOADS
 
 DESCRIPTION = """\
-Run the benchmarks of a checkout of shmloader: torch's loader, this one and other projects' on many kinds
-of work, each measurement in a fresh process, in turns, with the same batches from all of them. Beside
-the loaders stand the limit (the same work in as many processes, without any loader) and the rate at
-which this machine copies memory.
+Compare shmloader's loader with torch's and other projects' on many workloads, in a checkout of
+shmloader. Each measurement runs in a fresh process, the loaders take turns, and the batches of all are
+checked to be the same. Two more figures help to judge the loaders: the limit (the same work in as many
+processes, without any loader) and the rate at which this machine copies memory.
 
-Names may be patterns such as 'startup-*'; --list says which there are. Everything takes an hour or
-two, one workload a minute or two. docs/performance.md explains the tables.
+Names may be patterns such as 'startup-*'; --list shows all names. Everything takes an hour or two, one
+workload a minute or two. docs/performance.md explains the tables.
 
 The exit status is 0, or
-  1    where this project's loader failed, delivered wrong data or (with --check) missed a target
-  2    where nothing was measured: the benchmarks, a name or a plugin cannot be found or loaded, a
-       number makes no sense, or nothing could be written to the path of --json or --plot
-  3    where all is well but the tables, the JSON or a picture could not be written at the end
+  1    if this project's loader failed, delivered wrong data or (with --check) missed a target
+  2    if nothing was measured: the benchmarks, a name or a plugin cannot be found or loaded, a number
+       makes no sense, or nothing could be written to the path of --json or --plot
+  3    if all went well but the tables, the JSON or a picture could not be written at the end
   130  after Ctrl-C
 """
 
@@ -59,13 +59,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add, count = parser.add_argument, whole_number(1)
     add("--workload", action="append", metavar="NAME", help="only these (default: all); may be repeated")
     add("--loader", action="append", metavar="NAME", help="only these (default: all); may be repeated")
-    add("--list", action="store_true", help="say which workloads and loaders there are, and end")
+    add("--list", action="store_true", help="list the workloads and loaders, and end")
     add(
         "--repeats",
         type=count,
         default=3,
         metavar="N",
-        help="turns of which the median is taken (default: %(default)s; 1 with --quick)",
+        help="turns; figures are their median (default: %(default)s; 1 with --quick)",
     )
     add(
         "--seconds",
@@ -81,23 +81,36 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         metavar="N",
         help="batches ahead per worker (default: %(default)s)",
     )
-    add("--quick", action="store_true", help="small batches, one turn: its figures mean nothing")
+    add(
+        "--quick", action="store_true", help="small batches, one turn: a smoke test, its figures mean nothing"
+    )
     add(
         "--max-foreign",
         type=finite_number(0.0),
         default=1.0,
         metavar="SHARE",
-        help="measure again, up to six times, where others used more than this share of the cores",
+        help="measure again, up to six times, if other programs used more than this share of the cores",
     )
-    add("--json", type=Path, metavar="PATH", help="write every single measurement, and the machine")
+    add(
+        "--json",
+        type=Path,
+        metavar="PATH",
+        help="write every single measurement, and a description of the machine",
+    )
     add(
         "--plot",
         type=Path,
         metavar="DIR",
         help="draw each workload as a PNG here; needs matplotlib",
     )
-    add("--check", action="store_true", help="exit with 1 where a target is missed")
-    add("--plugin", action="append", default=[], metavar="PATH", help="a Python file that registers more")
+    add("--check", action="store_true", help="exit with 1 if a target is missed")
+    add(
+        "--plugin",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="a Python file that registers more workloads or loaders",
+    )
     arguments = parser.parse_args(words)
     arguments.plugin = [str(Path(path).resolve()) for path in arguments.plugin]
     if arguments.quick:
@@ -112,7 +125,7 @@ class UnknownNameError(Exception):
 
 
 def choose(patterns: Sequence[str] | None, names: Sequence[str], what: str) -> list[str]:
-    """Gives the names that fit a pattern, in their order; all where there is none.
+    """Gives the names that fit a pattern, in their order; all if there is no pattern.
 
     Raises:
         UnknownNameError: A pattern fits none.
@@ -144,10 +157,10 @@ def to_json(run: Run) -> dict[str, Any]:
 
 
 def list_all() -> str:
-    """Says which workloads and loaders there are, and what is missing for them."""
+    """Lists the workloads and loaders, and what is missing for them."""
     workloads = [["workload", "measures", "batch", "a sample"]]
     workloads += [[one.name, one.kind, str(one.batch_size), one.about] for one in WORKLOADS.values()]
-    loaders = [["loader", "here"]]
+    loaders = [["loader", "installed"]]
     loaders += [[one.name, one.missing() or "yes"] for one in LOADERS.values()]
     return f"{render_table(workloads, 4)}\n\n{render_table(loaders, 2)}"
 
@@ -156,7 +169,7 @@ def main(words: Sequence[str]) -> int:
     """Runs the comparison.
 
     Args:
-        words: Command line behind `python -m shmloader bench`.
+        words: Command line after `python -m shmloader bench`.
 
     Returns:
         The exit status, see `DESCRIPTION`.
@@ -181,7 +194,7 @@ def main(words: Sequence[str]) -> int:
     except MeasurementFailedError as failure:
         print(f"error: {failure}", file=sys.stderr)
         run.wrong = True
-    finally:  # what was measured before a failure is not lost
+    finally:  # keeps the measurements made before a failure
         os.environ.pop(FOLDER, None)
         unwritten = publish(run)
     missed = any(not verdict.ok for one in run.outcomes for verdict in one.verdicts)
@@ -191,10 +204,10 @@ def main(words: Sequence[str]) -> int:
 
 
 def check_outputs(arguments: argparse.Namespace) -> None:
-    """Tries, before anything is measured, whether what is asked for could be written.
+    """Checks, before anything is measured, that the files asked for can be written.
 
     Raises:
-        UnusablePathError: It could not.
+        UnusablePathError: One cannot.
     """
     try:
         option = "--json"
@@ -209,10 +222,10 @@ def check_outputs(arguments: argparse.Namespace) -> None:
 
 
 def publish(run: Run) -> list[str]:
-    """Prints the tables and writes what else was asked for, each of them whatever became of the others.
+    """Prints the tables and writes the files asked for; if one fails, the others are still written.
 
     Returns:
-        What could not be written.
+        The outputs that could not be written.
     """
     unwritten: list[str] = []
     written = []
@@ -228,7 +241,7 @@ def publish(run: Run) -> list[str]:
 
         with result_files.noted(f"--plot {folder}", unwritten):
             for picture in draw_all(folder, run.machine, run.outcomes):
-                written.append(f"plot: {picture}")  # noqa: PERF401 - what was drawn before a failure counts
+                written.append(f"plot: {picture}")  # noqa: PERF401 - keeps pictures drawn before a failure
     if written:
         with result_files.noted("the list of files", unwritten):
             print("\n".join(written), flush=True)

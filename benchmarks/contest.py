@@ -29,7 +29,7 @@ START_ALLOWANCE_S, LARGE_ALLOWANCE_S = 120.0, 30.0
 """Time allowed to a measurement beside its windows: to start, and for each GB of its data set."""
 
 KILL_AFTER_S = 15.0
-"""Time after that for it to say where it hangs, and to end by itself."""
+"""Additional time for a measurement to report where it hangs, and to end by itself."""
 
 ATTEMPTS = 6
 """Most attempts at a measurement that other processes disturb."""
@@ -37,7 +37,7 @@ ATTEMPTS = 6
 
 @dataclass
 class Run:
-    """A whole run: what was measured so far, and what was not.
+    """A whole run: its measurements so far, and the contestants left out.
 
     `wrong` says whether this project's loader failed or was wrong, which makes the run a failure.
     """
@@ -50,12 +50,12 @@ class Run:
     wrong: bool = False
 
     def leave_out(self, workload: str, contestant: str, reason: str) -> None:
-        """Notes that a contestant has no figure, and says so at once."""
+        """Notes that a contestant has no figure, and prints it at once."""
         self.left_out.append(LeftOut(workload, contestant, reason))
         print(f"left out: {contestant} on {workload}: {reason}", file=sys.stderr, flush=True)
 
     def fail(self, workload: str, contestant: str, reason: str) -> None:
-        """Notes that a contestant failed; where it is this project's, so did the run."""
+        """Notes that a contestant failed; if it is this project's, the run fails too."""
         self.leave_out(workload, contestant, reason)
         self.wrong |= LOADERS[contestant].is_own
 
@@ -77,7 +77,7 @@ def run_all(run: Run, workloads: list[str], loaders: list[str]) -> None:
 
 
 def run_workload(run: Run, name: str, loaders: list[str], progress: Any) -> None:
-    """Runs one workload, and adds what it gave."""
+    """Runs one workload, and adds its results."""
     workload = WORKLOADS[name].quick() if run.arguments.quick else WORKLOADS[name]
     missing = (workload.missing() if workload.missing else None) or too_large(workload, None, 0)
     if missing:
@@ -103,7 +103,7 @@ def present(run: Run, names: list[str]) -> list[str]:
 
 
 def too_large(workload: Workload, loader: Loader | None, workers: int) -> str | None:
-    """Says what memory a workload lacks, where its data set is large."""
+    """The reason why memory is too short for a workload with a large data set; None if it is not."""
     if not workload.dataset_nbytes:
         return None
     copies = loader.copies_dataset(workload.start_method, workers) if loader else 1.0
@@ -117,7 +117,7 @@ def too_large(workload: Workload, loader: Loader | None, workers: int) -> str | 
 
 
 def contestants_for(run: Run, workload: Workload, names: list[str]) -> list[str]:
-    """Chooses who takes part in a workload, and notes who does not."""
+    """Chooses the contestants of a workload, and notes those left out."""
     chosen = []
     for name in names:
         loader = LOADERS[name]
@@ -132,10 +132,10 @@ def contestants_for(run: Run, workload: Workload, names: list[str]) -> list[str]
 
 
 def measure_in_turns(run: Run, workload: Workload, names: list[str], progress: Any) -> summary.Runs:
-    """Runs all contestants on one workload in turns; one that fails is out of it from then on.
+    """Runs all contestants on one workload in turns; one that fails is left out from then on.
 
-    Each turn begins with the next one: who runs when the machine has just been idle, or just been busy, is
-    not always the same.
+    Each turn begins with another contestant, so that it is not always the same one that runs when the machine
+    has just been idle, or just been busy.
     """
     runs: summary.Runs = {name: [] for name in [*names, LIMIT]}
     for turn in range(run.arguments.repeats):
@@ -145,7 +145,7 @@ def measure_in_turns(run: Run, workload: Workload, names: list[str], progress: A
             try:
                 runs[name].append(run_undisturbed(spec, run.arguments.max_foreign))
             except MeasurementFailedError as failure:
-                if name == LIMIT:  # without it nobody's data can be judged
+                if name == LIMIT:  # without it no contestant's data can be judged
                     raise
                 run.fail(workload.name, name, last_words(failure))
                 del runs[name]
@@ -173,9 +173,9 @@ def make_spec(arguments: argparse.Namespace, workload: Workload | None, contesta
 
 
 def run_undisturbed(spec: Spec, max_foreign: float) -> Measurement:
-    """Repeats a measurement until other processes leave it alone; else takes the best of all.
+    """Repeats a measurement until other processes do not disturb it; else takes the least disturbed one.
 
-    What others do does not depend on the contestant, so choosing by it favours none.
+    The load of other processes does not depend on the contestant, so this choice favours none.
     """
     best: Measurement | None = None
     for _ in range(ATTEMPTS):
@@ -195,7 +195,7 @@ def run_measurement(spec: Spec) -> Measurement:
         MeasurementFailedError: The process failed, or was not done in time.
     """
     what = f"{spec.contestant} on {spec.workload}"
-    timeout_s = spec.timeout_s + KILL_AFTER_S  # one that hangs ends by itself before, and says where
+    timeout_s = spec.timeout_s + KILL_AFTER_S  # a process that hangs ends by itself before, and says where
     return Measurement(**run_fresh(what, "benchmarks.measure", spec.to_json(), timeout_s=timeout_s))
 
 
@@ -211,13 +211,13 @@ def rotated(names: list[str], places: int) -> list[str]:
 
 
 def last_words(failure: Exception) -> str:
-    """Gives the first and the last line of a failure: what ended, and the error it ended with."""
+    """Gives the first and the last line of a failure: which process ended, and with what error."""
     lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
     return lines[0] if len(lines) == 1 else f"{lines[0].rstrip(':')}: {lines[-1][:300]}"
 
 
 def without_wrong_data(run: Run, workload: str, runs: summary.Runs) -> summary.Runs:
-    """Leaves out whoever delivered something else than a plain fetch and collate gives."""
+    """Leaves out contestants whose data differs from that of a plain fetch and collate."""
     right: summary.Runs = {}
     for name, measurements in runs.items():
         try:

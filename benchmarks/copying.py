@@ -20,7 +20,7 @@ BLOCK_NBYTES = 64 << 20
 
 
 def measure_copying(spec: Spec) -> Measurement:
-    """Copies one block to another in each process, over and over; a byte that is copied counts once."""
+    """Copies one block to another in each process, over and over; each copied byte counts once."""
     context = multiprocessing.get_context()
     copied = [context.Value("q", 0, lock=False) for _ in range(spec.workers)]
     stop = context.Value("b", 0, lock=False)

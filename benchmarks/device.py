@@ -9,15 +9,16 @@ The parts, all of them by default:
 * guard: pinned batches are copied on a busy side stream without waiting, dropped, and the next one is taken;
   also around graph captures, in this thread and in another one. Every batch is compared on the device.
 * guard-off: the same with slots granted again at once. It has to show wrong batches, or `guard` is no proof.
-* copy: batches of 64 MB with ``device="cuda"``, over a plain ``copy_`` of a pinned tensor in a loop.
+* copy: batches of 64 MB with ``device="cuda"``, relative to a plain ``copy_`` of a pinned tensor in a loop.
 * torch: the same batches, beside torch's loader with ``pin_memory=True``: throughput, and processor time.
 * leaves: batches of 500 small tensors, beside torch's; and with one copy for each tensor.
-* resnet: training ResNet-18 on uint8 images: how much longer a step takes than on a batch that is there.
-* leak: 1,000 loaders, one after the other: what stays registered, mapped, and allocated.
+* resnet: training ResNet-18 on uint8 images: how much longer a step takes than on a batch that is on the
+  device.
+* leak: 1,000 loaders, one after the other: memory that stays registered, mapped, or allocated.
 
-Workers stamp a batch with its number, once in each 4,096 bytes, and otherwise leave the memory as it is: what
-is measured in `copy` and `torch` is the way of the bytes, not how fast workers can write them. Exit status: 0
-where all is as it should be, 1 where not, 2 where there is no CUDA device, 3 where results are not written.
+Workers stamp a batch with its number, once in each 4,096 bytes, and otherwise leave the memory as it is. So
+`copy` and `torch` measure the transport of the bytes, not how fast workers can write them. Exit status: 0 if
+all is as it should be, 1 if not, 2 if there is no CUDA device, 3 if results could not be written.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ class Figure(NamedTuple):
     """One line of the result.
 
     Attributes:
-        part: Which part it is of.
-        what: What was measured.
+        part: The part that it belongs to.
+        what: Name of the measurement.
         value: The figure.
         unit: Its unit.
-        good: Whether it is as it should be; None where nothing is asked of it.
+        good: Whether it reaches its target; None if it has none.
     """
 
     part: str
@@ -84,7 +85,7 @@ class Numbers(Dataset[int]):
 
 
 class Stamped:
-    """A collate function: a batch of so many bytes, stamped with its number."""
+    """A collate function: a batch of `nbytes` bytes, stamped with its number."""
 
     def __init__(self, nbytes: int, *, in_slot: bool = True) -> None:
         self.nbytes = nbytes
@@ -117,13 +118,13 @@ class Images:
 
 
 def make(kind: Any, batches: int, collate: Callable[..., Any], workers: int, **options: Any) -> Any:
-    """A loader whose every batch is of one sample, unless `batch_size` says otherwise."""
+    """A loader whose batches have one sample each, unless `batch_size` is given."""
     size = options.pop("batch_size", 1)
     return kind(Numbers(batches * size), batch_size=size, num_workers=workers, collate_fn=collate, **options)
 
 
 def wrong_batches(workers: int, batches: int, nbytes: int, *, guarded: bool, captures: bool) -> int:
-    """Copies pinned batches on a busy side stream and drops them; how many arrive with wrong bytes."""
+    """Copies pinned batches on a busy side stream and drops them; counts those with wrong bytes."""
     side = torch.cuda.Stream()
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     capturing = _Captures() if captures else None
@@ -153,7 +154,7 @@ def wrong_batches(workers: int, batches: int, nbytes: int, *, guarded: bool, cap
 
 
 def leave_unguarded(pool: Any) -> None:
-    """Have the slots of a pool granted again as soon as their leases have ended."""
+    """Make a pool grant its slots again as soon as their leases have ended."""
     free: list[Any] = []
 
     def done() -> list[Any]:
@@ -166,10 +167,10 @@ def leave_unguarded(pool: Any) -> None:
 
 
 class _Captures:
-    """Captures a small graph, here or in a thread while this one goes on, and replays all at the end.
+    """Captures small graphs, in this thread or another one that runs beside it, and replays all at the end.
 
     Attributes:
-        begins: Held while a capture begins; to be held around ``next()`` (see docs/gpu.md).
+        begins: A lock, held while a capture begins; hold it around ``next()`` (see docs/gpu.md).
     """
 
     def __init__(self) -> None:
@@ -225,9 +226,9 @@ def guard(arguments: argparse.Namespace, *, guarded: bool = True) -> Iterator[Fi
 
 
 def rate_of(batches: Iterable[Any], seconds: float, step: Callable[[Any], object]) -> tuple[float, float]:
-    """Batches per second, and processor time per batch, of all processes; once no more slots are page-locked.
+    """Batches per second, and processor time per batch of all processes, after the last slot was page-locked.
 
-    As many slots come into use as the device is behind, and each is page-locked when it does.
+    The further the device is behind, the more slots come into use; each is page-locked at its first use.
     """
     from shmloader.device import pinned
 
@@ -254,11 +255,11 @@ def plain_copy_rate(nbytes: int, seconds: float) -> float:
 
 
 def keep(batch: Any) -> None:
-    """A step that does nothing: the batch is on the device."""
+    """A step that does nothing: the batch is on the device already."""
 
 
 def to_cuda(batch: Any) -> Any:
-    """A step as it is with torch's loader: every tensor is copied without waiting."""
+    """The step with torch's loader: every tensor is copied without waiting."""
     if isinstance(batch, dict):
         return {name: tensor.to("cuda", non_blocking=True) for name, tensor in batch.items()}
     return batch.to("cuda", non_blocking=True)
@@ -267,7 +268,7 @@ def to_cuda(batch: Any) -> Any:
 def in_turns(
     turns: int, contests: dict[str, Callable[[], tuple[float, float]]]
 ) -> dict[str, tuple[float, float]]:
-    """Runs each in turn, so often; the medians of what they give."""
+    """Runs all in turn, several times; the medians of their results."""
     runs: dict[str, list[tuple[float, float]]] = {name: [] for name in contests}
     for turn in range(turns):
         for name in sorted(contests, reverse=bool(turn % 2)):
@@ -364,7 +365,7 @@ def leaves(arguments: argparse.Namespace) -> Iterator[Figure]:
 
 
 def pinned_ring(batches: Iterable[Any], size: int = 4) -> Iterator[Any]:
-    """Batches through a ring of pinned memory, copied on a stream of their own, as DALI does it."""
+    """Batches through a ring of pinned memory, copied on a stream of its own, as DALI does."""
     stream = torch.cuda.Stream()
     ring: list[Any] = [None] * size
     events = [torch.cuda.Event() for _ in ring]
@@ -410,7 +411,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.01, momentum=0.9)
 
     def step(self, batch: Any) -> None:
-        """One step; nothing waits for it."""
+        """Queue one step, without waiting for it."""
         images, labels = (tensor.to(self.device, non_blocking=True) for tensor in batch)
         images = images.to(memory_format=torch.channels_last).float().div_(255)
         with torch.autocast(self.device, torch.bfloat16):
@@ -501,11 +502,11 @@ PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Figure]]] = {
 
 
 def figures_of(names: Iterable[str], arguments: argparse.Namespace) -> Iterator[Figure]:
-    """The figures of parts; one that fails (torch needs a large /dev/shm, say) does not end the others."""
+    """The figures of the parts; one may fail (torch needs a large /dev/shm, say), the others continue."""
     for name in names:
         try:
             yield from PARTS[name](arguments)
-        except Exception as error:  # noqa: BLE001 - of whatever is measured
+        except Exception as error:  # noqa: BLE001 - any part may raise anything
             traceback.print_exc()
             yield Figure(name, f"it raised {type(error).__name__}, see above", 1, "", good=False)
 

@@ -1,9 +1,9 @@
-"""Fresh processes: the one way in which benchmarks start a measurement.
+"""Fresh processes: all benchmarks start their measurements this way.
 
 A measurement runs as `python -m MODULE WORDS` with an interpreter and a session of its own: it inherits no
 caches, descriptors or warmed-up allocator, and its workers can be ended with it. It answers with lines of
-JSON, and may be asked for more with lines of JSON. `FreshProcess` is the side of the benchmark,
-`claim_output` that of the measurement.
+JSON, and may be asked for more with lines of JSON. The benchmark uses `FreshProcess`, the measurement uses
+`claim_output`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ END_S = 15.0
 
 
 class MeasurementFailedError(Exception):
-    """A measurement's process ended without an answer, or was not done in time; the text says why."""
+    """A measurement's process ended without an answer, or took too long; the text says why."""
 
 
 class FreshProcess:
@@ -35,12 +35,12 @@ class FreshProcess:
 
     Args:
         what: The measurement's name, for errors.
-        module: What it runs.
+        module: The module that it runs.
         words: Its command line.
         environment: Variables that it gets besides this process's.
         folder: Its current folder, from which it also imports; that of the checkout by default.
         prefix: A command that runs it: `strace`, say.
-        setup: What its process does before anything else, in a fork of this one.
+        setup: Called first in its process, which is then a fork of this one.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class FreshProcess:
             pass  # closes the pipes, and waits
 
     def ask(self, question: Any) -> None:
-        """Sends a question; one that has ended says so when its answer is read."""
+        """Sends a question. If the process has ended, `answer` raises."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(question).encode() + b"\n")
@@ -86,7 +86,7 @@ class FreshProcess:
         """Waits for the next answer.
 
         Raises:
-            MeasurementFailedError: It ended without one, or did not give it in time.
+            MeasurementFailedError: The process ended without an answer, or took too long.
         """
         assert self.process.stdout is not None
         with self._killed_after(timeout_s):
@@ -96,10 +96,10 @@ class FreshProcess:
         return json.loads(line)
 
     def finish(self, timeout_s: float = END_S) -> None:
-        """Ends its questions, and waits until it has ended.
+        """Sends the end of the questions, and waits until the process has ended.
 
         Raises:
-            MeasurementFailedError: It ended with an error, or not in time.
+            MeasurementFailedError: It ended with an error, or took too long.
         """
         assert self.process.stdin is not None
         self.process.stdin.close()
@@ -136,7 +136,7 @@ class FreshProcess:
 
 
 def run_fresh(what: str, module: str, *words: str, timeout_s: float | None = None) -> Any:
-    """Runs a measurement that gives one answer, and returns that.
+    """Runs a measurement with one answer, and returns the answer.
 
     Raises:
         MeasurementFailedError: It failed, or was not done in time.
@@ -148,7 +148,7 @@ def run_fresh(what: str, module: str, *words: str, timeout_s: float | None = Non
 
 
 def claim_output() -> Callable[[Any], None]:
-    """Keeps this process's standard output for answers; what else is printed goes to the errors.
+    """Keeps this process's standard output for answers; other output goes to standard error.
 
     Returns:
         A function that gives one answer: plain data.

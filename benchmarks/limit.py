@@ -1,9 +1,9 @@
 """The limit: the same work without a loader.
 
 As many processes as there are workers fetch and collate, each into one output that it uses over
-and over, and one more process does the consumer's reading as often as a batch is made. Nothing is
-transported: the reader reads a batch of its own. What is left is what any loader has to do, with
-the cores contended for as they are with one.
+and over. One more process reads like the consumer, once for each batch that is made. Nothing is
+transported: the reader reads a batch of its own. The rest is the work that any loader has to do, and
+the processes compete for the cores as they do with a loader.
 
 The output is reused because fresh memory costs page faults, which would make the limit several
 times too easy to reach.
@@ -40,7 +40,7 @@ CHECKED_BATCHES = 8
 
 
 def outputs_like(batch: Any) -> Any:
-    """Allocates one output per leaf of a batch, and writes to every page of it."""
+    """Allocates one output per leaf of a batch, and writes to all its pages."""
     if isinstance(batch, torch.Tensor):
         return torch.zeros_like(batch).fill_(1)  # zeros alone may leave the pages unbacked
     if isinstance(batch, dict):
@@ -74,11 +74,11 @@ class Shared:
         self.barrier = context.Barrier(producers + 2)
 
     def view(self) -> memoryview:
-        """Gives the words as something that is quick to index."""
+        """Gives the words as a view that is quick to index."""
         return memoryview(self.words).cast("B").cast("q")
 
     def made(self, view: memoryview) -> int:
-        """Adds up what the producers have made."""
+        """The number of batches that the producers have made."""
         return sum(view[rank * STRIDE] for rank in range(self.producers))
 
     @property
@@ -105,7 +105,7 @@ def produce(
 ) -> None:
     """Fetches and collates, one index batch after the other, until told to stop."""
     torch.set_num_threads(1)  # as in a worker
-    out = outputs_like(out)  # of its own: what it was given may be shared
+    out = outputs_like(out)  # of its own: the argument may be shared
     view, stop_word, made = shared.view(), shared.stop_word, 0
     make(dataset, index_batches[0], out)
     shared.barrier.wait()
@@ -159,7 +159,7 @@ def measure_limit(spec: Spec, workload: Workload, dataset: Any) -> Measurement:
 
 
 def _measurement(workload: Workload, dataset: Any, checksum: str, counts: dict[str, float]) -> Measurement:
-    # A reader that falls behind would be one that a loader could not have either.
+    # If the reader fell behind here, it would with a loader too.
     batches = min(counts["made"], counts["read"])
     batches_per_s = batches / counts["window_s"]
     nbytes = Period.of(workload.reference_batches(dataset)).mean_nbytes
@@ -179,7 +179,7 @@ def _measurement(workload: Workload, dataset: Any, checksum: str, counts: dict[s
 
 
 def _count(spec: Spec, shared: Shared) -> dict[str, float]:
-    """Lets the window pass, says what was made and read in it, and stops all processes."""
+    """Waits for the window, counts the batches made and read in it, and stops all processes."""
     view = shared.view()
     meter = CpuMeter()
     start_s, made, read = time.perf_counter(), shared.made(view), view[shared.read_word]

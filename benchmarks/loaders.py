@@ -18,17 +18,16 @@ from benchmarks.workloads import STARTUP, Workload
 Build = Callable[..., Iterable[Any]]
 """Makes a loader of a data set, a batch size, a number of workers and a prefetch factor.
 
-What a workload needs beyond that comes by torch's names: `collate_fn`, `batch_sampler`,
-`multiprocessing_context`; none of them where it needs nothing."""
+A workload may add arguments by torch's names: `collate_fn`, `batch_sampler`, `multiprocessing_context`."""
 
 
 def batching(batch_size: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Makes torch's arguments of a workload's: it has a batch size, or a sampler of whole batches."""
+    """Turns a workload's options into torch's arguments: a batch size, or a sampler of whole batches."""
     return options if "batch_sampler" in options else {"batch_size": batch_size, **options}
 
 
 def pickled_copies(method: str | None, workers: int) -> float:
-    """Counts copies where workers that are not forked get a pickle: the bytes, and what is made of them."""
+    """Counts the copies of a data set that is pickled for its workers: the bytes, and the objects."""
     return 1.0 if method == "fork" else 2.0 + 2 * workers
 
 
@@ -37,19 +36,18 @@ class Loader:
     """One contestant.
 
     Attributes:
-        name: By which it is chosen.
+        name: Its name on the command line.
         build: Makes it.
-        statistics: Gives what the loader says about itself, by name; `reserved_nbytes` among it is its
-            slot memory.
-        is_baseline: Whether ratios are taken against it (the better one where there are several).
-        is_subject: Whether the targets are for it, where a workload names no other.
-        is_own: Whether it is this project's, in whatever mode.
-        packages: What is imported for it. It is made in a process whose default start method is the
+        statistics: Gives the loader's own figures by name; `reserved_nbytes` is its slot memory.
+        is_baseline: Whether ratios are relative to it (to the better one, if there are several).
+        is_subject: Whether the targets are for it, if a workload names no other.
+        is_own: Whether it is this project's, in any mode.
+        packages: Packages that it imports. It is made in a process whose default start method is the
             workload's, and which has not imported them before.
-        meant_for: Tells whether there is a point in it on a workload; it is left out silently where not.
-        cannot: Says why it cannot do a workload, or None.
-        copies_dataset: How many copies of the data set there are at most with some workers and a start
-            method, the program's own included.
+        meant_for: Whether it makes sense on a workload; if not, it is left out silently.
+        cannot: The reason why it cannot do a workload, or None.
+        copies_dataset: The most copies of the data set for a start method and a number of workers, the
+            program's own included.
     """
 
     name: str
@@ -64,7 +62,7 @@ class Loader:
     copies_dataset: Callable[[str | None, int], float] = pickled_copies
 
     def missing(self) -> str | None:
-        """Says what has to be installed for it, and how; None where all is there."""
+        """Says what has to be installed for it, and how; None if all is installed."""
         tops = [name.partition(".")[0] for name in self.packages]
         absent = [name for name in tops if importlib.util.find_spec(name) is None]
         if not absent:
@@ -115,7 +113,7 @@ def build_torch(strategy: str, **fixed: Any) -> Build:
 def build_torch_bulk(
     dataset: Any, batch_size: int, workers: int, prefetch_factor: int, *, batch_sampler: Any, **options: Any
 ) -> Iterable[Any]:
-    """Makes torch's loader as its documentation advises where a data set takes many indices at once."""
+    """Makes torch's loader as its documentation advises for data sets that take many indices at once."""
     return torch.utils.data.DataLoader(
         dataset,
         batch_size=None,
@@ -149,7 +147,7 @@ def build_shmloader_shared(*arguments: Any, **options: Any) -> Iterable[Any]:
 
 
 def build_shmloader_dynamic(*arguments: Any, **options: Any) -> Iterable[Any]:
-    """Makes this project's loader, where any free worker takes the next task."""
+    """Makes this project's loader with dynamic dispatch: any free worker takes the next task."""
     return build_shmloader(*arguments, **options, dispatch="dynamic")
 
 
@@ -196,7 +194,7 @@ for _loader in (
         is_subject=True,
         is_own=True,
         packages=("shmloader",),
-        # What is pickled has large arrays once, in a file that all workers map.
+        # Large arrays are pickled once, into a file that all workers map.
         copies_dataset=lambda method, workers: 1.0 if method == "fork" else 2.2,
     ),
     Loader(

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 VERSIONS = "torch numpy pyarrow psutil shmloader torchdata grain spdl_core SeqTools datasets pillow".split()
-"""The distributions whose versions are told: what is measured, and what measures."""
+"""Packages whose versions are reported: the measured ones, and the measuring ones."""
 
 
 def cpu_seconds() -> float:
@@ -29,7 +29,7 @@ def cpu_seconds() -> float:
 
 
 class CpuMeter:
-    """Processor time from its making on: this measurement's, and that of everything else."""
+    """Processor time since it was made: of this measurement, and of everything else."""
 
     def __init__(self) -> None:
         self._own_s = cpu_seconds()
@@ -38,7 +38,7 @@ class CpuMeter:
     def read(self) -> tuple[float, float]:
         """Gives the processor time used since, in seconds: by the measurement, and by others.
 
-        Others include the host where it took a core away from this virtual machine.
+        Others include the host, if it took a core away from this virtual machine.
         """
         own_s = cpu_seconds() - self._own_s
         return own_s, max(0.0, _busy_seconds() - self._busy_s - own_s)
@@ -55,7 +55,7 @@ def open_descriptors() -> int:
 
 
 def describe() -> dict[str, Any]:
-    """Describes the machine and the versions, by nothing that names the machine."""
+    """Describes the machine and the versions, without anything that identifies the machine."""
     frequency = psutil.cpu_freq()
     return {
         "cpu_model": _cpu_model(),
@@ -98,7 +98,7 @@ def _version(name: str) -> str | None:
 
 
 def describe_in_words(described: dict[str, Any]) -> str:
-    """Says what the machine is in a few lines that are Markdown too."""
+    """Describes the machine in a few lines that are Markdown too."""
     cores = f"{described['usable_cores']} of {described['cores']} cores"
     memory = f"{described['memory_nbytes'] / 2**30:.1f} GiB of memory"
     system = f"{described['system']} {described['release']} ({described['architecture']})"

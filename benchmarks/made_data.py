@@ -1,4 +1,4 @@
-"""Data sets in memory: what the samples of the workloads are."""
+"""Data sets in memory: the samples of the workloads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENDLESS = 1 << 40
 
 
 class Repeated(Dataset[Any]):
-    """Samples that come again after `period` of them; a subclass says what one sample is."""
+    """Samples that repeat after `period` of them; a subclass makes one sample."""
 
     def __init__(self, period: int) -> None:
         self.period = period
@@ -39,7 +39,7 @@ class Rows(Repeated):
 
 
 class Records(Repeated):
-    """Samples that were made beforehand, so that fetching one costs next to nothing."""
+    """Samples that were made beforehand, so that fetching one costs almost nothing."""
 
     def __init__(self, records: list[Any]) -> None:
         super().__init__(len(records))
@@ -50,7 +50,7 @@ class Records(Repeated):
 
 
 class Columns(Repeated):
-    """Dicts that are cut out of columns when they are asked for, as many data sets do it."""
+    """Dicts that are cut out of columns when they are fetched, as in many data sets."""
 
     def __init__(self, columns: dict[str, torch.Tensor]) -> None:
         super().__init__(len(next(iter(columns.values()))))
@@ -92,7 +92,7 @@ class Uneven(Rows):
 class CyclicBatches(Sampler[list[int]]):
     """Draws the index batches of a finite data set in order, over and over; each list is made once.
 
-    What a sampler costs is not the loader's, and loaders that know no samplers have none to pay for.
+    The cost of a sampler is not the loader's, and loaders without samplers do not have it.
     """
 
     def __init__(self, length: int, batch_size: int) -> None:
@@ -151,7 +151,7 @@ def make_row_datasets(samples: int) -> Any:
 
 
 def datasets_missing() -> str | None:
-    """Says what has to be installed for Hugging Face data sets; None where it is."""
+    """Says what has to be installed for Hugging Face data sets; None if it is installed."""
     if importlib.util.find_spec("datasets") is None:
         return "datasets not installed: pip install -c constraints.txt -e '.[peers]'"
     return None
@@ -215,7 +215,7 @@ def make_uneven(samples: int) -> Uneven:
 
 
 def make_large(samples: int) -> Rows:
-    """Makes an array of rows of 1 kB whose pages are all there, in about the time a copy takes."""
+    """Makes an array of rows of 1 kB with all pages in memory, in about the time of a copy."""
     base = np.empty((samples, 250), np.float32)
     block = torch.rand(min(samples, 65_536), 250).numpy()
     for start in range(0, samples, len(block)):

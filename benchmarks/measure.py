@@ -30,11 +30,11 @@ from benchmarks.training import measure_training
 from benchmarks.workloads import STARTUP, TRAINING, WORKLOADS, Workload
 
 LONGEST_WINDOW = 4
-"""A window lasts so many times `seconds` at the most, where batches come slowly."""
+"""A window lasts at most so many times `seconds`, if batches come slowly."""
 
 
 class PluginError(Exception):
-    """A plugin cannot be imported; where its own code failed, the text ends with the traceback."""
+    """A plugin cannot be imported; if its own code failed, the text ends with the traceback."""
 
 
 def load_plugins(paths: tuple[str, ...]) -> None:
@@ -43,7 +43,7 @@ def load_plugins(paths: tuple[str, ...]) -> None:
     They are imported under their own names, so that spawned workers can import them too.
 
     Raises:
-        PluginError: One could not be.
+        PluginError: One cannot be imported.
     """
     for path in map(Path, paths):
         _load_plugin(path)
@@ -61,7 +61,7 @@ def _load_plugin(path: Path) -> None:
     try:
         module = importlib.import_module(path.stem)
     except (Exception, SystemExit) as error:
-        # What imports it is of no interest; a file that cannot be parsed has no frame of its own.
+        # The frames of the import are of no interest; a file that cannot be parsed has no frame of its own.
         place = error.__traceback__
         while place is not None and Path(place.tb_frame.f_code.co_filename).name != path.name:
             place = place.tb_next
@@ -82,7 +82,7 @@ def measure(spec: Spec) -> Measurement:
     workload = WORKLOADS[spec.workload]
     if spec.quick:
         workload = workload.quick()
-    if workload.start_method is not None:  # for loaders that know no other than the default one
+    if workload.start_method is not None:  # for loaders that take only the default one
         multiprocessing.set_start_method(workload.start_method, force=True)
     dataset = workload.make_dataset()
     contestant = None if spec.contestant == "limit" else LOADERS[spec.contestant]
@@ -136,9 +136,9 @@ def measure_loader(spec: Spec, workload: Workload, dataset: Any, contestant: Loa
 
 
 def consume(batches: Iterator[Any], seconds: float, min_batches: int) -> list[float]:
-    """Touches batches for a while, and says what was read of each.
+    """Touches batches for a while, and gives the sum that was read of each.
 
-    The previous batch is held while the next one is asked for, as a for loop does it.
+    The previous batch is held while the next one is fetched, as in a for loop.
     """
     touched: list[float] = []
     start_s = time.perf_counter()
@@ -153,7 +153,7 @@ def consume(batches: Iterator[Any], seconds: float, min_batches: int) -> list[fl
 def count_descriptors(batches: Iterator[Any], count: int, seconds: float) -> list[int]:
     """Counts the open descriptors at each of some batches; untimed, since counting takes time.
 
-    It ends after `count` batches, or after `seconds` where they come slowly.
+    It ends after `count` batches, or after `seconds` if they come slowly.
     """
     counts: list[int] = []
     end_s = time.perf_counter() + seconds
@@ -166,7 +166,7 @@ def count_descriptors(batches: Iterator[Any], count: int, seconds: float) -> lis
 
 
 def main() -> None:
-    """Does what the command line says, within its time."""
+    """Runs the measurement on the command line, within its time."""
     spec = Spec.from_json(sys.argv[1])
     faulthandler.dump_traceback_later(spec.timeout_s, exit=True)
     answer = claim_output()

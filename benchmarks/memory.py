@@ -1,6 +1,6 @@
-"""Measures what a dataset of Python records costs in memory with workers, ranks and spawned processes.
+"""Measures the memory that a dataset of Python records takes with workers, ranks and spawned processes.
 
-Each measurement has a fresh process to itself. `docs/stores.md` says what is measured, and why so.
+Each measurement has a fresh process to itself. `docs/stores.md` explains the measurements.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.verdicts import Verdict, render_verdicts
 
 LIST = "torch, list"
 LEAST_ROWS = 10_000
-"""Fewer take no more memory than what a process gets and gives back by itself."""
+"""Fewer rows take less memory than a process takes and frees by itself."""
 
 MOST_GROWTH, MOST_PSS, MOST_MESSAGE_NBYTES, MOST_SLOWDOWN = 0.01, 1.15, 64_000, 1.20
 MB = 1e6
@@ -35,12 +35,12 @@ def run(spec: Spec, cgroup: Path | None = None) -> tuple[dict[str, Any], list[Me
     """Runs one measurement in a fresh process; returns its figures and its memory over time.
 
     Raises:
-        MeasurementFailedError: The process failed, was killed, or was not done in time.
+        MeasurementFailedError: The process failed, was killed, or took too long.
     """
     setup = (lambda: memory_cgroup.join(cgroup)) if cgroup else None
     what = f"{spec.kind}, {spec.contestant}"
     with FreshProcess(what, "benchmarks.memory_process", json.dumps(asdict(spec)), setup=setup) as fresh:
-        # To look at 1 GB of mapped pages takes a core for a while, from those that are being timed.
+        # Reading the sizes of 1 GB of mapped pages keeps a core busy, which the timed processes then lack.
         memory = [] if spec.kind == "spawn" else sample_until_exit(fresh.process, 0.1)
         figures = fresh.answer()
         fresh.finish()
@@ -48,7 +48,7 @@ def run(spec: Spec, cgroup: Path | None = None) -> tuple[dict[str, Any], list[Me
 
 
 def say(what: str) -> None:
-    """Tells what is being measured."""
+    """Prints the name of a measurement to standard error."""
     print(f"measuring {what} ...", file=sys.stderr, flush=True)
 
 
@@ -58,7 +58,7 @@ def megabytes(nbytes: float) -> str:
 
 
 def compare_growth(arguments: argparse.Namespace, report: dict[str, Any]) -> list[Verdict]:
-    """Compares the private memory that each worker comes to have."""
+    """Compares the growth of each worker's private memory."""
     table = [["samples", "rows", "list, MB", "growth of a worker, MB", "of the list", "build s", "samples/s"]]
     verdicts = []
     lines: dict[str, list[MemorySample]] = {}
@@ -100,7 +100,7 @@ def compare_growth(arguments: argparse.Namespace, report: dict[str, Any]) -> lis
 
 
 def draw(arguments: argparse.Namespace, lines: dict[str, list[MemorySample]]) -> None:
-    """Draws memory over time where a picture was asked for."""
+    """Draws memory over time, if a picture was asked for."""
     if arguments.picture is None or not all(lines.values()):
         return
     from benchmarks.memory_picture import draw as draw_lines
@@ -216,7 +216,7 @@ def size_of_list(rows: int) -> int:
 
 
 def find_limit(arguments: argparse.Namespace, rows: int) -> int:
-    """Bytes that the processes need without data, and one and a half times the list."""
+    """The limit: the bytes that the processes need without data, and one and a half times the list."""
     list_nbytes = size_of_list(rows)
     with memory_cgroup.limited(1 << 40) as folder:
         run(Spec("growth", "torch, nothing", rows, arguments.workers, epochs=2), folder)
@@ -224,7 +224,7 @@ def find_limit(arguments: argparse.Namespace, rows: int) -> int:
 
 
 def skip_limited(error: Exception, report: dict[str, Any]) -> list[Verdict]:
-    """Says that nothing runs under a limit here."""
+    """Says that nothing can run under a limit here."""
     print(f"\nskipped the runs under a memory limit: {error}")
     report["limited"] = str(error)
     return []
@@ -271,7 +271,7 @@ def parse(command_line: list[str] | None) -> argparse.Namespace:
         metavar="PATH",
         help="draw memory over time, as a PNG (needs matplotlib)",
     )
-    add("--check", action="store_true", help="exit with 1 where a target is missed")
+    add("--check", action="store_true", help="exit with 1 if a target is missed")
     arguments = parser.parse_args(command_line)
     if arguments.picture is not None:
         try:
@@ -281,7 +281,7 @@ def parse(command_line: list[str] | None) -> argparse.Namespace:
     if arguments.quick:
         arguments.rows, arguments.blocks, arguments.repeats = arguments.rows or [20_000], 10_000, 1
     arguments.rows = sorted(arguments.rows or [500_000, 2_000_000])
-    # In the order of the table, whatever the command line's is.
+    # In the order of the table, not of the command line.
     arguments.contestant = [name for name in available() if name in (arguments.contestant or available())]
     arguments.part = arguments.part or [name for name in PARTS if name != "limited"]
     if arguments.cgroup_limit is not None and "limited" not in arguments.part:
@@ -293,7 +293,7 @@ def main(command_line: list[str] | None = None) -> int:
     """Runs the benchmark.
 
     Returns:
-        The exit status: 1 where a target is missed, if that is checked; 3 where the JSON was not written.
+        The exit status: 1 if a target is missed and `--check` was given; 3 if the JSON was not written.
     """
     arguments = parse(command_line)
     report: dict[str, Any] = {"machine": machine.describe(), **{part: [] for part in PARTS}}

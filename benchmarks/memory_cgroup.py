@@ -26,7 +26,7 @@ def own_folder() -> tuple[Path, int]:
                 return Path(folder, path.lstrip("/")), 1
             if kind == "cgroup2" and not controllers:
                 place = Path(folder, path.lstrip("/"))
-                # A group that has processes may give no controllers on; its parent may.
+                # A group with processes may not pass controllers to its children; its parent may.
                 place = place if place == Path(folder) else place.parent
                 with contextlib.suppress(OSError):
                     if "memory" in (place / "cgroup.controllers").read_text().split():
@@ -39,7 +39,7 @@ def limited(nbytes: int) -> Iterator[Path]:
     """Makes a memory cgroup with a limit in bytes, swap included; yields its folder.
 
     Raises:
-        NoCgroupError: None can be made here, usually for want of rights.
+        NoCgroupError: None can be made here, usually for lack of rights.
     """
     try:
         parent, version = own_folder()
@@ -91,10 +91,10 @@ def was_killed(folder: Path) -> int:
 
 
 def peak_nbytes(folder: Path) -> int:
-    """The most that the processes of the cgroup have had together.
+    """The most memory that the processes of the cgroup had together.
 
     Raises:
-        NoCgroupError: This kernel does not say.
+        NoCgroupError: This kernel does not tell.
     """
     for name in ("memory.max_usage_in_bytes", "memory.peak"):
         with contextlib.suppress(OSError):

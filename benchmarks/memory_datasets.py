@@ -14,7 +14,7 @@ Record = dict[str, Any]
 
 
 def record(index: int) -> Record:
-    """Makes one record: what a list of image files and their classes consists of."""
+    """Makes one record, as in a list of image files and their classes."""
     label = index % 1000
     return {"path": f"/data/imagenet/train/n{label:08d}/n{label:08d}_{index}.JPEG", "label": label}
 
@@ -25,7 +25,7 @@ def records(rows: int) -> Iterator[Record]:
 
 
 def value_of(sample: Record) -> int:
-    """A sample: a number that depends on all of a record."""
+    """A sample: a number that depends on every part of a record."""
     return len(sample["path"]) + sample["label"]
 
 
@@ -35,7 +35,7 @@ def expected_sum(rows: int) -> int:
 
 
 class Rows:
-    """A dataset over anything that gives a record for an index."""
+    """A dataset over a container that gives a record for an index."""
 
     def __init__(self, samples: Any) -> None:
         self.samples = samples
@@ -48,7 +48,7 @@ class Rows:
 
 
 class Nothing:
-    """As many records without any memory: each is made when it is asked for."""
+    """The same records without any memory: each is made when it is read."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -61,7 +61,7 @@ class Nothing:
 
 
 class PickledBytes:
-    """The usual trick: all pickles in one array of bytes, and an array of where each ends."""
+    """A common way: all pickles in one array of bytes, and an array of their ends."""
 
     def __init__(self, samples: Iterator[Record]) -> None:
         pickled = [pickle.dumps(sample, -1) for sample in samples]
@@ -84,7 +84,7 @@ def make_shared(rows: int) -> Any:
 
 
 def make_nothing_shared(rows: int) -> Nothing:
-    """No data, in a program that has made a store: everything that takes is loaded."""
+    """No data, in a program that has made a store, so that all modules of stores are loaded."""
     import shmloader
 
     shmloader.share([record(0)])
@@ -102,8 +102,8 @@ def make_hugging_face(rows: int) -> Any:
 class Contestant:
     """A way to keep records.
 
-    `make` makes the samples for a number of rows. `ours` are loaded with this project's loader, the others
-    with torch's. The subject is what the targets are for.
+    `make` makes the samples for a number of rows. If `ours`, they are loaded with this project's loader, else
+    with torch's. The targets are for the subject.
     """
 
     name: str
@@ -113,7 +113,7 @@ class Contestant:
 
     @property
     def baseline(self) -> str:
-        """The contestant that shows what the same program needs without data."""
+        """The contestant that shows the memory of the same program without data."""
         return "shmloader, nothing" if self.ours else "torch, nothing"
 
 

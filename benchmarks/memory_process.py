@@ -1,7 +1,7 @@
 """One measurement of memory, in the fresh process that it has to itself.
 
-`python -m benchmarks.memory_process SPEC`: the specification as JSON. Its one answer is the figures. Memory
-is what `/proc/PID/smaps_rollup` says.
+`python -m benchmarks.memory_process SPEC`: the specification as JSON. It answers once, with the figures.
+Memory is read from `/proc/PID/smaps_rollup`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Spec:
     """One measurement.
 
     `kind` is size, growth, ranks, rank (one of the ranks) or spawn. `rows` are records, or with spawn KB of
-    data. `name` is what the ranks share under.
+    data. `name` is the name under which the ranks share.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class Spec:
 
 
 def make_loader(spec: Spec, dataset: Any, **arguments: Any) -> Any:
-    """Makes the loader that the contestant is for, with the same arguments for all."""
+    """Makes the contestant's loader; the arguments are the same for all."""
     if CONTESTANTS[spec.contestant].ours:
         from shmloader import DataLoader as Loader
     else:
@@ -68,7 +68,7 @@ def make_loader(spec: Spec, dataset: Any, **arguments: Any) -> Any:
 
 
 def run_epochs(loader: Any, spec: Spec) -> None:
-    """Consumes epochs; an error if what came is not what was asked for."""
+    """Consumes epochs, and checks the sum of their samples."""
     for _ in range(spec.epochs):
         total = sum(int(batch.sum()) for batch in loader)
         if total != expected_sum(spec.rows):
@@ -96,7 +96,7 @@ def measure_size(spec: Spec) -> dict[str, Any]:
 
 
 def measure_growth(spec: Spec) -> dict[str, Any]:
-    """Measures the private memory that each worker comes to have while it reads."""
+    """Measures the growth of each worker's private memory while it reads."""
     began_s = time.monotonic()
     samples = CONTESTANTS[spec.contestant].make(spec.rows)
     built_s = time.monotonic() - began_s
@@ -119,7 +119,7 @@ def measure_growth(spec: Spec) -> dict[str, Any]:
 
 
 def be_rank(spec: Spec, answer: Callable[[Any], None]) -> None:
-    """Loads an epoch, answers what the store has, and stays until the input ends."""
+    """Loads an epoch, answers with the store's size, and stays until the input ends."""
     contestant = CONTESTANTS[spec.contestant]
     if contestant.subject:
         import shmloader
@@ -130,7 +130,7 @@ def be_rank(spec: Spec, answer: Callable[[Any], None]) -> None:
         samples, store_nbytes = contestant.make(spec.rows), 0
     loader = make_loader(spec, Rows(samples), multiprocessing_context="fork")
     run_epochs(loader, spec)
-    # What an epoch's index list has left in the heap differs from run to run by tens of MB.
+    # An epoch's index list leaves memory in the heap that differs from run to run by tens of MB.
     ctypes.CDLL(None).malloc_trim(0)
     answer({"store_nbytes": store_nbytes})
     sys.stdin.read()
@@ -139,8 +139,8 @@ def be_rank(spec: Spec, answer: Callable[[Any], None]) -> None:
 def measure_ranks(spec: Spec) -> dict[str, Any]:
     """Measures the memory of all processes of several ranks, the process that serves them included.
 
-    Pages of files (the code of libraries) are told apart: how many processes share them, and so what one's
-    share of them is, depends on what else runs on the machine.
+    Pages of files (the code of libraries) are counted apart: the number of processes that share them, and so
+    the share of each, depends on other programs on the machine.
     """
     mark = uuid.uuid4().hex
     rank = json.dumps({**asdict(spec), "kind": "rank", "name": mark})
@@ -183,7 +183,7 @@ def marked(mark: str) -> list[int]:
 
 
 class Blocks:
-    """A dataset over anything that gives 1 KB of bytes for an index."""
+    """A dataset over a container that gives 1 KB of bytes for an index."""
 
     def __init__(self, blocks: Any) -> None:
         self.blocks = blocks
@@ -196,7 +196,7 @@ class Blocks:
 
 
 class CountedDump:
-    """Stands in for `multiprocessing.reduction.dump` and notes how much each process is sent."""
+    """Replaces `multiprocessing.reduction.dump` and notes the bytes that each process is sent."""
 
     def __init__(self) -> None:
         self.sent_nbytes: list[int] = []
@@ -208,12 +208,12 @@ class CountedDump:
         self.sent_nbytes.append(file.tell() - before)
 
     def of_workers(self) -> int:
-        """The largest message: data of the process and its object, which are sent one after the other."""
+        """The largest message: the process's data and its object, which are sent one after the other."""
         return max(map(sum, zip(self.sent_nbytes[::2], self.sent_nbytes[1::2], strict=True)))
 
 
 def measure_spawn(spec: Spec) -> dict[str, Any]:
-    """The message to a spawned worker, and the time to the first batch."""
+    """Measures the message to a spawned worker, and the time to the first batch."""
     blocks: Any = [index.to_bytes(8, "little") * 128 for index in range(spec.rows)]
     if CONTESTANTS[spec.contestant].subject:
         import shmloader
@@ -233,7 +233,7 @@ KINDS = {"size": measure_size, "growth": measure_growth, "ranks": measure_ranks,
 
 
 def main() -> None:
-    """Does what the command line says."""
+    """Runs the measurement on the command line."""
     spec = Spec(**json.loads(sys.argv[1]))
     answer = claim_output()
     if spec.kind == "rank":

@@ -1,4 +1,4 @@
-"""Collating with NumPy: for loaders whose transport is made for arrays, where samples are arrays."""
+"""Collating with NumPy, for loaders whose transport is made for arrays and samples that are arrays."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def as_arrays(batch: Any) -> Any:
 class InOneThread:
     """A collate function that uses one thread, as in torch's workers.
 
-    A forked worker that begins a parallel region which its parent has run before hangs in OpenMP, and
-    workers that each use all cores take them from one another.
+    A forked worker hangs in OpenMP if it begins a parallel region that its parent has run before. And workers
+    that each use all cores take them from one another.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:

@@ -1,7 +1,7 @@
 """Other projects' loaders, each set up as its own documentation advises; docs/performance.md says how.
 
-Everything of theirs is imported when a loader is made: none is needed for the others, and none is in
-the measurement of another.
+A project is imported only when its loader is made. So none is needed to measure the others, and none is
+loaded in the measurement of another.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Batches:
-    """The batches of a data set as a sequence: for libraries that know sequences and not samplers.
+    """The batches of a data set as a sequence, for libraries that take sequences and no samplers.
 
     Args:
         dataset: Map-style.
         batch_size: Samples per batch.
-        collate: Joins samples where it does not.
-        cycle: Of a data set that takes many indices at once and gives a batch: after how many samples
-            the indices begin again. None for one that is asked for each sample.
+        collate: Joins samples, for a data set without a `cycle`.
+        cycle: For a data set that takes many indices at once and gives a batch: the number of samples after
+            which the indices begin again. None for a data set that gives one sample at a time.
     """
 
     def __init__(self, dataset: Any, batch_size: int, collate: Collate, cycle: int | None = None) -> None:
         self.dataset, self.batch_size, self.collate = dataset, batch_size, collate
-        # As a program would have it: the epoch's order as a tensor, of which a batch is a slice.
+        # As in a program: the epoch's order is a tensor, and a batch is a slice of it.
         self.order = None if cycle is None else torch.arange(cycle)
 
     def __len__(self) -> int:
@@ -96,10 +96,10 @@ def build_torchdata(
 
 
 class Dealt:
-    """A data set in the order in which grain's workers put the batches of the original together.
+    """A data set in another order, from which grain's workers make the batches of the original.
 
-    Worker w of W gets every W-th element from w on, and batches are taken from the workers in turn. With
-    element p being this one, batch n is that of the samples from n times the batch size on.
+    Worker w of W gets every W-th element from w on, and batches are taken from the workers in turn. In
+    this order, batch n holds the samples of the original from n times the batch size on.
     """
 
     def __init__(self, dataset: Any, batch_size: int, workers: int) -> None:
@@ -123,7 +123,7 @@ def build_grain(
     # In memory, grain advises against reading threads; files are not in memory.
     in_memory = not hasattr(dataset, "paths")
     reading = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0) if in_memory else grain.ReadOptions()
-    if "batch_sampler" in options:  # whole batches are the elements
+    if "batch_sampler" in options:  # the elements are whole batches
         batches = make_batches(dataset, batch_size, numpy_collate, options)
         pipeline = grain.MapDataset.source(batches).to_iter_dataset(reading)
     else:
@@ -140,7 +140,7 @@ def build_grain(
 
 
 def use_one_thread(worker: int, workers: int) -> None:
-    """Has torch use one thread in a worker, as it does in its own."""
+    """Makes torch use one thread in a worker, as in its own workers."""
     torch.set_num_threads(1)
 
 
@@ -160,7 +160,7 @@ def build_spdl(
         batch_size=size,
         num_workers=workers,
         prefetch_factor=prefetch_factor,
-        in_order=True,  # its default is the order in which batches are done
+        in_order=True,  # by default batches come as they are done
         **options,
     )
 
@@ -199,7 +199,7 @@ def build_spdl_arena(collate: Collate) -> Build:
         from spdl.pipeline import SharedMemorySegmentPool, iterate_in_subprocess
 
         batches = make_batches(dataset, batch_size, collate, options)
-        # An envelope, and the alignment of each part: twice the payload, as its own benchmark has it.
+        # Envelope and alignment of each part are included: twice the payload, as in its own benchmark.
         nbytes = max(1 << 20, 2 * largest_nbytes(batches, ragged="collate_fn" in options))
         return InTurn(
             [
@@ -207,7 +207,7 @@ def build_spdl_arena(collate: Collate) -> Build:
                     partial(EveryNth, batches, rank, workers),
                     buffer_size=prefetch_factor,
                     mp_context=options.get("multiprocessing_context"),
-                    # What is buffered, what is being made, what the program holds, and what replaces it.
+                    # Batches that are buffered; one being made, one held by the program, and its successor.
                     arena=SharedMemorySegmentPool(segment_size=nbytes, count=prefetch_factor + 4),
                 )
                 for rank in range(workers)
@@ -223,11 +223,11 @@ def build_seqtools(collate: Collate) -> Build:
     def build(
         dataset: Any, batch_size: int, workers: int, prefetch_factor: int, **options: Any
     ) -> Iterable[Any]:
-        import seqtools  # its workers start by what is the default method now
+        import seqtools  # its workers start with the default method of this moment
 
         batches = make_batches(dataset, batch_size, collate, options)
         nbytes = largest_nbytes(batches, ragged="collate_fn" in options)
-        # It queues two fewer than it has buffers, so that those that are still held do not stop it.
+        # It queues two batches fewer than it has buffers, so that batches still held do not stop it.
         buffers = workers * prefetch_factor + 2
         prefetched: Iterable[Any] = seqtools.prefetch(
             batches,
@@ -243,7 +243,7 @@ def build_seqtools(collate: Collate) -> Build:
 
 
 def prepare_seqtools_worker(worker: int) -> None:
-    """Lets tensors travel in SeqTools' buffers, as its example of a torch loader does."""
+    """Makes SeqTools send tensors in its buffers, as in its example of a torch loader."""
     torch.set_num_threads(1)
     copyreg.pickle(torch.Tensor, _reduce_tensor)
 

@@ -1,12 +1,12 @@
 """The cost of a batch of two small leaves in the main process: time in `next()`, and system calls.
 
-``python -m benchmarks.per_batch`` loads batches in a process of its own, in the middle of an epoch: with a
-consumer that does something else between two batches, so that they lie ready; with one that takes a dozen of
-them in a row; and with workers that are slower than the consumer, so that the loader waits for each. Each is
-done once more under cProfile, which says what the time in ``next()`` is spent on and makes it longer, and
-under strace, which sees only that process and not its workers. Before that it measures what
-has nothing to do with a loader: how much longer the same Python code takes on this machine when the core has
-done something else meanwhile.
+``python -m benchmarks.per_batch`` loads batches in a process of its own, in the middle of an epoch, in three
+cases: the consumer does something else between two batches, so that they are ready; it takes a dozen batches
+in a row; or the workers are slower than the consumer, so that the loader waits for each batch. Each case runs
+again under cProfile, which shows where the time in ``next()`` goes (and makes it longer), and under strace,
+which sees only that process and not its workers. First it measures something that does not depend on a
+loader: how much longer the same Python code takes on this machine if the core has done something else
+meanwhile.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BEGIN, END = "/begin-of-counting", "/end-of-counting"
 LINE = re.compile(r"(\w+)\((.*)")
 MOST_PARTS = 12
 LEAST_BATCHES = 20
-"""Of fewer, what 5 and 95 % of them stay below would be made up."""
+"""With fewer batches, the 5th and 95th percentiles would mean nothing."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Case:
     """One way to make and consume batches.
 
     Attributes:
-        title: What it is.
-        delay_s: What a sample takes.
-        pause_s: How long the consumer does something else.
-        in_a_row: After how many batches it does so.
+        title: Its description.
+        delay_s: Seconds that a sample takes.
+        pause_s: Seconds for which the consumer does something else.
+        in_a_row: Batches that the consumer takes between two pauses.
     """
 
     title: str
@@ -91,13 +91,13 @@ class TwoLeaves(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 
 
 def load(batches: int, case: Case, timed: bool, profile: cProfile.Profile | None = None) -> list[float]:
-    """An epoch, with marks around the batches that count.
+    """Loads an epoch, with marks around the batches that are measured.
 
     Args:
-        batches: How many those are.
+        batches: Number of batches that are measured.
         case: How they are made and consumed.
         timed: Whether to time them: reading the thread's clock is a system call.
-        profile: What to profile each call of ``next()`` with, if it counts.
+        profile: Profiles each measured call of ``next()``; None for no profile.
 
     Returns:
         Seconds of processor time that each call of ``next()`` took; zeros if not timed.
@@ -129,8 +129,8 @@ def load(batches: int, case: Case, timed: bool, profile: cProfile.Profile | None
 def parts(batches: int, case: Case) -> dict[str, float]:
     """Functions that the time in ``next()`` is spent on, by the clock: µs for each batch, the longest first.
 
-    A function's time is without that of the functions it calls. cProfile's own is in it: a call of Python
-    code looks longer than one of C code that takes as long.
+    A function's time does not include the functions it calls. It includes cProfile's own time, so a call of
+    Python code looks longer than a call of C code that takes as long.
     """
     profile = cProfile.Profile()
     load(batches, case, False, profile)
@@ -141,11 +141,11 @@ def parts(batches: int, case: Case) -> dict[str, float]:
 
 
 def python_after_other_work(repeats: int, other_work_s: float) -> float:
-    """Processor time of a piece of Python code that runs every so often, in µs: the median.
+    """Median processor time, in µs, of a piece of Python code that runs now and then.
 
     Args:
-        repeats: How often it runs.
-        other_work_s: For how long the core does something else before each time.
+        repeats: Number of runs.
+        other_work_s: Seconds for which the core does something else before each run.
     """
     text = json.dumps([{"name": f"a{number}", "values": [number] * 8} for number in range(30)])
     costs_s = []
@@ -160,7 +160,7 @@ def python_after_other_work(repeats: int, other_work_s: float) -> float:
 
 
 def count(batches: int, case: str) -> Counter[str]:
-    """The system calls for batches of one of the `CASES`, by name; one that had nothing to read apart."""
+    """Counts the system calls for batches of one of the `CASES`, by name; reads that found nothing apart."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace"
         words = ["--traced", case, "--batches", str(batches)]

@@ -1,12 +1,11 @@
-"""The processor time of a batch, by process and function: the profile behind docs/performance.md.
+"""The processor time of a batch, by process and function: the profile used in docs/performance.md.
 
 ``python -m benchmarks.processor_time --workload rows`` loads with this project's loader, in a process of its
-own, and tells for the main process and its workers what each batch takes of a core, in user code and in the
-kernel, how often it sleeps, is preempted and takes a page fault. Beside that stands what fetching and
-collating alone takes, in one process while nothing else runs: what workers take beyond it is what they pay
-for sharing the cores, and what the loader's own code takes. Afterwards py-spy, where it is installed (the
-extra ``bench`` brings it), samples the main process, which it slows down, and the functions that it was in
-are listed.
+own. For the main process and for its workers it prints the processor time of each batch, in user code and in
+the kernel, and the numbers of sleeps, preemptions and page faults. Beside them it prints the cost of fetching
+and collating alone, in one process while nothing else runs. The difference to the workers is the cost of
+sharing the cores and of the loader's own code. Afterwards py-spy, if it is installed (the extra ``bench``
+brings it), samples the main process, which slows it down, and its functions are listed.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from benchmarks.workloads import STARTUP, WORKLOADS, Workload
 
 SAMPLES_PER_S = 500
 LEAST_SHARE = 0.02
-"""Of the samples: a function that was seen less often is not listed."""
+"""Share of the samples: a function that was seen less often is not listed."""
 
 
 @dataclass
@@ -54,7 +53,7 @@ class Cost:
 
 
 def costs(processes: list[psutil.Process], work: Callable[[], int]) -> list[Cost]:
-    """Does some work, and says what each process took for each of the batches that it tells of."""
+    """Does some work, which returns a number of batches; gives each process's cost per batch."""
     before = [_read(process) for process in processes]
     batches = work()
     after = [_read(process) for process in processes]
@@ -73,7 +72,7 @@ def _read(process: psutil.Process) -> tuple[float, ...]:
 
 
 def measure(workload: Workload, seconds: float, workers: int, *, sampled: bool) -> None:
-    """Measures in this process, answers the figures, and goes on loading as long again if that is sampled."""
+    """Measures in this process and answers with the figures; if it is sampled, loads as long again."""
     answer = claim_output()
     torch.set_num_threads(1)
     dataset = workload.dataset(workload.batch_size * workload.period_batches)

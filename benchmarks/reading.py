@@ -28,11 +28,11 @@ class Digest(Protocol):
 def touch(batch: object) -> float:
     """Reads at least one element of every page of every leaf.
 
-    As cheap as reading can be while no page stays unread: an expensive consumer would hide the
-    differences between loaders, and one that reads nothing would not pay for the batch's arrival.
+    This is the cheapest way to read every page. An expensive consumer would hide the differences between
+    loaders, and one that reads nothing would not pay for the batch's arrival.
 
     Returns:
-        A sum that depends on what was read, and on the order of the leaves only through rounding.
+        A sum of the values read; the order of the leaves changes it only through rounding.
     """
     if isinstance(batch, torch.Tensor):
         return touch_array(batch.numpy())
@@ -52,14 +52,14 @@ def touch_array(array: NDArray[Any]) -> float:
     if array.nbytes <= PAGE_NBYTES:  # at most two pages, and the ends lie on both
         return float(array.item(0)) + float(array.item(-1))
     octets = array.reshape(-1).view(np.uint8)
-    # The stride steps through all pages but, in an array that starts inside a page, the last one.
+    # The stride reaches all pages, except the last one of an array that starts inside a page.
     return float(octets[::PAGE_NBYTES].sum()) + float(octets[-1])
 
 
 def update_digest(digest: Digest, batch: object) -> None:
     """Adds the whole of a batch to a digest: structure, types, shapes, and every byte.
 
-    An array of strings is a list of strings: grain has no other way to join them.
+    An array of strings counts as a list of strings: grain has no other way to join them.
     """
     if isinstance(batch, np.ndarray) and batch.dtype.kind == "U":
         batch = batch.tolist()
@@ -88,12 +88,12 @@ def take_checksum(batches: Iterator[Any], count: int) -> str:
 
 
 def count_wrong(touched: list[float], expected: list[float], first: int) -> int:
-    """Counts the batches that were not the batch that was due, by what was read of them.
+    """Counts the batches that were not the batch that was due, by the sums read of them.
 
     Args:
-        touched: What `touch` returned, from batch `first` on.
-        expected: What it returns for each batch of a period.
-        first: The place of the first of them.
+        touched: Results of `touch`, from batch `first` on.
+        expected: Results of `touch` for each batch of a period.
+        first: Number of the first batch in `touched`.
     """
     return sum(value != expected[number % len(expected)] for number, value in enumerate(touched, start=first))
 
@@ -118,9 +118,8 @@ def batch_nbytes(batch: object) -> int:
 def batch_in_pages_nbytes(batch: object) -> int:
     """Says how many bytes a batch occupies in memory that is handed out in whole pages.
 
-    That is its leaves, each from a multiple of 64 bytes on, and a pickle of all the rest (keys,
-    strings, and the type and shape of each leaf). Memory comes in pages: nothing that holds a
-    16-byte batch by itself can be smaller than one.
+    They are its leaves, each aligned to 64 bytes, and a pickle of all the rest (keys, strings, and the type
+    and shape of each leaf), rounded up to whole pages. So even a batch of 16 bytes needs a page.
     """
     aligned = sum(_round_up(leaf.nbytes, LEAF_ALIGNMENT_NBYTES) for leaf in leaves(batch))
     rest = len(pickle.dumps(_without_data(batch), protocol=5))
@@ -146,9 +145,9 @@ class Period:
     """Facts about a workload's batches, known before any loader makes them.
 
     Attributes:
-        touched: What `touch` returns for each batch of a period.
+        touched: Results of `touch` for each batch of a period.
         mean_nbytes: Bytes of a batch's leaves, on average.
-        largest_in_pages_nbytes: What the largest of them occupies in whole pages, in bytes.
+        largest_in_pages_nbytes: Bytes that the largest batch occupies in whole pages.
     """
 
     touched: list[float]

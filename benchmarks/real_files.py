@@ -1,7 +1,7 @@
 """Data sets of real files: the interpreter's Python sources, and files that the benchmark writes.
 
-Written files lie in the folder that the environment names, which whoever starts the measurements
-makes and removes, so that they are written once and not by each measurement.
+Written files lie in the folder that the environment names. The process that starts the measurements makes and
+removes it, so that the files are written once and not by each measurement.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def decode_png(path: str) -> torch.Tensor:
 
 
 def make_sources(samples: int) -> Files:
-    """Takes the standard library's sources, in order of path; they come again where there are fewer."""
+    """Takes the standard library's sources, in order of path; they repeat if there are fewer."""
     library = Path(sysconfig.get_path("stdlib"))
     found = sorted(
         str(path) for path in library.rglob("*.py") if "site-packages" not in path.parts and path.is_file()
@@ -79,7 +79,7 @@ def make_png(samples: int) -> Files:
 
 
 def png_missing() -> str | None:
-    """Says what PNG files lack here."""
+    """Says what has to be installed to read PNG files; None if nothing."""
     if importlib.util.find_spec("PIL") is None:
         return "pillow is not installed: pip install -c constraints.txt pillow"
     return None
@@ -104,16 +104,18 @@ def _written(suffix: str, count: int, save: Callable[[Path, NDArray[Any]], objec
     paths = [folder / f"{number:06d}.{suffix}" for number in range(count)]
     draw = np.random.default_rng(0)
     for path in paths:
-        array = draw.random((3, 64, 64), np.float32)  # drawn also if not needed: each file has its own
+        array = draw.random(
+            (3, 64, 64), np.float32
+        )  # drawn even if not needed, so that each file has its own
         if not path.exists():
             half = path.with_suffix(f".half.{suffix}")
             save(half, array)
-            half.rename(path)  # whole, or not there
+            half.rename(path)  # so the file is whole, or not there
     return [str(path) for path in paths]
 
 
 def _folder() -> Path:
-    """Gives the folder for written files; one of this process's own where nobody has named one."""
+    """Gives the folder for written files; if none was named, one of this process's own."""
     if FOLDER not in os.environ:
         own, maker = tempfile.mkdtemp(prefix="shmloader-bench-"), os.getpid()
         os.environ[FOLDER] = own

@@ -9,11 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Spec:
-    """One measurement, as its fresh process is told.
+    """The specification of one measurement, sent to its fresh process.
 
     `contestant` is a registered loader, or "limit". `plugins` are files that register more
     workloads and loaders. The window lasts `seconds` and at least `min_batches`, but never much
-    over four times `seconds`. After `timeout_s` the process says where it hangs, and ends.
+    longer than four times `seconds`. After `timeout_s` the process says where it hangs, and ends.
     """
 
     workload: str
@@ -34,7 +34,7 @@ class Spec:
 
     @classmethod
     def from_json(cls, text: str) -> Spec:
-        """Reads what `to_json` wrote."""
+        """Reads the output of `to_json`."""
         fields = json.loads(text)
         return cls(**{**fields, "plugins": tuple(fields["plugins"])})
 
@@ -43,13 +43,13 @@ class Spec:
 class Measurement:
     """The figures of one fresh process; counts are of the timed window unless said otherwise.
 
-    `checksum` covers every byte of the first batches. `wrong_batches` counts the later batches
-    (warm-up and window) whose touched values differ from those of the batch that is due at their
-    place. Descriptors are the main process's. `cpu_s` is the processor time of all processes of the
-    measurement, `foreign_share` what other processes used, as a share of all cores' time.
+    `checksum` covers every byte of the first batches. `wrong_batches` counts the later batches (warm-up and
+    window) whose touched values differ from those of the batch that was due. Descriptors are the main
+    process's. `cpu_s` is the processor time of all processes of the measurement, `foreign_share` what other
+    processes used, as a share of all cores' time.
 
-    Of a start-up: `first_batch_s` from before the loader was made to the first batch, `made_s` of it
-    until the loader was made. Of a training loop: `wait_share` is the share of its time in `next`.
+    Start-ups: `first_batch_s` is the time from before the loader was made to the first batch, `made_s` the
+    part of it until the loader was made. Training loops: `wait_share` is the share of time in `next`.
     """
 
     contestant: str

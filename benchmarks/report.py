@@ -80,7 +80,7 @@ COLUMNS: dict[str, Columns[Row]] = {
     STARTUP: (
         *CONTESTANT,
         ("first batch, s", lambda row: or_empty(row.first_batch_s, ".3f")),
-        ("of it making the loader, s", lambda row: or_empty(row.made_s, ".3f")),
+        ("making the loader (part of it), s", lambda row: or_empty(row.made_s, ".3f")),
         *RATIOS,
         ("CPU s", lambda row: format(row.cpu_s, ".2f")),
         *FOREIGN,
@@ -113,14 +113,14 @@ def render(
     outcomes: Sequence[Outcome],
     left_out: Sequence[LeftOut],
 ) -> str:
-    """Renders everything: the machine, a table per kind, who is not in them and why, the targets."""
+    """Renders everything: the machine, a table per kind, the contestants left out and why, the targets."""
     parts = [machine.describe_in_words(described), render_copying(copying)]
     for kind, columns in COLUMNS.items():
         rows = [row for one in outcomes if one.workload.kind == kind for row in shown_rows(one)]
         if rows:
             parts.append(f"{HEADINGS[kind]}\n\n{table_of(columns, rows, texts=2)}\n")
     if outcomes:
-        parts.append("Checksums: all in the tables delivered the same.\n")
+        parts.append("Checksums: all loaders in the tables delivered the same data.\n")
     if left_out:
         table = [["workload", "loader", "why it has no figure"]]
         table += [[one.workload, one.contestant, one.reason.replace("|", "/")] for one in left_out]
@@ -132,7 +132,7 @@ def render(
 
 
 def shown_rows(outcome: Outcome) -> list[Row]:
-    """Gives the rows that mean something: of a start-up, not that of a process that starts nothing."""
+    """Gives the rows that mean something; for a start-up, the limit (which starts no loader) is left out."""
     return [row for row in outcome.rows if outcome.workload.kind != STARTUP or row.contestant != "limit"]
 
 
@@ -150,7 +150,7 @@ def render_copying(copying: Sequence[Measurement]) -> str:
 
 
 def figures_of(outcome: Outcome) -> tuple[str, list[str], list[list[float]]]:
-    """Gives what a plot of a workload shows: the axis, the contestants, and the figures of each turn."""
+    """Gives the contents of a workload's plot: the axis, the contestants, and the figures of each turn."""
     kind = outcome.workload.kind
     names = [row.contestant for row in shown_rows(outcome)]
     per_turn: dict[str, tuple[str, Callable[[Measurement], float]]] = {

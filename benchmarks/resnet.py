@@ -1,4 +1,4 @@
-"""ResNet-18 (He et al., 2015, https://arxiv.org/abs/1512.03385), as a training step on images needs it."""
+"""ResNet-18 (He et al., 2015, https://arxiv.org/abs/1512.03385), for a training step on images."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _STAGES = ((64, 1), (128, 2), (256, 2), (512, 2))  # channels, stride of the fir
 
 
 class Block(nn.Module):
-    """Two convolutions of 3 x 3 and a shortcut, which is projected where the shape changes."""
+    """Two convolutions of 3 x 3 and a shortcut, which is projected if the shape changes."""
 
     def __init__(self, inner: int, outer: int, stride: int) -> None:
         super().__init__()

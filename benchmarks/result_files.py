@@ -1,7 +1,7 @@
-"""Files that a run writes at its end: tried before anything is measured, and each written whatever failed.
+"""Files that a run writes at its end. They are checked before anything is measured.
 
-Figures may take hours. A path that is of no use is said at once; what still fails at the end, say because
-the disk is full by then, costs only the file that it happens to.
+Figures may take hours. A path that cannot be written is an error at once. If writing fails at the end (the
+disk is full by then, say), only that file is lost.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import Any
 
 
 class UnusablePathError(Exception):
-    """A path on the command line that nothing could be written to; the text says why, and what to change."""
+    """A path on the command line that cannot be written; the text says why, and what to change."""
 
 
 def check_file(path: Path) -> None:
-    """Tries whether a file could be written; leaves nothing behind, and what is there as it is.
+    """Checks that a file can be written; leaves nothing behind, and an existing file unchanged.
 
     Raises:
-        UnusablePathError: It could not.
+        UnusablePathError: It cannot.
     """
     try:
         if path.is_dir():
             raise UnusablePathError(f"{path} is a folder: name a file in it")
         if path.is_file():
             path.open("ab").close()
-        elif path.exists():  # a pipe or a device: opening it may wait, or be noticed by its reader
+        elif path.exists():  # a pipe or a device: opening it may block, or disturb its reader
             if not os.access(path, os.W_OK):
                 raise UnusablePathError(f"{path} may not be written by this user")
         else:
@@ -43,10 +43,10 @@ def check_file(path: Path) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Tries whether files could be written to a folder, which is made at the end if it is not there.
+    """Checks that files can be written to a folder, which is made at the end if it does not exist.
 
     Raises:
-        UnusablePathError: They could not.
+        UnusablePathError: They cannot.
     """
     try:
         if path.exists() and not path.is_dir():
@@ -72,7 +72,7 @@ def _check_place(folder: Path, path: Path) -> None:
 
 
 def check_drawing(module: str) -> None:
-    """Tries whether a module that draws can be imported.
+    """Checks that a module that draws can be imported.
 
     Raises:
         UnusablePathError: It cannot, since matplotlib is missing or does not work.
@@ -97,11 +97,11 @@ def result_file(text: str) -> Path:
 
 @contextlib.contextmanager
 def noted(what: str, failures: list[str]) -> Iterator[None]:
-    """Says in one line, and notes, that something could not be written; the rest still is.
+    """Prints and notes errors of writing one output; the other outputs are still written.
 
     Args:
-        what: What is being written.
-        failures: Receives it where that fails.
+        what: Name of the output.
+        failures: Receives the name if writing fails.
     """
     try:
         yield
@@ -111,7 +111,7 @@ def noted(what: str, failures: list[str]) -> Iterator[None]:
 
 
 def write_json(path: Path, value: Any) -> bool:
-    """Writes plain data as JSON; says so, and gives False, where that fails."""
+    """Writes plain data as JSON; if that fails, prints why and gives False."""
     failures: list[str] = []
     with noted(str(path), failures):
         path.write_text(json.dumps(value, indent=1, default=str), encoding="utf-8")

@@ -1,20 +1,20 @@
-"""The cost of a loader's state: making it, its size, going on from it, and throughput with one per batch.
+"""The cost of a loader's state: making it, its size, resuming from it, and throughput with one per batch.
 
 Run from a checkout. The extra ``bench`` has torchdata, for a comparison with its StatefulDataLoader:
 
     python -m benchmarks.resume [--batches N] [--turns N] [--json FILE]
 
-The epoch is shuffled, in batches of four. All contestants take turns, and medians are given, so that whatever
-else the machine does falls on all of them.
+The epoch is shuffled, in batches of four. All contestants take turns, and figures are medians, so that other
+load of the machine falls on all of them.
 
-- State: wall time of ``state_dict()``, the first one of an epoch and further ones.
-- Per batch: processor time of the main process, of ``next()`` with a state behind it, less that of ``next()``
+- State: wall time of ``state_dict()``, for the first state of an epoch and for further ones.
+- Per batch: processor time of the main process for ``next()`` and a state after it, minus that of ``next()``
   of a loader that is asked for none and takes no snapshot. StatefulDataLoader takes its snapshots in
   ``next()``, whether they are asked for or not (``snapshot_every_n_steps``).
-- Resume: from ``iter()`` to the first batch behind batch N, without workers, so that their start does not
-  count. Both loaders draw the order of the whole epoch in it. "Of that, skipping" is what it takes beyond the
-  same in a new epoch.
-- Throughput: of epochs with a state per batch over that of epochs without, in pairs.
+- Resume: time from ``iter()`` to the first batch after batch N. There are no workers, so their start does not
+  count. Both loaders draw the order of the whole epoch in this time. "Of that, skipping" is the difference to
+  the same time in a new epoch.
+- Throughput: rate of epochs with a state per batch, divided by the rate of epochs without, in pairs.
 """
 
 from __future__ import annotations
@@ -88,16 +88,16 @@ def build(make: Callable[..., Any], batches: int, **options: Any) -> Any:
 
 @dataclass
 class Costs:
-    """The cost of one loader's states: of each measurement a list, one figure from each turn.
+    """The cost of one loader's states: for each measurement a list with one figure per turn.
 
     Attributes:
         first_s: Seconds that the first state of an epoch takes.
-        state_s: Seconds that a further one takes.
+        state_s: Seconds that a further state takes.
         batch_s: Seconds of processor time in the main process that states take per batch: see above.
-        nbytes: Length of its pickle.
+        nbytes: Length of a pickled state.
         resume_s: Seconds from ``iter()`` to the first batch, from a state, without workers.
-        skip_s: Of those, beyond the seconds of a new epoch.
-        throughput: Of epochs with a state per batch, over that of epochs without.
+        skip_s: The part of ``resume_s`` beyond the seconds of a new epoch.
+        throughput: Rate of epochs with a state per batch, divided by the rate of epochs without.
     """
 
     first_s: list[float] = field(default_factory=list)
@@ -114,7 +114,7 @@ class Costs:
 
 
 def measure_states(make: Callable[..., Any], batches: int, number: int, costs: Costs) -> None:
-    """Measure states, one behind each of so many batches, beside a loader that is asked for none."""
+    """Measure states, one after each batch, against a loader that is asked for none."""
     seldom = {"snapshot_every_n_steps": 1 << 40} if make is not shmloader.DataLoader else {}
     asked, other = build(make, batches), build(make, batches, **seldom)
     iterators = iter(asked), iter(other)
@@ -146,7 +146,7 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def measure_resume(make: Callable[..., Any], batches: int, costs: Costs) -> None:
-    """Measure how long the first batch of a resumed epoch takes, and that of a new one."""
+    """Measure the time to the first batch of a resumed epoch, and of a new one."""
     loader = build(make, batches + 1000, num_workers=0)
     iterator = iter(loader)
     for _ in range(2):
@@ -162,7 +162,7 @@ def measure_resume(make: Callable[..., Any], batches: int, costs: Costs) -> None
 
 
 def at_batch(state: dict[str, Any], batches: int) -> dict[str, Any]:
-    """The state behind so many batches of a loader without workers, not loading them: both loaders count."""
+    """The state after so many batches of a loader without workers, not loading them: both loaders count."""
     if "batches" in state:
         return state | {"batches": batches}
     sampler = state["_sampler_iter_state"]
@@ -174,7 +174,7 @@ def at_batch(state: dict[str, Any], batches: int) -> dict[str, Any]:
 def measure_throughput(make: Callable[..., Any], epoch_s: float, pairs: int, costs: Costs) -> None:
     """Measure the ratio of rates with a state per batch and without, over pairs of epochs.
 
-    Epochs are so long that each takes about ``epoch_s``: ratios of a tenth of a second scatter by a half.
+    Each epoch is long enough to take about ``epoch_s``: ratios of a tenth of a second scatter by a half.
     """
     trial = build(make, 1_000, persistent_workers=True)
     time_epoch(trial)  # starts the workers
@@ -204,7 +204,7 @@ def end(iterator: Any) -> None:
 
 
 def main() -> int:
-    """Print a table, and write it as JSON if asked; 3 where that could not be."""
+    """Print a table, and write it as JSON if asked; 3 if that fails."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

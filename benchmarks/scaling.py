@@ -4,9 +4,9 @@ Run from a checkout, on a machine with as many cores as there are workers, and o
 
     python -m benchmarks.scaling [--workers N]... [--workload NAME]... [--plot FILE] [--json FILE]
 
-Each number of workers is one `python -m shmloader bench`, whose checks and turns hold; the figures are its
-medians. Numbers of workers that the usable cores do not hold are measured too, and marked. Exit status:
-0, or that of the run that failed.
+Each number of workers is one run of `python -m shmloader bench`, with its checks and turns; the figures are
+its medians. Numbers of workers above the number of usable cores are measured too, and marked. Exit status: 0,
+or that of the run that failed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Rates = dict[str, dict[str, dict[int, float]]]  # samples per second by workload
 
 
 def measure(workers: int, given: argparse.Namespace) -> dict[str, Any] | int:
-    """One comparison: its JSON, or its exit status where it failed."""
+    """One comparison: its JSON, or its exit status if it failed."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
         words = ["--workers", str(workers), "--json", str(path), "--seconds", str(given.seconds)]

@@ -18,10 +18,10 @@ from benchmarks.workloads import Workload
 
 
 def measure_startup(spec: Spec, workload: Workload, dataset: Any, contestant: Loader | None) -> Measurement:
-    """Times the way to the first batch, once, in a process that has done nothing of the kind before.
+    """Measures the time to the first batch, once, in a process that has not loaded before.
 
-    What has to be imported for it is imported before. Without a contestant, a batch is fetched and
-    collated in this process: what is left without workers.
+    Imports are done before. Without a contestant, a batch is fetched and collated in this process: the time
+    that is left without workers.
     """
     for package in contestant.packages if contestant else ():
         importlib.import_module(package)

@@ -1,7 +1,7 @@
-"""Data of real shapes in stores, beside what else keeps Python's records in one piece of memory.
+"""Data of real shapes in stores, beside other ways to keep Python's records in one piece of memory.
 
-Sizes are of the data as each contestant keeps it, without any copies; reading gives Python objects in all of
-them. Contestants that are not installed are left out with a message.
+Sizes are of the data as each contestant keeps it, without any copies. All give Python objects when they are
+read. Contestants that are not installed are left out with a message.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Pickles:
 
 
 class TorchSerializedList:
-    """The same with tensors, as torch's tutorials have it."""
+    """The same with tensors, as in torch's tutorials."""
 
     def __init__(self, rows: list[Any]) -> None:
         pickled = [pickle.dumps(row, -1) for row in rows]
@@ -109,7 +109,7 @@ class TorchSerializedList:
 
 
 class PlainArrow:
-    """An Arrow table, of which rows are read as ``to_pylist`` does."""
+    """An Arrow table; rows are read as ``to_pylist`` reads them."""
 
     def __init__(self, rows: list[Any]) -> None:
         self.table = pa.Table.from_pylist([_for_arrow(row) for row in rows])
@@ -133,7 +133,7 @@ class HuggingFace:
 
 
 def _for_arrow(row: dict[str, Any]) -> dict[str, Any]:
-    """A record of what Arrow has types for."""
+    """A record converted to types that Arrow has."""
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in row.items()}
     return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in plain.items()}
 
@@ -161,7 +161,7 @@ def measure(count: int) -> Iterator[tuple[str, float, str]]:
         times: dict[str, list[int]] = {name: [] for name in kept}
         turns = list(kept)
         for index in chosen:
-            # In turns, so that whatever else the machine does hits all alike, and in any order: after a slow
+            # In turns, so that other load of the machine hits all alike, and in any order: after a slow
             # one there is less of one's own in the processor's cache.
             random.shuffle(turns)
             for name in turns:

@@ -31,7 +31,7 @@ from shmloader.host.process_memory import read_memory  # noqa: E402
 
 ROWS = 2_000_000
 LEAST_ROWS = 10_000
-"""Fewer take no more memory than what a process gets and gives back by itself."""
+"""Fewer rows take less memory than a process takes and frees by itself."""
 
 GATHERED_ROWS = 4096
 
@@ -41,11 +41,11 @@ class Figure:
     """One line of the table.
 
     Attributes:
-        what: What was measured.
+        what: Name of the measurement.
         value: The figure, in `unit`.
         unit: Its unit.
-        goal: What was aimed at, for people.
-        reached: Whether it was; None where there is no goal.
+        goal: The goal, for people.
+        reached: Whether it was reached; None if there is no goal.
     """
 
     what: str
@@ -77,7 +77,7 @@ def pss_nbytes() -> int:
 
 
 class Peak:
-    """The most memory, its own and in stores, that this process has while it is entered, beyond before."""
+    """Measures the peak growth of this process's memory, its own and in stores, while it is entered."""
 
     def __enter__(self) -> Self:
         self.before_nbytes = private_nbytes() + store_nbytes()
@@ -97,12 +97,12 @@ class Peak:
 
 
 def private_nbytes() -> int:
-    """Bytes of this process's own: what no file, and so no store, is behind."""
+    """Bytes of this process's own: memory without a file, and so without a store."""
     return read_memory(os.getpid())["Anonymous"]
 
 
 def store_nbytes() -> int:
-    """Bytes of the memory files that are open here: of stores, also while they are built."""
+    """Bytes of the memory files that are open here: stores, also while they are built."""
     total = 0
     for link in Path("/proc/self/fd").iterdir():
         try:
@@ -114,7 +114,7 @@ def store_nbytes() -> int:
 
 
 def nanoseconds_per_call(call: Callable[[Any], Any], arguments: list[Any]) -> float:
-    """Median over single calls, less what the clock takes."""
+    """Median over single calls, minus the time of the clock itself."""
     clock = time.perf_counter_ns
     times, empty = [], []
     for argument in arguments:
@@ -127,7 +127,7 @@ def nanoseconds_per_call(call: Callable[[Any], Any], arguments: list[Any]) -> fl
 
 
 class PickledBytes:
-    """The usual trick: a pickle per record, in one buffer."""
+    """A common way: a pickle per record, in one buffer."""
 
     def __init__(self, rows: int) -> None:
         import numpy as np
@@ -150,7 +150,7 @@ def measure_list(rows: int) -> list[Figure]:
 def measure_store(rows: int) -> list[Figure]:
     import shmloader
 
-    shmloader.share([make_row(0)])  # what is loaded at the first call
+    shmloader.share([make_row(0)])  # loads what the first call needs
     data = make_list(rows)
     build_s = []
     for _ in range(3):
@@ -225,7 +225,7 @@ def measure_take(rows: int) -> list[Figure]:
     times: list[list[float]] = [[] for _ in calls]
     turns = list(range(len(calls)))
     for _ in range(1000):
-        # In turns, so that whatever else the machine does hits all alike; each with rows of its own, since
+        # In turns, so that other load of the machine hits all alike; each with rows of its own, since
         # those that another call has just read are in the processor's cache.
         random.shuffle(turns)
         for number in turns:
@@ -308,7 +308,7 @@ def print_table(figures: list[Figure]) -> None:
 
 
 def main() -> int:
-    """Measures everything; 3 where the JSON could not be written."""
+    """Measures everything; 3 if the JSON could not be written."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help=f"a tenth of the rows, or {LEAST_ROWS:,}")
     parser.add_argument("--json", type=result_file, help="write the figures to this file")

@@ -13,15 +13,15 @@ from benchmarks.workloads import Workload
 
 
 class WrongDataError(Exception):
-    """A contestant delivered something else than the others."""
+    """A contestant delivered other data than the others."""
 
 
 @dataclass(frozen=True)
 class Row:
     """The figures of one contestant on one workload: medians over the repeats.
 
-    Ratios are taken within a repeat, between measurements that ran one after the other, and their
-    median is given: on a machine whose speed drifts that says more than a ratio of medians.
+    Ratios are taken within a repeat, between measurements that ran one after the other; the figure is their
+    median. On a machine whose speed drifts that is more accurate than a ratio of medians.
     """
 
     workload: str
@@ -51,7 +51,7 @@ Runs = dict[str, list[Measurement]]
 
 
 def check_agreement(workload: str, runs: Runs) -> str:
-    """Compares what all contestants consumed.
+    """Compares the batches of all contestants.
 
     Returns:
         The checksum that all have.
@@ -129,7 +129,7 @@ def _ratio(measurements: list[Measurement], others: list[Measurement]) -> float:
 
 
 def to_json(workload: Workload, rows: list[Row], runs: Runs) -> Any:
-    """Gives everything about one workload but its verdicts as plain data."""
+    """Gives everything about one workload, except its verdicts, as plain data."""
     return {
         "batch_size": workload.batch_size,
         "batch_nbytes": runs["limit"][0].batch_nbytes,

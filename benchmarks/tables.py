@@ -7,7 +7,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Columns = Sequence[tuple[str, Callable[[T], str]]]
-"""A heading, and what makes a cell of a row's figures, for each column."""
+"""For each column its heading, and a function that makes a cell from a row's figures."""
 
 
 def table_of(columns: Columns[T], rows: Iterable[T], texts: int) -> str:
@@ -31,5 +31,5 @@ def render_table(table: list[list[str]], texts: int) -> str:
 
 
 def or_empty(value: float | None, pattern: str) -> str:
-    """Formats a number; an empty cell where there is none."""
+    """Formats a number; None gives an empty cell."""
     return "" if value is None else format(value, pattern)

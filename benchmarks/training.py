@@ -1,4 +1,4 @@
-"""A training loop: how much of its time it waits for data, when each step computes for a set time."""
+"""A training loop whose steps compute for a set time: the share of time that it waits for data."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Loop:
 def train(batches: Iterator[Any], seconds: float, min_batches: int, compute_s: float) -> Loop:
     """Takes a batch, reads it, and computes, over and over.
 
-    A step lasts `compute_s` by the clock and keeps this process's core busy: a step that the
-    workers can steal time from would grow longer with a loader that uses more of the cores, and hide it.
+    A step lasts `compute_s` by the clock and keeps this process's core busy. A step of a fixed amount of work
+    would grow longer with a loader that uses more of the cores, and hide that.
     """
     loop = Loop([], 0.0, 0.0)
     start_s = time.perf_counter()

@@ -23,7 +23,7 @@ class Verdict:
 
 
 def judge(workload: Workload, rows: list[Row], runs: Runs) -> list[Verdict]:
-    """Compares the row of the loader that the workload's targets are for with these."""
+    """Compares a workload's targets with the row of the loader that they are for."""
     verdicts: list[Verdict] = []
     for row in rows:
         if _is_subject(workload.targets, row):
@@ -95,7 +95,7 @@ def _judge_costs(workload: Workload, row: Row, rows: list[Row]) -> Iterable[Verd
 
 def _judge_memory(targets: Targets, row: Row, measurements: list[Measurement]) -> Iterable[Verdict]:
     if targets.constant_descriptors:
-        # Within each epoch: how many there are may differ from one process to the next.
+        # Within each epoch: the number may differ from one process to the next.
         changes = max((m.descriptors_max or 0) - (m.descriptors_min or 0) for m in measurements)
         yield Verdict(row.workload, "a constant number of descriptors", f"changes by {changes}", changes == 0)
     # With dynamic dispatch there may be more slots, within the loader's budget.
@@ -110,7 +110,7 @@ def _judge_memory(targets: Targets, row: Row, measurements: list[Measurement]) -
 
 
 def compare_startups(workload: Workload, rows: Mapping[str, list[Row]]) -> list[Verdict]:
-    """Compares a start-up with that of another workload, where its targets name one.
+    """Compares a start-up with that of another workload, if its targets name one.
 
     Args:
         workload: The workload.
@@ -140,13 +140,13 @@ def _is_subject(targets: Targets, row: Row) -> bool:
 
 
 def _has_peers(rows: list[Row]) -> bool:
-    """Whether there is another loader than torch's: to be better than that is a target of its own."""
+    """Whether there is another loader than torch's: being better than torch is a target of its own."""
     known = [LOADERS[row.contestant] for row in rows if row.contestant in LOADERS]
     return any(not (loader.is_own or loader.is_baseline) for loader in known)
 
 
 def render_verdicts(verdicts: list[Verdict]) -> str:
-    """Renders what was asked and what was reached."""
+    """Renders the targets, and whether they were reached."""
     table = [["workload", "target", "figure", "verdict"]]
     table += [[v.workload, v.target, v.figure, "ok" if v.ok else "missed"] for v in verdicts]
     return render_table(table, texts=4)

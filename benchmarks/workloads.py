@@ -29,11 +29,12 @@ THROUGHPUT, STARTUP, TRAINING = "throughput", "start-up", "training"
 
 @dataclass(frozen=True)
 class Targets:
-    """Targets of a workload; None where nothing is asked.
+    """Targets of a workload; None for no target.
 
     Attributes:
-        loader: Which loader should; None for the one that is measured as its users would have it.
-        startup_within: Another workload, and how many times the time to its first batch this one may take.
+        loader: The loader that they are for; None for this project's loader with its defaults.
+        startup_within: Another workload and a factor, which bounds the ratio of their times to the first
+            batch.
     """
 
     vs_torch: float | None = None
@@ -51,24 +52,24 @@ class Workload:
     """One kind of data to move. Batches recur after `period_batches` of them.
 
     Attributes:
-        name: By which it is chosen.
+        name: Its name on the command line.
         batch_size: Samples per batch.
-        period_batches: How many batches there are before they come again.
-        dataset: Makes the data set of that many samples.
-        targets: What it should reach.
-        kind: What is measured: THROUGHPUT, STARTUP or TRAINING.
-        about: What a sample is, for people.
+        period_batches: Number of batches before they repeat.
+        dataset: Makes the data set, given its number of samples.
+        targets: Its targets.
+        kind: The kind of measurement: THROUGHPUT, STARTUP or TRAINING.
+        about: Description of a sample, for people.
         collate: Joins samples, in workers; None for torch's default collate.
-        samples: What `dataset[i]` is made of: "tensors", "arrays", or "table" where the data set also
-            takes a list of indices and gives the whole batch.
+        samples: The contents of `dataset[i]`: "tensors", "arrays", or "table" if the data set also takes a
+            list of indices and gives the whole batch.
         prefetch_factor: Overrides the run's.
         start_method: How workers start; None for the platform's default.
-        compute_s: What one step of the training loop computes, in seconds.
-        dataset_nbytes: The data set's size where it decides whether there is memory for it; else 0.
-        make_into: Makes one batch of an index batch, into outputs where it can: what the limit repeats.
+        compute_s: Seconds that one step of the training loop computes.
+        dataset_nbytes: The data set's size, if it is so large that memory may be short; else 0.
+        make_into: Makes a batch of an index batch, into existing outputs if possible; the limit repeats it.
             None for fetching and `limit.collate_into`.
-        ideal_rate: Gives samples/s at best of a data set and a number of workers, where that is found
-            without running as many processes.
+        ideal_rate: Gives the highest possible samples/s for a data set and a number of workers, if that is
+            known without running as many processes.
         missing: Says what this host lacks for it, or None.
     """
 
@@ -108,7 +109,7 @@ class Workload:
         return (self.reference_batch(dataset, number) for number in range(self.period_batches))
 
     def options(self) -> dict[str, Any]:
-        """Gives the loader's arguments, by torch's names, that differ from what all workloads have."""
+        """Gives the loader's arguments that only this workload has, by torch's names."""
         options: dict[str, Any] = {}
         if self.collate is not None:
             options["collate_fn"] = self.collate
@@ -140,17 +141,17 @@ def register_workload(workload: Workload) -> None:
 
 
 def pad_tokens(samples: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Joins sequences, each filled up with zeros to the longest, and says how long they were."""
+    """Joins sequences, each filled up with zeros to the longest, and adds their lengths."""
     return pad_sequence(samples, batch_first=True), torch.tensor([len(sample) for sample in samples])
 
 
 def list_into(dataset: Any, indices: list[int], out: Any) -> Any:
-    """Makes a list of samples without a loader; nothing is joined, so there is nothing to write into."""
+    """Makes a list of samples without a loader; nothing is joined, so no output is needed."""
     return [dataset[index] for index in indices]
 
 
 def pad_into(dataset: Any, indices: list[int], out: Any) -> Any:
-    """Pads without a loader. `pad_sequence` has no `out`, and its small results need no fresh pages."""
+    """Pads without a loader. `pad_sequence` has no `out`; its results are small and need no fresh pages."""
     return pad_tokens(list_into(dataset, indices, out))
 
 
@@ -179,9 +180,9 @@ def index_tensor(first: int, count: int) -> torch.Tensor:
 
 
 def uneven_rate(dataset: Uneven, workers: int) -> float:
-    """Says how many samples a second workers make that never wait for anything.
+    """Gives the samples per second of workers that never wait.
 
-    Fetching and collating is timed, one after the other: a sleep lasts longer than was asked for.
+    It is computed from measured times of fetching and collating, because a sleep lasts longer than asked for.
     """
     samples = 2 * dataset.every
     start_s = time.perf_counter()
@@ -326,7 +327,8 @@ def _in_time() -> list[Workload]:
             made_data.make_uneven,
             Targets(of_limit=1 / 1.1, loader="shmloader-dynamic"),
             about="5 ms, one in twenty 100 ms, slept",
-            # With two ahead per worker any loader that keeps the order would run dry behind a slow one.
+            # With two batches ahead per worker, any loader that keeps the order would run dry after a slow
+            # batch.
             prefetch_factor=16,
             ideal_rate=uneven_rate,
         ),

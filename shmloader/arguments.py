@@ -82,7 +82,7 @@ def set_device(loader: Any, device: torch.device | str | int | None) -> None:
 
 
 def device_of(loader: Any) -> torch.device | None:
-    """The accelerator that a loader's batches go to, with its number; None where they stay on the CPU.
+    """The accelerator that a loader's batches go to, with its number; None if they stay on the CPU.
 
     It is what the constructor was given. Subclasses and loaders of other classes (accelerate's) may have an
     attribute ``device`` with another meaning.
@@ -196,7 +196,7 @@ def _check_dispatch(dispatch: str, dataset: object, num_workers: object) -> None
         )
     if automatic and dispatch == STATIC:
         raise ValueError(
-            "num_workers='auto' needs dispatch='dynamic', which is its default: where workers take turns, "
+            "num_workers='auto' needs dispatch='dynamic', which is its default: if workers take turns, "
             "random draws of samples would depend on the number of workers. Leave dispatch out, or pass a "
             "number of workers"
         )

@@ -58,7 +58,7 @@ class SharedMemoryExhausted(LoaderError, MemoryError):
 
     Attributes:
         needed_nbytes: Bytes asked for.
-        available_nbytes: Bytes the host could still give, or None where unknown.
+        available_nbytes: Bytes the host could still give, or None if unknown.
     """
 
     def __init__(self, message: str, *, needed_nbytes: int = 0, available_nbytes: int | None = None) -> None:

@@ -73,7 +73,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             datasets. See docs/autotune.md.
         collate_fn: Joins samples to a batch, in the worker. ``shmloader.empty`` allocates its results in
             the slot; other results are copied there once.
-        pin_memory: Return tensors in page-locked memory, where there is an accelerator. With CUDA the slots
+        pin_memory: Return tensors in page-locked memory, if there is an accelerator. With CUDA the slots
             themselves are page-locked, and none is written again before the device has done what was queued
             when the program dropped its batch. See docs/gpu.md.
         drop_last: Leave out the last, incomplete batch.
@@ -84,7 +84,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             the platform's default.
         generator: Source of shuffling and of the workers' base seed.
         prefetch_factor: Batches made in advance per worker; 2 if None and there are workers. ``"auto"``
-            begins with 2 and takes more, up to 16, where the program waits although the workers have time.
+            begins with 2 and takes more, up to 16, if the program waits although the workers have time.
         persistent_workers: Keep the workers from epoch to epoch.
         pin_memory_device: Deprecated in torch; kept for its signature.
         in_order: Return batches in the sampler's order; else as they arrive.
@@ -149,10 +149,10 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             it is. ``"cpu"`` and None leave batches where they are. See docs/gpu.md.
 
     Raises:
-        TypeError: For numbers that are not whole (``1e9`` is a float), and where torch raises one.
+        TypeError: For numbers that are not whole (``1e9`` is a float), and when torch raises one.
         ValueError: For arguments that torch refuses, with torch's message; for other values than those above,
             and for arguments that exclude each other, with what to pass instead.
-        RuntimeError: For an invalid ``device``; from ``iter()``, for an accelerator that is not there.
+        RuntimeError: For an invalid ``device``; from ``iter()``, for a missing accelerator.
     """
 
     is_shmloader = True  # accelerate copies it, under install()
@@ -259,7 +259,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
 
     @never_compiled
     def set_epoch(self, epoch: int) -> None:
-        """Call ``set_epoch(epoch)`` of the sampler, the batch sampler and the dataset, where they have it.
+        """Call ``set_epoch(epoch)`` of the sampler, the batch sampler and the dataset, if they have it.
 
         Call it before ``iter(loader)``. It reaches the dataset in persistent workers too, and datasets inside
         it: they are called before the next epoch begins. Workers also repeat the calls of ``set_epoch`` that
@@ -282,8 +282,8 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             same keys at any moment.
 
         Raises:
-            ResumeError: Where torch's own workers load, while two iterators are in use at once, for a sampler
-                or a dataset whose own state cannot be saved, and with ``in_order=False`` where
+            ResumeError: If torch's own workers load, while two iterators are in use at once, for a sampler
+                or a dataset whose own state cannot be saved, and with ``in_order=False`` if
                 ``shard="auto"`` deals out samples to several workers.
         """
         states = loading_of(self).states

@@ -31,7 +31,7 @@ class Feature(StrEnum):
 
 _INSTEAD = {
     Feature.SLOTS: "The loader loads as torch's DataLoader does, and the batches are the same.",
-    Feature.INSTALL: "Loaders of torch's class load torch's way; shmloader.DataLoader is not concerned.",
+    Feature.INSTALL: "Loaders of torch's class load torch's way; shmloader.DataLoader is not affected.",
     Feature.COLLATION: "Batches are the same, but are copied into their slot after they have been collated.",
     Feature.ARRAY_SAMPLING: "Index batches are the same, but take 36 bytes for each sample of the dataset.",
     Feature.DATAPIPES: "Load from a map-style dataset or an IterableDataset.",

@@ -1,4 +1,4 @@
-"""``num_workers="auto"``: samples that draw after a delay, workers that start late, and what epochs give."""
+"""Datasets for ``num_workers="auto"``: samples that draw after a delay, and workers that start late."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shmloader import DataLoader
 
 
 class Draws(Dataset):
-    """Sample ``i`` is what it draws from each global generator, after ``delay_s``."""
+    """Sample ``i`` is its draws from each global generator, after ``delay_s``."""
 
     def __init__(self, length: int, delay_s: float = 0.0) -> None:
         self.length, self.delay_s = length, delay_s
@@ -30,7 +30,7 @@ class Draws(Dataset):
 
 
 class WaitForFile:
-    """A ``worker_init_fn`` for which all but the first worker wait until a file is there."""
+    """A ``worker_init_fn`` that makes all workers but the first wait until a file exists."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

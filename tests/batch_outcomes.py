@@ -8,7 +8,7 @@ from parity.compare import assert_same
 
 
 def outcomes(loader: Any) -> list[Any]:
-    """Each batch, or the exception in its place; those of samplers and workers do not occur here."""
+    """Each batch, or the exception in its place; samplers and workers raise none here."""
     got: list[Any] = []
     iterator = iter(loader)
     while True:
@@ -24,7 +24,7 @@ def assert_same_outcomes(got: list[Any], expected: list[Any]) -> None:
     assert len(got) == len(expected)
     for mine, theirs in zip(got, expected, strict=True):
         if isinstance(theirs, Exception):
-            # In a worker torch has the traceback for a message, and a KeyError of its own.
+            # In a worker, torch uses the traceback as the message, and a KeyError class of its own.
             assert isinstance(mine, Exception), f"a batch, where torch raises {theirs!r}"
             assert isinstance(theirs, type(mine)), f"{mine!r} is not {theirs!r}"
         else:

@@ -1,4 +1,4 @@
-"""The warnings of a block, but for Python's own about fork, which come where Python is 3.12 or newer."""
+"""The warnings of a block, without Python's own about fork, which Python 3.12 and newer give."""
 
 import contextlib
 import warnings

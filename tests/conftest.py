@@ -1,7 +1,7 @@
 """Fixtures for every test: the leak guard, and the start methods and cores that tests run under.
 
-The leak guard holds the whole suite to one promise: what a test starts, opens or allocates is gone
-when the test ends. It compares the process before and after and names what stayed.
+The leak guard checks one promise in the whole suite: everything that a test starts, opens or allocates
+is gone when the test ends. It compares the process before and after, and names what is left.
 `project/test_leak_guard.py` runs this file against tests that do leak.
 """
 
@@ -23,11 +23,11 @@ import psutil
 import pytest
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # Begun in the background of a shell; the programs that tests interrupt would inherit it.
+    # Ignored in the background of a shell; the programs that tests interrupt would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Python 3.14's default is forkserver, whose workers import what they unpickle. Tests that name no method
-# have datasets of their own, which only forked workers know; `start_method` tries the others.
+# have datasets of their own, which only forked workers can import; `start_method` tries the others.
 multiprocessing.set_start_method("fork")
 
 
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Collections of garbage, which many tests and the guard ask for, need not look at modules and tests."""
+    """Freeze modules and tests, so that the many garbage collections of tests and guard leave them out."""
     gc.collect()
     gc.freeze()
 
@@ -115,10 +115,10 @@ class Snapshot:
 
     Attributes:
         processes: Children, their descendants and marked orphans, by pid and creation time.
-        descriptors: What each open descriptor refers to: path or kind, device and inode.
+        descriptors: Target of each open descriptor: path or kind, device and inode.
         shm_entries: The names in /dev/shm.
         shm_mappings: Mapped shared memory, by path and inode: it outlives descriptor and name.
-        threads: The live threads. They are objects, not idents, since idents are used again.
+        threads: The live threads, as objects, since idents are used again.
     """
 
     processes: frozenset[psutil.Process]
@@ -144,14 +144,14 @@ def _processes() -> frozenset[psutil.Process]:
     family = {me}
     while more := {pid for pid, (parent, _) in origins.items() if parent in family} - family:
         family |= more
-    began = origins[me][1]  # what is older was not started from here
+    began = origins[me][1]  # an older process was not started from here
     orphans = {pid for pid in origins.keys() - family if origins[pid][1] >= began and _is_marked(pid)}
     found = [process for pid in (family | orphans) - {me} if (process := _process(pid))]
     return frozenset(process for process in found if not _is_interpreters_own(process, me))
 
 
 def _origins() -> dict[int, tuple[int, int]]:
-    """Each process's parent, and when it began; in a third of psutil's time, twice in every test."""
+    """Each process's parent and start time. It runs twice in every test, in a third of psutil's time."""
     origins = {}
     for name in os.listdir("/proc"):
         if name.isdecimal():
@@ -177,11 +177,10 @@ def _is_marked(pid: int) -> bool:
 
 
 def _is_interpreters_own(process: psutil.Process, parent: int) -> bool:
-    """Tell the resource tracker and the fork server, which live as long as the interpreter.
+    """Whether a process is the resource tracker or the fork server, which live as long as the interpreter.
 
-    Only a direct child can be one of them: a worker forked by the fork server has the same command
-    line and is not excused, and neither are the helpers of some other interpreter that a test
-    killed.
+    Only a direct child can be one of them. A worker of the fork server has the same command line, but counts
+    as a leak; so do helpers of another interpreter that a test killed.
     """
     try:
         if process.ppid() != parent:
@@ -248,12 +247,12 @@ def _strangers_entries(names: frozenset[str]) -> set[str]:
 
 
 def find_leaks(before: Snapshot, new_entries: frozenset[str]) -> list[str]:
-    """Describe everything that is here now and was not when `before` was taken.
+    """Describe everything that exists now and did not when `before` was taken.
 
     Args:
-        before: What there was before the test.
-        new_entries: The /dev/shm entries that may be the test's. Those that it made are here at its
-            end: what comes later is another program's.
+        before: The snapshot from before the test.
+        new_entries: The /dev/shm entries that may be the test's: those that exist at its end. Later ones are
+            another program's.
     """
     now = Snapshot.take()
     leaks = [f"process {_describe(process)}" for process in now.processes - before.processes]
@@ -280,7 +279,7 @@ def find_leaks(before: Snapshot, new_entries: frozenset[str]) -> list[str]:
 
 def _describe(process: psutil.Process) -> str:
     try:
-        if process.status() == psutil.STATUS_ZOMBIE:  # has no command line any more
+        if process.status() == psutil.STATUS_ZOMBIE:  # its command line is gone
             return f"{process.pid} (zombie: it ended and nobody joined it): {process.name()}"
         return f"{process.pid} ({process.status()}): {' '.join(process.cmdline())[:120]}"
     except psutil.NoSuchProcess:
@@ -294,13 +293,13 @@ def wait_for_no_leaks(before: Snapshot) -> list[str]:
     while leaks := find_leaks(before, new_entries):
         if time.monotonic() > deadline:
             break
-        gc.collect()  # what a reference cycle holds is closed only now; too slow to do always
+        gc.collect()  # closes what reference cycles hold; too slow to do always
         time.sleep(0.02)
     return leaks
 
 
 def _kill_leaked(before: Snapshot) -> None:
-    """End the processes that a test left, so that they cannot disturb the tests after it."""
+    """End the processes that a test left, so that they cannot disturb later tests."""
     leaked = _processes() - before.processes
     for process in leaked:
         try:
@@ -342,7 +341,7 @@ def warm_helpers() -> None:
     Fork-server workers inherit the environment as it is now, not as a test sets it later.
     """
     resource_tracker.ensure_running()
-    # Without this every worker imports torch anew, seconds each. Spawned workers still do.
+    # Without this every worker imports torch anew, which takes seconds. Spawned workers still do.
     multiprocessing.set_forkserver_preload(["torch"])
     forkserver.ensure_running()
 
@@ -357,7 +356,7 @@ def start_method(request: pytest.FixtureRequest, warm_helpers: None) -> str:
 
 @pytest.fixture
 def three_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that says so: sleeping workers need none."""
+    """A host that claims to have three cores: sleeping workers need none."""
     from shmloader.host.limits import Cores
 
     monkeypatch.setattr("shmloader.scheduling.auto.cores", lambda: Cores(3, 3, None))

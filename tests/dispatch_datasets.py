@@ -24,7 +24,7 @@ SMALL: dict[str, Any] = {
 
 
 class Draws(Dataset):
-    """Sample ``i`` is what it draws from each global generator; ``slow`` ones take 20 ms."""
+    """Sample ``i`` is its draws from each global generator; ``slow`` ones take 20 ms."""
 
     def __init__(self, length: int, slow: frozenset[int] = frozenset()) -> None:
         self.length, self.slow = length, slow
@@ -47,8 +47,8 @@ class Draws(Dataset):
 class Gate(Dataset):
     """Sample ``i`` of ``closed`` waits until ``i + others`` samples were made in all, or for ``patience_s``.
 
-    So until ``others`` were made that come after it. A sample is its index, its worker and whether the wait
-    was for nothing.
+    So it waits until ``others`` later samples were made. A sample is its index, its worker, and whether the
+    wait ended without them.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Gate(Dataset):
 
 
 def play(dataset: Any, epochs: int = 1, seed: int = 5, **given: Any) -> list[Any]:
-    """All batches of some epochs, begun from one state of the generators."""
+    """All batches of some epochs, from a fixed state of the generators."""
     torch.manual_seed(seed)
     given.setdefault("dispatch", "dynamic")
     with DataLoader(dataset, persistent_workers=True, **given) as loader:

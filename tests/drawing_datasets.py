@@ -1,4 +1,4 @@
-"""Datasets whose samples are what they draw from the generators, their worker's own and the program's."""
+"""Datasets whose samples are draws from generators: their worker's own, or the program's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 
 class Draws(Dataset):
-    """Sample ``i`` is itself and what it draws from each of its worker's generators."""
+    """Sample ``i`` is ``i`` and its draws from each of its worker's generators."""
 
     def __init__(self, length: int) -> None:
         self.length = length

@@ -8,7 +8,7 @@ import torch
 
 
 class Coded(Exception):
-    """Its constructor makes something else of its argument, and must not be called again."""
+    """Its constructor changes its argument, so it must not be called again."""
 
     made = 0
 
@@ -31,7 +31,7 @@ class NoReduce(ValueError):
 
 
 class OwnReduce(ValueError):
-    """Keeps state where only its own __reduce__ finds it."""
+    """Keeps state that only its own __reduce__ finds."""
 
     secrets: ClassVar[dict[int, str]] = {}
 
@@ -73,7 +73,7 @@ class Many(ExceptionGroup):
 
 
 class ReadOnly(Exception):
-    """An attribute of its own that cannot be set."""
+    """Has an attribute that cannot be set."""
 
     @property
     def twice(self) -> int:
@@ -81,7 +81,7 @@ class ReadOnly(Exception):
 
 
 class OtherArgs(LookupError):
-    """Uses the name of what all exceptions have."""
+    """Has an attribute with a name that all exceptions use."""
 
     @property
     def args(self) -> Any:

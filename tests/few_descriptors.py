@@ -1,6 +1,7 @@
 """Shares a dataset of a hundred large attributes, and loads it: for a process that may open few files.
 
-Run by test_store_walk.py, with the start method as its argument. Prints what it took and whether it was read.
+Run by test_store_walk.py, with the start method as its argument. Prints the descriptors that it took, and
+whether the data was read.
 """
 
 from __future__ import annotations

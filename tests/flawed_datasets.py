@@ -1,4 +1,4 @@
-"""Datasets with samples that raise, importable by workers under every start method, and how they are read."""
+"""Datasets with samples that raise, importable by workers under every start method, and a reader."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Raising(Dataset):
 
 
 class FlawedStream(IterableDataset):
-    """Worker k's samples are 100 k, 100 k + 1 and so on; its iterator goes on after it has raised."""
+    """Worker k's samples are 100 k, 100 k + 1 and so on; its iterator continues after it has raised."""
 
     def __init__(self, length: int, bad: set[int]) -> None:
         self.length, self.bad = length, bad
@@ -72,7 +72,7 @@ class FlawedStream(IterableDataset):
 
 
 def rows(loader: Any) -> list[list[int]]:
-    """All batches, as what their samples' first items are; nothing is held, so slots are used again."""
+    """The first items of the samples of all batches; nothing is held, so slots are used again."""
     return [batch.reshape(len(batch), -1)[:, 0].tolist() for batch in loader]
 
 

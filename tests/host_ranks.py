@@ -1,4 +1,4 @@
-"""Processes that share an object on their host, what they build, and the servers that hold it."""
+"""Processes that share an object on their host, functions that build it, and the servers that hold it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS = [{"path": f"image {number}", "label": number} for number in range(5000)]
 
 
 class Building:
-    """Builds by some function, of which its fingerprint says nothing: ranks build in several ways here."""
+    """Builds by any function; all have the same fingerprint, so ranks may build differently."""
 
     def __init__(self, build: Callable[[], Any]) -> None:
         self.build = build
@@ -29,7 +29,7 @@ class Building:
 
 
 class Rank:
-    """A process that calls share_on_host, says what it got, and stays until it is told to end."""
+    """A process that calls share_on_host, reports its result, and stays until it is told to end."""
 
     def __init__(self, name: str, build: Callable[[], Any], **arguments: Any) -> None:
         self._ours, theirs = FORK.Pipe()

@@ -16,7 +16,7 @@ import shmloader
 class Numbered(Dataset[torch.Tensor]):
     """Sample ``i`` is ``items`` int64 items, all of them ``i``, after ``delay_s`` seconds.
 
-    ``ballast_nbytes`` is carried along, and so pickled where workers are spawned.
+    It carries ``ballast_nbytes`` of data, which is pickled for spawned workers.
     """
 
     def __init__(self, length: int, items: int = 8, delay_s: float = 0.0, ballast_nbytes: int = 0) -> None:
@@ -60,7 +60,7 @@ class Ends(Numbered):
 
 
 class DiesWithHeir(Numbered):
-    """The worker leaves a process behind that holds all its descriptors, and is killed."""
+    """The worker starts a process that holds all its descriptors, and is killed."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == 5:
@@ -70,7 +70,7 @@ class DiesWithHeir(Numbered):
 
 
 class Sleeps(Numbered):
-    """Takes ``sleep_s`` seconds over sample ``at`` (over each where None)."""
+    """Takes ``sleep_s`` seconds for sample ``at`` (for each, if None)."""
 
     def __init__(self, length: int, sleep_s: float, at: int | None = None) -> None:
         super().__init__(length)
@@ -91,7 +91,7 @@ class FourArguments(Exception):
 
 
 class Unpicklable(ValueError):
-    """Holds what no pickle can carry."""
+    """Holds an object that cannot be pickled."""
 
     def __init__(self) -> None:
         super().__init__("with a lambda")
@@ -99,7 +99,7 @@ class Unpicklable(ValueError):
 
 
 def make_error(name: str) -> BaseException:
-    """An exception of each kind that is known to get lost between processes."""
+    """Make an exception of a kind that is known to get lost between processes."""
     return {
         "KeyError": lambda: KeyError("a", 1),
         "UnicodeDecodeError": lambda: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
@@ -127,9 +127,9 @@ class Raises(Numbered):
 
 
 class KeepsBatches:
-    """A collate function whose worker goes on holding, and changing nothing in, all its batches.
+    """A collate function whose worker keeps all its batches, and changes nothing in them.
 
-    Each call checks that the batches before are as they were made.
+    Each call checks that the earlier batches are unchanged.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A pool of slots as a state machine: whatever happens to slots, in any order, none is ever in two hands."""
+"""A pool of slots as a state machine: in any order of events, no slot ever has two users."""
 
 import os
 
@@ -61,7 +61,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.published.append((slot, nbytes, self.number % 256))
 
     def grow(self, slot: Slot, nbytes: int) -> int:
-        """Do what the slot's worker does."""
+        """Grow a slot, as its worker does."""
         if nbytes <= slot.nbytes:
             return slot.nbytes
         return self.segment.reserve(slot.number, slot.nbytes, nbytes)

@@ -18,11 +18,11 @@ class Found:
 
     Attributes:
         states: States seen.
-        main_states: Of them, different ones of the main process.
-        ends: In how many all was done.
-        raised: In how many of those the loader had raised.
+        main_states: Different states of the main process among them.
+        ends: States in which all was done.
+        raised: States among these in which the loader had raised.
         kinds: The kinds of steps taken, without numbers.
-        invariant: The broken one, or "".
+        invariant: The broken invariant, or "".
         trace: The steps that lead to it.
     """
 
@@ -39,7 +39,7 @@ def explore(setting: Setting, most_states: int = 60_000) -> Found:
     """Visit every state, nearest first, until an invariant is broken.
 
     Args:
-        setting: What is explored.
+        setting: The setting that is explored.
         most_states: A bound on the work; reaching it is an error of the setting.
     """
     log = logging.getLogger("shmloader")

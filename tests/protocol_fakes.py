@@ -1,7 +1,7 @@
 """Counterparts of the dispatcher in the protocol's model: memory as a byte array, workers as scripts.
 
-Nothing here waits or has a process. `Workers` notes what the dispatcher does to the workers and, where the
-real one would sleep, lets `protocol_main.Main` go on with its script.
+Nothing here waits or has a process. `Workers` notes the dispatcher's calls. When the real one would sleep, it
+lets `protocol_main.Main` continue its script.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ Event = tuple[Any, ...]
 
 
 class Sleeper(Protocol):
-    """The main process, as far as the workers need it."""
+    """The part of the main process that the workers need."""
 
     segment: "Segment"
 
@@ -29,7 +29,7 @@ class Sleeper(Protocol):
 
 
 class _Memory:
-    """A slot's memory, as much of `segment.Extent` as the pool uses."""
+    """A slot's memory, with the part of `segment.Extent` that the pool uses."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -61,7 +61,7 @@ class Segment:
 
 
 class _Worker:
-    """A worker as the dispatcher sees it; what it says and hears goes through `Workers`."""
+    """A worker as the dispatcher sees it; its records go through `Workers`."""
 
     pid = 0
     place = "pid 0"
@@ -69,7 +69,7 @@ class _Worker:
     def __init__(self, workers: "Workers", worker_id: int) -> None:
         self._workers = workers
         self.worker_id = worker_id
-        self.says: deque[bytes | None] = deque()  # what `receive` returns next; then nothing
+        self.says: deque[bytes | None] = deque()  # the next result of `receive`; then nothing
         self.dead = False
 
     def send(self, record: bytes) -> None:
@@ -86,7 +86,7 @@ class _Worker:
 
 
 class Workers:
-    """All workers as the dispatcher sees them. Instead of waiting, goes on with the script."""
+    """All workers as the dispatcher sees them. Instead of waiting, it continues the script."""
 
     interrupted = False
     closed_because = ""

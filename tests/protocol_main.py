@@ -1,8 +1,8 @@
 """The main process in the protocol's model: the real `Dispatcher` and `SlotPool`, driven by a script.
 
-The real objects cannot be copied, so a state of the main process is known by the shortest script that leads
-to it, and is made again by running that (`MainStates`). A script may end while the main process sleeps in
-the middle of `Dispatcher.begin_epoch`.
+The real objects cannot be copied. So a state of the main process is represented by the shortest script that
+leads to it, and made again by running that script (`MainStates`). A script may end while the main process
+sleeps in the middle of `Dispatcher.begin_epoch`.
 """
 
 from collections import deque
@@ -41,10 +41,10 @@ class Broken(Exception):
 
 
 class _Paused(BaseException):
-    """The main process sleeps: it has been told all that there is to tell."""
+    """The main process sleeps: its script has no further step."""
 
 
-RUNNING = ("run", "resuming", "interrupted")  # the phases in which the main process goes on
+RUNNING = ("run", "resuming", "interrupted")  # phases in which the main process is active
 
 Op = tuple[Any, ...]
 
@@ -56,18 +56,18 @@ class Setting:
     """The setting that is explored.
 
     Attributes:
-        batches: Per epoch.
-        epochs: How many; all but the last may be left early.
+        batches: Batches per epoch.
+        epochs: Number of epochs; all but the last may be left early.
         prefetch: Tasks per worker.
-        kills: How many workers may die, or be silent until the timeout, in all.
-        restarts: How many the loader replaces.
+        kills: Most workers that may die, or be silent until the timeout, in all.
+        restarts: Most workers that the loader replaces.
         parts: The batch that is larger than its slot and comes in two parts; -1 for none.
         long: The batch whose index batch is too long for the record and lies in the slot; -1 for none.
         interrupts: Whether Ctrl-C may end the wait for a new epoch, which is then begun once more.
         main_dies: Whether the main process may be killed, at any moment.
         keeps: Most batches that the user keeps at a time.
         inherit: A planted bug: workers hold the writing ends of each other's task pipes.
-        dispatcher, pool, workers: The classes; others than the real ones are planted bugs.
+        dispatcher, pool, workers: The classes; subclasses of the real ones are planted bugs.
     """
 
     batches: int = 3
@@ -92,7 +92,7 @@ def stamp(epoch: int, seq: int, part: int = 0) -> int:
 
 
 class Main:
-    """The main process: the real dispatcher and pool, and around them what `SlotIterator` does.
+    """The main process: the real dispatcher and pool, used as `SlotIterator` uses them.
 
     Attributes:
         phase: ``run``, ``resuming`` (asleep in `Dispatcher.begin_epoch`), ``interrupted`` (out of that, by
@@ -103,7 +103,7 @@ class Main:
     def __init__(self, setting: Setting, script: list[Op]) -> None:
         self.setting = setting
         self._script = deque(script)
-        self.last_events = 0  # where the last operation's events begin
+        self.last_events = 0  # index of the first event of the last operation
         self.segment = Segment()
         most_tasks = WORKERS * setting.prefetch
         self.pool = setting.pool(self.segment, most_tasks, (most_tasks + 2) * PAGE_NBYTES)
@@ -118,7 +118,7 @@ class Main:
         self._begin_epoch()
 
     def run(self) -> None:
-        """Do the script; ends when it is through, be it in `Dispatcher.begin_epoch`."""
+        """Run the script; return at its end, even in the middle of `Dispatcher.begin_epoch`."""
         try:
             while self._script:
                 self._do(self._next_op())
@@ -153,11 +153,11 @@ class Main:
             self.phase = "closed"
         else:
             self._script.appendleft(op)
-            # As the iterator does it: whom the next batch is due from decides who is silent.
+            # As in the iterator: the worker that owes the next batch is the one that is silent.
             self.dispatcher.receive(self.due_from() if kind == "timeout" else None)
 
     def wake(self) -> int | None:
-        """The main process waits: do what comes next, and say which worker is the reason to wake up."""
+        """The main process waits: take the next step of the script; returns the worker that wakes it up."""
         while self._script and self._script[0][0] == "drop":
             self._do(self._next_op())
         if not self._script:
@@ -169,7 +169,7 @@ class Main:
             raise KeyboardInterrupt
         worker_id, *said = about
         worker = self.workers.workers[worker_id]
-        if kind == "died late":  # what it said last is seen only after its death is
+        if kind == "died late":  # its last record is seen only after its death
             worker.says.append(b"")
         for record, slot, byte in said:
             if byte:
@@ -212,7 +212,7 @@ class Main:
             self._issue_task()
 
     def due_from(self) -> int | None:
-        """The worker whose silence is too long when the main process loses its patience."""
+        """The worker that the main process waits for when the timeout ends."""
         if self.phase == "resuming":
             return self.ledger.void_of(None)[0].worker_id
         task = self.ledger.due()
@@ -224,7 +224,7 @@ class Main:
         return task is not None and task.state is ARRIVED
 
     def overwrite_granted(self) -> None:
-        """A worker that died may have written to its slots, whatever lay there."""
+        """Overwrite the granted slots: a worker that died may have written to them."""
         for slot in self.pool.slots:
             if slot.state is SlotState.GRANTED and slot.number in self.segment.memory:
                 self.segment.memory[slot.number].view[:] = bytes(slot.nbytes)
@@ -244,7 +244,7 @@ class Main:
                 raise Broken(LOST, f"slots {sorted(in_use)} are in use, {sorted(self.held)} are held")
 
     def key(self) -> tuple[Any, ...]:
-        """All that decides what the main process will do."""
+        """Everything that decides the next steps of the main process."""
         slots = [_canonical(_attributes(slot, "extent")) for slot in self.pool.slots]
         shown = [
             self.segment.memory[slot.number].buffer[0]
@@ -267,7 +267,7 @@ class Main:
         )
 
 
-# Of the dispatcher: what has a place of its own, never changes, or depends on the clock.
+# Attributes of the dispatcher that are noted elsewhere, never change, or depend on the clock.
 _NO_STATE = (
     "pool",
     "workers",
@@ -320,7 +320,7 @@ class MainState(NamedTuple):
 
 
 class MainStates:
-    """The states of the main process, and what each operation does to them. Each is computed once."""
+    """The states of the main process, and the effect of each operation on them. Each is computed once."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
@@ -334,7 +334,7 @@ class MainStates:
         return self._run([])
 
     def after(self, number: int, op: Op) -> tuple[int, tuple[Event, ...]]:
-        """The state after an operation, and what it did to the workers."""
+        """The state after an operation, and its effects on the workers."""
         known = self._after.get((number, op))
         if known is None:
             known = self._after[number, op] = self._run([*self._scripts[number], op])

@@ -1,9 +1,9 @@
 """The slot protocol as a model: every step that main process, workers, kernel and user can take.
 
-What runs in the main process is the real code: `Dispatcher`, `Ledger`, `SlotPool`, the records. What it
-talks to is a model: pipes that are tuples of records, workers that take a task, write and publish, a kernel
-that kills them at any moment, a user who takes batches, keeps them, drops them late and in any order, and
-leaves an epoch. Each step says whether it breaks an invariant of the design.
+The main process runs the real code: `Dispatcher`, `Ledger`, `SlotPool`, the records. The rest is a model:
+pipes are tuples of records; workers take a task, write and publish; a kernel kills them at any moment; a user
+takes batches, keeps them, drops them late and in any order, and leaves an epoch. Each step says whether it
+breaks an invariant of the design.
 """
 
 from collections.abc import Iterator
@@ -44,10 +44,10 @@ class Process(NamedTuple):
 
     Attributes:
         doing: ``idle``, ``write``, ``wait`` (for the main process to copy a part), ``dead`` or ``ended``.
-        task: The task at hand, or that it died with.
-        part: How many parts of it were sent.
+        task: The present task, or the one that it died with.
+        part: Number of its parts that were sent.
         tasks: Records on their way to it.
-        dones: Records on their way from it, each with its slot and what the slot was full of then.
+        dones: Records on their way from it, each with its slot and the slot's content at that time.
     """
 
     doing: str = "idle"
@@ -62,15 +62,15 @@ class Process(NamedTuple):
 
 
 class World(NamedTuple):
-    """Everything.
+    """The state of everything.
 
     Attributes:
         main: Number of the main process's state; -1 when it was killed.
         processes: The workers.
-        contents: What each slot is full of: a batch's stamp, 0 for half a batch, or minus the stamp of the
-            index batch that lies there.
-        kills: How many kills are left.
-        deaths: The tasks that workers have died with in this epoch, as far as main knows, by batch.
+        contents: Content of each slot: a batch's stamp, 0 for half a batch, or minus the stamp of the index
+            batch that lies there.
+        kills: Number of kills that are left.
+        deaths: Deaths of workers in this epoch that the main process knows of, by the batch of their task.
     """
 
     main: int
@@ -80,14 +80,14 @@ class World(NamedTuple):
     deaths: tuple[int, ...]
 
 
-Step = tuple[str, World, bool]  # what it is, where it leads, and whether the program does it by itself
+Step = tuple[str, World, bool]  # its name, the world after it, and whether the program takes it by itself
 
 
 class Model:
     """The steps that can be taken in each state of the world.
 
     Args:
-        setting: What is explored.
+        setting: The setting that is explored.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -107,7 +107,7 @@ class Model:
         return self._apply(world, events)
 
     def steps(self, world: World) -> Iterator[Step]:
-        """All steps from here."""
+        """All steps from a world."""
         for worker_id, process in enumerate(world.processes):
             if process.lives:
                 yield from self._worker_steps(world, worker_id, process)
@@ -167,7 +167,7 @@ class Model:
         return f"{name} writes {_batch(task)} to slot {task.slot}", world, True
 
     def _check_hands(self, world: World, worker_id: int, task: MakeBatch) -> None:
-        """A worker writes a slot: is it the only one that may?"""
+        """Check that a worker that writes a slot is the only one that may."""
         who = f"worker {worker_id} writes slot {task.slot}"
         if not self.main_runs(world):
             return
@@ -237,7 +237,7 @@ class Model:
         yield f"next() returns {'a copy of ' * copied}batch {main.returned}", after, True
 
     def _wake_steps(self, world: World, main: MainState) -> Iterator[Step]:
-        """The main process sleeps: everything that may wake it up."""
+        """All events that may wake up the sleeping main process."""
         quiet = True
         for worker_id, process in enumerate(world.processes):
             rest = process._replace(dones=process.dones[1:])

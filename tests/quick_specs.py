@@ -1,4 +1,4 @@
-"""Specifications that tests of the benchmarks measure in a moment. Importable when `benchmarks` is."""
+"""Specifications for tests of the benchmarks that are measured in a moment; importable if `benchmarks` is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from benchmarks.records import Spec
 
 
 def tiny(workload: str, contestant: str) -> Spec:
-    """A measurement of a few small batches, whose figures mean nothing."""
+    """A measurement of a few small batches; its figures mean nothing."""
     return Spec(
         workload=workload,
         contestant=contestant,

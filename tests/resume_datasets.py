@@ -18,10 +18,10 @@ from torch.utils.data import Dataset, Sampler
 
 
 class Drawing(Dataset[torch.Tensor]):
-    """Sample ``i`` is ``i`` and what it draws from the three global generators; in a thread, from its own.
+    """Sample ``i`` is ``i`` and draws from the three global generators; in a thread, from its worker's.
 
     Args:
-        length: Samples.
+        length: Number of samples.
         bad: Indices whose samples raise.
         log: A file that gets a line for each index that is fetched.
     """
@@ -62,9 +62,9 @@ class Plain(Drawing):
 
 
 class Late(Plain):
-    """The first sample waits until sixteen others were fetched, where there is a worker for them.
+    """In a worker, the first sample waits until sixteen others were fetched.
 
-    Of two workers, the other one fetches so many only when two of its batches were taken.
+    With two workers, the other one fetches so many only after two of its batches were taken.
     """
 
     def __getitem__(self, index: int) -> torch.Tensor:
@@ -80,7 +80,7 @@ class Late(Plain):
 
 
 class DiesOnce(Drawing):
-    """The worker that fetches sample 9 first is killed; a file tells that it was."""
+    """The first worker that fetches sample 9 is killed; a file notes that."""
 
     def __init__(self, length: int, died: Path) -> None:
         super().__init__(length)
@@ -94,9 +94,9 @@ class DiesOnce(Drawing):
 
 
 class Stateful(Sampler[int]):
-    """A permutation by seed and epoch, which counts epochs by itself and can tell how far it has come.
+    """A permutation by seed and epoch; it counts epochs itself, and its state has its position.
 
-    At an epoch's end its state is that of the next one's beginning.
+    At an epoch's end its state is that of the next epoch's beginning.
     """
 
     def __init__(self, length: int, seed: int = 0) -> None:
@@ -126,7 +126,7 @@ class Stateful(Sampler[int]):
 
 
 class StatefulToTheEnd(Sampler[int]):
-    """A permutation by its own generator, as torchdata has it: at an epoch's end all was given, once."""
+    """A permutation by its own generator; as in torchdata, its state at an epoch's end says all was given."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -154,7 +154,7 @@ class StatefulToTheEnd(Sampler[int]):
 
 
 class Buckets(Sampler[list[int]]):
-    """Batches of a batch sampler of one's own that draws three of them ahead and sorts them."""
+    """A batch sampler that draws three batches ahead and sorts them."""
 
     def __init__(self, sampler: Sampler[int], batch_size: int) -> None:
         self.sampler, self.batch_size = sampler, batch_size
@@ -181,7 +181,7 @@ class OwnGenerator(Sampler[int]):
 
 
 class FromRandom(Sampler[int]):
-    """Draws from ``random``, which no state knows of."""
+    """Draws from ``random``, which no state contains."""
 
     def __init__(self, length: int) -> None:
         self.length = length

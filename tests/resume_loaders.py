@@ -1,4 +1,4 @@
-"""Loaders of the tests of `state_dict()`, and what they give."""
+"""Loaders of the tests of `state_dict()`."""
 
 from __future__ import annotations
 

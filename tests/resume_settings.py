@@ -1,4 +1,4 @@
-"""Settings that may differ where a loader goes on from the state of another one; ways to keep a state."""
+"""Settings that may differ between a loader and the one that resumes from its state; ways to keep a state."""
 
 from __future__ import annotations
 

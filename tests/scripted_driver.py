@@ -1,8 +1,8 @@
 """A scripted CUDA driver: streams whose work is done one piece at a time, when the test says so.
 
-Copies read and write their bytes when their stream comes to them, not before, so memory that is used again
-too early shows as wrong bytes. What a real driver would answer with an error, with an invalid graph or with
-nothing at all is noted in `violations`.
+Copies read and write their bytes only when their stream comes to them, so memory that is used again too early
+shows as wrong bytes. `violations` notes misuse that a real driver would answer with an error, with an invalid
+graph or not at all.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ class Work:
 
     Attributes:
         run: Does it.
-        after: What has to be done before: for each stream, how many pieces.
+        after: Number of pieces of each stream that have to be done before.
         host: The host memory that it reads: begin and end.
     """
 
@@ -55,7 +55,7 @@ class ScriptedDriver:
         registered: Registered memory: address and length.
         refuse: Registrations that are refused from now on.
         failed: Whether the devices' work has failed: every call is an error from now on.
-        violations: What must not happen, and did.
+        violations: Forbidden things that happened.
     """
 
     def __init__(self, devices: int = 1) -> None:
@@ -86,7 +86,7 @@ class ScriptedDriver:
         self.streams[stream].queued += 1
 
     def read_late(self, stream: int, address: int, nbytes: int, number: int) -> None:
-        """Queue a read of host memory, all bytes of which are to be ``number`` then."""
+        """Queue a read of host memory; all its bytes must be ``number`` when it runs."""
 
         def read() -> None:
             found = set(ctypes.string_at(address, nbytes))
@@ -199,7 +199,7 @@ class ScriptedDriver:
         return self._is_behind(event.handle)
 
     def recycle(self, event: Event) -> None:
-        event.handle = dict.fromkeys(self.streams, 1 << 60)  # whoever still asks, waits for ever
+        event.handle = dict.fromkeys(self.streams, 1 << 60)  # later calls wait for ever
         self._events -= 1
 
     def is_capturing(self) -> bool:

@@ -13,7 +13,7 @@ import pytest
 
 
 def _hierarchy(controller: str) -> tuple[Path, int]:
-    """The folder in which cgroups of a controller are made, and the version."""
+    """The folder for cgroups of a controller, and the version."""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields, _, tail = line.partition(" - ")
         kind, _, options = tail.split(" ", 2)
@@ -27,7 +27,7 @@ def _hierarchy(controller: str) -> tuple[Path, int]:
 
 @contextlib.contextmanager
 def cgroup(controller: str, version_1: dict[str, str], version_2: dict[str, str]) -> Iterator[Path]:
-    """A new cgroup with these files written, of whichever version this machine has."""
+    """A new cgroup with these files written, of the version that this machine has."""
     mount, version = _hierarchy(controller)
     folder = mount / f"shmloader-test-{uuid.uuid4().hex[:8]}"
     try:
@@ -85,7 +85,7 @@ def entering(folder: Path) -> str:
 
 
 def with_shm(size: str | None) -> list[str]:
-    """The command, to be continued, that runs in a mount namespace with a small /dev/shm, or none."""
+    """The beginning of a command that runs in a mount namespace with a small /dev/shm, or none."""
     script = "while umount -l /dev/shm; do :; done 2>/dev/null; "
     if size is not None:
         script += f"mount -t tmpfs -o size={size} none /dev/shm && "

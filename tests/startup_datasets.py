@@ -16,7 +16,7 @@ ARRAY_NBYTES = 1 << 20
 
 
 class CountsPickles(Numbered):
-    """Counts in the main process how often it is pickled; sample ``i`` names its worker and a ballast sum."""
+    """Counts its pickles in the main process; sample ``i`` has its worker and the sum of the ballast."""
 
     def __init__(self, length: int, ballast: int = 0) -> None:
         super().__init__(length)
@@ -34,9 +34,9 @@ class CountsPickles(Numbered):
 
 
 class HoldsHandles(Dataset):
-    """Holds one of each thing that can only be pickled to a process that is being started.
+    """Holds one of each kind of object that can only be pickled for a process that is being started.
 
-    Sample ``i`` uses them all; what a worker does to them is seen by the main process.
+    Sample ``i`` uses them all; the main process sees the effects.
     """
 
     def __init__(self, length: int, context: Any) -> None:
@@ -102,7 +102,7 @@ class HoldsArrays(Dataset):
 
 
 def memory_files(_: list[Any]) -> list[str]:
-    """A collate function: the memory files that this worker maps, or has open."""
+    """A collate function that returns the memory files that this worker maps or has open."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     mapped = {line.split(maxsplit=5)[5] for line in maps if "/memfd:" in line}
     return sorted(f"map {name}" for name in mapped) + sorted(f"fd {name}" for name in open_files())
@@ -120,7 +120,7 @@ def open_files() -> list[str]:
 
 
 class HasTensor(Dataset):
-    """A tensor, which is sent to workers as torch sends it; there it is copied, and what came is dropped."""
+    """A tensor, sent to workers as torch sends it; the worker copies it and drops the original."""
 
     def __init__(self) -> None:
         self.tensor = torch.arange(1000)
@@ -150,7 +150,7 @@ class EndsOnce(CountsPickles):
 
 
 class Collects(Numbered):
-    """Sample ``i`` is what a collection in its worker visits: objects, and bytes that it makes private."""
+    """Sample ``i`` is a garbage collection in its worker: objects visited, and bytes made private."""
 
     def __init__(self, length: int, rows: int) -> None:
         super().__init__(length)

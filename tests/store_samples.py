@@ -1,4 +1,4 @@
-"""Parts that the tests of stores share: exact comparison of rows, and the classes that rows are made of."""
+"""Parts that the tests of stores share: exact comparison of rows, and classes of which rows consist."""
 
 import dataclasses
 import enum
@@ -44,7 +44,7 @@ class Text(str):  # noqa: SLOT000
 
 
 class Custom:
-    """Arrays and tensors inside an object that only pickle knows how to write."""
+    """Arrays and tensors inside an object that only pickle can write."""
 
     def __init__(self, array: np.ndarray, tensor: torch.Tensor, name: str) -> None:
         self.array, self.tensor, self.name = array, tensor, name

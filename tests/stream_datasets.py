@@ -28,7 +28,7 @@ class Numbers(IterableDataset[int]):
 
 
 class ByShard(Numbers):
-    """Gives shards of itself: every so many numbers, or where ``uneven`` shards as long as their index."""
+    """Gives shards of itself: strided numbers, or if ``uneven``, shards twice as long as their index."""
 
     def __init__(self, length: int, num_shards: int | None = None, uneven: bool = False) -> None:
         super().__init__(length)
@@ -52,7 +52,7 @@ class ByShard(Numbers):
 
 
 class Files(Numbers):
-    """Is made of files with four numbers each, and gives some of them as a shard."""
+    """Consists of files with four numbers each, and gives some of them as a shard."""
 
     def __init__(self, files: list[int]) -> None:
         super().__init__(4 * len(files))
@@ -67,7 +67,7 @@ class Files(Numbers):
 
 
 class BySettings(Numbers):
-    """Is told its shard; ``shardable`` is what it says of itself."""
+    """Gets its shard through settings; ``shardable`` is its answer to whether it can be sharded."""
 
     def __init__(self, length: int, shardable: bool = True) -> None:
         super().__init__(length)
@@ -86,7 +86,7 @@ class BySettings(Numbers):
 
 
 class ByItself(Numbers):
-    """Divides itself among workers and ranks, as the documentation of torch shows it."""
+    """Divides itself among workers and ranks, as shown in the documentation of torch."""
 
     def __iter__(self) -> Iterator[int]:
         info = get_worker_info()
@@ -113,7 +113,7 @@ class Looks(Numbers):
 
 
 class ByShardAndItself(ByShard):
-    """Gives shards of itself, and each divides itself among workers once more, as Hugging Face's do."""
+    """Gives shards of itself, and each divides itself among workers again, as Hugging Face's do."""
 
     def __iter__(self) -> Iterator[int]:
         info = get_worker_info()
@@ -123,7 +123,7 @@ class ByShardAndItself(ByShard):
 
 
 class Stateful(Numbers):
-    """Has a state: the next number. Each item tells at which number this iteration began."""
+    """Has a state: the next number. Each item includes the number at which this iteration began."""
 
     def __init__(self, length: int, tensors: bool = False) -> None:
         super().__init__(length)

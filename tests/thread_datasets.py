@@ -1,4 +1,4 @@
-"""Datasets for worker threads: what they draw, how long they take, and what they see of their worker."""
+"""Datasets for worker threads: with draws, with slow samples, and with facts about their worker."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Gated(Dataset[torch.Tensor]):
 
 
 class Meeting(Dataset[int]):
-    """A sample is there when as many workers are at a sample as are to meet."""
+    """A sample waits until the given number of workers are at a sample."""
 
     def __init__(self, length: int, workers: int) -> None:
         self.length, self.barrier = length, threading.Barrier(workers)
@@ -130,7 +130,7 @@ class Meeting(Dataset[int]):
 
 
 class Timed(Dataset[torch.Tensor]):
-    """Notes when each sample was begun and done, in a list that all copies share."""
+    """Notes the begin and end of each sample, in a list that all copies share."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -151,7 +151,7 @@ class Timed(Dataset[torch.Tensor]):
         return sample
 
     def overlaps(self) -> int:
-        """The number of samples that were begun while another thread was at one."""
+        """The number of samples that were begun while another thread was making one."""
         ordered = sorted(self.intervals)
         return sum(
             any(begin < end and ident != other for _, end, other in ordered[:place])
@@ -168,7 +168,7 @@ class Compressed(Timed):
         self.packed = zlib.compress(noise.tobytes(), 1)
 
     def work(self, index: int) -> torch.Tensor:
-        """8 MiB."""
+        """Decompress 8 MiB."""
         return torch.frombuffer(bytearray(zlib.decompress(self.packed)), dtype=torch.uint8) + index % 2
 
 
@@ -206,7 +206,7 @@ class SetPart(Sharded):
 
 
 def set_part(worker_id: int) -> None:
-    """A ``worker_init_fn`` that gives each worker's dataset its part, as torch's documentation has it."""
+    """A ``worker_init_fn`` that gives each worker's dataset its part, as in torch's documentation."""
     info = get_worker_info()
     dataset = info.dataset
     each = -(-(dataset.end - dataset.begin) // info.num_workers)

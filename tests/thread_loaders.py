@@ -1,4 +1,4 @@
-"""Loaders with worker threads: how tests make them, compare them with others, and find their threads."""
+"""Loaders with worker threads: functions to make them, compare them with others, and find their threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def threads(*args: Any, **kwargs: Any) -> DataLoader[Any]:
 
 
 def assert_same(play: Callable[[Build], Any], reference: Any = TorchLoader) -> Any:
-    """A play comes out the same with torch's loader and with worker threads; also the global generators."""
+    """Check that a play does the same with torch's loader and threads, also to the global generators."""
     actual = outcome(play, threads)
     with descriptors_for_torch():
         expected = outcome(play, reference)

@@ -14,7 +14,7 @@ ROWS = 40
 
 
 class Samples(Dataset[Any]):
-    """Sample ``i`` is ``{"x": …, "y": i}``; notes how it was asked."""
+    """Sample ``i`` is ``{"x": …, "y": i}``; notes the calls made."""
 
     def __init__(self) -> None:
         self.x = torch.arange(ROWS * 6, dtype=torch.float32).reshape(ROWS, 2, 3)
@@ -41,7 +41,7 @@ class Batches(Samples):
 
 
 class OtherSamples(Batches):
-    """A subclass whose samples its base's ``__getbatch__`` knows nothing of."""
+    """A subclass with samples of its own, unknown to its base's ``__getbatch__``."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"x": -self.x[index], "y": index % ROWS}

@@ -36,7 +36,7 @@ class Images(Dataset[tuple[int, int]]):
 
 
 class Everything(Images):
-    """Each kind of attribute that is replaced; a sample tells which memory the worker reads."""
+    """Each kind of attribute that is replaced; a sample shows the memory that the worker reads."""
 
     def __init__(self) -> None:
         super().__init__()

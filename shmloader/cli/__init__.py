@@ -38,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"shmloader {shmloader.__version__}")
-    parser.add_argument("command", nargs="?", choices=COMMANDS, metavar="COMMAND", help="one of those below")
+    parser.add_argument(
+        "command", nargs="?", choices=COMMANDS, metavar="COMMAND", help="one of the commands below"
+    )
     parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     arguments = parser.parse_args(sys.argv[1:] if argv is None else argv)
     if arguments.command is None:

@@ -31,7 +31,7 @@ TENSOR, ARRAY, BYTES = 0, 1, 2
 """Kinds of leaf: a dense CPU tensor, an ndarray, and raw bytes (storages, pickle buffers)."""
 
 MOST_DIMENSIONS = 32
-"""Of a tensor that travels with its shape in the leaf table: NumPy 1 wraps no more, NumPy 2 twice as many."""
+"""For tensors with their shape in the leaf table: NumPy 1 wraps no more, NumPy 2 twice as many."""
 
 
 def align(nbytes: int) -> int:

@@ -10,7 +10,7 @@ from shmloader.host.limits import locked_memory_limits, memory_headroom
 from shmloader.shared_memory import Extent
 
 MOST_NBYTES = 32 << 30
-"""Of one slot: much larger registrations were refused, and a copy may not cross from one into the next."""
+"""Most bytes of one slot: much larger registrations were refused, and a copy may not cross two of them."""
 
 
 class Registration:

@@ -127,7 +127,7 @@ class Cores(NamedTuple):
         machine: Logical cores of the machine.
         affinity: Those that this process may run on (``taskset``, a cpuset).
         quota: Cores' worth of time that the tightest cgroup grants (2.5: two and a half seconds of processor
-            time per second), or None where there is no quota.
+            time per second), or None if there is no quota.
     """
 
     machine: int

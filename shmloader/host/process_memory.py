@@ -28,7 +28,7 @@ def read_memory(pid: int) -> dict[str, int]:
 
 
 def tree_pss_nbytes(root_pid: int) -> int:
-    """The PSS of a process and all its descendants; 0 where nothing can be read.
+    """The PSS of a process and all its descendants; 0 if nothing can be read.
 
     Under ``forkserver`` the workers are grandchildren.
     """

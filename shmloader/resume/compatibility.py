@@ -167,7 +167,7 @@ def check_fit(state: Mapping[str, Any], loader: Any) -> None:
         why = f"the sampler has {has} state_dict()"
         if sharded is not None:
             phase = f"base_seed is {state['base_seed']} and finished is {state['finished']}"
-            why = f"a ShardedSampler has {has} state where {phase}"
+            why = f"a ShardedSampler has {has} state if {phase}"
         differences = [f"sampler_state is {text!r:.50} in the state, and {why}"]
     if state["loader_generator"] and loader.generator is None:
         differences.append("loader_generator is there in the state, and this loader has no generator")

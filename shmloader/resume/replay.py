@@ -60,8 +60,8 @@ def batches_from(index_sampler: Any, loaded: State, generator: torch.Generator |
         found = iterator.checksum(taken) if isinstance(iterator, TrackedBatches) else None
         if None not in (checksum, found) and checksum != found:
             raise ResumeError(
-                f"the sampler ({_name(index_sampler)}) gave other batches than those {taken:,} that the "
-                f"program has had, when it was asked again (checksum {found}, in the state {checksum}). "
+                f"the sampler ({_name(index_sampler)}) now gives other batches than the {taken:,} that the "
+                f"program has had (checksum {found}, in the state {checksum}). "
                 f"{ADVICE}"
             )
     return iterator

@@ -65,7 +65,7 @@ class StreamProgress:
         again = sum(cursor.drawn for cursor in rules.cursors if not cursor.state)
         if again:
             warn(
-                f"to go on, {again:,} samples of the stream are drawn once more and dropped, because "
+                f"to resume, {again:,} samples of the stream are drawn again and dropped, because "
                 f"{self._dataset_name} and its iterator have no state_dict() and load_state_dict()"
             )
 
@@ -123,7 +123,7 @@ class StreamProgress:
             cursors = cursors[:1]
             if self._out_of_order:
                 raise ResumeError(
-                    "there is no state with in_order=False where shard='auto' deals samples out to several "
+                    "there is no state with in_order=False if shard='auto' deals samples out to several "
                     "workers: the samples returned are not the beginning of the stream. Leave in_order=True"
                 )
         parts = [
@@ -191,14 +191,14 @@ def rules_for(loader: Any, loaded: State) -> StreamRules:
     if layout != STRIDE and written != (rules.rank, rules.ranks):
         raise ResumeError(
             f"the state is that of rank {written[0]} of {written[1]}, and this is rank {rules.rank} of "
-            f"{rules.ranks}: save and load it on each rank. The number of ranks may change only where "
+            f"{rules.ranks}: save and load it on each rank. The number of ranks may change only if "
             "shard='auto' deals samples out, or with a map-style dataset and a ShardedSampler"
         )
     if layout == OWN and len(cursors) != workers:
         raise ResumeError(
             f"the state was made with {len(cursors)} worker(s), and this loader has {workers}: each had a "
-            "stream of its own, which only as many workers can go on with. With shard='auto' the number may "
-            "change"
+            "stream of its own, so only the same number of workers can resume. With shard='auto' the number "
+            "may change"
         )
     return rules._replace(layout=layout, cursors=tuple(cursors))
 
@@ -217,8 +217,8 @@ def _read(loaded: State) -> dict[str, Any]:
             numbers.append(stream["shared_seed"])
         if {type(number) for number in numbers} != {int} or min(numbers) < 0:
             raise ValueError(
-                "its numbers have to be whole and at least 0, and what a part had drawn when its own state "
-                "was saved cannot be more than what it has drawn in all"
+                "its numbers have to be whole and at least 0, and the draws of a part up to its own state "
+                "cannot be more than all its draws"
             )
         if stream["last"] >= len(cursors):
             raise ValueError(

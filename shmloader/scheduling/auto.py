@@ -3,7 +3,7 @@
 Workers are added while the program waits for them and they are busy; batches in advance are added while the
 program waits although workers have time. Nothing is ever taken back, and after `MOST_BATCHES` batches nothing
 is added any more. All of it happens inside ``next()``, which starts one worker at most. A new worker gets
-tasks once it has reported that it is ready, so nobody waits for its start.
+tasks once it has reported that it is ready, so no batch waits for its start.
 """
 
 from __future__ import annotations

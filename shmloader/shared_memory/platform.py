@@ -40,7 +40,7 @@ def _load_libc() -> tuple[Any, str | None]:
 
 
 libc, _why_no_libc = _load_libc()
-"""The C library, with ``errno`` in ``ctypes.get_errno()``; None where `why_unavailable` gives a reason."""
+"""The C library, with ``errno`` in ``ctypes.get_errno()``; None if `why_unavailable` gives a reason."""
 
 
 def why_unavailable() -> str | None:

@@ -40,7 +40,7 @@ class Budget:
 
     Attributes:
         nbytes: As above, as it is now.
-        most_tasks: As above, or fewer where memory is short.
+        most_tasks: As above, or fewer if memory is short.
         wanted_tasks: The most tasks that were asked for.
         tasks: Slots that are granted or published now.
         committed_nbytes: Sum of the limits of all slots.

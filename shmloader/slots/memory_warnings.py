@@ -41,8 +41,8 @@ def kept_beyond_slots(nbytes: int, kept: int) -> str:
     """The warning that no slot is made for a batch of ``nbytes`` beside ``kept`` batches."""
     return (
         f"the program keeps {kept} batches, the most that slots are made for: further ones, this one of "
-        f"{nbytes:,} bytes, {_COPIED}. Keep fewer batches at a time (`del` those that are done with), or "
-        "only what is needed of each, copied (`tensor.clone()`, `.item()`)."
+        f"{nbytes:,} bytes, {_COPIED}. Keep fewer batches at a time (`del` those that you no longer need), "
+        "or only what is needed of each, copied (`tensor.clone()`, `.item()`)."
     )
 
 
@@ -74,7 +74,7 @@ def _beyond_budget(why: str, budget: Budget, needed_nbytes: int) -> str:
     least = f" (a page for each of {slots} slots, the least there can be)" if is_least else ""
     fewer = ""
     if _needed_nbytes(budget, 0) > budget.nbytes:
-        fewer = f" Where most are as large, fewer than {budget.wanted_tasks} are made in advance."
+        fewer = f" If most are as large, fewer than {budget.wanted_tasks} are made in advance."
     return (
         f"{why}, and the slots' memory budget is {budget.nbytes:,} bytes{least}: batches beyond it "
         f"{_COPIED}.{fewer} A budget for this loader's slots is at least {needed_nbytes:,} bytes "

@@ -106,7 +106,7 @@ def _report(graph: Graph, replaced: Mapping[int, Any]) -> None:
             left.append(text)
     if left:
         warnings.warn(
-            "share: each process will have a copy of its own of what could not be shared:\n  "
+            "share: the following could not be shared, so each process will have its own copy:\n  "
             + "\n  ".join(left),
             NotSharedWarning,
             stacklevel=4,

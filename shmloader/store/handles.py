@@ -226,7 +226,7 @@ def _handle(value: Any, files: MappedFiles | None, least_nbytes: int = _LEAST_NB
     """The lowest address of an array or tensor, and a handle of its memory.
 
     Returns:
-        A buffer and an offset, or `MappedItems`; None where it is sent by its contents.
+        A buffer and an offset, or `MappedItems`; None if it is sent by its contents.
     """
     low, high = _bounds(value)
     buffer = buffer_at(low, high - low) if high - low >= least_nbytes else None
@@ -236,7 +236,7 @@ def _handle(value: Any, files: MappedFiles | None, least_nbytes: int = _LEAST_NB
 
 
 def reduce_array(array: _Array, files: MappedFiles | None) -> Any:
-    """The pickle of an array by handle; None where it is sent by its contents.
+    """The pickle of an array by handle; None if it is sent by its contents.
 
     Args:
         array: Any ndarray.
@@ -313,7 +313,7 @@ def register(kind: type, reduce: _Reduce) -> None:
 
     Args:
         kind: The type, exactly.
-        reduce: Gives the pickle of one by handle; None where it is pickled as ever.
+        reduce: Gives the pickle of one by handle; None if it is pickled as usual.
     """
     copy = ForkingPickler(io.BytesIO()).dispatch_table.get(kind)  # torch's, for tensors
 

@@ -208,8 +208,8 @@ def _pack(shared: Any, name: str, way: str) -> tuple[bytes, list[SharedBuffer]]:
     if len(buffers) >= MOST_FDS:  # one more is the layout
         raise LoaderError(
             f"share_on_host {name!r}: what build returned lies in {len(buffers)} pieces of shared memory, "
-            f"and ranks can be given {MOST_FDS - 1}. Share what belongs together in one call: all that "
-            "shmloader.share(object) shares is one piece"
+            f"and ranks can be given {MOST_FDS - 1} at most. Share what belongs together in one call: all "
+            "that shmloader.share(object) shares is one piece"
         )
     return packed, buffers
 

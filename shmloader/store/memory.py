@@ -172,7 +172,7 @@ class Table:
 
         Args:
             expected: How many rows there will be, where that is known.
-            row_nbytes: About how large a row is; 0 where unknown.
+            row_nbytes: About how large a row is; 0 if unknown.
         """
         wanted = max(self.rows // 96 if self._streamed else expected // 16, 1)
         least = _LEAST_STREAMED_ROWS if self._streamed else _LEAST_ROWS
@@ -318,7 +318,7 @@ def progress_bar(wanted: bool | None, rows: int | None) -> AbstractContextManage
 
     Args:
         wanted: Whether there is to be one; None: if stderr is a terminal, or this is a notebook.
-        rows: How many rows there will be, or None where unknown.
+        rows: How many rows there will be, or None if unknown.
     """
     if not ((sys.stderr.isatty() or "ipykernel" in sys.modules) if wanted is None else wanted):
         return nullcontext()

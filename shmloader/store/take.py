@@ -63,7 +63,7 @@ class ColumnGatherer:
         self._direct: _Items | None = items if is_direct else None
 
     def directly(self, indices: Any, out: Any) -> torch.Tensor | None:
-        """Gather rows of tensors with the fewest calls; None where `__call__` has to."""
+        """Gather rows of tensors with the fewest calls; None if `__call__` has to."""
         if self._direct is None or type(indices) is not torch.Tensor or indices.dtype is not torch.int64:
             return None
         return self._direct.gather_directly(indices, out)
@@ -122,7 +122,7 @@ class _Items:
         return not others and first.is_plain and len(first.items) == rows
 
     def gather_directly(self, indices: torch.Tensor, out: Any) -> torch.Tensor | None:
-        """Gather rows of tensors by indices that have not been looked at; None where they need that."""
+        """Gather rows of tensors by indices that have not been looked at; None if they need that."""
         dtype, shape = self._kind.torch_dtype, (indices.numel(), *self._shape)
         if out is None and dtype is not None:
             out = torch.empty(shape, dtype=dtype)
@@ -214,7 +214,7 @@ def _address(array: Array) -> int:
 
 
 def _items_of(columns: list[Any], chunks: Chunks, chunk_of: Rows) -> _Items | None:
-    """The pieces of a column; None where its rows are not all of one kind, or not numbers and arrays."""
+    """The pieces of a column; None if its rows are not all of one kind, or not numbers and arrays."""
     alike: dict[Any, dict[int, Array]] = {}
     kinds = set()
     for chunk, column in enumerate(columns):
@@ -253,7 +253,7 @@ def tuple_shape(column: Any) -> tuple[str, tuple[str, ...]]:
 
 
 def _block(column: Any, memory: SharedBuffer) -> tuple[Array, ArrayKind] | None:
-    """A column as one array and what its rows are; None where it cannot be one."""
+    """A column as one array and what its rows are; None if it cannot be one."""
     kind = column.type
     if isinstance(kind, ArrayType):
         storage = column.storage
@@ -302,7 +302,7 @@ def join(samples: list[Any], out: Any) -> Any:
 
 
 def _stack(samples: list[Any], first: Any) -> tuple[Array, ArrayKind] | None:
-    """Samples of one type as one array and what its rows are; None where they are not to be joined."""
+    """Samples of one type as one array and what its rows are; None if they are not to be joined."""
     kind = _KIND_OF_SCALAR.get(type(first))
     if kind is not None:
         try:

@@ -50,7 +50,7 @@ class CopyWatch:
     Runs in the main process, and reads ``/proc/PID/smaps_rollup`` of each worker twice.
 
     Attributes:
-        unshared: Size and path of the container that is watched; None where there is none.
+        unshared: Size and path of the container that is watched; None if there is none.
     """
 
     def __init__(self, dataset: Any) -> None:

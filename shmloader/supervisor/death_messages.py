@@ -43,7 +43,7 @@ def worker_timeout(
     return WorkerTimeout(
         f"DataLoader timed out after {silent_s} seconds: none of {len(workers.workers)} worker(s) "
         f"has finished a batch; outstanding index batches: {waiting_for!s:.300}. {why and why + ' '}"
-        "Where a batch may take so long, raise timeout=; else something hangs, and the stack below says "
+        "If a batch may take so long, raise timeout=; else something hangs, and the stack below says "
         f"where. The next is due from worker {worker.worker_id} ({worker.place}), which is at\n"
         f"{workers.stack_of(worker)}"
     )

@@ -41,7 +41,7 @@ def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes) -> Any
     except (ConnectionError, EOFError) as error:
         raise WorkerDied(
             f"shmloader worker {worker_id} ended while it was being started (start method "
-            f"{method!r}), before it had read what it is given: {error!r}. Its own error "
+            f"{method!r}), before it had read its dataset and settings: {error!r}. Its own error "
             "output, above, says why if it could; a SIGKILL leaves none (is memory short?).",
             worker_id=worker_id,
         ) from error

@@ -86,7 +86,7 @@ class SpawnPayload:
         except Exception as error:
             if isinstance(error, OSError) and error.errno in (errno.EFBIG, errno.ENOSPC, errno.ENOMEM):
                 error.add_note(
-                    "What workers are given is written to a file without a name, as large as its pickle: "
+                    "The pickle for the workers is written to a file without a name, as large as the pickle: "
                     "lift the limit on the size of files (ulimit -f), free memory, or use "
                     "multiprocessing_context='fork'."
                 )

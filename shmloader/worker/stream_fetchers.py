@@ -47,8 +47,8 @@ class PartsFetcher(Fetcher):
             return
         if tolerant:
             raise ValueError(
-                f"on_error={rules.on_error!r} cannot be had where shard='auto' deals out the samples of a "
-                "stream: ranks would have batches of other sizes. Give the dataset a method "
+                f"on_error={rules.on_error!r} is not possible if shard='auto' deals out the samples of a "
+                "stream: ranks would have batches of different sizes. Give the dataset a method "
                 "shard(num_shards, index), or leave on_error='raise'"
             )
         self._fetcher = _StrideFetcher(stream, rules, cursor, self._worker_id, num_workers)

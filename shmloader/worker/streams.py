@@ -122,7 +122,7 @@ class Stream:
             except Exception as error:
                 in_a_row += 1
                 if not raised and (not tolerant or in_a_row >= MOST_IN_A_ROW):
-                    add_note(error, "raised where samples that the program has had were drawn once more")
+                    add_note(error, "raised while samples that the program has had were drawn again")
                     raise
                 raised, failed = max(raised - 1, 0), error
         if left >= of_a_batch:
@@ -158,7 +158,7 @@ class Stream:
 
 
 _BY = {
-    OWN: "nobody but the dataset itself",
+    OWN: "the dataset itself alone",
     SHARD: "its shard() or sharding_settings()",
     STRIDE: "shmloader, sample by sample",
 }

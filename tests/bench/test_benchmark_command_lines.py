@@ -1,4 +1,4 @@
-"""The command lines of the benchmarks: what makes no sense is refused before anything is measured."""
+"""The command lines of the benchmarks: arguments that make no sense are refused before measuring."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SOURCES = [*sorted((ROOT / "benchmarks").glob("*.py")), ROOT / "shmloader" / "cl
 
 
 def refused(script: ModuleType, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls a script's main function as a command line does, and sees it end with 2."""
+    """Calls a script's main function as a command line does, and checks that it ends with 2."""
     monkeypatch.setattr(sys, "argv", [script.__name__, *words])
     with pytest.raises(SystemExit) as ended:
         script.main()
@@ -138,7 +138,7 @@ def test_without_a_checkout_the_command_says_where_to_get_one(tmp_path: Path) ->
 
 
 def test_what_is_said_to_be_installed_can_be_in_a_checkout() -> None:
-    """The package is on no index: its extras come from the checkout; what else there is, constraints pin."""
+    """The package is on no index: its extras come from the checkout; constraints pin all other packages."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pinned = re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
     known = {f"-e '.[{extra}]'" for extra in project["optional-dependencies"]} | set(pinned)
@@ -155,14 +155,14 @@ def test_what_is_said_to_be_installed_can_be_in_a_checkout() -> None:
 
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A place for a plugin; what importing it changes is undone."""
+    """A path for a plugin; changes made by importing it are undone."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     return tmp_path / f"plugin_of_{tmp_path.name}.py"
 
 
 def list_with(plugin: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """Asks for the list with a plugin that is of no use; the error that this ends with."""
+    """Asks for the list with an unusable plugin, and returns the error."""
     assert command_line(["bench", "--plugin", str(plugin), "--list"]) == 2
     captured = capsys.readouterr()
     assert not captured.out
@@ -226,6 +226,6 @@ def test_the_map_has_every_file() -> None:
 
 
 def test_the_benchmarks_know_nothing_of_the_command_line() -> None:
-    """The command line starts them: an import the other way would be a circle."""
+    """The command line starts the benchmarks: an import the other way would be a cycle."""
     for path in sorted((ROOT / "benchmarks").glob("*.py")):
         assert "shmloader.cli" not in path.read_text(encoding="utf-8"), path

@@ -55,7 +55,7 @@ register_loader(Loader("other-beside", build_broken, meant_for=lambda workload: 
 
 @pytest.fixture
 def start_method() -> Iterator[None]:
-    """A measurement has a process to itself, where it may set this; here it has not."""
+    """Restore the start method, which a measurement sets: here it has no process to itself."""
     before = multiprocessing.get_start_method(allow_none=True)
     yield
     multiprocessing.set_start_method(before, force=True)
@@ -97,7 +97,7 @@ def test_every_kind_of_start_is_a_workload() -> None:
 
 
 def assert_delivers(name: str, workload: str) -> None:
-    # Others change what holds for a whole process.
+    # Others change settings of the whole process.
     run = measure if LOADERS[name].is_own else run_measurement
     made, plain = run(tiny(workload, name)), measure(tiny(workload, "limit"))
     assert made.checksum == plain.checksum
@@ -127,7 +127,7 @@ MODES = {
 }
 
 
-# Those of torch have a process of their own each, as peers have.
+# Torch's loaders have a process of their own each, like peers.
 @pytest.mark.parametrize(
     "name", [name if LOADERS[name].is_own else pytest.param(name, marks=pytest.mark.long) for name in MODES]
 )
@@ -164,7 +164,7 @@ def test_one_command_measures_draws_and_says_who_is_left_out(tmp_path: Path) -> 
         "other-*",
         *outputs,
     )
-    assert done.returncode == 0, done.stderr  # others' troubles are no failure of this run
+    assert done.returncode == 0, done.stderr  # failures of others do not make the run fail
     report = json.loads(path.read_text(encoding="utf-8"))
     assert list(report["workloads"]) == ["tiny"]
     assert set(report["workloads"]["tiny"]["contestants"]) == {"shmloader", "limit"}
@@ -273,7 +273,7 @@ def test_one_in_twenty_is_slow() -> None:
         uneven[index]
         took_s.append(time.perf_counter() - start_s)
     assert took_s[10] >= 0.02
-    # One worker makes at most a sample each ms, since a sleep is never shorter than asked for.
+    # One worker makes at most one sample per ms, since a sleep is never shorter than asked for.
     assert 2_000 < uneven_rate(uneven, 100) <= 100_000
 
 
@@ -301,7 +301,7 @@ def test_a_measurement_survives_its_way_between_processes() -> None:
 
 
 def judged(name: str, **figures: dict[str, float]) -> dict[str, tuple[str, bool]]:
-    """The verdicts on a workload by their targets, with these figures of a loader; others have plain ones."""
+    """The verdicts for a workload's targets with these figures of one loader; others have plain figures."""
     measured = replace(measure(tiny("tiny", "limit")), cpu_s=1.0, batches=1000, first_batch_s=1.0)
     runs = {"limit": [measured]}
     runs |= {

@@ -87,7 +87,7 @@ def test_the_time_of_next_is_told_apart() -> None:
 
 
 def test_a_collection_in_a_worker_is_measured_where_it_happens() -> None:
-    """A collection is dear with torch's loader only: this one's workers freeze their first objects."""
+    """A collection is expensive only with torch's loader: this one's workers freeze their first objects."""
     seen = collector.measure(1, 200_000)
     ((torch_s, torch_nbytes),), ((own_s, own_nbytes),) = seen["torch"], seen["shmloader"]
     assert torch_nbytes > 10e6, "a header of 16 bytes and more before each list, and its item's page"
@@ -183,7 +183,7 @@ def test_a_checkout_that_fails_is_an_error(tmp_path: Path) -> None:
 
 
 def test_ratios_are_taken_within_a_turn() -> None:
-    """The machine of the second turn is half as quick: that is no change."""
+    """The machine is half as fast in the second turn, which changes no ratio."""
     turns = [
         (Turn(100.0, 10.0, 20.0, 30.0), Turn(50.0, 10.0, 20.0, 15.0)),
         (Turn(50.0, 20.0, 40.0, 60.0), Turn(25.0, 20.0, 40.0, 30.0)),

@@ -65,7 +65,7 @@ def test_the_network_is_resnet_18() -> None:
 def test_the_median_of_turns() -> None:
     values = iter(range(100))
     found = device.in_turns(3, {"one": lambda: (next(values), 1.0), "two": lambda: (next(values), 2.0)})
-    assert found == {"one": (3, 1.0), "two": (2, 2.0)}  # 0 3 4 and 1 2 5: they go first in turns
+    assert found == {"one": (3, 1.0), "two": (2, 2.0)}  # 0 3 4 and 1 2 5: each goes first in every other turn
 
 
 def test_a_missed_figure_is_marked() -> None:
@@ -93,7 +93,7 @@ def test_a_part_that_fails_does_not_end_the_others(
 
 
 def test_rates_of_comparisons_are_put_side_by_side() -> None:
-    """As `bench --json` writes them."""
+    """The comparisons are in the form that `bench --json` writes."""
     row = {"samples_per_s": 1000.0}
     first = {"workloads": {"tiny": {"contestants": {"shmloader": row, "limit": {"samples_per_s": 5000.0}}}}}
     rates = scaling.rates_of({1: first, 2: {"workloads": {"tiny": {"contestants": {"shmloader": row}}}}})

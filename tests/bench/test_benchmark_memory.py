@@ -1,4 +1,4 @@
-"""The memory benchmark, made small: every part runs, tells what it measured, and leaves nothing behind."""
+"""The memory benchmark, made small: every part runs, prints its figures, and leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def bench(*words: str) -> int:
     return command_line(["bench", "--quick", "--workload", "tiny", "--loader", "shmloader", *words])
 
 
-# In /proc nobody may make files, root included.
+# In /proc no user may make files, root included.
 @pytest.mark.parametrize(
     ("option", "place"),
     [
@@ -130,7 +130,7 @@ def test_trying_a_path_changes_nothing(tmp_path: Path) -> None:
     assert file.stat().st_mtime_ns == before_ns
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    result_files.check_file(pipe)  # to open one waits for a reader
+    result_files.check_file(pipe)  # opening a pipe waits for a reader
 
 
 @pytest.mark.parametrize("script", [autotune, memory, stores])
@@ -145,7 +145,7 @@ def test_every_script_tries_its_path_first(
 
 
 class Pictures(ModuleType):
-    """Stands in for `benchmarks.plots`, whose matplotlib keeps files open."""
+    """Replaces `benchmarks.plots`, whose matplotlib keeps files open."""
 
     def __init__(self, failure: str | None = None) -> None:
         super().__init__("benchmarks.plots")

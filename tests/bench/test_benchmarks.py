@@ -1,4 +1,4 @@
-"""A run of `bench` measures all it says it does, and no loader can win by wrong data."""
+"""A run of `bench` measures everything that it claims, and no loader can win by wrong data."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-# The others take the same way, and `test_benchmark_comparison` runs them all.
+# The others work the same way; `test_benchmark_comparison` runs them all.
 @pytest.fixture(scope="module", params=sorted(WORKLOADS) if LONG else ["dicts", "tiny"])
 def quick(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
     """One workload at a time: each measurement imports torch anew, and all of them take minutes."""
@@ -103,7 +103,7 @@ def test_every_figure_is_positive(quick: tuple[str, Any]) -> None:
 
 def test_all_checksums_are_compared_and_equal(quick: tuple[str, Any]) -> None:
     output, report = quick
-    assert "all in the tables delivered the same" in output
+    assert "all loaders in the tables delivered the same data" in output
     (workload,) = report["workloads"].values()
     runs = [one for row in contestants(report).values() for one in row["runs"]]
     assert {one["checksum"] for one in runs} == {workload["checksum"]}

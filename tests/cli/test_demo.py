@@ -1,6 +1,6 @@
-"""The demo on real input, made small: what it prints, what it writes and what it leaves behind.
+"""The demo on real input, made small: its output, its files, and the processes that it leaves.
 
-That no shared memory stays is the leak guard's to see, after every test.
+The leak guard checks after every test that no shared memory is left.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class MarkedRun:
         return living
 
     def end(self) -> None:
-        """Kill and reap what a failed test left."""
+        """Kill and reap the processes that a failed test left."""
         for process in self.living_processes():
             process.kill()
         for started in self._started:

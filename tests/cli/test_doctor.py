@@ -1,4 +1,4 @@
-"""The doctor: right about places that really are small or broken, and never hanging in one."""
+"""The doctor: it is right about places that really are small or broken, and never hangs there."""
 
 import json
 import multiprocessing
@@ -45,7 +45,7 @@ def _run_json(setup: str = "true", *words: str, prefix: tuple[str, ...] = (), **
     return json.loads(done.stdout) | {"status": done.returncode}
 
 
-# --- the whole, for real
+# --- the whole doctor, for real
 
 
 def test_this_host_is_found_able_to_load(capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,7 +105,7 @@ def test_what_makes_loaders_fail_is_a_failure_here() -> None:
 
 
 def _hang(folder: Path, where: str) -> None:
-    """Let every interpreter that runs with ``folder`` on its path, and ``where`` in its command, hang."""
+    """Make every interpreter hang that has ``folder`` on its path and ``where`` in its command."""
     code = f"import sys, time\nif {where!r} in ' '.join(sys.orig_argv):\n    time.sleep(600)\n"
     (folder / "sitecustomize.py").write_text(code)
 
@@ -187,12 +187,12 @@ def test_the_versions_are_held_to_what_the_package_declares() -> None:
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)  # what makes Python's import fail
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # makes Python's import fail
     finding = checks.check_versions(_host())
     assert finding.status == "warning"
     assert "pyarrow" in finding.change
     assert "reinstall shmloader" in finding.change
-    assert "pip" not in finding.change  # it is not on the package index: a checkout is what was installed
+    assert "pip" not in finding.change  # it is not on the package index: it was installed from a checkout
     assert finding.values["pyarrow"] is None
 
 
@@ -232,7 +232,7 @@ def test_without_memfd_it_says_that_the_loader_loads_torchs_way(monkeypatch: pyt
     monkeypatch.delattr(os, "memfd_create")
     finding = checks.check_loading(_host(loading={"fork": Trial(True)}), "fork")
     assert finding.status == "warning"
-    assert "loads torch's way, with the same batches" in finding.found
+    assert "loads as torch does, with the same batches" in finding.found
 
 
 CUDA = {

@@ -1,4 +1,4 @@
-"""The doctor's advice: arguments that the host has room for, and none where it has room for nothing."""
+"""The doctor's advice: arguments that the host has room for, and none if it has no room."""
 
 import re
 from pathlib import Path
@@ -94,7 +94,7 @@ def test_workers_beyond_the_cores_are_told_of_and_not_advised() -> None:
     assert "if yours do, keep num_workers=8" in describe_advice(advice)[-1]
 
 
-# --- where little fits, or nothing
+# --- little room, or none
 
 
 def _check_memory(memory: Headroom, advice: Advice) -> Finding:
@@ -140,7 +140,7 @@ class Large(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def test_what_fits_is_what_a_loader_makes_without_copies() -> None:
-    """The budget that is named is tried, and one with a page less."""
+    """The advised budget is tried, and one with a page less."""
     nbytes = 16 * MIB + 400
     advice = advise(Room(cores=1, available_nbytes=8 * nbytes), nbytes, asked_workers=1)
     assert advice.fits
@@ -158,7 +158,7 @@ def test_what_fits_is_what_a_loader_makes_without_copies() -> None:
 
 
 def test_cores_are_held_against_the_workers_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory may be enough for fewer workers; the check asks about the wanted ones."""
+    """The memory may be enough for fewer workers; the check is about the wanted number."""
     trial = Trial(True, {"batches": 4, "batch_nbytes": MIB, "first_batch_s": 0.1})
     monkeypatch.setattr(doctor, "try_loading", lambda *arguments: trial)
     monkeypatch.setattr(doctor, "cores", lambda: Cores(2, 2, None))

@@ -1,4 +1,4 @@
-"""The doctor's reckoning of descriptors, and real loaders, under real limits (``ulimit -n``)."""
+"""The doctor's count of descriptors, compared with real loaders under real limits (``ulimit -n``)."""
 
 import functools
 import json
@@ -18,7 +18,7 @@ OWN = multiprocessing.get_all_start_methods()[0]
 
 @functools.cache
 def _open_at_first() -> int:
-    """Descriptors of a program that has imported the package: standard streams, and what libraries keep."""
+    """Descriptors of a program that has imported the package: standard streams, and those of libraries."""
     code = "import os, shmloader; print(len(os.listdir('/proc/self/fd')) - 1)"  # the folder itself
     return int(run_in("true", [sys.executable, "-c", code]).stdout)
 
@@ -62,7 +62,7 @@ def test_what_is_reckoned_is_what_loaders_take(start_method: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("more", "works"), [(30, True), (0, True), (-1, False)])
 def test_the_verdict_is_what_happens(more: int, works: bool) -> None:
-    """Eight workers were once said to need eight descriptors each, and 80 to be too few."""
+    """The doctor once said that eight workers need eight descriptors each, and that 80 are too few."""
     limit = _open_at_first() + descriptors_needed(8, OWN) + more
     loaded = _really_load(OWN, 8, limit)
     assert (loaded.returncode == 0) == works, loaded.stderr
@@ -83,7 +83,7 @@ def test_workers_that_what_is_left_is_enough_for(left: int | None, most: int | N
 def _check(left: int, num_workers: int) -> Finding:
     """The check in a process with so many descriptors left."""
     memory = Headroom(2**33, 2**34, "the machine's memory")
-    advice: Any = None  # nothing of it is looked at
+    advice: Any = None  # the check does not look at it
     return check_open_files(
         Host(Cores(4, 4, None), memory, (100, 100 + left), "fork", advice, num_workers, {})
     )

@@ -165,7 +165,7 @@ def test_calls_are_made_in_the_devices_context_and_leave_the_threads_state(
     driver.register(BIG, LONG)
     noted = (ctypes.c_char * 4096).in_dll(library.inside, "noted").value.decode().split("\n")
     assert [line.split()[:2] for line in noted[:-1]] == [
-        ["push", f"{CONTEXT:x}"],  # of the device that is in use, not of the current one
+        ["push", f"{CONTEXT:x}"],  # from the device that is in use, not the current one
         ["mode", "2"],
         ["register", f"{BIG:x}"],
         ["mode", "0"],
@@ -225,7 +225,7 @@ def test_captures_are_found_on_streams_of_torch_and_on_the_default_stream(
 def test_a_stream_that_has_captured_is_asked_last(
     library: Library, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The event is recorded right behind that: less time in which the next capture may begin unseen."""
+    """The event is recorded right after that, which leaves less time for an unseen capture to begin."""
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: SimpleNamespace(cuda_stream=31))
     assert not driver.captures_open()
     driver._streams[1] = [ctypes.c_void_p(number) for number in (0, 31, 32, 33)]

@@ -43,10 +43,10 @@ LONE = _header([Leaf(TENSOR, UINT8, 0, (NBYTES,))], LONE_LEAF)
 
 
 class DeviceMachine(RuleBasedStateMachine):
-    """A program that takes batches, has its streams work on them, drops them, breaks off and begins again.
+    """A program that takes batches, queues work on them, drops them, leaves epochs and begins again.
 
     The scripted allocator gives memory that was freed to the next batch of the same stream at once. Each
-    batch is full of its number: whoever reads another one has read too early or too late.
+    batch is full of its number: a read of another number came too early or too late.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class DeviceMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.held)
     @rule()
     def change_the_current_stream(self) -> None:
-        """The program holds nothing: a batch that is used on two streams is its own affair."""
+        """The program holds nothing here: using a batch on two streams is its own responsibility."""
         self.driver.current[0] = self.other if self.driver.current[0] == 0 else 0
 
     @rule()
@@ -209,7 +209,7 @@ def test_leaves_come_as_they_are(driver: ScriptedDriver, pool: GuardedPool) -> N
         assert torch.equal(found, expected)
     assert len(driver.copied) == 1
     pool.collect()
-    assert slot.state is SlotState.FREE  # by the copy's own event
+    assert slot.state is SlotState.FREE  # freed by the copy's own event
 
 
 def test_leaves_are_tensors_of_their_own_for_autograd(driver: ScriptedDriver, pool: GuardedPool) -> None:
@@ -287,7 +287,7 @@ def test_a_slot_that_was_sent_is_guarded_the_next_time(driver: ScriptedDriver, p
 def test_a_spilled_batch_is_not_sent_and_leaves_the_slot_guarded(
     driver: ScriptedDriver, pool: GuardedPool
 ) -> None:
-    """Its slot is another batch's by now. A copy of memory that is not locked would wait for the device."""
+    """Its slot holds another batch by now. A copy of memory that is not locked would wait for the device."""
     slot, anchor, header = _leaves(pool, torch.ones(4))
     private = anchor.copy()
     assert DeviceBatches(pool.guard, 0).begin(slot, private, header) is None
@@ -305,7 +305,7 @@ def test_a_batch_whose_slot_is_not_locked_is_not_sent(driver: ScriptedDriver, po
 def test_memory_of_a_batch_that_nobody_takes_is_kept_for_its_copy(
     driver: ScriptedDriver, pool: GuardedPool
 ) -> None:
-    """The program's next tensor would be written over by the copy."""
+    """Otherwise the copy would overwrite the program's next tensor."""
     slot, anchor, header = _leaves(pool, torch.ones(4))
     DeviceBatches(pool.guard, 0).begin(slot, anchor, header)
     del anchor
@@ -315,7 +315,7 @@ def test_memory_of_a_batch_that_nobody_takes_is_kept_for_its_copy(
     assert tensor.tolist() == [9] * 16
     pool.collect()
     copied_to = driver.allocate(16, 0)
-    assert copied_to.view(torch.float32).tolist() == [1] * 4  # it is used again behind the copy
+    assert copied_to.view(torch.float32).tolist() == [1] * 4  # it is used again after the copy
 
 
 class Point(NamedTuple):

@@ -153,7 +153,7 @@ def test_late_reads_of_an_epoch(driver: ScriptedDriver, start_method: str, devic
 
 
 def test_without_the_guard_batches_are_corrupted(driver: ScriptedDriver) -> None:
-    """The test above can fail."""
+    """This proves that the test above can fail."""
     driver.all_is_late = True
     with DataLoader(Samples(), batch_size=4, num_workers=2, pin_memory=True) as loader:
         iterator = iter(loader)
@@ -204,7 +204,7 @@ def test_a_break_and_another_epoch(driver: ScriptedDriver) -> None:
 
 
 def test_states_count_what_the_program_has(driver: ScriptedDriver) -> None:
-    """Batches that are on their way do not count."""
+    """Batches on their way to the program do not count."""
     with DataLoader(Samples(), batch_size=4, num_workers=2, device="cuda") as loader:
         iterator = iter(loader)
         for _ in range(7):
@@ -261,7 +261,7 @@ def test_two_loaders_and_two_devices(driver: ScriptedDriver) -> None:
 
 
 def test_another_stream_than_at_the_copy(driver: ScriptedDriver) -> None:
-    """The caching allocator is told, since the memory belongs to the first one."""
+    """The caching allocator is told, since the memory belongs to the first stream."""
     with DataLoader(Samples(), batch_size=4, num_workers=1, device="cuda", prefetch_factor=4) as loader:
         iterator = iter(loader)
         next(iterator)
@@ -366,7 +366,7 @@ def test_cuda_is_initialised_after_workers_are_forked(
 def test_where_slots_cannot_be_locked(
     driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch, device: str | None
 ) -> None:
-    """The reason is said once; batches are copied to torch's pinned memory, and then to the device."""
+    """One warning gives the reason; batches are copied to torch's pinned memory, and then to the device."""
     monkeypatch.setattr(errors, "_said", set())
     monkeypatch.setattr(device_delivery, "open_driver", lambda: "the driver is too old")
     with DataLoader(Samples(), batch_size=4, num_workers=2, pin_memory=True, device=device) as loader:
@@ -381,7 +381,7 @@ def test_where_slots_cannot_be_locked(
 def test_batches_in_ordinary_memory_are_pinned_before_they_go_to_the_device(
     driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the warning says; the driver would wait for all queued work before it copied ordinary memory."""
+    """The warning says so; the driver would wait for all queued work before it copied ordinary memory."""
     driver.refuse = 10**9
     monkeypatch.setattr(pinned, "_told", set())
     with DataLoader(Samples(), batch_size=4, num_workers=2, device="cuda") as loader:

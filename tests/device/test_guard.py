@@ -22,8 +22,8 @@ from shmloader.statistics import Counters
 class GuardedMachine(PoolMachine):
     """The pool machine, with copies that are queued on held batches and read them late, and with captures.
 
-    A free slot is poisoned, as ``SHMLOADER_DEBUG=1`` does: a copy that comes after its slot is free is seen,
-    also where no worker has written the slot since.
+    A free slot is poisoned, as with ``SHMLOADER_DEBUG=1``. So a copy that comes after its slot is free shows,
+    even if no worker has written to the slot since.
     """
 
     guarded = True
@@ -187,7 +187,7 @@ def test_two_devices_are_both_waited_for() -> None:
 def test_a_batch_that_another_thread_drops_meanwhile_is_guarded(
     driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its lease ends while others are being taken over: it is not one of those that need no guard."""
+    """Its lease ends while other slots are collected: it still needs its guard."""
     pool = _pool(driver)
     held = [_batch(pool, number) for number in (7, 8)]
     for (_, batch), number in zip(held, (7, 8), strict=True):

@@ -1,4 +1,4 @@
-"""The real thing: pinned slots, the guard and device batches on a CUDA device. `make gpu` runs these."""
+"""Pinned slots, the guard and device batches on a real CUDA device. `make gpu` runs these tests."""
 
 import contextlib
 import sys
@@ -27,7 +27,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _device_in_use():
-    """Have the driver open first what it keeps: pipes, descriptors of events, threads."""
+    """Let the driver first open what it keeps: pipes, descriptors of events, threads."""
     value = torch.zeros(1, device="cuda")
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.zeros(1 << 20).pin_memory().to("cuda", non_blocking=True)
@@ -62,7 +62,7 @@ def test_dropped_batches_arrive_whole(captures: bool) -> None:
 
 
 def test_without_the_guard_they_do_not() -> None:
-    """The test above can fail."""
+    """This proves that the test above can fail."""
     assert benchmark.wrong_batches(2, 200, 4 << 20, guarded=False, captures=False) > 0
 
 

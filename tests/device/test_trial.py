@@ -102,7 +102,7 @@ def test_a_copy_that_never_ends_keeps_its_memory(
 def test_pinned_batches_are_tried_where_memory_is_registered(
     driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch, device: str | None, tried: int
 ) -> None:
-    """And not on torch's current device, which the program may not use: a context takes memory of it."""
+    """Not on torch's current device, which the program may not use: a context takes memory there."""
     monkeypatch.setattr(driver, "home", lambda: 1)
     monkeypatch.setattr(device_delivery, "open_driver", lambda: driver)
     monkeypatch.setattr(device_delivery, "why_unusable", lambda _, number: f"no copy to {number}")

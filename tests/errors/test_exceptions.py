@@ -1,4 +1,4 @@
-"""Exceptions arrive as what was raised: of the same class, with all that is in them."""
+"""Exceptions arrive as they were raised: of the same class, with all their contents."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from torch.utils.data import Dataset, IterableDataset
 from shmloader import DataLoader
 from shmloader.diagnostics.exceptions import capture, restore
 
-# --- what is in them
+# --- contents
 
 
 class RaisesGiven(Dataset):
@@ -212,7 +212,7 @@ def test_a_class_that_no_import_leads_to_has_a_stand_in() -> None:
 
 
 class Changing(KeyError):
-    """Its text is not that of its attributes."""
+    """Its text does not follow from its attributes."""
 
     texts: ClassVar[dict[int, str]] = {}
 

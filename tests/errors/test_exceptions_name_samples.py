@@ -1,4 +1,4 @@
-"""Exceptions say where they were raised: at which sample or worker, and which samples do not match."""
+"""Exceptions name the sample or worker where they were raised, and samples that do not match."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Point(NamedTuple):
 
 
 EIGHT, NINE = torch.ones(3, 8), torch.ones(3, 9)
-# Samples of one batch, and what is said of them; a number in braces stands for the sample's name.
+# Samples of one batch, and the note about them; a number in braces stands for the sample's name.
 CASES: dict[str, tuple[list[Any], str]] = {
     "tensors": ([EIGHT, EIGHT, NINE], "{0} has shape (3, 8), {2} has shape (3, 9) at batch"),
     "the first is odd": (
@@ -190,7 +190,7 @@ def looks_up(samples: list[Any]) -> Any:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_custom_collate_functions_error_names_its_samples_only(workers: int) -> None:
-    """Samples of different shapes are what it is for: they are not to blame."""
+    """A custom collate_fn may well join samples of different shapes: the note does not blame shapes."""
     samples = [torch.ones(1 + n) for n in range(60)]
     loader = DataLoader(Samples(samples), batch_size=30, collate_fn=looks_up, num_workers=workers)
     with pytest.raises(KeyError) as caught:

@@ -41,7 +41,7 @@ class RaisesAll(Dataset):
 
 
 def shown(value: Any) -> Any:
-    """An argument made comparable: objects without equality by type, functions by their repr."""
+    """An argument in a form that can be compared: objects without equality by type, functions by repr."""
     if isinstance(value, BaseException):
         return type(value), [shown(arg) for arg in value.args]
     if isinstance(value, list | tuple):
@@ -72,7 +72,7 @@ def assert_arrived(error: BaseException, expected: BaseException, index: int) ->
 
 
 def epoch(loader: Any) -> list[BaseException]:
-    """The exceptions of one epoch, in its order; the loader goes on after each."""
+    """The exceptions of one epoch, in its order; the loader continues after each."""
     iterator, errors = iter(loader), []
     while True:
         try:

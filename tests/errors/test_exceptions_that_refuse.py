@@ -1,4 +1,4 @@
-"""Exceptions that refuse attributes, or whose own methods raise what ends programs, arrive all the same."""
+"""Exceptions that refuse attributes, or whose methods raise errors that end programs, still arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""on_error: a loader goes on where samples raise, with the batches of an oracle in plain Python."""
+"""on_error: a loader continues when samples raise, with the batches of an oracle in plain Python."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:User
 
 
 class FlawedInBulk(Flawed):
-    """Fetches a batch at once, and raises for the whole of it."""
+    """Fetches a batch at once, and raises for the whole batch."""
 
     def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
         return [Flawed.__getitem__(self, index) for index in indices]

@@ -1,4 +1,4 @@
-"""on_error: what is no sample's fault is raised all the same, and so is what would never end."""
+"""on_error: errors that no sample causes are still raised, and so are endless failures."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_what_is_no_samples_fault_is_raised(
     assert caught.value.args == make().args or isinstance(caught.value, ExceptionGroup)
     assert "raised by dataset[5]" in caught.value.__notes__
     assert next(iterator).tolist() == [8, 9, 10, 11]
-    # The bad sample of the batch that came to nothing counts.
+    # The bad sample of the batch that was left out counts.
     assert [sample.index for sample in loader.statistics().bad_sample_list] == [1, 4]
     assert loader.statistics().failures == 1
 
@@ -136,7 +136,7 @@ def test_left_out_batches_with_good_ones_between_are_no_row() -> None:
 
 
 class Stuck(IterableDataset):
-    """An iterator that never comes on."""
+    """An iterator that raises at every sample, and never ends."""
 
     def __iter__(self) -> Iterator[int]:
         return self

@@ -1,4 +1,4 @@
-"""on_error: the statistics say which samples raised, and what; one warning for each loader sums them up."""
+"""on_error: the statistics list the samples that raised, and their errors; one warning per loader sums up."""
 
 from __future__ import annotations
 

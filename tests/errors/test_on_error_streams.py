@@ -17,14 +17,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:User
 
 
 class FlawedGenerator(FlawedStream):
-    """A generator, which ends where it raises."""
+    """A generator, which ends when it raises."""
 
     def __iter__(self) -> Iterator[int]:
         yield from super().__iter__()
 
 
 def stream_oracle(length: int, bad: set[int], size: int, mode: str) -> list[list[int]]:
-    """Batches of one worker's stream that goes on where it has raised."""
+    """Batches of one worker's stream that continues after it has raised."""
     steps = [None if step in bad else step for step in range(length)]
     if mode == "replace":
         return cut([step for step in steps if step is not None], size)
@@ -69,7 +69,7 @@ def test_a_stream_without_batches_goes_on(mode: str, workers: int) -> None:
 
 
 class Rewinds(IterableDataset[int]):
-    """Its own iterator, which raises at its last sample and begins anew behind its end."""
+    """Its own iterator, which raises at its last sample and begins anew after its end."""
 
     def __init__(self) -> None:
         self._step = 0

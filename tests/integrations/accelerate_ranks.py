@@ -1,4 +1,4 @@
-"""Two ranks of accelerate on CPU, started by torchrun: each writes the samples that it was given, as JSON.
+"""Two ranks of accelerate on CPU, started by torchrun: each writes its samples as JSON.
 
     torchrun --nproc-per-node 2 accelerate_ranks.py FOLDER (slots|torch)
 

@@ -1,4 +1,4 @@
-"""Two ranks of Lightning on CPU, by the strategy that is named: each writes the samples that it was given.
+"""Two ranks of Lightning on CPU, by the strategy that is named: each writes its samples.
 
     python lightning_ddp.py STRATEGY FOLDER
 

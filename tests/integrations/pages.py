@@ -1,4 +1,4 @@
-"""Each page of docs/integrations has one program: its losses with this loader and with torch's."""
+"""Runs the programs on the pages of docs/integrations, to compare losses with this loader and torch's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def outcome(page: str, mode: str) -> dict[str, Any]:
 
 
 def assert_page_loads_from_slots(page: str) -> None:
-    """The losses are torch's, bit for bit, and every batch came from a slot."""
+    """Check that the losses are torch's, bit for bit, and that every batch came from a slot."""
     ours, torchs = outcome(page, "slots"), outcome(page, "torch")
     assert torchs["batches"] > 0
     assert ours == torchs

@@ -28,7 +28,7 @@ counts = collections.Counter[str]()
 
 
 class WithoutOptions(torch.utils.data.DataLoader[Any]):
-    """torch's loader, which takes this one's options and does nothing with them."""
+    """torch's loader, which takes this one's options and ignores them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{name: kwargs[name] for name in kwargs.keys() - OWN_DEFAULTS.keys()})
@@ -51,7 +51,7 @@ def forbid(*_: Any, **__: Any) -> None:
 
 def main() -> None:
     page, mode = Path(sys.argv[1]), sys.argv[2]
-    multiprocessing.set_start_method("fork")  # what a page defines cannot be imported
+    multiprocessing.set_start_method("fork")  # definitions of a page cannot be imported
     if mode == "slots":
         dataloader._MultiProcessingDataLoaderIter.__init__ = forbid
         count_batches_of(SlotIterator)

@@ -116,7 +116,7 @@ def test_auto_stays_auto() -> None:
 
 
 def test_accelerate_may_be_imported_after_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """accelerate is patched when it looks whether a loader is prepared already."""
+    """accelerate is patched when it checks whether a loader is prepared already."""
     module = sys.modules["accelerate.data_loader"]
     monkeypatch.delitem(sys.modules, "accelerate.data_loader")
     shmloader.install()
@@ -161,7 +161,7 @@ def test_an_accelerate_that_has_changed_loads_from_slots_without_options(
 def test_a_stateful_loader_is_ours_and_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchdata's is not built; save_state and load_state in the middle of a shuffled epoch."""
+    """torchdata's loader is not built; save_state and load_state work in the middle of a shuffled epoch."""
     forbid_torchs_workers(monkeypatch)
     shmloader.install()
     for make_one, plain in ((make, {"prefetch_epochs": False}), (stock, {})):
@@ -199,7 +199,7 @@ class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
 
 @pytest.mark.parametrize("kind", [shmloader.DataLoader, torch.utils.data.DataLoader])
 def test_states_that_nobody_wants_are_neither_errors_nor_warnings(kind: Any) -> None:
-    """accelerate asks each loader at each batch; during two passes at once there is none."""
+    """accelerate asks each loader for its state at each batch; during two passes at once there is none."""
     shmloader.install()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

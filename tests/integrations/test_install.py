@@ -48,7 +48,7 @@ class Stream(IterableDataset):
 
 
 class Subclass(DataLoader):
-    """A library's: its collate_fn is a method, so that spawned workers are sent the loader."""
+    """A library's class: its collate_fn is a method, so that spawned workers are sent the loader."""
 
     def __init__(self, dataset: Any, **kwargs: Any) -> None:
         super().__init__(dataset, collate_fn=self.join, **kwargs)
@@ -76,7 +76,7 @@ class ThreadContext(multiprocessing.context.SpawnContext):
 
 @pytest.fixture(autouse=True)
 def uninstalled() -> Iterator[None]:
-    """Each test begins and ends with torch's class as torch made it."""
+    """Begin and end each test with torch's class unpatched."""
     before = dict(vars(DataLoader))
     yield
     shmloader.uninstall()
@@ -109,7 +109,7 @@ def make(kind: Any = DataLoader, dataset: Any = None, **arguments: Any) -> Any:
 
 
 def test_every_loader_loads_from_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Made before or after, of torch's class or of a subclass that was there before."""
+    """Loaders may be made before or after, of torch's class or of an earlier subclass."""
     early = make()
     wanted = [batches(early), batches(make(Subclass)), batches(make(shuffle=True))]
     forbid_torchs_workers(monkeypatch)
@@ -123,7 +123,7 @@ def test_every_loader_loads_from_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_loader_is_pickled_to_its_spawned_workers() -> None:
-    """The loader's collate_fn is its method, and it has loaded before: its shmloader state stays here."""
+    """The loader's collate_fn is its method. It has loaded before; its shmloader state is not pickled."""
     shmloader.install()
     loader = make(Subclass, multiprocessing_context="spawn")
     loader.num_workers = 1
@@ -150,7 +150,7 @@ def test_persistent_workers_stay_from_epoch_to_epoch_and_close_ends_them() -> No
 
 
 def test_persistent_workers_that_died_are_started_anew() -> None:
-    """torch's loader cannot go on then."""
+    """torch's loader cannot continue then."""
     shmloader.install()
     loader = make(persistent_workers=True)
     assert indices(loader) == IN_ORDER
@@ -162,7 +162,7 @@ def test_persistent_workers_that_died_are_started_anew() -> None:
 
 
 def test_uninstall_gives_loaders_back_to_torch() -> None:
-    """Loaders change with their next iterator; a live one and persistent workers go on."""
+    """Loaders change with their next iterator; a live iterator and persistent workers continue."""
     installation = shmloader.install()
     loader, persistent = make(), make(persistent_workers=True)
     assert indices(persistent) == IN_ORDER
@@ -194,7 +194,7 @@ def test_as_a_context_manager_it_restores_what_was_there() -> None:
 
 
 def test_options_are_defaults_of_all_loaders() -> None:
-    """A shmloader.DataLoader has its own."""
+    """A shmloader.DataLoader keeps its own options."""
     shmloader.install(on_error="skip", dispatch="dynamic")
     loader = make(dataset=Flawed())
     with pytest.warns(shmloader.BadSampleWarning, match="sample 5 is bad"):
@@ -216,7 +216,7 @@ def test_without_workers_bad_samples_are_skipped_too() -> None:
 
 
 def test_a_loader_that_cannot_have_an_option_loads_without_it() -> None:
-    """One warning for each option, with the reason; other loaders have it."""
+    """One warning per option gives the reason; other loaders have the option."""
     shmloader.install(worker_restarts=1, prefetch_epochs=True, on_error="skip")
     loader = make(dataset=Stream())
     with (
@@ -240,7 +240,7 @@ def test_every_option_of_the_loader_is_known() -> None:
     ours, torchs = (
         inspect.signature(kind.__init__).parameters for kind in (shmloader.DataLoader, DataLoader)
     )
-    # Each loader has its own device, and accelerate's loaders an attribute of that name.
+    # Not device: each loader has its own, and accelerate's loaders have an attribute of that name.
     assert OWN_DEFAULTS.keys() == ours.keys() - torchs.keys() - {"device"}
     plain = shmloader.DataLoader(Rows())
     assert {name: getattr(plain, name) for name in OWN_DEFAULTS} == OWN_DEFAULTS
@@ -274,7 +274,7 @@ def test_wrong_options_are_refused(options: dict[str, Any], kind: type[Exception
 def test_threads_that_pose_as_processes_are_left_to_torch_and_refused_without_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """MONAI's ThreadDataLoader has such workers; one warning tells."""
+    """MONAI's ThreadDataLoader has such workers; there is one warning."""
     monkeypatch.setattr(torch.utils.data._utils.worker, "_worker_info", None)  # torch's worker leaves its own
     threads = torch.get_num_threads()
     with pytest.raises(ValueError, match=r"ThreadContext: .*ThreadAsProcess\), which cannot write to slots"):
@@ -316,7 +316,7 @@ def test_a_torch_that_has_changed_is_named_and_loads_its_own_way(monkeypatch: py
 
 
 def test_accelerate_is_told_of_or_patched_when_it_looks_at_a_loader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It looks at ``_is_accelerate_prepared`` first; a module without its names stands for accelerate."""
+    """accelerate reads ``_is_accelerate_prepared`` first; a module without its names stands for it here."""
     monkeypatch.setattr(errors, "_said", set())
     monkeypatch.setitem(sys.modules, "accelerate", types.ModuleType("accelerate"))
     monkeypatch.delitem(sys.modules, "accelerate.data_loader", raising=False)
@@ -340,7 +340,7 @@ def test_accelerate_is_told_of_or_patched_when_it_looks_at_a_loader(monkeypatch:
 
 
 def test_what_somebody_else_replaces_later_stays() -> None:
-    """Another library's patch over ours is not taken away, and calls torch's way through ours."""
+    """Another library's patch over ours stays; through ours, it calls torch's method."""
     torchs = DataLoader._get_iterator
     shmloader.install()
     over_torchs = DataLoader._get_iterator
@@ -381,9 +381,9 @@ def test_loaders_of_torchs_class_have_states() -> None:
     cannot.load_state_dict({})
 
 
-@pytest.mark.filterwarnings("ignore:to go on, 1 samples")
+@pytest.mark.filterwarnings("ignore:to resume, 1 samples")
 def test_loaders_of_streams_have_states_too() -> None:
-    """One sample was taken of a loader with one worker; three follow in another such loader."""
+    """One sample was taken from a loader with one worker; the other three come from another such loader."""
     shmloader.install()
     loader = make(dataset=Stream(), batch_size=1, num_workers=1)
     next(iter(loader))

@@ -36,7 +36,7 @@ class Variadic(shmloader.DataLoader):
 
 
 class Library(DataLoader):
-    """A library's loader, written for torch's."""
+    """A library's loader, written for torch's class."""
 
     def __init__(self, dataset: Any, batch_size: int = 1, **kwargs: Any) -> None:
         super().__init__(dataset, batch_size, **kwargs)
@@ -88,7 +88,7 @@ def test_the_pages_program() -> None:
 @pytest.mark.parametrize("in_hook", [False, True])
 @pytest.mark.parametrize("kind", [shmloader.DataLoader, Variadic, Mixed])
 def test_options_survive_the_rebuild(kind: Any, in_hook: bool) -> None:
-    """Classes with `**kwargs` keep them too; from attributes, and in hooks from the original arguments."""
+    """Classes with `**kwargs` keep them too, from attributes or, in hooks, from the original arguments."""
     if in_hook:
         with _replace_dunder_methods(DataLoader, "dataset"):
             loader = kind(Rows(), 4, **ARGUMENTS | OPTIONS)
@@ -103,7 +103,7 @@ def test_options_survive_the_rebuild(kind: Any, in_hook: bool) -> None:
 
 @pytest.mark.parametrize("positional", [False, True])
 def test_a_dataset_is_shared_once(positional: bool) -> None:
-    """A hook, where Lightning notes the arguments, shares it once too; the private original is freed."""
+    """A hook, in which Lightning notes the arguments, shares it once too; the private original is freed."""
     dataset = Large()
     private = weakref.ref(dataset.data)
     with _replace_dunder_methods(DataLoader, "dataset"):
@@ -151,7 +151,7 @@ def test_workers_end_with_an_early_teardown() -> None:
 
 
 def test_stock_loaders_load_from_slots_under_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loaders of a hook do too, with the options of install()."""
+    """Loaders that a hook returns do too, with the options of install()."""
     forbid_torchs_workers(monkeypatch)
 
     class Hooked(Model):
@@ -177,7 +177,7 @@ def test_stock_loaders_load_from_slots_under_install(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
 def test_two_ranks_share_the_samples(strategy: str, tmp_path: Path) -> None:
-    """Every sample on one rank, from slots, with the options, in processes started in both ways."""
+    """Every sample comes on one rank, from slots, with the options, in processes of both strategies."""
     program = [sys.executable, str(Path(__file__).with_name("lightning_ddp.py")), strategy, str(tmp_path)]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "MASTER_ADDR": "127.0.0.1"}
     done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=240, check=False)
@@ -205,7 +205,7 @@ def _trainer(folder: Path, max_steps: int) -> Any:
 def test_a_run_goes_on_in_the_middle_of_an_epoch(
     stock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lightning's checkpoint leads to every sample of the epoch once; torch's loader alone loses 24 of 64."""
+    """With Lightning's checkpoint each sample comes once; torch's loader alone loses 24 of 64."""
 
     def run(max_steps: int, checkpoint: str | None = None) -> list[float]:
         model = Model()
@@ -235,7 +235,7 @@ class FromGlobal(torch.utils.data.Sampler[int]):
 def test_a_checkpoint_does_not_stop_a_run_whose_sampler_cannot_be_resumed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With torch's loader the run would go on. The log warns; resuming from the checkpoint is the error."""
+    """With torch's loader the run would continue. Here a warning is logged; only resuming is an error."""
 
     def run(max_steps: int, checkpoint: str | None = None) -> int:
         model = Model()

@@ -51,7 +51,7 @@ def test_a_second_base_class_gives_options_and_slots(monkeypatch: pytest.MonkeyP
 
 
 def test_its_loaders_load_from_slots_under_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that iterates in a thread too."""
+    """ThreadDataLoader, which iterates in a thread, does too."""
     wanted = images(DataLoader), images(ThreadDataLoader), images(DataLoader, CacheDataset)
     forbid_torchs_workers(monkeypatch)
     with shmloader.install():

@@ -1,4 +1,4 @@
-"""torchrun on two hosts: a rank is killed, all are started anew, and the epoch goes on from its checkpoint.
+"""torchrun on two hosts: a rank is killed, all are started anew, and the epoch continues from its checkpoint.
 
 A host is a set of namespaces (network, host name, IPC, mounts) with a /dev/shm of its own. Files are shared.
 """
@@ -77,12 +77,12 @@ class Host:
         return subprocess.run([*self._enter, *command], check=True, capture_output=True, text=True).stdout
 
     def left(self) -> list[str]:
-        """Processes but for the holder, entries of /dev/shm, and sockets that shmloader made."""
+        """Leftovers: processes except the holder, entries of /dev/shm, and sockets that shmloader made."""
         sockets = [line for line in self.output("cat", "/proc/net/unix").splitlines() if "shmloader" in line]
         return [*map(str, self._processes()), *self.output("ls", "-A", "/dev/shm").split(), *sockets]
 
     def _processes(self) -> Iterator[psutil.Process]:
-        """Processes in the namespaces, but for the holder."""
+        """Processes in the namespaces, except the holder."""
         network = os.stat(f"/proc/{self.holder.pid}/ns/net").st_ino
         for process in psutil.process_iter():
             with contextlib.suppress(OSError):  # it has ended meanwhile
@@ -93,7 +93,7 @@ class Host:
                     yield process
 
     def end(self) -> None:
-        """End it, with all that a failed job may have left in it."""
+        """End it, and everything that a failed job left in it."""
         for process in [*self._processes(), self.holder]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -124,7 +124,7 @@ def hosts(tmp_path: Path) -> Iterator[list[Host]]:
 
 
 def page_program() -> str:
-    """The page's program, which says what it has mapped, and of which a rank dies once."""
+    """The page's program, changed: each rank prints what it has mapped, and one rank dies once."""
     found = re.search(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert found
     loop, first = "    for epoch in range(first_epoch", "            loss = "
@@ -133,7 +133,7 @@ def page_program() -> str:
 
 
 def page_command() -> tuple[dict[str, str], list[str]]:
-    """The line that starts it on each host: environment and command."""
+    """The page's line that starts the program on each host: environment and command."""
     found = re.search(r"^(\w+)=(\S+) torchrun (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert found
     command = [sys.executable, "-m", "torch.distributed.run", *found[3].replace("HOST:", "alpha:").split()]
@@ -146,7 +146,7 @@ class Run(NamedTuple):
     Attributes:
         host: The name of its host.
         inode: The memory of its dataset.
-        begin: Batches before it, by the checkpoint that it went on from.
+        begin: Batches before it, by the checkpoint that it resumed from.
         batches: Its indices by rank and step; steps are counted from the beginning of the epoch.
     """
 

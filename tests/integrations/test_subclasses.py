@@ -18,7 +18,7 @@ from integrations.rows import OPTIONS, Rows, forbid_torchs_workers, options_of
 
 
 class Repeat:
-    """An endless batch sampler, as timm and Ultralytics have it."""
+    """An endless batch sampler, as in timm and Ultralytics."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
@@ -51,7 +51,7 @@ class Timm(Endless):
 
 
 class Ultralytics(Endless):
-    """Goes past __setattr__, ends the workers itself, and makes its iterator anew."""
+    """Bypasses __setattr__, ends the workers itself, and makes its iterator anew."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -204,7 +204,7 @@ def test_the_pages_program() -> None:
 
 
 class NamesOptions(DataLoader):
-    """A library's: its attributes have the names of options, with meanings of their own."""
+    """A library's class: its attributes have the names of options, but other meanings."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = "gpu"
@@ -237,7 +237,7 @@ class OurReadsDevice(ReadsDevice, shmloader.DataLoader):
 def test_attributes_that_are_named_as_options_have_no_effect(
     kind: Any, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RANK", "1")  # of two ranks, between which nothing is to be divided
+    monkeypatch.setenv("RANK", "1")  # of two ranks, but nothing is to be divided between them
     monkeypatch.setenv("WORLD_SIZE", "2")
     with shmloader.install():
         for dataset in (Numbers(6), list(range(6))):

@@ -74,7 +74,7 @@ def test_options_of_install_reach_trainers_loader(tmp_path: Path, monkeypatch: p
 def test_a_loader_of_the_programs_own_keeps_its_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loader of a resumed epoch keeps them too."""
+    """The loader of a resumed epoch keeps its options too."""
 
     def own(trainer: Any) -> Any:
         return trainer.accelerator.prepare(
@@ -106,7 +106,7 @@ def test_a_resumed_epoch_comes_from_slots(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_callback_goes_on_from_the_loaders_state(
     step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run stopped in the first epoch, at its end or in the second has the batches of the whole run."""
+    """A run that is stopped in the first epoch, at its end or in the second has a whole run's batches."""
     from shmloader.integrations.trainer import LoaderState
 
     forbid_torchs_workers(monkeypatch)

@@ -1,4 +1,4 @@
-"""The loader's own arguments: wrong ones are refused by name, and type checkers see them."""
+"""The loader's own arguments: errors name wrong ones, and type checkers know them all."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def test_no_batches_in_advance_are_refused_at_iteration_as_by_torch(num_workers:
 def test_a_fraction_of_a_batch_in_advance_is_refused_as_by_torch(
     num_workers: Any, prefetch_factor: Any
 ) -> None:
-    """Rounded down to no task at all, an epoch would be empty."""
-    # Not compared by running torch's: its half-made iterator prints an error of its own when it dies.
+    """If it were rounded down to 0, an epoch would be empty."""
+    # torch's is not run: its half-made iterator prints an error when it dies.
     with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
         iter(DataLoader(Numbered(4), num_workers=num_workers, prefetch_factor=prefetch_factor))
 
@@ -112,7 +112,7 @@ def load(data: object) -> None:
     loader.dispatch = "dynamc"
     loader.worker_type = "threads"
 """
-# Of other libraries mypy needs to know nothing here, which takes it a fifth of the time.
+# Without other libraries, mypy takes a fifth of the time.
 SETTINGS = """
 [mypy]
 strict = true

@@ -21,7 +21,7 @@ EPOCHS = 3
 
 
 def has_dict(dataset: Any) -> bool:
-    """Whether an object's attributes lie in a dict: the garbage collector is shown that dict then."""
+    """Whether an object's attributes lie in a dict: the garbage collector knows of it then."""
     return any(type(held) is dict and "rows" in held for held in gc.get_referents(dataset))
 
 
@@ -39,7 +39,7 @@ class Rows(Dataset[bool]):
 
 
 class Plain:
-    """No subclass of torch's."""
+    """A dataset that is no subclass of torch's."""
 
     def __init__(self) -> None:
         self.rows = torch.arange(16)

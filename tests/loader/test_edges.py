@@ -1,4 +1,4 @@
-"""Edges at which batches were lost, copied needlessly or never came, each found by trying it."""
+"""Edge cases in which batches were once lost, copied needlessly or never came."""
 
 import os
 import resource
@@ -56,7 +56,7 @@ def test_batches_that_fit_the_budget_spill_once_at_most() -> None:
         warnings.simplefilter("ignore", shmloader.SpillWarning)
         for index, sample in enumerate(loader):
             assert bool((sample == index).all())
-    assert loader.statistics().spills <= 4  # those that were outstanding when the size was learnt
+    assert loader.statistics().spills <= 4  # those that were outstanding when the size became known
 
 
 def test_index_batches_of_tensors_do_not_carry_the_storage_that_they_view() -> None:
@@ -110,7 +110,7 @@ def test_what_stacking_a_subclass_gives_is_the_batch(collate) -> None:
 
 
 class Threads(Numbered):
-    """Samples are the number of Python threads in the worker, a moment after it started."""
+    """Each sample is the number of Python threads in the worker, a moment after it started."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         time.sleep(0.3)

@@ -1,4 +1,4 @@
-"""Endings of loaders in programs that reap their children, and in those that end while a thread loads."""
+"""Ends of loaders in programs that reap their children, and in programs that end while a thread loads."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ REAPS = """
 
 @pytest.mark.parametrize("how", ["ignores", "reaps"])
 def test_closing_waits_for_no_exit_code_that_somebody_else_has_taken(how: str) -> None:
-    """Closing would otherwise wait five seconds for processes that have ended long before."""
+    """Otherwise closing would wait five seconds for processes that ended long before."""
     done = run(REAPS, how)
     assert done.stderr == ""
     assert max(map(float, done.stdout.split())) < 4.0

@@ -22,7 +22,7 @@ from shmloader import DataLoader
 
 
 def _python(code: str, *, timeout_s: float = 60.0) -> subprocess.CompletedProcess:
-    """Run a program of its own, with this folder importable."""
+    """Run a program in a new process, with this folder importable."""
     return subprocess.run(
         [sys.executable, "-W", "error", "-W", "ignore:This process", "-c", textwrap.dedent(code)],
         capture_output=True,
@@ -34,7 +34,7 @@ def _python(code: str, *, timeout_s: float = 60.0) -> subprocess.CompletedProces
 
 
 def _workers() -> list[psutil.Process]:
-    """Live children, but for the interpreter's own resource tracker and fork server."""
+    """Live children, except the interpreter's own resource tracker and fork server."""
     children = psutil.Process().children()
     return [c for c in children if "multiprocessing" not in " ".join(c.cmdline()[1:])]
 
@@ -46,7 +46,7 @@ def test_a_dead_worker_raises_at_once_and_is_named(how: int) -> None:
     with pytest.raises(shmloader.WorkerDied) as caught:
         for _ in loader:
             pass
-    assert time.monotonic() - began < 10  # 2 s, and what a loaded machine adds
+    assert time.monotonic() - began < 10  # 2 s, and time that a loaded machine adds
     error = caught.value
     assert isinstance(error, RuntimeError)
     assert error.worker_id == 1
@@ -113,7 +113,7 @@ def test_a_timeout_is_an_error_that_torch_users_catch() -> None:
         next(iterator)
     assert isinstance(caught.value, TimeoutError)
     assert time.monotonic() - began < 5
-    iterator._workers[0].kill()  # rather than wait for its sleep
+    iterator._workers[0].kill()  # instead of waiting for its sleep
     loader.close()
 
 
@@ -123,7 +123,7 @@ def test_leaving_early_leaves_nothing(persistent: bool) -> None:
     iterator = iter(loader)
     held = [next(iterator) for _ in range(4)][3]
     del loader, iterator
-    assert held[0, 0] == 12  # what is held stays readable
+    assert held[0, 0] == 12  # a batch that is held stays readable
 
 
 def test_close_ends_everything_but_what_is_held() -> None:

@@ -1,4 +1,4 @@
-"""Memory and descriptors go when their last user goes, without waiting for the garbage collector."""
+"""Memory and descriptors are freed with their last user, without waiting for the garbage collector."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ WORKERS = [
 def test_the_dataset_dies_with_its_loader(
     make: Callable[[], Dataset[Any]], end: Callable[[DataLoader[Any]], None], arguments: dict[str, Any]
 ) -> None:
-    """However large it is; and no descriptor stays."""
+    """It may be large; no descriptor stays open."""
     dataset = make()
     alive = weakref.ref(dataset)
     before = slot_files()
@@ -133,7 +133,7 @@ class Flawed(loading.Numbered):
 
 @pytest.mark.parametrize("end", [fail, lose_a_worker, wait_too_long])
 def test_the_dataset_dies_after_an_error_too(end: Callable[[DataLoader[Any]], None]) -> None:
-    """A program that catches it and begins anew must not have two."""
+    """A program that catches the error and begins anew must not have two datasets."""
     dataset = Flawed(400)
     alive = weakref.ref(dataset)
     before = slot_files()

@@ -37,7 +37,7 @@ class Tells(Dataset):
 
 
 class TellsByOther(Tells):
-    """Derives from the number something that is no plain attribute."""
+    """Derives from the number an attribute that is no plain value."""
 
     generator = random.Random(0)
 
@@ -79,7 +79,7 @@ WRAPPED = {
 
 @pytest.mark.parametrize("how", ["fork", "spawn", "forkserver", "thread"])
 def test_a_call_on_the_dataset_takes_effect_in_persistent_workers(how: str, warm_helpers: None) -> None:
-    """torch's persistent workers never hear of it."""
+    """With torch's loader it has no effect there."""
     given: dict[str, Any] = {"worker_type": "thread"} if how == "thread" else {"multiprocessing_context": how}
     dataset = Tells()
     with DataLoader(dataset, 4, num_workers=2, persistent_workers=True, **given) as loader:
@@ -202,7 +202,7 @@ def test_a_change_larger_than_a_pipe_arrives_whole() -> None:
 
 
 def test_a_long_change_takes_time_in_proportion() -> None:
-    """Workers do not copy what is here already with each further record: that took half a minute."""
+    """Workers do not copy the earlier records again with each further one: that took half a minute."""
     dataset = TellsText()
     with DataLoader(dataset, batch_size=3, num_workers=1, persistent_workers=True) as loader:
         list(loader)
@@ -234,7 +234,7 @@ def test_an_error_of_set_epoch_is_none_of_the_next_epoch() -> None:
 
 
 class Sometimes(list[int]):
-    """A sampler that cannot be begun while it is told so."""
+    """A sampler that cannot be iterated while a flag is set."""
 
     raises = False
 

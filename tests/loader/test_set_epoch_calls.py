@@ -1,4 +1,4 @@
-"""``set_epoch`` does the same to a dataset in persistent workers as in the program, once for each call."""
+"""``set_epoch`` has the same effect on a dataset in persistent workers as in the program, once per call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shmloader.worker.set_epoch_calls import is_noted
 
 
 class Tells(Dataset[Any]):
-    """Its samples tell what `set_epoch` has left."""
+    """Its samples show the effects of `set_epoch`."""
 
     def __init__(self) -> None:
         self.state: Any = 0
@@ -34,7 +34,7 @@ class Tells(Dataset[Any]):
 
 
 class Unchanged(Tells):
-    """Does nothing when it has that epoch already."""
+    """Ignores a call with its present epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -389,7 +389,7 @@ def test_the_loaders_call_reaches_a_class_that_cannot_be_changed() -> None:
 def test_calls_are_noted_for_persistent_workers_alone_and_while_the_dataset_lives() -> None:
     class Own(Tells):
         def set_epoch(self, epoch: int) -> None:
-            """Say where it was defined."""
+            """Note where it was defined."""
 
     method = Own.__dict__["set_epoch"]
     dataset = Own()

@@ -70,7 +70,7 @@ def test_the_start_of_the_workers_is_the_bottleneck(persistent: bool) -> None:
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_workers_that_make_one_batch_each_are_the_bottleneck(persistent: bool, epochs: int) -> None:
-    """All that next() waits for are first batches, and the workers take that long to make them."""
+    """next() waits only for first batches, and the workers take that long to make them."""
     figures = iterated(
         Slow(0.1, 12), 0.0, epochs, num_workers=3, worker_type="thread", persistent_workers=persistent
     )
@@ -138,7 +138,7 @@ def test_time_outside_of_epochs_does_not_count(workers: int) -> None:
         for _ in range(2):
             iterator = iter(loader)
             next(iterator)
-            time.sleep(0.5)  # the epoch is given up here, or goes on without counting what comes after
+            time.sleep(0.5)  # the epoch is left here, or continues without counting later batches
         before = loader.statistics().iterating_s
         list(loader)
         assert before < 0.5

@@ -30,7 +30,7 @@ def test_each_batch_comes_to_one_of_them(threads: int) -> None:
         taker.start()
     for taker in takers:
         taker.join(60)
-    # The one that comes to the end shuts the workers down; the others then find the iterator closed.
+    # The thread that reaches the end shuts the workers down; the others then find the iterator closed.
     assert all(isinstance(error, LoaderClosed) for error in errors), errors
     assert sorted(found) == list(range(0, 400, 2))
 

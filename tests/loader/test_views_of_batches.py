@@ -59,7 +59,7 @@ def whole_and_parts(_: list[int]) -> tuple[torch.Tensor, ...]:
 
 
 def test_views_of_one_tensor_arrive_as_tensors_of_their_own() -> None:
-    """torch's tensors share memory there; docs/architecture.md tells, under "When a batch is copied"."""
+    """torch's tensors share memory there; see docs/architecture.md, "When a batch is copied"."""
     for whole, first, last, other in DataLoader(Numbers(), collate_fn=whole_and_parts, num_workers=1):
         whole.fill_(1.0)
         assert first.tolist() == [0.0] * 3
@@ -68,7 +68,7 @@ def test_views_of_one_tensor_arrive_as_tensors_of_their_own() -> None:
 
 
 class Locked:
-    """Has no pickle of its own."""
+    """Cannot be pickled."""
 
     def __init__(self, value: int) -> None:
         self.value, self.lock = value, threading.Lock()
@@ -91,7 +91,7 @@ class Name(str):
 
 
 class Renamed(Dataset):
-    """The key of the later samples is of another class, and equal."""
+    """The later samples have an equal key of another class."""
 
     def __len__(self) -> int:
         return 24
@@ -106,7 +106,7 @@ def test_keys_keep_their_class_however_many_equal_ones_came_before() -> None:
 
 
 class ManyDimensions(Dataset[Any]):
-    """Samples with more dimensions than an array of NumPy may have; the second one has no items."""
+    """Samples with more dimensions than a NumPy array may have; the second one has no items."""
 
     def __len__(self) -> int:
         return 4

@@ -1,4 +1,4 @@
-"""Batches lie in slots, and what a program or a worker keeps of them never changes."""
+"""Batches lie in slots, and parts that a program or a worker keeps never change."""
 
 import io
 import warnings
@@ -184,7 +184,7 @@ def test_custom_collates_write_into_the_slot_through_empty() -> None:
         expected = torch.arange(BATCH * number, BATCH * number + BATCH)
         assert (batch["rows"] == expected[:, None]).all()
         assert (batch["first"] == BATCH * number).all()
-        if number > 12:  # every slot has been sized: both leaves are one memory, as they were made
+        if number > 12:  # every slot has its size now: both leaves share memory, as they were made
             assert batch["first"].data_ptr() == batch["rows"].data_ptr()
 
 

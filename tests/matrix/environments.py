@@ -20,8 +20,8 @@ DEBIAN = {"trixie": ("3.13", "2.6"), "sid": ("3.14", "2.14")}
 PACKAGES = "python3-torch python3-numpy python3-psutil python3-venv procps git iproute2".split()
 TOOLS = "pyarrow pytest pytest-timeout pytest-xdist hypothesis tqdm matplotlib setuptools".split()
 
-# Runs the rest in the system $1, at its folder $2. UCX, which Debian's torch loads, would take signals over;
-# libuv it may lack.
+# Runs the remaining words in the system $1, in its folder $2. UCX, which Debian's torch loads, would take
+# over signals. libuv may be missing.
 ENTER = """
 set -eu
 for place in proc sys dev; do mount --rbind /$place "$1/$place"; done
@@ -39,8 +39,8 @@ class Environment(ABC):
     """One Python with one set of versions.
 
     Attributes:
-        name: Stands for it on the command line.
-        versions: Beginnings of what it has, such as "torch 2.6.".
+        name: Its name on the command line.
+        versions: Prefixes of its versions, such as "torch 2.6.".
         suite: The folder that the tests are copied to.
         python: Its interpreter, as its programs name it.
     """
@@ -53,7 +53,7 @@ class Environment(ABC):
 
     @abstractmethod
     def prepare(self, wheel: Path) -> None:
-        """Make it, or bring it up to date, with this wheel installed.
+        """Make or update the environment, with this wheel installed.
 
         Raises:
             Unavailable: If this machine cannot have it.
@@ -95,7 +95,7 @@ class Virtual(Environment):
         self.install(new, f"{new}[test]")
 
     def _refuse_gigabytes(self) -> None:
-        """Refuse a torch that comes with CUDA's packages, unless that is asked for."""
+        """Refuse a torch that comes with CUDA's packages, unless that was asked for."""
         (torch,) = (line for line in constraints() if line.startswith("torch=="))
         pip = [self.python, "-m", "pip", "install", "--disable-pip-version-check", "--dry-run", torch]
         if os.environ.get("MATRIX_CUDA") != "1" and not self._has(torch):
@@ -137,14 +137,14 @@ class Debian(Environment):
         if not (self.root / "venv/bin/pip").exists():
             self._copy_settings()
             self._install_packages()
-        self._copy_settings()  # Debian's ca-certificates has written a file of its own meanwhile
+        self._copy_settings()  # Debian's ca-certificates has written this file meanwhile
         shutil.copy(wheel, self.root)
         write_constraints(self.root, self._debians("torch", "numpy", "psutil"))
         # One by one: Debian's torch asks for a sympy that Debian does not have.
         self.install(f"/{wheel.name}", *TOOLS)
 
     def _copy_settings(self) -> None:
-        """Give the system this machine's way to its mirrors and package indices."""
+        """Give the system this machine's settings for mirrors and package indices."""
         for path in ("etc/resolv.conf", "etc/hosts", "etc/pip.conf", "etc/ssl/certs/ca-certificates.crt"):
             if (source := Path("/") / path).exists():
                 (self.root / path).parent.mkdir(parents=True, exist_ok=True)
@@ -159,7 +159,7 @@ class Debian(Environment):
         new.rename(self.root)
 
     def _install_packages(self) -> None:
-        # A mirror that is a picture of some day has lists that have expired.
+        # A mirror that is a snapshot has lists that have expired.
         checks = 'Acquire::Check-Valid-Until "false";\nAcquire::Check-Date "false";\n'
         (self.root / "etc/apt/apt.conf.d/matrix").write_text(checks, encoding="utf-8")
         self.run(["apt-get", "update", "--quiet"])
@@ -168,7 +168,7 @@ class Debian(Environment):
         self.run(["python3", "-m", "venv", "--system-site-packages", "/venv"])
 
     def _debians(self, *names: str) -> dict[str, str]:
-        """Return pins at Debian's versions, which pip then leaves as they are."""
+        """Return pins at Debian's versions, so that pip leaves these packages unchanged."""
         code = f"from importlib.metadata import version\nfor name in {names}: print(version(name))"
         versions = self.run(["python3", "-c", code], capture_output=True).stdout.split()
         return {name: f"{name}=={version}" for name, version in zip(names, versions, strict=True)}
@@ -180,7 +180,7 @@ class Debian(Environment):
 
 
 def works(python: str) -> bool:
-    """Tell whether this is an interpreter, and not the name of one that a version manager could install."""
+    """Whether this is an interpreter, and not just a name of one that a version manager could install."""
     return (
         bool(shutil.which(python))
         and not subprocess.run([python, "-c", ""], check=False, capture_output=True).returncode
@@ -213,7 +213,7 @@ def write_constraints(folder: Path, pins: dict[str, str]) -> None:
 
 
 def environments_of(project: dict[str, Any]) -> list[Environment]:
-    """Return the environments for what the table `project` of pyproject.toml claims."""
+    """Return the environments for the versions claimed in the table `project` of pyproject.toml."""
     floors = dict(line.split(">=") for line in project["dependencies"])
     oldest = {name: f"{name}=={floor}" for name, floor in floors.items() if name != "torch"}
     least = int(project["requires-python"].removeprefix(">=3."))

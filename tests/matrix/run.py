@@ -1,8 +1,8 @@
 """The suite against the installed wheel, with each version that pyproject.toml claims (`make test-matrix`).
 
 Wheel and sdist are built from the files of the checkout. Each environment gets the wheel, and the tests
-without the package beside them: what is tested is what users install. The tests of the benchmarks are left
-out, which are no part of the wheel. All that is made lies in `.matrix`, to be used again.
+without the package beside them, so that the installed package is tested. The benchmarks are no part of the
+wheel, and their tests are left out. Everything that is made lies in `.matrix`, to be used again.
 
     python tests/matrix/run.py --list
     python tests/matrix/run.py trixie -- tests/store -x
@@ -32,7 +32,7 @@ print(f"Python {platform.python_version()}", *versions, sep=", ")
 
 
 def copy_sources() -> None:
-    """Copy what git would commit: a build in the checkout packs files that earlier builds left there."""
+    """Copy the files that git would commit: a build in the checkout would pack files of earlier builds."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
     shutil.rmtree(SOURCE, ignore_errors=True)

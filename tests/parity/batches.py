@@ -1,4 +1,4 @@
-"""Every kind of batch that a dataset may make, by name; each is built anew at each call."""
+"""Every kind of batch that a dataset may make, by name; each call builds it anew."""
 
 from __future__ import annotations
 

@@ -26,9 +26,7 @@ def _sent() -> dict[str, Callable[[], Any]]:
     made: dict[str, Callable[[], Any]] = {}
     meta = torch.empty(5, device="meta")
     if meta.untyped_storage()._new_shared(5, device=meta.device).device == meta.device:
-        made["meta"] = three(
-            lambda k: meta.clone()
-        )  # which workers of torch 2.6 cannot collate, and these can
+        made["meta"] = three(lambda k: meta.clone())  # workers of torch 2.6 cannot collate this; these can
     for name in FLOATS[:-3] + INTS + ["complex64", "complex128"]:
         made[f"tensors {name}"] = three(
             lambda k, name=name: [patterned(name, *shape) for shape in ((), (0,), (50, 70))]

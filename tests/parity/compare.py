@@ -1,6 +1,6 @@
 """Deep, bitwise comparison of two batches, types included.
 
-Two batches are the same when no program could tell them apart by looking: same containers, same
+Two batches are the same if no program could tell them apart: same containers, same
 leaves, same bits (so NaN equals the same NaN, and 0.0 differs from -0.0), same requires_grad, same
 memory order, and the same objects repeated in the same places.
 """

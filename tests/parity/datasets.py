@@ -1,7 +1,7 @@
 """Importable datasets, samplers and collate functions, so that every start method can send them.
 
-What each sample holds is a function of its key alone, unless its class says otherwise, so a test can
-compute the expected batch without a loader.
+Each sample depends on its key alone, unless its class says otherwise, so a test can compute the expected
+batch without a loader.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Rows(Dataset):
 
 
 class Keys(Dataset):
-    """Any key is valid; the sample tells which key came, and of which type."""
+    """Any key is valid; the sample is the key that came, and its type."""
 
     def __len__(self) -> int:
         return 12
@@ -117,7 +117,7 @@ class Draws(Dataset):
 
 
 class WorkerFacts(Dataset):
-    """Tells what torch's get_worker_info and the process's generators say."""
+    """Samples are facts from torch's get_worker_info and the process's generators."""
 
     def __init__(self, length: int = 4) -> None:
         self.length, self.note = length, "unset"
@@ -130,7 +130,7 @@ class WorkerFacts(Dataset):
 
 
 class DrawsAndFacts(Draws):
-    """Draws, and tells about its worker."""
+    """Samples are draws, and facts about the worker."""
 
     note = "unset"
 
@@ -301,7 +301,7 @@ class EndlessSampler(Sampler):
 
 
 class FailingSampler(EagerSampler):
-    """Raises behind its last index."""
+    """Raises after its last index."""
 
     def __iter__(self) -> Iterator[int]:
         yield from range(self.length)
@@ -309,7 +309,7 @@ class FailingSampler(EagerSampler):
 
 
 class Repeat:
-    """Iterates a sampler for ever: what loaders that keep their workers put in its place."""
+    """Iterates a sampler for ever, as loaders do that keep their workers."""
 
     def __init__(self, sampler: Iterable[Any]) -> None:
         self.sampler = sampler

@@ -1,4 +1,4 @@
-"""Ways to hold a batch by something derived from it, each with a way to read that again."""
+"""Ways to hold a batch through an object derived from it, each with a way to read the object again."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Datasets and collate functions that keep, in the worker, what they made for earlier batches.
+"""Datasets and collate functions that keep earlier batches in the worker.
 
-Each returns, with its batch, whether everything it kept still has the contents it was made with.
+Each returns, with its batch, whether everything that it kept is unchanged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ WIDTH = 3000
 
 
 class _Memory:
-    """Kept things beside copies of them."""
+    """Objects that are kept, and a copy of each."""
 
     def __init__(self) -> None:
         self.kept: list[tuple[Any, torch.Tensor]] = []
@@ -61,7 +61,7 @@ class ReturnsCached(_Memory):
 
 
 class ReturnsPrevious(_Memory):
-    """Returns the batch collated one task ago beside the new one, as mixing augmentations do."""
+    """Returns the batch of the last task together with the new one, as mixing augmentations do."""
 
     def __call__(self, samples: list[torch.Tensor]) -> Any:
         intact, batch = self.intact(), default_collate(samples)
@@ -127,7 +127,7 @@ class CollatingDataset(Dataset):
 
 
 class WritesAfterwards(Dataset):
-    """Overwrites what it returned for the last index while it makes the next: one buffer for all."""
+    """Overwrites the sample of the last index while it makes the next: one buffer for all."""
 
     def __init__(self, length: int) -> None:
         self.length = length

@@ -1,4 +1,4 @@
-"""Runs the same play over torch's loader and over ours, and compares all that came of it."""
+"""Runs the same play with torch's loader and with ours, and compares all results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Outcome:
 
 
 def builder(loader: type, context: str = "fork") -> Build:
-    """The loader's class with a start method filled in wherever there are workers."""
+    """The loader's class, with a start method added if there are workers."""
 
     def build(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("num_workers", 0) > 0:
@@ -46,13 +46,13 @@ def builder(loader: type, context: str = "fork") -> Build:
 
 
 def in_process(*args: Any, **kwargs: Any) -> Any:
-    """torch's loader without workers: for plays whose side effects in its own transport would stay."""
+    """torch's loader without workers, for plays that its transport would change for good."""
     return TorchLoader(*args, **kwargs | {"num_workers": 0})
 
 
 @contextlib.contextmanager
 def descriptors_for_torch() -> Iterator[None]:
-    """Allow what torch's loader needs: a descriptor for each tensor. With too few it hangs."""
+    """Raise the limit for torch's loader, which needs a descriptor for each tensor. With too few it hangs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= _TORCHS_DESCRIPTORS:
         yield
@@ -98,8 +98,8 @@ def outcome(play: Callable[[Build], Any], build: Build) -> Outcome:
 def assert_parity(play: Callable[[Build], Any], context: str = "fork", reference: Build | None = None) -> Any:
     """Play on both loaders; the outcomes are the same. Returns what our loader's play returned.
 
-    torch's loader always forks: what it yields does not depend on its start method. It comes second, since
-    what it yields may hold more descriptors than ours may open.
+    torch's loader always forks: its batches do not depend on its start method. It plays second, since its
+    batches may hold more descriptors than ours may open.
     """
     actual = outcome(play, builder(DataLoader, context))
     with descriptors_for_torch():
@@ -110,7 +110,7 @@ def assert_parity(play: Callable[[Build], Any], context: str = "fork", reference
 
 
 def assert_plays(play: Callable[[Build], Any], context: str = "fork", reference: Build | None = None) -> Any:
-    """Assert parity for a play that must come to its end in both loaders."""
+    """Assert parity for a play that must end without an error in both loaders."""
     result = assert_parity(play, context, reference)
     assert result is not None, "the play ended in an error, or saw nothing"
     return result

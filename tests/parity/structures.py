@@ -27,7 +27,7 @@ Spec = tuple[str, Any] | tuple[str, str, tuple[int, ...]]
 
 
 def make(spec: Any, number: int) -> Any:
-    """The thing that a specification describes; its values depend on `number`."""
+    """The object that a specification describes; its values depend on `number`."""
     kind = spec[0]
     if kind == "tensor":
         return _tensor(spec[1], spec[2], number)
@@ -79,7 +79,7 @@ def shapes(largest: int) -> st.SearchStrategy[tuple[int, ...]]:
 
 
 def specs(odd: bool) -> st.SearchStrategy[Any]:
-    """Sample structures that default_collate can join or, `odd`, any batch at all."""
+    """Sample structures that default_collate can join; with `odd`, any batch."""
     leaves = st.one_of(
         st.tuples(st.just("tensor"), st.sampled_from(TENSORS), shapes(17)),
         st.tuples(st.just("array"), st.sampled_from(ODD_ARRAYS if odd else ARRAYS), shapes(17)),
@@ -107,7 +107,7 @@ def specs(odd: bool) -> st.SearchStrategy[Any]:
 
 
 class Structured(Dataset):
-    """Samples of one structure; or, where `specs` is a list, sample k has the k-th structure."""
+    """Samples of one structure; or, if `specs` is a list, sample k has the k-th structure."""
 
     def __init__(self, specs: Any, length: int) -> None:
         self.specs, self.length = specs, length

@@ -125,7 +125,7 @@ for feature in {features!r}:
     run(tmp_path, f"import {module}\ndel {module}.{name}", check)
 
 
-# Behaviour without a feature. torch's own loader reads some of the names itself: they are put back for it.
+# Behaviour without a feature. torch's own loader reads some of the names itself, so they are restored for it.
 
 
 @pytest.mark.parametrize("workers", [0, 1])

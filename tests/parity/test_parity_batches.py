@@ -45,7 +45,7 @@ def _collect(build: Build, dataset: Any, names: list[str], **given: Any) -> dict
 
 
 def _assert_each(build: Build, dataset: Any, expected: dict[str, Any], **given: Any) -> None:
-    """Batches in several orders through slots that are used again: each is compared and dropped."""
+    """Send batches in several orders through slots that are used again; each is compared and dropped."""
     names = list(expected)
     several = names + names[::-1] + random.Random(3).sample(names, len(names))
     iterator = iter(build(dataset, batch_size=None, sampler=several, **given))
@@ -80,7 +80,7 @@ def _all_cases(build: Build, workers: int) -> dict[str, Any]:
 
 
 def test_every_kind_of_batch_arrives_as_torch_sends_it(start_method: str) -> None:
-    """Types, dtypes, shapes, strides, bits, requires_grad, and which objects are the same."""
+    """Types, dtypes, shapes, strides, bits, requires_grad and the identity of objects are compared."""
     with descriptors_for_torch(), warnings.catch_warnings():  # which holds some all the time
         warnings.simplefilter("ignore")
         expected = _all_cases(builder(TorchLoader), 1)
@@ -93,14 +93,14 @@ def test_every_kind_of_batch_may_be_held() -> None:
 
 
 def test_every_kind_of_batch_is_left_alone_without_workers() -> None:
-    """num_workers=0 hands over what the collate function returned."""
+    """With num_workers=0 the batch is the collate function's own result."""
     assert_plays(_quiet(lambda build: _all_cases(build, 0)))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("collate", [default_collate, default_convert])
 def test_default_collation_makes_torchs_batch_or_raises_its_error(collate: Any, workers: int) -> None:
-    """Over every kind of sample, those that cannot be collated included."""
+    """Every kind of sample is tried, also those that cannot be collated."""
     assert_plays(
         _quiet(
             lambda build: _collect(build, Samples(), list(SAMPLES), collate_fn=collate, num_workers=workers)
@@ -110,7 +110,7 @@ def test_default_collation_makes_torchs_batch_or_raises_its_error(collate: Any, 
 
 @pytest.mark.parametrize("collate", [default_collate, pytest.param(default_convert, marks=pytest.mark.long)])
 def test_default_collation_into_slots_that_are_used_again_makes_torchs_batch(collate: Any) -> None:
-    """Every kind of sample behind every other, each batch dropped before the next."""
+    """Every kind of sample comes after every other, and each batch is dropped before the next."""
     how = {"collate_fn": collate, "num_workers": 1}
     with descriptors_for_torch(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -120,7 +120,7 @@ def test_default_collation_into_slots_that_are_used_again_makes_torchs_batch(col
 
 @pytest.mark.parametrize("init", [register_special, register_backwards])
 def test_what_a_user_registers_with_default_collate_is_used(init: Any) -> None:
-    """Entries of torch's default_collate_fn_map, new ones and replaced ones."""
+    """Entries of torch's default_collate_fn_map are used, new ones and replaced ones."""
     names = ["views of one", "arrays f4", "dict", "special"]
 
     def play(build: Build) -> list[Any]:
@@ -153,7 +153,7 @@ SIZES = [2**10, 2**16, 100 * 2**20, 2**10, 8, 9 * 2**20, 2**12, 40 * 2**20, 2**1
 
 @pytest.mark.parametrize("together", [False, True], ids=["dropped", "held"])
 def test_batches_may_change_their_size_from_bytes_to_100_mb(together: bool) -> None:
-    """Each batch is right when it comes and, where it is held, after the last has come."""
+    """Each batch is right when it comes, and if it is held, also after the last has come."""
     dataset, held = Sized(SIZES), []
     loader = DataLoader(dataset, num_workers=2, multiprocessing_context="fork")
     for index, batch in enumerate(loader):
@@ -181,7 +181,7 @@ class Keys5:
 
 
 class Lazy(Cases):
-    """Tensors with a conjugation or a sign that is yet to be applied; torch's workers lose it."""
+    """Tensors with a pending conjugation or sign, which torch's workers lose."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         whole = torch.complex(torch.arange(4000.0), -torch.arange(4000.0))
@@ -190,7 +190,7 @@ class Lazy(Cases):
 
 @pytest.mark.parametrize("collate", [identity, default_convert, _one])
 def test_lazy_conjugates_and_signs_arrive_with_their_values(collate: Any) -> None:
-    """The numbers are right, resolved or not, as without workers."""
+    """The values are right, resolved or not, as without workers."""
     names = ["conjugate", "negative"] * 8
     given = {"batch_size": None, "sampler": names, "collate_fn": collate, "num_workers": 1}
     for name, batch in zip(names, DataLoader(Lazy(), multiprocessing_context="fork", **given), strict=True):
@@ -211,7 +211,7 @@ class Unsendable(Cases):
 
 
 def test_a_batch_that_cannot_be_sent_is_an_error_and_the_next_batch_comes() -> None:
-    """torch prints in the worker and waits for ever."""
+    """torch prints an error in the worker and waits for ever."""
     names = ["lambda", "fine", "lock", "graph", "generator", "fine too"]
     got = _collect(
         lambda *a, **k: DataLoader(*a, multiprocessing_context="fork", timeout=30, **k),
@@ -256,7 +256,7 @@ class Exits(Rows):
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
 def test_a_worker_whose_sample_exits_goes_on_and_the_exception_arrives(error: Any) -> None:
-    """Unlike torch, whose worker is gone without a word of why: type and arguments are kept."""
+    """torch's worker ends without a reason; here type and arguments of the exception are kept."""
     loader = DataLoader(Exits(error), num_workers=1, multiprocessing_context="fork")
     iterator = iter(loader)
     for _ in range(2):

@@ -66,7 +66,7 @@ def test_leaves_are_aligned_views_of_shared_memory(collated: bool) -> None:
 
 
 def test_a_batch_shares_its_memory_with_the_batch_before_it_at_most_once_released() -> None:
-    """Slots are used again: many batches, few addresses; held ones do not overlap."""
+    """Slots are used again: many batches have few addresses; held ones do not overlap."""
     loader = _forked(Rows(400, WIDTH), 2, num_workers=2)
     addresses = [batch.data_ptr() for batch in loader]
     assert len(set(addresses)) <= 2 * 2 + 3
@@ -121,7 +121,7 @@ def test_one_leaf_of_many_keeps_its_batch() -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_list_of_all_batches_is_torchs(workers: int) -> None:
-    """Three hundred batches held at once, far more than there are slots, which a warning of ours says."""
+    """Three hundred batches are held at once, far more than there are slots; our loader warns."""
 
     def play(build: Build) -> list[Any]:
         with warnings.catch_warnings():
@@ -169,7 +169,7 @@ def test_held_batches_survive_the_iterator_and_the_loader() -> None:
 
 
 def test_batches_may_be_dropped_in_any_order_and_in_other_threads() -> None:
-    """A few are held, at random distances, each dropped by a thread of its own."""
+    """A few are held, at random distances, and each is dropped by a thread of its own."""
     import random
     import threading
 
@@ -224,7 +224,7 @@ def test_a_batch_may_be_resized_and_reshaped_like_any_tensor() -> None:
 
 
 def test_arrays_in_a_batch_are_writeable_and_keep_to_themselves() -> None:
-    """An ndarray leaf may be written, sorted and sent on like one that the caller made."""
+    """An ndarray leaf may be written, sorted and sent like one that the caller made."""
     for index, batch in enumerate(_forked(Leaves(40, only="array"), None, num_workers=2)):
         array = batch["leaf"]
         as_array = array if isinstance(array, np.ndarray) else array.numpy()

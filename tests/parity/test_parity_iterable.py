@@ -22,7 +22,7 @@ SHAPES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_uneven_and_empty_workers_yield_torchs_batches(persistent: bool) -> None:
-    """Every worker to its own end, in torch's order; dropped ends are each worker's own."""
+    """Every worker comes to its own end, in torch's order, and drops its own last batch."""
 
     def play(build: Build) -> Any:
         seen = []
@@ -62,7 +62,7 @@ def test_a_broken_off_stream_starts_again_in_persistent_workers() -> None:
 
 
 def test_exhausted_streams_stay_exhausted() -> None:
-    """next() behind the end is StopIteration, with workers that persist and that do not."""
+    """next() after the end is StopIteration, with workers that persist and with others."""
 
     def play(build: Build, **given: Any) -> Any:
         iterator = iter(build(Stream((3, 1)), 2, num_workers=2, **given))
@@ -105,7 +105,7 @@ def test_a_stream_with_in_order_off_yields_every_batch_once() -> None:
 def test_streams_do_not_depend_on_the_start_method(start_method: str) -> None:
     """Uneven, persistent, drawing, with a break long before the first worker's end.
 
-    Later, how much torch's other worker was asked for depends on which of the two was faster.
+    Later, the number of tasks sent to torch's other worker depends on which of the two was faster.
     """
 
     def play(build: Build) -> Any:

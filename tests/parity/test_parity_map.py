@@ -1,4 +1,4 @@
-"""Map-style datasets: keys, samplers, batch samplers, order, and what workers are told."""
+"""Map-style datasets: keys, samplers, batch samplers, order, and the workers' facts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ GIVEN: dict[str, dict[str, Any]] = {
 
 
 def _arguments(given: dict[str, Any], workers: int) -> tuple[Any, dict[str, Any]]:
-    """The dataset and arguments of one row of GIVEN; samplers that can be read once are made anew."""
+    """The dataset and arguments of one row of GIVEN; samplers that can be read only once are made anew."""
     given = dict(given)
     prefetch = given.pop("_prefetch", None)
     tensors = TensorDataset(torch.arange(20).view(10, 2), torch.arange(10))
@@ -111,7 +111,7 @@ KEYS = [
 
 @WORKERS
 def test_keys_of_any_type_reach_the_dataset_unchanged(workers: int) -> None:
-    """Strings, tuples, NumPy scalars, tensors, big ones: by sampler and by batch sampler."""
+    """Strings, tuples, NumPy scalars, tensors and big numbers come by sampler and by batch sampler."""
     how = {"num_workers": workers}
     tensors = torch.arange(6).view(3, 2)
     # torch moves the caller's own key tensors to shared memory, for good: so without its workers
@@ -149,7 +149,7 @@ def test_an_endless_sampler_is_read_as_far_as_needed(workers: int, batched: bool
 
 
 def test_a_sampler_is_read_exactly_as_far_ahead_as_by_torch() -> None:
-    """prefetch_factor * num_workers batches at first, then one for each batch that is taken."""
+    """It is read for prefetch_factor * num_workers batches at first, then for one per batch taken."""
     for workers, prefetch in ((0, None), (1, 1), (2, 3)):
 
         def play(build: Build, workers: int = workers, prefetch: Any = prefetch) -> list[int]:
@@ -188,7 +188,7 @@ def test_an_error_in_a_sampler_is_raised_where_torch_raises_it(how: dict[str, An
 
 
 def test_exhausted_iterators_stay_exhausted() -> None:
-    """next() behind the end is StopIteration each time, and the length is still known."""
+    """next() after the end is StopIteration each time, and the length is still known."""
 
     def play(build: Build, workers: int, **given: Any) -> Any:
         loader = build(Rows(5), 2, num_workers=workers, **given)
@@ -238,9 +238,9 @@ def test_out_of_order_delivery_yields_every_batch_once_and_does_not_wait() -> No
 
 
 def test_out_of_order_a_worker_with_a_slow_batch_gets_as_many_tasks_as_from_torch() -> None:
-    """As many samples come before the slow one, but for one: that depends on whose first one came first.
+    """As many samples as with torch come before the slow one, except one, which depends on timing.
 
-    Without the limit half of them would come behind it.
+    Without the limit half of them would come after it.
     """
 
     def samples_before(loader: Any) -> int:

@@ -20,7 +20,7 @@ Test = Callable[..., None]
 
 
 def drawn(examples: int) -> Callable[[Test], Test]:
-    """Settings for examples that start processes; the same examples in every run of CI."""
+    """Settings for examples that start processes; the examples are the same in every run of CI."""
     return settings(
         max_examples=examples,
         deadline=None,
@@ -63,7 +63,7 @@ def test_any_samples_and_any_arguments_give_torchs_batches(
 
 
 def _without_tracebacks(play: Callable[[Build], Any]) -> Callable[[Build], Any]:
-    """An error from a worker is compared by its type: its text holds the worker's traceback."""
+    """Compare an error from a worker by its type, since its text holds the worker's traceback."""
 
     def caught(build: Build) -> Any:
         try:
@@ -189,7 +189,7 @@ def test_any_pattern_of_holding_and_dropping_leaves_every_held_batch_unchanged(
 @drawn(5)
 @given(cuts=st.lists(st.integers(0, 6), min_size=1, max_size=4), workers=st.integers(1, 2))
 def test_any_epochs_broken_off_in_persistent_workers_go_on_as_in_torch(cuts: list[int], workers: int) -> None:
-    """Workers had drawn for the batches that were prefetched when an epoch was left; that stays drawn."""
+    """Workers have drawn for batches that were prefetched when an epoch was left; those draws stay."""
 
     def play(build: Build) -> Any:
         loader = build(Draws(12), 2, True, num_workers=workers, persistent_workers=True)

@@ -47,7 +47,7 @@ def broken_off(build: Build, size: int | None = 2, **given: Any) -> Any:
 
 
 def interleaved(build: Build, **given: Any) -> Any:
-    """Three iterators over one loader, read in turns; where workers persist they are one iterator."""
+    """Three iterators over one loader, read in turns; with persistent workers they are one iterator."""
     loader = build(Draws(), 2, **given)
     iterators = [iter(loader) for _ in range(3)]
     same = [iterators[0] is other for other in iterators]
@@ -114,7 +114,7 @@ def test_a_generator_of_the_callers_is_drawn_from_as_by_torch(play: Play, how: s
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("sampler", [EagerSampler, LazySampler])
 def test_samplers_that_draw_globally_leave_the_state_that_torch_leaves(sampler: type, how: str) -> None:
-    """The state shows how often iter() is called on a sampler, and how far it is read."""
+    """The state shows how often iter() was called on a sampler, and how far it was read."""
     assert_plays(lambda build: broken_off(build, sampler=sampler(30), **HOW[how]))
     # without a batch sampler between, which calls iter() only when its first batch is wanted
     assert_plays(lambda build: broken_off(build, size=None, sampler=sampler(12), **HOW[how]))
@@ -122,7 +122,7 @@ def test_samplers_that_draw_globally_leave_the_state_that_torch_leaves(sampler: 
 
 
 def _everything(build: Build) -> Any:
-    """Plays enough for one start method: epochs, breaks, persistence, an init function."""
+    """All plays that are needed for one start method: epochs, breaks, persistence, an init function."""
     seen = [epochs(build, shuffle=True, num_workers=2, persistent_workers=True)]
     persistent = build(Draws(40), 2, num_workers=2, persistent_workers=True, worker_init_fn=note_worker)
     seen.append(take(iter(persistent), 3))
@@ -132,7 +132,7 @@ def _everything(build: Build) -> Any:
 
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"], indirect=True)
 def test_draws_do_not_depend_on_the_start_method(start_method: str) -> None:
-    """Epochs, one broken off, in persistent workers, which know what torch's forked workers know."""
+    """Epochs, one of them left early, in persistent workers with the facts of torch's forked workers."""
 
     def play(build: Build) -> Any:
         given = {"num_workers": 2, "persistent_workers": True, "worker_init_fn": note_worker}

@@ -29,7 +29,7 @@ def _public(loader: Any) -> set[str]:
 
 
 def test_every_parameter_of_torch_has_its_name_order_kind_and_default() -> None:
-    """The signature begins with torch's; what follows is keyword-only and optional."""
+    """The signature begins with torch's parameters; all others are keyword-only and optional."""
     theirs, ours = _parameters(TorchLoader), _parameters(DataLoader)
     facts = [
         [(p.name, p.kind, p.default) for p in parameters[: len(theirs)]] for parameters in (theirs, ours)
@@ -170,7 +170,7 @@ def test_attributes_that_are_fixed_refuse_assignment_in_torchs_words(name: str) 
 def test_arguments_that_torch_refuses_at_iteration_are_refused_there() -> None:
     """Constructing passes; iter() raises torch's AssertionErrors."""
     loader = DataLoader(Rows(4), num_workers=1, prefetch_factor=0)
-    # not compared by running torch's: its half-made iterator prints an error of its own when it dies
+    # torch's is not run: its half-made iterator prints an error when it dies
     with pytest.raises(AssertionError, match=r"^prefetch_factor must be greater than 0 for Multi"):
         iter(loader)
     ours, theirs = (
@@ -199,7 +199,7 @@ def test_more_workers_than_cores_warn_at_construction_and_at_iteration() -> None
 
 
 def pinned_batches(build: Build, workers: int, **pinning: Any) -> list[Any]:
-    """The batches of a loader that pins, which warns of nothing before iter()."""
+    """The batches of a loader that pins, which does not warn before iter()."""
     with warnings.catch_warnings(record=True) as at_construction:
         warnings.simplefilter("always")
         loader = build(Rows(4), num_workers=workers, pin_memory=True, **pinning)

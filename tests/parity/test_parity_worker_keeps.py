@@ -1,4 +1,4 @@
-"""User code in a worker may keep what it made: it does not change there, and is sent as it is."""
+"""User code in a worker may keep batches that it made: they do not change, and arrive as they were."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_what_a_collate_function_keeps_survives_between_epochs() -> None:
 
 
 def test_a_dataset_may_collate_and_cache_by_itself() -> None:
-    """There is no automatic batching, and every index is asked for several times."""
+    """There is no automatic batching, and every index is fetched several times."""
 
     def play(build: Build) -> list[Any]:
         indices = [k * k % 11 for k in range(60)]  # no more than are kept in slots
@@ -56,7 +56,7 @@ def test_a_sent_batch_is_out_of_its_datasets_reach() -> None:
 
 
 def test_the_callers_writes_stay_out_of_the_workers_reach() -> None:
-    """Writing into a received batch does not change what the worker keeps of it."""
+    """Writing into a received batch does not change the parts that the worker keeps."""
     given = {"batch_size": None, "collate_fn": identity, "multiprocessing_context": "fork"}
     loader = DataLoader(CollatingDataset(5), sampler=[k % 5 for k in range(80)], num_workers=1, **given)
     for index, batch in enumerate(loader):

@@ -1,4 +1,4 @@
-"""torch's own tests of its loader, with torch's loader and with this one: which fail only with this one?
+"""torch's own tests of its loader, to find those that fail only with this loader.
 
     python tests/parity/torch_suite.py PATH/test_dataloader.py [arguments of pytest]
 
@@ -19,7 +19,7 @@ WAY = "SHMLOADER_TORCH_SUITE"
 
 
 def use(way: str) -> None:
-    """Have this process load in one of the ways."""
+    """Make this process load in one of the ways."""
     import torch.utils.data
 
     import shmloader
@@ -42,7 +42,7 @@ def wait_longer(items: list[Any]) -> None:
 
 
 def run(way: str, suite: Path, arguments: list[str]) -> dict[str, str]:
-    """Run the file in a new process; returns what became of each test."""
+    """Run the file in a new process; returns the outcome of each test."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.xml"
         command = [sys.executable, __file__, str(suite), *arguments, f"--junitxml={results}"]
@@ -52,7 +52,7 @@ def run(way: str, suite: Path, arguments: list[str]) -> dict[str, str]:
 
 
 def outcome(case: ET.Element) -> str:
-    """Return what became of a test; a test may fail, and then fail to clean up."""
+    """The outcome of a test; a test may fail, and then fail to clean up."""
     kinds = {element.tag for element in case}
     return next((kind for kind in ("failure", "error", "skipped") if kind in kinds), "passed")
 

@@ -1,4 +1,4 @@
-"""docs/api.md lists all that is public, and nothing that is not there; links between pages lead somewhere.
+"""docs/api.md lists all public names, and no others; links between pages lead to existing places.
 
 Fields, arguments, bases and variables are read from the code, and from the page's tables.
 """
@@ -22,14 +22,14 @@ PAGES = sorted([*REPOSITORY.glob("*.md"), *DOCS.rglob("*.md")])
 
 
 def section(heading: str) -> str:
-    """The text between a heading and the next one, of whatever level."""
+    """The text between a heading and the next one, of any level."""
     found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", PAGE, re.MULTILINE | re.DOTALL)
     assert found, f"docs/api.md has no heading {heading!r}"
     return found[1]
 
 
 def rows(text: str) -> list[list[list[str]]]:
-    """The rows of tables but for their heads: for each cell the names in backticks."""
+    """The rows of tables without their heads: for each cell the names in backticks."""
     lines = re.findall(r"^\|(.*)\|$", text, re.MULTILINE)
     cells = [[re.findall(r"`([^`]+)`", cell) for cell in line.split("|")] for line in lines]
     return [row for row in cells if row[0]]

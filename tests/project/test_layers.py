@@ -1,6 +1,6 @@
 """Imports inside shmloader go strictly downwards, by the table in docs/architecture.md.
 
-The table is read from the document, so that the document and the check cannot say different things.
+The table is read from the document, so that document and check cannot differ.
 The second half of this file plants each kind of violation and sees it found.
 """
 
@@ -126,7 +126,7 @@ def is_private(name: str) -> bool:
 
 
 def is_foreign_private(full: str, user: Module, modules: dict[str, Module]) -> bool:
-    """Tell whether a dotted name contains a private part that `user` may not touch."""
+    """Whether a dotted name contains a private part that `user` may not touch."""
     parts = full.split(".")
     privates = [n for n, part in enumerate(parts) if is_private(part)]
     if parts[0] == "torch":

@@ -1,4 +1,4 @@
-"""The leak guard of conftest.py fails the tests that it should, and no others.
+"""The leak guard of conftest.py fails tests that leak, and no others.
 
 Each case runs a small test file under a copy of the real conftest.py, in its own pytest process.
 """

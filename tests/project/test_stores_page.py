@@ -1,4 +1,4 @@
-"""The store that docs/stores.md writes is run as it stands there: through the checks, and in a loader."""
+"""The store class in docs/stores.md is run as printed: through the checks, and in a loader."""
 
 import multiprocessing
 import re

@@ -30,7 +30,7 @@ SETTINGS = {
     "the main process is killed": Setting(batches=2, epochs=2, kills=1, restarts=1, main_dies=True, keeps=1),
 }
 
-KINDS = {  # of steps; without one of them, the exploration would prove less than it says
+KINDS = {  # of steps; without one of them, the exploration would prove less than it claims
     "worker writes batch of epoch to slot",
     "worker publishes batch of epoch",
     "worker sends part of batch of epoch",
@@ -96,7 +96,7 @@ class TakesStaleBatches(Dispatcher):
 
 
 class KeepsPipe(Workers):
-    """A worker is replaced, and what the old one said last is still heard."""
+    """A worker is replaced, and the last records of the old one are still read."""
 
     same_pipe = True
 

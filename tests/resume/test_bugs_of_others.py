@@ -1,8 +1,8 @@
 """Bugs that users of StatefulDataLoader and of the frameworks around it ran into.
 
-The numbers are those of issues at GitHub, ``data`` for meta-pytorch/data. That states cost 10 ms and more
-(data#1317) is measured by ``benchmarks/resume.py``. Epochs of a stream that stay short after a resumed one
-(datasets#7447) are in ``test_streams.py``.
+The numbers are those of issues at GitHub, ``data`` for meta-pytorch/data. Two are elsewhere: states that cost
+10 ms and more (data#1317) are measured by ``benchmarks/resume.py``, and epochs of a stream that stay short
+after a resumed one (datasets#7447) are in ``test_streams.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shmloader import DataLoader, ResumeError
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_state_is_for_what_the_program_has_taken(workers: int) -> None:
-    """Not for what was prefetched, nor one batch ahead (data#1520); with another num_workers (data#1337)."""
+    """It counts no prefetched batch and none ahead (data#1520), also with another num_workers (data#1337)."""
     with build(workers) as loader:
         expected = values(loader)
     with build(workers) as loader:
@@ -92,7 +92,7 @@ def test_persistent_workers_go_on_in_any_epoch(epoch: int, taken: int | None, pr
         state = loader.state_dict()
         expected = values(iterator) + values(loader) + values(loader)
     with make() as other:
-        list(other)  # a live iterator gives way to the one that goes on
+        list(other)  # a live iterator ends when another one resumes
         other.load_state_dict(state)
         rest = [] if taken is None else values(other)
         assert rest + values(other) + values(other) == expected
@@ -111,7 +111,7 @@ def test_the_state_of_another_rank_is_refused() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_state_while_iter_runs_is_that_before_it(workers: int) -> None:
-    """The sampler may ask for it, or another thread: the base seed is drawn, and no epoch has begun."""
+    """The sampler or another thread may ask for it: the base seed is drawn, but no epoch has begun."""
     states = []
 
     class Asking(BatchSampler):
@@ -132,7 +132,7 @@ def test_the_state_while_iter_runs_is_that_before_it(workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_finished_states_lead_from_program_to_program(workers: int) -> None:
-    """No epoch is dropped and none comes twice; the loaded state is not another one (data#1437)."""
+    """No epoch is dropped and none comes twice; a loaded state is returned unchanged (data#1437)."""
     with build(workers, length=100, batch_size=1) as loader:
         expected = [values(loader) for _ in range(4)]
     found, state = [], {}

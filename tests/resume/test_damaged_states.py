@@ -17,7 +17,7 @@ from stream_datasets import Stateful as StatefulStream
 
 from shmloader import DataLoader, ResumeError, ShardedSampler
 
-pytestmark = pytest.mark.filterwarnings("ignore:to go on, .* samples")
+pytestmark = pytest.mark.filterwarnings("ignore:to resume, .* samples")
 
 State = dict[str, Any]
 
@@ -43,7 +43,7 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "shards": lambda: streams(ByShard(40), shard="auto"),
 }
 INNER = {"stream", "sampler_settings", "sampler_state"}
-"""Keys whose text is JSON itself. What a sampler's own state holds is checked by the sampler."""
+"""Keys whose text is JSON itself. A sampler checks the contents of its own state."""
 
 
 @functools.cache
@@ -72,7 +72,7 @@ VALUES = st.recursive(
 
 
 def changed(data: st.DataObject, value: Any) -> Any:
-    """A value of JSON, of which one part is another one, is missing, or is there twice."""
+    """A value of JSON, with one part changed, missing or repeated."""
     if data.draw(st.booleans(), "whole"):
         return data.draw(VALUES, "value")
     if isinstance(value, str) and value:
@@ -98,7 +98,7 @@ def changed(data: st.DataObject, value: Any) -> Any:
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_a_damaged_state_is_refused_by_name_or_gone_on_from(kind: str, data: st.DataObject) -> None:
-    """Nothing but a `ResumeError` comes of it, which names the key or what it says of the loader."""
+    """The only error is a `ResumeError`, which names the key or the fact about the loader."""
     state = json.loads(data.draw(st.sampled_from(states_of(kind)), "state"))
     key = data.draw(st.sampled_from(sorted(state)), "key")
     before = state[key]
@@ -141,8 +141,8 @@ def test_a_samplers_state_from_behind_the_loaders_place_is_refused() -> None:
 
 
 WHOLE = (
-    "its numbers have to be whole and at least 0, and what a part had drawn when its own state was saved "
-    "cannot be more than what it has drawn in all"
+    "its numbers have to be whole and at least 0, and the draws of a part up to its own state cannot be "
+    "more than all its draws"
 )
 NOT_LISTED = (
     "it lists batch 2 as returned out of order, but batch 3 is the first that was not returned, so only "
@@ -189,7 +189,7 @@ def refused(kind: str, state: State, reason: str) -> None:
 
 @pytest.mark.parametrize("written", ["loader's generator", "own state"])
 def test_a_loader_that_lacks_what_the_state_has_is_refused(written: str) -> None:
-    """A generator, or a sampler with a state of its own; and the other way round."""
+    """The loader lacks a generator, or a sampler with a state of its own; or the state lacks it."""
 
     class Stateful(OwnGenerator):  # of the same name
         def __init__(self) -> None:
@@ -213,5 +213,5 @@ def test_a_loader_that_lacks_what_the_state_has_is_refused(written: str) -> None
 def test_a_state_before_the_first_epoch_that_tells_of_one_is_refused_by_name() -> None:
     """A `ShardedSampler` has a state in an epoch, and none before it."""
     state = json.loads(states_of("sharded")[0]) | {"base_seed": 0}
-    with pytest.raises(ResumeError, match=r"sampler_state is None .* has a state where base_seed is 0 and"):
+    with pytest.raises(ResumeError, match=r"sampler_state is None .* has a state if base_seed is 0 and"):
         LOADERS["sharded"]().load_state_dict(state)

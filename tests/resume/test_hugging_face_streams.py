@@ -1,4 +1,4 @@
-"""Hugging Face's streaming datasets: sharded by their files, or dealt out where there are too few."""
+"""Hugging Face's streaming datasets: sharded by their files, or dealt out if there are too few files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def batches_of(
 def test_each_row_comes_exactly_once(
     files: int, ranks: int, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The dataset's own division among workers does not leave out rows again."""
+    """The dataset's own division among workers leaves out no further rows."""
     dataset = stream(files)
     by_rank = [batches_of(monkeypatch, dataset, rank, ranks, workers) for rank in range(ranks)]
     assert sorted(row for batches in by_rank for batch in batches for row in batch) == list(range(48))

@@ -22,7 +22,7 @@ DEADLINE_S = 120
 
 
 def program(heading: str) -> str:
-    """The program below a heading."""
+    """The program under a heading of the page."""
     text = PAGE.read_text(encoding="utf-8").split(f"## {heading}\n")[1]
     found = re.search(r"```python\n(.*?)```", text, re.DOTALL)
     assert found
@@ -53,7 +53,7 @@ def finish(path: Path) -> list[str]:
 
 
 def kill_after(path: Path, lines: int) -> list[str]:
-    """Start a program, kill it when it has printed so many lines, and return all that it has printed."""
+    """Start a program, kill it when it has printed some number of lines, and return all its output."""
     process = start(path)
     assert process.stdout is not None
     assert process.stderr is not None
@@ -75,8 +75,8 @@ def kill_after(path: Path, lines: int) -> list[str]:
 def test_a_killed_training_loop_goes_on_from_its_last_checkpoint(workers: list[int], tmp_path: Path) -> None:
     """Killed in the first epoch and in the second; each run has another number of workers.
 
-    The batches up to the last checkpoint and those that came after it are those of a run that nobody
-    killed, with the same losses, bit for bit.
+    The batches up to the last checkpoint and those after it are those of an undisturbed run, with the same
+    losses, bit for bit.
     """
     text = program("A training loop")
     (tmp_path / "whole").mkdir()
@@ -131,7 +131,7 @@ Batch = tuple[int, int, list[int]]
 
 
 def run_ranks(path: Path, ranks: int, batch_size: int, kill_after: int | None = None) -> list[Batch]:
-    """Run a program by torchrun, kill it when it has printed so many lines, and return what it printed."""
+    """Run a program by torchrun, kill it when it has printed some number of lines, and return its output."""
     logs, errors = path.parent / f"logs of {ranks}", path.parent / f"errors of {ranks}"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     with errors.open("w") as stderr:
@@ -176,7 +176,7 @@ def test_three_ranks_go_on_where_two_were_killed(tmp_path: Path) -> None:
         indices = list(shmloader.ShardedSampler(range(480), 2, rank, seed=7))[: 8 * batches]
         had += indices
         printed = [(step, one) for of_rank, step, one in first if of_rank == rank and step < batches]
-        assert len(printed) >= batches - 1  # the last line may be missing of the rank that saves nothing
+        assert len(printed) >= batches - 1  # the last line of the rank that saves nothing may be missing
         assert all(one == indices[8 * step : 8 * step + 8] for step, one in printed)
     rest = [index for _, _, indices in run_ranks(path, 3, 5) for index in indices]
     assert set(had + rest) == set(range(480))

@@ -1,4 +1,4 @@
-"""Ranks of torch.distributed: each item once, and epochs that are equally long or an error in time."""
+"""Ranks of torch.distributed: each item comes once; epochs are equally long, or an error comes in time."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def with_collectives(batches: list[Any], timeout_s: float) -> None:
 
 
 def test_a_rank_that_runs_out_early_is_an_error_in_time(tmp_path: Path) -> None:
-    """The other one waits for it in a collective operation, and is freed by its end."""
+    """The other rank waits for it in a collective operation, which the error ends."""
     began = time.monotonic()
     (short, error), (_, other_error) = play(with_collectives, tmp_path, 2.0)
     assert short == []

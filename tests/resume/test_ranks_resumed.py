@@ -1,4 +1,4 @@
-"""ShardedSampler in a loader: other ranks, batch sizes and workers go on with an epoch."""
+"""ShardedSampler in a loader: an epoch is resumed by other ranks, batch sizes and workers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def taken(loader: DataLoader[Any], batches: int) -> tuple[list[Any], State]:
 @given(st.data())
 @settings(max_examples=200 if LONG else 40, deadline=None)
 def test_each_sample_comes_exactly_once_over_three_runs(data: Any) -> None:
-    """Each with ranks, batches and workers of its own, and a state of any rank of the run before."""
+    """Each run has other ranks, batches and workers, and a state of any rank of the run before."""
     length = data.draw(st.integers(1, 90), "length")
     seen: list[int] = []
     state: State = {}
@@ -91,7 +91,7 @@ def test_its_state_is_small_and_does_not_grow() -> None:
 
 
 def test_torchs_sampler_refuses_the_state_of_another_rank() -> None:
-    """Each rank has an order of its own there; with a ShardedSampler the state of any rank will do."""
+    """Each rank has an order of its own there; with a ShardedSampler any rank's state works."""
 
     def distributed(rank: int) -> DataLoader[Any]:
         sampler = DistributedSampler(range(20), 2, rank)  # type: ignore[arg-type]
@@ -114,7 +114,7 @@ def test_another_seed_or_length_is_refused() -> None:
 
 @pytest.mark.parametrize("given", [{"ranks": 3}, {"rank": 1}, {"batch_size": 3}], ids=str)
 def test_out_of_order_a_state_holds_for_its_own_rank_and_batches_only(given: dict[str, Any]) -> None:
-    """A rank has had no prefix of the order then, also where its batches came in order by chance."""
+    """A rank has not had a prefix of the order then, even if its batches came in order by chance."""
     kind = {"length": 48, "ranks": 2, "rank": 0, "batch_size": 4}
     had, state = taken(loader_of(**kind, num_workers=2, in_order=False), 3)
     again = loader_of(**kind, num_workers=2)
@@ -130,7 +130,7 @@ def test_out_of_order_a_state_holds_for_its_own_rank_and_batches_only(given: dic
 
 
 def test_a_subclass_with_an_order_of_its_own_is_drawn_again() -> None:
-    """What it has given is no prefix of the order that ranks share."""
+    """Its indices so far are no prefix of the order that ranks share."""
 
     class Reversed(ShardedSampler):
         def __iter__(self) -> Any:

@@ -1,7 +1,7 @@
-"""A resumed program gets what the uninterrupted one gets: drawn loaders, places, and ways to keep a state.
+"""A resumed program gets the rest of the uninterrupted one: drawn loaders, places, and ways to keep a state.
 
-The uninterrupted program and the resumed one go on for one more epoch. Batches are compared value by value,
-with what samples drew, and so is the state of torch's global generator at the end.
+The uninterrupted program and the resumed one continue for one more epoch. Batches are compared value by
+value, with what samples drew, and so is the state of torch's global generator at the end.
 """
 
 from __future__ import annotations
@@ -102,14 +102,14 @@ works = st.builds(
 
 @dataclass
 class Rest:
-    """The batches behind a stop."""
+    """The batches after a stop."""
 
     epochs: list[list[torch.Tensor]]
     at_end: torch.Tensor
 
 
 def run_to(loader: DataLoader[Any], work: Work) -> tuple[dict[str, Any], torch.Tensor, Rest]:
-    """Run a program to the stop, read state and generator, and go on to the end of the next epoch."""
+    """Run a program to the stop, read state and generator, and continue to the end of the next epoch."""
     for _ in range(work.epochs_before):
         list(loader)
     iterator = iter(loader)
@@ -133,8 +133,8 @@ def assert_same(found: Rest, expected: Rest) -> None:
 def go_on(work: Work, first: Setting, second: Setting, keep: Any) -> None:
     """Compare the rest of a resumed program with that of the uninterrupted one.
 
-    Out of order, the epochs' batches are compared as sets. Draws are those of threads in threads only. Later
-    epochs are others with persistent workers than without.
+    Out of order, the epochs' batches are compared as sets. Threads draw differently from processes. Later
+    epochs with persistent workers differ from those without.
     """
     torch.manual_seed(11)
     with loader_of(work, first) as loader:
@@ -211,7 +211,7 @@ SHUFFLED = Work("random", True, 60, 4, False, False, 0, 5)
 @pytest.mark.filterwarnings(*QUIET)
 @pytest.mark.parametrize("kind", KINDS)
 def test_workers_of_every_kind_go_on(kind: str) -> None:
-    """All go on from the state of a loader without workers, by a distributed checkpoint."""
+    """All resume from the state of a loader without workers, through a distributed checkpoint."""
     torch.manual_seed(11)
     state, drawn_so_far, expected = run_to(loader_of(SHUFFLED, Setting()), SHUFFLED)
     torch.manual_seed(12)
@@ -289,7 +289,7 @@ def test_a_state_of_a_resumed_epoch_before_its_first_batch(
 
 
 def test_a_batch_sampler_over_a_sharded_sampler_is_drawn_again() -> None:
-    """One that reads ahead: what it has given is no prefix of the order."""
+    """It reads ahead: its indices so far are no prefix of the order."""
 
     def make() -> DataLoader[Any]:
         sampler = ShardedSampler(range(60), num_replicas=2, rank=1)

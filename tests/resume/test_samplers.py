@@ -1,4 +1,4 @@
-"""Samplers that are not torch's: which can be drawn from again, and their epochs."""
+"""Samplers that are not torch's: those that can be drawn from again, and others; and their epochs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_sampler_that_draws_elsewhere_is_refused() -> None:
     next(iter(loader))
     other = DataLoader(Plain(40), 4, sampler=FromRandom(40))
     other.load_state_dict(loader.state_dict())
-    with pytest.raises(ResumeError, match="gave other batches than those 1 "):
+    with pytest.raises(ResumeError, match="now gives other batches than the 1 "):
         iter(other)
 
 
@@ -46,7 +46,7 @@ def test_a_sampler_that_ends_early_is_refused() -> None:
 def test_a_sampler_that_draws_among_the_program_is_refused(
     workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing tells what it would draw again. A program that only saves the state goes on, and is warned."""
+    """Its draws cannot be repeated. A program that only saves the state continues, with a warning."""
     with DataLoader(Plain(40), 4, sampler=OwnGenerator(40, None), num_workers=workers) as loader:
         iterator = iter(loader)
         take(iterator, 3)
@@ -62,7 +62,7 @@ def test_a_sampler_that_draws_among_the_program_is_refused(
 
 @pytest.mark.parametrize("draw", [random.randrange, np.random.randint])
 def test_a_sampler_that_draws_elsewhere_among_the_program_is_refused(draw: Callable[[int], int]) -> None:
-    """A seed at the program's beginning, which repeats the first batches, does not help."""
+    """It is refused even if a seed at the program's beginning repeats the first batches."""
 
     def make() -> DataLoader[Any]:
         random.seed(1)
@@ -80,7 +80,7 @@ def test_a_sampler_that_draws_elsewhere_among_the_program_is_refused(draw: Calla
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sampler_that_draws_elsewhere_now_and_then_is_refused(workers: int) -> None:
-    """It draws the order of five batches at once; some were drawn in advance when the program stopped."""
+    """It draws the order of five batches at once; when the program stopped, some were drawn in advance."""
 
     class Chunks(FromRandom):
         def __iter__(self) -> Any:
@@ -136,7 +136,7 @@ def test_the_epoch_reaches_the_dataset() -> None:
 
 
 class AtOnce(OwnGenerator):
-    """Draws the order when it is asked for an iterator, and gives batches of four."""
+    """Draws the order in __iter__, and gives batches of four."""
 
     def __iter__(self) -> Any:
         return iter(torch.randperm(self.length, generator=self.generator).view(-1, 4).tolist())
@@ -146,7 +146,7 @@ class AtOnce(OwnGenerator):
 @pytest.mark.parametrize("epochs_before", [0, 1])
 @pytest.mark.parametrize("taken", [0, 1, 10])
 def test_a_sampler_that_draws_at_once_goes_on(drawn_from: str, epochs_before: int, taken: int) -> None:
-    """Without workers torch asks it for an iterator before a base seed is drawn, with them behind that."""
+    """torch calls its __iter__ before a base seed is drawn without workers, and after that with workers."""
 
     def make(workers: int) -> DataLoader[Any]:
         generator = None if drawn_from == "torch's global one" else torch.Generator().manual_seed(3)
@@ -199,9 +199,9 @@ def test_a_sampler_with_a_state_may_draw_from_the_loaders_generator(
 
 
 class SeedInState(Sampler[int]):
-    """Draws a seed from torch's global generator when an epoch begins; only its state has that.
+    """Draws a seed from torch's global generator when an epoch begins; only its state has the seed.
 
-    With its last index it has begun anew. It may tell another length than 40, or none.
+    With its last index it has begun anew. Its length may be another one than 40, or missing.
     """
 
     def __init__(self, told: int | None) -> None:
@@ -245,7 +245,7 @@ def test_a_seed_that_only_a_samplers_state_has_is_not_drawn_again(
 
 
 class KeepsItsSeed(SeedInState):
-    """Calls the seed that it draws ``seed``, as other samplers call a setting."""
+    """Stores its drawn seed as ``seed``, a name that other samplers use for a setting."""
 
     def __init__(self) -> None:
         super().__init__(40)
@@ -312,7 +312,7 @@ def test_a_state_is_the_same_again_before_the_next_batch_where_a_sampler_has_no_
 
 
 class Pops(Sampler[int]):
-    """Gives what is left of a list; its state is that list itself, and it keeps the one that it is given."""
+    """Gives the rest of a list; its state is that list itself, and it keeps a list that it loads."""
 
     def __init__(self, length: int) -> None:
         self.left = list(range(length))

@@ -1,4 +1,4 @@
-"""``seed_per_sample``: draws depend on seed, epoch and place alone, and those of the program stay its own."""
+"""``seed_per_sample``: draws depend on seed, epoch and place alone, and the program's draws stay the same."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_none_and_false_leave_static_dispatch_as_torch_has_it() -> None:
 
 def test_without_workers_the_programs_generators_stay_as_they_were() -> None:
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
-    random.gauss(0, 1), np.random.standard_normal()  # each holds one number back
+    random.gauss(0, 1), np.random.standard_normal()  # each generator holds one number back
     before = torch.get_rng_state(), random.getstate(), repr(np.random.get_state())
     batches(seed_per_sample=True)
     assert torch.equal(torch.get_rng_state(), before[0])

@@ -20,7 +20,7 @@ LENGTHS = [1, 2, 7, 12, 100]
 
 @pytest.mark.parametrize(("shuffle", "drop_last"), list(itertools.product((False, True), repeat=2)))
 def test_a_whole_epoch_is_that_of_torchs_distributed_sampler(shuffle: bool, drop_last: bool) -> None:
-    """Index by index and length by length, in each epoch, also where ranks outnumber samples."""
+    """Indices and lengths are the same in each epoch, even if there are more ranks than samples."""
     for length, ranks in itertools.product(LENGTHS, (1, 2, 3, 5)):
         for rank in range(ranks):
             ours, torchs = (
@@ -36,7 +36,7 @@ def test_a_whole_epoch_is_that_of_torchs_distributed_sampler(shuffle: bool, drop
 
 
 def test_it_takes_torchs_place() -> None:
-    """Frameworks look for the class, its attributes and ``set_epoch``."""
+    """Frameworks look for torch's class, its attributes and ``set_epoch``."""
     sampler = shmloader.ShardedSampler(range(10), num_replicas=2, rank=1, shuffle=False, seed=9)
     assert isinstance(sampler, DistributedSampler)
     assert (sampler.num_replicas, sampler.rank, sampler.num_samples, sampler.total_size) == (2, 1, 5, 10)
@@ -52,7 +52,7 @@ def batches_after(sampler: ShardedSampler, state: dict[str, int], batch_size: in
 @given(st.data())
 @settings(max_examples=300, deadline=None)
 def test_each_sample_comes_exactly_once_over_runs_of_any_ranks_and_batch_sizes(data: Any) -> None:
-    """Three runs, each with ranks and batches of its own, each but the last stopped anywhere."""
+    """There are three runs with other ranks and batches each; the first two are stopped anywhere."""
     length = data.draw(st.integers(1, 200), "length")
     uneven = data.draw(st.sampled_from(["pad", "drop"]), "uneven")
     state, seen = {"consumed": 0, "batches": 0}, []
@@ -66,7 +66,7 @@ def test_each_sample_comes_exactly_once_over_runs_of_any_ranks_and_batch_sizes(d
         assert len({tuple(map(len, batches)) for batches in per_rank}) == 1, "ranks differ in their batches"
         most = len(per_rank[0])
         taken = most if run == 2 else data.draw(st.integers(0, most), "batches taken")
-        # One batch of each rank makes a stretch of the global order.
+        # The batches of all ranks together are a stretch of the global order.
         for number in range(taken):
             seen += [
                 index for at in zip(*(batches[number] for batches in per_rank), strict=True) for index in at
@@ -126,7 +126,7 @@ def test_wrong_arguments_are_refused(given: dict[str, Any], message: str) -> Non
 
 
 class Batches(Dataset[list[int]]):
-    """Is asked for whole batches: its sampler is a ``BatchSampler``, and the loader joins nothing."""
+    """Gives whole batches: its sampler is a ``BatchSampler``, and the loader joins nothing."""
 
     def __len__(self) -> int:
         return 48

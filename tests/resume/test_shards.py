@@ -31,7 +31,7 @@ Batches = list[list[int]]
 
 
 def of_rank(patch: pytest.MonkeyPatch, rank: int, ranks: int) -> None:
-    """Have the environment say what torchrun says."""
+    """Set the environment variables that torchrun sets."""
     patch.setenv("RANK", str(rank))
     patch.setenv("WORLD_SIZE", str(ranks))
 
@@ -67,7 +67,7 @@ WAYS: dict[str, IterableDataset[int]] = {
 def test_each_item_comes_exactly_once_over_ranks_and_workers(
     dataset: Any, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks have equally many batches where items divide equally."""
+    """Ranks have equally many batches if items divide equally."""
     for ranks in (1, 2):
         batches = batches_by_rank(monkeypatch, dataset, ranks, batch_size=2, num_workers=workers)
         expected = [*range(20), *range(28)] if isinstance(dataset, ChainDataset) else range(48)
@@ -76,7 +76,7 @@ def test_each_item_comes_exactly_once_over_ranks_and_workers(
 
 
 def test_files_that_cannot_be_divided_equally_are_not_given_to_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five files among two ranks: their items are dealt out instead. Workers of one rank may have any."""
+    """Items of five files for two ranks are dealt out instead. Workers of one rank may get any files."""
     dataset = Files([0, 1, 2, 3, 4])
     batches = batches_by_rank(monkeypatch, dataset, 2, batch_size=2, num_workers=1)
     assert batches == expected_by_stride(20, 2, 2, drop_last=False)
@@ -87,7 +87,7 @@ def test_files_that_cannot_be_divided_equally_are_not_given_to_ranks(monkeypatch
 def test_they_are_the_same_under_every_start_method(
     start_method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Spawned workers are told rank and ranks; their environment need not say it."""
+    """Spawned workers are sent rank and number of ranks; their environment need not have them."""
     given = {"num_workers": 1, "multiprocessing_context": start_method}
     batches = batches_by_rank(monkeypatch, Numbers(24), 2, batch_size=3, **given)
     assert batches == expected_by_stride(24, 2, 3, drop_last=False)
@@ -104,14 +104,14 @@ def test_they_are_the_same_in_worker_threads(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_without_it_every_worker_has_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch does the same; shard="auto" is there for this."""
+    """torch does the same; shard="auto" avoids it."""
     of_rank(monkeypatch, 1, 2)
     batches = list(DataLoader(Numbers(6), 2, num_workers=2, collate_fn=identity))
     assert items([batches]) == sorted([*range(6)] * 2)
 
 
 def test_the_log_tells_of_a_dataset_that_divides_itself(caplog: pytest.LogCaptureFixture) -> None:
-    """The log tells once. A dataset that only reads the number of workers comes whole from each."""
+    """It is logged once. A dataset that only reads the number of workers comes whole from each worker."""
 
     class Divided(ByItself):
         pass
@@ -147,7 +147,7 @@ def expected_by_stride(length: int, ranks: int, size: int, drop_last: bool) -> l
 def test_ranks_have_equal_batches_by_stride_whatever_the_length(
     length: int, drop_last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Padded by fewer than ``ranks`` items or with the last group left out; the workers do not matter."""
+    """The end is padded by fewer than ``ranks`` items, or the last group is left out, with any workers."""
     for ranks, size, workers in [(1, 4, 2), (2, 3, 0), (2, 3, 1), (3, 2, 2), (4, 3, 3)]:
         batches = batches_by_rank(
             monkeypatch,
@@ -172,7 +172,7 @@ def test_items_without_batches_come_in_the_streams_order(monkeypatch: pytest.Mon
 
 
 def test_persistent_workers_begin_each_epoch_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams are dealt out, or have shards, which are told the epoch of their dataset."""
+    """Streams are dealt out, or have shards, which get the epoch of their dataset."""
     of_rank(monkeypatch, 0, 1)
     for dataset in (Numbers(8), ByShard(8)):
         loader = DataLoader(
@@ -205,7 +205,7 @@ def test_an_error_of_the_stream_says_its_place_in_the_whole_of_it(monkeypatch: p
 
 
 def with_errors(batches: Any) -> list[Any]:
-    """Batches, or in their places the texts of the errors."""
+    """Batches, or the texts of the errors in their places."""
     return [one if isinstance(one, list) else str(one) for one in outcomes(batches)]
 
 
@@ -229,7 +229,7 @@ def test_an_error_costs_its_batch_and_no_other(workers: int, monkeypatch: pytest
 
 
 class FailsOnce(GoesOn):
-    """A draw fails for a moment, and gives its number when it is made again."""
+    """A draw fails once, and gives its number when it is repeated."""
 
     def __init__(self, length: int, at: int) -> None:
         super().__init__(length)
@@ -264,7 +264,7 @@ def test_what_fails_in_one_worker_costs_at_most_a_batch_of_its_own(at: int) -> N
     assert with_errors(loader) == expected
 
 
-@pytest.mark.filterwarnings("ignore:to go on")
+@pytest.mark.filterwarnings("ignore:to resume,")
 @pytest.mark.parametrize("taken", range(7))
 @pytest.mark.parametrize("of_a_batch", [None, 3])
 def test_a_stream_that_has_raised_goes_on_with_other_workers(taken: int, of_a_batch: int | None) -> None:
@@ -298,9 +298,9 @@ def test_wrong_arguments_are_refused(dataset: Any, given: dict[str, Any], messag
 
 
 def test_bad_samples_cannot_be_left_out_by_stride(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks would have batches of other sizes; with shards of its own a dataset may."""
+    """Ranks would have batches of other sizes. A dataset with shards of its own may skip samples."""
     of_rank(monkeypatch, 0, 2)
-    with pytest.raises(ValueError, match="on_error='skip' cannot be had where shard='auto' deals out"):
+    with pytest.raises(ValueError, match="on_error='skip' is not possible if shard='auto' deals out"):
         list(DataLoader(Numbers(20), 4, num_workers=1, shard="auto", on_error="skip"))
     assert list(DataLoader(ByShard(4), 4, shard="auto", on_error="skip", collate_fn=identity)) == [[0, 2]]
 

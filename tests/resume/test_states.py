@@ -1,4 +1,4 @@
-"""States at any moment: what they hold, for which batches, and in which copy of a loader."""
+"""States at any moment: their contents, the batches they count, and copies of loaders."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_documentation_explains_all_keys() -> None:
 
 
 def test_a_state_is_new_each_time() -> None:
-    """accelerate adds a key to it, which is ignored when it is loaded."""
+    """accelerate adds a key to the state, which is ignored when the state is loaded."""
     loader = build(0)
     iterator = iter(loader)
     next(iterator)
@@ -81,7 +81,7 @@ def test_a_loaded_state_is_the_loaders_until_it_iterates() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_state_is_that_of_the_latest_epoch_or_of_the_loaded_state(workers: int) -> None:
-    """States of an epoch that was left say nothing any more."""
+    """States of an epoch that was left are no longer used."""
     with build(workers) as loader:
         iterator = iter(loader)
         take(iterator, 3)
@@ -132,7 +132,7 @@ def rebuilt(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def test_a_loader_made_of_one_with_a_state_warns_that_it_begins_anew() -> None:
-    """The warning comes once, and not where the first loader has gone on from its state."""
+    """The warning comes once, and not if the first loader has resumed from its state."""
     loader = build(0)
     loader.load_state_dict(started(build(0)))
     other = rebuilt(loader)
@@ -159,7 +159,7 @@ def test_no_sample_that_was_returned_is_fetched_again(workers: int, tmp_path: Pa
 
 
 def test_out_of_order_the_set_of_samples_is_exact(tmp_path: Path) -> None:
-    """The first batch is late, until others have come: those are not made again."""
+    """The first batch comes late, after others, which are not made again."""
 
     def make(workers: int, **options: Any) -> DataLoader[Any]:
         return DataLoader(Late(80, log=tmp_path / "fetched"), 4, num_workers=workers, **options)
@@ -235,7 +235,7 @@ def test_a_worker_that_was_replaced_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_the_batch_of_an_interrupted_call_comes_again() -> None:
-    """Ctrl-C comes while a sample is fetched without workers: the program has not had that batch."""
+    """Ctrl-C comes while a sample is fetched without workers: the program did not get that batch."""
     loader = DataLoader(Plain(40), 4)
     iterator = iter(loader)
     take(iterator, 2)

@@ -1,4 +1,4 @@
-"""A ``state_dict()`` of a sampler or stream that fails is an error only where a state is asked for."""
+"""A ``state_dict()`` of a sampler or stream that fails is an error only if a state is asked for."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_state_that_fails_before_the_first_batch_only_is_of_no_account() -> No
 
 
 class Odd:
-    """A sampler or dataset of six; what it has not is no AttributeError."""
+    """A sampler or dataset of six; a missing attribute raises no AttributeError."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError if name.startswith("__") else KeyError(name)

@@ -1,4 +1,4 @@
-"""What an iterable-style dataset is seeded with, in a resumed epoch and in those behind it."""
+"""Seeds of an iterable-style dataset, in a resumed epoch and in later ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 from shmloader import DataLoader
 
-pytestmark = pytest.mark.filterwarnings("ignore:to go on")
+pytestmark = pytest.mark.filterwarnings("ignore:to resume,")
 
 
 class Draws(Numbers):

@@ -1,4 +1,4 @@
-"""Iterable-style datasets go on: by their own states, by counting, with other workers, on other ranks."""
+"""Iterable-style datasets are resumed: by their own states, by counting, with other workers and ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torch.utils.data import get_worker_info
 from shmloader import DataLoader, ResumeError
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:This DataLoader will create", "ignore:to go on, .* samples", "ignore:.*bad sample"
+    "ignore:This DataLoader will create", "ignore:to resume, .* samples", "ignore:.*bad sample"
 )
 
 State = dict[str, Any]
@@ -39,7 +39,7 @@ def loader_of(dataset: Any, **given: Any) -> DataLoader[Any]:
 
 
 def stopped_after(loader: DataLoader[Any], batches: int) -> tuple[list[Any], State]:
-    """The first batches, and the state behind them, as a file of JSON gives it back."""
+    """The first batches, and the state after them, written to JSON and read again."""
     iterator = iter(loader)
     had = [next(iterator) for _ in range(batches)]
     state = json.loads(json.dumps(loader.state_dict()))
@@ -55,7 +55,7 @@ def rest_after(loader: DataLoader[Any], state: State) -> list[Any]:
 
 
 def numbers(batches: list[Any]) -> list[Any]:
-    """The same batches without what their items tell of the iteration."""
+    """The same batches without the facts about the iteration."""
     return [[item[0] if isinstance(item, tuple) else item for item in batch] for batch in batches]
 
 
@@ -75,7 +75,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("workers", [0, 1, 3])
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 def test_the_rest_comes_from_every_place(make: Callable[[], Any], workers: int) -> None:
-    """Batch by batch, in order, wherever it was stopped, the end included."""
+    """The rest comes batch by batch, in order, after any stop, also at the end."""
     given = {"num_workers": workers, "worker_type": "thread" if workers > 1 else "process"}
     whole = numbers(list(loader_of(make(), **given)))
     for stop in range(len(whole) + 1):
@@ -87,7 +87,7 @@ def test_the_rest_comes_from_every_place(make: Callable[[], Any], workers: int) 
 @pytest.mark.parametrize("shard", [None, "auto"])
 @pytest.mark.parametrize("kind", [Stateful, WithStatefulIterator])
 def test_with_a_state_nothing_is_drawn_again(kind: Any, shard: Any) -> None:
-    """Each item tells where its iteration began."""
+    """Each item includes the place where its iteration began."""
     _, state = stopped_after(loader_of(kind(40), num_workers=2, shard=shard), 4)
     for batch in rest_after(loader_of(kind(40), num_workers=2, shard=shard), state):
         assert all(began >= 6 for _, began in batch), batch
@@ -101,7 +101,7 @@ def test_without_a_state_one_warning_tells_how_much_is_drawn_again() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             rest_after(loader, state)
-        found = [str(one.message) for one in caught if "drawn once more" in str(one.message)]
+        found = [str(one.message) for one in caught if "drawn again" in str(one.message)]
         assert len(found) == expected
         assert all("9 samples of the stream" in text and "Numbers" in text for text in found)
 
@@ -117,7 +117,7 @@ def test_workers_with_streams_of_other_lengths_go_on_in_turn() -> None:
 
 
 def test_a_resumed_epoch_is_stopped_and_resumed_again() -> None:
-    """Streams go on by states and by counting, with one state for each further batch."""
+    """Streams resume by states and by counting, with one state for each further batch."""
     for make in (lambda: Numbers(20), lambda: Stateful(20), lambda: StatefulShards(20)):
         shard = "auto" if isinstance(make(), StatefulShards) else None
         given = {"num_workers": 2, "shard": shard}
@@ -157,7 +157,7 @@ def test_a_state_holds_for_what_was_returned_and_not_for_what_was_made() -> None
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("make", [lambda: Numbers(12), lambda: Stateful(12), lambda: ByShard(12)])
 def test_epochs_after_a_resumed_one_are_whole(make: Callable[[], Any], persistent: bool) -> None:
-    """Persistent workers, which were started with the place, are tried too, and a finished state."""
+    """Persistent workers, which were started with the place, and a finished state are tried too."""
     shard = "auto" if isinstance(make(), ByShard) else None
     given = {"num_workers": 2, "persistent_workers": persistent, "shard": shard}
     whole = numbers(list(loader_of(make(), **given)))
@@ -194,7 +194,7 @@ def test_states_may_be_taken_every_few_batches() -> None:
 def test_dealt_out_samples_go_on_with_any_workers_ranks_and_batches(
     make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks stop after two batches of three; three ranks go on with batches of four, in the order."""
+    """Two ranks stop after two batches of three; three ranks continue with batches of four, in the order."""
     found: list[int] = []
     for workers, again in ((0, 2), (2, 1), (3, 0)):
         found = []
@@ -237,14 +237,14 @@ def test_batches_that_come_out_of_order_are_resumed_as_a_set() -> None:
     had, state = stopped_after(loader_of(ByItself(60), **given), 7)
     found = had + rest_after(loader_of(ByItself(60), **given), state)
     assert sorted(items(found)) == list(range(60))
-    with pytest.raises(ResumeError, match="in_order=False where shard='auto' deals samples out"):
+    with pytest.raises(ResumeError, match="in_order=False if shard='auto' deals samples out"):
         stopped_after(loader_of(Numbers(60), shard="auto", **given), 4)
 
 
 @pytest.mark.parametrize("on_error", ["skip", "replace"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_samples_that_were_left_out_count(on_error: Any, workers: int) -> None:
-    """A place is told in draws, bad ones included."""
+    """A place is a number of draws, bad samples included."""
     given = {"on_error": on_error, "num_workers": workers}
     whole = list(loader_of(WithBadSamples(30), **given))
     for stop in range(0, len(whole) + 1, 2):
@@ -256,7 +256,7 @@ def test_samples_that_were_left_out_count(on_error: Any, workers: int) -> None:
 
 
 def test_another_number_of_workers_is_an_error_that_names_both() -> None:
-    """Each worker had a stream of its own, without shmloader's sharding."""
+    """Without shmloader's sharding, each worker had a stream of its own."""
     _, state = stopped_after(loader_of(Numbers(20), num_workers=2), 2)
     loader = loader_of(Numbers(20), num_workers=3)
     with pytest.raises(ResumeError, match=r"made with 2 worker\(s\), and this loader has 3"):
@@ -269,7 +269,7 @@ def test_another_number_of_workers_is_an_error_that_names_both() -> None:
 def test_a_state_that_the_dataset_itself_refuses_is_refused(
     kind: Any, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error names the class, and has the exception."""
+    """The error names the class and contains the exception."""
     owner = StatefulIterator if kind is WithStatefulIterator else kind
     _, state = stopped_after(loader_of(kind(20), num_workers=workers), 2)
 
@@ -300,7 +300,7 @@ def test_a_stream_that_is_shorter_now_is_refused() -> None:
     _, state = stopped_after(loader_of(Numbers(20), shard="auto"), 4)
     with pytest.raises(ResumeError, match="made with shard='auto', and this loader has no shard"):
         loader_of(Numbers(20)).load_state_dict(state)
-    with pytest.raises(ResumeError, match=r"divided by shmloader.*divided by nobody but the dataset itself"):
+    with pytest.raises(ResumeError, match=r"divided by shmloader.*divided by the dataset itself alone"):
         rest_after(loader_of(ByItself(20), shard="auto"), state)
 
 
@@ -331,7 +331,7 @@ class Raising(Numbers):
 @pytest.mark.parametrize("kind", [RaisesOnce, RaisesOnceWithoutState])
 @pytest.mark.parametrize("behind", [0, 1, 2])
 def test_a_stream_that_has_raised_goes_on_behind_it(workers: int, kind: Any, behind: int) -> None:
-    """The batch that it raised in was drawn to that place only."""
+    """The batch in which it raised was drawn only up to that place."""
     loader = loader_of(Raising(kind), batch_size=4, num_workers=workers)
     iterator = iter(loader)
     next(iterator)
@@ -377,7 +377,7 @@ class FlakyIterator:
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 @pytest.mark.parametrize("behind", [0, 1, 2])
 def test_a_failure_that_has_passed_costs_no_sample(on_error: Any, behind: int) -> None:
-    """A dataset that raised for a moment, and then gave the sample, raises no more when it is resumed."""
+    """A dataset that raised once, and then gave the sample, raises no more when it is resumed."""
     given = {"batch_size": 4, "num_workers": 1, "on_error": on_error}
     loader = loader_of(Flaky(40), **given)
     iterator = iter(loader)
@@ -423,7 +423,7 @@ def test_a_failure_before_the_first_sample_tells_nothing_of_the_last_epoch() -> 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_failure_while_samples_are_drawn_again_is_raised(workers: int) -> None:
-    """Nothing may be left out: the program can try again with the same state."""
+    """Nothing is left out: the program can try again with the same state."""
     well = Flaky(40)
     well.at = None
     given = {"batch_size": 4, "num_workers": workers}
@@ -447,7 +447,7 @@ def test_a_failure_while_samples_are_drawn_again_is_passed_over_where_samples_ma
 
 
 def test_failures_count_since_the_last_state_that_has_arrived() -> None:
-    """A state of the dataset that its batch took along when that could not be sent is as none."""
+    """A state of the dataset in a batch that could not be sent does not count."""
     given = {"batch_size": 2, "num_workers": 1, "on_error": "skip", "snapshot_every_n_steps": 3}
     loader = loader_of(Raising(RaisesTwice), collate_fn=unsendable_third, **given)
     iterator = iter(loader)

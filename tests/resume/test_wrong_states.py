@@ -79,7 +79,7 @@ def test_two_iterators_in_use_at_once_are_refused() -> None:
             loader.state_dict()
     older = iter(loader)
     next(older)
-    newer = iter(loader)  # the older one is still there, and left alone
+    newer = iter(loader)  # the older one still exists, unchanged
     next(newer)
     assert loader.state_dict()["batches"] == 1
 

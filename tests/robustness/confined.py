@@ -48,7 +48,7 @@ class MemoryCgroup(NamedTuple):
     wrap: tuple[str, ...]
 
     def limit(self, nbytes: int) -> None:
-        """Change how much memory it may have."""
+        """Change its limit of memory."""
         (self.folder / self.limit_name).write_text(str(nbytes))
 
     def oom_kills(self) -> int:
@@ -73,8 +73,8 @@ def _parent_cgroup() -> tuple[Path, str]:
 def read_libraries() -> None:
     """Read the libraries that programs import into the page cache.
 
-    The first to read a page of them is charged for it: a program in a cgroup with 100 MB and more, or with
-    nothing where they were read lately.
+    The first program to read a page is charged for it. In a cgroup that may be 100 MB and more, or nothing if
+    the libraries were read lately.
     """
     for name in ("torch", "numpy", "pyarrow"):
         (folder,) = importlib.util.find_spec(name).submodule_search_locations  # type: ignore[union-attr, misc]
@@ -104,7 +104,7 @@ def memory_cgroup(limit_nbytes: int) -> Iterator[MemoryCgroup]:
             try:
                 folder.rmdir()
                 break
-            except OSError:  # a process that was killed is still being cleared away
+            except OSError:  # a killed process is still being removed
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.05)

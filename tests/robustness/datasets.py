@@ -62,7 +62,7 @@ def first_indices(batches: Any) -> list[int]:
 
 
 class GrowsAt(Dataset[torch.Tensor]):
-    """Sample ``i`` is 8 items, sample ``at`` is ``items`` of them, made in one piece."""
+    """Sample ``i`` has 8 items, sample ``at`` has ``items``, made in one piece."""
 
     def __init__(self, length: int, at: int, items: int) -> None:
         self.length, self.at, self.items = length, at, items
@@ -75,7 +75,7 @@ class GrowsAt(Dataset[torch.Tensor]):
 
 
 class Logs(Numbered):
-    """Uses in the worker what a thread of the main process may have held when it was forked."""
+    """Uses logging, torch and Arrow, whose locks a thread of the main process may hold at a fork."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         logging.getLogger().warning("sample %d", index)
@@ -86,7 +86,7 @@ class Logs(Numbered):
 
 
 class HoldsTheLock(Numbered):
-    """Sample ``at`` takes a minute in C code that holds the interpreter lock; says so with a file first."""
+    """Sample ``at`` writes a file, then takes a minute in C code that holds the interpreter lock."""
 
     def __init__(self, length: int, at: int, path: str) -> None:
         super().__init__(length)

@@ -1,4 +1,4 @@
-"""Kills main processes at every stage and looks at what they leave behind.
+"""Kills main processes at every stage, and checks that they leave nothing behind.
 
 Run as a program for the full figure: ``python -m robustness.main_kills --kills 20`` (kills per stage).
 """
@@ -62,11 +62,11 @@ class Kill(NamedTuple):
     """One kill of a main process.
 
     Attributes:
-        stage: What it was doing.
+        stage: The stage at which it was killed.
         method: Start method of its workers.
-        workers: How many worker processes there were.
+        workers: Number of worker processes.
         gone_s: Seconds from the kill until all of them had ended.
-        returned_s: Seconds from then until nobody mapped its slots and /dev/shm was as before.
+        returned_s: Seconds from then until no process mapped its slots and /dev/shm was as before.
     """
 
     stage: str
@@ -80,7 +80,7 @@ def kill_once(stage: str, method: str, rng: random.Random) -> Kill:
     """Run a program to a stage, ``kill -9`` it, and wait for its workers and their memory to be gone.
 
     Raises:
-        AssertionError: If something of it is left.
+        AssertionError: If anything of it is left.
     """
     entries = set(os.listdir("/dev/shm"))
     main = start_python(PROGRAM, stage, method)

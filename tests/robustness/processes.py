@@ -1,4 +1,4 @@
-"""Programs of their own, their workers, and what they leave behind."""
+"""Functions to run programs in new processes, and to find their workers and leftovers."""
 
 import gc
 import os
@@ -15,7 +15,7 @@ import psutil
 TESTS = Path(__file__).absolute().parents[1]
 
 LONG = os.environ.get("SHMLOADER_LONG") == "1"
-"""Whether tests that can be repeated are repeated as often as docs/robustness.md says."""
+"""Whether tests are repeated as often as docs/robustness.md says, if they can be."""
 
 ENVIRONMENT = {
     **os.environ,
@@ -28,10 +28,10 @@ HELPERS = ("from multiprocessing.resource_tracker import", "from multiprocessing
 
 
 def python(code: str, *arguments: str, timeout_s: float = 60.0, wrap: tuple[str, ...] = ()) -> str:
-    """Run a program of its own to a good end, and return what it printed.
+    """Run a program in a new process, which must succeed, and return its output.
 
     Args:
-        code: The program, indented as one likes.
+        code: The program, with any indentation.
         arguments: Its ``sys.argv[1:]``.
         timeout_s: Most seconds it may take.
         wrap: A command that runs the program, such as ``("prlimit", "--nofile=64")``.
@@ -56,7 +56,7 @@ def python(code: str, *arguments: str, timeout_s: float = 60.0, wrap: tuple[str,
 
 
 def start_python(code: str, *arguments: str) -> "subprocess.Popen[str]":
-    """Start a program of its own, in a session of its own; its output is readable line by line."""
+    """Start a program in a new session; its output is readable line by line."""
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code), *arguments],
         stdout=subprocess.PIPE,
@@ -82,7 +82,7 @@ def _is_forked(process: psutil.Process) -> bool:
 
 
 def workers_of(pid: int) -> list[psutil.Process]:
-    """Descendants of a process, but for its interpreter's helpers."""
+    """Descendants of a process, without its interpreter's helpers."""
     try:
         return [p for p in psutil.Process(pid).children(recursive=True) if not is_helper(p)]
     except psutil.NoSuchProcess:
@@ -90,7 +90,7 @@ def workers_of(pid: int) -> list[psutil.Process]:
 
 
 def is_gone(process: psutil.Process) -> bool:
-    """Whether a process has ended; a zombie has, it only was not waited for by its parent."""
+    """Whether a process has ended; a zombie has, although its parent has not waited for it."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -119,9 +119,9 @@ def mappings(pid: int | str = "self") -> int:
 
 
 def pss_nbytes(pid: int | str = "self") -> int:
-    """Memory of a process: private bytes, and of shared ones its share.
+    """Memory of a process: private bytes, and its share of shared ones.
 
-    Without that of files: its share of libraries grows when programs that have nothing to do with it end.
+    Memory of files does not count: the share of libraries grows when unrelated programs end.
     """
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:"))) * 1024

@@ -1,7 +1,7 @@
 """Soak: mixed loaders, random kills, breaks and holds, for as long as asked.
 
-Every batch is compared with what it must be, held batches again when they are let go of, and at the end of
-each round nothing may be left: no process, no descriptor, no mapping, no memory. Run as a program:
+Every batch is compared with the expected one, and held batches once more when they are dropped. At the end of
+each round no process, descriptor, mapping or memory may be left. Run as a program:
 ``python -m robustness.soak --minutes 30 --seed 1``.
 """
 
@@ -28,9 +28,9 @@ from robustness.processes import descriptors, mappings, pss_nbytes, shared_nbyte
 from robustness.worker_kills import hang_limit, ready_helpers
 from shmloader import DataLoader
 
-MOST_GROWTH_NBYTES = 64 << 20  # of private memory over the whole soak: allocators keep some
+MOST_GROWTH_NBYTES = 64 << 20  # private memory over the whole soak: allocators keep some
 MOST_MAPPINGS = 200
-_WARM_ROUNDS = 12  # before what is kept for good is measured
+_WARM_ROUNDS = 12  # before the lasting memory is measured
 _HANG_S = 120
 
 
@@ -57,7 +57,7 @@ class Mixed(Dataset[Any]):
 
 
 class Plan(NamedTuple):
-    """One round: a loader, and what is done to it."""
+    """One round: a loader, and the things done to it."""
 
     kind: str
     seed: int
@@ -123,7 +123,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.rounds = self.epochs = self.batches = self.kills = self.deaths = self.breaks = self.held = 0
-        self.unnoticed = False  # the loader at hand has a killed worker that it has not told of
+        self.unnoticed = False  # the present loader has a killed worker that it has not reported
 
     def __str__(self) -> str:
         return ", ".join(f"{count:,} {name}" for name, count in vars(self).items() if name != "unnoticed")
@@ -137,7 +137,7 @@ class Held:
         self._pairs: list[tuple[Any, Any]] = []
 
     def perhaps(self, batch: Any) -> None:
-        """Keep a batch now and then; let go of one, or of all, now and then."""
+        """Keep a batch now and then; drop one, or all, now and then."""
         if self._rng.random() < 0.2:
             self._pairs.append((batch, copy_of(batch)))
             self._tally.held += 1
@@ -147,7 +147,7 @@ class Held:
             self.drop()
 
     def drop(self) -> None:
-        """Let go of all."""
+        """Drop all batches."""
         while self._pairs:
             self._check(*self._pairs.pop())
 
@@ -191,7 +191,7 @@ def run_epoch(
 
 
 def _take_expected(batch: Any, due: dict[int, list[int]], number: int, plan: Plan, dataset: Mixed) -> Any:
-    """The batch that is due: the next one, or, out of order, whichever this one can only be."""
+    """The expected batch: the next one, or, out of order, the only one that can match."""
     if plan.in_order:
         return default_collate([dataset[index] for index in due.pop(number)])
     for candidate, indices in due.items():
@@ -249,7 +249,7 @@ class Footprint(NamedTuple):
         processes: Workers; none, in the end.
         descriptors: Open files.
         mappings: Memory mappings.
-        pss_nbytes: Private memory, and a share of what is shared.
+        pss_nbytes: Private memory, and its share of shared memory.
         shared_nbytes: Shared memory of the machine.
     """
 
@@ -262,14 +262,14 @@ class Footprint(NamedTuple):
     @classmethod
     def take(cls) -> "Footprint":
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what is free already has not leaked
+        ctypes.CDLL(None).malloc_trim(0)  # memory that is free already has not leaked
         deadline = time.monotonic() + 10
         while (workers := len(workers_of(os.getpid()))) and time.monotonic() < deadline:
             time.sleep(0.02)
         return cls(workers, descriptors(), mappings(), pss_nbytes(), shared_nbytes())
 
     def check_against(self, first: "Footprint") -> None:
-        """Nothing has grown since."""
+        """Check that nothing has grown."""
         assert self.processes == 0, f"{self.processes} workers are left"
         assert self.descriptors <= first.descriptors, (
             f"descriptors: {first.descriptors} -> {self.descriptors}"
@@ -326,7 +326,7 @@ def main() -> int:
 
 
 def ignore_expected() -> None:
-    """Silence the warnings that small budgets, many workers and restarts rightly give."""
+    """Silence the warnings that are right for small budgets, many workers and restarts."""
     warnings.simplefilter("ignore", shmloader.SpillWarning)
     warnings.filterwarnings("ignore", "This DataLoader will create")
     with contextlib.suppress(AttributeError):

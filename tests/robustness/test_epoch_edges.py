@@ -1,4 +1,4 @@
-"""Epochs that end early, begin anew, or change what workers read; other threads that look on."""
+"""Epochs that end early, begin anew, or change data that workers read; other threads that look on."""
 
 import gc
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Ctrl-C: one traceback, nothing left, and a program that catches it can go on."""
+"""Ctrl-C: one traceback, nothing left, and a program that catches it can continue."""
 
 import contextlib
 import fcntl
@@ -68,7 +68,7 @@ class Outcome(NamedTuple):
     """The behaviour of a program after Ctrl-C.
 
     Attributes:
-        text: All that was printed on the terminal after it was ready, by it and by its workers.
+        text: Output on the terminal after it was ready, its own and its workers'.
         exit_code: Its exit code.
         seconds: From the last Ctrl-C to its end.
         left: Processes that outlived it.
@@ -113,7 +113,7 @@ def press_ctrl_c(method: str, stage: str, after_s: float, again_after_s: float |
 def _read_to_end(terminal: int, timeout_s: float = 30.0) -> bytes:
     """The output until the last process on the terminal has ended, for ``timeout_s`` at most."""
     read, deadline = b"", time.monotonic() + timeout_s
-    with contextlib.suppress(OSError):  # EIO: nobody has the other side open
+    with contextlib.suppress(OSError):  # EIO: no process has the other side open
         while select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))[0]:
             read += os.read(terminal, 4096)
     return read
@@ -168,11 +168,11 @@ def test_a_program_that_catches_ctrl_c_gets_an_exact_next_epoch(after_s: float) 
     assert not outcome.left
 
 
-# At every line: signals come when they like, so each line of ours that runs in the main process is tried.
+# At every line: signals come at any time, so each line of ours that runs in the main process is tried.
 
 
 class Interrupted(NamedTuple):
-    """The place where a call was interrupted; None if it was over before that line."""
+    """The place where a call was interrupted; None if it ended before that line."""
 
     place: tuple[str, int] | None
     hit: bool
@@ -241,7 +241,7 @@ def _lines_to_try(total: int, short: int, seed: int) -> list[int]:
 
 @pytest.mark.timeout(1200)  # a minute, with every line tried; many, beside other programs
 def test_an_interrupt_at_any_line_of_next_loses_nothing() -> None:
-    """The same epoch goes on exactly or says that it cannot; the next epoch is exact; no slot is lost."""
+    """The same epoch continues exactly or says that it cannot; the next epoch is exact; no slot is lost."""
     for line in _lines_to_try(_lines_of(lambda _, iterator: next(iterator)), 15, seed=7):
         loader, iterator = _begun()
         interrupted = interrupt_at(line, lambda iterator=iterator: next(iterator))
@@ -272,8 +272,8 @@ def test_an_interrupt_at_any_line_of_iter_loses_nothing() -> None:
 
 @pytest.mark.timeout(1200)  # a minute, with every line tried; many, beside other programs
 def test_an_interrupt_at_any_line_of_the_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that comes while the iterator is being finalized is Python's to report."""
-    # pytest would keep what it reports, and with it the frames whose end stops the workers.
+    """Python reports an interrupt that comes while the iterator is being finalized."""
+    # pytest would keep such a report, with the frames whose end stops the workers.
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
 
     def start() -> None:

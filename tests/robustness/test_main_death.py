@@ -15,7 +15,7 @@ from robustness.main_kills import STAGES, kill_once, most_gone_s
 from robustness.processes import start_python, wait_gone, workers_of
 from shmloader import DataLoader
 
-LOADED_S = 3.0  # what a loaded machine may add to 2 s; `main_kills` as a program holds to the 2 s
+LOADED_S = 3.0  # time that a loaded machine may add to 2 s; `main_kills` as a program allows 2 s
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -83,7 +83,7 @@ def test_thousands_of_retained_batches_of_a_hundred_tensors_keep_descriptors_and
             seen.append((descriptors(), mappings()))
     assert len(kept) == 5000
     assert len({count for count, _ in seen}) == 1
-    # Private memory for what is kept makes arenas, not mappings by batch.
+    # Private memory for kept batches comes from arenas, not from a mapping per batch.
     assert max(count for _, count in seen) - seen[0][1] < 400
     for index in (0, 63, 64, 2500, 4999):
         assert kept[index]["leaf99"].tolist() == [index + 99] * 4
@@ -134,7 +134,7 @@ SCARCE = """
 
 
 def test_a_worker_short_of_memory_says_so_with_numbers_and_goes_on() -> None:
-    """The sample itself (96 MiB, made once and returned as it is) fits; the slot for it does not."""
+    """The sample itself (96 MiB, made once and returned each time) fits; its slot does not."""
     try:
         with memory_cgroup(1500 * MIB) as cgroup:
             python(SCARCE, str(cgroup.folder / cgroup.limit_name), str(150 * MIB), wrap=cgroup.wrap)
@@ -190,7 +190,7 @@ def test_a_cgroup_smaller_than_the_slots_has_fewer_batches_made_ahead_and_no_err
         print(loader.statistics().spills)
         """
     with memory_cgroup(700 * MIB) as cgroup:
-        # Only batches that were under way before the second one had shown the size.
+        # Only batches that were sent before the second one had shown the size.
         assert int(python(code, wrap=cgroup.wrap)) <= 33
         assert cgroup.oom_kills() == 0
 
@@ -368,7 +368,7 @@ def test_too_few_descriptors_for_the_workers_leave_nothing() -> None:
 
 
 def test_a_loader_goes_on_while_the_program_has_every_descriptor() -> None:
-    """Batches of 8 KiB to 4 MiB: as they grow, the main process asks how much memory the host has."""
+    """Batches grow from 8 KiB to 4 MiB: the main process then asks how much memory the host has."""
     sizes = [1 << power for power in range(10, 20)]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with DataLoader(Growing(sizes), num_workers=2) as loader:
@@ -386,7 +386,7 @@ def test_a_loader_goes_on_while_the_program_has_every_descriptor() -> None:
     assert all((batch == index).all() for index, batch in enumerate(kept))
 
 
-# The worker's side of a slot by itself.
+# The worker's side of a slot alone.
 
 
 class _NoAddressSpace(Segment):

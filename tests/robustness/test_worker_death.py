@@ -1,4 +1,4 @@
-"""A worker that dies at any moment is an error in time that names it, and takes nothing with it."""
+"""A worker that dies at any moment is an error in time that names it, and nothing else is lost."""
 
 import os
 import random
@@ -22,7 +22,7 @@ from robustness.worker_kills import (
 )
 from shmloader import DataLoader
 
-LOADED_S = 8.0  # what a loaded machine may add; `worker_kills` as a program holds to the 2 s
+LOADED_S = 8.0  # time that a loaded machine may add; `worker_kills` as a program allows 2 s
 
 quietly = pytest.mark.filterwarnings(
     "ignore::shmloader.SpillWarning", "ignore:This DataLoader will create:UserWarning"
@@ -31,7 +31,7 @@ quietly = pytest.mark.filterwarnings(
 
 @pytest.fixture
 def signals_that_end() -> Iterator[None]:
-    """Workers inherit what is ignored: a run that nohup has started ignores SIGHUP."""
+    """Workers inherit ignored signals: a run that nohup has started ignores SIGHUP."""
     ignored = [how for how in SIGNALS if signal.getsignal(how) is signal.SIG_IGN]
     for how in ignored:
         signal.signal(how, signal.SIG_DFL)
@@ -45,7 +45,7 @@ def signals_that_end() -> Iterator[None]:
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_killed_worker_is_named_in_time_and_all_are_gone(moment: str) -> None:
     rng = random.Random(moment)
-    # Not those at which pytest's faulthandler, inherited by forked workers, prints all stacks.
+    # Not signals for which pytest's faulthandler, inherited by forked workers, prints all stacks.
     for how in set(SIGNALS) - {signal.SIGSEGV, signal.SIGBUS}:
         assert kill_once("fork", moment, how, rng).error_s < MOST_ERROR_S + LOADED_S
 
@@ -113,7 +113,7 @@ def test_a_worker_killed_while_it_is_being_started_is_named(
 
 @pytest.mark.parametrize("restarts", [0, 2])
 def test_a_death_between_epochs_is_no_fault_of_the_next_ones_batches(restarts: int) -> None:
-    """It is found when the epoch begins, as in torch, before the worker has a batch."""
+    """It is found when the epoch begins, as in torch, before the worker gets a batch."""
     given = {"batch_size": 2, "num_workers": 2, "persistent_workers": True, "worker_restarts": restarts}
     with DataLoader(Numbered(12), **given) as loader:
         first = first_indices(loader)

@@ -1,4 +1,4 @@
-"""Kills workers at random moments and measures how the main process learns of it.
+"""Kills workers at random moments, and measures when and how the main process reports it.
 
 Run as a program for the full figure: ``python -m robustness.worker_kills --kills 200``.
 """
@@ -34,13 +34,13 @@ _LENGTH = 20_000
 
 
 class Kill(NamedTuple):
-    """One kill and what came of it.
+    """One kill and its outcome.
 
     Attributes:
         method: Start method.
-        moment: What the worker was doing, see `make_loader`.
-        how: What it was killed by.
-        error_s: Seconds from the kill, or from the call of ``next()`` where that was later, to the error.
+        moment: The worker's activity, see `make_loader`.
+        how: The signal that killed it.
+        error_s: Seconds from the kill, or from the call of ``next()`` if that was later, to the error.
         gone_s: Seconds from the kill until no worker was left.
         batches: Batches before the error, all of them exact.
     """
@@ -54,7 +54,7 @@ class Kill(NamedTuple):
 
 
 def make_loader(method: str, moment: str, workers: int, persistent: bool) -> DataLoader:
-    """A loader whose workers are, nearly always, at what ``moment`` says.
+    """A loader whose workers are nearly always in the state ``moment``.
 
     ``starting``: not yet at their first sample. ``working``: in a sample or collating. ``waiting``: for a
     task, because the program takes no batch. ``parts``: sending a batch that is larger than the budget.
@@ -73,7 +73,7 @@ def make_loader(method: str, moment: str, workers: int, persistent: bool) -> Dat
 
 
 def kill_once(method: str, moment: str, how: signal.Signals, rng: random.Random) -> Kill:
-    """Start a loader, kill one of its workers by ``how``, and check all that is promised."""
+    """Start a loader, kill one of its workers by ``how``, and check all promises."""
     workers = rng.randint(1, 3)
     loader = make_loader(method, moment, workers, persistent=rng.random() < 0.5)
     iterator = iter(loader)
@@ -122,7 +122,7 @@ def kill_once(method: str, moment: str, how: signal.Signals, rng: random.Random)
 def check_error(
     error: shmloader.WorkerDied, victim: int, pid: int, how: signal.Signals, workers: int, got: int
 ) -> None:
-    """The error names who died, of what, and the index batches that were with it."""
+    """Check that the error names the dead worker, the cause, and the index batches that it had."""
     assert isinstance(error, RuntimeError)
     text = str(error)
     assert (error.worker_id, error.pid, error.exit_code) == (victim, pid, -how), text

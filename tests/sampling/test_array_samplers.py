@@ -60,7 +60,7 @@ def test_the_same_batches_and_the_same_draws(case: tuple[Any, torch.Generator | 
 def test_batches_that_are_skipped_are_drawn_all_the_same(
     case: tuple[Any, torch.Generator | None], skip: int
 ) -> None:
-    """Over any number of permutations, and also behind the last batch."""
+    """They may cover any number of permutations, and lie after the last batch."""
     sampler, generator = case
     found = []
     for is_torchs in (True, False):

@@ -44,7 +44,7 @@ def test_a_generator_that_goes_back_or_is_seeded_again_is_found() -> None:
 
 
 def test_a_state_with_more_than_draws_is_kept_whole() -> None:
-    """The generator holds one normal deviate back after an odd number of them."""
+    """The generator holds one normal deviate back after an odd number of draws."""
     generator, compact = torch.Generator().manual_seed(1), CompactStates()
     torch.randn(3, generator=generator)
     state = generator.get_state()

@@ -1,4 +1,4 @@
-"""``prefetch_epochs``: batches of the next epoch are made early, and are those that would have come."""
+"""``prefetch_epochs``: batches of the next epoch are made early, and are the same as without it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def states() -> list[Any]:
 
 
 def play(use: Use, make: Callable[[], dict[str, Any]], prefetch: bool, length: int = 22) -> tuple[Any, Any]:
-    """Batches, with the generators' states wherever the program could look, and the statistics."""
+    """Batches, the generators' states at every moment that the program sees, and the statistics."""
     torch.manual_seed(3)
     np.random.seed(3)
     random.seed(3)
@@ -47,7 +47,7 @@ def play(use: Use, make: Callable[[], dict[str, Any]], prefetch: bool, length: i
 
 
 class Watched:
-    """A loader whose batches are noted, with the generators' states after each."""
+    """A loader that notes its batches, with the generators' states after each."""
 
     def __init__(self, loader: DataLoader, seen: list[Any]) -> None:
         self.loader, self.seen = loader, seen
@@ -63,13 +63,13 @@ class Watched:
 
 
 def assert_same(use: Use, make: Callable[[], dict[str, Any]], length: int = 22, *, draws: bool = True) -> Any:
-    """Play with and without; the statistics of the former.
+    """Play with and without prefetching and compare; returns the statistics of the former.
 
     Args:
         use: The program.
         make: Arguments of the loader, made anew for each play.
-        length: Of the dataset.
-        draws: Whether to compare also what samples draw in workers. Discarded batches have drawn there.
+        length: Length of the dataset.
+        draws: Whether to compare also draws of samples in workers, where discarded batches have drawn.
     """
     plain, _ = play(use, make, False, length)
     prefetched, statistics = play(use, make, True, length)
@@ -111,7 +111,7 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 class OwnSampler(Sampler[int]):
-    """Changes with each epoch by itself: to be asked once for each."""
+    """Changes with each epoch by itself: it must be iterated once per epoch."""
 
     def __init__(self) -> None:
         self.epochs = 0
@@ -134,7 +134,7 @@ def whole_with_epochs(loader: Any) -> None:
 
 @pytest.mark.parametrize("which", SAMPLERS)
 def test_whole_epochs_are_the_same(which: str) -> None:
-    """Order, what samples draw, and the program's generators at every moment."""
+    """Order, draws of samples, and the program's generators at every moment are the same."""
     statistics = assert_same(whole, SAMPLERS[which])
     assert statistics.epochs_prefetched == 2
     assert statistics.epochs_in_vain == 0
@@ -145,7 +145,7 @@ def distributed() -> dict[str, Any]:
 
 
 def test_set_epoch_is_foreseen() -> None:
-    """Called before each epoch, as it is to be, with the next number."""
+    """It is called before each epoch, as it should be, with the next number."""
     statistics = assert_same(whole_with_epochs, distributed)
     assert statistics.epochs_prefetched == 3
 
@@ -206,7 +206,7 @@ def test_what_the_program_draws_is_no_reason(which: str) -> None:
 @pytest.mark.parametrize("cut", [0, 1, 4, 6, 7, 8])
 @pytest.mark.parametrize("which", ["in order", "shuffled"])
 def test_an_epoch_left_early_discards_what_was_made_early(cut: int, which: str) -> None:
-    """Eight batches: the last ones come while the next epoch is made."""
+    """There are eight batches: the last ones come while the next epoch is made."""
 
     def use(loader: Any) -> None:
         for _ in range(2):
@@ -220,7 +220,7 @@ def test_an_epoch_left_early_discards_what_was_made_early(cut: int, which: str) 
 
 
 class GoesOn(Stateful):
-    """Where it is iterated over again in mid-epoch, it goes on from there."""
+    """If it is iterated again in mid-epoch, it continues from there."""
 
     def __iter__(self) -> Iterator[int]:
         self.resumed = True
@@ -311,7 +311,7 @@ def test_a_dataset_that_is_told_of_the_epoch_has_it_in_every_batch(through: str)
 def test_any_use_sees_the_same(
     length: int, prefetch: int, workers: int, steps: list[tuple[str, int]], which: str
 ) -> None:
-    """Epochs whole and cut, also of few batches, with draws and set_epoch between."""
+    """Epochs are whole or cut, also of few batches, with draws and set_epoch between them."""
 
     def make() -> dict[str, Any]:
         rules: dict[str, Any] = {"prefetch_factor": prefetch, "num_workers": workers, "batch_size": 2}
@@ -338,7 +338,7 @@ def test_any_use_sees_the_same(
     assert_same(use, make, length, draws=False)
 
 
-# --- where nothing is made early
+# --- cases in which nothing is made early
 
 GLOBAL = "its {} draws from torch's global generator"
 NOT_EARLY: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 
 from shmloader import DataLoader
 
-# --- what is made early, and where nothing is
+# --- batches that are made early, and cases without any
 
 
 def test_the_next_epoch_is_at_work_before_it_begins() -> None:

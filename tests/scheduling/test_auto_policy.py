@@ -12,14 +12,14 @@ from shmloader.scheduling.auto import MOST_BATCHES, MOST_PREFETCH, Auto
 
 
 class World:
-    """Measurements that a choice leads to, one for each batch.
+    """A simulated machine: the measurements of each batch under a choice.
 
     Args:
-        batch_s: Seconds that a batch takes one worker.
-        program_s: Seconds that it takes the program.
-        useful: Further workers than so many do not make it faster (memory is too slow, say).
-        noise: Up to so much more time is taken by the machine.
-        slow_s: Seconds more that one batch in twenty takes a worker.
+        batch_s: Seconds that a worker needs for a batch.
+        program_s: Seconds that the program needs for a batch.
+        useful: Number of workers beyond which it gets no faster (memory is too slow, say).
+        noise: Largest random extra time, as a share.
+        slow_s: Additional seconds that a worker needs for one batch in twenty.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""``num_workers="auto"`` and ``prefetch_factor="auto"``: what is chosen, and what attributes then mean."""
+"""``num_workers="auto"`` and ``prefetch_factor="auto"``: the choices, and the meaning of attributes then."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Busy(Dataset):
         return index
 
 
-# --- what is chosen
+# --- the choices
 
 
 def test_slow_samples_get_as_many_workers_as_there_are_cores(three_cores: None) -> None:
-    """The program does nothing; each batch takes a worker 12 ms."""
+    """The program does nothing; a worker needs 12 ms for each batch."""
     with DataLoader(Draws(120, 0.012), num_workers="auto", persistent_workers=True) as loader:
         assert loader.num_workers == 1
         assert loader.statistics().autotune is None  # nothing was begun
@@ -75,12 +75,12 @@ def test_a_program_that_is_slower_keeps_one_worker(three_cores: None) -> None:
         chosen = loader.statistics().autotune
         assert chosen.settled
         assert chosen.num_workers == 1
-        # Beside other programs it may wait now and then, for a worker that is not run.
+        # Beside other programs it may wait now and then for a worker that gets no core.
         assert "keep up" in chosen.why or "workers had time" in chosen.why
 
 
 def test_workers_are_only_ever_added(three_cores: None) -> None:
-    """A loader that is told to begin with three, as one built from another one's attributes, keeps them."""
+    """A loader that begins with three, such as one built from another one's attributes, keeps them."""
     with DataLoader(Draws(220), num_workers=AutoCount(3), persistent_workers=True) as loader:
         for _ in loader:
             time.sleep(0.001)
@@ -105,7 +105,7 @@ def test_real_work_settles_within_the_cores_of_this_machine() -> None:
 
 
 def test_one_slow_batch_in_twenty_makes_more_be_made_in_advance() -> None:
-    """Workers take turns, as torch's do: the batches and what they draw are torch's, whatever was chosen."""
+    """Workers take turns, like torch's: batches and draws are torch's with any choice."""
     given: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "timeout": 60}
     with DataLoader(Jitter(200), prefetch_factor="auto", **given) as loader:
         seen = []
@@ -156,7 +156,7 @@ def test_epochs_too_short_to_measure_settle_too() -> None:
 
 
 def test_ranks_that_share_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun says how many there are; ranks that were given cores of their own keep them."""
+    """torchrun gives the number of ranks; ranks with cores of their own keep them."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for host, expected in ((Cores(8, 8, None), 2), (Cores(8, 2, None), 2), (Cores(2, 2, None), 1)):
         monkeypatch.setattr("shmloader.scheduling.auto.cores", lambda host=host: host)
@@ -172,7 +172,7 @@ def test_a_stream_may_have_its_batches_in_advance_chosen() -> None:
 
 
 def test_a_later_epoch_begins_early_with_what_was_chosen() -> None:
-    """``prefetch_epochs``, where workers take turns: as many of its tasks are sent as are chosen by then."""
+    """With ``prefetch_epochs`` workers take turns; the number of early tasks is the one chosen by then."""
     given: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "prefetch_epochs": True}
     with DataLoader(Jitter(100), prefetch_factor="auto", **given) as loader:
         found = epochs(loader, 3)
@@ -214,7 +214,7 @@ def test_the_numbers_are_plain_to_read_and_mean_auto_to_a_new_loader(three_cores
 
 
 def test_a_number_that_the_program_sets_is_not_changed(three_cores: None) -> None:
-    """torch lets it be set; it holds from the next iterator on."""
+    """torch allows setting it; it counts from the next iterator on."""
     loader = DataLoader(Draws(60, 0.003), num_workers="auto")
     iterator = iter(loader)
     next(iterator)

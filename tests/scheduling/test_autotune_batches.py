@@ -1,4 +1,4 @@
-"""``num_workers="auto"``: batches are the same whatever is tried, and wait for no worker that is starting."""
+"""``num_workers="auto"``: any choice gives the same batches, and none waits for a starting worker."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_workers_that_are_not_forked_join_too(three_cores: None, warm_helpers: N
 
 
 def test_nobody_waits_for_a_worker_that_is_being_started(tmp_path: Path, three_cores: None) -> None:
-    """The worker gets no task until it is there: the file that it waits for comes after 70 batches."""
+    """The worker gets no task until it has started: the file that it waits for comes after 70 batches."""
     wait = WaitForFile(tmp_path / "now")
     with DataLoader(
         Draws(150, 0.003), num_workers="auto", worker_init_fn=wait, timeout=30, persistent_workers=True
@@ -78,7 +78,7 @@ def test_nobody_waits_for_a_worker_that_is_being_started(tmp_path: Path, three_c
 
 
 def test_an_epoch_may_be_left_while_workers_are_being_started(tmp_path: Path, three_cores: None) -> None:
-    """Further epochs begin without them, and have them when they come."""
+    """Further epochs begin without them, and use them when they have started."""
     length = 60
     with DataLoader(
         Draws(length, 0.003), num_workers=1, dispatch="dynamic", persistent_workers=True
@@ -99,7 +99,7 @@ def test_an_epoch_may_be_left_while_workers_are_being_started(tmp_path: Path, th
 
 
 def test_workers_may_come_in_an_epoch_that_was_begun_early(tmp_path: Path, three_cores: None) -> None:
-    """They were started in the one before, and say so."""
+    """They were started in the epoch before, and report then."""
     wait = WaitForFile(tmp_path / "now")
     given: dict[str, Any] = {"persistent_workers": True, "prefetch_epochs": True}
     with DataLoader(Draws(60, 0.003), num_workers="auto", worker_init_fn=wait, timeout=30, **given) as loader:

@@ -1,4 +1,4 @@
-"""``num_workers="auto"`` and ``prefetch_factor="auto"``: what is chosen never exceeds the memory there is."""
+"""``num_workers="auto"`` and ``prefetch_factor="auto"``: the choice never exceeds the available memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Sized(Dataset):
 
 
 def within_budget(loader: DataLoader, budget_nbytes: int, most: list[int]) -> None:
-    """Check the bytes of the slots, and those if all were as large as a typical batch."""
+    """Check the bytes of the slots, also computed as if all were as large as a typical batch."""
     pool = loader._iterator.pool
     reserved_nbytes = sum(slot.nbytes for slot in pool.slots)
     most[0] = max(most[0], reserved_nbytes)
@@ -96,7 +96,7 @@ def test_a_budget_for_so_many_slots_is_not_exceeded(three_cores: None, slots: in
 def test_batches_that_grow_leave_fewer_tasks_and_never_exceed_the_budget(
     three_cores: None, prefetch: Any
 ) -> None:
-    """Twenty times as large in the end, when it has long settled; some batches are kept meanwhile."""
+    """They become twenty times as large, long after the choice has settled; some are kept meanwhile."""
     budget_nbytes = 4 * MIB
     sizes = [100_000] * 200 + [100_000 + 10_000 * i for i in range(190)]
     most = [0]
@@ -125,7 +125,7 @@ def test_batches_that_grow_leave_fewer_tasks_and_never_exceed_the_budget(
 def test_workers_that_the_memory_has_no_room_for_are_not_started(
     three_cores: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each would take as much for itself as the first one; half of the memory has no room for that."""
+    """Each would take as much memory as the first one, and half of the memory has no room for that."""
     with DataLoader(Draws(20, 0.004), num_workers="auto", persistent_workers=True) as loader:
         iterator = iter(loader)
         next(iterator)
@@ -147,7 +147,7 @@ class HoldsArray(Draws):
 def test_arrays_that_each_further_worker_is_given_are_reckoned(
     three_cores: None, warm_helpers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The arrays are pickled for one worker alone, into memory that shows only when it is read."""
+    """The arrays are pickled for one worker alone, into memory that counts only when it is read."""
     room = Headroom(180_000_000, 400_000_000, "a test")
     monkeypatch.setattr("shmloader.scheduling.auto.memory_headroom", lambda: room)
     given: dict[str, Any] = {"persistent_workers": True, "multiprocessing_context": "forkserver"}
@@ -158,7 +158,7 @@ def test_arrays_that_each_further_worker_is_given_are_reckoned(
 
 
 def test_kept_batches_leave_room_for_what_is_chosen(three_cores: None) -> None:
-    """All of them, with room for all: they and the choice are as without keeping."""
+    """All batches are kept, with room for all: batches and choice are the same as without keeping."""
     with DataLoader(
         Sized([50_000] * 130, 0.01),
         num_workers="auto",
@@ -191,7 +191,7 @@ class ResizedPool(PoolMachine):
 
 
 def test_a_pool_does_not_promise_again_what_slots_have_or_may_take() -> None:
-    """40 pages: four slots with 9 each, and then two with 9 and one that may grow to 10."""
+    """The budget has 40 pages: four slots with 9 each, and then two with 9 and one that may grow to 10."""
     pool = SlotPool(Segment(), 2, BUDGET_NBYTES)
     kept = [lease_of(pool, 9) for _ in range(4)]
     assert not pool.resize(4)  # six slots: the two new ones would have 2 pages each

@@ -83,7 +83,7 @@ def test_an_error_of_worker_init_fn_is_raised(three_cores: None) -> None:
 def test_where_no_further_worker_can_be_started_those_that_are_there_go_on(
     three_cores: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """There are no descriptors left for it."""
+    """There are no descriptors left for a further worker."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with DataLoader(Draws(190, 0.003), num_workers="auto", persistent_workers=True) as loader:
         iterator = iter(loader)
@@ -103,7 +103,7 @@ def test_where_no_further_worker_can_be_started_those_that_are_there_go_on(
 
 
 class OpensSomething(Draws):
-    """A dataset that cannot be pickled any more after a call in the main process."""
+    """A dataset that cannot be pickled after a call in the main process."""
 
     lock: Any = None
 
@@ -128,7 +128,7 @@ def test_a_dataset_that_cannot_be_pickled_any_more_ends_no_epoch(
 def test_an_epoch_ends_without_waiting_for_a_worker_that_is_still_starting(
     tmp_path: Path, three_cores: None
 ) -> None:
-    """Such a worker has nothing to finish; others are given five seconds."""
+    """Such a worker has nothing to finish; others get five seconds."""
     wait = WaitForFile(tmp_path / "never")
     loader = DataLoader(Draws(40, 0.003), num_workers="auto", worker_init_fn=wait, timeout=30)
     iterator = iter(loader)

@@ -1,4 +1,4 @@
-"""``dispatch="dynamic"``: free workers go on while a batch is slow, as far as slots and memory allow."""
+"""``dispatch="dynamic"``: free workers continue while a batch is slow, as far as slots and memory allow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shmloader.slots import Slot
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
 
-# --- who makes what
+# --- which worker makes which batch
 
 
 def passed(loader: DataLoader) -> torch.Tensor:
@@ -44,7 +44,7 @@ def test_a_slow_batch_does_not_stall_the_other_worker(closed: set[int], others: 
         assert not samples[:, 2].any()
         first = min(closed)
         meanwhile = samples[first + 4 : first + 4 + others // 2, 1]
-        # but for one, which may have been in the slow worker's hands already
+        # except one, which the slow worker may have had already
         assert (meanwhile == samples[first, 1]).sum() <= 1
         assert loader.statistics().tasks_ahead >= others - 10
 
@@ -57,7 +57,7 @@ def test_with_static_dispatch_it_does() -> None:
 
 
 def test_out_of_order_a_slow_batch_comes_last() -> None:
-    """The slow batch comes when its worker has it; batches that the others make come at once."""
+    """The slow batch comes when its worker has made it; batches of the others come at once."""
     with DataLoader(Gate(40, {3}, 30), num_workers=2, dispatch="dynamic", in_order=False) as loader:
         samples = torch.cat(list(loader))
     assert sorted(samples[:, 0].tolist()) == list(range(40))
@@ -85,7 +85,7 @@ def test_the_next_slow_batch_finds_the_window_wide() -> None:
         assert 30 <= wide <= 70
         assert (
             4 < len(iterator._dispatcher.ledger.tasks) <= wide
-        )  # further ones were sent though nobody waits
+        )  # further tasks were sent although the program does not wait
         iterator.close()
 
 
@@ -106,12 +106,12 @@ def test_the_window_narrows_by_one_for_a_whole_window_of_batches() -> None:
         free_workers.note_return()
         widths.append(free_workers.window)
     assert [widths.count(width) for width in (9, 8, 7, 6, 5)] == [8, 8, 7, 6, 5]
-    assert widths[-20:] == [4] * 20  # as it began, and no less
+    assert widths[-20:] == [4] * 20  # as at the beginning, and no fewer
     assert pool.warm_slots == 6
 
 
 def test_no_more_slots_are_made_than_the_bound() -> None:
-    """prefetch_factor x workers + 2, and 64; then the window is full and the gate stays closed."""
+    """The bound is prefetch_factor x workers + 2, and 64. Then the window is full; the gate stays closed."""
     dataset = Gate(200, {5}, 150, patience_s=0.5)
     with DataLoader(dataset, num_workers=2, dispatch="dynamic", persistent_workers=True) as loader:
         samples = passed(loader)
@@ -144,7 +144,7 @@ def test_the_memory_budget_bounds_how_far_others_run_ahead() -> None:
 
 
 def test_batches_that_are_kept_stay_what_they_are() -> None:
-    """More of them than there are slots, while a slow one lets others run ahead."""
+    """More batches are kept than there are slots, while others run ahead of a slow one."""
     with DataLoader(
         Gate(150, {5, 100}, 30, patience_s=0.5), num_workers=2, dispatch="dynamic", persistent_workers=True
     ) as loader:
@@ -163,7 +163,7 @@ def test_batches_that_are_kept_stay_what_they_are() -> None:
 def test_any_task_goes_to_the_worker_with_the_fewest_to_do(
     steps: list[tuple[str, int]], workers: int
 ) -> None:
-    """Against counting: whatever was sent, answered in each worker's order, and returned."""
+    """Compare with a count, after any tasks were sent, answered in each worker's order, and returned."""
     ledger = Ledger(workers)
     free_workers = FreeWorkers(ledger, _Pool(), workers, 2, 0.0)  # type: ignore[arg-type]
     for step, which in steps:
@@ -199,7 +199,7 @@ class Stream(IterableDataset):
 
 
 def test_a_sampler_draws_at_its_end_no_sooner_than_with_static_dispatch() -> None:
-    """All tasks of an epoch were sent ahead when the program leaves it: the next order is not the clock's."""
+    """All tasks of an epoch were sent when it is left: the next order does not depend on timing."""
     generator = torch.Generator().manual_seed(3)
     first = int(torch.randperm(20, generator=generator)[0])
     after_one_order = generator.get_state()
@@ -225,7 +225,7 @@ def test_without_workers_it_has_no_effect() -> None:
 
 
 def test_an_error_of_the_sampler_comes_once_and_the_batches_before_it_come_all() -> None:
-    """The sampler raises while the program waits for a slow batch, when a further task was to be sent."""
+    """The sampler raises while the program waits for a slow batch and a further task is sent."""
     dataset = Gate(40, {4}, 40, patience_s=1)
     loader = DataLoader(dataset, sampler=BadSampler(), num_workers=2, dispatch="dynamic")
     iterator = iter(loader)
@@ -252,6 +252,6 @@ class BadSampler:
 
 
 def test_an_iterator_dies_with_its_last_reference() -> None:
-    """Nothing that waits for its workers holds it."""
+    """Code that waits for its workers holds no reference to it."""
     loader = DataLoader(Gate(50, {2}, 10), num_workers=2, dispatch="dynamic")
     assert_dies_with_its_last_reference(loader, batches=5)

@@ -1,4 +1,4 @@
-"""``dispatch="dynamic"``: an epoch goes on, and draws the same, though workers die or hang."""
+"""``dispatch="dynamic"``: an epoch continues, with the same draws, although workers die or hang."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_worker_that_starts_in_a_later_epoch_draws_that_epochs_numbers(tmp_pat
 
 
 def test_a_worker_may_die_while_the_other_runs_ahead() -> None:
-    """The one that runs ahead is killed: its many tasks are made again, none is lost."""
+    """The worker that runs ahead is killed: its many tasks are made again, and none is lost."""
     with DataLoader(
         Gate(80, {7}, 40), num_workers=2, dispatch="dynamic", worker_restarts=2, timeout=60
     ) as loader:

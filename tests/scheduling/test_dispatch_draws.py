@@ -1,4 +1,4 @@
-"""``dispatch="dynamic"``: neither batches nor what their samples draw depend on who made what."""
+"""``dispatch="dynamic"``: neither batches nor draws of samples depend on which worker made which batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def draws_when_collated(samples: list[Any]) -> Any:
     return default_collate(samples), torch.rand(1), random.random()
 
 
-# --- what comes, and in which order
+# --- batches and their order
 
 
 def as_documented(
@@ -74,7 +74,7 @@ def test_any_loader_gives_what_the_oracle_does(
     in_order: bool,
     kept: bool,
 ) -> None:
-    """Epochs left early and whole ones, with slow samples, batches of any size, kept or not."""
+    """Epochs are left early or whole, with slow samples, batches of any size, kept or not."""
     dataset = (DrawsInBatches if by_batch else Draws)(8, slow)
     batches = [[(3 * seq + k) % 8 for k in range(length)] for seq, length in enumerate(lengths)]
     with DataLoader(
@@ -107,7 +107,7 @@ def test_any_loader_gives_what_the_oracle_does(
 @pytest.mark.parametrize("kind", [Draws, DrawsInBatches])
 @pytest.mark.parametrize("size", [None, 3])
 def test_draws_are_the_same_with_any_number_of_workers_and_in_every_run(kind: type, size: int | None) -> None:
-    """Two epochs, shuffled, which draw differently from each other."""
+    """There are two shuffled epochs, with different draws."""
     dataset = kind(20, frozenset({4, 11}))
     one, *others = [
         play(dataset, 2, batch_size=size, shuffle=True, num_workers=workers) for workers in (1, 2, 3, 3)
@@ -169,7 +169,7 @@ def test_workers_of_another_start_method_draw_the_same(warm_helpers: None) -> No
 
 
 def test_a_dataset_that_seeds_itself_draws_what_it_seeded() -> None:
-    """Its own seed is set after the loader's."""
+    """The dataset's own seed is set after the loader's."""
     (batches,) = play(SeedsItself(4), batch_size=1, num_workers=2)
     expected = [float(torch.rand(1, generator=torch.Generator().manual_seed(i))) for i in range(4)]
     assert [batch[0] for batch in batches] == pytest.approx(expected, abs=0)

@@ -20,7 +20,7 @@ from shmloader.slots import Slot
 
 
 class Pool:
-    """Has slots for ``most`` batches at once, the two that the program may hold not counted."""
+    """Has slots for ``most`` batches at once, without the two that the program may hold."""
 
     def __init__(self, most_tasks: int, most: int, ledger: Ledger) -> None:
         self.most_tasks, self.most = most_tasks, most
@@ -35,12 +35,12 @@ class Scheduler:
     """Plays an epoch; times are in milliseconds.
 
     Args:
-        costs: What each batch takes a worker.
-        workers: How many.
+        costs: Time of a worker for each batch.
+        workers: Number of workers.
         prefetch: Tasks per worker in advance.
-        compute: What the program does with each batch.
-        dynamic: Whether `FreeWorkers` decides, or turns are taken.
-        most: How many tasks the pool has slots for.
+        compute: Time of the program for each batch.
+        dynamic: Whether `FreeWorkers` decides; otherwise workers take turns.
+        most: Number of tasks that the pool has slots for.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Scheduler:
         self.free_workers = FreeWorkers(self.ledger, self.pool, workers, prefetch, 0.0)  # type: ignore[arg-type]
         self.turns = itertools.cycle(range(workers))
         self.free_at = [0.0] * workers
-        self.answers: list[tuple[float, int]] = []  # when, and which batch
+        self.answers: list[tuple[float, int]] = []  # time, and batch
         self.sent = 0
         self.widest = 0
         self.now = 0.0
@@ -110,14 +110,14 @@ class Scheduler:
 
 
 def slow_ones(batches: int, shift: int = 0) -> list[float]:
-    """One batch in twenty takes 100 ms, the others 5 ms; in each twenty it is another one by ``shift``."""
+    """One batch in twenty takes 100 ms, the others 5 ms; in each twenty it moves by ``shift``."""
     return [100.0 if k % 20 == (k // 20 * shift + 10) % 20 else 5.0 for k in range(batches)]
 
 
 @pytest.mark.parametrize("compute", [0.0, 2.0, 4.0, 4.8, 6.0])
 @pytest.mark.parametrize("shift", [0, 7])
 def test_one_slow_batch_in_twenty_costs_less_than_ten_percent(compute: float, shift: int) -> None:
-    """The cost is over what two workers, or the program, must take at least; with the defaults."""
+    """The cost is relative to the least time of two workers, or of the program, with the defaults."""
     costs = slow_ones(1000, shift)
     ideal = max(sum(costs) / 2, compute * len(costs))
     dynamic = Scheduler(costs, compute=compute)
@@ -164,7 +164,7 @@ COSTS = st.lists(st.floats(0.1, 50.0), min_size=1, max_size=60)
 def test_any_work_is_conserved(
     costs: list[float], workers: int, prefetch: int, more: int, compute: float
 ) -> None:
-    """No worker is idle before the sampler's end while slots are left, and never are more taken."""
+    """No worker is idle before the sampler's end while slots are left, and no more slots are taken."""
     most = workers * prefetch + more
     bounded = Scheduler(costs, workers, prefetch, compute, most=most)
     bounded.play()

@@ -21,7 +21,7 @@ class _NoLibc(ctypes.CDLL):
 
 
 def refuse(name: str, code: int) -> None:
-    """Have a function of ``os`` raise what a sandbox answers."""
+    """Make a function of ``os`` raise the error of a sandbox."""
 
     def refused(*_: Any, **__: Any) -> None:
         raise OSError(code, os.strerror(code))
@@ -52,7 +52,7 @@ import warnings  # noqa: E402
 import psutil  # noqa: E402, F401
 import torch  # noqa: E402
 
-if WHAT == "windows":  # after these, which know what Windows lacks by its name
+if WHAT == "windows":  # after these imports, which check for Windows by its name
     sys.modules["fcntl"] = sys.modules["resource"] = None  # type: ignore[assignment]
     for name in ("MAP_SHARED", "MAP_PRIVATE", "MAP_ANONYMOUS", "MAP_ANON", "PROT_READ", "PROT_WRITE"):
         delattr(mmap, name)

@@ -1,4 +1,4 @@
-"""Slots and stores get huge pages where the host has them, and never more memory than was asked for."""
+"""Slots and stores get huge pages if the host has them, and never more memory than they need."""
 
 import ctypes
 import errno
@@ -38,7 +38,7 @@ def _reserved_nbytes(segment: Segment) -> int:
 
 
 def _huge_nbytes(name: str = "slots") -> int:
-    """Bytes of slots, or of stores, that this process has mapped by huge pages."""
+    """Bytes of slots, or of stores, that this process maps with huge pages."""
     mappings = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
     found = [mapping for mapping in mappings if f"memfd:shmloader-{name}" in mapping]
     kinds = r"(?:Shmem|File)PmdMapped: +(\d+)"
@@ -47,7 +47,7 @@ def _huge_nbytes(name: str = "slots") -> int:
 
 @pytest.fixture
 def has_huge_pages(segment: Segment) -> None:
-    """Skip where the host has none, or just now no whole piece of memory."""
+    """Skip if the host has none, or at present no memory in one piece."""
     segment.reserve(1, 0, HUGE_NBYTES)
     if huge_pages._refused:
         pytest.skip("the host gives no huge pages")
@@ -56,7 +56,7 @@ def has_huge_pages(segment: Segment) -> None:
 
 @pytest.fixture
 def aligns_mappings(has_huge_pages: None) -> None:
-    """Skip where a mapping of whole huge pages begins anywhere (Linux before 6.7)."""
+    """Skip if the kernel does not align mappings of whole huge pages (Linux before 6.7)."""
     with mmap.mmap(-1, 4 * HUGE_NBYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapping:
         address = np.frombuffer(mapping, np.uint8).ctypes.data
         if address % HUGE_NBYTES:

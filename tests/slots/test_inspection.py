@@ -1,4 +1,4 @@
-"""``SHMLOADER_DEBUG=1``: what it finds, with what it finds really done."""
+"""``SHMLOADER_DEBUG=1``: the errors that it finds, each of them really made."""
 
 from __future__ import annotations
 

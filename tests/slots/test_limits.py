@@ -1,4 +1,4 @@
-"""Limits of this host are read right: against limits that are really set, in places really made small."""
+"""Limits of this host are read correctly, compared with limits that are really set."""
 
 import contextlib
 import json
@@ -157,7 +157,7 @@ def test_a_memory_cgroup_bounds_the_headroom_and_counts_its_victims() -> None:
 
 
 def test_after_a_refusal_the_next_request_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store that is refused room in advance asks for less at once, which may be too much as well."""
+    """A store that is refused room in advance asks for less at once, which may also be too much."""
     monkeypatch.setattr(headroom, "memory_headroom", lambda: limits.Headroom(MIB, 1 << 30, "a test"))
     monkeypatch.setattr(headroom, "_unchecked_nbytes", limits.SURE_NBYTES - 1)
     for nbytes in (3 * MIB, 2 * MIB):

@@ -1,4 +1,4 @@
-"""Address space: no mapping is without an owner at any moment, and none outlives its last view."""
+"""Address space: every mapping has an owner at any moment, and none outlives its last view."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def address_space_nbytes() -> int:
 
 
 def is_done_before(instruction: int, action: Callable[[], object]) -> bool:
-    """Raise _Stop before the package's nth instruction of an action, if it has that many."""
+    """Raise _Stop before the nth instruction of the package in an action, if there are so many."""
     seen = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal seen
         if not frame.f_code.co_filename.startswith(PACKAGE) or frame.f_code.co_name == "__del__":
-            return None  # what a __del__ raises, pytest keeps, and the object with it
-        # From Python 3.13 on, opcodes are traced only where the tracer is set before they are asked for.
+            return None  # pytest keeps errors of a __del__, and the object with them
+        # From Python 3.13 on, opcodes are traced only if the tracer is set before they are requested.
         frame.f_trace = trace
         frame.f_trace_lines, frame.f_trace_opcodes = False, True
         if event == "opcode":
@@ -57,7 +57,7 @@ def is_done_before(instruction: int, action: Callable[[], object]) -> bool:
         return trace
 
     before, here = sys.gettrace(), sys._getframe()
-    # From Python 3.12 on, opcodes are looked at only where some frame asks for it before and after.
+    # From Python 3.12 on, opcodes are traced only if some frame requests it before and after.
     here.f_trace_opcodes = True
     sys.settrace(trace)
     here.f_trace_opcodes = True
@@ -120,8 +120,8 @@ def test_nor_does_one_while_other_memory_is_mapped(how: str) -> None:
 def leaves_none(action: Callable[[], object], nbytes: int) -> None:
     """Interrupt an action before each of its instructions.
 
-    In a thread of its own: where an exception comes between two instructions that end an ``except`` clause,
-    CPython takes what was handled there for handled ever after, and so for the context of what is raised.
+    It runs in a thread of its own: if an exception comes between two instructions that end an ``except``
+    clause, CPython keeps the handled exception as the context of all later ones.
     """
     with ThreadPoolExecutor(1) as thread:
         thread.submit(_leaves_none, action, nbytes).result()
@@ -161,7 +161,7 @@ def mapped(begin: int, nbytes: int) -> bool:
 
 
 def test_what_is_detached_is_unmapped_once_and_keeps_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mapping that another thread makes meanwhile, where the copy was made, stays."""
+    """A mapping that another thread makes meanwhile at the address of the copy stays."""
     neighbours: list[Any] = []
     move = mapping.libc.mremap
 
@@ -191,7 +191,7 @@ def test_what_is_detached_is_unmapped_once_and_keeps_its_values(monkeypatch: pyt
 
 @pytest.mark.parametrize("spare", [0.5, 1.5, 2.5])
 def test_a_limit_on_memory_takes_no_view_away(spare: float) -> None:
-    """Moving a copy over the slot may take as much again for a moment; there may not be that much."""
+    """Moving a copy over the slot may need as much memory again for a moment, which the limit may forbid."""
     code = f"""
         import resource
         from pathlib import Path
@@ -217,7 +217,7 @@ def test_a_limit_on_memory_takes_no_view_away(spare: float) -> None:
 
 @pytest.mark.parametrize("flags", [0, 1 | 2 | 1 << 6])
 def test_a_copy_that_cannot_be_moved_is_not_kept(flags: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slot stays mapped as it was, also where the kernel lacks a flag."""
+    """The slot stays mapped as it was, also if the kernel lacks a flag."""
     if flags:
         monkeypatch.setattr(mapping, "_MREMAP_REPLACING", flags)
     else:
@@ -237,7 +237,7 @@ def test_a_copy_that_cannot_be_moved_is_not_kept(flags: int, monkeypatch: pytest
 
 @pytest.mark.parametrize("nbytes", [PAGE_NBYTES, HUGE_NBYTES + PAGE_NBYTES, LARGE])
 def test_an_alignment_that_the_system_does_not_give_is_had_from_more_space(nbytes: int) -> None:
-    """Huge pages before Linux 6.7 need that."""
+    """Huge pages need that before Linux 6.7."""
     alignment = 16 * HUGE_NBYTES
     with tempfile.TemporaryFile() as file:
         file.truncate(nbytes)
@@ -254,7 +254,7 @@ def test_an_alignment_that_the_system_does_not_give_is_had_from_more_space(nbyte
 
 
 def test_a_store_is_read_where_its_address_space_begins_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it does before Linux 6.7, where an alignment takes more space than the store."""
+    """This happens before Linux 6.7, where an alignment takes more space than the store."""
     alignment = 2 * HUGE_NBYTES
     monkeypatch.setattr(mapping, "HUGE_NBYTES", alignment)
     texts = [str(number) * (alignment // 8) for number in range(9)]
@@ -281,7 +281,7 @@ def test_address_space_is_of_huge_pages_where_a_slot_is_as_large() -> None:
 
 @pytest.mark.parametrize("what", ["Segment()", "share(list(range(9000)))", "begun()"])
 def test_what_is_alive_at_the_interpreters_end_ends_without_a_word(what: str) -> None:
-    """Names of its module are gone by then if another module, which goes later, holds it."""
+    """If a module that goes later holds the object, names of its own module are gone by then."""
     code = f"""
         import torch
         from shmloader import DataLoader, share

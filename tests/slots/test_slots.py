@@ -1,4 +1,4 @@
-"""The slot pool: whatever happens to slots, in whatever order, none is ever in two hands."""
+"""The slot pool: in any order of events, no slot ever has two users."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Batches that are copied to private memory are said once, with numbers and what to change."""
+"""Copies of batches to private memory give one warning, with numbers and advice."""
 
 import warnings
 
@@ -35,7 +35,7 @@ def test_as_many_kept_batches_as_there_are_slots_for_are_not_copied() -> None:
 
 
 def test_a_budget_without_room_for_all_says_how_many_are_made_ahead() -> None:
-    """Batches of 10 pages; the budget holds five of them."""
+    """Batches have 10 pages; the budget has room for five of them."""
     sizes = [10] * 6 + [5001] * 30
     with DataLoader(
         Growing(sizes), batch_size=None, num_workers=2, prefetch_factor=4, memory_budget_nbytes=50 * 4096
@@ -48,7 +48,7 @@ def test_a_budget_without_room_for_all_says_how_many_are_made_ahead() -> None:
 
 
 def test_one_warning_says_that_batches_are_copied_and_that_fewer_are_made_ahead() -> None:
-    """Batches of 10 pages, in pieces at first: a sixth of the budget does not hold one."""
+    """Batches have 10 pages and come in pieces at first: a sixth of the budget is too small for one."""
     options = {"num_workers": 2, "prefetch_factor": 2, "memory_budget_nbytes": 42 * 4096}
     with DataLoader(Growing([5001] * 30), batch_size=None, **options) as loader:
         iterator = iter(loader)

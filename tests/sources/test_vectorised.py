@@ -1,4 +1,4 @@
-"""Gathered batches equal those of torch's DataLoader, and are gathered wherever that is sure."""
+"""Gathered batches equal those of torch's DataLoader, and batches are gathered whenever that is certain."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def leaves(rows: int) -> st.SearchStrategy[Any]:
 
 @st.composite
 def datasets(draw: st.DrawFn, rows: int = ROWS, depth: int = 2) -> Any:
-    """Trees of torch's datasets over what rows can lie in."""
+    """Trees of torch's datasets over all containers of rows."""
     kinds_of_tree = ["leaf", "subset", "stack", "stack by name"][: 4 if depth else 1]
     how = draw(st.sampled_from(kinds_of_tree + ["concat"] * (depth > 0 and rows > 1)))
     if how == "leaf":
@@ -189,7 +189,7 @@ def test_batches_of_two_workers_are_torchs(dataset: Any, batches: list[list[int]
     with descriptors_for_torch():
         expected = outcomes(TorchLoader(dataset, batch_sampler=batches, num_workers=2))
     here = outcomes(TorchLoader(dataset, batch_sampler=batches))
-    # torch's own errors for samples that do not go together are other ones in workers.
+    # torch's errors for samples that do not match are other ones in workers.
     expected = [b if isinstance(a, Exception) else a for a, b in zip(expected, here, strict=True)]
     assert_same_outcomes(got, expected)
 
@@ -299,7 +299,7 @@ SAMPLERS_OF_BATCHES = {
     ids=lambda how: " ".join(map(str, how.values())) or "no workers",
 )
 def test_without_batches_a_dataset_is_asked_as_by_torch(which: str, how: dict[str, Any]) -> None:
-    """Torch's documentation has samplers of index batches for datasets that load many samples at once."""
+    """Torch's documentation uses samplers of index batches for datasets that load many samples at once."""
     dataset = Asked(TensorDataset(torch.rand(100, 3)))
     given_ = SAMPLERS_OF_BATCHES[which]
     got = list(DataLoader(dataset, batch_size=None, **given_, **how))
@@ -308,7 +308,7 @@ def test_without_batches_a_dataset_is_asked_as_by_torch(which: str, how: dict[st
 
 
 class Asked(Dataset[Any]):
-    """A dataset that gives with each item what it was asked for."""
+    """A dataset whose items include the index that was requested."""
 
     def __init__(self, dataset: TensorDataset) -> None:
         self.dataset = dataset
@@ -326,7 +326,7 @@ def test_the_page_about_it_says_what_is() -> None:
 
 
 def test_differences_are_seen() -> None:
-    """The comparison that these tests rest on sees lists for tuples, and other dtypes."""
+    """The comparison used by these tests notices lists instead of tuples, and other dtypes."""
     assert differences([torch.ones(2)], (torch.ones(2),))
     assert differences(["a"], ("a",))
     assert differences(torch.ones(2), torch.ones(2).double())

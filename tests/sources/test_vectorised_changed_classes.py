@@ -1,4 +1,4 @@
-"""Classes derived from torch's datasets that do something of their own for a sample are asked for each."""
+"""Classes derived from torch's datasets that make samples in their own way are asked for each sample."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Listed(list[Any]):
 
 
 def described(batch: Any) -> Any:
-    """A batch with all that says of what classes it is."""
+    """A batch, described with the classes of all its parts."""
     if isinstance(batch, torch.Tensor):
         return batch.dtype, batch.tolist()
     if isinstance(batch, dict | UserDict):
@@ -112,7 +112,7 @@ def test_a_column_is_of_the_class_of_its_values(make: Callable[..., Any]) -> Non
 @pytest.mark.parametrize("make", [Tenfold, lambda *row: {"a": Tenfold(*row)}], ids=["rows", "inside"])
 def test_namedtuples_that_iterate_over_other_values_are_joined_by_these(make: Callable[..., Any]) -> None:
     store = shmloader.share([make(i, 1) for i in range(ROWS)])
-    with descriptors_for_torch():  # each passing on of the batch iterates over it, too
+    with descriptors_for_torch():  # each process that passes the batch on iterates over it, too
         expected = list(map(described, TorchLoader(store, 20, num_workers=1)))
     assert list(map(described, DataLoader(store, 20, num_workers=1))) == expected
 

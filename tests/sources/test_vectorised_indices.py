@@ -1,4 +1,4 @@
-"""Index batches reach a worker as the sampler gave them, however they travelled."""
+"""Index batches reach a worker as the sampler gave them, by every transport."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def arrives(index_batch: Any) -> Any:
 
 
 def travelled(index_batch: Any) -> Any:
-    """The index batch that a worker reads: a record's payload has padding behind it."""
+    """The index batch that a worker reads; padding follows a record's payload."""
     payload = pack_index_batch(index_batch)
     return unpack_index_batch(payload + bytes(11), len(payload))
 
@@ -124,7 +124,7 @@ def test_arrays_arrive_as_from_torchs_queue(dtype: str, length: int) -> None:
 
 
 class Asked(Dataset[Any]):
-    """Gives back what it was asked for, and how."""
+    """Its samples are their indices, which must come as a list of plain ints."""
 
     def __len__(self) -> int:
         return 1000
@@ -173,12 +173,12 @@ def test_what_lies_in_shared_memory_may_be_an_index_batch(name: str, how: dict[s
     (got,) = DataLoader(dataset, batch_sampler=[index_batch], num_workers=1, **how)
     assert torch.equal(got, expected)
     payload = pack_index_batch(index_batch)
-    for _ in range(2):  # each reader has its own: no descriptor that could be taken but once
+    for _ in range(2):  # each reader has its own: no descriptor that can be taken only once
         assert len(unpack_index_batch(payload, len(payload))) == len(index_batch)
 
 
 class Unpicklable:
-    """Says why it has no pickle."""
+    """Cannot be pickled, and says why."""
 
     def __reduce__(self) -> Any:
         raise pickle.PicklingError(f"it is {id(self)}")

@@ -1,4 +1,4 @@
-"""A dataset's own batches take its samples' place; where one cannot be made, the bad samples are found."""
+"""A dataset's own batches replace its samples; if one cannot be made, the bad samples are found."""
 
 from __future__ import annotations
 

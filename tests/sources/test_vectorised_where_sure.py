@@ -1,4 +1,4 @@
-"""Batches are gathered where that is sure, straight into the slot; others are fetched sample by sample."""
+"""Batches are gathered straight into the slot if that is certain to be right; else fetched by sample."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ pytestmark = [
 ]
 
 
-# --- which way is taken
+# --- the way that is chosen
 
 
 def gathered(dataset: Any, batch: list[int], caplog: pytest.LogCaptureFixture) -> bool:
-    """Whether a worker of this process makes a batch without its samples; looks at what it logs."""
+    """Whether a worker of this process makes a batch without its samples, by its log."""
     caplog.clear()
     with caplog.at_level(logging.DEBUG, "shmloader"):
         outcomes(DataLoader(dataset, batch_sampler=[batch], num_workers=1, worker_type="thread"))

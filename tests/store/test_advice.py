@@ -1,4 +1,4 @@
-"""Advice in warnings and errors is right, and agrees with the other numbers that they give."""
+"""Advice in warnings and errors is right, and agrees with their other numbers."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_program_without_a_main_guard_is_told_of_it_and_not_of_pickling(tmp_pa
 
 
 class Hangs(Numbered):
-    """Says in a file that a sample is asked for, and hangs."""
+    """Writes a file when a sample is requested, and hangs."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(4)
@@ -111,7 +111,7 @@ def test_a_timeout_says_what_to_change_and_shows_only_the_programs_threads(
         time.sleep(0.05)
     with pytest.raises(WorkerTimeout) as caught:
         next(iterator)
-    iterator._workers[0].kill()  # rather than wait for its sleep
+    iterator._workers[0].kill()  # instead of waiting for its sleep
     loader.close()
     first_line, _, stack = str(caught.value).partition("\n")
     assert "  " not in first_line

@@ -20,7 +20,7 @@ NBYTES = ROWS * COLUMNS * 8
 
 
 class Rows(Dataset):
-    """Row ``i`` is its first and last number, and what the array says of itself."""
+    """Row ``i`` is its first and last number, and a description of the array."""
 
     def __init__(self, array: Any, **others: Any) -> None:
         self.array = array
@@ -154,7 +154,7 @@ def test_a_file_that_is_no_longer_under_its_name_is_sent_by_its_contents(
 
 
 def test_a_shortened_file_is_an_error(file: Path, warm_helpers: None) -> None:
-    """A read behind the end would end the process by SIGBUS."""
+    """A read after the end would end the process by SIGBUS."""
     array = np.load(file, mmap_mode="r")
     with file.open("r+b") as opened:
         opened.truncate(200)
@@ -186,7 +186,7 @@ def test_a_file_that_is_replaced_while_workers_start_is_an_error(file: Path, war
 
 
 def test_arrays_elsewhere_are_pickled_as_ever(file: Path) -> None:
-    """The reducers are this library's pickles' alone."""
+    """Only this library's pickles use the reducers."""
     array = np.load(file, mmap_mode="r")
     assert len(pickle.dumps(array)) > array.nbytes
 
@@ -195,7 +195,7 @@ def test_arrays_elsewhere_are_pickled_as_ever(file: Path) -> None:
 def test_arrays_elsewhere_are_sent_by_the_default_protocol(
     protocol: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It decides whether they keep their byte order; it is 5 from Python 3.14 on."""
+    """The protocol decides whether they keep their byte order; it is 5 from Python 3.14 on."""
     monkeypatch.setattr(pickle, "DEFAULT_PROTOCOL", protocol)
     array = np.arange(3, dtype=">i4")
     got = pickle.loads(ForkingPickler.dumps(array, protocol))

@@ -1,4 +1,4 @@
-"""Stores as NumPy arrays: what a list of the same rows would be."""
+"""Stores as NumPy arrays: the same as a list of the same rows."""
 
 from __future__ import annotations
 

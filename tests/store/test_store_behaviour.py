@@ -31,7 +31,7 @@ ROWS = 5000
 
 
 def stream(rows: int = ROWS) -> Any:
-    """Records in several chunks, since they come as a stream."""
+    """Records that come as a stream, and so in several chunks."""
     return (
         {"n": n, "x": n / 2, "s": str(n), "a": np.full(3, n, np.float32), "t": torch.full((2,), n)}
         for n in range(rows)
@@ -453,7 +453,7 @@ class Counting:
 
 
 def test_a_shared_mapping_has_a_default_factory_of_its_own() -> None:
-    """As in a worker: what the program does with its own one later changes nothing."""
+    """As in a worker: later changes of the program's own one have no effect."""
     factory = Counting()
     store = share(defaultdict(factory, {"a": 1}))
     factory.made = 100

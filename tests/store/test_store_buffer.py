@@ -62,9 +62,9 @@ def test_a_write_round_the_views_stays_in_this_process() -> None:
     assert bytes(buffer.view) == b"\7" * 10_000
     assert bytes(other.view) == bytes(10_000)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, once in a process: that the memory is not writable
+        warnings.simplefilter("ignore")  # torch warns once per process that the memory is not writable
         tensor = torch.frombuffer(other.view, dtype=torch.uint8)
-    tensor.fill_(9)  # what a user may do by torch.from_numpy(store[0])
+    tensor.fill_(9)  # a user may do this by torch.from_numpy(store[0])
     assert os.pread(buffer.fd, 10_000, 0) == bytes(10_000)
 
 
@@ -91,7 +91,7 @@ def test_a_view_outlives_its_store() -> None:
     row = store[1]
     descriptor = store.buffer.fd
     del store
-    os.fstat(descriptor)  # by which the view may be sent to another process
+    os.fstat(descriptor)  # by these the view may be sent to another process
     assert row.sum() == 499500
     del row
     with pytest.raises(OSError, match="Bad file descriptor"):

@@ -1,4 +1,4 @@
-"""Sharing leaves no cycle of references with views of memory in it, which Python's collector crashes on."""
+"""Sharing leaves no reference cycle that contains views of memory: Python's collector would crash on it."""
 
 from __future__ import annotations
 

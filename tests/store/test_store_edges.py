@@ -1,4 +1,4 @@
-"""Types that NumPy hardly tells apart, byte orders, attributes of unusual objects, and what errors say."""
+"""Types that NumPy hardly tells apart, byte orders, attributes of unusual objects, and texts of errors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ AMBIGUOUS = [np.longlong, np.ulonglong, np.intc, np.int64, np.longdouble, np.clo
 
 
 def again(store: Any, folder: Path) -> list[Any]:
-    """A store, and what other processes and files make of it."""
+    """A store, and its copies through other processes and files."""
     store.save(folder / "again.arrow")
     return [store, unpack(*pack(store)), open_store(folder / "again.arrow", allow_pickle=True)]
 
@@ -58,7 +58,7 @@ def again(store: Any, folder: Path) -> list[Any]:
 def test_byte_orders_come_back(code: str, tmp_path: Path) -> None:
     array = np.arange(12).astype(code).reshape(4, 3)
     rows = [array, array[1:], array.T, {"x": array[0]}, array[2:3, 1]]
-    if "M" not in code:  # NumPy's pickles of which are of the machine's order
+    if "M" not in code:  # NumPy pickles these in the machine's byte order
         rows.append(Slotted("x", array))  # type: ignore[arg-type]
     for store in again(share(rows), tmp_path):
         assert all(map(same, store, rows))
@@ -185,7 +185,7 @@ def test_namespaces_are_objects_with_attributes() -> None:
 
 
 def test_arrays_of_varying_shape_have_no_fields() -> None:
-    """Their items and shapes are no business of who reads them."""
+    """Their items and shapes are internal."""
     store = share([np.zeros((rows, 3)) for rows in range(1, 9)])
     assert [field.name for field in store.describe().fields] == [""]
     assert store.describe().kind == "ndarray <f8"
@@ -313,7 +313,7 @@ def test_errors_of_save_name_the_file_that_was_asked_for(name: str, tmp_path: Pa
 
 
 def test_errors_while_a_file_is_written_name_it_too(tmp_path: Path) -> None:
-    """A limit to the size of files stands for a full disk."""
+    """A limit on the size of files simulates a full disk."""
     store = share(list(np.zeros((64, 1 << 14))))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))

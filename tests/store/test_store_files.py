@@ -1,4 +1,4 @@
-"""Stores in files: what is opened equals what was saved, and a file that is gone or changed is an error."""
+"""Stores in files: an opened store equals the saved one, and a file that is gone or changed is an error."""
 
 from __future__ import annotations
 
@@ -211,11 +211,11 @@ def test_compressed_batches_are_unpacked_one_by_one(
         pa.set_memory_pool(usual)
     assert len(taken) == 20
     assert max(taken) < 4 << 20  # of 20
-    assert counted.max_memory() < 4 << 20  # also before the first one is appended
+    assert counted.max_memory() < 4 << 20  # even before the first one is appended
 
 
 def test_only_batches_that_are_read_are_made_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file may have very many batches."""
+    """This matters for files with very many batches."""
     table, made = pa.table({"x": np.arange(100)}), list[Any]()
     with pa.ipc.new_file(str(tmp_path / "data.arrow"), table.schema) as writer:
         writer.write_table(table, max_chunksize=1)
@@ -236,7 +236,7 @@ def test_only_batches_that_are_read_are_made_columns(tmp_path: Path, monkeypatch
 def test_a_compressed_file_is_unpacked_also_if_its_first_batch_has_no_rows(
     make_writer: Any, tmp_path: Path
 ) -> None:
-    """Each process that maps such a file would unpack it for itself."""
+    """Otherwise each process that maps the file would unpack it for itself."""
     table = pa.table({"x": np.zeros(1 << 16)})
     compressed = pa.ipc.IpcWriteOptions(compression="lz4")
     with make_writer(str(tmp_path / "data.arrow"), table.schema, options=compressed) as writer:
@@ -249,7 +249,7 @@ def test_a_compressed_file_is_unpacked_also_if_its_first_batch_has_no_rows(
 
 @pytest.mark.long
 def test_a_file_may_be_larger_than_what_memory_may_be_had(tmp_path: Path) -> None:
-    """The process may have less private memory than the file is long."""
+    """The process may use less private memory than the file's length."""
     path = tmp_path / "data.arrow"
     write_file(pa.table({"x": np.arange(16 << 20)}), path)
     program = (
@@ -307,7 +307,7 @@ def test_a_file_that_is_gone_is_an_error_that_says_so(tmp_path: Path, name: str)
     path.unlink()
     with pytest.raises(FileNotFoundError, match=f"{path}, which is not there"):
         pickle.loads(pickled)
-    assert store[3] == data[3]  # what is mapped stays
+    assert store[3] == data[3]  # the mapping stays
 
 
 @pytest.mark.parametrize("name", ["records", "namedtuples"])
@@ -343,7 +343,7 @@ def test_saving_over_the_file_of_an_open_store_leaves_that_store_as_it_was(tmp_p
 
 @pytest.mark.parametrize("how", ["replaced", "unlinked"])
 def test_tensors_are_read_from_a_file_that_has_no_path_any_more(tmp_path: Path, how: str) -> None:
-    """Only tensors need memory that can be written to: that is asked for when the first is read."""
+    """Only tensors need writable memory, which is mapped when the first one is read."""
     path = tmp_path / "tensors.arrow"
     share([{"t": torch.full((3,), n), "ragged": torch.ones(n % 4)} for n in range(9)]).save(path)
     store = open_store(path)

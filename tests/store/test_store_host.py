@@ -69,7 +69,7 @@ def test_the_object_is_built_anew_after_the_last_rank_has_dropped_it(name: str) 
         inodes.append(os.fstat(shared.buffer.fd).st_ino)
         kept_part = shared[10:20]
         del shared
-        assert server.is_running()  # a view of it is a part of it
+        assert server.is_running()  # a view of it is a part of the memory
         del kept_part
         assert wait_for(lambda server=server: not server.is_running())
     assert inodes[0] != inodes[1]
@@ -93,7 +93,7 @@ def test_the_next_in_line_builds_when_the_builder_is_killed(start: Any) -> None:
 
 
 def test_a_process_that_the_build_forked_does_not_hide_the_builders_death(start: Any) -> None:
-    """The heir would hold the listening socket, and the others would wait for it."""
+    """The forked process would hold the listening socket, and the others would wait for it."""
     heirs, ours = FORK.Pipe()
 
     def build_with_heir() -> Any:
@@ -185,7 +185,7 @@ def test_a_failed_build_may_be_tried_again(name: str) -> None:
 
 
 def test_an_interrupted_build_is_taken_over(start: Any) -> None:
-    """Ctrl-C in one rank is no result for the others."""
+    """Another rank builds when the building rank is interrupted."""
 
     def interrupted() -> Any:
         time.sleep(0.3)
@@ -234,7 +234,7 @@ LAUNCHED: dict[str, tuple[dict[str, str], dict[str, str]]] = {
 
 
 def asked(environment: dict[str, str], *command: str) -> list[str]:
-    """The runs named by a process with this environment and by those that it starts."""
+    """The runs that a process with this environment names, and those of processes that it starts."""
     command = command or (ASKS,)
     done = subprocess.run(
         [sys.executable, "-c", *command],
@@ -278,7 +278,7 @@ def test_a_rank_that_builds_in_another_way_is_an_error(name: str) -> None:
 
 
 def test_a_fingerprint_is_the_same_in_every_process() -> None:
-    """The order of a set of texts, such as the compiler makes of ``in {...}``, is another one in each."""
+    """The order of a set of texts, as the compiler makes for ``in {...}``, differs between processes."""
     found = {
         subprocess.run(
             [sys.executable, "-c", FINGERPRINT],
@@ -312,11 +312,11 @@ def test_what_would_be_copied_into_every_rank_is_refused_with_its_size(name: str
 
 
 def test_the_server_is_in_a_session_of_its_own(name: str) -> None:
-    """A Ctrl-C at the terminal, and a launcher that kills a process group, must not take it."""
+    """A Ctrl-C at the terminal, or a launcher that kills a process group, must not end it."""
     shared = share_on_host(Building(build), name=name)
     (server,) = servers()
     assert os.getsid(server.pid) != os.getsid(0)
-    assert server.ppid() != os.getpid()  # so nobody has to wait for it
+    assert server.ppid() != os.getpid()  # so no process has to wait for it
     del shared
 
 
@@ -368,7 +368,7 @@ def test_what_was_done_is_logged(name: str, caplog: pytest.LogCaptureFixture) ->
     assert f"attached to {shared.buffer.nbytes:,} bytes" in text
 
 
-# Real ranks: programs of their own.
+# Real ranks, each a program.
 
 PROGRAM = """
 import os, sys

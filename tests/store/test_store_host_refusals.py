@@ -1,4 +1,4 @@
-"""share_on_host refuses what it cannot do, and whom it must not serve, and says why."""
+"""share_on_host refuses impossible requests and strangers, and says why."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_an_empty_name_is_refused() -> None:
 
 
 def test_a_frozen_program_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starting the server would start the program a second time, in the place of an interpreter."""
+    """Starting the server would start the program a second time, instead of an interpreter."""
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     with pytest.raises(LoaderError, match="frozen program"):
         share_on_host(Building(build), name=name)
@@ -119,7 +119,7 @@ def test_another_users_process_cannot_attach(name: str) -> None:
 
     with another_user(connect) as received:
         assert received == (b"", 0)
-    assert share_on_host(Building(build_never), name=name) == shared  # it goes on serving
+    assert share_on_host(Building(build_never), name=name) == shared  # it continues to serve
 
 
 @as_root

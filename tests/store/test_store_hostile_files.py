@@ -1,7 +1,7 @@
 """Damaged and hostile files: an error that names the file, or other values; no code runs, and nothing
 crashes.
 
-Each run has a process of its own, which reads thousands of mutated files and says what it met. All 10,000
+Each run has a process of its own, which reads thousands of mutated files and reports the outcomes. All 10,000
 mutations run with ``SHMLOADER_LONG=1``.
 """
 
@@ -84,7 +84,7 @@ print(found["errors"], found["read"])
 
 
 def mutate(source: Path, count: int, seed: int) -> tuple[int, int]:
-    """Read mutations of a file in another process; returns how many were errors, and how many were read."""
+    """Read mutations of a file in another process; returns the numbers of errors and of successful reads."""
     folder = str(Path(__file__).parents[1])
     command = [sys.executable, "-c", READS, str(source), str(count), str(seed), folder]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -134,7 +134,7 @@ def test_pickled_values_are_read_only_where_that_is_allowed(
 def test_classes_are_not_imported_and_none_of_their_code_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file may name any class; what is not loaded is made up, and what is loaded must fit."""
+    """A file may name any class: one that is not loaded is replaced, and one that is loaded must fit."""
     (tmp_path / "explosive.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     fields = pa.StructArray.from_arrays([pa.array([1])], ["x"])

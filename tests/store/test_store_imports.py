@@ -1,4 +1,4 @@
-"""Sharing, saving, opening and reading import no pandas, as `pyarrow.array` would where it is installed."""
+"""Sharing, saving, opening and reading import no pandas, which `pyarrow.array` would if it is installed."""
 
 import datetime as dt
 import decimal
@@ -81,7 +81,7 @@ ROWS: dict[str, list[Any]] = {
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds nothing, and remembers where pandas is imported."""
+    """An import finder that finds nothing, and notes where pandas is imported."""
 
     def __init__(self) -> None:
         self.imports: list[str] = []
@@ -95,7 +95,7 @@ FINDER = Finder()
 
 
 class Boxes:
-    """A dataset: each sample also says how often its process has imported pandas."""
+    """A dataset; each sample also counts the imports of pandas in its process."""
 
     def __init__(self) -> None:
         self.boxes = [{"id": n, "name": f"box {n}"} for n in range(20_000)]
@@ -110,7 +110,7 @@ class Boxes:
 
 
 def compare(store: Any, wanted: Any, folder: Path) -> None:
-    """Read a store, and what is opened of its files."""
+    """Read a store, and stores opened from its files."""
     stores = [store]
     for suffix in (".arrow", ".parquet"):
         path = folder / f"rows{suffix}"
@@ -126,7 +126,7 @@ def compare(store: Any, wanted: Any, folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """Share, save, open and read all of these."""
+    """Share, save, open and read all kinds."""
     sys.meta_path.insert(0, FINDER)
     for rows in ROWS.values():
         compare(shmloader.share(rows), rows, folder)
@@ -146,7 +146,7 @@ def main(folder: Path) -> None:
 
 
 def test_a_program_that_shares_and_reads_imports_no_pandas(tmp_path: Path) -> None:
-    """It is no matter whether pandas is installed: the interpreter notices that it is looked for."""
+    """pandas need not be installed: the interpreter notices that it is searched for."""
     paths = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(
         [sys.executable, __file__, tmp_path],

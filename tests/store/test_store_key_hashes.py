@@ -1,4 +1,4 @@
-"""Keys of all types that are known are found by hashes that are the same in every process."""
+"""Keys of all known types are found by hashes that are the same in every process."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Rights(enum.Flag):
 
 
 class Instant(dt.datetime):
-    """As pandas.Timestamp, which has a ``__hash__`` of its own, too."""
+    """Has a ``__hash__`` of its own, like pandas.Timestamp."""
 
     def __hash__(self) -> int:
         return super().__hash__()
 
 
 class Odd(dt.datetime):
-    """Equal to others than datetimes are."""
+    """Is equal to other values than datetimes are."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Odd) and self.year == other.year
@@ -71,7 +71,7 @@ def find_all(shared: Any, found: Any) -> None:
 
 def test_keys_are_found_in_a_process_that_was_spawned() -> None:
     shared = share({key: number for number, key in enumerate(KEYS)})
-    context = multiprocessing.get_context("spawn")  # it hashes texts otherwise
+    context = multiprocessing.get_context("spawn")  # it hashes texts in another way
     found: Any = context.SimpleQueue()
     process = context.Process(target=find_all, args=(shared, found))
     process.start()

@@ -66,7 +66,7 @@ def test_keys_in_another_order_stay_in_it() -> None:
 
 
 def test_rows_that_repeat_have_fields(tmp_path: Path) -> None:
-    """A list may have samples that were drawn more than once."""
+    """A list may contain samples that were drawn more than once."""
     rows = [{"label": n % 5, "path": f"{n}.jpg", "box": np.full(4, n)} for n in range(500)]
     store = share(rows * 20)
     assert store.nbytes < 2 * share(rows).nbytes + 4 * 20 * 500 + 5000
@@ -126,7 +126,7 @@ def test_arrays_without_items_alone(empty: Any, tmp_path: Path) -> None:
 
 
 def test_arrays_without_items_are_read_from_files_that_have_no_column_for_them(tmp_path: Path) -> None:
-    """As they were saved when their storage was Arrow's null."""
+    """Such files were saved when the storage was Arrow's null."""
     kind = ArrayType(pa.null(), dtype="<f8", shape=[0, 3])
     column = pa.chunked_array([kind.wrap(pa.nulls(3))])
     share(pa.table({"n": [1, 2, 3], "x": column})).save(tmp_path / "rows.arrow")
@@ -187,7 +187,7 @@ def test_numbers_of_other_widths_are_one_type_in_a_table(tmp_path: Path) -> None
 
 
 def test_files_of_one_pattern_may_differ_in_the_types_of_columns(tmp_path: Path) -> None:
-    """Parts of one list that were saved one by one differ so."""
+    """Parts of one list that were saved one by one may differ like this."""
     parts = [
         [{"id": n, "tag": None} for n in range(100)],
         [{"id": n, "tag": "x"} for n in range(90_000, 90_100)],

@@ -1,4 +1,4 @@
-"""Objects that are shared go on as they would have: what they hold stays open, and of its kind."""
+"""Shared objects work as before: files that they hold stay open, and types stay the same."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_a_dataset_with_the_id_of_one_that_died_is_shared_anew() -> None:
 
 
 class Plain:
-    """A dataset of no class of torch's, and with more than data in it."""
+    """A dataset without a base class, with more than data in it."""
 
     def __init__(self) -> None:
         self.texts = [f"text {n}" for n in range(ROWS)]

@@ -1,4 +1,4 @@
-"""Objects that answer oddly, and numbers, keys and graphs at the edges of what stores take."""
+"""Objects that behave oddly, and numbers, keys and graphs at the limits of stores."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_list_whose_elements_raise_anything_when_pickled_stays() -> None:
 
 
 def test_want_of_descriptors_is_an_error_with_the_limit_and_what_to_do() -> None:
-    gc.collect()  # or descriptors of earlier tests may be closed on the way
+    gc.collect()  # otherwise descriptors of earlier tests might be closed meanwhile
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = os.dup(0)
     os.close(highest)

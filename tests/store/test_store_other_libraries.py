@@ -1,4 +1,4 @@
-"""Objects of pandas and of Hugging Face's datasets, where these are installed."""
+"""Objects of pandas and of Hugging Face's datasets, if these are installed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def alike(pandas: Any, one: Any, other: Any) -> bool:
 
 
 def test_a_frame_has_the_rows_of_to_dict_and_a_series_those_of_tolist(pandas: Any, tmp_path: Any) -> None:
-    """Alone, together with columns of every other type, and from a file."""
+    """Types are tried alone, together with columns of every other type, and from a file."""
     columns = make_columns(pandas)
     frame = pandas.DataFrame(columns, index=["p", "q", "r"])
     cases = [(frame, frame.to_dict("records"))]
@@ -147,7 +147,7 @@ def test_missing_texts_are_nan_as_in_columns_of_objects(pandas: Any) -> None:
 
 
 def test_a_series_of_texts_is_as_large_as_its_texts(pandas: Any) -> None:
-    """Its array has only their addresses, less than what is worth sharing."""
+    """Its array has only their addresses, which would be too small to share."""
     texts = pandas.Series([f"caption {n}" for n in range(50_000)], dtype=object)
     holder = SimpleNamespace(texts=texts)
     assert share(holder).texts is not texts
@@ -237,7 +237,7 @@ def test_a_column_of_a_hugging_face_dataset_is_a_sequence_like_any_other(hugging
 
 
 def test_a_package_of_ones_own_named_datasets_is_shared(tmp_path: Path) -> None:
-    """Its classes are not taken for those of the library of this name."""
+    """Its classes are not mistaken for those of the library of this name."""
     (tmp_path / "datasets").mkdir()
     (tmp_path / "datasets" / "__init__.py").write_text(
         textwrap.dedent("""

@@ -1,4 +1,4 @@
-"""Numbers of records lie side by side in memory, and are ordinary columns everywhere else."""
+"""Numbers of records lie side by side in memory; everywhere else they are ordinary columns."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import shmloader
 from shmloader.store.columns.types import PackedType, RecordsType, find_types
 
 ROWS = 300
-"""As a stream several chunks, whose integers have different widths."""
+"""As a stream these rows are several chunks, whose integers have different widths."""
 
 PACKED: dict[str, list[Any]] = {
     "dicts": [{"a": n, "b": -n * n * n, "c": n / 7, "d": n % 3 == 0, "e": str(n)} for n in range(ROWS)],
@@ -110,7 +110,7 @@ def test_a_key_with_the_name_of_the_records_is_a_key() -> None:
 
 
 def test_a_file_with_packed_numbers_is_refused(tmp_path: Path) -> None:
-    """They could be anywhere, and of any type."""
+    """Their places and types could be anything."""
     batch = shmloader.share(PACKED["dicts"]).chunks.batches[0]
     with pa.OSFile(str(tmp_path / "x.arrow"), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
         writer.write_batch(batch)

@@ -1,4 +1,4 @@
-"""What is held beside a store while it is written piece by piece, where some rows are far larger."""
+"""Memory used beside a store while it is written piece by piece, if some rows are far larger."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_rows_that_become_far_larger_are_taken_in_smaller_pieces() -> None:
     different = large, large.copy(), large.copy()
     store = share(chain(repeat(small, 40_000), islice(cycle(different), 8000)))
     ends = np.array(store.chunks.starts[1:])
-    pieces = np.diff(store.chunks.starts)[ends > 44_000]  # behind the one in which they become larger
+    pieces = np.diff(store.chunks.starts)[ends > 44_000]  # after the one in which they become larger
     assert pieces.max() * large.nbytes < 256 << 20
     assert (store[39_999] == small).all()
     assert (store[-1] == large).all()

@@ -116,7 +116,7 @@ def test_stores_reach_a_process_and_survive_its_kill(start_method: str) -> None:
         "field": 999,
         "mapped": True,
     }
-    # The worker's writes to a tensor are its own, and its death takes nothing from anybody.
+    # The worker's writes to a tensor are private, and its death affects no other process.
     assert float(stores["tensor"].sum()) == float(array.sum())
     assert identical(stores["records"][-1], make_rows()[-1])
     assert not [name for name in os.listdir("/dev/shm") if "shmloader-store" in name]
@@ -131,7 +131,7 @@ def test_the_message_has_a_handle_and_no_data() -> None:
     try:
         message = bytes(ForkingPickler.dumps({"store": store, "array": array[5:], "table": table}))
         assert len(message) < 4000
-        received = pickle.loads(message)  # as a queue of multiprocessing does
+        received = pickle.loads(message)  # like a queue of multiprocessing
         assert received["store"].buffer.fd != store.buffer.fd
         assert list(received["store"]) == list(store)
         assert np.array_equal(received["array"], array[5:])
@@ -206,6 +206,6 @@ print(kept - read_memory("self")["Anonymous"])
 
 
 def test_sharing_keeps_no_memory_that_it_has_needed_meanwhile() -> None:
-    """Arrow would keep what it had for encoding the chunks, 19 MB here."""
+    """Arrow would keep its memory for encoding the chunks, 19 MB here."""
     done = subprocess.run([sys.executable, "-c", KEEPS], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 4 << 20

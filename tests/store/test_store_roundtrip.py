@@ -83,14 +83,14 @@ def test_rows_of_each_kind_come_back(case: str) -> None:
 
 
 def test_extra_attributes_of_a_dataclass_come_back() -> None:
-    """Not all that an instance has needs to be a field."""
+    """An instance may have attributes that are no fields."""
     persons = [Person("a", 1), Person("b", 2)]
     persons[1].nickname = "c"
     assert same(share(persons)[1], persons[1])
 
 
 def test_types_may_change_long_after_the_start() -> None:
-    """Each chunk is encoded by itself: nothing that comes late is bent to what came early."""
+    """Each chunk is encoded by itself: later values are not converted to earlier types."""
     rows = [{"a": n} for n in range(50_000)] + [{"a": "x", "b": 2.5}, [1], None] + [{"a": 2**70}] * 3
     store = share(iter(rows))
     assert all(map(same, store, rows))

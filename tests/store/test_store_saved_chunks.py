@@ -1,4 +1,4 @@
-"""Stores of several chunks in files, which have one column of them: rows that repeat, chunks that differ."""
+"""Stores of several chunks become one column in a file: rows that repeat, chunks that differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rule for `share`'s argument and for what it holds, and one warning for what cannot be shared."""
+"""One rule for `share`'s argument and its contents, and one warning for data that cannot be shared."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def coco() -> dict[str, Any]:
 
 
 def either_way(data: Any) -> list[Any]:
-    """Data after sharing: once shared itself, and once as an attribute."""
+    """Data after sharing: shared itself, and shared as an attribute."""
     return [share(data), share(Holder(data=data)).data]
 
 

@@ -1,5 +1,4 @@
-"""The loader notices: forked workers that copy a list by reading it are one warning with the line that mends
-it."""
+"""Forked workers that copy a list by reading it cause one warning, with the line of code that helps."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def read(dataset: Dataset, pipe: Connection) -> None:
 
 
 def warned(dataset: Dataset) -> list[str]:
-    """Read all samples in a forked worker, and look twice for warnings; returns those."""
+    """Read all samples in a forked worker, and return the warnings of two checks."""
     watch = CopyWatch(dataset)
     ours, theirs = FORK.Pipe()
     worker = FORK.Process(target=read, args=(dataset, theirs))

@@ -1,4 +1,4 @@
-"""Sharing what a dataset holds: what is replaced, what stays, and that the original is not touched."""
+"""Sharing the contents of a dataset: attributes that are replaced, others that stay, and the original."""
 
 from __future__ import annotations
 
@@ -173,10 +173,10 @@ def test_a_list_of_a_class_that_was_pickled_before_is_shared() -> None:
 
 
 class Checked:
-    """A descriptor that keeps a list, and nothing else."""
+    """A descriptor that stores every value as a list."""
 
     def __get__(self, instance: Any, owner: Any) -> Any:
-        return instance.__dict__["rows"]  # asked of the class, this fails
+        return instance.__dict__["rows"]  # access through the class fails
 
     def __set__(self, instance: Any, value: Any) -> None:
         instance.__dict__["rows"] = list(value)
@@ -288,7 +288,7 @@ class Text(list):  # type: ignore[type-arg]
 
 
 def test_want_of_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is not taken for a container that cannot be represented."""
+    """The error is not mistaken for a container that cannot be represented."""
 
     def exhausted(*_: Any, **__: Any) -> Any:
         raise SharedMemoryExhausted("too big")
@@ -324,7 +324,7 @@ def test_a_shared_dataset_is_a_small_message_to_a_spawned_worker() -> None:
         multiprocessing.context.set_spawning_popen(None)
 
 
-# torch says so of any read-only array that becomes a tensor.
+# torch warns of any read-only array that becomes a tensor.
 may_warn_of_read_only = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
 
@@ -422,7 +422,7 @@ def test_rows_of_nested_data_are_shared(row: Any) -> None:
 
 
 def test_what_cannot_be_shared_takes_nothing_of_what_can() -> None:
-    """The rows before it take no bytes until all are written: it must not be taken for theirs."""
+    """The rows before it stay shared, although they take no bytes until everything is written."""
     numbers = {number: number for number in range(100_000)}
     with pytest.warns(NotSharedWarning, match="factory"):
         shared = share(SimpleNamespace(rows=[None] * 300_000, counts=defaultdict(lambda: 0, numbers)))

@@ -1,4 +1,4 @@
-"""The fork server imports torch, this package and what the program chose; the dataset's code is never old."""
+"""The fork server imports torch, this package and the program's choice; the dataset's code is never old."""
 
 import multiprocessing
 import os
@@ -32,7 +32,7 @@ MAIN = """
 
 
 def _run(folder: Path, main: str, **modules: str) -> list[str]:
-    """Run a program whose modules lie beside it, from another folder; gives the lines that it prints."""
+    """Run a program with modules beside it from another folder; returns the lines that it prints."""
     for name, source in {"main": MAIN + main, **modules}.items():
         (folder / f"{name}.py").write_text(textwrap.dedent(source))
     result = subprocess.run(
@@ -49,7 +49,7 @@ def _run(folder: Path, main: str, **modules: str) -> list[str]:
     return result.stdout.splitlines()
 
 
-# A module's pid tells where it was imported: in the server, or in the worker itself.
+# A module's pid shows the process that imported it: the server, or the worker itself.
 PLACES = """
     import os
     import torch
@@ -90,7 +90,7 @@ LOOKS_AT_PLACES = """
 def test_the_server_imports_what_the_program_chose_and_no_module_of_the_dataset(
     chosen: list[str], places: str, tmp_path: Path
 ) -> None:
-    """The program's own processes have their signals as without this library."""
+    """The program's own processes have the same signal handlers as without this library."""
     main = LOOKS_AT_PLACES.format(chosen=chosen, folder=str(tmp_path))
     lines = _run(tmp_path, main, places=PLACES, chosen=CHOSEN)
     assert lines == [places, places, "False True"]

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threade
 
 
 class Forks(Dataset):
-    """Sample i is i; the third waits for a child that ends in some way, and is the child's exit code."""
+    """Sample i is i; the third waits for a child that ends in a given way, and is the child's exit code."""
 
     def __init__(self, end: str) -> None:
         self.end = end

@@ -21,7 +21,7 @@ from shmloader import DataLoader, LoaderClosed, WorkerDied, WorkerTimeout
 
 
 class Fatal(Dataset):
-    """A dataset that kills, ends or stalls its worker at indices of ``fatal``, as often as that says."""
+    """Kills, ends or stalls its worker at the indices of ``fatal``, as many times as given there."""
 
     def __init__(self, folder: Path, fatal: dict[int, int], how: str = "kill", items: int = 3) -> None:
         self.folder, self.fatal, self.how, self.items = folder, fatal, how, items
@@ -152,7 +152,7 @@ def test_the_error_for_a_silent_worker_shows_its_stack(tmp_path: Path, restarts:
 
 
 class FailsToStart:
-    """A ``worker_init_fn`` that ends its worker, or stalls it, as often as ``times`` says."""
+    """A ``worker_init_fn`` that ends or stalls its worker, ``times`` times."""
 
     def __init__(self, folder: Path, times: int, how: str) -> None:
         self.folder, self.times, self.how = folder, times, how
@@ -167,7 +167,7 @@ class FailsToStart:
 
 
 def fails_to_start(folder: Path, times: int, how: str, **given: Any) -> DataLoader:
-    """A loader with one worker, which fails to start so many times."""
+    """A loader with one worker, which fails to start a given number of times."""
     init_fn = FailsToStart(folder, times, how)
     return DataLoader(Numbered(64), batch_size=4, num_workers=1, worker_init_fn=init_fn, **given)
 
@@ -200,7 +200,7 @@ def test_the_error_blames_no_batch_that_was_not_begun(
 
 
 def test_a_first_batch_that_ends_its_worker_twice_is_an_error(tmp_path: Path) -> None:
-    """Neither worker had said anything, but both had begun it."""
+    """Neither worker had reported anything, but both had begun the batch."""
     with (
         DataLoader(Fatal(tmp_path, {1: 2}), batch_size=4, num_workers=2, worker_restarts=100) as loader,
         pytest.raises(WorkerDied, match="2 workers have ended at the first") as caught,
@@ -266,7 +266,7 @@ def test_a_worker_that_cannot_be_replaced_is_an_error_that_ends_all_workers(tmp_
 
 
 class SlowToPickle(Fatal):
-    """The second time, which is for a worker's successor, it takes long and says so."""
+    """The second time, which is for a worker's successor, pickling takes long and says so."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, {21: 1}, "exit")
@@ -284,7 +284,7 @@ class SlowToPickle(Fatal):
 def test_closing_from_another_thread_while_a_worker_is_replaced_leaves_nothing(
     tmp_path: Path, warm_helpers: None
 ) -> None:
-    """The new process, which the thread that closes has not seen, ends too."""
+    """The new process, which the closing thread has not seen, ends too."""
     dataset = SlowToPickle(tmp_path)
     loader = DataLoader(
         dataset, batch_size=4, num_workers=2, worker_restarts=3, multiprocessing_context="forkserver"

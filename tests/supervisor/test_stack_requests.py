@@ -1,4 +1,4 @@
-"""A stack is asked for only where the worker can answer, and a caught timeout costs nothing."""
+"""A stack is requested only if the worker can answer, and a caught timeout has no effect."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ def test_a_spawned_worker_outlives_timeouts_while_it_starts() -> None:
 
 
 def test_timeouts_of_a_worker_that_lives_are_no_deaths() -> None:
-    """A worker with its handler tells its stack each time."""
+    """A worker with its handler reports its stack each time."""
     with DataLoader(Sleeps(4, 2.5, at=1), batch_size=1, num_workers=1, timeout=0.5) as loader:
         iterator = iter(loader)
         timeouts = []

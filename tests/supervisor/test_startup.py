@@ -1,4 +1,4 @@
-"""Workers that are started together are given one pickle, and everything in it reaches each of them."""
+"""Workers that are started together get one pickle, and everything in it reaches each of them."""
 
 import gc
 import multiprocessing
@@ -81,7 +81,7 @@ def test_a_store_reaches_every_worker(method: str, warm_helpers: None) -> None:
 def test_too_large_a_file_is_an_error_with_advice(
     warm_helpers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limit on the size of files counts for what workers are given, too."""
+    """The limit on the size of files applies to the pickle for workers, too."""
     loader = DataLoader(CountsPickles(8, 1_000_000), num_workers=1, multiprocessing_context="forkserver")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
@@ -125,7 +125,7 @@ def test_large_arrays_are_mapped_by_workers_and_theirs_to_change(warm_helpers: N
 
 
 def test_files_of_the_start_are_gone_after_it(warm_helpers: None) -> None:
-    """All of them in the main process; in a worker that of large arrays is mapped, and none is open."""
+    """In the main process all are gone; in a worker the file of large arrays is mapped, and none is open."""
     dataset = HoldsArrays()
     with DataLoader(
         dataset, 4, num_workers=2, multiprocessing_context="forkserver", collate_fn=memory_files
@@ -168,7 +168,7 @@ def test_an_error_in_the_pickling_is_itself_with_advice_and_leaves_nothing(
 
 
 def test_objects_that_are_no_arrays_keep_their_memory_in_the_pickle(warm_helpers: None) -> None:
-    """An own class may count on bytes, which it would not get from a file of arrays."""
+    """A class of the program's may rely on bytes, which it would not get from a file of arrays."""
     with DataLoader(HoldsBuffer(), 2, num_workers=1, multiprocessing_context="forkserver") as loader:
         assert [batch.tolist() for batch in loader] == [[1 << 17, 1 << 17]] * 2
 

@@ -1,4 +1,4 @@
-"""Worker threads give what torch's workers give, and at the same time: batches, order, draws, streams."""
+"""Worker threads give the same as torch's workers, in parallel: batches, order, draws, streams."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
     ids=",".join,
 )
 def test_epochs_equal_torchs(arguments: dict[str, Any]) -> None:
-    """Two epochs: values, types, order, and the global generators' state afterwards."""
+    """In two epochs, values, types, order and the global generators' state afterwards are equal."""
 
     def play(build: Build) -> Any:
         loader = build(Mixed(23), num_workers=2, **arguments)
@@ -84,7 +84,7 @@ def test_any_epoch_equals_torchs(
     in_order: bool,
     taken: int,
 ) -> None:
-    """Epochs of any length, with any number of workers; also when the one before was left in the middle."""
+    """Epochs have any length and number of workers; the one before may have been left in the middle."""
     dataset = loading.Numbered(length)
     order = torch.randperm(length, generator=torch.Generator().manual_seed(taken)).tolist()
     arguments: dict[str, Any] = {"batch_size": batch_size, "drop_last": drop_last, "sampler": order}
@@ -114,7 +114,7 @@ def test_order_is_the_samplers_however_long_batches_take() -> None:
 
 
 def test_batches_are_collated_into_slots() -> None:
-    """A user's function that calls default_collate, and shmloader.empty, write there too."""
+    """A user's function that calls default_collate, or shmloader.empty, writes there too."""
     for collate_fn in (None, lambda samples: {"x": default_collate(samples)}, loading.into_empty):
         with threads(loading.Numbered(40), batch_size=4, num_workers=2, collate_fn=collate_fn) as loader:
             iterator = iter(loader)
@@ -147,11 +147,11 @@ def test_other_schedules_give_the_same_batches(arguments: dict[str, Any]) -> Non
             assert torch.cat(list(loader))[:, 0].tolist() == list(range(30))
 
 
-# --- who they are
+# --- identity
 
 
 def test_worker_info_is_each_threads_own() -> None:
-    """Identity, seed and dataset; worker_init_fn has run; one core; nothing of it in the main thread."""
+    """It has id, seed and dataset; worker_init_fn has run; torch uses one core. The main thread has none."""
 
     def init(worker_id: int) -> None:
         get_worker_info().dataset.note = f"of {worker_id}"
@@ -298,7 +298,7 @@ def test_workers_run_at_the_same_time() -> None:
 
 
 def test_samples_without_the_interpreter_lock_overlap() -> None:
-    """Sleeping and decompressing."""
+    """Sleeping and decompressing are tried."""
     for dataset in (Timed(24), Compressed(24)):
         for _ in range(20):
             with threads(dataset, batch_size=2, num_workers=2) as loader:

@@ -92,7 +92,7 @@ def test_a_closed_link_gives_no_task_and_takes_no_answer() -> None:
 
 
 def test_persistent_threads_stay_until_the_loader_is_closed() -> None:
-    """The same ones in each epoch."""
+    """They are the same threads in each epoch."""
     with threads(loading.Numbered(8), num_workers=2, persistent_workers=True) as loader:
         epochs = []
         for _ in range(3):
@@ -105,7 +105,7 @@ def test_persistent_threads_stay_until_the_loader_is_closed() -> None:
 
 @pytest.mark.parametrize("items", [8, 1 << 20])
 def test_close_does_not_wait_for_a_slow_sample(items: int) -> None:
-    """Its thread ends when the sample is done; that the batch would need a larger slot changes nothing."""
+    """Its thread ends when the sample is done, also if the batch would need a larger slot."""
     dataset = Gated(8, at=1, items=items)
     loader = threads(dataset, batch_size=1, num_workers=2)
     iterator = iter(loader)
@@ -195,12 +195,12 @@ def test_an_interrupt_while_waiting_loses_nothing() -> None:
         assert torch.cat(seen)[:, 0].tolist() == list(range(6))
 
 
-# It may come while the traceback of the first is made, of which a source file is being read.
+# It may come while the traceback of the first is made, for which a source file is read.
 @pytest.mark.filterwarnings(
     r"ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning"
 )
 def test_a_thread_that_ends_is_an_error_with_its_reason() -> None:
-    """Only an exception from outside can end a thread; next() does not hang then."""
+    """Only an exception from outside can end a thread. next() does not hang then."""
     with threads(loading.Numbered(10_000), batch_size=1, num_workers=2) as loader:
         iterator = iter(loader)
         next(iterator)
@@ -261,7 +261,7 @@ def test_the_program_ends_though_a_sample_takes_for_ever() -> None:
 
 
 class Collects(loading.Numbered):
-    """One sample, when it is told to, collects garbage."""
+    """One sample collects garbage when it is told to."""
 
     def __init__(self) -> None:
         super().__init__(8)
@@ -276,7 +276,7 @@ class Collects(loading.Numbered):
 
 
 def test_an_iterator_may_die_in_its_own_worker() -> None:
-    """The collector runs in any thread; that one does not wait for itself."""
+    """The collector runs in any thread; the worker does not wait for itself."""
     dataset = Collects()
     loader = threads(dataset, batch_size=1, num_workers=1)
     gc.disable()

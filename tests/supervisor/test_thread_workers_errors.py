@@ -1,4 +1,4 @@
-"""Errors in worker threads arrive as they are and say where, and what threads cannot do is refused."""
+"""Errors in worker threads arrive as raised, with their place; options that threads lack are refused."""
 
 from __future__ import annotations
 

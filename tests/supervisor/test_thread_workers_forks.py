@@ -1,4 +1,4 @@
-"""Processes that are forked beside worker threads, or in them, have no part in these or their slots."""
+"""Processes that are forked beside worker threads, or in them, do not use these or their slots."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run_in_child(function: Callable[[], str]) -> str:
 
 
 def test_a_forked_child_has_no_workers_and_the_parent_keeps_its_own() -> None:
-    """next() in the child says so; nothing there waits for threads that it does not have."""
+    """next() in the child is an error that says so; nothing there waits for missing threads."""
     with threads(loading.Numbered(12), batch_size=1, num_workers=2) as loader:
         iterator = iter(loader)
         seen = [next(iterator)]
@@ -63,7 +63,7 @@ def test_a_forked_child_has_no_workers_and_the_parent_keeps_its_own() -> None:
 
 
 class Forks(loading.Numbered):
-    """A sample is what a process that it forks says of its worker."""
+    """A sample is the worker info in a process that it forks."""
 
     def __getitem__(self, index: int) -> Any:
         def ask() -> str:
@@ -76,7 +76,7 @@ class Forks(loading.Numbered):
 
 
 def test_a_process_that_a_sample_forks_has_its_worker_info() -> None:
-    """The info lasts until the process is a worker itself, as after a fork in a worker process."""
+    """The info stays until the process becomes a worker itself, as after a fork in a worker process."""
     with threads(Forks(4), batch_size=None, num_workers=2) as loader:
         assert list(loader) == [[0, "0 inner"], [1, "1 inner"]] * 2
 
@@ -88,7 +88,7 @@ def refuse_a_writer(worker_id: int) -> None:
 
 
 class Loads(loading.Numbered):
-    """A sample is what a loader with a worker process gives."""
+    """A sample is the output of a loader with a worker process."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         inner = DataLoader(
@@ -102,14 +102,14 @@ class Loads(loading.Numbered):
 
 
 def test_a_sample_may_load_with_worker_processes() -> None:
-    """Worker processes have no part in the thread's slot."""
+    """Worker processes do not use the thread's slot."""
     with threads(Loads(2), batch_size=2, num_workers=1) as loader:
         (batch,) = loader
     assert batch[:, :, 0].tolist() == [[0, 1, 2], [1, 2, 3]]
 
 
 class ToldSlowly(type):
-    """A class that takes until it is let go to say, the second time, whether it gives whole batches."""
+    """A class whose second answer on whether it gives whole batches waits until the test lets it go."""
 
     times = 0
     asked, let_go = threading.Event(), threading.Event()
@@ -137,7 +137,7 @@ class Slow(Dataset[Any], metaclass=ToldSlowly):
 
 
 def test_workers_that_are_forked_while_a_thread_looks_at_its_dataset_look_at_theirs() -> None:
-    """A lock that the thread held would be taken in them for ever."""
+    """A lock that the thread held would stay locked in them for ever."""
     with threads(Slow(), batch_size=1, num_workers=1) as slow:
         iterator = iter(slow)
         assert ToldSlowly.asked.wait(60)

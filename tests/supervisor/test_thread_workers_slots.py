@@ -1,4 +1,4 @@
-"""Worker threads write to slots of their own: what is kept never changes, nor does collation elsewhere."""
+"""Worker threads write to slots of their own: kept batches never change, nor does collation elsewhere."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_kept_batches_do_not_change_and_slots_are_used_again() -> None:
 
 @pytest.mark.parametrize("keeps", [loading.KeepsBatches, loading.SendsAgain])
 def test_what_a_thread_keeps_of_a_batch_does_not_change(keeps: Any) -> None:
-    """The collate function looks, at each batch, at all that it has kept."""
+    """At each batch the collate function checks everything that it has kept."""
     with threads(loading.Numbered(120), batch_size=3, num_workers=1, collate_fn=keeps()) as loader:
         batches = [batch if torch.is_tensor(batch) else batch[0] for batch in loader]
         assert torch.cat(batches)[:, 0].tolist() == list(range(120))
@@ -112,7 +112,7 @@ def test_collation_in_other_threads_stays_torchs() -> None:
 
 
 def test_memory_that_is_detached_never_reads_as_anything_else() -> None:
-    """Other threads may be reading a batch that a collate function keeps, in the very moment."""
+    """Other threads may be reading a batch that a collate function keeps at that very moment."""
     segment = Segment()
     nbytes = segment.reserve(0, 0, 1 << 20)
     wrong: list[int] = []
@@ -141,7 +141,7 @@ def test_memory_that_is_detached_never_reads_as_anything_else() -> None:
 
 
 def test_a_threads_segment_outlives_the_owners_and_dies_with_the_thread() -> None:
-    """A thread that ends late writes to its own slot, whatever file has the number of the owner's by then."""
+    """A thread that ends late writes to its own slot, even if the owner's descriptor is another file."""
     segment = Segment()
     before = len(os.listdir("/proc/self/fd"))
     own = segment.duplicate()

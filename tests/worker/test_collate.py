@@ -1,4 +1,4 @@
-"""Memories of default collation from batch to batch never show: all is as torch makes it."""
+"""Default collation remembers facts from batch to batch, which never changes a batch."""
 
 import warnings
 from typing import Any
@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, default_collate
 
 from shmloader import DataLoader
 
-# Each a sample's value for its key; consecutive batches differ in one thing only.
+# Each is a sample's value for its key; consecutive batches differ in one thing only.
 VALUES: list[dict[Any, Any]] = [
     {"x": torch.ones(3), "s": "text"},
     {"x": torch.ones(3), "s": "text"},
@@ -52,7 +52,7 @@ VALUES: list[dict[Any, Any]] = [
 
 
 class Values(Dataset[Any]):
-    """Each of ``VALUES`` for one batch of three samples, over and over."""
+    """Each of ``VALUES`` is used for one batch of three samples, over and over."""
 
     def __len__(self) -> int:
         return 3 * len(VALUES) * 4
@@ -62,7 +62,7 @@ class Values(Dataset[Any]):
 
 
 class MixedArrays(Dataset[Any]):
-    """Every second batch of three has arrays that do not go together; some have the right size in all."""
+    """Every second batch of three has arrays that do not match; some have the right total size."""
 
     ODD = (
         (np.ones(4, np.float32), np.ones(3, np.float32), np.ones(2, np.float32)),
@@ -91,7 +91,7 @@ class MixedArrays(Dataset[Any]):
 
 
 class Mixed(Dataset[Any]):
-    """The first sample of every second batch does not go with the others."""
+    """The first sample of every second batch does not match the others."""
 
     def __len__(self) -> int:
         return 48
@@ -125,7 +125,7 @@ def _copied(item: Any) -> Any:
 
 
 def by_default_collate(samples: list[Any]) -> Any:
-    """A user's collate function: it may see what is made."""
+    """A user's collate function, which sees the collated batch."""
     return default_collate(samples)
 
 
@@ -181,7 +181,7 @@ def test_nested_tensors_are_refused_with_torchs_words(layout: torch.layout, way:
 
 
 class Wide(Dataset[Any]):
-    """Dicts of more tensors than outputs are remembered for a slot."""
+    """Dicts with more tensors than the outputs that are remembered for a slot."""
 
     def __len__(self) -> int:
         return 24

@@ -1,4 +1,4 @@
-"""ndarrays of strides that torch does not take are refused where a batch begins with one."""
+"""A batch that begins with an ndarray of strides that torch does not take is an error."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from shmloader.shared_memory import Segment
 
 
 def arrives(batch: Any, output: torch.Tensor | None = None) -> Any:
-    """A batch after its way through a slot; of a tuple, an ``output`` of collation is item 3."""
+    """A batch after its way through a slot; an ``output`` of collation is item 3 of a tuple."""
     segment = Segment()
     allocator = SlotAllocator(segment)
     allocator.begin(0, segment.reserve(0, 0, 1 << 16), 1 << 20)
@@ -163,7 +163,7 @@ def test_tensors_without_gaps_arrive_with_their_strides() -> None:
     ids=repr,
 )
 def test_a_header_that_comes_again_gives_the_same_in_new_containers(sample: object) -> None:
-    """A header is read in another way from the third time on."""
+    """A header is read in another way from its third time on."""
     expected = default_collate([sample, sample])
     batches = list(DataLoader([sample] * 10, batch_size=2, num_workers=1))
     for batch in batches:
@@ -189,7 +189,7 @@ def test_a_header_whose_table_was_forgotten_is_learnt_later(monkeypatch: pytest.
     monkeypatch.setattr(decoder, "_wrap_once", count)
     decodes = Decoder()
     decodes.decode(anchor, header(3))
-    for size in range(300):  # their long headers are not remembered, their tables are
+    for size in range(300):  # their long headers are not remembered, but their tables are
         decodes.decode(np.zeros(400, np.uint8), header(4 + size, "x" * 5000))
     for _ in range(2):
         decodes.decode(anchor, header(3))
@@ -199,7 +199,7 @@ def test_a_header_whose_table_was_forgotten_is_learnt_later(monkeypatch: pytest.
 
 
 def test_a_header_that_comes_again_calls_nothing_of_the_program() -> None:
-    """A class that is made of a leaf is never made of anything else."""
+    """A class that is made of a leaf is never made of another object."""
     batches = list(DataLoader([OfALeaf(torch.arange(3))] * 5, None, num_workers=1, collate_fn=_as_it_is))
     assert [batch.leaf.tolist() for batch in batches] == [[0, 1, 2]] * 5
 

@@ -1,4 +1,4 @@
-"""Loaders that a dataset or a collate function uses inside a worker give what torch's give there."""
+"""Loaders inside a worker, of a dataset or a collate function, give the same as torch's there."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def main(words: Sequence[str]) -> int:
     """Run the demo.
 
     Args:
-        words: Command line behind ``demo``.
+        words: Command line after ``demo``.
 
     Returns:
         0, or 1 when a run failed or the two loaders disagreed, or 130 after Ctrl-C.

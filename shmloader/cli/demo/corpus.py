@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 MAX_SAMPLE_NBYTES = 256
-"""Longer pieces go on in the next sample: it bounds the time of one training step."""
+"""Longer pieces continue in the next sample, which bounds the time of one training step."""
 
 MIN_SAMPLE_NBYTES = 2
 """A next-byte model needs one byte to read and one to predict."""
@@ -81,7 +81,7 @@ def source_files(folders: Sequence[Path]) -> Iterator[Path]:
     for folder in folders:
         for parent, subfolders, names in os.walk(folder):
             # Sorted in place, which also settles the order of the walk. The package folders lie
-            # inside the standard library's; they are roots of their own where they are in use.
+            # inside the standard library's; they are roots of their own if they are in use.
             subfolders[:] = sorted(set(subfolders) - _SKIPPED_FOLDERS)
             for name in sorted(names):
                 path = Path(parent, name)

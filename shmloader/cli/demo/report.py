@@ -32,7 +32,7 @@ def _peak_memory(result: RunResult) -> str:
 _ROWS: tuple[tuple[str, Callable[[RunResult], str]], ...] = (
     ("time to first batch, s", lambda result: f"{result.first_batch_s:.3f}"),
     ("training: samples/s", lambda result: f"{result.training_rate:,.0f}"),
-    ("training: waited for data, s in all", lambda result: f"{result.waited_s:.3f}"),
+    ("training: waited for data, s in total", lambda result: f"{result.waited_s:.3f}"),
     ("held-out loss before, nats/byte", lambda result: f"{result.loss_before:.6f}"),
     ("held-out loss after, nats/byte", lambda result: f"{result.loss_after:.6f}"),
     ("loader alone, no model: samples/s", lambda result: f"{result.loader_alone_rate:,.0f}"),

@@ -74,7 +74,7 @@ class RunResult:
         loss_before: Loss on held-out samples before training, in nats per byte.
         loss_after: The same, after training.
         checksum: CRC-32 over all bytes of all batches, in order.
-        peak_nbytes: Most PSS of all its processes together, read by the demo; 0 where it is not known.
+        peak_nbytes: Most PSS of all its processes together, read by the demo; 0 if unknown.
     """
 
     corpus: str = ""
@@ -144,7 +144,7 @@ def extend_checksum(checksum: int, batch: Batch) -> int:
 
 
 def with_progress_bar(steps: int, label: str) -> Iterable[int]:
-    """Count steps, with tqdm's bar where tqdm is installed and standard error is a terminal."""
+    """Count steps, with tqdm's bar if tqdm is installed and standard error is a terminal."""
     try:
         from tqdm import tqdm
     except ImportError:

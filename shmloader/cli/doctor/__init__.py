@@ -36,7 +36,7 @@ the checks and lists the keys of --json.
 """
 INTERRUPTED = 130
 USUAL_BATCH_NBYTES = 1 << 20
-"""Bytes of the batches that are loaded where no size is given, or one that does not fit."""
+"""Bytes of the batches that are loaded if no size is given, or the given size does not fit."""
 
 _MARGIN = 9 + 20  # columns of status and title
 _MOST = 1_000_000  # workers, and seconds

@@ -62,8 +62,8 @@ class Advice:
     Attributes:
         num_workers: Worker processes.
         prefetch_factor: Batches made in advance per worker.
-        multiprocessing_context: A start method, where the platform's own does not work; else None.
-        batch_nbytes: Bytes of a batch, as asked; None if not said.
+        multiprocessing_context: Another start method if the platform's own does not work; else None.
+        batch_nbytes: Bytes of a batch, as given; None if not given.
         slots: Slots in use while the program keeps no batches.
         slots_nbytes: Shared memory that they take; None without ``batch_nbytes``.
         memory_budget_nbytes: A bound for the slots' memory; None for the loader's own default.
@@ -71,7 +71,7 @@ class Advice:
             ones, and nothing is advised.
         largest_batch_nbytes: Largest batch for which the slots of the smallest arguments take half of the
             available memory.
-        reasons: Why it is less than asked or usual, for people.
+        reasons: Why the advice is less than asked or usual, for people.
     """
 
     num_workers: int
@@ -89,10 +89,10 @@ class Advice:
 def advise(room: Room, batch_nbytes: int | None, asked_workers: int | None) -> Advice:
     """Choose workers, prefetch factor and memory budget.
 
-    As many workers as asked, but not more than there are cores; if not asked, one per core, without one for
-    the main process where there are more than two cores. If their slots do not fit in half of the available
-    memory, which is the loader's own default for its budget, less is prefetched first, and then there are
-    fewer workers.
+    It advises as many workers as asked, but no more than there are cores. If no number is asked, it advises
+    one per core; with more than two cores, one core is left for the main process. If the slots do not fit in
+    half of the available memory (the loader's default budget), it lowers the prefetch factor first, and then
+    the number of workers.
     """
     workers, reasons = _choose_workers(room, asked_workers)
     prefetch, fits, slots_nbytes, budget_nbytes = 2, True, None, None
@@ -110,7 +110,7 @@ def advise(room: Room, batch_nbytes: int | None, asked_workers: int | None) -> A
         slots_nbytes = slots_of(workers, prefetch) * slot_nbytes
         # Each worker has the samples of a batch besides.
         fits = slots_nbytes + workers * slot_nbytes <= room.available_nbytes
-        # Room for batches that turn out larger than was said. It is a limit and reserves nothing.
+        # Room for batches that turn out larger than given. It is a limit and reserves nothing.
         budget_nbytes = max(slots_nbytes, min(4 * slots_nbytes, half_nbytes)) if fits else None
     return Advice(
         num_workers=workers,
@@ -132,7 +132,7 @@ def _choose_workers(room: Room, asked: int | None) -> tuple[int, list[str]]:
     workers = asked or (room.cores - 1 if room.cores > 2 else room.cores)
     if workers > room.cores:
         reasons.append(
-            f"{workers} workers on {room.cores} core(s) are faster only where samples wait for a disk or a "
+            f"{workers} workers on {room.cores} core(s) are faster only if samples wait for a disk or a "
             f"network; if yours do, keep num_workers={workers}"
         )
         workers = room.cores
@@ -166,7 +166,7 @@ def describe_advice(advice: Advice) -> list[str]:
     count = f"({advice.prefetch_factor} x {advice.num_workers} + {_SLOTS_BESIDES_TASKS})"
     if advice.slots_nbytes is None:
         lines.append(f"shared memory: {count} = {advice.slots} slots, each as large as the largest batch")
-        lines.append("with --batch-bytes (38MB, say) this is checked against the memory that there is")
+        lines.append("pass --batch-bytes (38MB, say) to check this against the available memory")
     else:
         each = format_nbytes(advice.batch_nbytes)
         lines.append(
@@ -187,7 +187,7 @@ def describe_lack(advice: Advice) -> str:
 
 
 def describe_remedy(advice: Advice) -> str:
-    """The remedy where slots take too much memory."""
+    """The remedy for slots that take too much memory."""
     most_nbytes = advice.largest_batch_nbytes
     return (
         f"Use a smaller batch_size: batches of at most {most_nbytes:,} bytes ({format_nbytes(most_nbytes)}) "

@@ -61,13 +61,13 @@ class Host:
 
     Attributes:
         cores: Cores that can be used.
-        memory: Memory that can be had.
-        open_files: Descriptors that are open, and the limit on them.
+        memory: Memory that is available, and its limit.
+        open_files: Number of open descriptors, and the limit on it.
         default_start_method: The platform's start method.
         advice: The loader's arguments.
         num_workers: Workers that were asked for, else those advised.
         loading: Trials of loading, by start method.
-        cuda: The trial of registering memory with CUDA; None where torch is built without it.
+        cuda: The trial of registering memory with CUDA; None if torch is built without it.
     """
 
     cores: Cores
@@ -94,7 +94,7 @@ def check_versions(host: Host) -> Finding:
     found = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
     if not trouble:
         return Finding("ok", found, values=versions)
-    change = f"{'; '.join(trouble)}: reinstall shmloader and what it depends on"
+    change = f"{'; '.join(trouble)}: reinstall shmloader and its dependencies"
     return Finding("warning", found, change, versions)
 
 
@@ -120,14 +120,14 @@ def check_cores(host: Host) -> Finding:
 
 
 def check_memory(host: Host) -> Finding:
-    """Memory of the machine and its cgroups, against what the slots need."""
+    """Available memory of the machine and its cgroups, against the memory that the slots need."""
     room, advice, kills = host.memory, host.advice, oom_kills()
     found = (
         f"{format_nbytes(room.available_nbytes)} of {format_nbytes(room.limit_nbytes)} available, bounded by "
         f"{room.source}"
     )
     if kills:
-        found += f"; {kills} process(es) here were killed for want of memory before"
+        found += f"; {kills} process(es) have been killed here for lack of memory"
     values: dict[str, Value] = {**room._asdict(), "oom_kills": kills, "slots_nbytes": advice.slots_nbytes}
     if not advice.fits:
         return Finding("fail", found, describe_lack(advice), values)
@@ -141,7 +141,7 @@ def check_memory(host: Host) -> Finding:
 
 
 def check_open_files(host: Host) -> Finding:
-    """Descriptors, against what the workers take of the main process's."""
+    """Free descriptors of the main process, against those that the workers need."""
     (used, limit), workers, method = host.open_files, host.num_workers, host.default_start_method
     held, needed = descriptors_held(workers, method), descriptors_needed(workers, method)
     values: dict[str, Value] = {"held": held, "needed": needed, "used": used, "limit": limit}
@@ -168,7 +168,7 @@ def _raise_files(needed: int) -> str:
 
 
 def check_cuda(host: Host) -> Finding:
-    """CUDA, and whether pages of shared memory can be registered with it."""
+    """CUDA: whether it works, and whether shared memory can be registered with it."""
     trial = host.cuda
     values: dict[str, Value] = {"available": False, "registered": False}
     if trial is None or (trial.works and not trial.answer["available"]):
@@ -205,8 +205,8 @@ def check_loading(host: Host, start_method: str) -> Finding:
     trial, needed = host.loading[start_method], start_method == host.default_start_method
     values: dict[str, Value] = {"works": trial.works, "out_of_memory": trial.out_of_memory, **trial.answer}
     if why_unavailable() is not None:
-        found = f"{why_unavailable()}: the loader loads torch's way, with the same batches"
-        return Finding("warning", found, "for shared-memory slots run it on Linux", values)
+        found = f"{why_unavailable()}: the loader loads as torch does, with the same batches"
+        return Finding("warning", found, "to use shared-memory slots, run it on Linux", values)
     if trial.works:
         found = (
             f"works: {trial.answer['batches']} batches of {format_nbytes(trial.answer['batch_nbytes'])} from "
@@ -217,7 +217,7 @@ def check_loading(host: Host, start_method: str) -> Finding:
     if trial.out_of_memory:
         own = psutil.Process().memory_info()
         change = (
-            "the kernel killed it for want of memory: raise the memory limit of the cgroup (the doctor "
+            "the kernel killed it for lack of memory: raise the memory limit of the cgroup (the doctor "
             f"itself takes about {format_nbytes(own.rss - getattr(own, 'shared', 0))} of it)"
         )
     elif not needed:
@@ -240,4 +240,4 @@ CHECKS = (
     Check("open_files", "open files", check_open_files),
     Check("cuda", "CUDA", check_cuda),
 )
-"""All checks in the order of the report; behind them come those of loading, one for each start method."""
+"""The checks in the order of the report. The checks of loading come after them, one per start method."""

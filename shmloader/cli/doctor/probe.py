@@ -25,7 +25,7 @@ BATCHES = 4
 BATCH_SIZE = 8
 
 TRIED_NBYTES = 64 << 20
-"""Of memory that is page-locked and copied."""
+"""Bytes of memory that are page-locked and copied."""
 
 
 class Numbered(Dataset[torch.Tensor]):
@@ -84,7 +84,7 @@ def register() -> dict[str, Any]:
     """Page-lock a slot with CUDA as loaders do, copy it to the device, and undo it.
 
     Returns:
-        ``available``; where True also ``device`` (its name), ``registered``, and either ``error`` or
+        ``available``; if True also ``device`` (its name), ``registered``, and either ``error`` or
         ``is_pinned``, ``driver`` (the newest CUDA that the driver supports: 12080 is 12.8), ``tried_nbytes``,
         ``register_s`` and ``copy_s``, copying as the median of five.
     """

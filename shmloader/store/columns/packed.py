@@ -78,12 +78,12 @@ def field_of_struct(column: Any, name: str) -> Any:
 
 
 def keys_of(column: Any) -> Any:
-    """The column of the keys that each of some structs has; None where all have all."""
+    """The column of the keys that each of some structs has; None if all have all keys."""
     return _child(column, KeysType)
 
 
 def absent(keys: Any, name: str) -> _Array | None:
-    """The rows that lack a key, as an array of bool; None where that cannot be told so."""
+    """The rows that lack a key, as an array of bool; None if an array cannot tell."""
     names, storage = keys.type.parameters["names"], keys.storage
     if len(names) > 64 or name not in names:
         return None

@@ -230,9 +230,9 @@ def pickled_value(value: Any) -> bytes:
         raise
     except Exception as error:
         error.add_note(
-            f"shmloader: this was raised while pickling a {type(value).__qualname__}, as values are kept "
-            "of which no column gives back what was given. Its class must be found by name in a module, "
-            "and what it holds be picklable: leave out or convert what is not."
+            f"shmloader: this was raised while pickling a {type(value).__qualname__}, as values "
+            "are kept that no type of column holds. Its class must be found by name in a module, and its "
+            "contents must be picklable: leave out or convert what is not."
         )
         raise
     return file.getvalue()
