@@ -7,6 +7,7 @@ Everything else in shmloader uses torch's public interface.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import functools
@@ -337,7 +338,6 @@ def profiler_enabled() -> bool:
     return getattr(profiler, "_is_profiler_enabled", True)
 
 
-_eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -345,12 +345,14 @@ def never_compiled(function: _Function) -> _Function:
     """Keep a function, and all that it calls, out of ``torch.compile``: it runs as it is written.
 
     The compiler leaves torch's own loader alone, by the name of its file. ``torch.compiler.disable`` is
-    public, but imports the compiler, which takes seconds. An older torch has no such setting, and compiles.
+    public, but imports the compiler, which takes seconds. A torch without this setting compiles the function.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # it is not traced as a part of its caller
-    if hasattr(_eval_frame, "set_code_exec_strategy"):
-        skip = _eval_frame._FrameAction.SKIP
-        _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
+    core: Any = torch._C
+    with contextlib.suppress(AttributeError, TypeError):
+        frames = core._dynamo.eval_frame
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     return function
 
 

@@ -110,6 +110,9 @@ NAMES = [
     ),  # read by torch's own
     ("torch.utils.data._utils.pin_memory", "pin_memory", ["PINNING"]),
     ("torch.autograd.profiler", "_is_profiler_enabled", []),
+    ("torch._C._dynamo.eval_frame", "set_code_exec_strategy", []),
+    ("torch._C._dynamo.eval_frame", "_FrameAction", []),
+    ("torch._C._dynamo.eval_frame", "_FrameExecStrategy", []),
 ]
 
 
