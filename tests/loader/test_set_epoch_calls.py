@@ -216,12 +216,12 @@ def compare(make: Callable[[], Any], called: Callable[[Any], Any], through: str,
     assert seen[0][0] != seen[0][1]
 
 
+# Workers of a fork server are sent the dataset as spawned ones are, and import torch once for all.
 # Threads share the dict, which the program has changed already.
 WAYS = [
-    (kind, how)
-    for kind in KINDS
-    for how in ("fork", "spawn", "thread")
-    if (kind, how) != (KeepsADict, "thread")
+    *((kind, how) for kind in KINDS for how in ("fork", "forkserver")),
+    *((kind, "thread") for kind in KINDS if kind is not KeepsADict),
+    (Draws, "spawn"),
 ]
 CALLED = [
     (held, through)
@@ -233,7 +233,7 @@ CALLED = [
 
 @pytest.mark.parametrize("through", ["dataset", "loader"])
 @pytest.mark.parametrize(("kind", "how"), WAYS)
-def test_workers_have_what_a_call_leaves(kind: Any, how: str, through: str) -> None:
+def test_workers_have_what_a_call_leaves(kind: Any, how: str, through: str, warm_helpers: None) -> None:
     compare(kind, lambda dataset: dataset, through, how)
 
 

@@ -1,19 +1,21 @@
 """A torch that lacks or changes something: importing works, one feature is missing, and a message names it.
 
-Each test changes torch in a fresh process, before shmloader is imported.
+Each test changes torch in a process of its own, before shmloader is imported. These processes are forked
+from one that has imported torch and nothing of shmloader: an import of torch takes longer than all else here.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 BEGIN = """
 import multiprocessing, sys, warnings
-multiprocessing.set_start_method("fork", force=True)  # forced: spawned workers import this, too
+multiprocessing.set_start_method("fork", force=True)  # forced: the children run this, too
 warnings.simplefilter("always")
 import numpy as np
 import torch
@@ -50,23 +52,54 @@ warnings.simplefilter("always")
 """
 
 
-def run(directory: Path, change: str, check: str) -> None:
-    """Run a program that changes torch, imports shmloader and then checks something."""
-    script = directory / "program.py"
-    script.write_text(f"{BEGIN}\n{change}\n{LOAD}\nif __name__ == '__main__':\n")
-    with script.open("a") as file:
-        file.writelines(f"    {line}\n" for line in check.strip().splitlines())
-    result = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert result.returncode == 0, result.stderr
+# Reads paths of programs, runs each in a child, and answers with its exit code. The child's output goes to a
+# file beside the program.
+FORKING = f"""{BEGIN}
+import os, runpy, signal
+assert "shmloader" not in sys.modules
+for line in sys.stdin:
+    program = line.strip()
+    if not (child := os.fork()):
+        signal.alarm(100)  # its default ends the child
+        output = os.open(program + ".output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1), os.dup2(output, 2)
+        runpy.run_path(program, run_name="__main__")
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+# Runs a program that changes torch, imports shmloader and then checks something.
+Run = Callable[[str, str], None]
 
 
-def test_the_torch_at_hand_has_everything(tmp_path: Path) -> None:
-    run(tmp_path, "", "assert missing() == []\nassert loads_as_torch()\nassert told() == []")
+@pytest.fixture(scope="module")
+def forking() -> Iterator[subprocess.Popen[str]]:
+    """A process that has imported torch and forks others."""
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process
 
 
-def test_a_loader_class_with_two_type_parameters(tmp_path: Path) -> None:
+@pytest.fixture
+def run(forking: subprocess.Popen[str], tmp_path: Path) -> Run:
+    def run_program(change: str, check: str) -> None:
+        program = tmp_path / "program.py"
+        lines = "\n".join(f"    {line}" for line in check.strip().splitlines())
+        program.write_text(f"{BEGIN}\n{change}\n{LOAD}\nif __name__ == '__main__':\n{lines}\n")
+        assert forking.stdin is not None
+        assert forking.stdout is not None
+        print(program, file=forking.stdin, flush=True)
+        assert forking.stdout.readline() == "0\n", Path(f"{program}.output").read_text()
+
+    return run_program
+
+
+def test_the_torch_at_hand_has_everything(run: Run) -> None:
+    run("", "assert missing() == []\nassert loads_as_torch()\nassert told() == []")
+
+
+def test_a_loader_class_with_two_type_parameters(run: Run) -> None:
     change = """
 from typing import Generic, TypeVar
 T, U = TypeVar("T"), TypeVar("U")
@@ -87,7 +120,7 @@ assert shmloader.DataLoader[int](range(3)).batch_size == 1
 assert loads_as_torch()
 assert missing() == [] and told() == []
 """
-    run(tmp_path, change, check)
+    run(change, check)
 
 
 DATALOADER = "torch.utils.data.dataloader"
@@ -118,21 +151,21 @@ NAMES = [
 
 @pytest.mark.parametrize(("module", "name", "features"), NAMES, ids=[name for _, name, _ in NAMES])
 def test_without_a_name_importing_works_and_the_feature_names_it(
-    tmp_path: Path, module: str, name: str, features: list[str]
+    run: Run, module: str, name: str, features: list[str]
 ) -> None:
     check = f"""
 assert missing() == {features!r}, missing()
 for feature in {features!r}:
     assert "{name}" in torch_features.why_missing(Feature[feature])
 """
-    run(tmp_path, f"import {module}\ndel {module}.{name}", check)
+    run(f"import {module}\ndel {module}.{name}", check)
 
 
 # Behaviour without a feature. torch's own loader reads some of the names itself, so they are restored for it.
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_without_its_iterator_torch_loads_and_one_warning_says_so(tmp_path: Path, workers: int) -> None:
+def test_without_its_iterator_torch_loads_and_one_warning_says_so(run: Run, workers: int) -> None:
     change = """
 known = torch.utils.data.dataloader._BaseDataLoaderIter
 del torch.utils.data.dataloader._BaseDataLoaderIter
@@ -144,10 +177,10 @@ assert loads_as_torch(num_workers={workers}, shuffle=True)
 assert text.startswith("shmloader: loading through shared-memory slots is not available with torch"), text
 assert "it has no torch.utils.data.dataloader._BaseDataLoaderIter" in text
 """
-    run(tmp_path, change, check)
+    run(change, check)
 
 
-def test_an_iterator_with_other_attributes_is_left_to_torch(tmp_path: Path) -> None:
+def test_an_iterator_with_other_attributes_is_left_to_torch(run: Run) -> None:
     change = """
 base = torch.utils.data.dataloader._BaseDataLoaderIter
 original = base.__init__
@@ -162,10 +195,10 @@ assert loads_as_torch()
 (text,) = told()
 assert "its iterators have no attribute _base_seed" in text
 """
-    run(tmp_path, change, check)
+    run(change, check)
 
 
-def test_worker_info_that_is_kept_elsewhere_leaves_loading_to_torch(tmp_path: Path) -> None:
+def test_worker_info_that_is_kept_elsewhere_leaves_loading_to_torch(run: Run) -> None:
     change = """
 from torch.utils.data._utils import worker
 def get_worker_info():
@@ -177,10 +210,10 @@ assert loads_as_torch()
 (text,) = told()
 assert "get_worker_info() does not read a global name _worker_info" in text
 """
-    run(tmp_path, change, check)
+    run(change, check)
 
 
-def test_without_its_collate_map_batches_are_the_same(tmp_path: Path) -> None:
+def test_without_its_collate_map_batches_are_the_same(run: Run) -> None:
     change = """
 known = collate.default_collate_fn_map
 del collate.default_collate_fn_map
@@ -195,10 +228,10 @@ assert [batch[0].tolist() for batch in got] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 assert text.startswith("shmloader: collating straight into a slot is not available with torch"), text
 assert "collating straight into a slot" in shmloader.why_per_sample(data)
 """
-    run(tmp_path, change, check)
+    run(change, check)
 
 
-def test_a_collate_function_that_gives_another_dtype_is_followed(tmp_path: Path) -> None:
+def test_a_collate_function_that_gives_another_dtype_is_followed(run: Run) -> None:
     change = """
 def collate_float_fn(batch, *, collate_fn_map=None):
     return torch.tensor(batch, dtype=torch.float32)
@@ -211,7 +244,7 @@ assert batch.dtype is torch.float32
 (text,) = told()
 assert "default_collate makes [torch.float32, (2,)] of two of float, not [torch.float64, (2,)]" in text
 """
-    run(tmp_path, change, check)
+    run(change, check)
 
 
 ADDED = """
@@ -228,7 +261,7 @@ def in_a_worker():
 """
 
 
-def test_a_key_that_torch_adds_keeps_the_fast_paths(tmp_path: Path) -> None:
+def test_a_key_that_torch_adds_keeps_the_fast_paths(run: Run) -> None:
     change = f"{ADDED}\ncollate_added_fn.__module__ = collate.__name__\n"
     change += "collate.default_collate_fn_map[Added] = collate_added_fn"
     check = """
@@ -238,10 +271,10 @@ assert shmloader.why_per_sample(TensorDataset(torch.arange(8))) is None
 assert batch.tolist() == [0, 0]
 assert missing() == [] and told() == []
 """
-    run(tmp_path, change + GATHERED, check)
+    run(change + GATHERED, check)
 
 
-def test_a_programs_key_counts_where_it_is_for_a_type_that_is_joined_here(tmp_path: Path) -> None:
+def test_a_programs_key_counts_where_it_is_for_a_type_that_is_joined_here(run: Run) -> None:
     check = """
 import collections
 keys = collate.default_collate_fn_map
@@ -260,10 +293,10 @@ assert not joins_by_default(default_collate)
 keys[int] = known
 assert joins_by_default(default_collate)
 """
-    run(tmp_path, ADDED + GATHERED, check)
+    run(ADDED + GATHERED, check)
 
 
-def test_a_key_that_worker_init_fn_adds_keeps_collation_in_the_slot(tmp_path: Path) -> None:
+def test_a_key_that_worker_init_fn_adds_keeps_collation_in_the_slot(run: Run) -> None:
     change = f"""{ADDED}
 def add(_):
     collate.default_collate_fn_map[Added] = collate_added_fn
@@ -278,7 +311,7 @@ data = [torch.tensor([1.0]), torch.tensor([2.0])]
 (batch,) = shmloader.DataLoader(data, batch_size=2, num_workers=1, worker_init_fn=add)
 assert batch.tolist() == [[101], [102]]  # by way of the fast path
 """
-    run(tmp_path, change, check)
+    run(change, check)
 
 
 CHANGED_SAMPLERS = {
@@ -294,7 +327,7 @@ CHANGED_SAMPLERS = {
 
 
 @pytest.mark.parametrize("case", CHANGED_SAMPLERS)
-def test_changed_samplers_are_followed_and_a_warning_says_so(tmp_path: Path, case: str) -> None:
+def test_changed_samplers_are_followed_and_a_warning_says_so(run: Run, case: str) -> None:
     name, old, new = CHANGED_SAMPLERS[case]
     change = f"""
 import inspect, textwrap
@@ -311,10 +344,10 @@ assert text.startswith("shmloader: drawing index batches as arrays is not availa
 assert "draws in another way" in text
 assert missing() == ["ARRAY_SAMPLING"]
 """
-    run(tmp_path, change, check)
+    run(change, check)
 
 
-def test_the_comparison_of_samplers_leaves_the_global_generator_alone(tmp_path: Path) -> None:
+def test_the_comparison_of_samplers_leaves_the_global_generator_alone(run: Run) -> None:
     check = """
 from shmloader.sampling.array_samplers import check_against_torch
 before = torch.get_rng_state()
@@ -322,7 +355,7 @@ check_against_torch(torch.utils.data.RandomSampler)
 assert torch.equal(before, torch.get_rng_state())
 assert missing() == []
 """
-    run(tmp_path, "", check)
+    run("", check)
 
 
 REFUSED = {
@@ -345,7 +378,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_done_otherwise_is_an_error_that_names_it(tmp_path: Path, case: str) -> None:
+def test_what_cannot_be_done_otherwise_is_an_error_that_names_it(run: Run, case: str) -> None:
     change, dataset, arguments, message = REFUSED[case]
     check = f"""
 try:
@@ -355,4 +388,4 @@ except NotImplementedError as error:
 else:
     raise AssertionError("nothing was raised")
 """
-    run(tmp_path, change, check)
+    run(change, check)

@@ -88,7 +88,7 @@ def shared(data: Any) -> str:
 
 def main() -> None:
     method = sys.argv[2]
-    expected = epochs(torch.utils.data.DataLoader, multiprocessing_context=method)
+    expected = epochs(torch.utils.data.DataLoader, multiprocessing_context="fork")  # which starts soonest
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         got = epochs(shmloader.DataLoader, multiprocessing_context=method, on_error="skip", worker_restarts=2)
