@@ -7,7 +7,6 @@ stores need it.
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -17,6 +16,7 @@ import torch
 if TYPE_CHECKING:
     from shmloader.store.base import SharedObject, Store
     from shmloader.store.description import FieldDescription, StoreDescription
+    from shmloader.store.files import FilePath
     from shmloader.store.mapping import MappingStore, SetStore
 
 __all__ = [
@@ -112,7 +112,7 @@ def share(data: Any, *, copy: bool = False, progress: bool | None = None) -> Any
 
 
 def open_store(
-    path: str | os.PathLike[str], *, columns: Sequence[str] | None = None, allow_pickle: bool = False
+    path: FilePath | Sequence[FilePath], *, columns: Sequence[str] | None = None, allow_pickle: bool = False
 ) -> Any:
     """Open files as a store, read-only.
 
@@ -129,7 +129,8 @@ def open_store(
 
     Args:
         path: The file; its contents decide, not its name. Or a folder with such files, or a pattern such as
-            ``train/*.parquet``: the rows of all of them, in the order of their names.
+            ``train/*.parquet``: the rows of all of them, in the order of their names. Or a list of any of
+            these, in its order.
         columns: The fields to read; None for all.
         allow_pickle: Whether values may be unpickled, which runs code: only from sources that you trust.
 
@@ -138,6 +139,7 @@ def open_store(
 
     Raises:
         FileNotFoundError: If there is no such file.
+        TypeError: If ``columns`` is one name instead of a list of names.
         ValueError: If it is neither Arrow IPC nor Parquet, or damaged; if the files differ in their columns;
             if it has pickled values that were not allowed, with their names.
         KeyError: If a file has no such column.

@@ -32,6 +32,8 @@ from shmloader.store.memory import MemoryWriter
 from shmloader.store.rows import DAMAGES, RowStore
 from shmloader.store.tables import FACTORIES, FORM, IPC, PARQUET
 
+FilePath = str | os.PathLike[str]
+
 _BATCH_NBYTES, _MOST_BATCH_ROWS = 16 << 20, 1 << 16  # of Parquet that is decoded at once, about
 _SAMPLED_GROUPS, _SAMPLED_ROWS = 16, 64
 _DICTIONARY_SHARE = 8  # a batch is so many times as large as its dictionaries
@@ -41,10 +43,15 @@ _PARQUET_MAGIC, _FILE_MAGIC, _STREAM_MAGIC = b"PAR1", b"ARROW1", b"\xff\xff\xff\
 
 
 def open_store(
-    path: str | os.PathLike[str], *, columns: Sequence[str] | None = None, allow_pickle: bool = False
+    path: FilePath | Sequence[FilePath], *, columns: Sequence[str] | None = None, allow_pickle: bool = False
 ) -> Any:
     """Open files as a store; see `shmloader.store.open_store`."""
-    found = [str(Path(one).resolve()) for one in _files(os.fspath(path))]
+    if isinstance(columns, str):
+        raise TypeError(f"columns must be a list of names, such as [{columns!r}], not one name")
+    paths: Sequence[Any] = path if isinstance(path, list | tuple) else [path]
+    if not paths:
+        raise ValueError("no file can be opened: the list of paths is empty")
+    found = [str(Path(one).resolve()) for each in paths for one in _files(os.fspath(each))]
     form: dict[str, Any] = {}
     names: list[str] = []
     for one in found:
@@ -75,6 +82,8 @@ def open_store(
 
 def _files(path: str) -> list[str]:
     """The files that a path or pattern means."""
+    if not path:  # which pathlib takes for the current folder
+        raise FileNotFoundError("no file can be opened: the path is empty")
     if Path(path).is_dir():
         found = sorted(str(one) for one in Path(path).iterdir() if one.suffix in IPC + PARQUET)
     elif Path(path).exists() or not glob.has_magic(path):

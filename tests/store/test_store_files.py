@@ -482,6 +482,28 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         open_store(tmp_path / "nothing.arrow", allow_pickle=True)
 
 
+def test_a_list_of_files_and_patterns_is_read_in_its_order(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        share([{"label": name}]).save(tmp_path / f"{name}.arrow")
+    store = open_store([tmp_path / "c.arrow", str(tmp_path / "[ab].arrow")])
+    assert store["label"] == ["c", "a", "b"]
+    assert pickle.loads(pickle.dumps(store)) == list(store)
+
+
+@pytest.mark.parametrize("nothing", ["", [], [""]])
+def test_an_empty_path_is_refused(nothing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share([{"label": 1}]).save(tmp_path / "a.arrow")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((FileNotFoundError, ValueError), match="empty"):
+        open_store(nothing)
+
+
+def test_a_name_instead_of_a_list_of_columns_is_refused(tmp_path: Path) -> None:
+    share([{"a": 1, "b": 2, "ab": 3}]).save(tmp_path / "a.arrow")
+    with pytest.raises(TypeError, match=r"such as \['ab'\]"):
+        open_store(tmp_path / "a.arrow", columns="ab")
+
+
 GONE = """
 import collections, dataclasses, enum
 Colour = enum.Enum("Colour", "RED BLUE", module=__name__)
