@@ -221,8 +221,10 @@ class ColumnEncoder:
         names, keys = tuple(values[0]), None
         if not _all_have_the_keys(values, names):
             keys = list(map(tuple, values))
+            if not set(map(type, chain.from_iterable(keys))) <= {str}:  # others may refuse to be compared
+                return self._maps(values, depth)
             names = merged_order(dict.fromkeys(keys))
-        if not _are_fields(names, keys) or (
+        if not _are_fields(names) or (
             keys is not None and sum(map(len, keys)) < _LEAST_FILLED * len(values) * len(names)
         ):
             return self._maps(values, depth)
@@ -370,11 +372,10 @@ def _is_large(value: Any) -> bool:
     return (value.nbytes if isinstance(value, np.ndarray) else sys.getsizeof(value, 0)) >= _LARGE_NBYTES
 
 
-def _are_fields(names: Sequence[Any], keys: list[tuple[Any, ...]] | None) -> bool:
+def _are_fields(names: Sequence[Any]) -> bool:
     """Whether keys can be the names of a struct's fields."""
-    kinds = set(map(type, names if keys is None else chain.from_iterable(keys)))
     return (
-        kinds <= {str}
+        set(map(type, names)) <= {str}
         and len(names) <= _MOST_FIELDS
         and not {types.KeysType.NAME, types.RecordsType.NAME} & set(names)
         and all(map(is_unicode, names))
