@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain, cycle, islice, repeat
 from pathlib import Path
 from typing import Any
@@ -26,21 +27,25 @@ def test_rows_that_become_far_larger_are_taken_in_smaller_pieces() -> None:
     assert (store[-1] == large).all()
 
 
-TEXTS = ["x" * 40_000, *("y" * 40_000 for _ in range(999))]
+def random_rows(count: int) -> list[bytes]:
+    return [np.random.default_rng(n).bytes(40_000) for n in range(count)]
+
+
+# Made in the test: each worker of the suite is forked with what is in memory.
+ROWS: dict[str, Callable[[], list[Any]]] = {
+    "repeated": lambda: ["x" * 40_000, *["y" * 40_000] * 999],  # the file has each text once
+    "different": lambda: [b"", *random_rows(999)],
+    "small at first": lambda: [b""] * 100 + random_rows(900),
+}
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns"),
-    [
-        (TEXTS, None),  # the file has each text once
-        ([b"", *map(np.random.default_rng(0).bytes, [40_000] * 999)], None),
-        ([b""] * 100 + [np.random.default_rng(n).bytes(40_000) for n in range(900)], ["a.b"]),
-    ],
-    ids=["repeated", "different", "small at first"],
+    ("name", "columns"), [("repeated", None), ("different", None), ("small at first", ["a.b"])]
 )
 def test_parquet_is_decoded_in_batches_of_so_many_bytes(
-    rows: list[Any], columns: list[str] | None, tmp_path: Path
+    name: str, columns: list[str] | None, tmp_path: Path
 ) -> None:
+    rows = ROWS[name]()
     pq.write_table(pa.table({"a.b": rows, "n": range(1000)}), tmp_path / "rows.parquet")
     store = open_store(tmp_path / "rows.parquet", columns=columns)
     assert max(batch.nbytes for batch in store.chunks.batches) < 20 << 20

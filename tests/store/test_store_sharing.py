@@ -6,6 +6,7 @@ import multiprocessing
 import threading
 import warnings
 from collections import Counter, OrderedDict, UserString, defaultdict, deque
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -83,22 +84,22 @@ def test_few_large_containers_stay_one_with_its_elements_shared() -> None:
         assert isinstance(shared["train"], Store)
 
 
-CONTAINERS: dict[str, Any] = {
-    "deque": deque(texts()),
-    "array of objects": np.array(texts(), object),
-    "subclass of list": Names(texts()),
-    "OrderedDict": OrderedDict((text, n) for n, text in enumerate(texts())),
-    "defaultdict": defaultdict(list, {text: [n] for n, text in enumerate(texts())}),
-    "Counter": Counter(texts()),
-    "subclass of dict": Table((text, n) for n, text in enumerate(texts())),
-    "set": set(texts()),
-    "frozenset": frozenset(texts()),
+CONTAINERS: dict[str, Callable[[], Any]] = {
+    "deque": lambda: deque(texts()),
+    "array of objects": lambda: np.array(texts(), object),
+    "subclass of list": lambda: Names(texts()),
+    "OrderedDict": lambda: OrderedDict((text, n) for n, text in enumerate(texts())),
+    "defaultdict": lambda: defaultdict(list, {text: [n] for n, text in enumerate(texts())}),
+    "Counter": lambda: Counter(texts()),
+    "subclass of dict": lambda: Table((text, n) for n, text in enumerate(texts())),
+    "set": lambda: set(texts()),
+    "frozenset": lambda: frozenset(texts()),
 }
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_containers_of_the_standard_library_are_shared(name: str) -> None:
-    data = CONTAINERS[name]
+    data = CONTAINERS[name]()
     for shared in either_way(data):
         assert isinstance(shared, Store | MappingStore | SetStore)
         assert len(shared) == len(data)
