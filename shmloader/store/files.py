@@ -49,8 +49,8 @@ def open_store(
     if isinstance(columns, str):
         raise TypeError(f"columns must be a list of names, such as [{columns!r}], not one name")
     paths: Sequence[Any] = path if isinstance(path, list | tuple) else [path]
-    if not paths:
-        raise ValueError("no file can be opened: the list of paths is empty")
+    if not paths or "" in paths:  # pathlib takes "" for the current folder
+        raise FileNotFoundError(f"path={path!r} names no file")
     found = [str(Path(one).resolve()) for each in paths for one in _files(os.fspath(each))]
     form: dict[str, Any] = {}
     names: list[str] = []
@@ -82,8 +82,6 @@ def open_store(
 
 def _files(path: str) -> list[str]:
     """The files that a path or pattern means."""
-    if not path:  # which pathlib takes for the current folder
-        raise FileNotFoundError("no file can be opened: the path is empty")
     if Path(path).is_dir():
         found = sorted(str(one) for one in Path(path).iterdir() if one.suffix in IPC + PARQUET)
     elif Path(path).exists() or not glob.has_magic(path):

@@ -62,7 +62,8 @@ for line in sys.stdin:
     if not (child := os.fork()):
         signal.alarm(100)  # its default ends the child
         output = os.open(program + ".output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(output, 1), os.dup2(output, 2)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
         runpy.run_path(program, run_name="__main__")
         sys.exit()
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)

@@ -31,21 +31,20 @@ def random_rows(count: int) -> list[bytes]:
     return [np.random.default_rng(n).bytes(40_000) for n in range(count)]
 
 
-# Made in the test: each worker of the suite is forked with what is in memory.
-ROWS: dict[str, Callable[[], list[Any]]] = {
-    "repeated": lambda: ["x" * 40_000, *["y" * 40_000] * 999],  # the file has each text once
-    "different": lambda: [b"", *random_rows(999)],
-    "small at first": lambda: [b""] * 100 + random_rows(900),
-}
-
-
+# The rows are made in the test: each worker of the suite is forked with what is in memory.
 @pytest.mark.parametrize(
-    ("name", "columns"), [("repeated", None), ("different", None), ("small at first", ["a.b"])]
+    ("make", "columns"),
+    [
+        (lambda: ["x" * 40_000, *["y" * 40_000] * 999], None),  # the file has each text once
+        (lambda: [b"", *random_rows(999)], None),
+        (lambda: [b""] * 100 + random_rows(900), ["a.b"]),
+    ],
+    ids=["repeated", "different", "small at first"],
 )
 def test_parquet_is_decoded_in_batches_of_so_many_bytes(
-    name: str, columns: list[str] | None, tmp_path: Path
+    make: Callable[[], list[Any]], columns: list[str] | None, tmp_path: Path
 ) -> None:
-    rows = ROWS[name]()
+    rows = make()
     pq.write_table(pa.table({"a.b": rows, "n": range(1000)}), tmp_path / "rows.parquet")
     store = open_store(tmp_path / "rows.parquet", columns=columns)
     assert max(batch.nbytes for batch in store.chunks.batches) < 20 << 20
