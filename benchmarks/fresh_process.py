@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -24,6 +25,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 END_S = 15.0
 """Time for a measurement that has answered to end by itself."""
+
+OTHERS_END_S = 5.0
+"""Time for the rest of its session after it, before it is killed."""
 
 
 class MeasurementFailedError(Exception):
@@ -107,6 +111,15 @@ class FreshProcess:
             self.process.wait()
         if self.process.returncode:
             raise self._failure()
+        self._await_others()
+
+    def _await_others(self) -> None:
+        """Waits for the rest of its session: a resource tracker removes shared memory that is left."""
+        end_s = time.monotonic() + OTHERS_END_S
+        with contextlib.suppress(ProcessLookupError):
+            while time.monotonic() < end_s:
+                os.killpg(self.process.pid, 0)
+                time.sleep(0.01)
 
     @contextlib.contextmanager
     def _killed_after(self, timeout_s: float | None) -> Iterator[None]:

@@ -27,6 +27,10 @@ if what == "hang":
     time.sleep(600)
 if what == "start":
     answer(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid)
+if what == "start-late-end":
+    ends = "import sys, time; time.sleep(0.7); open(sys.argv[1], 'w')"
+    subprocess.Popen([sys.executable, "-c", ends, sys.argv[2]])
+    answer(1)
 if what == "echo":
     for line in sys.stdin:
         answer(json.loads(line))
@@ -50,6 +54,12 @@ def test_it_answers_each_question_and_what_else_it_prints_is_no_answer(folder: P
             assert fresh.answer(60) == question
         fresh.finish()
     assert fresh.process.returncode == 0
+
+
+def test_the_rest_of_its_session_may_end_by_itself(folder: Path) -> None:
+    """As a resource tracker must, which removes shared memory that the process has left."""
+    run_fresh("the starter", "child", "start-late-end", str(folder / "ended"))
+    assert (folder / "ended").exists()
 
 
 @pytest.mark.usefixtures("folder")
