@@ -34,7 +34,7 @@ help: ## Show this list
 demo: $(VENV)/.stamp-demo ## Run the demonstration (DEMO_ARGS=...)
 	$(BIN)/python -m shmloader demo $(DEMO_ARGS)
 
-test: lint ## Lint, check types, run the tests: under 10 minutes on two cores (PYTEST_ARGS=...)
+test: lint ## Lint, check types, run the tests: about 10 minutes on two cores (PYTEST_ARGS=...)
 	$(PYTEST) $(PYTEST_ARGS)
 
 test-fast: lint ## The same without tests that start interpreters: under 3 minutes on two cores
