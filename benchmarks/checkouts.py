@@ -113,6 +113,10 @@ class Side:
         """Lets it load for the given time."""
         return Turn(**self._ask(seconds))
 
+    def finish(self) -> None:
+        """Lets it end by itself, so that it removes its temporary files."""
+        self._fresh.finish()
+
     def _ask(self, seconds: float | None) -> dict[str, float]:
         self._fresh.ask(seconds)
         answer: dict[str, float] = self._fresh.answer()
@@ -142,6 +146,8 @@ def play_round(name: str, arguments: argparse.Namespace, number: int, turns: int
             order = sorted(sides, key=lambda checkout: (checkout == ROOT) == bool((number + turn) % 2))
             loaded = {checkout: sides[checkout].load(arguments.seconds) for checkout in order}
             played.append((loaded[ROOT], loaded[arguments.other]))
+        for side in sides.values():
+            side.finish()
         return played
 
 

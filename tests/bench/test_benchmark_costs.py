@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -138,6 +140,19 @@ def test_a_start_is_compared_in_fresh_processes_by_any_method(tmp_path: Path) ->
     (row,) = (line for line in done.stdout.splitlines() if line.startswith("| startup-1mb-spawn"))
     here, there = [float(cell) for cell in row.split("|")[2:4]]
     assert 1 / there > 1 / here + 6
+
+
+@pytest.mark.long
+def test_a_start_that_was_compared_leaves_no_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is killed leaves the folder of its fork server."""
+    shutil.copytree(ROOT / "shmloader", tmp_path / "shmloader", ignore=shutil.ignore_patterns("__pycache__"))
+    with tempfile.TemporaryDirectory() as folder:  # `tmp_path` is too long for a socket
+        monkeypatch.setenv("TMPDIR", folder)
+        done = compare(tmp_path, "--workload", "startup-1mb-forkserver", "--turns", "1", "--workers", "1")
+        assert done.returncode == 0, done.stderr
+        assert not os.listdir(folder)
 
 
 def test_a_process_of_a_checkout_uses_public_names_of_shmloader_only() -> None:
