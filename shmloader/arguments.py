@@ -82,23 +82,23 @@ def set_device(loader: Any, device: torch.device | str | int | None) -> None:
 
 
 def device_of(loader: Any) -> torch.device | None:
-    """The accelerator that a loader's batches go to, with its number; None if they stay on the CPU.
+    """The accelerator that a loader's batches go to; None if they stay on the CPU.
 
-    It is what the constructor was given. Subclasses and loaders of other classes (accelerate's) may have an
-    attribute ``device`` with another meaning.
+    It is what the constructor was given. Without a number it is the current one; to ask for that initialises
+    the accelerator, which has to wait until workers were forked. Subclasses and loaders of other classes
+    (accelerate's) may have an attribute ``device`` with another meaning.
 
     Raises:
         RuntimeError: If there is no such accelerator.
     """
-    device: Any = getattr(loader, _DEVICE, None)
+    device: torch.device | None = getattr(loader, _DEVICE, None)
     if device is None or device.type == "cpu":
         return None
     there: Any = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if there is None or there.type != device.type:
         found = "no accelerator" if there is None else f"torch's accelerator is {there.type!r}"
         raise RuntimeError(f"device='{device}' is not available: {found}. Pass device='cpu', or None")
-    index = torch.accelerator.current_device_index() if device.index is None else device.index
-    return torch.device(device.type, index)
+    return device
 
 
 def check_arguments(

@@ -7,14 +7,14 @@ import io
 import math
 import operator
 import pickle
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
 from shmloader.codec.layout import DTYPES, Leaf, rows_of, table_of, unpack_head, unpack_table
-from shmloader.codec.leaves import wrapper_of
+from shmloader.codec.leaves import with_strides, wrapper_of
 
 _MOST_KNOWN = 256
 _MOST_HEADER_NBYTES = 1 << 12  # longer headers hold data and do not repeat
@@ -26,6 +26,13 @@ _Wrapping = tuple[Callable[..., Any], np.dtype[Any], int, tuple[int, ...]]
 """How to wrap a leaf: the function, the dtype of the array that it takes, the leaf's offset and shape."""
 _ndarray: Any = np.ndarray  # looked up for every leaf
 _lone = operator.itemgetter(0)
+_AROUND_LEAVES: dict[tuple[str, str], Callable[..., Any]] = {
+    (operator.getitem.__module__, "getitem"): operator.getitem,
+    (with_strides.__module__, with_strides.__name__): lambda *parts: (
+        parts
+    ),  # it is called when a batch is made
+}
+"""Functions that structures call on leaves, by module and name; what they return for an object as a leaf."""
 
 
 class Decoder:
@@ -75,12 +82,15 @@ def _reader(header: bytes, wrap_all: _WrapAll) -> _Read:
 def structure_of(header: bytes) -> Callable[[list[Any]], Any] | None:
     """A function that makes a batch from its leaves, in the order of the leaf table.
 
+    Args:
+        header: A header, or the pickled structure alone.
+
     Returns:
         None if the batch consists of more than leaves, built-in containers and constants.
     """
-    probes = [object() for _ in read_leaves(header)]
+    probes: list[object] = []
     try:
-        batch = _WithoutCalls(io.BytesIO(header), buffers=probes).load()
+        batch = _WithoutCalls(io.BytesIO(header), buffers=_new_objects(probes)).load()
     except pickle.UnpicklingError:
         return None
     if len(probes) == 1 and batch is probes[0]:
@@ -93,12 +103,21 @@ def structure_of(header: bytes) -> Callable[[list[Any]], Any] | None:
     return lambda leaves: pickle.loads(header, buffers=leaves)
 
 
-class _WithoutCalls(pickle.Unpickler):
-    """Unpickles structures of built-in containers and constants alone."""
+def _new_objects(made: list[object]) -> Iterator[object]:
+    while True:
+        made.append(object())
+        yield made[-1]
 
-    def find_class(self, module: str, name: str) -> NoReturn:
-        """Refuse; see ``pickle.Unpickler``."""
-        raise pickle.UnpicklingError(f"{module}.{name}")
+
+class _WithoutCalls(pickle.Unpickler):
+    """Unpickles structures of leaves, built-in containers and constants alone."""
+
+    def find_class(self, module: str, name: str) -> Callable[..., Any]:
+        """The functions that `leaves` puts around a leaf; refuses others. See ``pickle.Unpickler``."""
+        try:
+            return _AROUND_LEAVES[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"{module}.{name}") from None
 
 
 def _comes_again(known: dict[bytes, Any], key: bytes) -> bool:

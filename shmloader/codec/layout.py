@@ -136,3 +136,9 @@ def join_header(structure: Iterable[bytes], rows: Iterable[bytes]) -> bytes:
 def table_of(header: bytes) -> bytes:
     """The leaf table of a header. The structure needs no length: its pickle has an end of its own."""
     return header[-4 - int.from_bytes(header[-4:], "little") : -4]
+
+
+def split_header(header: bytes) -> tuple[bytes, bytes]:
+    """The pickled structure and the leaf table of a header."""
+    table = table_of(header)
+    return header[: -4 - len(table)], table

@@ -113,11 +113,11 @@ def _reduce_tensor(tensor: torch.Tensor, add: Add) -> Any:
         if strides != _row_major(shape) and 0 < span <= tensor.numel():
             # Permuted or overlapping items, with hardly any gaps: the memory is sent as it is.
             placeholder = add(TENSOR, code, (span,), tensor.data_ptr(), tensor)
-            return _with_strides, ([placeholder], tuple(shape), strides)
+            return with_strides, ([placeholder], tuple(shape), strides)
         tensor = tensor.contiguous()
     if len(shape) > MOST_DIMENSIONS:
         placeholder = add(TENSOR, code, (tensor.numel(),), tensor.data_ptr(), tensor)
-        return _with_strides, ([placeholder], tuple(shape), tensor.stride())
+        return with_strides, ([placeholder], tuple(shape), tensor.stride())
     return _as_leaf(add(TENSOR, code, shape, tensor.data_ptr(), tensor))
 
 
@@ -136,9 +136,11 @@ def _requiring_grad(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.requires_grad_()
 
 
-def _with_strides(leaf: list[torch.Tensor], shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-    whole: torch.Tensor = torch.empty(0, dtype=leaf[0].dtype, device="cpu")
-    return whole.set_(leaf[0].untyped_storage(), 0, shape, strides)
+def with_strides(leaf: list[torch.Tensor], shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """A tensor over the memory of a leaf, which may be on a device."""
+    (items,) = leaf
+    whole: torch.Tensor = torch.empty(0, dtype=items.dtype, device=items.device)
+    return whole.set_(items.untyped_storage(), items.storage_offset(), shape, strides)
 
 
 def _reduce_parameter(parameter: torch.nn.Parameter, add: Add) -> Any:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from shmloader.codec import structure_of
-from shmloader.codec.layout import ALIGNMENT, DTYPES, TENSOR, Leaf, table_of, unpack_table
+from shmloader.codec.layout import ALIGNMENT, DTYPES, TENSOR, Leaf, split_header, unpack_table
 from shmloader.device.guard import DeviceGuard, Held
 from shmloader.device.pinned import is_pinned
 from shmloader.slots import Slot
@@ -39,7 +39,7 @@ MOST_RUN_NBYTES = 8 << 20
 
 _MOST_GAP_NBYTES = 4096
 _MOST_KNOWN = 256
-_MOST_HEADER_NBYTES = 1 << 12  # longer ones hold data, and do not repeat
+_MOST_STRUCTURE_NBYTES = 1 << 15  # longer ones hold data, and do not repeat
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -146,18 +146,19 @@ class DeviceBatches:
 
         Returns:
             A function that returns the batch, for work on the stream that is current at its call. None for a
-            batch with objects of other classes than built-in containers, which move themselves; also for a
-            batch in memory that is not page-locked, since the driver may wait for the stream before it copies
-            that.
+            batch with tensors that require grad or objects of other classes than built-in containers, which
+            move themselves; also for a batch in memory that is not page-locked, since the driver may wait for
+            the stream before it copies that.
         """
         lease, extent = slot.lease, slot.extent
         if lease is None or lease() is not anchor or extent is None or not is_pinned(extent):
             return None  # if it was spilled, the slot may be another batch's by now
-        known = len(header) <= _MOST_HEADER_NBYTES
-        join = _known_structure(header) if known else structure_of(header)
+        structure, table = split_header(header)
+        known = len(structure) <= _MOST_STRUCTURE_NBYTES
+        join = _known_structure(structure) if known else structure_of(structure)
         if join is None:
             return None
-        plan = plan_of(table_of(header))
+        plan = plan_of(table)
         driver, device = self._driver, self._device
         if self._side is None:
             self._side = self.guard.create_stream(device)

@@ -30,6 +30,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
     "cuDriverGetVersion": (POINTER(c_int),),
     "cuGetErrorName": (c_int, POINTER(ctypes.c_char_p)),
+    "cuDeviceGetCount": (POINTER(c_int),),
     "cuDeviceGet": (POINTER(c_int), c_int),
     "cuDevicePrimaryCtxGetState": (c_int, POINTER(c_uint), POINTER(c_int)),
     "cuDevicePrimaryCtxRetain": (_handle, c_int),
@@ -58,11 +59,17 @@ _MAY_WAIT = {
     "cuCtxSynchronize",
     "cuMemHostRegister_v2",
     "cuMemHostUnregister",
-    "cuMemcpyHtoDAsync_v2",
+    "cuStreamCreate",
+    "cuStreamDestroy_v2",
     "cuStreamSynchronize",
+    # A stream takes about 1,000 pieces of work; then these wait, perhaps for what another thread has to do.
+    "cuCtxRecordEvent",
+    "cuEventRecord",
+    "cuMemcpyHtoDAsync_v2",
+    "cuStreamWaitEvent",
 }
-"""Functions during which other threads should run. The rest take a microsecond, and giving up the interpreter
-lock for each would mean waiting for it each time."""
+"""Functions during which other threads must be able to run. The rest take a microsecond, and giving up the
+interpreter lock for each would mean waiting for it each time."""
 
 
 class DriverError(RuntimeError):
@@ -116,6 +123,9 @@ class CudaDriver:
         self._events: dict[int, list[Event]] = {}
         self._streams: dict[int, list[c_void_p]] = {}
         self._call("cuInit", 0)
+        count = c_int()
+        self._call("cuDeviceGetCount", byref(count))
+        self._devices = range(count.value)
 
     def _call(self, name: str, *arguments: Any) -> None:
         code = self._calls[name](*arguments)
@@ -158,7 +168,7 @@ class CudaDriver:
     def active_devices(self) -> list[int]:
         """Devices that this process has used so far."""
         found = []
-        for device in range(torch.cuda.device_count()):
+        for device in self._devices:
             flags, active = c_uint(), c_int(1)
             if device not in self._contexts:
                 self._call("cuDevicePrimaryCtxGetState", self._ordinal(device), byref(flags), byref(active))
@@ -224,8 +234,13 @@ class CudaDriver:
         self._events[event.device].append(event)
 
     def is_capturing(self) -> bool:
-        """Whether the calling thread's current stream captures a graph."""
-        return torch.cuda.is_current_stream_capturing()
+        """Whether the calling thread's current stream captures a graph, or stands still for one that does."""
+        try:
+            return torch.cuda.is_current_stream_capturing()
+        except RuntimeError as error:  # the default stream, while a blocking stream captures
+            if "captur" in str(error):
+                return True
+            raise
 
     def captures_open(self) -> bool:
         """Whether any stream of torch's, or any blocking stream, captures a graph.
@@ -236,10 +251,9 @@ class CudaDriver:
         if self.is_capturing():
             return True
         for device in self.active_devices():
-            status = c_int()
+            status, is_capturing = c_int(), self._calls["cuStreamIsCapturing"]
+            streams = self._streams.get(device) or self._find_streams(device)
             with self._on(device):
-                is_capturing = self._calls["cuStreamIsCapturing"]
-                streams = self._streams.get(device) or self._find_streams(device)
                 for place, stream in enumerate(streams):
                     if is_capturing(stream, byref(status)) or status.value:
                         # It may capture again: asked last, it has the least time to begin before an event is
@@ -292,8 +306,12 @@ class CudaDriver:
             self._call("cuMemcpyHtoDAsync_v2", address, source, nbytes, stream)
 
     def allocate(self, nbytes: int, device: int) -> torch.Tensor:
-        """Uninitialised bytes on a device, of the caching allocator's memory for the current stream."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
+        """Uninitialised bytes on a device, of the caching allocator's memory for the current stream.
+
+        They are for a batch that may be used outside of the ``inference_mode`` in which it is copied ahead.
+        """
+        with self._on(device), torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
 
     def use_on_current_stream(self, tensor: torch.Tensor) -> None:
         """Tell the caching allocator that the current stream uses memory that another one has allocated."""

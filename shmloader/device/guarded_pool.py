@@ -35,6 +35,7 @@ class GuardedPool(SlotPool):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._tried: set[int] = set()  # slots whose mappings were page-locked, or could not be
+        self._guarded = 0
 
     def can_lease(self) -> bool:
         """See `SlotPool`; waits `MOST_GUARD_WAIT_S` at most for guarded slots, if there is no room else."""
@@ -87,7 +88,12 @@ class GuardedPool(SlotPool):
                 slot.state = _GUARDED
                 ended.append(slot)
         guard.end(ended)
-        for slot in (*free, *guard.done()):
+        done = guard.done()
+        # How far the device is behind varies. To unlock slots and lock them again would take time, and the
+        # driver may wait for the device.
+        self._guarded += len(ended) - len(done)
+        self.warm_slots = max(self.warm_slots, self.base_slots + self._guarded)
+        for slot in (*free, *done):
             self._leased -= 1
             self._make_free(slot)
         self._discard_beyond_warm()

@@ -33,19 +33,31 @@ class Registration:
         extent.buffer.owner = self
 
     def release(self, *, synchronize: bool) -> None:
-        """Unlock the memory; with ``synchronize``, wait for all devices first."""
+        """Unlock the memory; with ``synchronize``, wait for all devices first.
+
+        While a graph is captured it is postponed, since waiting would end the capture. If the driver refuses,
+        the mapping stays: other memory at the same address would be taken for registered.
+        """
         address, self.address = self.address, None
         if address is None or os.getpid() != self._pid:
             return
-        if synchronize and self._driver.captures_open():  # to wait would end the capture
-            self.address = address
-            _postponed.append(self)
-            return
-        with contextlib.suppress(DriverError):  # of work that has failed
-            if synchronize:
-                self._driver.synchronize()
+        _stuck.add(self)
+        if synchronize:
+            try:
+                postponed = self._driver.captures_open()
+                if not postponed:
+                    self._driver.synchronize()
+            except DriverError as error:
+                postponed = error.is_of_capture  # it was begun in this moment; else the work has failed
+            if postponed:
+                self.address = address
+                _postponed.append(self)
+                _stuck.discard(self)
+                return
+        with contextlib.suppress(DriverError):
             self._driver.unregister(address)
-        _registered.pop(address, None)
+            _registered.pop(address, None)
+            _stuck.discard(self)
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # at the interpreter's end, when modules are gone
@@ -54,6 +66,7 @@ class Registration:
 
 _registered: dict[int, int] = {}
 _postponed: list[Registration] = []
+_stuck: set[Registration] = set()  # could not end, or are about to
 _told: set[str] = set()
 
 

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import time
 from typing import Any
 
 import numpy as np
 
-from shmloader.device.driver import CudaDriver, DriverError
+from shmloader.device.driver import CudaDriver, DriverError, Event
 
 MOST_S = 10.0
 """Time that the device may take for each of the trial's two copies."""
 
+MOST_BUSY_S = 1.0
+"""Time that the trial waits for work that the program has queued."""
+
 _NBYTES = 1 << 16
 _POLL_S = 0.0002
-_unfinished: list[object] = []  # the device may still read it
+_kept: list[object] = []  # the device may still read it, or it is still registered
 
 
-def why_unusable(driver: CudaDriver, device: int) -> str:
+def why_unusable(driver: CudaDriver, device: int) -> str | None:
     """Copy page-locked bytes to a device on a stream of their own, twice, and read them back.
 
     Returns:
         The reason why batches must not rely on the driver; "" if the bytes have arrived, or if memory cannot
-        be locked, of which `pinned.pin` tells.
+        be locked, of which `pinned.pin` tells. None if the device is busy with the program's work.
     """
+    try:
+        if not _waited(driver, [driver.record_all(device)], MOST_BUSY_S):
+            return None
+    except DriverError as error:
+        return f"a trial copy to device {device} failed: {error}"
     source = np.frombuffer(mmap.mmap(-1, _NBYTES), np.uint8)
     source[:] = np.arange(_NBYTES) % 251
     try:
@@ -37,14 +44,17 @@ def why_unusable(driver: CudaDriver, device: int) -> str:
         for _ in range(2):  # each event is used again, some in another way
             arrived = _copy(driver, source, device)
             if arrived is None:
-                _unfinished.append(source)
+                _kept.append(source)
                 return f"a trial copy to device {device} was not done after {MOST_S:g} s"
             if not np.array_equal(arrived, source):
                 why = f"a trial copy to device {device} arrived changed"
     except RuntimeError as error:  # of the driver; of torch, where the device has no memory left
         why = f"a trial copy to device {device} failed: {error}"
-    with contextlib.suppress(DriverError):
+        _kept.append(source)
+    try:
         driver.unregister(source.ctypes.data)
+    except DriverError:
+        _kept.append(source)
     return why
 
 
@@ -58,12 +68,19 @@ def _copy(
     driver.wait(stream, events[0])
     driver.copy(target.data_ptr(), source.ctypes.data, source.nbytes, stream, device)
     events += [driver.record(stream, device), driver.record_all(device)]
-    deadline_s = time.monotonic() + MOST_S
+    if not _waited(driver, events, MOST_S):
+        return None
+    driver.destroy_stream(stream, device)
+    return target.cpu().numpy()
+
+
+def _waited(driver: CudaDriver, events: list[Event], most_s: float) -> bool:
+    """Wait for events, for some time at most, and give them back; whether all are done."""
+    deadline_s = time.monotonic() + most_s
     while not all(map(driver.is_done, events)):
         if time.monotonic() > deadline_s:
-            return None
+            return False
         time.sleep(_POLL_S)
     for event in events:
         driver.recycle(event)
-    driver.destroy_stream(stream, device)
-    return target.cpu().numpy()
+    return True

@@ -53,7 +53,7 @@ class Delivery:
         self._pool = dispatcher.pool
         self._pin_memory = pin_memory
         self._pin_device = pin_device
-        self._device = device
+        self._device = device = None if device is None else _numbered(device)
         self._pins = device is None or device.type != "mps"  # which has no pinned memory, says torch
         self._batches: DeviceBatches | None = None  # only if copies are begun ahead
         self._taken: dict[int, tuple[ByteArray, bytes, Any]] = {}  # by the task's `seq`
@@ -118,19 +118,28 @@ class Delivery:
         pinned = self._pool.is_pinned(task.slot) or not self._pins
         if not pinned or (self._pin_memory and not is_plain(batch)):
             guard = self._pool.guard
-            if guard is not None and not guard.admits_leases():
-                return batch  # a private copy: to pin it ends the capture in older torch (pytorch#146924)
-            self._dispatcher.counters.pin_copies += not pinned
-            batch = torch_private.pin_memory(batch, self._pin_device)  # leaves pinned tensors as they are
+            # To pin ends a capture of this thread in older torch (pytorch#146924), and one of another thread
+            # in the mode "global". While a graph is captured the batch is a private copy, or private memory.
+            if guard is None or not guard.driver.captures_open():
+                self._dispatcher.counters.pin_copies += not pinned
+                batch = torch_private.pin_memory(batch, self._pin_device)  # leaves pinned tensors as they are
         return batch if self._device is None else to_device(batch, self._device)
 
 
+def _numbered(device: torch.device) -> torch.device:
+    """A device with its number; it initialises the accelerator."""
+    index: int | None = device.index
+    return torch.device(device.type, torch.accelerator.current_device_index() if index is None else index)
+
+
 def _driver_for(device: torch.device | None) -> CudaDriver | str:
-    """The driver for a device, or the reason why it cannot be used. Each device is tried once."""
+    """The driver for a device, or the reason why it cannot be used. Each is tried once, while it is idle."""
     driver = open_driver()
     if isinstance(driver, str):
         return driver
     number = driver.home() if device is None else device.index
     if number not in _tried and not driver.captures_open():  # a capture would forbid it
-        _tried[number] = why_unusable(driver, number)
+        why = why_unusable(driver, number)
+        if why is not None:
+            _tried[number] = why
     return _tried.get(number) or driver

@@ -7,6 +7,7 @@ hands them. So a wrong type, order or width of an argument is found without a de
 import ctypes
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,19 +26,23 @@ SOURCE = r"""
 #include <cuda.h>
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 char noted[4096];
 int answer;       /* what calls return but for those that cannot fail */
 int capturing;    /* the stream that captures */
+volatile int full; /* the streams take no more work until another thread has set it to 0 */
 static CUresult note(const char *name, unsigned long long a, unsigned long long b, unsigned long long c,
                      unsigned long long d) {
     size_t used = strlen(noted);
     snprintf(noted + used, sizeof noted - used, "%s %llx %llx %llx %llx\n", name, a, b, c, d);
-    return answer;
+    for (int tries = 0; full && tries < 2000; tries++) usleep(1000);
+    return full ? 999 : answer;
 }
 #define N(x) ((unsigned long long)(x))
 CUresult CUDAAPI cuInit(unsigned int f) { return note("init", f, 0, 0, 0); }
 CUresult CUDAAPI cuDriverGetVersion(int *v) { *v = 12080; return 0; }
 CUresult CUDAAPI cuGetErrorName(CUresult e, const char **s) { *s = e == 2 ? "NAME_OF_2" : 0; return 0; }
+CUresult CUDAAPI cuDeviceGetCount(int *n) { *n = 2; return 0; }
 CUresult CUDAAPI cuDeviceGet(CUdevice *d, int n) { *d = n + 50; return 0; }
 CUresult CUDAAPI cuDevicePrimaryCtxGetState(CUdevice d, unsigned int *f, int *a)
     { *f = 9; *a = d == 51; return 0; }
@@ -107,7 +112,6 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def library(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     library = Library(compiled)
@@ -236,6 +240,53 @@ def test_a_stream_that_has_captured_is_asked_last(
     monkeypatch.setitem(driver._calls, "cuStreamIsCapturing", lambda stream, _: asked.append(stream.value))
     assert not driver.captures_open()
     assert asked == [None, 32, 33, 31]
+
+
+def test_a_stream_that_may_not_be_asked_captures(driver: CudaDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So torch answers for the default stream while a blocking stream captures."""
+
+    def refuse() -> bool:
+        raise RuntimeError(
+            "CUDA error: operation would make the legacy stream depend on a capturing blocking stream"
+        )
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", refuse)
+    assert driver.is_capturing()
+    assert driver.captures_open()
+
+    def fail() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        driver.is_capturing()
+
+
+CALLS_ON_STREAMS = {
+    "record": lambda driver: driver.record(BIG, 1),
+    "record_all": lambda driver: driver.record_all(1),
+    "wait": lambda driver: driver.wait(BIG, Event(ctypes.c_void_p(1), 1)),
+    "copy": lambda driver: driver.copy(BIG, BIG, 1, BIG, 1),
+    "create_stream": lambda driver: driver.create_stream(1),
+    "destroy_stream": lambda driver: driver.destroy_stream(BIG, 1),
+}
+
+
+@pytest.mark.parametrize("call", CALLS_ON_STREAMS)
+def test_other_threads_run_while_a_call_waits_for_the_device(
+    library: Library, driver: CudaDriver, call: str
+) -> None:
+    """A full stream may wait for work that only another thread can release."""
+    full = ctypes.c_int.in_dll(library.inside, "full")
+    full.value = 1
+
+    def release() -> None:
+        full.value = 0
+
+    thread = threading.Timer(0.05, release)
+    thread.start()
+    CALLS_ON_STREAMS[call](driver)
+    thread.join()
 
 
 def test_an_older_driver_and_no_driver_are_told_apart(

@@ -15,8 +15,8 @@ import torch
 from scripted_driver import ScriptedDriver, claim_an_accelerator
 from torch.utils.data import Dataset, IterableDataset
 
-from shmloader import DataLoader, errors, torch_private
-from shmloader.device import pinned
+from shmloader import DataLoader, empty, errors, torch_private
+from shmloader.device import guarded_pool, pinned
 from shmloader.device.driver import open_driver
 from shmloader.errors import LoaderError
 from shmloader.scheduling import device_delivery
@@ -150,6 +150,62 @@ def test_late_reads_of_an_epoch(driver: ScriptedDriver, start_method: str, devic
         statistics = loader.statistics()
         assert (statistics.pin_copies, statistics.spills, driver.pins, driver.moves) == (0, 0, [], [])
         assert len(driver.copied) == (0 if device is None else 2 * BATCHES)
+
+
+def named(samples: list) -> dict:
+    return {"image": torch.stack([sample["image"] for sample in samples]), "n": [len(samples), ("x", None)]}
+
+
+def written_in_place(samples: list) -> torch.Tensor:
+    return torch.stack(
+        [sample["image"] for sample in samples], out=empty((len(samples), 1000), dtype=torch.uint8)
+    )
+
+
+def channels_last(samples: list) -> tuple:
+    images = torch.stack([sample["image"].reshape(10, 10, 10) for sample in samples])
+    return torch.tensor([sample["label"] for sample in samples]), images.to(memory_format=torch.channels_last)
+
+
+def twice(samples: list) -> list:
+    labels = torch.tensor([sample["label"] for sample in samples])
+    return [labels, labels, labels.numpy()]
+
+
+@pytest.mark.parametrize("collate", [named, written_in_place, channels_last, twice])
+def test_batches_of_the_programs_own_collate_fn_are_copied_ahead(driver: ScriptedDriver, collate) -> None:
+    """Their tensors lie in slots by another way than those of torch's default_collate."""
+    options = {"batch_size": 4, "num_workers": 2, "collate_fn": collate}
+    expected = list(DataLoader(Samples(), **options))
+    with DataLoader(Samples(), device="cuda", **options) as loader:
+        found = list(loader)
+        driver.drain()
+    assert (driver.moves, len(driver.copied) >= BATCHES) == ([], True)
+    assert str(found) == str(expected)
+    if collate is channels_last:
+        assert found[0][1].is_contiguous(memory_format=torch.channels_last)
+    if collate is twice:
+        assert found[0][0] is found[0][1]
+
+
+def test_single_samples_are_copied_ahead(driver: ScriptedDriver) -> None:
+    with DataLoader(Samples(), batch_size=None, num_workers=2, device="cuda") as loader:
+        for index, sample in enumerate(loader):
+            driver.drain()
+            assert (int(sample["image"][0]), sample["label"]) == (index % 200, index)
+    assert (index, driver.moves) == (4 * BATCHES - 1, [])
+
+
+def test_a_batch_copied_ahead_in_inference_mode_can_be_trained_on(driver: ScriptedDriver) -> None:
+    with DataLoader(Samples(), batch_size=4, num_workers=1, device="cuda", prefetch_factor=4) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        with torch.inference_mode():
+            while 2 not in iterator._dispatcher.ledger.arrived:  # the third batch, which is copied ahead
+                iterator._dispatcher.look_at(0)
+            next(iterator)
+        assert len(driver.copied) == 3
+        assert not next(iterator)["image"].is_inference()
 
 
 def test_without_the_guard_batches_are_corrupted(driver: ScriptedDriver) -> None:
@@ -298,6 +354,27 @@ def test_pinned_batches_inside_a_capture_are_copies(driver: ScriptedDriver) -> N
         assert batch["label"].tolist() == [4, 5, 6, 7]
 
 
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_nothing_is_pinned_while_another_thread_captures(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch, device: str | None
+) -> None:
+    """To pin would ask events and allocate, which ends a capture in the mode "global"."""
+    monkeypatch.setattr(guarded_pool, "MOST_GUARD_WAIT_S", 0.0)
+    options = {"batch_size": 4, "num_workers": 1, "device": device, "pin_memory": device is None}
+    with DataLoader(Samples(), memory_budget_nbytes=40_000, **options) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        driver.captures.add(driver.new_stream())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            labels = [_label(driver, batch) for batch in iterator]
+        assert loader.statistics().spills > 0
+        assert driver.pins == []
+        driver.captures.clear()
+    pinned.release_postponed()
+    assert labels == list(range(4, 4 * BATCHES, 4))
+
+
 def test_a_copy_that_fails_ahead_fails_in_its_place(
     driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,19 +424,25 @@ def test_empty_batches(driver: ScriptedDriver) -> None:
             driver.drain()
 
 
+@pytest.mark.parametrize("device", [None, "cuda"])
 def test_cuda_is_initialised_after_workers_are_forked(
-    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch, device: str | None
 ) -> None:
     workers = []
 
-    def opened() -> ScriptedDriver:
-        workers.append(len(multiprocessing.active_children()))
-        return driver
+    def initialise(answer):
+        def note():
+            workers.append(len(multiprocessing.active_children()))
+            return answer
 
-    monkeypatch.setattr(device_delivery, "open_driver", opened)
-    with DataLoader(Samples(), num_workers=2, pin_memory=True, multiprocessing_context="fork") as loader:
+        return note
+
+    monkeypatch.setattr(device_delivery, "open_driver", initialise(driver))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", initialise(0))
+    options = {"pin_memory": True, "device": device, "multiprocessing_context": "fork"}
+    with DataLoader(Samples(), num_workers=2, **options) as loader:
         iter(loader)
-    assert workers == [2]
+    assert workers == [2] * (1 if device is None else 2)
 
 
 @pytest.mark.parametrize("device", [None, "cuda"])

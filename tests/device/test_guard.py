@@ -8,9 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from pool_machine import PoolMachine
-from scripted_driver import ScriptedDriver
+from scripted_driver import CAPTURE_UNSUPPORTED, ScriptedDriver
 
 from shmloader.device import guarded_pool, pinned
+from shmloader.device.driver import DriverError
 from shmloader.device.guard import DeviceGuard
 from shmloader.device.guarded_pool import GuardedPool
 from shmloader.shared_memory import PAGE_NBYTES, Segment
@@ -336,6 +337,67 @@ def test_nothing_ends_a_capture_at_the_end_of_a_batch(driver: ScriptedDriver) ->
     driver.drain()
     pinned.release_postponed()
     assert driver.registered == {}
+
+
+def test_a_capture_that_begins_meanwhile_postpones_the_end(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = _pool(driver)
+    _, batch = _batch(pool, 7)
+    pool.close()
+
+    def refuse() -> None:
+        raise DriverError("cuCtxSynchronize failed", CAPTURE_UNSUPPORTED)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(driver, "synchronize", refuse)
+        del batch
+    assert len(driver.registered) == 1
+    pinned.release_postponed()
+    assert driver.registered == {}
+
+
+@pytest.mark.parametrize("call", ["unregister", "captures_open"])
+def test_memory_that_cannot_be_unlocked_stays_mapped(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Another mapping at its address would be taken for registered, and read with the old one's bytes."""
+    pool = _pool(driver)
+    _, batch = _batch(pool, 7)
+    pool.close()
+    address, nbytes = next(iter(driver.registered.items()))
+
+    def fail(*_: int) -> None:
+        raise (DriverError if call == "unregister" else RuntimeError)("the device's work has failed", 700)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(driver, call, fail)
+        del batch
+    assert pinned.pinned_nbytes() == nbytes
+    assert driver._is_mapped(address, address + nbytes)
+    pinned._stuck.clear()
+    pinned._registered.clear()
+    driver.registered.clear()
+    assert not driver._is_mapped(address, address + nbytes)
+
+
+def test_slots_stay_locked_though_the_device_is_less_behind(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that waits for the device now and then would lock them anew each time."""
+    pool = _pool(driver, pages=400)
+    locked = []
+    register = driver.register
+    monkeypatch.setattr(driver, "register", lambda *extent: locked.append(extent) or register(*extent))
+    for _ in range(3):
+        for number in range(pool.base_slots + 4):
+            _, batch = _batch(pool, number)
+            driver.read_late(0, batch.ctypes.data, batch.nbytes, number)
+            del batch
+        driver.drain()
+        pool.collect()
+    assert len(locked) == len(driver.registered) >= pool.base_slots + 4
+    pool.close()
 
 
 def test_what_is_guarded_when_the_loader_is_closed_is_not_given_back(driver: ScriptedDriver) -> None:

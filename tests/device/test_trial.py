@@ -91,11 +91,28 @@ def test_a_copy_that_never_ends_keeps_its_memory(
     driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trial.time, "sleep", lambda _: None)
-    monkeypatch.setattr(trial, "_unfinished", [])
+    monkeypatch.setattr(trial, "_kept", [])
     assert "not done after 0.2 s" in trial.why_unusable(driver, 0)
-    assert len(trial._unfinished) == len(driver.registered) == 1
+    assert len(trial._kept) == len(driver.registered) == 1
     driver.drain()
     assert driver.violations == []
+
+
+def test_a_device_that_is_busy_is_tried_another_time(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collective that waits for another rank, say: the driver is not to blame."""
+    monkeypatch.setattr(trial.time, "sleep", lambda _: None)
+    monkeypatch.setattr(trial, "MOST_BUSY_S", 0.05)
+    monkeypatch.setattr(device_delivery, "open_driver", lambda: driver)
+    monkeypatch.setattr(device_delivery, "_tried", {})
+    driver.launch(0, lambda: None)
+    assert device_delivery._driver_for(torch.device("cuda:0")) is driver
+    assert (driver.copied, device_delivery._tried) == ([], {})
+    driver.drain()
+    monkeypatch.setattr(trial.time, "sleep", lambda _: driver.drain())
+    assert device_delivery._driver_for(torch.device("cuda:0")) is driver
+    assert device_delivery._tried == {0: ""}
 
 
 @pytest.mark.parametrize(("device", "tried"), [(None, 1), ("cuda:0", 0)])
