@@ -61,9 +61,9 @@ bench: $(VENV)/.stamp-bench ## Compare with all peers on all work, for an hour o
 
 # pip takes torch's CUDA build where the package index has it first, as PyPI does for Linux.
 gpu: $(VENV)/.stamp-test $(VENV)/.stamp-bench ## On a machine with a GPU: its tests and benchmarks (BENCH_ARGS='--workers 15')
-	$(BIN)/python -m shmloader doctor
-	$(BIN)/python -m pytest tests/device -m gpu $(PYTEST_ARGS)
-	$(BIN)/python -m benchmarks.device $(BENCH_ARGS)
+	$(BIN)/python -m shmloader doctor; doctor=$$?; \
+	$(BIN)/python -m pytest tests/device -m gpu $(PYTEST_ARGS); tests=$$?; \
+	$(BIN)/python -m benchmarks.device $(BENCH_ARGS); exit $$((doctor | tests | $$?))
 
 soak: $(VENV)/.stamp-test ## Kill, break off and hold for 30 minutes (SOAK_ARGS=...)
 	PYTHONPATH=tests $(BIN)/python -m robustness.soak --minutes 30 $(SOAK_ARGS)

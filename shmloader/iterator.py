@@ -330,6 +330,7 @@ class SlotIterator(torch_private.BaseIterator):
                 batch = delivery.deliver(batch, task)
         except Exception as error:
             self._take(task, report)  # the next call continues after it
+            self._progress.finished = isinstance(error, StopIteration)  # which ends the program's loop
             self._lifecycle.expect(error)
             raise
         self._counters.batches += 1

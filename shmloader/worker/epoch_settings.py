@@ -28,7 +28,8 @@ from shmloader.worker.set_epoch_calls import (
     plain_attributes,
 )
 
-_LOOKED_AT = 8  # items of a container, to tell whether datasets are in it
+_LOOKED_AT = 8  # items of a container, to tell whether datasets are in it; shorter ones are searched whole
+_MOST_NESTED = 3  # containers in each other
 
 Path = tuple[str | int, ...]
 """The way from the loader's dataset to one inside it: names of attributes, and places in containers."""
@@ -137,12 +138,17 @@ def _walk(dataset: Any, attributes_of: Callable[[Any], Attributes]) -> list[tupl
 def _directly_in(attributes: Attributes) -> Iterator[tuple[Path, Any]]:
     """The datasets among attributes, and in the lists and dicts among them."""
     for name, value in attributes:
-        if _is_dataset(value):
-            yield (name,), value
-        elif type(value) in (list, tuple, dict):
-            items = value.values() if type(value) is dict else value
-            if any(map(_is_dataset, itertools.islice(items, _LOOKED_AT))):
-                yield from (((name, place), item) for place, item in enumerate(items) if _is_dataset(item))
+        yield from _in_value((name,), value)
+
+
+def _in_value(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    if _is_dataset(value):
+        yield path, value
+    elif type(value) in (list, tuple, dict) and len(path) <= _MOST_NESTED:
+        items = value.values() if type(value) is dict else value
+        if len(items) <= _LOOKED_AT or any(map(_is_dataset, itertools.islice(items, _LOOKED_AT))):
+            for place, item in enumerate(items):
+                yield from _in_value((*path, place), item)
 
 
 def _is_dataset(value: Any) -> bool:

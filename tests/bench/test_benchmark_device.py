@@ -68,6 +68,15 @@ def test_the_median_of_turns() -> None:
     assert found == {"one": (3, 1.0), "two": (2, 2.0)}  # 0 3 4 and 1 2 5: each goes first in every other turn
 
 
+def test_a_loader_that_fails_does_not_end_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> tuple[float, float]:
+        raise OSError("Too many open files")
+
+    found = device.in_turns(3, {"torch": fail, "two": lambda: (2.0, 1.0)})
+    assert (str(found["torch"]), found["two"]) == ("(nan, nan)", (2.0, 1.0))
+    assert capsys.readouterr().err.count("OSError: Too many open files\ntorch has failed") == 1
+
+
 def test_a_missed_figure_is_marked() -> None:
     text = device.report(
         [device.Figure("leak", "bytes", 5, "", False), device.Figure("copy", "x", 1.5, "GB/s")]

@@ -35,8 +35,13 @@ static CUresult note(const char *name, unsigned long long a, unsigned long long 
                      unsigned long long d) {
     size_t used = strlen(noted);
     snprintf(noted + used, sizeof noted - used, "%s %llx %llx %llx %llx\n", name, a, b, c, d);
+    return answer;
+}
+static CUresult queue(const char *name, unsigned long long a, unsigned long long b, unsigned long long c,
+                      unsigned long long d) {
     for (int tries = 0; full && tries < 2000; tries++) usleep(1000);
-    return full ? 999 : answer;
+    note(name, a, b, c, d);
+    return full ? CUDA_ERROR_UNKNOWN : answer;
 }
 #define N(x) ((unsigned long long)(x))
 CUresult CUDAAPI cuInit(unsigned int f) { return note("init", f, 0, 0, 0); }
@@ -51,7 +56,7 @@ CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext *c, CUdevice d)
 CUresult CUDAAPI cuCtxPushCurrent(CUcontext c) { note("push", N(c), 0, 0, 0); return 0; }
 CUresult CUDAAPI cuCtxPopCurrent(CUcontext *c) { *c = 0; note("pop", 0, 0, 0, 0); return 0; }
 CUresult CUDAAPI cuCtxSynchronize(void) { return note("sync", 0, 0, 0, 0); }
-CUresult CUDAAPI cuCtxRecordEvent(CUcontext c, CUevent e) { return note("ctxrecord", N(c), N(e), 0, 0); }
+CUresult CUDAAPI cuCtxRecordEvent(CUcontext c, CUevent e) { return queue("ctxrecord", N(c), N(e), 0, 0); }
 CUresult CUDAAPI cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *m) {
     static CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
     CUstreamCaptureMode before = mode;
@@ -60,18 +65,18 @@ CUresult CUDAAPI cuMemHostRegister(void *p, size_t n, unsigned int f)
     { return note("register", N(p), n, f, 0); }
 CUresult CUDAAPI cuMemHostUnregister(void *p) { return note("unregister", N(p), 0, 0, 0); }
 CUresult CUDAAPI cuMemcpyHtoDAsync(CUdeviceptr d, const void *p, size_t n, CUstream s)
-    { return note("copy", d, N(p), n, N(s)); }
+    { return queue("copy", d, N(p), n, N(s)); }
 CUresult CUDAAPI cuEventCreate(CUevent *e, unsigned int f) {
     static unsigned long long next = 0x6000000000000ull; *e = (CUevent)next++;
     note("event", f, 0, 0, 0); return 0; }
-CUresult CUDAAPI cuEventRecord(CUevent e, CUstream s) { return note("record", N(e), N(s), 0, 0); }
+CUresult CUDAAPI cuEventRecord(CUevent e, CUstream s) { return queue("record", N(e), N(s), 0, 0); }
 CUresult CUDAAPI cuEventQuery(CUevent e) { return note("query", N(e), 0, 0, 0); }
 CUresult CUDAAPI cuStreamCreate(CUstream *s, unsigned int f)
-    { *s = (CUstream)0x5000000000000ull; return note("stream", f, 0, 0, 0); }
-CUresult CUDAAPI cuStreamDestroy(CUstream s) { return note("destroy", N(s), 0, 0, 0); }
+    { *s = (CUstream)0x5000000000000ull; return queue("stream", f, 0, 0, 0); }
+CUresult CUDAAPI cuStreamDestroy(CUstream s) { return queue("destroy", N(s), 0, 0, 0); }
 CUresult CUDAAPI cuStreamSynchronize(CUstream s) { return note("drain", N(s), 0, 0, 0); }
 CUresult CUDAAPI cuStreamWaitEvent(CUstream s, CUevent e, unsigned int f)
-    { return note("wait", N(s), N(e), f, 0); }
+    { return queue("wait", N(s), N(e), f, 0); }
 CUresult CUDAAPI cuStreamIsCapturing(CUstream s, CUstreamCaptureStatus *c) {
     *c = N(s) == capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE; return 0; }
 """
@@ -287,6 +292,16 @@ def test_other_threads_run_while_a_call_waits_for_the_device(
     thread.start()
     CALLS_ON_STREAMS[call](driver)
     thread.join()
+
+
+def test_memory_that_is_allocated_ahead_in_inference_mode_can_be_trained_on(
+    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda nbytes, dtype, device: empty(nbytes, dtype=dtype))
+    with torch.inference_mode():
+        assert torch.empty(4, torch.uint8, None).is_inference()
+        assert not driver.allocate(4, 1).is_inference()
 
 
 def test_an_older_driver_and_no_driver_are_told_apart(

@@ -196,18 +196,6 @@ def test_single_samples_are_copied_ahead(driver: ScriptedDriver) -> None:
     assert (index, driver.moves) == (4 * BATCHES - 1, [])
 
 
-def test_a_batch_copied_ahead_in_inference_mode_can_be_trained_on(driver: ScriptedDriver) -> None:
-    with DataLoader(Samples(), batch_size=4, num_workers=1, device="cuda", prefetch_factor=4) as loader:
-        iterator = iter(loader)
-        next(iterator)
-        with torch.inference_mode():
-            while 2 not in iterator._dispatcher.ledger.arrived:  # the third batch, which is copied ahead
-                iterator._dispatcher.look_at(0)
-            next(iterator)
-        assert len(driver.copied) == 3
-        assert not next(iterator)["image"].is_inference()
-
-
 def test_without_the_guard_batches_are_corrupted(driver: ScriptedDriver) -> None:
     """This proves that the test above can fail."""
     driver.all_is_late = True

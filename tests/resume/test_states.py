@@ -103,6 +103,26 @@ def test_a_state_is_that_of_the_latest_epoch_or_of_the_loaded_state(workers: int
         assert loader.state_dict()["finished"]
 
 
+class Ends(Plain):
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            raise StopIteration
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_that_a_sample_ends_is_finished(workers: int) -> None:
+    """The program's loop has ended, so a resumed program begins its next epoch."""
+    given = {"batch_size": 2, "num_workers": workers}
+    with DataLoader(Ends(12), **given) as loader:
+        before = [batch.tolist() for batch in loader]
+        state = loader.state_dict()
+    assert (len(before), state["finished"]) == (2, True)
+    with DataLoader(Ends(12), **given) as loader:
+        loader.load_state_dict(state)
+        assert [batch.tolist() for batch in loader] == before
+
+
 COPIES: dict[str, Callable[[Any], Any]] = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
