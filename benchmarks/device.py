@@ -61,7 +61,7 @@ class Figure(NamedTuple):
     Attributes:
         part: The part that it belongs to.
         what: Name of the measurement.
-        value: The figure.
+        value: The figure; NaN if it could not be measured, which is null in JSON.
         unit: Its unit.
         good: Whether it reaches its target; None if it has none.
     """
@@ -552,7 +552,8 @@ def main() -> int:
         print(report([figure]).splitlines()[-1], flush=True)
         figures.append(figure)
     print(report(figures))
-    results = {"device": torch.cuda.get_device_name(), "machine": describe(), "figures": figures}
+    rows = [[None if part != part else part for part in one] for one in figures]  # noqa: PLR0124 - JSON has no NaN
+    results = {"device": torch.cuda.get_device_name(), "machine": describe(), "figures": rows}
     if arguments.json is not None and not write_json(arguments.json, results):
         return NOT_WRITTEN
     return int(any(one.good is False for one in figures))

@@ -276,8 +276,7 @@ class SlotIterator(torch_private.BaseIterator):
             if self._stream is not None:
                 self._stream.end_epoch(self._progress)
             copied = "" if self._copies is None else self._copies.ended(self._all_workers.processes)
-            self._progress.before_next = self._scheduler.states_before_early
-            self._progress.finished = True
+            self._note_end()
             if not self._persistent_workers:
                 self._shutdown_workers()
             warn_of_copies(copied, self._counters)
@@ -298,6 +297,10 @@ class SlotIterator(torch_private.BaseIterator):
             dispatcher.receive(task.worker_id)
         while dispatcher.ended_streams:
             scheduler.drop_out(dispatcher.ended_streams.pop())
+
+    def _note_end(self) -> None:
+        self._progress.before_next = self._scheduler.states_before_early
+        self._progress.finished = True
 
     def _return(self, task: Task) -> Any:
         """The batch of a task that has arrived, or ``LEFT_OUT``; raises the exception in its place."""
@@ -330,10 +333,12 @@ class SlotIterator(torch_private.BaseIterator):
                 batch = delivery.deliver(batch, task)
         except Exception as error:
             self._take(task, report)  # the next call continues after it
-            self._progress.finished = isinstance(error, StopIteration)  # which ends the program's loop
+            if isinstance(error, StopIteration):  # it ends the program's loop
+                self._note_end()
             self._lifecycle.expect(error)
             raise
         self._counters.batches += 1
+        self._progress.finished = False  # it is True if the program goes on after that
         if self._scattered:
             self._take(task, report)
         else:

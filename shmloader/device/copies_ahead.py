@@ -38,8 +38,8 @@ MOST_RUN_NBYTES = 8 << 20
 """The most bytes of small leaves in one copy. They share device memory: keeping one keeps all."""
 
 _MOST_GAP_NBYTES = 4096
-_MOST_KNOWN = 256
-_MOST_STRUCTURE_NBYTES = 1 << 15  # longer ones hold data, and do not repeat
+_MOST_KNOWN = 64
+_MOST_KNOWN_NBYTES = 1 << 15  # longer structures and tables hold data or many shapes, and do not repeat
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -120,7 +120,9 @@ def _run(group: list[int], leaves: list[Leaf]) -> Run:
     for place in group:
         leaf = leaves[place]
         dtype = DTYPES[leaf.code].torch_dtype
-        strides = tuple(math.prod(leaf.shape[axis + 1 :]) for axis in range(len(leaf.shape)))
+        strides = tuple(
+            math.prod(max(size, 1) for size in leaf.shape[axis + 1 :]) for axis in range(len(leaf.shape))
+        )
         places.append((place, dtype, leaf.shape, strides, (leaf.offset - begin) // dtype.itemsize))
     return Run(begin, nbytes, nbytes if alone else -(-nbytes // ALIGNMENT) * ALIGNMENT, places)
 
@@ -154,11 +156,11 @@ class DeviceBatches:
         if lease is None or lease() is not anchor or extent is None or not is_pinned(extent):
             return None  # if it was spilled, the slot may be another batch's by now
         structure, table = split_header(header)
-        known = len(structure) <= _MOST_STRUCTURE_NBYTES
+        known = len(structure) <= _MOST_KNOWN_NBYTES
         join = _known_structure(structure) if known else structure_of(structure)
         if join is None:
             return None
-        plan = plan_of(table)
+        plan = plan_of(table) if len(table) <= _MOST_KNOWN_NBYTES else plan_of.__wrapped__(table)
         driver, device = self._driver, self._device
         if self._side is None:
             self._side = self.guard.create_stream(device)

@@ -75,10 +75,11 @@ class DeviceGuard:
                 return
             for device in self.driver.active_devices():
                 events.append(self.driver.record_all(device))  # noqa: PERF401 - those before an error are kept
-        except DriverError as error:
+        except RuntimeError as error:  # of the driver or of torch
             for event in events:
                 self.driver.recycle(event)
-            self._failed = not error.is_of_capture  # else a capture was begun in this moment
+            begun = isinstance(error, DriverError) and error.is_of_capture  # a capture, in this moment
+            self._failed = not begun
             return
         self._waiting.append((events, self._ended))
         self._ended = []

@@ -49,6 +49,8 @@ class Registration:
                     self._driver.synchronize()
             except DriverError as error:
                 postponed = error.is_of_capture  # it was begun in this moment; else the work has failed
+            except RuntimeError:  # of torch, since the work has failed
+                return
             if postponed:
                 self.address = address
                 _postponed.append(self)
@@ -60,8 +62,10 @@ class Registration:
             _stuck.discard(self)
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # at the interpreter's end, when modules are gone
+        try:  # noqa: SIM105 - at the interpreter's end contextlib is gone, as other modules are
             self.release(synchronize=True)
+        except Exception:  # noqa: BLE001
+            pass
 
 
 _registered: dict[int, int] = {}
@@ -121,5 +125,9 @@ def pinned_nbytes() -> int:
 
 def release_postponed() -> None:
     """End registrations that could not end while a graph was captured."""
-    for registration in [_postponed.pop() for _ in range(len(_postponed))]:
+    for _ in range(len(_postponed)):
+        try:
+            registration = _postponed.pop(0)
+        except IndexError:  # another thread does the same
+            break
         registration.release(synchronize=True)

@@ -13,7 +13,7 @@ from shmloader.device.driver import CudaDriver, DriverError, Event
 MOST_S = 10.0
 """Time that the device may take for each of the trial's two copies."""
 
-MOST_BUSY_S = 1.0
+MOST_BUSY_S = 0.1
 """Time that the trial waits for work that the program has queued."""
 
 _NBYTES = 1 << 16
@@ -26,13 +26,14 @@ def why_unusable(driver: CudaDriver, device: int) -> str | None:
 
     Returns:
         The reason why batches must not rely on the driver; "" if the bytes have arrived, or if memory cannot
-        be locked, of which `pinned.pin` tells. None if the device is busy with the program's work.
+        be locked, of which `pinned.pin` tells. None if the device is busy with the program's work, or if a
+        graph was captured meanwhile.
     """
     try:
         if not _waited(driver, [driver.record_all(device)], MOST_BUSY_S):
             return None
     except DriverError as error:
-        return f"a trial copy to device {device} failed: {error}"
+        return None if error.is_of_capture else f"a trial copy to device {device} failed: {error}"
     source = np.frombuffer(mmap.mmap(-1, _NBYTES), np.uint8)
     source[:] = np.arange(_NBYTES) % 251
     try:
@@ -40,7 +41,7 @@ def why_unusable(driver: CudaDriver, device: int) -> str | None:
     except DriverError:
         return ""
     try:
-        why = ""
+        why: str | None = ""
         for _ in range(2):  # each event is used again, some in another way
             arrived = _copy(driver, source, device)
             if arrived is None:
@@ -49,7 +50,8 @@ def why_unusable(driver: CudaDriver, device: int) -> str | None:
             if not np.array_equal(arrived, source):
                 why = f"a trial copy to device {device} arrived changed"
     except RuntimeError as error:  # of the driver; of torch, where the device has no memory left
-        why = f"a trial copy to device {device} failed: {error}"
+        of_capture = isinstance(error, DriverError) and error.is_of_capture
+        why = None if of_capture else f"a trial copy to device {device} failed: {error}"
         _kept.append(source)
     try:
         driver.unregister(source.ctypes.data)
@@ -77,10 +79,8 @@ def _copy(
 def _waited(driver: CudaDriver, events: list[Event], most_s: float) -> bool:
     """Wait for events, for some time at most, and give them back; whether all are done."""
     deadline_s = time.monotonic() + most_s
-    while not all(map(driver.is_done, events)):
-        if time.monotonic() > deadline_s:
-            return False
+    while not (done := all(map(driver.is_done, events))) and time.monotonic() < deadline_s:
         time.sleep(_POLL_S)
     for event in events:
         driver.recycle(event)
-    return True
+    return done

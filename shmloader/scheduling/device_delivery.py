@@ -101,7 +101,7 @@ class Delivery:
         task = ledger.next_arrived(in_order=in_order)
         if task is None or task.seq in self._taken or task.answer.flags & FAILED:
             return
-        with contextlib.suppress(RuntimeError):  # too little memory, say: it is tried again when due
+        with contextlib.suppress(Exception):  # too little memory, say: it is tried again when due
             anchor, header = self._dispatcher.take(task)
             self._taken[task.seq] = anchor, header, None
             self._taken[task.seq] = anchor, header, self.begin(task, anchor, header)

@@ -28,8 +28,9 @@ from shmloader.worker.set_epoch_calls import (
     plain_attributes,
 )
 
-_LOOKED_AT = 8  # items of a container, to tell whether datasets are in it; shorter ones are searched whole
+_SHORT = 32  # items of a container that is searched whole, with those in it
 _MOST_NESTED = 3  # containers in each other
+_LOOKED_AT = 8  # items of a longer container, to tell whether datasets are in it
 
 Path = tuple[str | int, ...]
 """The way from the loader's dataset to one inside it: names of attributes, and places in containers."""
@@ -144,11 +145,13 @@ def _directly_in(attributes: Attributes) -> Iterator[tuple[Path, Any]]:
 def _in_value(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
     if _is_dataset(value):
         yield path, value
-    elif type(value) in (list, tuple, dict) and len(path) <= _MOST_NESTED:
+    elif type(value) in (list, tuple, dict):
         items = value.values() if type(value) is dict else value
-        if len(items) <= _LOOKED_AT or any(map(_is_dataset, itertools.islice(items, _LOOKED_AT))):
+        if len(items) <= _SHORT and len(path) <= _MOST_NESTED:
             for place, item in enumerate(items):
                 yield from _in_value((*path, place), item)
+        elif any(map(_is_dataset, itertools.islice(items, _LOOKED_AT))):
+            yield from (((*path, place), item) for place, item in enumerate(items) if _is_dataset(item))
 
 
 def _is_dataset(value: Any) -> bool:

@@ -187,6 +187,7 @@ MIXED = (
     torch.arange(6, dtype=torch.float32).reshape(2, 3),
     torch.tensor(7),
     torch.zeros(0, 4, dtype=torch.int16),
+    torch.zeros(3, 0),
     torch.arange(5, dtype=torch.int64),
     torch.ones(3, dtype=torch.bfloat16),
     torch.tensor([1 + 2j], dtype=torch.complex128),
@@ -250,6 +251,18 @@ def test_one_copy_takes_no_more_than_its_limit() -> None:
     plan = plan_of(b"".join(leaf.pack() for leaf in rows))
     assert max(run.nbytes for run in plan.runs) == copies_ahead.MOST_RUN_NBYTES
     assert sum(len(run.places) for run in plan.runs) == 200
+
+
+def test_plans_of_many_shapes_are_not_kept(driver: ScriptedDriver, pool: GuardedPool) -> None:
+    """They would be hundreds of MB, and shapes that differ from batch to batch do not come again."""
+    plan_of.cache_clear()
+    for leaves in (10, 1500):
+        slot, anchor, header = _leaves(pool, *map(torch.ones, range(leaves)))
+        batch = DeviceBatches(pool.guard, 0).begin(slot, anchor, header)()
+        del anchor
+        driver.drain()
+        assert [len(tensor) for tensor in batch] == list(range(leaves))
+    assert plan_of.cache_info().currsize == 1
 
 
 def test_arrays_stay_and_are_guarded(driver: ScriptedDriver, pool: GuardedPool) -> None:

@@ -2,10 +2,12 @@
 
 import itertools
 import multiprocessing
+import os
 import random
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -349,13 +351,14 @@ def test_nothing_is_pinned_while_another_thread_captures(
     """To pin would ask events and allocate, which ends a capture in the mode "global"."""
     monkeypatch.setattr(guarded_pool, "MOST_GUARD_WAIT_S", 0.0)
     options = {"batch_size": 4, "num_workers": 1, "device": device, "pin_memory": device is None}
-    with DataLoader(Samples(), memory_budget_nbytes=40_000, **options) as loader:
+    with DataLoader(Samples(), memory_budget_nbytes=40_000, collate_fn=pairs, **options) as loader:
         iterator = iter(loader)
         next(iterator)
+        driver.pins.clear()
         driver.captures.add(driver.new_stream())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            labels = [_label(driver, batch) for batch in iterator]
+            labels = [int(batch.first[0, 0]) for batch in iterator]
         assert loader.statistics().spills > 0
         assert driver.pins == []
         driver.captures.clear()
@@ -363,14 +366,15 @@ def test_nothing_is_pinned_while_another_thread_captures(
     assert labels == list(range(4, 4 * BATCHES, 4))
 
 
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, ValueError])
 def test_a_copy_that_fails_ahead_fails_in_its_place(
-    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     allocate, calls = driver.allocate, itertools.count()
 
     def refuse(nbytes: int, device: int) -> torch.Tensor:
         if next(calls) in {3, 4, 5}:
-            raise torch.OutOfMemoryError("no memory on the device")
+            raise kind("no memory on the device")
         return allocate(nbytes, device)
 
     monkeypatch.setattr(driver, "allocate", refuse)
@@ -379,7 +383,7 @@ def test_a_copy_that_fails_ahead_fails_in_its_place(
         while True:
             try:
                 labels.append(_label(driver, next(iterator)))
-            except torch.OutOfMemoryError:
+            except kind:
                 labels.append(-1)
             except StopIteration:
                 break
@@ -494,6 +498,31 @@ def test_devices_that_are_none() -> None:
         for workers in (0, 1):
             with pytest.raises(RuntimeError, match="device='cuda' is not available: no accelerator"):
                 iter(DataLoader(Samples(), num_workers=workers, device="cuda"))
+
+
+ENDS_WITH_A_BATCH = """
+import sys
+import pytest, torch
+from scripted_driver import ScriptedDriver, claim_an_accelerator
+from shmloader import DataLoader
+from shmloader.scheduling import device_delivery
+patch = pytest.MonkeyPatch()
+claim_an_accelerator(patch)
+patch.setattr(device_delivery, "open_driver", lambda driver=ScriptedDriver(): driver)
+patch.setattr(device_delivery, "_tried", {0: ""})
+given = {"device": "cuda"} if "device" in sys.argv else {"pin_memory": True}
+loader = DataLoader(torch.arange(8), batch_size=2, num_workers=1, **given)
+for batch in loader:
+    break
+"""
+
+
+@pytest.mark.parametrize("option", ["pin_memory", "device"])
+def test_a_program_that_still_has_a_batch_ends_without_a_word(option: str) -> None:
+    command = [sys.executable, "-c", ENDS_WITH_A_BATCH, option]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 PROGRAM = """

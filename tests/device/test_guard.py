@@ -381,6 +381,66 @@ def test_memory_that_cannot_be_unlocked_stays_mapped(
     assert not driver._is_mapped(address, address + nbytes)
 
 
+def test_one_registration_that_cannot_end_does_not_take_others_along(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = _pool(driver)
+    held = [_batch(pool, number)[1] for number in (7, 8)]
+    pool.close()
+    driver.captures.add(driver.new_stream())
+    held.clear()
+    assert len(pinned._postponed) == 2
+    driver.captures.clear()
+    errors = [RuntimeError("CUDA error: device-side assert triggered")]
+
+    def fail_once() -> bool:
+        if errors:
+            raise errors.pop()
+        return False
+
+    monkeypatch.setattr(driver, "captures_open", fail_once)
+    pinned.release_postponed()
+    assert (len(pinned._stuck), len(driver.registered)) == (1, 1)
+    ((address, nbytes),) = driver.registered.items()
+    assert driver._is_mapped(address, address + nbytes)
+    pinned._stuck.clear()
+    pinned._registered.clear()
+    driver.registered.clear()
+
+
+def test_threads_that_lock_slots_at_once_share_what_was_postponed(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Emptied(list):
+        def pop(self, *place: int) -> object:
+            self.clear()  # by another thread
+            return super().pop(*place)
+
+    monkeypatch.setattr(pinned, "_postponed", Emptied([object()]))
+    pinned.release_postponed()
+    assert pinned._postponed == []
+
+
+def test_a_pool_closes_though_torch_cannot_be_asked(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program's own exception would be replaced by that of ``with loader``."""
+    pool = _pool(driver)
+    _, batch = _batch(pool, 7)
+    del batch
+
+    def fail() -> bool:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(driver, "captures_open", fail)
+        pool.close()
+    assert pool._closed
+    pinned._stuck.clear()
+    pinned._registered.clear()
+    driver.registered.clear()
+
+
 def test_slots_stay_locked_though_the_device_is_less_behind(
     driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

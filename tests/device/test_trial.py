@@ -11,6 +11,8 @@ from shmloader.device import trial
 from shmloader.device.driver import DriverError, Event
 from shmloader.scheduling import device_delivery
 
+NOT_SUPPORTED = 801
+
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> ScriptedDriver:
@@ -41,7 +43,7 @@ def test_a_call_that_fails_is_named(
     driver: ScriptedDriver, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> Any:
-        raise DriverError(f"{call} failed: CUDA_ERROR_NOT_SUPPORTED (801)", 801)
+        raise DriverError(f"{call} failed: CUDA_ERROR_NOT_SUPPORTED (801)", NOT_SUPPORTED)
 
     monkeypatch.setattr(driver, call, fail)
     assert f"{call} failed: CUDA_ERROR_NOT_SUPPORTED" in trial.why_unusable(driver, 0)
@@ -108,11 +110,28 @@ def test_a_device_that_is_busy_is_tried_another_time(
     monkeypatch.setattr(device_delivery, "_tried", {})
     driver.launch(0, lambda: None)
     assert device_delivery._driver_for(torch.device("cuda:0")) is driver
-    assert (driver.copied, device_delivery._tried) == ([], {})
+    assert (driver.copied, device_delivery._tried, driver._events) == ([], {}, 0)
     driver.drain()
     monkeypatch.setattr(trial.time, "sleep", lambda _: driver.drain())
     assert device_delivery._driver_for(torch.device("cuda:0")) is driver
     assert device_delivery._tried == {0: ""}
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_a_capture_that_begins_meanwhile_is_not_blamed_on_the_driver(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch, calls: int
+) -> None:
+    record_all = driver.record_all
+
+    def refuse(device: int) -> Event:
+        nonlocal calls
+        calls -= 1
+        if calls < 0:
+            raise DriverError("cuCtxRecordEvent failed", CAPTURE_UNSUPPORTED)
+        return record_all(device)
+
+    monkeypatch.setattr(driver, "record_all", refuse)
+    assert trial.why_unusable(driver, 0) is None
 
 
 @pytest.mark.parametrize(("device", "tried"), [(None, 1), ("cuda:0", 0)])
@@ -133,7 +152,7 @@ def test_a_loader_whose_trial_fails_copies_and_says_why(
     driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: int) -> Any:
-        raise DriverError("cuCtxRecordEvent failed", CAPTURE_UNSUPPORTED)
+        raise DriverError("cuCtxRecordEvent failed", NOT_SUPPORTED)
 
     monkeypatch.setattr(driver, "record_all", fail)
     monkeypatch.setattr(device_delivery, "_tried", {})

@@ -158,16 +158,17 @@ class Delegates(Dataset[Any]):
 
 
 class InADict(Dataset[Any]):
-    """A dataset in a list in a dict, between other values."""
+    """A dataset in a dict in a list in a dict, between other values."""
 
     def __init__(self, inner: Any) -> None:
-        self.parts = {"files": list(range(20)), "train": [None, inner], "val": []}
+        others = [{"dataset": None}] * 20
+        self.parts = {"files": list(range(50)), "train": [*others, {"dataset": inner}], "val": []}
 
     def __len__(self) -> int:
         return 4
 
     def __getitem__(self, index: int) -> Any:
-        return self.parts["train"][1][index]
+        return self.parts["train"][-1]["dataset"][index]
 
 
 class ByName(Dataset[Any]):
@@ -199,7 +200,7 @@ KINDS: list[Callable[[], Any]] = [
 HELD: dict[str, Callable[[Any], Any]] = {
     "a Subset": lambda inner: Subset(inner, range(4)),
     "a dict": lambda inner: ByName(nothing=None, inner=inner, other=Counts()),
-    "a list in a dict": InADict,
+    "a dict in a list in a dict": InADict,
     "one that passes calls on": Passes,
     "one that delegates": Delegates,
 }

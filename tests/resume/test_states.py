@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from resume_datasets import DiesOnce, Drawing, Late, Plain
 from resume_loaders import build, fetched, flat, started, take, values
 
@@ -110,17 +111,46 @@ class Ends(Plain):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_epoch_that_a_sample_ends_is_finished(workers: int) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"num_workers": 0},
+        {"num_workers": 2},
+        {"num_workers": 2, "prefetch_epochs": True, "prefetch_factor": 1},
+    ],
+)
+def test_an_epoch_that_a_sample_ends_is_finished(given: dict[str, Any]) -> None:
     """The program's loop has ended, so a resumed program begins its next epoch."""
-    given = {"batch_size": 2, "num_workers": workers}
-    with DataLoader(Ends(12), **given) as loader:
-        before = [batch.tolist() for batch in loader]
+
+    def make() -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(3)
+        persistent = bool(given["num_workers"])
+        return DataLoader(
+            Ends(12), 2, shuffle=True, generator=generator, persistent_workers=persistent, **given
+        )
+
+    with make() as loader:
+        epochs = [values(iter(loader)) for _ in range(3)]
+    with make() as loader:
+        assert values(iter(loader)) == epochs[0]
         state = loader.state_dict()
-    assert (len(before), state["finished"]) == (2, True)
-    with DataLoader(Ends(12), **given) as loader:
+    assert state["finished"]
+    with make() as loader:
         loader.load_state_dict(state)
-        assert [batch.tolist() for batch in loader] == before
+        assert [values(iter(loader)) for _ in range(2)] == epochs[1:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_that_goes_on_after_that_is_not(workers: int) -> None:
+    with DataLoader(Ends(12), 2, num_workers=workers) as loader:
+        iterator = iter(loader)
+        assert values(iterator) == [[0, 1], [2, 3]]
+        assert take(iterator, 1) == [[6, 7]]
+        state = loader.state_dict()
+    assert (state["batches"], state["finished"]) == (4, False)
+    with DataLoader(Ends(12), 2, num_workers=workers) as loader:
+        loader.load_state_dict(state)
+        assert values(iter(loader)) == [[8, 9], [10, 11]]
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import pickle
 from collections import OrderedDict
 from typing import Any
@@ -19,8 +20,11 @@ from shmloader.codec.slot_allocator import SlotAllocator
 from shmloader.shared_memory import Segment
 
 
-def arrives(batch: Any, output: torch.Tensor | None = None) -> Any:
-    """A batch after its way through a slot; an ``output`` of collation is item 3 of a tuple."""
+def arrives(batch: Any, output: torch.Tensor | None = None, times: int = 4) -> Any:
+    """A batch after its way through a slot; an ``output`` of collation is item 3 of a tuple.
+
+    It is decoded several times, since the decoder remembers another way for what comes again.
+    """
     segment = Segment()
     allocator = SlotAllocator(segment)
     allocator.begin(0, segment.reserve(0, 0, 1 << 16), 1 << 20)
@@ -35,7 +39,10 @@ def arrives(batch: Any, output: torch.Tensor | None = None) -> Any:
     extent = segment.map(0, allocator.nbytes)
     allocator.release()
     segment.close()
-    return Decoder().decode(np.ndarray(extent.nbytes, np.uint8, extent.buffer), header)
+    reader, anchor = Decoder(), np.ndarray(extent.nbytes, np.uint8, extent.buffer)
+    for _ in range(times):
+        arrived = reader.decode(anchor, header)
+    return arrived
 
 
 def read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -202,6 +209,47 @@ def test_a_header_that_comes_again_calls_nothing_of_the_program() -> None:
     """A class that is made of a leaf is never made of another object."""
     batches = list(DataLoader([OfALeaf(torch.arange(3))] * 5, None, num_workers=1, collate_fn=_as_it_is))
     assert [batch.leaf.tolist() for batch in batches] == [[0, 1, 2]] * 5
+
+
+class AnItem:
+    """It is pickled as tensors in slots are: by a call of ``operator.getitem``."""
+
+    def __init__(self, items: Any) -> None:
+        self.items = items
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return operator.getitem, (self.items, 0)
+
+
+TENSOR = torch.arange(6).reshape(2, 3)
+AS_WITHOUT_SLOTS: dict[str, tuple[Any, Any]] = {
+    "an item of a tensor": (AnItem(TENSOR), TENSOR[0]),
+    "an item of a permuted tensor": (AnItem(TENSOR.t()), TENSOR[:, 0]),
+    "an item of a list": (AnItem([TENSOR]), TENSOR),
+    "an item of a list of two": (AnItem([TENSOR, TENSOR + 1]), TENSOR),
+    "one tensor twice": ({"a": TENSOR, "b": TENSOR}, {"a": TENSOR, "b": TENSOR}),
+    "one list twice": ([[TENSOR]] * 2, [[TENSOR]] * 2),
+    "permuted, in a list": ([TENSOR.t()], [TENSOR.t()]),
+    "a tuple as key": ({("a", 1): TENSOR}, {("a", 1): TENSOR}),
+}
+
+
+@pytest.mark.parametrize("times", [1, 4])
+@pytest.mark.parametrize("name", AS_WITHOUT_SLOTS)
+def test_batches_that_look_like_leaves_arrive_as_what_they_are(name: str, times: int) -> None:
+    batch, expected = AS_WITHOUT_SLOTS[name]
+    assert_same(arrives(batch, times=times), expected)
+
+
+def test_batches_that_cannot_be_made_of_mere_objects_arrive() -> None:
+    ((key, value),) = arrives({TENSOR: TENSOR}).items()
+    assert key is value
+    assert_same(value, TENSOR)
+    ((key, value),) = arrives({("a", TENSOR): 5}).items()
+    assert_same(key, ("a", TENSOR))
+    (member,) = arrives({TENSOR.t()})
+    assert_same(member, TENSOR.t())
+    assert bytes(*arrives([pickle.PickleBuffer(b"abc")])) == b"abc"
 
 
 class OfALeaf:
