@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from parity.compare import assert_same
 from torch.utils.data import default_collate
 
@@ -250,6 +252,42 @@ def test_batches_that_cannot_be_made_of_mere_objects_arrive() -> None:
     (member,) = arrives({TENSOR.t()})
     assert_same(member, TENSOR.t())
     assert bytes(*arrives([pickle.PickleBuffer(b"abc")])) == b"abc"
+
+
+LEAVES = st.sampled_from(
+    [
+        TENSOR,
+        TENSOR.t(),
+        TENSOR[:1].expand(4, 3),
+        TENSOR[:, ::2],
+        torch.zeros(3, 0),
+        torch.tensor(5.0, dtype=torch.bfloat16),
+        torch.ones(2, requires_grad=True),
+        np.arange(4),
+        np.arange(6).reshape(2, 3).T,
+        AnItem(TENSOR.t()),
+        OrderedDict(a=TENSOR),
+        "text",
+        None,
+        (),
+    ]
+)
+"""An object that is drawn twice stands twice in the batch."""
+BATCHES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.sampled_from(["a", 5, ("a", None)]), inner)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None)
+@given(BATCHES)
+def test_any_batch_that_comes_again_arrives_as_at_first(batch: Any) -> None:
+    assert_same(arrives(batch, times=4), arrives(batch, times=1))
 
 
 class OfALeaf:
