@@ -98,6 +98,11 @@ def device_of(loader: Any) -> torch.device | None:
     if there is None or there.type != device.type:
         found = "no accelerator" if there is None else f"torch's accelerator is {there.type!r}"
         raise RuntimeError(f"device='{device}' is not available: {found}. Pass device='cpu', or None")
+    index: int | None = device.index
+    if index is not None and index >= (count := torch.accelerator.device_count()):
+        raise RuntimeError(
+            f"device='{device}' is not available: torch finds {count} device(s), numbered from 0"
+        )
     return device
 
 

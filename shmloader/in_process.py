@@ -82,6 +82,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
     @torch_private.never_compiled
     def _next_data(self) -> Any:
         began_ns = time.perf_counter_ns()
+        captured = (self._pins or self._device is not None) and self._is_captured()
         while True:
             try:
                 index_batch = self._next_index()
@@ -93,13 +94,11 @@ class InProcessIterator(torch_private.SingleProcessIterator):
                 warn_of_bad_samples(self._counters, self._on_error)
                 raise
             self._note_taken()
-            self._progress.finished = (
-                False  # it is True if the program goes on after one of a sample
-            )
+            self._progress.finished = False  # it is True if the program goes on after one of a sample
             if batch is not LEFT_OUT:
                 break
         self._counters.batches += 1
-        if self._pins:
+        if self._pins and not captured:
             self._counters.pin_copies += 1
             batch = torch_private.pin_memory(batch, self._pin_memory_device)
         if self._device is not None:
@@ -109,6 +108,15 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         self._counters.last_next_ns = time.perf_counter_ns()
         self._counters.in_process_ns += self._counters.last_next_ns - began_ns
         return batch
+
+    def _is_captured(self) -> bool:
+        """Whether the current stream captures a graph: then batches are not pinned, or not made."""
+        from shmloader.device import capture_error, is_capturing
+
+        captured = is_capturing()
+        if captured and self._device is not None:
+            raise capture_error(self._device)
+        return captured
 
     def _fetch(self, index_batch: Any) -> Any:
         """A batch, or ``LEFT_OUT``."""

@@ -392,6 +392,8 @@ class SlotIterator(torch_private.BaseIterator):
 
     def _shutdown_workers(self) -> None:
         """Stop the workers; named as in torch's iterator, where frameworks call it."""
+        if self._delivery is not None:
+            self._delivery.close()
         with HeldInterrupts():  # the finalizer runs once, and to its end
             self._finalizer()
 

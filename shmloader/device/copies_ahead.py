@@ -170,12 +170,14 @@ class DeviceBatches:
         driver.wait(self._side, allocated)
         driver.recycle(allocated)
         address = anchor.ctypes.data
-        for run, memory in zip(plan.runs, memories, strict=True):
-            if run.nbytes:
-                driver.copy(memory.data_ptr(), address + run.begin, run.nbytes, self._side, device)
-        event = driver.record(self._side, device)
         # The memory too: if the batch is never returned, it must not be used again before the copy is done.
-        held = self.guard.hold(event, (anchor, memories))
+        held = self.guard.hold((anchor, memories))
+        try:
+            for run, memory in zip(plan.runs, memories, strict=True):
+                if run.nbytes:
+                    driver.copy(memory.data_ptr(), address + run.begin, run.nbytes, self._side, device)
+        finally:
+            held.event = driver.record(self._side, device)
         slot.unguarded = not plan.kept
         kept = anchor if plan.kept else None
         return functools.partial(self._finish, plan, join, memories, held, stream, kept)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 from collections.abc import Iterator
 from ctypes import POINTER, byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 _NOT_READY = 600
+_ALREADY_REGISTERED, _NOT_REGISTERED = 712, 713
 _CAPTURE_ERRORS = range(900, 909)  # CUDA_ERROR_STREAM_CAPTURE_*
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: page-locked for all devices
 _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
@@ -88,6 +90,16 @@ class DriverError(RuntimeError):
         """Whether the call is not possible while a graph is being captured."""
         return self.code in _CAPTURE_ERRORS
 
+    @property
+    def is_of_registered(self) -> bool:
+        """Whether memory could not be registered because some at its addresses is."""
+        return self.code == _ALREADY_REGISTERED
+
+    @property
+    def is_of_unregistered(self) -> bool:
+        """Whether a registration could not end because there is none."""
+        return self.code == _NOT_REGISTERED
+
 
 @dataclass(eq=False, slots=True)
 class Event:
@@ -125,7 +137,7 @@ class CudaDriver:
         self._call("cuInit", 0)
         count = c_int()
         self._call("cuDeviceGetCount", byref(count))
-        self._devices = range(count.value)
+        self._ordinals = [self._ordinal(device) for device in range(count.value)]
 
     def _call(self, name: str, *arguments: Any) -> None:
         code = self._calls[name](*arguments)
@@ -150,7 +162,7 @@ class CudaDriver:
         """The context that the runtime, and so torch, uses for a device; kept until the process ends."""
         if device not in self._contexts:
             context = c_void_p()
-            self._call("cuDevicePrimaryCtxRetain", byref(context), self._ordinal(device))
+            self._call("cuDevicePrimaryCtxRetain", byref(context), self._ordinals[device])
             self._contexts[device] = context
         return self._contexts[device]
 
@@ -168,10 +180,10 @@ class CudaDriver:
     def active_devices(self) -> list[int]:
         """Devices that this process has used so far."""
         found = []
-        for device in self._devices:
+        for device, ordinal in enumerate(self._ordinals):
             flags, active = c_uint(), c_int(1)
             if device not in self._contexts:
-                self._call("cuDevicePrimaryCtxGetState", self._ordinal(device), byref(flags), byref(active))
+                self._call("cuDevicePrimaryCtxGetState", ordinal, byref(flags), byref(active))
             if active.value:
                 found.append(device)
         return found
@@ -234,13 +246,8 @@ class CudaDriver:
         self._events[event.device].append(event)
 
     def is_capturing(self) -> bool:
-        """Whether the calling thread's current stream captures a graph, or stands still for one that does."""
-        try:
-            return torch.cuda.is_current_stream_capturing()
-        except RuntimeError as error:  # the default stream, while a blocking stream captures
-            if "captur" in str(error):
-                return True
-            raise
+        """See the function."""
+        return is_capturing()
 
     def captures_open(self) -> bool:
         """Whether any stream of torch's, or any blocking stream, captures a graph.
@@ -251,11 +258,11 @@ class CudaDriver:
         if self.is_capturing():
             return True
         for device in self.active_devices():
-            status, is_capturing = c_int(), self._calls["cuStreamIsCapturing"]
+            status, ask = c_int(), self._calls["cuStreamIsCapturing"]
             streams = self._streams.get(device) or self._find_streams(device)
             with self._on(device):
                 for place, stream in enumerate(streams):
-                    if is_capturing(stream, byref(status)) or status.value:
+                    if ask(stream, byref(status)) or status.value:
                         # It may capture again: asked last, it has the least time to begin before an event is
                         # recorded. A new list, since another thread may be asking.
                         self._streams[device] = [*streams[:place], *streams[place + 1 :], stream]
@@ -318,6 +325,17 @@ class CudaDriver:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
+def is_capturing() -> bool:
+    """Whether the calling thread's current stream captures a graph, or stands still for one that does."""
+    try:
+        begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return begun and torch.cuda.is_current_stream_capturing()
+    except RuntimeError as error:  # the default stream, while a blocking stream captures
+        if "captur" in str(error):
+            return True
+        raise
+
+
 @functools.cache
 def open_driver() -> CudaDriver | str:
     """The driver of this process, or the reason why slots cannot be page-locked here."""
@@ -331,3 +349,6 @@ def open_driver() -> CudaDriver | str:
         return f"the CUDA driver's library cannot be loaded ({error})"
     except AttributeError as error:
         return f"the CUDA driver is older than CUDA 12.5 ({error})"
+
+
+os.register_at_fork(after_in_child=open_driver.cache_clear)  # CUDA cannot be used there

@@ -14,7 +14,10 @@ from shmloader.slots import Slot
 
 @dataclass(slots=True)
 class Held:
-    """The owners of memory that a copy reads and writes; both are None once the event after it is done."""
+    """The owners of memory that copies read and write, and the event after these.
+
+    The event is None before it is recorded; both are None once it is done.
+    """
 
     event: Event | None
     kept: object
@@ -51,9 +54,9 @@ class DeviceGuard:
         self._streams.append((stream, device))
         return stream
 
-    def hold(self, event: Event, kept: object) -> Held:
-        """Keep something until an event is done; events of one stream, in their order."""
-        held = Held(event, kept)
+    def hold(self, kept: object) -> Held:
+        """Keep something until the event that is set next is done; events of one stream, in their order."""
+        held = Held(None, kept)
         self._copies.append(held)
         return held
 

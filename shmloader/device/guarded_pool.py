@@ -39,14 +39,16 @@ class GuardedPool(SlotPool):
 
     def can_lease(self) -> bool:
         """See `SlotPool`; waits `MOST_GUARD_WAIT_S` at most for guarded slots, if there is no room else."""
+        if self.can_lease_at_once():
+            return True
+        if self.guard is not None and self.guard.admits_leases():
+            self._await(self.guard)
+        return self.can_lease_at_once()
+
+    def can_lease_at_once(self) -> bool:
+        """Like `can_lease`, without waiting."""
         self.collect()
-        guard = self.guard
-        if guard is not None:
-            if not guard.admits_leases():
-                return False
-            if not super().can_lease():
-                self._await(guard)
-        return super().can_lease()
+        return (self.guard is None or self.guard.admits_leases()) and super().can_lease()
 
     def _await(self, guard: DeviceGuard) -> None:
         began_s = time.monotonic()
@@ -103,10 +105,13 @@ class GuardedPool(SlotPool):
 
         Not sooner: while a slot holds only an index batch it is small, and its worker will grow it.
         """
-        extent = self.map(slot)
-        if self.guard is not None and slot.number not in self._tried:
+        extent, guard = self.map(slot), self.guard
+        if guard is not None and slot.number not in self._tried:
+            while (warning := pinned.pin(guard.driver, extent)) is None:
+                self._unmap(slot)
+                extent = self.map(slot)  # elsewhere
             self._tried.add(slot.number)
-            self.warning = pinned.pin(self.guard.driver, extent) or self.warning
+            self.warning = warning or self.warning
         return super().lease(slot)
 
     def _unmap(self, slot: Slot) -> None:

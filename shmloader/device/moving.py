@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from shmloader.errors import LoaderError
+
 _CONSTANTS = (str, bytes, int, float, complex, bool, type(None), np.ndarray)
 
 
@@ -70,3 +72,12 @@ def _rebuilt(batch: Any, move: Callable[[Any], Any]) -> Any:
             return {key: move(part) for key, part in batch.items()}
         return [move(part) for part in batch]
     return batch
+
+
+def capture_error(device: torch.device | None) -> LoaderError:
+    """The error for ``next()`` of a loader with a device while the current stream captures a graph."""
+    return LoaderError(
+        f"next() of a loader with device='{device}' was called while a CUDA graph is captured: "
+        "its copies would become a part of the graph. Take the batch before the capture begins, and copy "
+        "it into the graph's input between replays. No batch was lost."
+    )

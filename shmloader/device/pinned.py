@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 
 from shmloader.device.driver import CudaDriver, DriverError
@@ -24,13 +23,19 @@ class Registration:
 
     def __init__(self, driver: CudaDriver, extent: Extent) -> None:
         self._driver = driver
-        self._owner = extent.buffer.owner
+        self._owner = owner = extent.buffer.owner
         self._pid = os.getpid()
-        self.address: int | None = None  # while it is registered
-        driver.register(extent.address, extent.nbytes)
-        self.address = extent.address
+        # Before the call, which an interrupt may end after it has registered the memory.
+        self.address: int | None = extent.address  # while it is registered
         _registered[extent.address] = extent.nbytes
         extent.buffer.owner = self
+        try:
+            driver.register(extent.address, extent.nbytes)
+        except DriverError:
+            self.address = None
+            del _registered[extent.address]
+            extent.buffer.owner = owner
+            raise
 
     def release(self, *, synchronize: bool) -> None:
         """Unlock the memory; with ``synchronize``, wait for all devices first.
@@ -38,10 +43,11 @@ class Registration:
         While a graph is captured it is postponed, since waiting would end the capture. If the driver refuses,
         the mapping stays: other memory at the same address would be taken for registered.
         """
-        address, self.address = self.address, None
+        address = self.address
         if address is None or os.getpid() != self._pid:
             return
         _stuck.add(self)
+        self.address = None
         if synchronize:
             try:
                 postponed = self._driver.captures_open()
@@ -56,10 +62,13 @@ class Registration:
                 _postponed.append(self)
                 _stuck.discard(self)
                 return
-        with contextlib.suppress(DriverError):
+        try:
             self._driver.unregister(address)
-            _registered.pop(address, None)
-            _stuck.discard(self)
+        except DriverError as error:
+            if not error.is_of_unregistered:  # an interrupt came before it was
+                return
+        _registered.pop(address, None)
+        _stuck.discard(self)
 
     def __del__(self) -> None:
         try:  # noqa: SIM105 - at the interpreter's end contextlib is gone, as other modules are
@@ -71,11 +80,17 @@ class Registration:
 _registered: dict[int, int] = {}
 _postponed: list[Registration] = []
 _stuck: set[Registration] = set()  # could not end, or are about to
+_foreign: list[object] = []  # mappings at addresses that others have registered
 _told: set[str] = set()
 
 
-def pin(driver: CudaDriver, extent: Extent) -> str:
-    """Page-lock a mapping, if that is allowed; gives a warning the first time that it is not, else ""."""
+def pin(driver: CudaDriver, extent: Extent) -> str | None:
+    """Page-lock a mapping, if that is allowed.
+
+    Returns:
+        A warning the first time that it is not; else "". None if the mapping must not be used: other memory
+        was registered at its addresses and is gone, so a device would read that. It stays mapped for good.
+    """
     release_postponed()
     limit_nbytes = memory_headroom().limit_nbytes // 2  # for all loaders, of the machine's or the cgroup's
     locked_nbytes = pinned_nbytes()
@@ -90,6 +105,9 @@ def pin(driver: CudaDriver, extent: Extent) -> str:
         try:
             Registration(driver, extent)
         except DriverError as error:
+            if error.is_of_registered:
+                _foreign.append(extent.buffer.owner)
+                return None
             soft, hard = locked_memory_limits()
             reason = (
                 f"{error}, with {locked_nbytes:,} bytes locked. If the limit of locked memory is the reason "

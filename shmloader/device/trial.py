@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import time
 from typing import Any
@@ -34,29 +35,30 @@ def why_unusable(driver: CudaDriver, device: int) -> str | None:
             return None
     except DriverError as error:
         return None if error.is_of_capture else f"a trial copy to device {device} failed: {error}"
-    source = np.frombuffer(mmap.mmap(-1, _NBYTES), np.uint8)
+    memory = mmap.mmap(-1, _NBYTES)
+    source = np.frombuffer(memory, np.uint8)
     source[:] = np.arange(_NBYTES) % 251
+    _kept.append(memory)  # before it is registered: an interrupt may end the trial
     try:
         driver.register(source.ctypes.data, _NBYTES)
     except DriverError:
+        _kept.remove(memory)
         return ""
+    why: str | None = ""
     try:
-        why: str | None = ""
         for _ in range(2):  # each event is used again, some in another way
             arrived = _copy(driver, source, device)
             if arrived is None:
-                _kept.append(source)
                 return f"a trial copy to device {device} was not done after {MOST_S:g} s"
             if not np.array_equal(arrived, source):
                 why = f"a trial copy to device {device} arrived changed"
-    except RuntimeError as error:  # of the driver; of torch, where the device has no memory left
-        of_capture = isinstance(error, DriverError) and error.is_of_capture
-        why = None if of_capture else f"a trial copy to device {device} failed: {error}"
-        _kept.append(source)
-    try:
         driver.unregister(source.ctypes.data)
-    except DriverError:
-        _kept.append(source)
+        _kept.remove(memory)
+    except RuntimeError as error:  # of the driver; of torch, where the device has no memory left
+        with contextlib.suppress(DriverError):
+            driver.unregister(source.ctypes.data)
+        of_capture = isinstance(error, DriverError) and error.is_of_capture
+        return None if of_capture else f"a trial copy to device {device} failed: {error}"
     return why
 
 

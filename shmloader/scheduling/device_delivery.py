@@ -14,8 +14,8 @@ import torch
 
 from shmloader import torch_private
 from shmloader.device import DeviceBatches, DeviceGuard, GuardedPool, to_device
-from shmloader.device.driver import CudaDriver, open_driver
-from shmloader.device.moving import is_plain
+from shmloader.device.driver import CudaDriver, is_capturing, open_driver
+from shmloader.device.moving import capture_error, is_plain
 from shmloader.device.trial import why_unusable
 from shmloader.errors import LoaderError, warn_once
 from shmloader.scheduling.dispatcher import ByteArray, Dispatcher
@@ -55,6 +55,7 @@ class Delivery:
         self._pin_device = pin_device
         self._device = device = None if device is None else _numbered(device)
         self._pins = device is None or device.type != "mps"  # which has no pinned memory, says torch
+        self._is_capturing = is_capturing
         self._batches: DeviceBatches | None = None  # only if copies are begun ahead
         self._taken: dict[int, tuple[ByteArray, bytes, Any]] = {}  # by the task's `seq`
         driver = _driver_for(device)
@@ -65,20 +66,17 @@ class Delivery:
             )
             return
         guard = self._pool.guard = DeviceGuard(driver)
+        self._is_capturing = driver.is_capturing
         if device is not None:
             self._batches = DeviceBatches(guard, device.index)
 
     def is_captured(self) -> bool:
         """Whether the current stream captures a graph: then copies to the device are not possible."""
-        return self._batches is not None and not self._batches.guard.admits_leases()
+        return self._device is not None and self._is_capturing()
 
     def capture_error(self) -> LoaderError:
         """The error for ``next()`` while `is_captured`."""
-        return LoaderError(
-            f"next() of a loader with device='{self._device}' was called while a CUDA graph is captured: "
-            "its copies would become a part of the graph. Take the batch before the capture begins, and copy "
-            "it into the graph's input between replays. No batch was lost."
-        )
+        return capture_error(self._device)
 
     def take(self, task: Task) -> tuple[ByteArray, bytes, Any]:
         """The memory of a batch that is due, its header, and its copy to the device if one was begun."""
@@ -101,6 +99,8 @@ class Delivery:
         task = ledger.next_arrived(in_order=in_order)
         if task is None or task.seq in self._taken or task.answer.flags & FAILED:
             return
+        if not self._pool.can_lease_at_once():  # the program has its own batch to work on
+            return
         with contextlib.suppress(Exception):  # too little memory, say: it is tried again when due
             anchor, header = self._dispatcher.take(task)
             self._taken[task.seq] = anchor, header, None
@@ -113,14 +113,18 @@ class Delivery:
             ledger.finish(ledger.tasks[seq])
         self._taken.clear()
 
+    def close(self) -> None:
+        """Give up the batch that is copied ahead: it would keep its slot locked."""
+        self._taken.clear()
+
     def deliver(self, batch: Any, task: Task) -> Any:
         """Deliver a batch that was rebuilt over its slot, or over private memory if it was spilled."""
         pinned = self._pool.is_pinned(task.slot) or not self._pins
         if not pinned or (self._pin_memory and not is_plain(batch)):
-            guard = self._pool.guard
             # To pin ends a capture of this thread in older torch (pytorch#146924), and one of another thread
             # in the mode "global". While a graph is captured the batch is a private copy, or private memory.
-            if guard is None or not guard.driver.captures_open():
+            guard = self._pool.guard
+            if not (self._is_capturing() if guard is None else guard.driver.captures_open()):
                 self._dispatcher.counters.pin_copies += not pinned
                 batch = torch_private.pin_memory(batch, self._pin_device)  # leaves pinned tensors as they are
         return batch if self._device is None else to_device(batch, self._device)

@@ -42,6 +42,16 @@ def test_batches_are_stamped_with_their_number() -> None:
     assert (images.shape, images.dtype, labels.tolist()) == ((3, 3, 224, 224), torch.uint8, [0, 1, 2])
 
 
+def test_torchs_batches_are_made_in_memory_that_it_sends_without_a_copy() -> None:
+    for collate in (device.Stamped(3 * device.PAGE, in_slot=False), device.Images(in_slot=False)):
+        batch = collate([7])
+        images = batch[0] if isinstance(batch, tuple) else batch
+        assert images.is_shared()
+        assert images.view(-1)[device.PAGE] == 7
+    loader = device.make(torch.utils.data.DataLoader, 3, device.Stamped(device.PAGE, in_slot=False), 1)
+    assert [int(batch[0]) for batch in loader] == [0, 1, 2]
+
+
 def test_the_guard_is_really_off() -> None:
     guard = SimpleNamespace()
     device.leave_unguarded(SimpleNamespace(guard=guard))

@@ -256,7 +256,23 @@ CUDA = {
         "H, driver for CUDA 12.8: slots are page-locked at 10.0 GB/s, once, and copied at 50.0 GB/s",
     ),
     "refused": (
-        Trial(True, {"available": True, "device": "H", "registered": False, "error": "out of memory"}),
+        Trial(
+            True,
+            {
+                "available": True,
+                "device": "H",
+                "registered": False,
+                "error": "out of memory",
+                "refused": True,
+            },
+        ),
+        "warning",
+        "slots cannot be page-locked",
+    ),
+    "an old driver": (
+        Trial(
+            True, {"available": True, "device": "H", "registered": False, "error": "old", "refused": False}
+        ),
         "warning",
         "slots cannot be page-locked",
     ),
@@ -270,6 +286,7 @@ def test_what_cuda_answered_is_judged(case: str) -> None:
     finding = checks.check_cuda(_host(cuda=trial))
     assert finding.status == status
     assert said in finding.found
+    assert ("memlock" in (finding.change or "")) == (case == "refused")
 
 
 def test_cuda_is_really_asked() -> None:

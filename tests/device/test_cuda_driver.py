@@ -118,6 +118,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def library(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     library = Library(compiled)
     library.capture(-1)

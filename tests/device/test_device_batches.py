@@ -331,6 +331,30 @@ def test_memory_of_a_batch_that_nobody_takes_is_kept_for_its_copy(
     assert copied_to.view(torch.float32).tolist() == [1] * 4  # it is used again after the copy
 
 
+def test_memory_is_kept_for_copies_that_an_interrupt_has_left_alone(
+    driver: ScriptedDriver, pool: GuardedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = driver.copy
+
+    def interrupted(*arguments: int) -> None:
+        copy(*arguments)
+        raise KeyboardInterrupt
+
+    slot, anchor, header = _leaves(pool, torch.ones(4))
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(driver, "copy", interrupted)
+        DeviceBatches(pool.guard, 0).begin(slot, anchor, header)
+    del anchor
+    tensor = driver.allocate(16, 0)
+    tensor.fill_(9)
+    driver.drain()
+    assert tensor.tolist() == [9] * 16
+    pool.collect()
+    driver.drain()
+    pool.collect()
+    assert slot.state is SlotState.FREE
+
+
 class Point(NamedTuple):
     x: object
     y: object

@@ -286,6 +286,37 @@ def test_bad_samples_and_streams(driver: ScriptedDriver) -> None:
         assert sorted(int(batch[0, 0]) for batch in batches) == sorted(2 * list(range(0, 40, 4)))
 
 
+def test_a_closed_loader_keeps_no_slot_for_the_next_batch(driver: ScriptedDriver) -> None:
+    with DataLoader(Samples(), batch_size=4, num_workers=1, device="cuda", prefetch_factor=4) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        while 2 not in iterator._dispatcher.ledger.arrived:  # the third batch, which is copied ahead
+            iterator._dispatcher.look_at(0)
+        next(iterator)
+        assert iterator._delivery._taken
+    driver.drain()
+    assert driver.registered == {}
+    del iterator
+
+
+def test_the_batch_in_hand_does_not_wait_for_the_next_ones_slot(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = []
+    begin_next = device_delivery.Delivery.begin_next
+
+    def while_all_slots_are_guarded(self, **options: bool) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(guarded_pool.GuardedPool, "can_lease_at_once", lambda pool: False)
+            patched.setattr(guarded_pool.GuardedPool, "_await", lambda pool, guard: waits.append(1))
+            begin_next(self, **options)
+
+    monkeypatch.setattr(device_delivery.Delivery, "begin_next", while_all_slots_are_guarded)
+    with DataLoader(Samples(), batch_size=4, num_workers=1, device="cuda") as loader:
+        assert _train(driver, loader) == BATCHES
+    assert waits == []
+
+
 def test_held_batches_do_not_change(driver: ScriptedDriver) -> None:
     with DataLoader(Samples(), batch_size=4, num_workers=2, device="cuda", batch_sampler=None) as loader:
         kept = list(itertools.islice(loader, 20))
@@ -329,6 +360,33 @@ def test_inside_a_capture(driver: ScriptedDriver) -> None:
             next(iterator)
         driver.captures.clear()
         assert _label(driver, next(iterator)) == 4
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_inside_a_capture_without_page_locked_slots(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """With an older driver, and without workers, copies and pinning would become a part of the graph."""
+    captures = []
+    monkeypatch.setattr(errors, "_said", set())
+    monkeypatch.setattr(device_delivery, "open_driver", lambda: "the driver is too old")
+    monkeypatch.setattr("shmloader.device.to_device", device_delivery.to_device)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(captures))
+    monkeypatch.setattr(device_delivery, "warn_once", lambda text: None)
+    for option in ({"device": "cuda"}, {"pin_memory": True}):
+        with DataLoader(Samples(), batch_size=4, num_workers=workers, **option) as loader:
+            iterator = iter(loader)
+            next(iterator)
+            pins = len(driver.pins)
+            captures.append(1)
+            if "device" in option:
+                with pytest.raises(LoaderError, match="Take the batch before the capture begins"):
+                    next(iterator)
+                captures.clear()
+            assert next(iterator)["label"].tolist() == [4, 5, 6, 7]
+            assert len(driver.pins) == pins + ("device" in option)
+            captures.clear()
 
 
 def test_pinned_batches_inside_a_capture_are_copies(driver: ScriptedDriver) -> None:
@@ -523,6 +581,26 @@ def test_a_program_that_still_has_a_batch_ends_without_a_word(option: str) -> No
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_device_with_a_number_that_is_too_high(driver: ScriptedDriver) -> None:
+    for workers in (0, 1):
+        with pytest.raises(RuntimeError, match="device='cuda:2' is not available: torch finds 2 device"):
+            iter(DataLoader(Samples(), num_workers=workers, device="cuda:2"))
+
+
+def test_a_forked_process_opens_the_driver_itself() -> None:
+    """There torch says that CUDA cannot be used, and the parent's driver must not be."""
+    open_driver.cache_clear()
+    open_driver()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if not pid:
+        os._exit(open_driver.cache_info().currsize)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert open_driver.cache_info().currsize == 1
+    open_driver.cache_clear()
 
 
 PROGRAM = """

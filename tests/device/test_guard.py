@@ -19,6 +19,8 @@ from shmloader.slots import SlotState
 from shmloader.slots.inspection import POISON, Inspection
 from shmloader.statistics import Counters
 
+ALREADY_REGISTERED, NOT_REGISTERED = 712, 713
+
 
 class GuardedMachine(PoolMachine):
     """The pool machine, with copies that are queued on held batches and read them late, and with captures.
@@ -381,6 +383,67 @@ def test_memory_that_cannot_be_unlocked_stays_mapped(
     assert not driver._is_mapped(address, address + nbytes)
 
 
+def test_an_interrupt_leaves_nothing_registered_that_is_unmapped(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes when the call returns, since that takes long: the memory is registered by then."""
+    register = driver.register
+
+    def interrupted(address: int, nbytes: int) -> None:
+        register(address, nbytes)
+        raise KeyboardInterrupt
+
+    pool = _pool(driver)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(driver, "register", interrupted)
+        _batch(pool, 7)
+    pool.close()
+    assert driver.registered == {}
+
+
+def test_an_interrupt_before_that_leaves_nothing_behind(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(address: int, nbytes: int) -> None:
+        raise KeyboardInterrupt
+
+    def refuse(address: int) -> None:
+        raise DriverError("cuMemHostUnregister failed", NOT_REGISTERED)
+
+    pool = _pool(driver)
+    with monkeypatch.context() as patched:
+        patched.setattr(driver, "register", interrupted)
+        patched.setattr(driver, "unregister", refuse)
+        with pytest.raises(KeyboardInterrupt):
+            _batch(pool, 7)
+        pool.close()
+    assert not pinned._stuck
+
+
+def test_a_slot_at_addresses_that_others_have_registered_goes_elsewhere(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch says that such memory is pinned, and a device would read what was there before."""
+    register, taken = driver.register, []
+
+    def refuse_twice(address: int, nbytes: int) -> None:
+        if len(taken) < 2:
+            taken.append(address)
+            raise DriverError("cuMemHostRegister_v2 failed", ALREADY_REGISTERED)
+        register(address, nbytes)
+
+    monkeypatch.setattr(driver, "register", refuse_twice)
+    pool = _pool(driver)
+    slot, batch = _batch(pool, 7)
+    assert len({*taken, slot.extent.address}) == 3
+    assert pool.is_pinned(slot)
+    assert all(driver._is_mapped(address, address + PAGE_NBYTES) for address in taken)
+    assert set(batch.tolist()) == {7}
+    del batch
+    pool.close()
+    pinned._foreign.clear()
+
+
 def test_one_registration_that_cannot_end_does_not_take_others_along(
     driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -531,6 +594,19 @@ def test_a_slot_that_is_refused_is_not_tried_for_each_batch(driver: ScriptedDriv
         pool.collect()
     slot, _ = _batch(pool, 3, 2 * PAGE_NBYTES)  # it grows
     assert driver.registered == {pool.map(slot).address: 2 * PAGE_NBYTES}
+    pool.close()
+
+
+def test_a_slot_that_is_published_smaller_is_mapped_anew(driver: ScriptedDriver) -> None:
+    """The pages behind may be given back, and be other ones when the slot has grown again."""
+    pool = _pool(driver)
+    slot, batch = _batch(pool, 7, 3 * PAGE_NBYTES)
+    del batch
+    pool.collect()
+    assert pool.grant() is slot
+    pool.publish(slot, PAGE_NBYTES, 0)
+    pool.give_back(slot)
+    assert (slot.extent, driver.registered) == (None, {})
     pool.close()
 
 

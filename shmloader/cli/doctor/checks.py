@@ -173,7 +173,7 @@ def check_cuda(host: Host) -> Finding:
     values: dict[str, Value] = {"available": False, "registered": False}
     if trial is None or (trial.works and not trial.answer["available"]):
         built = "torch is built without it" if trial is None else "no device can be used"
-        return Finding("ok", f"no CUDA ({built}); pin_memory=True has no effect", values=values)
+        return Finding("ok", f"no CUDA ({built}), for which slots would be page-locked", values=values)
     values |= trial.answer
     if not trial.works:
         change = "pin_memory=False until CUDA itself works"
@@ -182,10 +182,12 @@ def check_cuda(host: Host) -> Finding:
     soft, hard = locked_memory_limits()
     if not (trial.answer["registered"] and trial.answer["is_pinned"]):
         reason = trial.answer.get("error", "they are not seen as pinned")
-        change = (
-            f"{reason}; pin_memory=True copies instead. The limit of locked memory (ulimit -l) is {soft}, "
-            f"hard {hard}: docker run --ulimit memlock=-1, LimitMEMLOCK=infinity"
-        )
+        change = f"{reason}; pin_memory=True copies instead"
+        if trial.answer.get("refused"):
+            change += (
+                f". The limit of locked memory (ulimit -l) is {soft}, hard {hard}: docker run --ulimit "
+                "memlock=-1, LimitMEMLOCK=infinity"
+            )
         found = f"{device}: slots cannot be page-locked"
         return Finding("warning", found, change, values)
     version, tried_nbytes = trial.answer["driver"], trial.answer["tried_nbytes"]

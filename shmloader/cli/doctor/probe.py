@@ -84,19 +84,23 @@ def register() -> dict[str, Any]:
     """Page-lock a slot with CUDA as loaders do, copy it to the device, and undo it.
 
     Returns:
-        ``available``; if True also ``device`` (its name), ``registered``, and either ``error`` or
-        ``is_pinned``, ``driver`` (the newest CUDA that the driver supports: 12080 is 12.8), ``tried_nbytes``,
-        ``register_s`` and ``copy_s``, copying as the median of five.
+        ``available``; if True also ``device`` (its name), ``registered``, and either ``error``, with
+        ``refused`` (whether memory could not be registered), or ``is_pinned``, ``driver`` (the newest CUDA
+        that the driver supports: 12080 is 12.8), ``tried_nbytes``, ``register_s`` and ``copy_s``, copying as
+        the median of five.
     """
     if not torch.cuda.is_available():
         return {"available": False}
     from shmloader.device.driver import CudaDriver, DriverError, open_driver
+    from shmloader.device.trial import why_unusable
     from shmloader.shared_memory import Segment
 
     answer: dict[str, Any] = {"available": True, "device": torch.cuda.get_device_name(), "registered": False}
     driver = open_driver()
     if not isinstance(driver, CudaDriver):
-        return answer | {"error": str(driver)}
+        return answer | {"error": str(driver), "refused": False}
+    if why := why_unusable(driver, driver.home()):  # as loaders find out
+        return answer | {"error": why, "refused": False}
     segment = Segment()
     extent = segment.map(0, segment.reserve(0, 0, TRIED_NBYTES))
     source = torch.frombuffer(extent.view, dtype=torch.uint8)
@@ -105,7 +109,7 @@ def register() -> dict[str, Any]:
     try:
         driver.register(extent.address, TRIED_NBYTES)
     except DriverError as error:
-        return answer | {"error": str(error)}
+        return answer | {"error": str(error), "refused": True}
     answer |= {"registered": True, "register_s": time.perf_counter() - began_s}
     answer |= {"driver": driver.version(), "tried_nbytes": TRIED_NBYTES}
     answer["is_pinned"] = source.is_pinned()

@@ -43,7 +43,7 @@ def try_loading(start_method: str, batch_nbytes: int, limit_s: float, grace_s: f
 
 
 def try_cuda(limit_s: float, grace_s: float = 5.0) -> Trial:
-    """Register a few pages of shared memory with CUDA; arguments and result as for `try_loading`."""
+    """Register 64 MiB of shared memory with CUDA, and copy them; otherwise as `try_loading`."""
     return _try(["cuda", str(limit_s)], limit_s, grace_s)
 
 
