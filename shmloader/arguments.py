@@ -99,7 +99,7 @@ def device_of(loader: Any) -> torch.device | None:
         found = "no accelerator" if there is None else f"torch's accelerator is {there.type!r}"
         raise RuntimeError(f"device='{device}' is not available: {found}. Pass device='cpu', or None")
     index: int | None = device.index
-    if index is not None and index >= (count := torch.accelerator.device_count()):
+    if index is not None and index >= (count := torch.get_device_module(there).device_count()):
         raise RuntimeError(
             f"device='{device}' is not available: torch finds {count} device(s), numbered from 0"
         )

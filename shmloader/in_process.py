@@ -43,8 +43,13 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")  # torch's words
         if isinstance(self._dataset, torch_private.DATAPIPES):
             torch_private.apply_sharding(self._dataset, self._world_size, self._rank)
-        self._device = device_of(loader)
-        self._pins = self._pin_memory or (self._device is not None and self._device.type != "mps")
+        device = device_of(loader)
+        self._pins = self._pin_memory or (device is not None and device.type != "mps")
+        if device is not None:
+            from shmloader.device import numbered
+
+            device = numbered(device)
+        self._device = device
         self._counters = counters
         counters.begin_epoch()
         self._on_error: str = loader.on_error

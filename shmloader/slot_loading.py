@@ -151,8 +151,9 @@ def _delivered(loader: Any, iterator: Any) -> Any:
     device = None if isinstance(iterator, (SlotIterator, InProcessIterator)) else device_of(loader)
     if device is None:
         return iterator
-    from shmloader.device import to_device
+    from shmloader.device import numbered, to_device
 
+    device = numbered(device)
     return (to_device(batch, device) for batch in iterator)
 
 

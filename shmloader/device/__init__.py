@@ -8,6 +8,14 @@ from shmloader.device.copies_ahead import DeviceBatches
 from shmloader.device.driver import is_capturing
 from shmloader.device.guard import DeviceGuard
 from shmloader.device.guarded_pool import GuardedPool
-from shmloader.device.moving import capture_error, to_device
+from shmloader.device.moving import capture_error, numbered, to_device
 
-__all__ = ["DeviceBatches", "DeviceGuard", "GuardedPool", "capture_error", "is_capturing", "to_device"]
+__all__ = [
+    "DeviceBatches",
+    "DeviceGuard",
+    "GuardedPool",
+    "capture_error",
+    "is_capturing",
+    "numbered",
+    "to_device",
+]

@@ -15,6 +15,7 @@ there is no second pool of device memory.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -26,6 +27,7 @@ import torch
 
 from shmloader.codec import structure_of
 from shmloader.codec.layout import ALIGNMENT, DTYPES, TENSOR, Leaf, split_header, unpack_table
+from shmloader.device.driver import DriverError
 from shmloader.device.guard import DeviceGuard, Held
 from shmloader.device.pinned import is_pinned
 from shmloader.slots import Slot
@@ -176,8 +178,11 @@ class DeviceBatches:
             for run, memory in zip(plan.runs, memories, strict=True):
                 if run.nbytes:
                     driver.copy(memory.data_ptr(), address + run.begin, run.nbytes, self._side, device)
-        finally:
-            held.event = driver.record(self._side, device)
+        except BaseException:
+            with contextlib.suppress(DriverError):  # the first error counts
+                self.guard.record_end(held, self._side, device)
+            raise
+        self.guard.record_end(held, self._side, device)
         slot.unguarded = not plan.kept
         kept = anchor if plan.kept else None
         return functools.partial(self._finish, plan, join, memories, held, stream, kept)

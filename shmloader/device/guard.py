@@ -55,10 +55,22 @@ class DeviceGuard:
         return stream
 
     def hold(self, kept: object) -> Held:
-        """Keep something until the event that is set next is done; events of one stream, in their order."""
+        """Keep something for copies until `record_end`; copies of one stream, in their order."""
         held = Held(None, kept)
         self._copies.append(held)
         return held
+
+    def record_end(self, held: Held, stream: int, device: int) -> None:
+        """Let go of it when the copies that are queued on a stream now are done.
+
+        Raises:
+            DriverError: If their end cannot be known. Then all that waits for it is kept.
+        """
+        try:
+            held.event = self.driver.record(stream, device)
+        except DriverError:
+            self._failed = True
+            raise
 
     def drop_copied(self) -> None:
         """End the leases of batches that have been copied to a device."""

@@ -18,6 +18,12 @@ from shmloader.errors import LoaderError
 _CONSTANTS = (str, bytes, int, float, complex, bool, type(None), np.ndarray)
 
 
+def numbered(device: torch.device) -> torch.device:
+    """A device with its number, the current one's if it has none; that initialises the accelerator."""
+    index: int | None = device.index
+    return torch.device(device.type, torch.accelerator.current_device_index() if index is None else index)
+
+
 def is_plain(batch: Any) -> bool:
     """Whether a batch out of a slot consists of dense CPU tensors, built-in containers and constants."""
     kind = type(batch)

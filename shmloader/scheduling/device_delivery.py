@@ -15,7 +15,7 @@ import torch
 from shmloader import torch_private
 from shmloader.device import DeviceBatches, DeviceGuard, GuardedPool, to_device
 from shmloader.device.driver import CudaDriver, is_capturing, open_driver
-from shmloader.device.moving import capture_error, is_plain
+from shmloader.device.moving import capture_error, is_plain, numbered
 from shmloader.device.trial import why_unusable
 from shmloader.errors import LoaderError, warn_once
 from shmloader.scheduling.dispatcher import ByteArray, Dispatcher
@@ -53,7 +53,7 @@ class Delivery:
         self._pool = dispatcher.pool
         self._pin_memory = pin_memory
         self._pin_device = pin_device
-        self._device = device = None if device is None else _numbered(device)
+        self._device = device = None if device is None else numbered(device)
         self._pins = device is None or device.type != "mps"  # which has no pinned memory, says torch
         self._is_capturing = is_capturing
         self._batches: DeviceBatches | None = None  # only if copies are begun ahead
@@ -99,9 +99,9 @@ class Delivery:
         task = ledger.next_arrived(in_order=in_order)
         if task is None or task.seq in self._taken or task.answer.flags & FAILED:
             return
-        if not self._pool.can_lease_at_once():  # the program has its own batch to work on
-            return
         with contextlib.suppress(Exception):  # too little memory, say: it is tried again when due
+            if not self._pool.can_lease_at_once():  # the program has its own batch to work on
+                return
             anchor, header = self._dispatcher.take(task)
             self._taken[task.seq] = anchor, header, None
             self._taken[task.seq] = anchor, header, self.begin(task, anchor, header)
@@ -128,12 +128,6 @@ class Delivery:
                 self._dispatcher.counters.pin_copies += not pinned
                 batch = torch_private.pin_memory(batch, self._pin_device)  # leaves pinned tensors as they are
         return batch if self._device is None else to_device(batch, self._device)
-
-
-def _numbered(device: torch.device) -> torch.device:
-    """A device with its number; it initialises the accelerator."""
-    index: int | None = device.index
-    return torch.device(device.type, torch.accelerator.current_device_index() if index is None else index)
 
 
 def _driver_for(device: torch.device | None) -> CudaDriver | str:

@@ -23,6 +23,7 @@ from shmloader.codec.layout import (
 )
 from shmloader.device import copies_ahead, guarded_pool, pinned
 from shmloader.device.copies_ahead import DeviceBatches, plan_of
+from shmloader.device.driver import DriverError, Event
 from shmloader.device.guard import DeviceGuard
 from shmloader.device.guarded_pool import GuardedPool
 from shmloader.device.moving import is_plain, to_device
@@ -353,6 +354,39 @@ def test_memory_is_kept_for_copies_that_an_interrupt_has_left_alone(
     driver.drain()
     pool.collect()
     assert slot.state is SlotState.FREE
+
+
+def test_an_interrupt_counts_more_than_what_fails_after_it(
+    driver: ScriptedDriver, pool: GuardedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: int) -> None:
+        driver.failed = True
+        raise KeyboardInterrupt
+
+    slot, anchor, header = _leaves(pool, torch.ones(4))
+    monkeypatch.setattr(driver, "copy", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        DeviceBatches(pool.guard, 0).begin(slot, anchor, header)
+    driver.failed = False
+
+
+def test_where_no_event_can_be_recorded_nothing_waits_for_one(
+    driver: ScriptedDriver, pool: GuardedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches are copied then, without a second's wait for each."""
+    record, calls = driver.record, []
+
+    def fail_at_the_second(stream: int, device: int) -> Event:
+        calls.append(stream)
+        if len(calls) == 2:
+            raise DriverError("cuEventCreate failed: CUDA_ERROR_OUT_OF_MEMORY (2)", 2)
+        return record(stream, device)
+
+    slot, anchor, header = _leaves(pool, torch.ones(4))
+    monkeypatch.setattr(driver, "record", fail_at_the_second)
+    with pytest.raises(DriverError):
+        DeviceBatches(pool.guard, 0).begin(slot, anchor, header)
+    assert not pool.guard.is_busy()
 
 
 class Point(NamedTuple):

@@ -317,6 +317,35 @@ def test_the_batch_in_hand_does_not_wait_for_the_next_ones_slot(
     assert waits == []
 
 
+def test_an_error_while_the_next_batch_is_looked_at_does_not_cost_the_batch_in_hand(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device's work has failed, perhaps: the program's next call of torch raises it."""
+    begin_next = device_delivery.Delivery.begin_next
+
+    def fail(*_: object) -> bool:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    def with_an_error(self, **options: bool) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(driver, "is_capturing", fail)
+            begin_next(self, **options)
+
+    monkeypatch.setattr(device_delivery.Delivery, "begin_next", with_an_error)
+    with DataLoader(Samples(), batch_size=4, num_workers=1, device="cuda") as loader:
+        assert _train(driver, loader) == BATCHES
+
+
+def test_without_workers_the_device_is_the_one_at_the_beginning(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmloader.device.to_device", device_delivery.to_device)
+    iterator = iter(DataLoader(Samples(), batch_size=4, device="cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    next(iterator)
+    assert driver.moves == [torch.device("cuda", 0)]
+
+
 def test_held_batches_do_not_change(driver: ScriptedDriver) -> None:
     with DataLoader(Samples(), batch_size=4, num_workers=2, device="cuda", batch_sampler=None) as loader:
         kept = list(itertools.islice(loader, 20))
