@@ -173,7 +173,7 @@ def check_cuda(host: Host) -> Finding:
     values: dict[str, Value] = {"available": False, "registered": False}
     if trial is None or (trial.works and not trial.answer["available"]):
         built = "torch is built without it" if trial is None else "no device can be used"
-        return Finding("ok", f"no CUDA ({built}), for which slots would be page-locked", values=values)
+        return Finding("ok", f"no CUDA ({built}): there is nothing to page-lock slots for", values=values)
     values |= trial.answer
     if not trial.works:
         change = "pin_memory=False until CUDA itself works"
