@@ -99,7 +99,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
                 warn_of_bad_samples(self._counters, self._on_error)
                 raise
             self._note_taken()
-            self._progress.finished = False  # it is True if the program goes on after one of a sample
+            self._progress.finished = False  # it was True if a sample raised StopIteration
             if batch is not LEFT_OUT:
                 break
         self._counters.batches += 1

@@ -338,7 +338,7 @@ class SlotIterator(torch_private.BaseIterator):
             self._lifecycle.expect(error)
             raise
         self._counters.batches += 1
-        self._progress.finished = False  # it is True if the program goes on after that
+        self._progress.finished = False  # it was True if a sample raised StopIteration
         if self._scattered:
             self._take(task, report)
         else:

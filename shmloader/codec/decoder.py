@@ -26,7 +26,7 @@ _Wrapping = tuple[Callable[..., Any], np.dtype[Any], int, tuple[int, ...]]
 """How to wrap a leaf: the function, the dtype of the array that it takes, the leaf's offset and shape."""
 _ndarray: Any = np.ndarray  # looked up for every leaf
 _lone = operator.itemgetter(0)
-_NAMES = (str, bytes, int, float, bool, type(None))
+_CONSTANT_KEYS = (str, bytes, int, float, bool, type(None))
 
 
 class Decoder:
@@ -91,7 +91,11 @@ def structure_of(header: bytes) -> Callable[[list[Any]], Any] | None:
         return _lone
     if type(batch) is list and batch == probes:
         return list
-    if type(batch) is dict and list(batch.values()) == probes and all(type(key) in _NAMES for key in batch):
+    if (
+        type(batch) is dict
+        and list(batch.values()) == probes
+        and all(type(key) in _CONSTANT_KEYS for key in batch)
+    ):
         names = tuple(batch)
         return lambda leaves: dict(zip(names, leaves, strict=True))
     return lambda leaves: pickle.loads(header, buffers=leaves)

@@ -91,12 +91,12 @@ class DriverError(RuntimeError):
         return self.code in _CAPTURE_ERRORS
 
     @property
-    def is_of_registered(self) -> bool:
+    def is_already_registered(self) -> bool:
         """Whether memory could not be registered because some at its addresses is."""
         return self.code == _ALREADY_REGISTERED
 
     @property
-    def is_of_unregistered(self) -> bool:
+    def is_not_registered(self) -> bool:
         """Whether a registration could not end because there is none."""
         return self.code == _NOT_REGISTERED
 
@@ -246,7 +246,7 @@ class CudaDriver:
         self._events[event.device].append(event)
 
     def is_capturing(self) -> bool:
-        """See the function."""
+        """Whether the calling thread's current stream captures a graph: see `is_capturing`."""
         return is_capturing()
 
     def captures_open(self) -> bool:

@@ -65,7 +65,7 @@ class Registration:
         try:
             self._driver.unregister(address)
         except DriverError as error:
-            if not error.is_of_unregistered:  # an interrupt came before it was
+            if not error.is_not_registered:  # an interrupt came before it was
                 return
         _registered.pop(address, None)
         _stuck.discard(self)
@@ -105,7 +105,7 @@ def pin(driver: CudaDriver, extent: Extent) -> str | None:
         try:
             Registration(driver, extent)
         except DriverError as error:
-            if error.is_of_registered:
+            if error.is_already_registered:
                 _foreign.append(extent.buffer.owner)
                 return None
             soft, hard = locked_memory_limits()

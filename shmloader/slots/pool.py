@@ -186,9 +186,7 @@ class SlotPool:
         """
         assert slot.state is _GRANTED, f"slot {slot.number} published while {slot.state}"
         if slot.extent is not None and slot.extent.nbytes > slot_nbytes:
-            self._unmap(
-                slot
-            )  # the pages behind may be given back, and must not be taken for the slot's later
+            self._unmap(slot)  # the pages behind may be given back, and the slot may grow over others later
         budget = self.budget
         budget.committed_nbytes += slot_nbytes - slot.limit_nbytes
         slot.nbytes = slot.limit_nbytes = slot_nbytes

@@ -316,6 +316,14 @@ def test_a_batch_whose_slot_is_not_locked_is_not_sent(driver: ScriptedDriver, po
     assert driver.copied == []
 
 
+def _use_memory_meanwhile(driver: ScriptedDriver) -> None:
+    """Let the program write to new memory before the copies are done: they must go to another place."""
+    tensor = driver.allocate(16, 0)
+    tensor.fill_(9)
+    driver.drain()
+    assert tensor.tolist() == [9] * 16
+
+
 def test_memory_of_a_batch_that_nobody_takes_is_kept_for_its_copy(
     driver: ScriptedDriver, pool: GuardedPool
 ) -> None:
@@ -323,10 +331,7 @@ def test_memory_of_a_batch_that_nobody_takes_is_kept_for_its_copy(
     slot, anchor, header = _leaves(pool, torch.ones(4))
     DeviceBatches(pool.guard, 0).begin(slot, anchor, header)
     del anchor
-    tensor = driver.allocate(16, 0)
-    tensor.fill_(9)
-    driver.drain()
-    assert tensor.tolist() == [9] * 16
+    _use_memory_meanwhile(driver)
     pool.collect()
     copied_to = driver.allocate(16, 0)
     assert copied_to.view(torch.float32).tolist() == [1] * 4  # it is used again after the copy
@@ -346,10 +351,7 @@ def test_memory_is_kept_for_copies_that_an_interrupt_has_left_alone(
         patched.setattr(driver, "copy", interrupted)
         DeviceBatches(pool.guard, 0).begin(slot, anchor, header)
     del anchor
-    tensor = driver.allocate(16, 0)
-    tensor.fill_(9)
-    driver.drain()
-    assert tensor.tolist() == [9] * 16
+    _use_memory_meanwhile(driver)
     pool.collect()
     driver.drain()
     pool.collect()

@@ -102,6 +102,16 @@ def _label(driver: ScriptedDriver, batch: dict) -> int:
     return int(batch["label"][0])
 
 
+def _with_the_third_batch_ahead(loader: DataLoader):
+    """An iterator of one worker that has returned two batches, and has begun to copy the next."""
+    iterator = iter(loader)
+    next(iterator)
+    while 2 not in iterator._dispatcher.ledger.arrived:
+        iterator._dispatcher.look_at(0)
+    next(iterator)
+    return iterator
+
+
 def _train(driver: ScriptedDriver, loader: DataLoader, first: int = 0) -> int:
     """Play a program that queues reads of its batches and drops them; returns the number of batches."""
     chance = random.Random(0)
@@ -232,11 +242,7 @@ def test_batches_are_the_same(driver: ScriptedDriver, in_order: bool) -> None:
 
 def test_the_next_batch_is_copied_before_it_is_asked_for(driver: ScriptedDriver) -> None:
     with DataLoader(Samples(), batch_size=4, num_workers=1, prefetch_factor=4, device="cuda") as loader:
-        iterator = iter(loader)
-        next(iterator)
-        while 2 not in iterator._dispatcher.ledger.arrived:  # the third batch, which is copied ahead
-            iterator._dispatcher.look_at(0)
-        next(iterator)
+        _with_the_third_batch_ahead(loader)
         assert len(driver.copied) == 3
 
 
@@ -288,11 +294,7 @@ def test_bad_samples_and_streams(driver: ScriptedDriver) -> None:
 
 def test_a_closed_loader_keeps_no_slot_for_the_next_batch(driver: ScriptedDriver) -> None:
     with DataLoader(Samples(), batch_size=4, num_workers=1, device="cuda", prefetch_factor=4) as loader:
-        iterator = iter(loader)
-        next(iterator)
-        while 2 not in iterator._dispatcher.ledger.arrived:  # the third batch, which is copied ahead
-            iterator._dispatcher.look_at(0)
-        next(iterator)
+        iterator = _with_the_third_batch_ahead(loader)
         assert iterator._delivery._taken
     driver.drain()
     assert driver.registered == {}
@@ -369,11 +371,7 @@ def test_two_loaders_and_two_devices(driver: ScriptedDriver) -> None:
 def test_another_stream_than_at_the_copy(driver: ScriptedDriver) -> None:
     """The caching allocator is told, since the memory belongs to the first stream."""
     with DataLoader(Samples(), batch_size=4, num_workers=1, device="cuda", prefetch_factor=4) as loader:
-        iterator = iter(loader)
-        next(iterator)
-        while 2 not in iterator._dispatcher.ledger.arrived:  # the third batch, which is copied ahead
-            iterator._dispatcher.look_at(0)
-        next(iterator)
+        iterator = _with_the_third_batch_ahead(loader)
         driver.current[0] = driver.new_stream()
         assert not hasattr(driver, "_kept")
         next(iterator)
