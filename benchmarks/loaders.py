@@ -23,6 +23,8 @@ A workload may add arguments by torch's names: `collate_fn`, `batch_sampler`, `m
 
 def batching(batch_size: int, options: dict[str, Any]) -> dict[str, Any]:
     """Turns a workload's options into torch's arguments: a batch size, or a sampler of whole batches."""
+    if "sampler" in options:  # of lists of indices, each of which is one item of the data set
+        return {"batch_size": None, **options}
     return options if "batch_sampler" in options else {"batch_size": batch_size, **options}
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from benchmarks import made_data, real_files
+from benchmarks import made_data, own_collate, real_files
 from benchmarks.made_data import CyclicBatches, Repeated, Uneven
 
 __all__ = ["WORKLOADS", "Repeated", "Targets", "Workload", "register_workload"]
@@ -60,8 +60,9 @@ class Workload:
         kind: The kind of measurement: THROUGHPUT, STARTUP or TRAINING.
         about: Description of a sample, for people.
         collate: Joins samples, in workers; None for torch's default collate.
-        samples: The contents of `dataset[i]`: "tensors", "arrays", or "table" if the data set also takes a
-            list of indices and gives the whole batch.
+        samples: The contents of `dataset[i]`: "tensors", "arrays", "table" if the data set also takes a
+            list of indices and gives the whole batch, or "whole" if that is how it is loaded
+            (`batch_size=None`).
         prefetch_factor: Overrides the run's.
         start_method: How workers start; None for the platform's default.
         compute_s: Seconds that one step of the training loop computes.
@@ -113,8 +114,9 @@ class Workload:
         options: dict[str, Any] = {}
         if self.collate is not None:
             options["collate_fn"] = self.collate
-        if self.samples == "table":
-            options["batch_sampler"] = CyclicBatches(self.batch_size * self.period_batches, self.batch_size)
+        if self.samples in ("table", "whole"):
+            name = "batch_sampler" if self.samples == "table" else "sampler"
+            options[name] = CyclicBatches(self.batch_size * self.period_batches, self.batch_size)
         if self.start_method is not None:
             options["multiprocessing_context"] = self.start_method
         return options
@@ -167,6 +169,11 @@ def gather_into(dataset: TensorDataset, indices: list[int], out: list[torch.Tens
         torch.index_select(tensor, 0, index, out=into)
         for tensor, into in zip(dataset.tensors, out, strict=True)
     ]
+
+
+def collate_alone(collate: Callable[[list[Any]], Any], dataset: Any, indices: list[int], out: Any) -> Any:
+    """Calls a program's own collate function, which makes its results anew."""
+    return collate([dataset[index] for index in indices])
 
 
 _INDEX_TENSORS: dict[tuple[int, int], torch.Tensor] = {}
@@ -373,5 +380,40 @@ def _of_files() -> list[Workload]:
     ]
 
 
-for _workload in (*_in_memory(), *_in_time(), *_of_files()):
+def _own() -> list[Workload]:
+    """What programs do in a `collate_fn` of their own; the limit is the same function in as many processes."""
+
+    def images(name: str, collate: Any, make: Any = made_data.make_images, about: str = "") -> Workload:
+        said = about or (collate.__doc__ or "").partition(".")[0]
+        alone = partial(collate_alone, collate)
+        return Workload(f"own-{name}", 256, 4, make, about=said, collate=collate, make_into=alone)
+
+    return [
+        images("stack", own_collate.stack),
+        images("pairs", own_collate.stack_pairs, own_collate.make_pairs),
+        images("dicts", own_collate.stack_dicts, own_collate.make_pairs),
+        images("cat", own_collate.cat),
+        images("boxes", own_collate.stack_boxes, own_collate.make_boxed),
+        images("scaled", own_collate.stack_scaled),
+        images("zeros", own_collate.fill_zeros, own_collate.make_pairs),
+        images("array", own_collate.of_array),
+        images("numpy", own_collate.of_numpy_stack),
+        images("shared", own_collate.old_default),
+        images("padded", own_collate.pad_long, own_collate.make_long_tokens),
+        images("texts", own_collate.words, own_collate.make_texts),
+        images("encoded", list, own_collate.EncodedFiles, "encoded files of 100 kB, a list"),
+        Workload("own-fresh", 256, 1, own_collate.FreshArrays, about="float32 images made anew by NumPy"),
+        Workload(
+            "own-whole",
+            256,
+            4,
+            own_collate.WholeBatches,
+            about="uint8 3x224x224, a data set of whole batches, batch_size=None",
+            samples="whole",
+            make_into=take_into,
+        ),
+    ]
+
+
+for _workload in (*_in_memory(), *_in_time(), *_of_files(), *_own()):
     register_workload(_workload)

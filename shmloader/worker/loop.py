@@ -26,6 +26,7 @@ from shmloader.codec import Encoded, Encoder
 from shmloader.codec.slot_allocator import SlotAllocator, set_current_allocator
 from shmloader.diagnostics.bad_samples import Reported
 from shmloader.diagnostics.exceptions import capture, forget_frames, shorten
+from shmloader.host.heap import WarmHeap, warm_heap
 from shmloader.sampling.packed_indices import unpack_index_batch
 from shmloader.shared_memory import Segment
 from shmloader.wire.channel import Link, PipeLink, Pipes
@@ -94,7 +95,7 @@ def run(arguments: WorkerArguments, pipes: Pipes) -> None:
     set_current_allocator(None)  # of a worker thread that forked this process
     torch.set_num_threads(1)
     seed_worker_process(arguments.base_seed, arguments.worker_id)
-    _Worker(arguments, PipeLink(pipes), in_thread=False).run()
+    _Worker(arguments, PipeLink(pipes), warm_heap(arguments.num_workers), in_thread=False).run()
 
 
 def run_in_thread(arguments: WorkerArguments, link: Link) -> None:
@@ -102,7 +103,7 @@ def run_in_thread(arguments: WorkerArguments, link: Link) -> None:
     torch_private.use_one_core_in_this_thread()
     pid = os.getpid()
     try:
-        _Worker(arguments, link, in_thread=True).run()
+        _Worker(arguments, link, None, in_thread=True).run()
     except BaseException:
         if os.getpid() == pid:
             raise
@@ -114,8 +115,11 @@ def run_in_thread(arguments: WorkerArguments, link: Link) -> None:
 class _Worker:
     """State of one worker."""
 
-    def __init__(self, arguments: WorkerArguments, link: Link, *, in_thread: bool) -> None:
+    def __init__(
+        self, arguments: WorkerArguments, link: Link, heap: WarmHeap | None, *, in_thread: bool
+    ) -> None:
         self._arguments = arguments
+        self._heap = heap
         self._link = link
         self._in_thread = in_thread
         collate_fn = install_slot_collate(arguments.rules.collate_fn, in_thread=in_thread)
@@ -202,6 +206,8 @@ class _Worker:
         if not request.total_nbytes:  # this worker was started with the settings
             self._link.send(pack_epoch_begun(request.epoch))
             return
+        if self._heap is not None:
+            self._heap.trim_if_short()
         self._ended, self._start_error = False, None
         self._rules = self._rules._replace(stream=self._rules.stream.from_the_beginning())
         try:
@@ -253,6 +259,8 @@ class _Worker:
         if allocator.release():
             flags |= DETACHED
         begin, end = encoded.header_begin, encoded.header_end
+        if self._heap is not None:
+            self._heap.note_batch(end)
         made_ns = time.perf_counter_ns() - self._received_ns
         self._link.send(pack_published(task.seq, allocator.nbytes, begin, end, self._wait_ns, made_ns, flags))
 
