@@ -77,9 +77,11 @@ def old_default(samples: list[torch.Tensor]) -> torch.Tensor:
     out = None
     if torch.utils.data.get_worker_info() is not None:
         numel = sum(sample.numel() for sample in samples)
-        storage = samples[0].untyped_storage()._new_shared(numel * samples[0].element_size())
-        out = torch.empty(0, dtype=samples[0].dtype).set_(storage, 0, (len(samples), *samples[0].shape))
-    return torch.stack(samples, 0, out=out)  # type: ignore[arg-type]
+        storage: Any = samples[0].untyped_storage()
+        shared = storage._new_shared(numel * samples[0].element_size())  # noqa: SLF001 - as programs do
+        out = torch.empty(0, dtype=samples[0].dtype)
+        out.set_(shared, 0, (len(samples), *samples[0].shape), samples[0][None].stride())
+    return torch.stack(samples, 0, out=out)
 
 
 def pad_long(samples: list[torch.Tensor]) -> torch.Tensor:
@@ -87,9 +89,9 @@ def pad_long(samples: list[torch.Tensor]) -> torch.Tensor:
     return pad_sequence(samples, batch_first=True)
 
 
-def words(samples: list[str]) -> list[list[int]]:
-    """Makes lists of numbers of texts: nothing that a slot could hold."""
-    return [[len(word) for word in text.split()] for text in samples]
+def words(samples: list[str]) -> dict[str, list[list[str]]]:
+    """Makes lists of words of texts: nothing that a slot could hold."""
+    return {"words": [text.split() for text in samples]}
 
 
 def make_pairs(samples: int) -> Records:

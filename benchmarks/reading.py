@@ -42,6 +42,8 @@ def touch(batch: object) -> float:
         return sum(map(touch, batch), 0.0)
     if isinstance(batch, str):
         return float(len(batch))
+    if isinstance(batch, bytes):
+        return touch_array(np.frombuffer(batch, np.uint8))
     if isinstance(batch, np.ndarray):
         return touch_array(batch) if batch.dtype.kind != "U" else touch(batch.tolist())
     raise TypeError(f"no workload makes batches with {type(batch).__name__} in them")
@@ -71,8 +73,8 @@ def update_digest(digest: Digest, batch: object) -> None:
         digest.update(f"sequence {len(batch)}".encode())
         for value in batch:
             update_digest(digest, value)
-    elif isinstance(batch, str):
-        digest.update(f"str {batch!r}".encode())
+    elif isinstance(batch, (str, bytes)):
+        digest.update(f"{type(batch).__name__} {batch!r}".encode())
     else:
         array = batch.numpy() if isinstance(batch, torch.Tensor) else np.asarray(batch)
         digest.update(f"array {array.dtype.str} {array.shape}".encode())

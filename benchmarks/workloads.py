@@ -381,7 +381,7 @@ def _of_files() -> list[Workload]:
 
 
 def _own() -> list[Workload]:
-    """What programs do in a `collate_fn` of their own; the limit is the same function in as many processes."""
+    """Programs' own collate functions; the limit is the same function in as many processes."""
 
     def images(name: str, collate: Any, make: Any = made_data.make_images, about: str = "") -> Workload:
         said = about or (collate.__doc__ or "").partition(".")[0]

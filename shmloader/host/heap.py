@@ -77,6 +77,7 @@ def _glibc_in_use() -> Any:
     try:
         program, glibc = ctypes.CDLL(None), ctypes.CDLL("libc.so.6")
         own, found = (ctypes.cast(library.malloc, ctypes.c_void_p).value for library in (glibc, program))
-        return glibc if own == found and glibc.mallopt and glibc.malloc_trim else None
+        known = own == found and hasattr(glibc, "mallopt") and hasattr(glibc, "malloc_trim")
     except (OSError, AttributeError, TypeError):  # musl, macOS; Windows
         return None
+    return glibc if known else None

@@ -25,7 +25,8 @@ SAMPLE_NBYTES = 1 << 20
 PAGES_OF_A_BATCH = 40 * SAMPLE_NBYTES // resource.getpagesize()
 
 pytestmark = pytest.mark.skipif(
-    not (sys.platform == "linux" and "glibc" in (os.confstr("CS_GNU_LIBC_VERSION") or "")), reason="needs glibc"
+    not (sys.platform == "linux" and "glibc" in (os.confstr("CS_GNU_LIBC_VERSION") or "")),
+    reason="needs glibc",
 )
 
 
@@ -144,7 +145,9 @@ class Settled(Dataset[Any]):
         return psutil.Process().memory_info().rss
 
 
-def test_free_memory_goes_back_before_an_epoch_on_a_host_that_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_goes_back_before_an_epoch_on_a_host_that_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     room = heap_module.memory_headroom()._replace(available_nbytes=0)
     monkeypatch.setattr(heap_module, "memory_headroom", lambda: room)
     trimmed: list[int] = []
