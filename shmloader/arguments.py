@@ -119,7 +119,7 @@ def check_arguments(
         wanted = "a whole number of bytes or None"
         _check_whole("memory_budget_nbytes", loader.memory_budget_nbytes, 1, wanted, "int(1e9)")
     _check_whole("worker_restarts", loader.worker_restarts, 0, "a whole number", "3")
-    for name in ("prefetch_epochs", "share_dataset"):
+    for name in ("prefetch_epochs", "share_dataset", "place_results"):
         _check_bool(name, getattr(loader, name))
     _check_whole("snapshot_every_n_steps", loader.snapshot_every_n_steps, 1, "a whole number", "100")
     if loader.seed_per_sample is not None:

@@ -122,6 +122,7 @@ class SlotIterator(torch_private.BaseIterator):
             shared_seed=None if self._stream is None else self._stream.share_seed(self._shared_seed),
             init_fn=init_fn,
             seeds_samples=seeds_samples(loader),
+            places=loader.place_results,
         )
         self.pool.keeps_granted = loader.worker_type == THREAD
         return start_workers(loader, make_arguments)

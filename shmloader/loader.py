@@ -71,8 +71,8 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             batches no more are added. The attribute is the number now; ``statistics().autotune`` says why. It
             implies ``dispatch="dynamic"``, so that the batches do not depend on the choice. For map-style
             datasets. See docs/autotune.md.
-        collate_fn: Joins samples to a batch, in the worker. ``shmloader.empty`` allocates its results in
-            the slot; other results are copied there once.
+        collate_fn: Joins samples to a batch, in the worker. Results that torch or ``shmloader.empty`` makes
+            are made in the slot (``place_results``); others are copied there once.
         pin_memory: Return tensors in page-locked memory, if there is an accelerator. With CUDA the slots
             themselves are page-locked, and none is written again before the device has done what was queued
             when the program dropped its batch. See docs/gpu.md.
@@ -147,6 +147,10 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             workers they are copied there ahead of the loop, straight out of their slots, on a stream of their
             own that the current stream waits for. What is neither a tensor nor has a method ``to`` stays as
             it is. ``"cpu"`` and None leave batches where they are. See docs/gpu.md.
+        place_results: Whether results that a program's own ``collate_fn`` makes with torch (``torch.stack``,
+            ``cat``, ``zeros``, ``pad_sequence`` and others), and that are in the batch, are made in its slot
+            instead of being copied there. The same for ``dataset[i]`` with ``batch_size=None``. Worker
+            processes only. See docs/vectorised.md.
 
     Raises:
         TypeError: For numbers that are not whole (``1e9`` is a float), and when torch raises one.
@@ -196,6 +200,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         snapshot_every_n_steps: int = 1,
         seed_per_sample: bool | None = None,
         device: torch.device | str | int | None = None,
+        place_results: bool = True,
     ) -> None:
         self.memory_budget_nbytes = memory_budget_nbytes
         self.worker_restarts = worker_restarts
@@ -209,6 +214,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         self.shard = shard
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self.seed_per_sample = seed_per_sample
+        self.place_results = place_results
         set_device(self, device)
         check_arguments(self, dataset, workers, persistent_workers, multiprocessing_context)
         super().__init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -34,6 +34,26 @@ class BadSample:
         whose = "the" if self.worker_id is None else f"worker {self.worker_id}'s"
         where = f"sample {self.index!r} of {whose} stream" if self.of_stream else f"dataset[{self.index!r}]"
         return f"{where}: {self.error}: {self.message}"
+
+
+@dataclass(frozen=True)
+class PlacedSite:
+    """A call of torch's in the program's code that makes a part of the batch (``place_results``).
+
+    Attributes:
+        call: Its name, ``torch.stack``, say.
+        where: The file, the line and the function that call it.
+        placed: Whether its results are made in the slot.
+        why: The reason why they are not.
+    """
+
+    call: str
+    where: str
+    placed: bool
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.call} at {self.where}: {'made in the slot' if self.placed else f'copied, {self.why}'}"
 
 
 @dataclass(frozen=True)
@@ -105,6 +125,8 @@ class LoaderStatistics:
             the slower side.
         torchs_way: Whether batches came from torch's own iterator, because the platform or this torch lacks
             what slots need. Such batches are not counted.
+        placed_sites: Calls of torch's that make parts of the batch, in the program's ``collate_fn`` or data
+            set, and whether their results are made in the slot or copied there.
         autotune: What was chosen with ``num_workers="auto"`` or ``prefetch_factor="auto"``; else None.
     """
 
@@ -139,6 +161,7 @@ class LoaderStatistics:
     wait_for_device_s: float = 0.0
     workers_wait_for_slots_s: float = 0.0
     torchs_way: bool = False
+    placed_sites: tuple[PlacedSite, ...] = ()
     autotune: AutotuneReport | None = None
 
     @property
@@ -180,8 +203,9 @@ class LoaderStatistics:
         lines = [f"{label:<{width}}  {value}" for label, value in rows]
         bad = [f"  {sample}" for sample in self.bad_sample_list[:_MOST_BAD_SAMPLES]]
         held = [f"  {lease}" for lease in self.oldest_leases]
+        sites = [f"  {site}" for site in self.placed_sites]
         chosen = [] if self.autotune is None else [self.autotune.why]
-        return "\n".join([self.verdict, *lines, *bad, *held, *chosen])
+        return "\n".join([self.verdict, *lines, *bad, *sites, *held, *chosen])
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
@@ -261,6 +285,7 @@ class Counters:
     pin_copies: int = 0
     bad_samples: int = 0
     bad_sample_list: list[BadSample] = field(default_factory=list)
+    sites: dict[tuple[str, str], PlacedSite] = field(default_factory=dict)
     batches_left_out: int = 0
     batches_one_by_one: int = 0
     worker_restarts: int = 0
@@ -308,10 +333,15 @@ class Counters:
         if self.workers_are_new:
             self.wait_for_starts_ns += max(0, waited_ns - made_ns)
 
+    def note_placed(self, sites: Iterable[PlacedSite]) -> None:
+        """Take what a worker reports of its sites; all workers run the same code."""
+        self.sites.update({(site.call, site.where): site for site in sites})
+
     def figures(self) -> dict[str, Any]:
         """The fields of `LoaderStatistics` that are counted here, nanoseconds as seconds."""
         found: dict[str, Any] = vars(self) | {"iterating_ns": self.iterating_ns}
         found["bad_sample_list"] = tuple(self.bad_sample_list)
+        found["placed_sites"] = tuple(self.sites.values())
         for name in [name for name in found if name.endswith("_ns")]:
             found[name.removesuffix("_ns") + "_s"] = found[name] / 1e9
         return {one.name: found[one.name] for one in fields(LoaderStatistics) if one.name in found}

@@ -20,6 +20,7 @@ OWN_DEFAULTS: dict[str, Any] = {
     "share_dataset": False,
     "shard": None,
     "snapshot_every_n_steps": 1,
+    "place_results": True,
 }
 """Options that torch's loader lacks, with the values that turn them off."""
 

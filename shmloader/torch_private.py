@@ -201,6 +201,49 @@ def _check_collation() -> None:
 
 _check_collation()
 
+# --- calls whose results are placed in a slot
+
+NN_FUNCTIONS: Any = getattr(torch._C, "_nn", None)
+"""The module that has ``pad_sequence`` for torch's function of that name, which programs import by name."""
+
+NEW_SHARED = "_new_shared"
+"""The method of ``UntypedStorage`` with which older versions of torch's default collate made their output."""
+
+
+def is_intercepted() -> bool:
+    """Whether a call of torch now goes to more than torch's own function on the CPU.
+
+    Such are modes, transforms, tracing, autocast and inference mode. A torch that lacks a name: always.
+    """
+    core: Any = torch._C
+    try:
+        return bool(
+            core._len_torch_function_stack()
+            or core._len_torch_dispatch_stack()
+            or core._functorch.peek_interpreter_stack()
+            or torch.is_inference_mode_enabled()
+            or torch.is_autocast_enabled("cpu")
+            or core._get_tracing_state()
+            or torch.compiler.is_compiling()
+        )
+    except (AttributeError, TypeError):
+        return True
+
+
+def move_to_private_memory(storage: Any) -> bool:
+    """Move a storage, which may lie in a slot, to memory that torch can resize; its tensors move with it.
+
+    Returns:
+        False if this torch cannot.
+    """
+    private = torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage().copy_(storage)
+    try:
+        storage._swap_data_ptr_(private)
+    except AttributeError:
+        return False
+    return True
+
+
 # --- which worker this is
 
 _WORKER = "torch.utils.data._utils.worker"

@@ -71,18 +71,23 @@ class Encoder:
         self._rows: list[bytes] = []
         # Of leaves in private memory: offset in the slot, address, length, and what keeps the memory alive.
         self._copies: list[tuple[int, int, int, object]] = []
+        self._found: list[tuple[int, int]] | None = None
         self._pickler = _BatchPickler(self._add, self._leave_out)
 
-    def encode(self, batch: object) -> Encoded:
+    def encode(self, batch: object, found: list[tuple[int, int]] | None = None) -> Encoded:
         """Write a batch into the slot that the allocator holds.
 
         Leaves that are already in the slot stay there; collation leaves their placeholders in the batch. The
         others are copied in, after the slot was grown to what the whole batch needs.
+
+        Args:
+            batch: The batch.
+            found: Takes the address and the length of each leaf, as it was when the batch was made.
         """
         pickler, outputs = self._pickler, self._allocator.rows
         if type(batch) is pickle.PickleBuffer and batch in outputs:
             return self._commit(join_header((LONE_LEAF,), (outputs[batch],)))
-        self._outputs = outputs
+        self._outputs, self._found = outputs, found
         try:
             pickler.dump(batch)
             return self._commit(join_header(pickler.written, self._rows))
@@ -97,6 +102,8 @@ class Encoder:
         """Find a leaf in the slot, or give it a place there and note it for copying: see `Add`."""
         item_nbytes = ITEM_NBYTES[code]
         nbytes = math.prod(shape) * item_nbytes
+        if self._found is not None:
+            self._found.append((address, nbytes))
         offset = self._allocator.offset_of(address, nbytes) if nbytes else 0
         if offset is None or offset % (ALIGNMENT if kind == BYTES else item_nbytes):
             offset = self._allocator.place(nbytes)

@@ -16,7 +16,7 @@ from torch.utils.data import get_worker_info
 
 from shmloader.diagnostics.exceptions import shorten, text_of
 from shmloader.errors import BadSampleWarning, LoaderError, NoGoodSample, warn
-from shmloader.statistics import BadSample, Counters
+from shmloader.statistics import BadSample, Counters, PlacedSite
 
 RAISE, SKIP, REPLACE = "raise", "skip", "replace"
 """Values of ``on_error``."""
@@ -42,6 +42,7 @@ class Reported(NamedTuple):
         one_by_one: Whether ``__getitems__`` raised and the samples were fetched one by one instead.
         bad_samples: Pickled list of `BadSample`. It is pickled so that no index in it holds a slot's memory.
         stream: For a stream, its place after the batch (`wire.stream_records.StreamReport`); else None.
+        placed: What has changed in the worker's placement since its last report.
     """
 
     batch: Any
@@ -49,6 +50,7 @@ class Reported(NamedTuple):
     one_by_one: bool
     bad_samples: bytes
     stream: Any = None
+    placed: tuple[PlacedSite, ...] = ()
 
 
 def is_a_samples_fault(error: Exception) -> bool:
@@ -94,6 +96,7 @@ def take_report(reported: Reported, counters: Counters) -> Any:
         NoGoodSample: If this is the ``MOST_IN_A_ROW``-th batch in a row that is left out.
     """
     count(reported.bad_samples, counters)
+    counters.note_placed(reported.placed)
     counters.batches_one_by_one += reported.one_by_one
     if not reported.left_out:
         return reported.batch

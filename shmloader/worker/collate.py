@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import default_collate, default_convert
 
 from shmloader import torch_private
 from shmloader.codec.slot_allocator import SlotAllocator, current_allocator
@@ -200,6 +200,11 @@ def collate_tensors(
         # raise the same errors.
         out = first.new_empty(shape)
     return torch.stack(batch, 0, out=out)  # type: ignore[arg-type]
+
+
+def is_own(collate_fn: Callable[[Any], Any]) -> bool:
+    """Whether a collate function is the program's own, and none of torch's."""
+    return collate_fn not in (slot_collate, default_collate, default_convert)
 
 
 torch_private.SAME_AS_TORCHS += [slot_collate, collate_tensors]

@@ -47,10 +47,11 @@ from shmloader.wire.records import (
     unpack_request,
 )
 from shmloader.wire.stream_records import NOTHING_DRAWN
-from shmloader.worker.collate import install_slot_collate
+from shmloader.worker.collate import install_slot_collate, is_own
 from shmloader.worker.epoch_settings import EpochSettings
 from shmloader.worker.fetcher import Fetcher, FetchRules
-from shmloader.worker.map_fetchers import before_each_sample, make_fetcher
+from shmloader.worker.map_fetchers import around_each_batch, before_each_sample, make_fetcher
+from shmloader.worker.placement import Placement
 from shmloader.worker.random_state import (
     Generators,
     SampleSeeds,
@@ -76,6 +77,7 @@ class WorkerArguments:
         shared_seed: Seed that all workers share (torch's DataPipes), or None.
         init_fn: The user's ``worker_init_fn``, called after seeding.
         seeds_samples: Whether the generators are seeded for each sample (``dispatch="dynamic"``).
+        places: Whether results of torch's calls are made in the slot.
     """
 
     worker_id: int
@@ -87,6 +89,7 @@ class WorkerArguments:
     shared_seed: int | None
     init_fn: Callable[[int], None] | None
     seeds_samples: bool
+    places: bool
 
 
 def run(arguments: WorkerArguments, pipes: Pipes) -> None:
@@ -122,11 +125,14 @@ class _Worker:
         self._heap = heap
         self._link = link
         self._in_thread = in_thread
-        collate_fn = install_slot_collate(arguments.rules.collate_fn, in_thread=in_thread)
-        self._rules = arguments.rules._replace(collate_fn=collate_fn, in_worker=True)
-        self._dataset = arguments.dataset
         self._allocator = SlotAllocator(arguments.segment)
         self._encoder = Encoder(self._allocator)
+        collate_fn = install_slot_collate(arguments.rules.collate_fn, in_thread=in_thread)
+        self._placement = Placement(self._allocator, is_on=arguments.places and not in_thread)
+        if is_own(collate_fn):
+            collate_fn = self._placement.around(collate_fn)
+        self._rules = arguments.rules._replace(collate_fn=collate_fn, in_worker=True)
+        self._dataset = arguments.dataset
         self._fetcher: Fetcher | None = None
         self._start_error: BaseException | None = None
         seeds = worker_seeds(arguments.base_seed, arguments.worker_id)
@@ -178,6 +184,7 @@ class _Worker:
             dataset = before_each_sample(dataset, rules, self._seeds.seed_next)
         if self._in_thread:
             dataset = before_each_sample(dataset, rules, self._end_if_closed)
+        dataset = around_each_batch(dataset, rules, self._placement)
         return make_fetcher(dataset, rules, self._arguments.worker_id, self._arguments.num_workers)
 
     def _end_if_closed(self) -> None:
@@ -243,7 +250,7 @@ class _Worker:
                 self._link.send(pack_stream_ended(task.seq, allocator.nbytes))
                 return
             flags = REPORTED if type(batch) is Reported else 0
-            encoded = self._encoder.encode(batch)
+            encoded = self._encode(batch)
             del batch
         except BaseException as error:
             if os.getpid() != self._pid:
@@ -258,11 +265,20 @@ class _Worker:
             self._send_pieces(task, encoded.spilled)
         if allocator.release():
             flags |= DETACHED
+            self._placement.note_kept()
         begin, end = encoded.header_begin, encoded.header_end
         if self._heap is not None:
             self._heap.note_batch(end)
         made_ns = time.perf_counter_ns() - self._received_ns
         self._link.send(pack_published(task.seq, allocator.nbytes, begin, end, self._wait_ns, made_ns, flags))
+
+    def _encode(self, batch: Any) -> Encoded:
+        """Put a batch into the slot, and let placement learn from it."""
+        leaves: list[tuple[int, int]] | None = [] if self._placement.is_on else None
+        encoded = self._encoder.encode(batch, leaves)
+        if leaves is not None:
+            self._placement.settle(leaves, encoded.header_end)
+        return encoded
 
     def _make(self, index_batch: Any) -> Any:
         """Fetch and collate, allocating in the slot; sets ``_ended`` instead of returning a batch."""
@@ -275,7 +291,7 @@ class _Worker:
             raise RuntimeError("this worker's dataset could not be started; its first batch says why")
         set_current_allocator(self._allocator)
         try:
-            return self._fetcher.fetch(index_batch)
+            return self._placement.with_news(self._fetcher.fetch(index_batch))
         except StopIteration:
             if not self._rules.iterable:
                 raise
@@ -291,6 +307,7 @@ class _Worker:
             f"Raised in shmloader worker {self._arguments.worker_id} ({place}), "
             f"while it made the batch of indices {_text_of(index_batch)}"
         )
+        self._placement.drop()
         failure = capture(error, where)
         if self._fetcher is None:
             failure = failure._replace(stream=NOTHING_DRAWN)

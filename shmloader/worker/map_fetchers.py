@@ -28,6 +28,7 @@ from shmloader.diagnostics.mismatches import explain_collation
 from shmloader.sampling.packed_indices import PackedInts
 from shmloader.sources import NOT_GATHERED, Gatherer, why_per_sample
 from shmloader.worker.fetcher import Fetcher, FetchRules
+from shmloader.worker.placement import Placement
 from shmloader.worker.stream_fetchers import PartsFetcher
 
 
@@ -43,6 +44,22 @@ def before_each_sample(dataset: Any, rules: FetchRules, call: Callable[[], None]
     if rules.iterable or not rules.auto_collation or getattr(dataset, "__getitems__", None):
         return dataset
     return dataset if why_per_sample(dataset, rules.collate_fn) is None else _CallsFirst(dataset, call)
+
+
+def around_each_batch(dataset: Any, rules: FetchRules, placement: Placement) -> Any:
+    """A dataset whose whole batches are made with placement; itself if it is asked for samples."""
+    if rules.iterable or rules.auto_collation:
+        return dataset
+    own = getattr(type(dataset), "__getitem__", Dataset.__getitem__)
+    return dataset if own is Dataset.__getitem__ else _Placed(dataset, placement)
+
+
+class _Placed:
+    def __init__(self, dataset: Any, placement: Placement) -> None:
+        self._get = placement.around(functools.partial(operator.getitem, dataset), of_batches=True)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._get(index)
 
 
 class _CallsFirst:

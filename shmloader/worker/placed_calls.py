@@ -1,0 +1,254 @@
+"""torch's calls whose results can be made in a slot, each with its second way of making them.
+
+A second way gets a function that gives memory in the slot, and the arguments of the call. It returns what
+torch's own call would return (values, shape, strides, dtype), or None if it is not sure of that: then torch's
+own call is made. It changes nothing but the memory that it was given, so it may also raise at any point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import cat as own_cat
+from torch import index_select as own_index_select
+from torch import stack as own_stack
+from torch import tensor as own_tensor
+
+from shmloader import torch_private
+
+LEAST_NBYTES = 64 << 10
+"""Smaller results are left to torch: what a placed call takes would be seen."""
+
+_LEAST_PART_NBYTES = 2 << 10  # of a tensor that is joined with others: each is looked at
+_NUMBERS = (bool, int, float)
+
+Place = Callable[[Sequence[int], torch.dtype], torch.Tensor | None]
+SecondWay = Callable[..., torch.Tensor | torch.UntypedStorage | None]
+
+
+@dataclass(frozen=True)
+class PlacedCall:
+    """One of torch's calls.
+
+    Attributes:
+        owner: The module or class that has it.
+        name: Its name there.
+        second_way: Makes its result in the slot.
+        of_batches: Whether it is placed in ``dataset[i]`` that gives whole batches, and not in collation.
+        of_class: Whether it is a method of the class itself.
+    """
+
+    owner: Any
+    name: str
+    second_way: SecondWay
+    of_batches: bool = False
+    of_class: bool = False
+
+    def __str__(self) -> str:
+        owner = self.owner.__name__ if isinstance(self.owner, type) else "torch"
+        return f"{owner}.{self.name}"
+
+
+def _stack(place: Place, tensors: Any, dim: Any = 0) -> torch.Tensor | None:
+    if not _are_plain(tensors) or type(dim) is not int:
+        return None
+    first = tensors[0]
+    shape = list(first.shape)
+    shape.insert(dim if dim >= 0 else dim + len(shape) + 1, len(tensors))
+    out = place(shape, first.dtype)
+    return None if out is None else own_stack(tensors, dim, out=out)
+
+
+def _cat(place: Place, tensors: Any, dim: Any = 0) -> torch.Tensor | None:
+    if not _are_plain(tensors) or type(dim) is not int or not tensors[0].ndim:
+        return None
+    first = tensors[0]
+    shape = list(first.shape)
+    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    out = place(shape, first.dtype)
+    return None if out is None else own_cat(tensors, dim, out=out)
+
+
+def _are_plain(tensors: Any) -> bool:
+    """Whether joining these tensors gives a contiguous tensor of their dtype, without a gradient."""
+    if type(tensors) not in (list, tuple) or not tensors or set(map(type, tensors)) != {torch.Tensor}:
+        return False
+    dtype = tensors[0].dtype
+    return (
+        not dtype.is_complex
+        and len(tensors) * tensors[0].nbytes >= LEAST_NBYTES
+        and all(
+            tensor.dtype is dtype
+            and tensor.is_cpu
+            and not tensor.requires_grad
+            and tensor.nbytes >= _LEAST_PART_NBYTES
+            and _is_contiguous(tensor)
+            for tensor in tensors
+        )
+    )
+
+
+def _is_contiguous(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and tensor.is_contiguous()
+
+
+def _shape_of(size: tuple[Any, ...]) -> Sequence[int] | None:
+    if len(size) == 1 and isinstance(size[0], (tuple, list)):
+        size = tuple(size[0])
+    return size if set(map(type, size)) == {int} else None
+
+
+def _new(place: Place, size: tuple[Any, ...], dtype: Any, device: Any) -> torch.Tensor | None:
+    shape = _shape_of(size)
+    if shape is None or device not in (None, "cpu") or type(dtype) is not torch.dtype:
+        return None
+    return place(shape, dtype)
+
+
+def _empty(place: Place, *size: Any, dtype: Any = None, device: Any = None) -> torch.Tensor | None:
+    deterministic: Any = torch.utils.deterministic
+    if deterministic.fill_uninitialized_memory and torch.are_deterministic_algorithms_enabled():
+        return None
+    return _new(place, size, dtype or torch.get_default_dtype(), device)
+
+
+def _zeros(place: Place, *size: Any, dtype: Any = None, device: Any = None) -> torch.Tensor | None:
+    out = _new(place, size, dtype or torch.get_default_dtype(), device)
+    return None if out is None else out.zero_()
+
+
+def _ones(place: Place, *size: Any, dtype: Any = None, device: Any = None) -> torch.Tensor | None:
+    out = _new(place, size, dtype or torch.get_default_dtype(), device)
+    return None if out is None else out.fill_(1)
+
+
+def _full(place: Place, size: Any, fill_value: Any, *, dtype: Any = None, device: Any = None) -> Any:
+    if type(fill_value) not in _NUMBERS or not isinstance(size, (tuple, list)):
+        return None
+    if dtype is None:
+        inferred = {bool: torch.bool, int: torch.int64, float: torch.get_default_dtype()}
+        dtype = inferred[type(fill_value)]
+    out = _new(place, (size,), dtype, device)
+    return None if out is None else out.fill_(fill_value)
+
+
+def _is_model(tensor: Any, dtype: Any) -> bool:
+    """Whether a tensor's ``new_...`` gives an ordinary tensor on the CPU."""
+    return type(tensor) is torch.Tensor and tensor.is_cpu and tensor.layout is torch.strided and dtype is None
+
+
+def _new_empty(place: Place, model: Any, *size: Any, dtype: Any = None) -> torch.Tensor | None:
+    return _empty(place, *size, dtype=model.dtype) if _is_model(model, dtype) else None
+
+
+def _new_zeros(place: Place, model: Any, *size: Any, dtype: Any = None) -> torch.Tensor | None:
+    return _zeros(place, *size, dtype=model.dtype) if _is_model(model, dtype) else None
+
+
+def _new_ones(place: Place, model: Any, *size: Any, dtype: Any = None) -> torch.Tensor | None:
+    return _ones(place, *size, dtype=model.dtype) if _is_model(model, dtype) else None
+
+
+def _new_full(place: Place, model: Any, size: Any, fill_value: Any, *, dtype: Any = None) -> Any:
+    return _full(place, size, fill_value, dtype=model.dtype) if _is_model(model, dtype) else None
+
+
+def _tensor(place: Place, data: Any, *, dtype: Any = None, device: Any = None) -> torch.Tensor | None:
+    if type(data) is not np.ndarray or data.nbytes < LEAST_NBYTES or not data.flags.c_contiguous:
+        return None
+    own = torch.from_numpy(data[:0])
+    if own.dtype.is_complex or dtype not in (None, own.dtype) or device not in (None, "cpu"):
+        return None
+    out = place(data.shape, own.dtype)
+    if out is not None:
+        out.numpy()[...] = data
+    return out
+
+
+def _pad_sequence(
+    place: Place, sequences: Any, batch_first: Any, padding_value: Any, padding_side: Any = "right"
+) -> torch.Tensor | None:
+    if not _are_plain(sequences) or batch_first is not True or type(padding_value) not in _NUMBERS:
+        return None
+    first = sequences[0]
+    if padding_side != "right" or not first.ndim or len({one.shape[1:] for one in sequences}) > 1:
+        return None
+    longest = max(map(len, sequences))
+    out = place((len(sequences), longest, *first.shape[1:]), first.dtype)
+    if out is not None:
+        for row, sequence in zip(out.unbind(), sequences, strict=True):
+            length = len(sequence)
+            row[:length].copy_(sequence)
+            if length < longest:
+                row[length:].fill_(padding_value)
+    return out
+
+
+def _index_select(place: Place, data: Any, dim: Any, index: Any) -> torch.Tensor | None:
+    if not _are_rows(data, index) or type(dim) is not int:
+        return None
+    shape = list(data.shape)
+    shape[dim] = len(index)
+    out = place(shape, data.dtype)
+    return None if out is None else own_index_select(data, dim, index, out=out)
+
+
+def _getitem(place: Place, data: Any, index: Any) -> torch.Tensor | None:
+    if type(index) is list and set(map(type, index)) == {int}:
+        index = own_tensor(index)
+    return _index_select(place, data, 0, index)
+
+
+def _are_rows(data: Any, index: Any) -> bool:
+    return (
+        type(data) is torch.Tensor
+        and type(index) is torch.Tensor
+        and index.dtype is torch.int64
+        and index.ndim == 1
+        and index.is_cpu
+        and data.is_cpu
+        and data.ndim > 0
+        and not data.dtype.is_complex
+        and not data.requires_grad
+        and _is_contiguous(data)
+    )
+
+
+def _new_shared(place: Place, _: Any, size: Any, *, device: Any = "cpu") -> torch.UntypedStorage | None:
+    if type(size) is not int or torch.device(device).type != "cpu":
+        return None
+    out = place((size,), torch.uint8)
+    return None if out is None else out.untyped_storage()
+
+
+CALLS = (
+    PlacedCall(torch, "stack", _stack),
+    PlacedCall(torch, "cat", _cat),
+    PlacedCall(torch, "concat", _cat),
+    PlacedCall(torch, "empty", _empty),
+    PlacedCall(torch, "zeros", _zeros),
+    PlacedCall(torch, "ones", _ones),
+    PlacedCall(torch, "full", _full),
+    PlacedCall(torch, "tensor", _tensor),
+    PlacedCall(torch, "index_select", _index_select, of_batches=True),
+    PlacedCall(torch.Tensor, "new_empty", _new_empty),
+    PlacedCall(torch.Tensor, "new_zeros", _new_zeros),
+    PlacedCall(torch.Tensor, "new_ones", _new_ones),
+    PlacedCall(torch.Tensor, "new_full", _new_full),
+    PlacedCall(torch.Tensor, "index_select", _index_select, of_batches=True),
+    PlacedCall(torch.Tensor, "__getitem__", _getitem, of_batches=True),
+    PlacedCall(torch_private.NN_FUNCTIONS, "pad_sequence", _pad_sequence),
+    PlacedCall(torch.UntypedStorage, torch_private.NEW_SHARED, _new_shared, of_class=True),
+)
+"""The calls that are watched and placed."""
+
+RESIZES = (
+    (torch.Tensor, "resize_"),
+    (torch.Tensor, "resize_as_"),
+    (torch.UntypedStorage, "resize_"),
+)
+"""Methods for which a placed result has to leave the slot: a storage in the slot cannot grow."""

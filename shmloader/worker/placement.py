@@ -1,0 +1,368 @@
+"""Placement: results of torch's calls that reach the batch are made in the batch's slot.
+
+The first large batches of a program's own ``collate_fn`` (or of a data set that gives whole batches) show
+which of its calls make what is in the batch. From then on these calls get their memory in the slot, and the
+batch is there without a copy. While the program's function runs, and only in the thread of the worker
+process that runs it, torch's names stand for these calls. See docs/decisions/0043.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from sys import _getframe as frame_of_caller
+from types import FrameType
+from typing import Any
+
+import torch
+
+from shmloader import torch_private
+from shmloader.codec.slot_allocator import SlotAllocator
+from shmloader.diagnostics.bad_samples import Reported
+from shmloader.diagnostics.exceptions import add_note
+from shmloader.statistics import PlacedSite
+from shmloader.worker.placed_calls import CALLS, LEAST_NBYTES, RESIZES, PlacedCall
+
+_LEAST_BATCH_NBYTES = 256 << 10
+_WATCHED_BATCHES = 4
+_CHANCES = (
+    2  # batches that show that a call's results arrive; results that may be missing; calls left to torch
+)
+_MOST_KEPT, _MOST_REFUSED = 3, 32
+
+_WATCHED, _PLACED, _LEFT = "watched", "placed", "left"
+_MISSED = "its results are not in the batch"
+_OTHERS = "its arguments are others than those that can be placed"
+_NOT_RESIZABLE = "not resizable"
+
+
+@dataclass
+class _Site:
+    """A place in the program's code that makes a call."""
+
+    call: PlacedCall
+    where: str
+    state: str = _WATCHED
+    arrived: int = 0  # batches in which all results were in the batch
+    misses: int = 0
+    refused: int = 0
+    why: str = "noticed in one batch only"
+
+
+@dataclass
+class _Result:
+    """A result of this batch; `holder` keeps its memory from being used again until the batch is done."""
+
+    site: _Site
+    begin: int
+    end: int
+    holder: Any
+
+
+class Placement:
+    """The sites of one worker process, and the replacement of torch's calls while the program's code runs."""
+
+    def __init__(self, allocator: SlotAllocator, *, is_on: bool) -> None:
+        self._allocator = allocator
+        self.is_on = is_on
+        self._sites: dict[tuple[Any, int], _Site] = {}
+        self._results: list[_Result] = []
+        self._to_watch = _WATCHED_BATCHES
+        self._small = self._kept = 0
+        self._changed = False
+        self._running = 0
+        self._lacked_room = False  # the slot, for the result that was to be placed last
+        self._pid, self._thread = os.getpid(), threading.get_ident()
+        self._out_of_reach: list[PlacedSite] = []
+
+    def around(self, function: Callable[[Any], Any], *, of_batches: bool = False) -> Callable[[Any], Any]:
+        """The program's function, with torch's calls replaced while it runs."""
+        replacements = [_Replacement(self, call) for call in CALLS if call.of_batches <= of_batches]
+        self._out_of_reach += _captured_names(function, replacements)
+
+        @functools.wraps(function, updated=())
+        def placed(argument: Any) -> Any:
+            if not self.is_on or self._running:
+                return function(argument)
+            with self._replaced(replacements):
+                return function(argument)
+
+        return placed
+
+    @contextmanager
+    def _replaced(self, replacements: list[_Replacement]) -> Iterator[None]:
+        if not self._to_watch:
+            placed = {id(site.call) for site in self._sites.values() if site.state is _PLACED}
+            replacements[:] = [one for one in replacements if id(one.call) in placed]
+        put: list[_Replacement | _Resize] = [*replacements, *self._resizes()]
+        self._running += 1
+        try:
+            for one in put:
+                one.replace()
+            yield
+        except RuntimeError as error:
+            if _NOT_RESIZABLE in str(error):
+                self._end("a result was resized by a call that cannot be seen")
+                add_note(
+                    error, "a result that shmloader made in the batch's slot; place_results=False avoids it"
+                )
+            raise
+        finally:
+            for one in reversed(put):
+                one.put_back()
+            self._running -= 1
+
+    def _resizes(self) -> list[_Resize]:
+        return [_Resize(self._allocator, owner, name) for owner, name in RESIZES] if self._sites else []
+
+    def call(self, call: PlacedCall, own: Callable[..., Any], arguments: tuple[Any, ...], named: Any) -> Any:
+        """Make one call of the program's: in the slot, or by torch's own function."""
+        if (
+            not self._running
+            or "out" in named
+            or threading.get_ident() != self._thread
+            or os.getpid() != self._pid
+            or torch_private.is_intercepted()
+        ):
+            return own(*arguments, **named)
+        site = self._site(call, frame_of_caller(2))
+        if site is None or site.state is _LEFT:
+            return own(*arguments, **named)
+        if site.state is _PLACED:
+            result = self._in_slot(site, arguments, named)
+            if result is not None:
+                return result
+            return own(*arguments, **named)
+        result = own(*arguments, **named)
+        self._note(site, result, keep=True)
+        return result
+
+    def _site(self, call: PlacedCall, frame: FrameType) -> _Site | None:
+        """The site of a call; None if it is a new one and no more are looked for."""
+        if frame.f_code.co_filename == torch.nn.utils.rnn.__file__ and frame.f_back is not None:
+            frame = frame.f_back
+        key = frame.f_code, frame.f_lasti
+        site = self._sites.get(key)
+        if site is None and self._to_watch:
+            file = Path(frame.f_code.co_filename).name
+            where = f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
+            site = self._sites[key] = _Site(call, where)
+        return site if site is not None and site.call is call else None
+
+    def _in_slot(self, site: _Site, arguments: tuple[Any, ...], named: Any) -> Any:
+        begin, self._lacked_room = self._allocator.cursor, False
+        try:
+            result = site.call.second_way(self._place, *arguments, **named)
+        except Exception:  # noqa: BLE001 - torch's own call raises it, or does what was asked for
+            result = None
+        if result is not None:
+            self._note(site, result, keep=False)
+            site.refused = 0
+            return result
+        self._allocator.cursor = begin
+        site.refused += not self._lacked_room
+        if site.refused > _MOST_REFUSED:
+            self._leave(site, _OTHERS)
+        return None
+
+    def _place(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+        if math.prod(shape) * dtype.itemsize < LEAST_NBYTES:
+            return None
+        tensor = self._allocator.tensor(tuple(shape), dtype)
+        self._lacked_room = tensor is None
+        return tensor
+
+    def _note(self, site: _Site, result: Any, *, keep: bool) -> None:
+        if type(result) is torch.UntypedStorage:
+            begin, nbytes = result.data_ptr(), result.nbytes()
+        elif type(result) is torch.Tensor and result.is_cpu and result.layout is torch.strided:
+            begin, nbytes = result.data_ptr(), result.nbytes
+        else:
+            return
+        if nbytes >= LEAST_NBYTES:
+            holder = result.untyped_storage() if keep and type(result) is torch.Tensor else None
+            self._results.append(_Result(site, begin, begin + nbytes, holder))
+
+    # --- after the batch
+
+    def settle(self, leaves: list[tuple[int, int]], batch_nbytes: int) -> None:
+        """Learn from a batch: the addresses and sizes of its leaves show which results have reached it."""
+        results, self._results = self._results, []
+        if batch_nbytes < _LEAST_BATCH_NBYTES:
+            self._small += 1
+            if self._small >= _WATCHED_BATCHES:
+                self._end("batches are small")
+            return
+        self._small = 0
+        leaves = sorted(leaves)
+        missed, seen = set(), set()
+        for result in results:
+            seen.add(id(result.site))
+            if not _arrived(result, leaves):
+                missed.add(id(result.site))
+        for site in {id(result.site): result.site for result in results}.values():
+            self._judge(site, arrived=id(site) not in missed)
+        if self._to_watch:
+            self._to_watch -= 1
+            if not self._to_watch:
+                self._end_watch()
+
+    def _judge(self, site: _Site, *, arrived: bool) -> None:
+        if arrived:
+            site.arrived += 1
+            if site.state is _WATCHED and site.arrived >= _CHANCES:
+                site.state, site.why, self._changed = _PLACED, "", True
+        else:
+            site.misses += 1
+            if site.state is _WATCHED or site.misses >= _CHANCES:
+                self._leave(site, _MISSED)
+
+    def _end_watch(self) -> None:
+        self._changed = True
+        for site in self._sites.values():
+            if site.state is _WATCHED:
+                self._leave(site, site.why)
+        if not any(site.state is _PLACED for site in self._sites.values()):
+            self._end("no call's results were in the batch")
+
+    def _leave(self, site: _Site, why: str) -> None:
+        site.state, site.why, self._changed = _LEFT, why, True
+
+    def _end(self, why: str) -> None:
+        self.is_on = False
+        for site in self._sites.values():
+            self._leave(site, why)
+
+    def drop(self) -> None:
+        """Forget the results of a batch that was not published."""
+        self._results.clear()
+
+    def note_kept(self) -> None:
+        """The program keeps tensors of a batch, which were moved out of the slot."""
+        self._kept += 1
+        if self._kept == _MOST_KEPT and self.is_on:
+            self._end("the program keeps its batches")
+
+    def with_news(self, batch: Any) -> Any:
+        """A batch, with a report if what is placed has changed since the last one."""
+        if not self._changed:
+            return batch
+        self._changed = False
+        reported = batch if type(batch) is Reported else Reported(batch, False, False, b"")
+        sites = [
+            PlacedSite(str(site.call), site.where, placed=site.state is _PLACED, why=site.why)
+            for site in self._sites.values()
+            if site.arrived
+        ]
+        return reported._replace(placed=(*sites, *self._out_of_reach))
+
+
+def _arrived(result: _Result, leaves: list[tuple[int, int]]) -> bool:
+    """Whether at least half of a result's bytes are leaves of the batch."""
+    nbytes = 0
+    for address, leaf_nbytes in leaves[bisect.bisect_left(leaves, (result.begin, 0)) :]:
+        if address >= result.end:
+            break
+        nbytes += leaf_nbytes
+    return 2 * nbytes >= result.end - result.begin
+
+
+class _Replacement:
+    """Stands for one of torch's calls while the program's function runs; afterwards it calls torch's own."""
+
+    def __init__(self, placement: Placement, call: PlacedCall) -> None:
+        self.call = call
+        self._placement = placement
+        self._before = vars(call.owner).get(call.name)  # None for what a class inherits
+        self._own = getattr(call.owner, call.name)
+        if call.of_class:
+            self._own = self._own.__func__
+
+    @torch_private.never_compiled
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._placement.call(self.call, self._own, arguments, named)
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        if self.call.of_class:
+            return functools.partial(self, owner)
+        return self if instance is None else functools.partial(self, instance)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def __repr__(self) -> str:
+        return repr(self._own)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.call.owner, self.call.name)
+
+    def replace(self) -> None:
+        setattr(self.call.owner, self.call.name, self)
+
+    def put_back(self) -> None:
+        if self._before is None:
+            delattr(self.call.owner, self.call.name)
+        else:
+            setattr(self.call.owner, self.call.name, self._before)
+
+    def is_own(self, value: object) -> bool:
+        """Whether a value is torch's own function."""
+        return value is self._own
+
+
+class _Resize:
+    """Stands for a method that resizes: what lies in the slot is moved to private memory first."""
+
+    def __init__(self, allocator: SlotAllocator, owner: Any, name: str) -> None:
+        self._allocator, self._owner, self._name = allocator, owner, name
+        self._before, self._own = vars(owner).get(name), getattr(owner, name)
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        return self._own if instance is None else functools.partial(self._resize, instance)
+
+    def _resize(self, resized: Any, *arguments: Any, **named: Any) -> Any:
+        try:
+            return self._own(resized, *arguments, **named)
+        except RuntimeError as error:
+            storage = resized.untyped_storage() if isinstance(resized, torch.Tensor) else resized
+            placed = _NOT_RESIZABLE in str(error) and self._is_placed(storage)
+            if not placed or not torch_private.move_to_private_memory(storage):
+                raise
+        return self._own(resized, *arguments, **named)
+
+    def _is_placed(self, storage: torch.UntypedStorage) -> bool:
+        return self._allocator.offset_of(storage.data_ptr(), storage.nbytes()) is not None
+
+    def replace(self) -> None:
+        setattr(self._owner, self._name, self)
+
+    def put_back(self) -> None:
+        if self._before is None:
+            delattr(self._owner, self._name)
+        else:
+            setattr(self._owner, self._name, self._before)
+
+
+def _captured_names(function: Any, replacements: list[_Replacement]) -> list[PlacedSite]:
+    """Names of torch's calls that a module has imported before (``from torch import stack``)."""
+    if not hasattr(function, "__code__"):
+        return []
+    code, names = function.__code__, function.__globals__
+    return [
+        PlacedSite(
+            str(one.call),
+            f"{Path(code.co_filename).name} in {function.__name__}",
+            placed=False,
+            why=f"{name} was imported by its name; torch's own has to be looked up when it is called",
+        )
+        for name in code.co_names
+        for one in replacements
+        if one.is_own(names.get(name))
+    ]
