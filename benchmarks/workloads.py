@@ -402,7 +402,7 @@ def _own() -> list[Workload]:
         images("padded", own_collate.pad_long, own_collate.make_long_tokens),
         images("texts", own_collate.words, own_collate.make_texts),
         images("encoded", list, own_collate.EncodedFiles, "encoded files of 100 kB, a list"),
-        Workload("own-fresh", 256, 1, own_collate.FreshArrays, about="float32 images made anew by NumPy"),
+        Workload("own-fresh", 64, 2, own_collate.FreshArrays, about="float32 images made anew by NumPy"),
         Workload(
             "own-whole",
             256,

@@ -13,6 +13,7 @@ import ctypes
 import functools
 import importlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -228,6 +229,20 @@ def is_intercepted() -> bool:
         )
     except (AttributeError, TypeError):
         return True
+
+
+_before_compiling: list[Callable[[], None]] = []
+
+
+def before_compiling(call: Callable[[], None]) -> None:
+    """Have a function called before torch's compiler reads a function, once the program uses it."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None or call in _before_compiling:
+        return
+    with contextlib.suppress(AttributeError, ImportError):
+        callbacks = importlib.import_module("torch._dynamo.callback").callback_handler
+        callbacks.register_start_callback(lambda *_: call())
+        _before_compiling.append(call)
 
 
 def move_to_private_memory(storage: Any) -> bool:

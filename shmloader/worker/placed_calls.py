@@ -222,7 +222,7 @@ def _new_shared(place: Place, _: Any, size: Any, *, device: Any = "cpu") -> torc
     if type(size) is not int or torch.device(device).type != "cpu":
         return None
     out = place((size,), torch.uint8)
-    return None if out is None else out.untyped_storage()
+    return None if out is None else out.zero_().untyped_storage()
 
 
 CALLS = (
@@ -245,6 +245,13 @@ CALLS = (
     PlacedCall(torch.UntypedStorage, torch_private.NEW_SHARED, _new_shared, of_class=True),
 )
 """The calls that are watched and placed."""
+
+
+def own_call(number: int) -> Callable[..., Any]:
+    """The call of torch's own, by its number in `CALLS`: what a replacement is pickled as."""
+    found: Callable[..., Any] = getattr(CALLS[number].owner, CALLS[number].name)
+    return found
+
 
 RESIZES = (
     (torch.Tensor, "resize_"),

@@ -28,7 +28,7 @@ from shmloader.codec.slot_allocator import SlotAllocator
 from shmloader.diagnostics.bad_samples import Reported
 from shmloader.diagnostics.exceptions import add_note
 from shmloader.statistics import PlacedSite
-from shmloader.worker.placed_calls import CALLS, LEAST_NBYTES, RESIZES, PlacedCall
+from shmloader.worker.placed_calls import CALLS, LEAST_NBYTES, RESIZES, PlacedCall, own_call
 
 _LEAST_BATCH_NBYTES = 256 << 10
 _WATCHED_BATCHES = 4
@@ -78,6 +78,7 @@ class Placement:
         self._small = self._kept = 0
         self._changed = False
         self._running = 0
+        self._put: list[_StandIn] = []
         self._lacked_room = False  # the slot, for the result that was to be placed last
         self._pid, self._thread = os.getpid(), threading.get_ident()
         self._out_of_reach: list[PlacedSite] = []
@@ -101,10 +102,11 @@ class Placement:
         if not self._to_watch:
             placed = {id(site.call) for site in self._sites.values() if site.state is _PLACED}
             replacements[:] = [one for one in replacements if id(one.call) in placed]
-        put: list[_Replacement | _Resize] = [*replacements, *self._resizes()]
+        self._put = [*replacements, *self._resizes(), _Compile(self)]
+        torch_private.before_compiling(self.end_for_compiler)
         self._running += 1
         try:
-            for one in put:
+            for one in self._put:
                 one.replace()
             yield
         except RuntimeError as error:
@@ -115,9 +117,18 @@ class Placement:
                 )
             raise
         finally:
-            for one in reversed(put):
-                one.put_back()
+            self._put_back()
             self._running -= 1
+
+    def _put_back(self) -> None:
+        while self._put:
+            self._put.pop().put_back()
+
+    def end_for_compiler(self) -> None:
+        """End before torch compiles a function, in which the compiler has to find torch's own calls."""
+        if self._running:
+            self._put_back()
+            self._end("it calls a function that torch compiles")
 
     def _resizes(self) -> list[_Resize]:
         return [_Resize(self._allocator, owner, name) for owner, name in RESIZES] if self._sites else []
@@ -274,18 +285,34 @@ def _arrived(result: _Result, leaves: list[tuple[int, int]]) -> bool:
     return 2 * nbytes >= result.end - result.begin
 
 
-class _Replacement:
-    """Stands for one of torch's calls while the program's function runs; afterwards it calls torch's own."""
+class _StandIn:
+    """Stands for a name of torch's while the program's function runs."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._owner, self._name = owner, name
+        self._before = vars(owner).get(name)  # None for what a class inherits
+        self._own = getattr(owner, name)
+
+    def replace(self) -> None:
+        setattr(self._owner, self._name, self)
+
+    def put_back(self) -> None:
+        if self._before is None:
+            delattr(self._owner, self._name)
+        else:
+            setattr(self._owner, self._name, self._before)
+
+
+class _Replacement(_StandIn):
+    """Stands for one of the calls; a program that keeps it has torch's own call at any other time."""
 
     def __init__(self, placement: Placement, call: PlacedCall) -> None:
+        super().__init__(call.owner, call.name)
         self.call = call
         self._placement = placement
-        self._before = vars(call.owner).get(call.name)  # None for what a class inherits
-        self._own = getattr(call.owner, call.name)
         if call.of_class:
             self._own = self._own.__func__
 
-    @torch_private.never_compiled
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self._placement.call(self.call, self._own, arguments, named)
 
@@ -301,28 +328,19 @@ class _Replacement:
         return repr(self._own)
 
     def __reduce__(self) -> Any:
-        return getattr, (self.call.owner, self.call.name)
-
-    def replace(self) -> None:
-        setattr(self.call.owner, self.call.name, self)
-
-    def put_back(self) -> None:
-        if self._before is None:
-            delattr(self.call.owner, self.call.name)
-        else:
-            setattr(self.call.owner, self.call.name, self._before)
+        return own_call, (CALLS.index(self.call),)
 
     def is_own(self, value: object) -> bool:
         """Whether a value is torch's own function."""
         return value is self._own
 
 
-class _Resize:
+class _Resize(_StandIn):
     """Stands for a method that resizes: what lies in the slot is moved to private memory first."""
 
     def __init__(self, allocator: SlotAllocator, owner: Any, name: str) -> None:
-        self._allocator, self._owner, self._name = allocator, owner, name
-        self._before, self._own = vars(owner).get(name), getattr(owner, name)
+        super().__init__(owner, name)
+        self._allocator = allocator
 
     def __get__(self, instance: Any, owner: Any) -> Any:
         return self._own if instance is None else functools.partial(self._resize, instance)
@@ -340,14 +358,17 @@ class _Resize:
     def _is_placed(self, storage: torch.UntypedStorage) -> bool:
         return self._allocator.offset_of(storage.data_ptr(), storage.nbytes()) is not None
 
-    def replace(self) -> None:
-        setattr(self._owner, self._name, self)
 
-    def put_back(self) -> None:
-        if self._before is None:
-            delattr(self._owner, self._name)
-        else:
-            setattr(self._owner, self._name, self._before)
+class _Compile(_StandIn):
+    """Stands for ``torch.compile``, the first call of which imports the compiler."""
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__(torch, "compile")
+        self._placement = placement
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        self._placement.end_for_compiler()
+        return self._own(*arguments, **named)
 
 
 def _captured_names(function: Any, replacements: list[_Replacement]) -> list[PlacedSite]:

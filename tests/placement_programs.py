@@ -1,0 +1,286 @@
+"""Random collate functions, run through slots in this process with placement and without.
+
+A program is a text of random statements: torch's calls that may be placed, and all that programs do with
+their results (change, view, keep, resize, throw away, convert, raise in the middle). Each is compiled, so
+that each call has a place of its own in the code.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from shmloader.codec import Decoder, Encoder
+from shmloader.codec.slot_allocator import SlotAllocator, set_current_allocator
+from shmloader.diagnostics.bad_samples import Reported
+from shmloader.shared_memory import Segment
+from shmloader.worker.placement import Placement
+
+BATCHES = 9
+SLOT_NBYTES, MOST_NBYTES = 1 << 16, 1 << 26
+
+# {a}, {b}: variables with a tensor; {n}: a small number; {d}: a dtype. `images` are tensors of one shape,
+# `rows` tensors of several lengths, `arrays` NumPy's; `kept` lives from batch to batch.
+MAKE = (
+    "torch.stack(images)",
+    "torch.stack(images)",
+    "torch.stack(images, {n} % 3)",
+    "torch.stack(tuple(images), dim=-1)",
+    "torch.stack([image.T for image in images])",
+    "torch.stack([image.to({d}) for image in images])",
+    "torch.stack([image[None].to(memory_format=torch.channels_last) for image in many_channels])",
+    "torch.stack([images[0], images[1].double()])",
+    "torch.stack([image.clone().requires_grad_(image.is_floating_point()) for image in images])",
+    "torch.stack(images, out=torch.empty(0, dtype=images[0].dtype))",
+    "torch.cat(images)",
+    "torch.cat([image[None] for image in images], 0)",
+    "torch.cat(rows)",
+    "torch.cat([many[None].to(memory_format=torch.channels_last) for many in many_channels])",
+    "torch.cat(images, dim=1)",
+    "torch.concat(images, -1)",
+    "torch.zeros(len(images), *images[0].shape)",
+    "torch.zeros((len(images), 40, 40), dtype={d})",
+    "torch.zeros(size=(len(images), 40, 40))",
+    "torch.ones([len(images), 1600], dtype={d})",
+    "torch.full((len(images), 40, 50), {n})",
+    "torch.full((len(images), 40, 50), -1.5, dtype={d})",
+    "torch.empty(len(images), 40, 40).fill_({n})",
+    "torch.empty((len(images), 40, 40), dtype={d}).zero_()",
+    "images[0].new_zeros(len(images), 40, 40)",
+    "images[0].new_full((len(images), 2000), {n})",
+    "images[0].new_ones((len(images), 40, 40), dtype={d})",
+    "images[0].new_empty((len(images), 1600)).copy_(torch.stack(images).flatten(1))",
+    "torch.tensor(np.stack(arrays))",
+    "torch.tensor(np.stack(arrays).T)",
+    "torch.tensor(np.array(arrays), dtype={d})",
+    "torch.tensor(np.stack(arrays).astype('>f4'))",
+    "torch.from_numpy(np.stack(arrays))",
+    "torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)",
+    "torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value={n})",
+    "torch.nn.utils.rnn.pad_sequence(rows)",
+    "torch.nn.utils.rnn.pad_sequence(rows, True, 0.5, 'left')",
+    "torch.index_select(torch.cat(images), 0, torch.arange(60))",
+    "torch.cat(images)[torch.arange(50)]",
+    "default_collate(images)",
+    "images[0].untyped_storage()._new_shared(len(images) * 6400)",
+    "stacked_by(torch.stack, images)",
+    "captured_stack(images)",
+)
+CHANGE = (
+    "{a}.add_({n})",
+    "{a}[0] = {n}",
+    "{a} *= 2",
+    "{a} = {a}.float()",
+    "{a} = {a} / 2",
+    "{a} = {a}.clone()",
+    "{a} = {a}.contiguous()",
+    "{a} = {a}[1:]",
+    "{a} = {a}[..., ::2]",
+    "{a} = {a}.transpose(0, -1)",
+    "{a} = {a}.reshape(-1)",
+    "{a} = {a}[:, None]",
+    "{a} = {a}.view(-1)[:100]",
+    "{a}.resize_({n} + 1, 30000).fill_({n})",
+    "{a}.resize_(2, 3)",
+    "{a}.resize_as_({b}).fill_(1)",
+    "{a}_alias = {a}.view(-1); {a}.resize_(300, 300).fill_(3); {a}_alias[:5] = 7",
+    "{a}.numpy()[...] = {n}",
+    "{a} = {a}.numpy()",
+    "{a} = [{a}, {a}]",
+    "{a} = ({a}, {b})",
+    "{a} = copy.deepcopy({a})",
+    "{a} = {a}.requires_grad_()",
+    "{a} = torch.nn.Parameter({a}, requires_grad=False)",
+    "{a} = list({a}.unbind())",
+    "{a}.share_memory_()",
+    "{a} = {a}.untyped_storage()",
+    "{a} = torch.empty(0, dtype=torch.uint8).set_({a}.untyped_storage())",
+    "kept.append({a})",
+    "kept[:] = [{a}]",
+    "kept and kept[-1].mul_(2)",
+    "{a} = {b}",
+    "{a} = None",
+    "torch.add({b}, 1, out={b})",
+    "torch.stack(images, out={a})",
+    "torch.mul(torch.ones(90000), 2, out={a})",
+    "if number == {n}: raise ValueError(f'number {{number}}')",
+    "if number % 2: {a} = {a}[:1]",
+    "if number % 3: {a} = torch.stack(images)",
+    "if number == 6: images = images[:-1]",
+    "{a} = pickle.loads(pickle.dumps({a}))",
+    "functions.append(torch.stack); {a} = pickle.loads(pickle.dumps(functions))[0](images)",
+    "{a} = functions[-1](images) if functions else {a}",
+)
+AROUND = ("torch.no_grad()", "torch.inference_mode()", "torch.device('cpu')", "torch.autocast('cpu')")
+RETURN = (
+    "{a}",
+    "[{a}, {b}]",
+    "{{'a': {a}, 'b': {b}}}",
+    "({a}, number)",
+    "[{a}, {a}]",
+    "{{'a': {b}, 'rows': rows}}",
+)
+DTYPES = (
+    "torch.uint8",
+    "torch.int64",
+    "torch.float16",
+    "torch.bfloat16",
+    "torch.float32",
+    "torch.bool",
+    "torch.complex64",
+)
+
+captured_stack = torch.stack
+
+
+def stacked_by(function: Callable[..., Any], tensors: list[torch.Tensor]) -> Any:
+    return function(tensors)
+
+
+def program_text(seed: int) -> str:
+    """The source of a function ``collate(number, images, rows, arrays, many_channels, kept, functions)``."""
+    choose = random.Random(seed)
+
+    def filled(template: str) -> str:
+        a, b = choose.choice(names), choose.choice(names)
+        return template.format(a=a, b=b, n=choose.randrange(6), d=choose.choice(DTYPES))
+
+    names: list[str] = []
+    lines = ["def collate(number, images, rows, arrays, many_channels, kept, functions):"]
+    for _ in range(choose.randint(1, 4)):
+        name = f"x{len(names)}"
+        lines.append(
+            f"    {name} = " + choose.choice(MAKE).format(n=choose.randrange(6), d=choose.choice(DTYPES))
+        )
+        if choose.random() < 0.12:
+            lines[-1] = f"    with {choose.choice(AROUND)}: {lines[-1].strip()}"
+        names.append(name)
+        lines += [f"    {filled(choose.choice(CHANGE))}" for _ in range(choose.choice((0, 0, 0, 1, 1, 2)))]
+    lines.append(f"    return {filled(choose.choice(RETURN))}")
+    return "\n".join(lines)
+
+
+def run_program(seed: int, *, places: bool) -> list[Any]:
+    """The program's batches and errors on the other side of a slot, and what it has kept at its end."""
+    names: dict[str, Any] = {
+        "captured_stack": captured_stack,
+        "stacked_by": stacked_by,
+        "default_collate": default_collate,
+    }
+    names |= {"torch": torch, "np": np, "copy": __import__("copy"), "pickle": __import__("pickle")}
+    exec(compile(program_text(seed), f"<program {seed}>", "exec"), names)
+    program, kept, functions = names["collate"], [], []
+    torch.manual_seed(seed)
+    segment = Segment()
+    allocator = SlotAllocator(segment)
+    placement = Placement(allocator, is_on=places)
+    collate = placement.around(lambda samples: program(*samples, kept, functions))
+    outcomes: list[Any] = []
+    slots, hint = {0: 0, 1: 0}, 0
+    try:
+        for number in range(BATCHES):
+            slot = number % 2
+            slots[slot] = slots[slot] or segment.reserve(slot, 0, SLOT_NBYTES)
+            allocator.begin(slot, slots[slot], MOST_NBYTES)
+            allocator.prepare(hint)
+            samples = _samples(number)
+            set_current_allocator(allocator)
+            try:
+                batch = placement.with_news(collate(samples))
+            except Exception as error:
+                outcomes.append((type(error), str(error)))
+                placement.drop()
+                allocator.restart()
+                continue
+            finally:
+                set_current_allocator(None)
+            if type(batch) is Reported:
+                batch = batch.batch
+            leaves: list[tuple[int, int]] | None = [] if placement.is_on else None
+            try:
+                encoded = Encoder(allocator).encode(batch, leaves)
+            except Exception as error:
+                outcomes.append((type(error), str(error).split(" at 0x")[0]))
+                placement.drop()
+                del error
+                allocator.restart()
+                continue
+            finally:
+                del batch
+            assert encoded.spilled is None
+            if leaves is not None:
+                placement.settle(leaves, encoded.header_end)
+            hint = encoded.header_end
+            header = bytes(allocator.view()[encoded.header_begin : encoded.header_end])
+            if allocator.release():
+                placement.note_kept()
+            slots[slot] = allocator.nbytes
+            extent = segment.map(slot, allocator.nbytes)
+            arrived = Decoder().decode(np.ndarray(extent.nbytes, np.uint8, extent.buffer), header)
+            outcomes.append(description(arrived))
+            del arrived, extent
+            # Another batch is written over it: what the program keeps must survive that.
+            overwritten = segment.map(slot, slots[slot])
+            np.ndarray(overwritten.nbytes, np.uint8, overwritten.buffer)[:] = 0xDB
+        return [*outcomes, ("kept", description(list(kept)))]
+    finally:
+        allocator.close()
+
+
+def _samples(number: int) -> tuple[Any, ...]:
+    generator = torch.Generator().manual_seed(number)
+    images = [torch.rand(40, 40, generator=generator) for _ in range(48)]
+    rows = [torch.arange(300 + 37 * ((place + number) % 11)) for place in range(48)]
+    arrays = [np.full((40, 40), place + number, np.float32) for place in range(48)]
+    many_channels = [torch.rand(3, 20, 20, generator=generator) for _ in range(40)]
+    return number, images, rows, arrays, many_channels
+
+
+def description(item: Any) -> Any:
+    """Everything that a program can see of a value: class, dtype, shape, strides, gradient, bytes."""
+    if isinstance(item, torch.Tensor):
+        if item.untyped_storage().nbytes() < item.numel() * item.element_size():
+            return "torch raised while it was resized, and left it without memory"
+        values = item.detach().contiguous().view(-1)
+        octets = values.view(torch.uint8).numpy().tobytes() if values.numel() else b""
+        facts = (
+            type(item),
+            item.dtype,
+            tuple(item.shape),
+            item.stride(),
+            item.requires_grad,
+            item.is_inference(),
+        )
+        return (*facts, octets)
+    if isinstance(item, np.ndarray):
+        return type(item), item.dtype.str, item.shape, item.strides, item.flags.writeable, item.tobytes()
+    if isinstance(item, (list, tuple)):
+        return type(item), [description(part) for part in item]
+    if isinstance(item, dict):
+        return {key: description(part) for key, part in item.items()}
+    if isinstance(item, torch.UntypedStorage):
+        return type(item), torch.empty(0, dtype=torch.uint8).set_(item).numpy().tobytes()
+    return item
+
+
+def differences(seed: int) -> str:
+    """What placement changes for a program; empty if nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain, placed = run_program(seed, places=False), run_program(seed, places=True)
+    for number, (expected, got) in enumerate(zip(plain, placed, strict=True)):
+        if expected != got:
+            return (
+                f"batch {number} of program {seed}:\n{program_text(seed)}\n{_short(expected)}\n{_short(got)}"
+            )
+    return ""
+
+
+def _short(outcome: Any) -> str:
+    return repr(outcome)[:600]
