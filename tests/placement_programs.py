@@ -264,6 +264,8 @@ def description(item: Any) -> Any:
         return type(item), [description(part) for part in item]
     if isinstance(item, dict):
         return {key: description(part) for key, part in item.items()}
+    if isinstance(item, torch.TypedStorage):
+        return type(item), item.dtype, description(item.untyped())
     if isinstance(item, torch.UntypedStorage):
         return type(item), torch.empty(0, dtype=torch.uint8).set_(item).numpy().tobytes()
     return item
