@@ -46,9 +46,9 @@ def install(**options: Any) -> contextlib.ExitStack:
     Args:
         **options: Defaults for `DataLoader`'s own options: ``memory_budget_nbytes``, ``worker_restarts``,
             ``on_error``, ``dispatch``, ``seed_per_sample``, ``prefetch_epochs``, ``worker_type``,
-            ``snapshot_every_n_steps``, ``place_results``. A `DataLoader` keeps the ones that it was made with. A loader that
-            does not support one of them (``worker_restarts`` with an iterable-style dataset) loads without
-            it, with one warning.
+            ``snapshot_every_n_steps``, ``place_results``. A `DataLoader` keeps the ones that it was made
+            with. A loader that does not support one of them (``worker_restarts`` with an iterable-style
+            dataset) loads without it, with one warning.
 
     Returns:
         A context manager that restores the former state at its end; it need not be used.
