@@ -121,7 +121,8 @@ def check_arguments(
     _check_whole("worker_restarts", loader.worker_restarts, 0, "a whole number", "3")
     for name in ("prefetch_epochs", "share_dataset", "place_results"):
         _check_bool(name, getattr(loader, name))
-    _check_whole("snapshot_every_n_steps", loader.snapshot_every_n_steps, 1, "a whole number", "100")
+    if (every := loader.snapshot_every_n_steps) is not None:
+        _check_whole("snapshot_every_n_steps", every, 1, "a whole number or None", "100")
     if loader.seed_per_sample is not None:
         _check_bool("seed_per_sample", loader.seed_per_sample)
         if loader.seed_per_sample and isinstance(dataset, IterableDataset):

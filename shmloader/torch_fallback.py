@@ -19,7 +19,7 @@ OWN_DEFAULTS: dict[str, Any] = {
     "worker_type": "process",
     "share_dataset": False,
     "shard": None,
-    "snapshot_every_n_steps": 1,
+    "snapshot_every_n_steps": None,
     "place_results": True,
 }
 """Options that torch's loader lacks, with the values that turn them off."""

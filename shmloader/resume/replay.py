@@ -29,6 +29,7 @@ from shmloader.sampling.compact_states import set_to
 from shmloader.sampling.samplers import (
     draws_one_seed,
     generator_of,
+    load_own_state,
     sampler_of_indices,
     sampler_with_state,
     sharded_sampler,
@@ -55,41 +56,35 @@ def batches_from(index_sampler: Any, loaded: State, generator: torch.Generator |
     iterator = index_arrays(source, taken)
     if iterator is None:
         iterator = track(index_sampler, iter(source))
-        _draw_again(index_sampler, iterator, 0, taken)
-        checksum = loaded["sampler_checksum"]
-        found = iterator.checksum(taken) if isinstance(iterator, TrackedBatches) else None
-        if None not in (checksum, found) and checksum != found:
-            raise ResumeError(
-                f"the sampler ({_name(index_sampler)}) now gives other batches than the {taken:,} that the "
-                f"program has had (checksum {found}, in the state {checksum}). "
-                f"{ADVICE}"
-            )
+        _draw_again(index_sampler, iterator, 0, loaded)
     return iterator
 
 
 def batches_by_own_state(
-    index_sampler: Any, loaded: State, generator: torch.Generator | None
+    index_sampler: Any, loaded: State, generator: torch.Generator | None, *, unchanged: bool = True
 ) -> TrackedBatches:
     """Iterate over the index batches, in this epoch or the next, of a sampler that has a state of its own.
 
-    The sampler may draw from the loader's generator, too.
+    The sampler may draw from the loader's generator, too. In an ``unchanged`` loader the batches of an epoch
+    that is over must be the same ones.
     """
     generator = generator or torch.Generator()
     at_begin = generator.get_state()
     make_state = functools.partial(unpack_user_state, loaded["sampler_state"])
-    begin, taken = loaded["sampler_batches"], loaded["batches"]
+    begin = loaded["sampler_batches"]
     with named_in_errors(loaded, "sampler_state"):
-        sampler_with_state(index_sampler).load_state_dict(make_state())
+        load_own_state(sampler_with_state(index_sampler), make_state())
     if not begin:
         # It may be the state of the last epoch's end. The sampler need not know of a base seed that was drawn
         # from the same generator since.
         pass_over_end(index_sampler, make_state)
         generator.set_state(at_begin)
     batches = TrackedBatches(index_sampler, iter(index_sampler), begin, make_state())
+    if unchanged:
+        _draw_again(index_sampler, batches, begin, loaded)
     if not loaded["finished"]:
-        _draw_again(index_sampler, batches, begin, taken)
         return batches
-    for _ in batches:  # one at most; or more, if the dataset is longer now
+    for _ in batches:  # none; or some, if the loader is another
         pass
     generator.set_state(at_begin)
     return TrackedBatches(index_sampler, iter(index_sampler))
@@ -117,12 +112,13 @@ def set_generator(generator: torch.Generator | None, loaded: State, name: str) -
             set_to(loaded[name], generator)
 
 
-def _draw_again(index_sampler: Any, iterator: Iterator[Any], begin: int, taken: int) -> None:
+def _draw_again(index_sampler: Any, iterator: Iterator[Any], begin: int, loaded: State) -> None:
     """Draw batches that the program has had, from batch ``begin`` on.
 
     Raises:
-        ResumeError: If there are too few of them, or the sampler draws from a global generator.
+        ResumeError: If they are others or too few, or the sampler draws from a global generator.
     """
+    taken, checksum, found = loaded["batches"], loaded["sampler_checksum"], None
     if isinstance(iterator, TrackedBatches):
         iterator.taken, iterator.resumed = lambda: taken, True
     drawn = begin + sum(1 for _ in itertools.islice(iterator, taken - begin))
@@ -130,6 +126,13 @@ def _draw_again(index_sampler: Any, iterator: Iterator[Any], begin: int, taken: 
         raise ResumeError(
             f"the state was taken after {taken:,} batches, and the sampler ({_name(index_sampler)}) ended "
             f"after {drawn:,} now. {ADVICE}"
+        )
+    if isinstance(iterator, TrackedBatches):
+        found = iterator.checksum(taken)
+    if None not in (checksum, found) and checksum != found:
+        raise ResumeError(
+            f"the sampler ({_name(index_sampler)}) now gives other batches than the {taken:,} that the "
+            f"program has had (checksum {found}, in the state {checksum}). {ADVICE}"
         )
 
 

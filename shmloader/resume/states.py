@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from shmloader.errors import ResumeError, warn
+from shmloader.errors import ResumeError, warn, warn_once
 from shmloader.resume.compatibility import (
     ADDED_BY_OTHERS,
     AT_THE_BEGINNING,
@@ -27,11 +27,13 @@ from shmloader.resume.stream_progress import rules_for
 from shmloader.resume.user_states import pack_user_state
 from shmloader.sampling.compact_states import CompactStates, digest_of, generator_at
 from shmloader.sampling.samplers import (
+    GENERATOR_IS_LOADED,
     GeneratorStates,
     draw_seed,
     draws_one_seed,
     generator_of,
     generator_states,
+    has_place,
     index_sampler_of,
     sampler_with_epoch,
     sampler_with_state,
@@ -58,11 +60,12 @@ class States:
     Attributes:
         set_epoch: The argument of the last ``loader.set_epoch()``, or None.
         begun: Whether the loader has begun an epoch.
+        asked: Whether the program wants states. If not, those of its own samplers are read once an epoch.
     """
 
     def __init__(self) -> None:
         self.set_epoch: int | None = None
-        self.begun = False
+        self.begun = self.asked = False
         self._progress: Progress | None = None
         self._counted: Progress | None = None  # the same, if nothing but `done` changes in its states
         # Epochs of iterators that live on, with `done` when the next one began.
@@ -89,6 +92,10 @@ class States:
 
     def _state_now(self, loader: Any) -> State:
         loaded, progress = loaded_state(loader), self._progress
+        if not self.asked and not isinstance(loader.dataset, IterableDataset) and has_place(loader.dataset):
+            name = type(loader.dataset).__qualname__
+            warn_once(f"a loader's state leaves out the state_dict() of its map-style dataset, {name}")
+        self.asked = True
         if loaded is not None:
             return loaded.copy()
         if progress is None or progress.finished:
@@ -188,7 +195,7 @@ class States:
 
         In mid-epoch that program did not begin an iterator, so the draws of this one are undone. They are
         kept if the generator is in its state of the epoch's beginning: then the program has come to the same
-        line again.
+        line again. So they are if the dataset's or the sampler's own state sets the generator.
         """
         self._global_before = before = torch.get_rng_state()
         loaded, draws = loaded_state(loader), True
@@ -204,11 +211,12 @@ class States:
             elif self._progress is None:
                 _warn_of_another(loader)
             self._before_iter = generator_states(index_sampler_of(loader), loader.generator)
+        GENERATOR_IS_LOADED.set(False)
         try:
             return make_iterator()
         finally:
             self._before_iter = None
-            if not draws:
+            if not draws and not GENERATOR_IS_LOADED.get():
                 torch.set_rng_state(before)
 
     def seeds(self, loader: Any, base_seed: int) -> tuple[int, int]:
@@ -243,6 +251,7 @@ class States:
         index_sampler = index_sampler_of(loader)
         sampler_epoch = getattr(sampler_with_epoch(index_sampler), "epoch", None)
         loaded, batches = loaded_state(loader), sampler_iter
+        self.asked |= loaded is not None or loader.snapshot_every_n_steps is not None
         goes_on = None if loaded is None or is_between_epochs(loaded) else loaded
         global_before = self._global_before if goes_on is None else goes_on["global_generator"]
         progress = Progress(*seeds, sampler_epoch, global_before, before)
@@ -251,15 +260,22 @@ class States:
                 progress.done = goes_on["batches"]
                 set_generator(loader.generator, goes_on, "loader_generator")
             progress.before = generator_states(index_sampler, loader.generator)  # all of the epoch is drawn
+            # A stream's index batches are None, or lists of it; True in its place asks for its state.
+            batches = (
+                batch if not self.asked else True if batch is None else [True] * len(batch)
+                for batch in sampler_iter
+            )
         elif goes_on is not None:
             batches = self._go_on(loader, goes_on, progress)
         elif loaded is not None and sampler_with_state(index_sampler) is not None:
-            batches = batches_by_own_state(index_sampler, loaded, loader.generator)
+            unchanged = described(loader).items() <= loaded.items()
+            batches = batches_by_own_state(index_sampler, loaded, loader.generator, unchanged=unchanged)
         else:
             batches = track(index_sampler, sampler_iter)
         if isinstance(batches, TrackedBatches):
             progress.tracked = batches
             batches.taken = lambda: progress.taken
+            batches.reads_each, batches.looks = lambda: self.asked, 0 if self.begun else 2
         if goes_on is not None and goes_on["sampler_generator"] and not goes_on["batches"]:
             # The order is drawn with the first batch: now, while the generator is where it was.
             batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
@@ -311,8 +327,9 @@ def _sampler_keys(loader: Any, progress: Progress) -> State:
         return {}
     if stateful is None:
         return {"sampler_checksum": tracked.checksum(taken)}
-    begin, own = tracked.own_state(taken)
-    return {"sampler_state": pack_user_state(own, type(stateful).__name__), "sampler_batches": begin}
+    begin, own, checksum = tracked.own_state(taken)
+    text = pack_user_state(own, type(stateful).__name__)
+    return {"sampler_state": text, "sampler_batches": begin, "sampler_checksum": checksum}
 
 
 def _set_generators(loader: Any, loaded: State) -> None:

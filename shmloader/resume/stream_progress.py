@@ -66,7 +66,7 @@ class StreamProgress:
         if again:
             warn(
                 f"to resume, {again:,} samples of the stream are drawn again and dropped, because "
-                f"{self._dataset_name} and its iterator have no state_dict() and load_state_dict()"
+                f"{self._dataset_name} and its iterator have no own state_dict() and load_state_dict()"
             )
 
     def share_seed(self, drawn: int | None) -> int | None:
@@ -174,7 +174,7 @@ def _tell_of_own_division(name: str) -> None:
 
 
 def _fresh_rules(loader: Any) -> StreamRules:
-    every = loader.snapshot_every_n_steps
+    every = loader.snapshot_every_n_steps or 1
     return StreamRules(loader.shard == AUTO, *rank_and_ranks(), loader.batch_size or 1, every)
 
 

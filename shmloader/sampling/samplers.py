@@ -1,10 +1,12 @@
-"""Samplers of a loader: their inner samplers, and the generators that they draw from. Main process only."""
+"""Samplers of a loader: their inner samplers, their states, and the generators that they draw from."""
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import Module
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -20,6 +22,9 @@ from shmloader.sampling.sharded_sampler import ShardedSampler
 _WITHOUT_DRAWS = (SequentialSampler, DistributedSampler, ShardedSampler)
 _TORCHS = (*_WITHOUT_DRAWS, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _MOST_NESTED = 8
+
+GENERATOR_IS_LOADED = ContextVar("GENERATOR_IS_LOADED", default=False)
+"""Whether a state of the program's own has set torch's global generator, since this was reset."""
 
 
 def index_sampler_of(loader: Any) -> Any:
@@ -65,14 +70,29 @@ def sharded_sampler(index_sampler: Any) -> ShardedSampler | None:
     return inner if in_its_order else None
 
 
+def has_state(one: Any) -> bool:
+    """Whether a sampler or dataset has ``state_dict()`` and ``load_state_dict()``."""
+    return all(callable(attribute_of(one, name)) for name in ("state_dict", "load_state_dict"))
+
+
+def has_place(dataset: Any) -> bool:
+    """Whether a dataset or its iterator has a state, and not the weights of a module, which are no place."""
+    return has_state(dataset) and getattr(type(dataset), "state_dict", None) is not Module.state_dict
+
+
 def sampler_with_state(index_sampler: Any) -> Any:
     """The sampler with a ``state_dict()`` of its own, which is read batch by batch; or None."""
     if is_torchs(index_sampler):  # they have none; checked first because it is needed in every epoch
         return None
-    for sampler in with_inner(index_sampler):
-        if all(callable(attribute_of(sampler, name)) for name in ("state_dict", "load_state_dict")):
-            return sampler
-    return None
+    return next(filter(has_state, with_inner(index_sampler)), None)
+
+
+def load_own_state(one: Any, state: Any) -> None:
+    """Call the ``load_state_dict()`` of a sampler or stream; notes if it sets the global generator."""
+    before = torch.get_rng_state()
+    one.load_state_dict(state)
+    if not torch.equal(before, torch.get_rng_state()):
+        GENERATOR_IS_LOADED.set(True)
 
 
 def is_torchs(index_sampler: Any) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import logging
+import pickle
 import random
 import zlib
 from collections.abc import Callable, Iterator
@@ -21,11 +22,12 @@ from shmloader.sampling.samplers import is_torchs, sampler_of_indices, sampler_w
 
 ADVICE = (
     "A sampler must draw the same order again: from a torch.Generator of its own, as its attribute "
-    "`generator`, or from a seed and set_epoch(); or give it state_dict() and load_state_dict()."
+    "`generator`, or from a seed and set_epoch(); or give it state_dict() and load_state_dict(), and call "
+    "loader.state_dict() before the first epoch: then its state is read with each batch."
 )
 
 _PLAIN = {int, float, bool, str, bytes, type(None)}
-_LOOKS = 64  # first batches that are checked: a sampler may draw for some dozens of them at once
+_LOOKS = 64  # first batches of a resumed epoch that are checked: a sampler may draw for some dozens at once
 
 _log = logging.getLogger("shmloader")
 
@@ -43,15 +45,19 @@ class TrackedBatches(Iterator[Any]):
     once they are iterated over.
 
     Attributes:
-        taken: Returns how many of them the program has had; states and checksums of earlier ones are dropped.
+        taken: Returns how many of them the program has had; what is known of earlier ones is dropped.
         resumed: Whether to raise if the sampler draws from a global generator batch by batch.
+        reads_each: Returns whether to read the sampler's state after each batch; else before and after the
+            first one: with that, some samplers draw a seed, and with their last one they may begin anew.
+        looks: First batches that are checked otherwise; `checksum` then warns of such a sampler.
     """
 
     def __init__(
         self, index_sampler: Any, iterator: Iterator[Any], begin: int = 0, state: Any = None
     ) -> None:
         self.taken: Callable[[], int] = lambda: begin
-        self.resumed = False
+        self.reads_each: Callable[[], bool] = lambda: False
+        self.resumed, self.looks, self._told = False, 0, False
         self._name = type(sampler_of_indices(index_sampler)).__name__
         self._iterator = iterator
         self._stateful = stateful = sampler_with_state(index_sampler)
@@ -60,19 +66,18 @@ class TrackedBatches(Iterator[Any]):
         if stateful is not None:
             with contextlib.suppress(Exception):  # torch need not ask for it
                 self._length = len(index_sampler)
-        self._checksum = 0
-        self._told = False
         self._warning = ""  # why a state cannot be resumed from, or ""
-        # After each number of batches: the sampler's state, the error in its place, or their checksum.
-        if state is None:
-            state = 0 if stateful is None else _state_or_error(stateful)
-        self._after: dict[int, Any] = {begin: state}
+        if state is None and stateful is not None:
+            state = _state_or_error(stateful)
+        self._first, self._checksum = (begin, state), 0  # the checksum is of the batches since
+        # After each number of batches: when the sampler's state was read, it or its error; the checksum.
+        self._after: dict[int, tuple[int, Any, int]] = {begin: (begin, state, 0)}
 
     def __next__(self) -> Any:
         stateful, drawn = self._stateful, self._drawn
-        # Not for each batch, since the check takes as long as a small sampler.
-        looks = stateful is None and drawn and (drawn < _LOOKS or not drawn & (drawn - 1))
-        states = _global_states() if looks else None
+        # Not for each batch, since the check takes longer than a small one.
+        looks = drawn < _LOOKS or not drawn & (drawn - 1) if self.resumed else drawn <= self.looks
+        states = _global_states() if looks and drawn and stateful is None else None
         try:
             index_batch = next(self._iterator)
         except StopIteration:
@@ -86,19 +91,24 @@ class TrackedBatches(Iterator[Any]):
             )
             if self.resumed:
                 raise ResumeError(self._warning)
-        self._drawn += 1
-        if stateful is None:
-            index_batch = with_packed_ints(index_batch)  # they are needed packed anyway
-            self._after[self._drawn] = self._checksum = _add(self._checksum, index_batch)
-        else:
-            self._after[self._drawn] = _state_or_error(stateful)
+        self._drawn = drawn = drawn + 1
+        index_batch = with_packed_ints(index_batch)  # they are needed packed anyway
+        self._checksum = _add(self._checksum, index_batch)
+        latest = self._first
+        if stateful is not None and (drawn == 1 or self.reads_each()):
+            latest = drawn, _state_or_error(stateful)
+            if drawn == 1:
+                self._first, self._checksum = latest, 0
+        self._after[drawn] = *latest, self._checksum
         while self._oldest < min(self.taken(), self._drawn) - 1:
             self._after.pop(self._oldest, None)
             self._oldest += 1
         return index_batch
 
-    def own_state(self, taken: int) -> tuple[int, Any]:
+    def own_state(self, taken: int) -> tuple[int, Any, int | None]:
         """The sampler's own state for a program that has had ``taken`` batches, and the batches before it.
+
+        Also a checksum, if more than one of them is to be drawn again.
 
         Normally that is the state after the last of them: a state before it may lack what the sampler draws
         for the batch, from a global generator, say. If the batch may be the epoch's last, it is the state
@@ -107,16 +117,16 @@ class TrackedBatches(Iterator[Any]):
         Raises:
             ResumeError: If the sampler's state could not be taken.
         """
-        begin = taken if taken < max(self._drawn, self._length) else max(taken - 1, 0)
-        if begin not in self._after:  # the epoch was resumed after this batch, so there was another
-            begin = taken
-        state = self._after[begin]
+        wanted = taken if taken < max(self._drawn, self._length) else max(taken - 1, 0)
+        if wanted not in self._after:  # the epoch was resumed after this batch, so there was another
+            wanted = taken
+        begin, state, _ = self._after[wanted]
         if isinstance(state, ResumeError):
             raise ResumeError(*state.args) from state.__cause__  # a new one: it gets a traceback
-        return begin, state
+        return begin, state, self._after[taken][2] if begin < wanted else None
 
     def checksum(self, taken: int) -> int:
-        """The checksum of the first ``taken`` batches.
+        """The checksum of the first ``taken`` batches, or of those after the sampler's own state.
 
         Logs a warning, once, if the sampler cannot give the same batches again. It is an error only on
         resuming, so that a program that only saves states is not stopped.
@@ -124,8 +134,7 @@ class TrackedBatches(Iterator[Any]):
         if self._warning and not self._told:
             self._told = True
             _log.warning("a state in mid-epoch cannot be resumed from: %s", self._warning)
-        checksum: int = self._after[taken]
-        return checksum
+        return self._after[taken][2]
 
 
 def state_of(sampler: Any) -> Any:
@@ -170,8 +179,8 @@ def copy_state(state: Any) -> Any:
 
 
 def _global_states() -> tuple[Any, ...]:
-    _, keys, *rest = np.random.get_state()  # noqa: NPY002 - the program's
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(keys).tobytes(), *rest
+    of_numpy = pickle.dumps(np.random.get_state(legacy=False))  # noqa: NPY002 - the program's, of any kind
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), of_numpy
 
 
 def _add(checksum: int, index_batch: Any) -> int:

@@ -36,7 +36,7 @@ class StreamRules(NamedTuple):
         rank: This rank.
         ranks: Number of ranks.
         batch_size: Samples of a batch, 1 without batches.
-        snapshot_every: Batches of a worker from one state of the dataset to the next.
+        snapshot_every: Batches of a worker from one state of the dataset to the next, once states are wanted.
         layout: How the stream was divided in the run that is resumed; empty in a fresh epoch.
         cursors: Places to continue from: one for each part, or with `STRIDE` one for the whole stream.
     """

@@ -149,7 +149,8 @@ class SampleSeeds:
     @contextlib.contextmanager
     def as_in_a_worker(self, epoch: int, seq: int) -> Iterator[None]:
         """`begin` a batch in the main process; leaves the program's global generators as they were."""
-        states = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+        of_numpy = np.random.get_state(legacy=False)  # noqa: NPY002
+        states = torch.get_rng_state(), random.getstate(), of_numpy
         try:
             self.begin(epoch, seq)
             yield

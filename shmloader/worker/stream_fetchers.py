@@ -66,14 +66,16 @@ class PartsFetcher(Fetcher):
                     raise
                 self._fetcher = None
             else:
-                return self._with_report(batch, self._fetcher)
+                return self._with_report(batch, self._fetcher, index_batch)
         raise StopIteration
 
-    def _with_report(self, batch: Any, fetcher: _StreamFetcher) -> Any:
+    def _with_report(self, batch: Any, fetcher: _StreamFetcher, index_batch: Any) -> Any:
         """The batch, with the cursor after it if the main process cannot count that itself."""
         rules = self._rules.stream
         self._batches += 1
-        state = fetcher.stream.state() if self._batches % rules.snapshot_every == 0 else b""
+        wanted = index_batch[0] if self._rules.auto_collation else index_batch  # see `States.begin_epoch`
+        due = self._batches % rules.snapshot_every == 0 if wanted else self._batches == 1
+        state = fetcher.stream.state() if due else b""
         reported = type(batch) is Reported
         told = reported or state or (self._batches == 1 and (rules.shard or rules.cursors))
         if not told:

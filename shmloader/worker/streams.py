@@ -17,7 +17,7 @@ from torch.utils.data import get_worker_info
 from shmloader.diagnostics.bad_samples import MOST_IN_A_ROW
 from shmloader.diagnostics.exceptions import add_note
 from shmloader.errors import ResumeError
-from shmloader.sampling.samplers import attribute_of
+from shmloader.sampling.samplers import attribute_of, has_place, load_own_state
 from shmloader.torch_private import only_worker_info, show_worker_info, watched_worker_info
 from shmloader.wire.stream_records import OWN, SHARD, STRIDE, StreamRules
 
@@ -68,7 +68,7 @@ class Stream:
             self.layout = OWN
         if hugging_face and states:
             dataset.load_state_dict({})  # with its first row it has begun; the next epoch would, there, too
-        self._is_stateful = _is_stateful(dataset) or _is_stateful(self._iterator)
+        self._is_stateful = has_place(dataset) or has_place(self._iterator)
         if rules.layout and rules.layout != self.layout:
             raise ResumeError(
                 f"the state was made with a stream that was divided by {_BY[rules.layout]}, and it is "
@@ -148,9 +148,9 @@ class Stream:
             return b""
         states = {}
         try:
-            if _is_stateful(self._dataset) and self._dataset is not self._iterator:
+            if has_place(self._dataset) and self._dataset is not self._iterator:
                 states["dataset"] = self._dataset.state_dict()
-            if _is_stateful(self._iterator):
+            if has_place(self._iterator):
                 states["iterator"] = self._iterator.state_dict()  # type: ignore[attr-defined]
             return pickle.dumps(states, 5)
         except Exception as error:  # noqa: BLE001 - a program may never ask
@@ -170,13 +170,9 @@ def _has(one: Any, *methods: str) -> bool:
 
 def _load(one: Any, state: Any) -> None:
     try:
-        one.load_state_dict(state)
+        load_own_state(one, state)
     except Exception as error:
         raise ResumeError(f"load_state_dict() of {type(one).__name__} raised {error!r:.500}") from error
-
-
-def _is_stateful(one: Any) -> bool:
-    return _has(one, "state_dict", "load_state_dict")
 
 
 def shard_of(dataset: Any, rules: StreamRules, part: int, parts: int) -> Any:

@@ -30,6 +30,7 @@ from benchmarks import (  # noqa: E402
     processor_time,
     resume,
     stores,
+    unasked_states,
 )
 from benchmarks.loaders import LOADERS  # noqa: E402
 from benchmarks.options import NOT_MEASURED, NOT_WRITTEN  # noqa: E402
@@ -85,6 +86,7 @@ NUMBERS = {
     autotune: {"--turns": "0"},
     checkouts: {"--rounds": "0", "--turns": "-1", "--seconds": "0", "--workers": "0"},
     collector: {"--turns": "0", "--lists": "-5"},
+    unasked_states: {"--turns": "0", "--batches": "0", "--mb": "-1", "--workers": "-1"},
     memory: {"--rows": "1", "--workers": "0", "--blocks": "0", "--repeats": "0", "--cgroup-limit": "0"},
     per_batch: {"--batches": "1"},
     resume: {"--batches": "10", "--turns": "0"},

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the benchmarks are a package of the checkout, not of the library
 
 import shmloader  # noqa: E402
-from benchmarks import checkouts, collector, per_batch, resume  # noqa: E402
+from benchmarks import checkouts, collector, per_batch, resume, unasked_states  # noqa: E402
 from benchmarks.checkout_process import Turn  # noqa: E402
 from benchmarks.processor_time import costs, functions_of  # noqa: E402
 
@@ -95,6 +95,12 @@ def test_a_collection_in_a_worker_is_measured_where_it_happens() -> None:
     assert torch_nbytes > 10e6, "a header of 16 bytes and more before each list, and its item's page"
     assert own_nbytes < torch_nbytes / 5
     assert own_s < torch_s
+
+
+def test_a_state_that_nobody_asks_for_costs_no_more_than_a_few_batches() -> None:
+    """Read with each of the batches it would take twenty times as long as they do."""
+    for took_s in unasked_states.measure(turns=3, batches=100, mb=16, workers=0).values():
+        assert took_s["shmloader"] < 6 * took_s["torch"]
 
 
 def compare(other: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -300,6 +300,7 @@ def test_an_epoch_that_is_over_is_not_drawn_again_where_a_sampler_tells_a_greate
 
 def test_a_state_is_the_same_again_before_the_next_batch_where_a_sampler_has_no_length() -> None:
     with DataLoader(Plain(40), 4, sampler=SeedInState(None), num_workers=2) as loader:
+        loader.state_dict()  # from now on the sampler's state is read with each batch
         iterator = iter(loader)
         take(iterator, 3)
         state, rest = loader.state_dict(), values(iterator)

@@ -7,6 +7,7 @@ import itertools
 import json
 import pickle
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ import pytest
 import torch
 from resume_datasets import DiesOnce, Drawing, Late, Plain
 from resume_loaders import build, fetched, flat, started, take, values
+from torch.utils.data import Dataset
 
-from shmloader import BadSampleWarning, DataLoader
+from shmloader import BadSampleWarning, DataLoader, errors
 
 
 def test_a_state_has_the_same_keys_at_any_moment_and_starts_no_worker() -> None:
@@ -308,3 +310,37 @@ def test_the_batch_of_a_call_that_is_interrupted_late_comes_again(monkeypatch: p
         with pytest.raises(KeyboardInterrupt):
             next(iterator)
         assert loader.state_dict()["batches"] == 2
+
+
+class WithState(Plain):
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise AssertionError
+
+
+class WithWeights(torch.nn.Module, Dataset[Any]):  # type: ignore[misc]
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize(("make", "count"), [(lambda: WithState(4), 1), (WithWeights, 0)])
+def test_a_map_style_datasets_own_state_is_left_out_with_one_warning(
+    make: Any, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(errors, "_said", set())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for loader in (DataLoader(make()), DataLoader(make())):
+            before = len(caught)
+            values(loader)
+            assert len(caught) == before  # nobody has asked
+            loader.state_dict()
+            loader.state_dict()
+    found = [str(one.message) for one in caught]
+    assert len(found) == count
+    assert all("leaves out the state_dict() of its map-style dataset, WithState" in text for text in found)

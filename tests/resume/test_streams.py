@@ -86,11 +86,15 @@ def test_the_rest_comes_from_every_place(make: Callable[[], Any], workers: int) 
 
 @pytest.mark.parametrize("shard", [None, "auto"])
 @pytest.mark.parametrize("kind", [Stateful, WithStatefulIterator])
-def test_with_a_state_nothing_is_drawn_again(kind: Any, shard: Any) -> None:
-    """Each item includes the place where its iteration began."""
-    _, state = stopped_after(loader_of(kind(40), num_workers=2, shard=shard), 4)
+@pytest.mark.parametrize(("asked", "kept"), [(True, 6), (False, 3)], ids=["asked before", "not asked before"])
+def test_with_a_state_nothing_is_drawn_again(kind: Any, shard: Any, asked: bool, kept: int) -> None:
+    """Each item includes the place where its iteration began: by a worker's latest state, or its first."""
+    loader = loader_of(kind(40), num_workers=2, shard=shard)
+    if asked:
+        loader.state_dict()
+    _, state = stopped_after(loader, 4)
     for batch in rest_after(loader_of(kind(40), num_workers=2, shard=shard), state):
-        assert all(began >= 6 for _, began in batch), batch
+        assert all(began >= kept for _, began in batch), batch
 
 
 def test_without_a_state_one_warning_tells_how_much_is_drawn_again() -> None:
