@@ -13,16 +13,21 @@ from typing import Any
 
 import torch.utils.data
 
-from shmloader.errors import warn
+from shmloader.distributed import rank_and_ranks
+from shmloader.errors import ResumeError, warn
 from shmloader.integrations.patches import Patches
-from shmloader.integrations.states import states_unwanted
+from shmloader.integrations.states import states_are_added
 from shmloader.loader import DataLoader
+from shmloader.sampling.samplers import RANKS_SHARE
 from shmloader.torch_fallback import OWN_DEFAULTS
 
 _MODULE = "accelerate.data_loader"
 _ARGUMENTS = "_PYTORCH_DATALOADER_KWARGS"
 _UPDATE = "_update_state_dict"
+_DISPATCHER, _FETCH = "DataLoaderDispatcher", "_fetch_batches"
+_ITERATION = "_iteration"
 _IS_OURS = "is_shmloader"
+_RANKS_SHARE = ("BatchSamplerShard", "IterableDatasetShard", "SeedableRandomSampler", "SkipBatchSampler")
 
 
 class Accelerate:
@@ -39,19 +44,24 @@ class Accelerate:
             return
         self._done = True
         arguments: Any = getattr(module, _ARGUMENTS, None)
-        adapter: Any = getattr(module, "DataLoaderAdapter", None)
+        adapter, dispatcher = (getattr(module, name, None) for name in ("DataLoaderAdapter", _DISPATCHER))
         torchs = getattr(module, "DataLoader", None) is _TORCHS
-        if not (torchs and isinstance(arguments, dict) and hasattr(adapter, _UPDATE)):
+        methods = hasattr(adapter, _UPDATE) and hasattr(dispatcher, _FETCH)
+        if not (torchs and isinstance(arguments, dict) and methods):
             warn(
                 f"shmloader.install() cannot patch this version of accelerate: {_MODULE} lacks a dict "
-                f"{_ARGUMENTS}, a DataLoader that is torch's, or DataLoaderAdapter.{_UPDATE}. Its loaders "
-                "load from slots, but with the options of install(), not of the loader that they replace."
+                f"{_ARGUMENTS}, a DataLoader that is torch's, DataLoaderAdapter.{_UPDATE}, or "
+                f"{_DISPATCHER}.{_FETCH}. Its loaders load from slots, but with the options of install(), not "
+                "of the loader that they replace."
             )
             return
         self._patches.replace(module, _ARGUMENTS, {**arguments, **OWN_DEFAULTS, _IS_OURS: False})
         self._patches.replace(module, "DataLoader", _build)
-        self._patches.replace(adapter, "__init__", _init_of(adapter))
+        self._patches.replace(adapter, "__init__", _init_of(adapter, dispatcher))
         self._patches.replace(adapter, _UPDATE, _update_of(adapter))
+        self._patches.replace(adapter, "load_state_dict", _load_of(adapter))
+        self._patches.replace(dispatcher, _FETCH, _fetch_of(dispatcher))
+        RANKS_SHARE.update(vars(module)[name] for name in _RANKS_SHARE if name in vars(module))
 
 
 _TORCHS = torch.utils.data.DataLoader
@@ -64,21 +74,34 @@ def _build(dataset: Any, *args: Any, **kwargs: Any) -> Any:
     return _TORCHS(dataset, *args, **{name: kwargs[name] for name in kwargs.keys() - OWN_DEFAULTS.keys()})
 
 
-def _init_of(adapter_class: Any) -> Any:
+def _init_of(adapter_class: Any, dispatcher_class: Any) -> Any:
     """``__init__`` of accelerate's loaders: ``use_stateful_dataloader`` makes ours, not torchdata's.
 
-    accelerate asks each loader for its state, so a failure matters only if the program wants the state.
+    accelerate asks each loader for its state, so a failure matters only if the program wants the state. One
+    file holds the states of all ranks. If one rank reads for all, only that one saves and loads it.
     """
     init = adapter_class.__init__
 
     @functools.wraps(init)
     def __init__(adapter: Any, dataset: Any, use_stateful_dataloader: bool = False, **kwargs: Any) -> None:  # noqa: N807
         kwargs[_IS_OURS] = use_stateful_dataloader or kwargs.get(_IS_OURS, False)
-        with states_unwanted(not use_stateful_dataloader):
+        if issubclass(type(adapter), dispatcher_class) and rank_and_ranks()[0]:
+            use_stateful_dataloader = False
+        try:
             init(adapter, dataset, **kwargs)
+        except ResumeError:
+            if use_stateful_dataloader:
+                raise
         adapter.use_stateful_dataloader = use_stateful_dataloader
+        if not _is_wanted(adapter):
+            vars(adapter).pop("dl_state_dict", None)
 
     return __init__
+
+
+def _is_wanted(adapter: Any) -> bool:
+    """Whether the program has asked for the states of one of accelerate's loaders."""
+    return adapter.use_stateful_dataloader or states_are_added()
 
 
 def _update_of(adapter_class: Any) -> Any:
@@ -86,7 +109,39 @@ def _update_of(adapter_class: Any) -> Any:
 
     @functools.wraps(update)
     def _update_state_dict(adapter: Any) -> None:
-        with states_unwanted(not adapter.use_stateful_dataloader):
+        if _is_wanted(adapter):
             update(adapter)
+            # The epoch that follows, which accelerate does not save.
+            adapter.dl_state_dict[_ITERATION] = adapter.iteration + adapter.end_of_dataloader
 
     return _update_state_dict
+
+
+def _load_of(adapter_class: Any) -> Any:
+    load = adapter_class.load_state_dict
+
+    @functools.wraps(load)
+    def load_state_dict(adapter: Any, state: Any) -> None:
+        load(adapter, state)
+        adapter.iteration = state.get(_ITERATION, adapter.iteration)
+
+    return load_state_dict
+
+
+def _fetch_of(dispatcher_class: Any) -> Any:
+    """Reading of the batches that all ranks get next: the state is that before the first of them.
+
+    accelerate takes the state before the last one, and corrects only what torchdata's states have.
+    """
+    fetch = getattr(dispatcher_class, _FETCH)
+
+    @functools.wraps(fetch)
+    def _fetch_batches(adapter: Any, iterator: Any) -> Any:
+        adapter._update_state_dict()  # noqa: SLF001
+        vars(adapter)[_UPDATE] = lambda: None
+        try:
+            return fetch(adapter, iterator)
+        finally:
+            del vars(adapter)[_UPDATE]
+
+    return _fetch_batches

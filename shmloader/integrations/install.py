@@ -18,7 +18,7 @@ from shmloader.errors import warn, warn_once
 from shmloader.framework_rebuilds import PreparedFlag
 from shmloader.integrations.accelerate import Accelerate
 from shmloader.integrations.patches import Patches
-from shmloader.integrations.states import state_dict
+from shmloader.integrations.states import state_dict, states_are_added
 from shmloader.loader import DataLoader
 from shmloader.slot_loading import loading_of
 from shmloader.torch_fallback import OWN_DEFAULTS
@@ -28,13 +28,12 @@ from shmloader.torch_private import GET_ITERATOR, never_compiled
 _TORCHS = torch.utils.data.DataLoader
 
 
-def install(**options: Any) -> contextlib.ExitStack:
+def install(*, stateful: bool = False, **options: Any) -> contextlib.ExitStack:
     """Let every ``torch.utils.data.DataLoader`` of this process load through slots.
 
     It holds for the program's own loaders, for those that frameworks make (accelerate, Trainer, Lightning,
     ignite) and for all subclasses (PyG, MONAI, timm), also if they were imported or made before. Batches are
-    the same. Each such loader gets ``statistics()``, ``close()``, ``state_dict()`` and ``load_state_dict()``.
-    Existing iterators continue unchanged.
+    the same. Each such loader gets ``statistics()`` and ``close()``. Existing iterators continue unchanged.
 
     Two kinds of loader stay as they are: those whose iterator is not torch's (``StatefulDataLoader`` of
     torchdata), and, with one warning, those whose workers are threads that pose as processes
@@ -44,6 +43,9 @@ def install(**options: Any) -> contextlib.ExitStack:
     options.
 
     Args:
+        stateful: Whether each such loader gets ``state_dict()`` and ``load_state_dict()`` too. Frameworks
+            save the state of every loader that has them, and such a checkpoint is read under
+            ``install(stateful=True)`` only.
         **options: Defaults for `DataLoader`'s own options: ``memory_budget_nbytes``, ``worker_restarts``,
             ``on_error``, ``dispatch``, ``seed_per_sample``, ``prefetch_epochs``, ``worker_type``,
             ``snapshot_every_n_steps``. A `DataLoader` keeps the ones that it was made with. A loader that
@@ -67,11 +69,15 @@ def install(**options: Any) -> contextlib.ExitStack:
         if options.get(name, OWN_DEFAULTS[name]) != OWN_DEFAULTS[name]:
             raise ValueError(f"install({name}={options[name]!r}) is not possible: {instead}")
     _check(options, torch.utils.data.Dataset(), True, None)
-    before = _options
+    before = None if _options is None else {"stateful": states_are_added(), **_options}
     if not is_missing(Feature.INSTALL):
         if before is None:
             _patch()
         _options = options
+        _states.undo()
+        if stateful:
+            _states.replace(_TORCHS, "load_state_dict", DataLoader.load_state_dict)
+            _states.replace(_TORCHS, "state_dict", state_dict)
         _warned.clear()
         _accelerate.patch()
     restore = contextlib.ExitStack()
@@ -87,6 +93,7 @@ def uninstall() -> None:
     """
     global _options, _accelerate  # noqa: PLW0603
     _options = None
+    _states.undo()
     _patches.undo()
     _accelerate = Accelerate(_patches)
 
@@ -99,7 +106,7 @@ _OF_ONE_LOADER = {
 
 _options: dict[str, Any] | None = None
 _warned: set[str] = set()
-_patches = Patches()
+_patches, _states = Patches(), Patches()
 _accelerate = Accelerate(_patches)
 
 
@@ -126,8 +133,6 @@ def _patch() -> None:
     _patches.replace(_TORCHS, GET_ITERATOR, get_iterator)
     _patches.replace(_TORCHS, "statistics", DataLoader.statistics)
     _patches.replace(_TORCHS, "close", DataLoader.close)
-    _patches.replace(_TORCHS, "load_state_dict", DataLoader.load_state_dict)
-    _patches.replace(_TORCHS, "state_dict", state_dict)
     flag = PreparedFlag(lambda _: _accelerate.patch())  # which may have been imported meanwhile
     for kind in (_TORCHS, DataLoader):
         _patches.replace(kind, "_is_accelerate_prepared", flag)

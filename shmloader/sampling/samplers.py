@@ -21,6 +21,12 @@ _WITHOUT_DRAWS = (SequentialSampler, DistributedSampler, ShardedSampler)
 _TORCHS = (*_WITHOUT_DRAWS, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _MOST_NESTED = 8
 
+RANKS_SHARE: set[type] = {DistributedSampler}
+"""Samplers and datasets that give each rank its part of one order: the state of one rank holds for all.
+
+The integrations add those of frameworks.
+"""
+
 
 def index_sampler_of(loader: Any) -> Any:
     """The sampler that a loader draws index batches from; single indices without automatic batching."""
@@ -78,6 +84,17 @@ def sampler_with_state(index_sampler: Any) -> Any:
 def is_torchs(index_sampler: Any) -> bool:
     """Whether a sampler is one of torch's (or `ShardedSampler`), or torch's `BatchSampler` over one."""
     return type(sampler_of_indices(index_sampler)) in _TORCHS
+
+
+def ranks_share(index_sampler: Any) -> bool:
+    """Whether a sampler gives each rank its part of an order that is the same on all ranks."""
+    return any(type(sampler) in RANKS_SHARE for sampler in with_inner(index_sampler))
+
+
+def repeats_its_order(index_sampler: Any) -> bool:
+    """Whether an order can be drawn again for certain: all its samplers are torch's, or divide torch's."""
+    kinds = {*RANKS_SHARE, *_TORCHS, BatchSampler}
+    return is_torchs(index_sampler) or all(type(sampler) in kinds for sampler in with_inner(index_sampler))
 
 
 def draws_one_seed(index_sampler: Any) -> bool:
