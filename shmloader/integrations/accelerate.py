@@ -27,7 +27,7 @@ _UPDATE = "_update_state_dict"
 _DISPATCHER, _FETCH = "DataLoaderDispatcher", "_fetch_batches"
 _ITERATION = "_iteration"
 _IS_OURS = "is_shmloader"
-_RANKS_SHARE = ("BatchSamplerShard", "IterableDatasetShard", "SeedableRandomSampler", "SkipBatchSampler")
+_RANKS_SHARE = ("BatchSamplerShard", "IterableDatasetShard", "SeedableRandomSampler")
 
 
 class Accelerate:
@@ -57,7 +57,7 @@ class Accelerate:
             return
         self._patches.replace(module, _ARGUMENTS, {**arguments, **OWN_DEFAULTS, _IS_OURS: False})
         self._patches.replace(module, "DataLoader", _build)
-        self._patches.replace(adapter, "__init__", _init_of(adapter, dispatcher))
+        self._patches.replace(adapter, "__init__", _init_of(adapter))
         self._patches.replace(adapter, _UPDATE, _update_of(adapter))
         self._patches.replace(adapter, "load_state_dict", _load_of(adapter))
         self._patches.replace(dispatcher, _FETCH, _fetch_of(dispatcher))
@@ -74,7 +74,7 @@ def _build(dataset: Any, *args: Any, **kwargs: Any) -> Any:
     return _TORCHS(dataset, *args, **{name: kwargs[name] for name in kwargs.keys() - OWN_DEFAULTS.keys()})
 
 
-def _init_of(adapter_class: Any, dispatcher_class: Any) -> Any:
+def _init_of(adapter_class: Any) -> Any:
     """``__init__`` of accelerate's loaders: ``use_stateful_dataloader`` makes ours, not torchdata's.
 
     accelerate asks each loader for its state, so a failure matters only if the program wants the state. One
@@ -85,23 +85,28 @@ def _init_of(adapter_class: Any, dispatcher_class: Any) -> Any:
     @functools.wraps(init)
     def __init__(adapter: Any, dataset: Any, use_stateful_dataloader: bool = False, **kwargs: Any) -> None:  # noqa: N807
         kwargs[_IS_OURS] = use_stateful_dataloader or kwargs.get(_IS_OURS, False)
-        if issubclass(type(adapter), dispatcher_class) and rank_and_ranks()[0]:
-            use_stateful_dataloader = False
         try:
             init(adapter, dataset, **kwargs)
         except ResumeError:
             if use_stateful_dataloader:
                 raise
-        adapter.use_stateful_dataloader = use_stateful_dataloader
+        adapter.use_stateful_dataloader = use_stateful_dataloader and not _is_idle(adapter)
         if not _is_wanted(adapter):
             vars(adapter).pop("dl_state_dict", None)
+            if use_stateful_dataloader:
+                adapter.dl_state_dict = {}
 
     return __init__
 
 
+def _is_idle(adapter: Any) -> bool:
+    """Whether another rank reads the batches for this one (``dispatch_batches``)."""
+    return hasattr(type(adapter), _FETCH) and rank_and_ranks()[0] > 0
+
+
 def _is_wanted(adapter: Any) -> bool:
-    """Whether the program has asked for the states of one of accelerate's loaders."""
-    return adapter.use_stateful_dataloader or states_are_added()
+    """Whether the program has asked for the states of one of accelerate's loaders, and this rank has them."""
+    return (adapter.use_stateful_dataloader or states_are_added()) and not _is_idle(adapter)
 
 
 def _update_of(adapter_class: Any) -> Any:
@@ -112,7 +117,7 @@ def _update_of(adapter_class: Any) -> Any:
         if _is_wanted(adapter):
             update(adapter)
             # The epoch that follows, which accelerate does not save.
-            adapter.dl_state_dict[_ITERATION] = adapter.iteration + adapter.end_of_dataloader
+            adapter.dl_state_dict[_ITERATION] = getattr(adapter, "iteration", 0) + adapter.end_of_dataloader
 
     return _update_state_dict
 
@@ -122,8 +127,9 @@ def _load_of(adapter_class: Any) -> Any:
 
     @functools.wraps(load)
     def load_state_dict(adapter: Any, state: Any) -> None:
-        load(adapter, state)
-        adapter.iteration = state.get(_ITERATION, adapter.iteration)
+        if not _is_idle(adapter):
+            load(adapter, state)
+            adapter.iteration = state.get(_ITERATION, getattr(adapter, "iteration", 0))
 
     return load_state_dict
 

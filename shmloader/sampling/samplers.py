@@ -22,9 +22,9 @@ _TORCHS = (*_WITHOUT_DRAWS, RandomSampler, SubsetRandomSampler, WeightedRandomSa
 _MOST_NESTED = 8
 
 RANKS_SHARE: set[type] = {DistributedSampler}
-"""Samplers and datasets that give each rank its part of one order: the state of one rank holds for all.
+"""Samplers and datasets that draw an order from a seed, or divide one that all ranks have.
 
-The integrations add those of frameworks.
+The state of one rank holds for all. The integrations add those of frameworks.
 """
 
 
