@@ -16,7 +16,7 @@ import torch.utils.data
 from shmloader.distributed import rank_and_ranks
 from shmloader.errors import ResumeError, warn
 from shmloader.integrations.patches import Patches
-from shmloader.integrations.states import states_are_added
+from shmloader.integrations.states import states_are_added, warn_of_one_rank
 from shmloader.loader import DataLoader
 from shmloader.sampling.samplers import RANKS_SHARE
 from shmloader.torch_fallback import OWN_DEFAULTS
@@ -59,6 +59,7 @@ class Accelerate:
         self._patches.replace(module, "DataLoader", _build)
         self._patches.replace(adapter, "__init__", _init_of(adapter))
         self._patches.replace(adapter, _UPDATE, _update_of(adapter))
+        self._patches.replace(adapter, "state_dict", _state_of(adapter))
         self._patches.replace(adapter, "load_state_dict", _load_of(adapter))
         self._patches.replace(dispatcher, _FETCH, _fetch_of(dispatcher))
         RANKS_SHARE.update(vars(module)[name] for name in _RANKS_SHARE if name in vars(module))
@@ -120,6 +121,19 @@ def _update_of(adapter_class: Any) -> Any:
             adapter.dl_state_dict[_ITERATION] = getattr(adapter, "iteration", 0) + adapter.end_of_dataloader
 
     return _update_state_dict
+
+
+def _state_of(adapter_class: Any) -> Any:
+    state_of = adapter_class.state_dict
+
+    @functools.wraps(state_of)
+    def state_dict(adapter: Any) -> Any:
+        state = state_of(adapter)
+        if not hasattr(type(adapter), _FETCH):
+            warn_of_one_rank(adapter.base_dataloader, state, "accelerate")
+        return state
+
+    return state_dict
 
 
 def _load_of(adapter_class: Any) -> Any:

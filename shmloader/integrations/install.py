@@ -17,6 +17,7 @@ from shmloader.arguments import check_arguments, dispatch_of, threads_of
 from shmloader.errors import warn, warn_once
 from shmloader.framework_rebuilds import PreparedFlag
 from shmloader.integrations.accelerate import Accelerate
+from shmloader.integrations.lightning import Lightning
 from shmloader.integrations.patches import Patches
 from shmloader.integrations.states import state_dict, states_are_added
 from shmloader.loader import DataLoader
@@ -80,6 +81,7 @@ def install(*, stateful: bool = False, **options: Any) -> contextlib.ExitStack:
             _states.replace(_TORCHS, "state_dict", state_dict)
         _warned.clear()
         _accelerate.patch()
+        _lightning.patch()
     restore = contextlib.ExitStack()
     restore.callback(uninstall if before is None else functools.partial(install, **before))
     return restore
@@ -91,11 +93,11 @@ def uninstall() -> None:
     Existing iterators continue, and persistent workers stay with their loader. Without an `install` before,
     it does nothing.
     """
-    global _options, _accelerate  # noqa: PLW0603
+    global _options, _accelerate, _lightning  # noqa: PLW0603
     _options = None
     _states.undo()
     _patches.undo()
-    _accelerate = Accelerate(_patches)
+    _accelerate, _lightning = Accelerate(_patches), Lightning(_patches)
 
 
 _OF_ONE_LOADER = {
@@ -107,7 +109,7 @@ _OF_ONE_LOADER = {
 _options: dict[str, Any] | None = None
 _warned: set[str] = set()
 _patches, _states = Patches(), Patches()
-_accelerate = Accelerate(_patches)
+_accelerate, _lightning = Accelerate(_patches), Lightning(_patches)
 
 
 def _patch() -> None:
@@ -115,6 +117,8 @@ def _patch() -> None:
 
     @never_compiled
     def __iter__(loader: Any) -> Any:  # noqa: N807
+        if _options is not None:
+            _lightning.patch()
         if _options is not None and not isinstance(loader, DataLoader):
             return loading_of(loader).iterate(loader, functools.partial(torchs_iter, loader))
         return torchs_iter(loader)

@@ -6,12 +6,15 @@ loader that does not know its place gives an empty state. Loading an empty state
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.utils.data
 
 from shmloader.arguments import threads_of
-from shmloader.errors import ResumeError, warn
+from shmloader.distributed import rank_and_ranks
+from shmloader.errors import ResumeError, warn, warn_once
+from shmloader.resume.compatibility import ONE_RANK, is_of_one_rank
 from shmloader.slot_loading import loading_of
 from shmloader.torch_fallback import check_resumable
 from shmloader.torch_private import GET_ITERATOR
@@ -22,6 +25,14 @@ _TORCHS = torch.utils.data.DataLoader
 def states_are_added() -> bool:
     """Whether loaders of torch's class have states: the program asked ``install()`` for them."""
     return hasattr(_TORCHS, "state_dict")
+
+
+def warn_of_one_rank(loader: Any, state: Mapping[str, Any], framework: str) -> None:
+    """Warn once if a framework saves one rank's state for all, and it does not hold for all, or may not."""
+    ranks = rank_and_ranks()[1]
+    if ranks > 1 and state and (is_of_one_rank(loader, state) or state["sampler_checksum"] is not None):
+        dataset = type(loader.dataset).__qualname__
+        warn_once(f"{framework} saves one state of a loader of {dataset} for {ranks} ranks, and {ONE_RANK}.")
 
 
 def state_dict(loader: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from shmloader.distributed import rank_and_ranks
 from shmloader.errors import ResumeError
 from shmloader.resume.user_states import unpack_user_state
 from shmloader.sampling.samplers import (
+    RANKS_SHARE,
     index_sampler_of,
     is_torchs,
     ranks_share,
@@ -21,6 +22,7 @@ from shmloader.sampling.samplers import (
     sharded_sampler,
     with_inner,
 )
+from shmloader.wire.stream_records import STRIDE
 
 State = dict[str, Any]
 
@@ -67,8 +69,8 @@ AT_THE_BEGINNING: State = {key.name: key.default for key in fields(_Keys) if key
 
 _TYPES = {name: get_args(kind) or (kind,) for name, kind in get_type_hints(_Keys).items()}
 ONE_RANK = (
-    "it holds for the rank that wrote it only: save and load a state on each rank, or take a DistributedSampler "
-    "or a ShardedSampler, whose states hold for all ranks"
+    "it holds for the rank that wrote it only: save and load a state on each rank, or take a DistributedSampler, "
+    "a ShardedSampler or, for a stream, shard='auto', whose states hold for all ranks"
 )
 
 _MOST = 1 << 63  # numbers are from 0 to below this, except for epochs of others
@@ -129,11 +131,14 @@ def _run_of(loader: Any, index_sampler: Any) -> dict[str, str]:
 
 
 def is_of_one_rank(loader: Any, state: Mapping[str, Any]) -> bool:
-    """Whether a state of a map-style dataset holds only for the rank that wrote it.
+    """Whether a state holds only for the rank that wrote it: other ranks have another order, or may have.
 
-    Other ranks have then drawn another order, or may have. Of samplers that are neither torch's nor have a
-    state of their own, the checksum tells.
+    Of samplers that are neither torch's nor have a state of their own, the checksum tells.
     """
+    if isinstance(loader.dataset, IterableDataset):
+        with named_in_errors(state, "stream"):
+            is_begun = bool(state["stream"]) and json.loads(state["stream"])["layout"] != STRIDE
+        return is_begun and type(loader.dataset) not in RANKS_SHARE
     index_sampler = index_sampler_of(loader)
     is_drawn = is_torchs(index_sampler) and state["sampler_generator"]
     if ranks_share(index_sampler) or not (is_drawn or sampler_with_state(index_sampler) is not None):

@@ -14,7 +14,7 @@ from typing import Any
 from shmloader.arguments import AUTO
 from shmloader.distributed import check_equal_ends, rank_and_ranks
 from shmloader.errors import ResumeError, warn
-from shmloader.resume.compatibility import State, is_between_epochs, named_in_errors
+from shmloader.resume.compatibility import State, is_between_epochs, is_of_one_rank, named_in_errors
 from shmloader.resume.progress import Progress
 from shmloader.resume.user_states import pack_user_state, unpack_user_state
 from shmloader.sampling.samplers import RANKS_SHARE
@@ -188,7 +188,7 @@ def rules_for(loader: Any, loaded: State) -> StreamRules:
     """
     rules, stream, workers = _fresh_rules(loader), _read(loaded), max(int(loader.num_workers), 1)
     layout, cursors, written = stream["layout"], stream["parts"], (stream["rank"], stream["ranks"])
-    rank = written[0] if type(loader.dataset) in RANKS_SHARE else rules.rank
+    rank = rules.rank if is_of_one_rank(loader, loaded) else written[0]
     if layout != OWN and not rules.shard:
         raise ResumeError("the state was made with shard='auto', and this loader has no shard")
     if layout != STRIDE and written != (rank, rules.ranks):
