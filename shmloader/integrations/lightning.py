@@ -39,10 +39,10 @@ class Lightning:
             if module is None or name in self._done:
                 continue
             self._done.add(name)
-            loop: Any = getattr(module, "FitLoop", None)
+            loop: Any = getattr(module, "_FitLoop", None)
             if not (hasattr(loop, _SAVE) and hasattr(loop, _LOAD)):
                 warn_once(
-                    f"shmloader.install() cannot patch this version of Lightning: {name}.FitLoop lacks {_SAVE} or "
+                    f"shmloader.install() cannot patch this version of Lightning: {name}._FitLoop lacks {_SAVE} or "
                     f"{_LOAD}. If training is resumed from an epoch's last batch, the next epoch has no batches."
                 )
                 continue
