@@ -18,7 +18,11 @@ from shmloader.integrations.states import states_are_added, warn_of_one_rank
 from shmloader.slot_loading import loading_of
 
 _MODULES = ("lightning.pytorch.loops.fit_loop", "pytorch_lightning.loops.fit_loop")
-_SAVE, _LOAD, _STATES = "on_save_checkpoint", "_load_combined_loader_states", "_combined_loader_states_to_load"
+_SAVE, _LOAD, _STATES = (
+    "on_save_checkpoint",
+    "_load_combined_loader_states",
+    "_combined_loader_states_to_load",
+)
 _WITHOUT = (
     "Or delete ['loops']['fit_loop']['state_dict']['combined_loader'] from the checkpoint: the loader then begins an "
     "epoch, as torch's does."

@@ -126,7 +126,9 @@ def _run_of(loader: Any, index_sampler: Any) -> dict[str, str]:
     rank, ranks = 0, 1
     with contextlib.suppress(ValueError):  # variables of somebody else
         rank, ranks = rank_and_ranks()
-    is_common = isinstance(loader.dataset, IterableDataset) or (ranks_share(index_sampler) and loader.in_order)
+    is_common = isinstance(loader.dataset, IterableDataset) or (
+        ranks_share(index_sampler) and loader.in_order
+    )
     return {} if ranks == 1 or is_common else {"run": f"rank {rank} of {ranks}"}
 
 

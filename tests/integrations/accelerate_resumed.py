@@ -3,19 +3,20 @@
     torchrun --nproc-per-node 2 accelerate_resumed.py FOLDER (stock|torchdata|install|asked)
 
 Each rank writes, as JSON, for each case the batches of an undisturbed run, those before the checkpoint, and those
-of a run that has loaded it.
+of a run that has loaded it; and what is said of a sampler whose order other ranks may not have.
 """
 
 import itertools
 import json
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 import shmloader
 
@@ -25,7 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "shuffled": {"shuffle": True},
     "shuffled by seed": {"shuffle": True, "use_seedable_sampler": True},
     "shuffled, split": {"shuffle": True, "split_batches": True},
-    "uneven": {"shuffle": True, "even_batches": False},
+    "uneven": {"shuffle": True, "even_batches": False, "rows": 30},
     "dispatched": {"shuffle": True, "dispatch_batches": True},
     "dispatched, split": {"shuffle": True, "dispatch_batches": True, "split_batches": True},
     "stream": {"stream": True, "dispatch_batches": False},
@@ -35,8 +36,11 @@ STEPS = {"mid-epoch": 2, "a later epoch": 6, "last batch": 4}
 
 
 class Rows(Dataset):
+    def __init__(self, rows: int = 32) -> None:
+        self.rows = rows
+
     def __len__(self) -> int:
-        return 32
+        return self.rows
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.tensor([float(index)])
@@ -47,14 +51,23 @@ class Stream(IterableDataset):
         return iter(torch.arange(32.0).reshape(32, 1))
 
 
-def prepared(mode: str, stream: bool = False, shuffle: bool = False, **configuration: Any) -> Any:
+class Backwards(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(31, -1, -1))
+
+    def __len__(self) -> int:
+        return 32
+
+
+def prepared(mode: str, stream: bool = False, rows: int = 32, **more: Any) -> Any:
     accelerate.state.AcceleratorState._reset_state()
     accelerate.state.GradientState._reset_state()
+    order = {name: more.pop(name) for name in ("shuffle", "sampler") if name in more}
     stateful = mode in ("torchdata", "asked")
-    given = accelerate.DataLoaderConfiguration(use_stateful_dataloader=stateful, **configuration)
+    given = accelerate.DataLoaderConfiguration(use_stateful_dataloader=stateful, **more)
     accelerator = accelerate.Accelerator(cpu=True, dataloader_config=given)
-    size = 8 if configuration.get("split_batches") else 4
-    loader = DataLoader(Stream() if stream else Rows(), batch_size=size, shuffle=shuffle, num_workers=1)
+    size = 8 if more.get("split_batches") else 4
+    loader = DataLoader(Stream() if stream else Rows(rows), batch_size=size, num_workers=1, **order)
     return accelerator, accelerator.prepare(loader)
 
 
@@ -85,7 +98,7 @@ def main() -> None:
     folder, mode = Path(sys.argv[1]), sys.argv[2]
     if mode in ("install", "asked"):
         shmloader.install()
-    found = {}
+    found: dict[str, Any] = {}
     for (name, case), (when, step) in itertools.product(CASES.items(), STEPS.items()):
         try:
             found[f"{name}, {when}"] = run(mode, folder / f"{name}, {when}", step, **case)
@@ -93,6 +106,12 @@ def main() -> None:
             if mode == "asked":
                 raise
             found[f"{name}, {when}"] = repr(error)
+    accelerator, loader = prepared(mode, sampler=Backwards())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        next(train(loader, range(1)))
+        accelerator.save_state(str(folder / "backwards"))
+    found["said"] = [str(one.message) for one in said if "for 2 ranks" in str(one.message)]
     rank = accelerate.PartialState().process_index
     (folder / f"rank{rank}").write_text(json.dumps(found), encoding="utf-8")
     torch.distributed.destroy_process_group()

@@ -215,7 +215,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(
         return torch.cat(model.seen).flatten().tolist()
 
     forbid_torchs_workers(monkeypatch)
-    with shmloader.install():
+    with shmloader.install(stateful=True):
         begun = run(6)
         rest = run(16, str(tmp_path / "six.ckpt"))
     assert (len(begun), len(rest)) == (24, 40)
