@@ -7,8 +7,8 @@ only.
 
 from __future__ import annotations
 
-import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch.utils.data
@@ -51,17 +51,14 @@ class Accelerate:
             warn(
                 f"shmloader.install() cannot patch this version of accelerate: {_MODULE} lacks a dict "
                 f"{_ARGUMENTS}, a DataLoader that is torch's, DataLoaderAdapter.{_UPDATE}, or "
-                f"{_DISPATCHER}.{_FETCH}. Its loaders load from slots, but with the options of install(), not "
-                "of the loader that they replace."
+                f"{_DISPATCHER}.{_FETCH}. Its loaders load from slots, but with the options of install(), "
+                "not of the loader that they replace."
             )
             return
         self._patches.replace(module, _ARGUMENTS, {**arguments, **OWN_DEFAULTS, _IS_OURS: False})
         self._patches.replace(module, "DataLoader", _build)
-        self._patches.replace(adapter, "__init__", _init_of(adapter))
-        self._patches.replace(adapter, _UPDATE, _update_of(adapter))
-        self._patches.replace(adapter, "state_dict", _state_of(adapter))
-        self._patches.replace(adapter, "load_state_dict", _load_of(adapter))
-        self._patches.replace(dispatcher, _FETCH, _fetch_of(dispatcher))
+        for name, around in _AROUND.items():
+            self._patches.wrap(dispatcher if name == _FETCH else adapter, name, around)
         RANKS_SHARE.update(vars(module)[name] for name in _RANKS_SHARE if name in vars(module))
 
 
@@ -75,93 +72,75 @@ def _build(dataset: Any, *args: Any, **kwargs: Any) -> Any:
     return _TORCHS(dataset, *args, **{name: kwargs[name] for name in kwargs.keys() - OWN_DEFAULTS.keys()})
 
 
-def _init_of(adapter_class: Any) -> Any:
+def _init(
+    init: Any, adapter: Any, dataset: Any, use_stateful_dataloader: bool = False, **kwargs: Any
+) -> None:
     """``__init__`` of accelerate's loaders: ``use_stateful_dataloader`` makes ours, not torchdata's.
 
-    accelerate asks each loader for its state, so a failure matters only if the program wants the state. One
-    file holds the states of all ranks. If one rank reads for all, only that one saves and loads it.
+    accelerate asks each loader for its state, so a failure matters only if the program wants the state.
     """
-    init = adapter_class.__init__
-
-    @functools.wraps(init)
-    def __init__(adapter: Any, dataset: Any, use_stateful_dataloader: bool = False, **kwargs: Any) -> None:  # noqa: N807
-        kwargs[_IS_OURS] = use_stateful_dataloader or kwargs.get(_IS_OURS, False)
-        try:
-            init(adapter, dataset, **kwargs)
-        except ResumeError:
-            if use_stateful_dataloader:
-                raise
-        adapter.use_stateful_dataloader = use_stateful_dataloader and not _is_idle(adapter)
-        if not _is_wanted(adapter):
-            vars(adapter).pop("dl_state_dict", None)
-            if use_stateful_dataloader:
-                adapter.dl_state_dict = {}
-
-    return __init__
+    kwargs[_IS_OURS] = use_stateful_dataloader or kwargs.get(_IS_OURS, False)
+    try:
+        init(adapter, dataset, **kwargs)
+    except ResumeError:
+        if use_stateful_dataloader:
+            raise
+    # All ranks write and read one file: only the rank that has the place may.
+    adapter.use_stateful_dataloader = use_stateful_dataloader and not _is_idle(adapter)
+    if not _is_wanted(adapter):
+        vars(adapter).pop("dl_state_dict", None)
+        if use_stateful_dataloader:
+            adapter.dl_state_dict = {}
 
 
 def _is_idle(adapter: Any) -> bool:
-    """Whether another rank reads the batches for this one (``dispatch_batches``)."""
+    """Whether rank 0 reads the batches for this one (``dispatch_batches``)."""
     return hasattr(type(adapter), _FETCH) and rank_and_ranks()[0] > 0
 
 
 def _is_wanted(adapter: Any) -> bool:
-    """Whether the program has asked for the states of one of accelerate's loaders, and this rank has them."""
+    """Whether the program has asked for states, and this rank has them."""
     return (adapter.use_stateful_dataloader or states_are_added()) and not _is_idle(adapter)
 
 
-def _update_of(adapter_class: Any) -> Any:
-    update = getattr(adapter_class, _UPDATE)
-
-    @functools.wraps(update)
-    def _update_state_dict(adapter: Any) -> None:
-        if _is_wanted(adapter):
-            update(adapter)
-            # The epoch that follows, which accelerate does not save.
-            adapter.dl_state_dict[_ITERATION] = getattr(adapter, "iteration", 0) + adapter.end_of_dataloader
-
-    return _update_state_dict
+def _update(update: Any, adapter: Any) -> None:
+    if _is_wanted(adapter):
+        update(adapter)
+        # accelerate does not save the number of the epoch.
+        adapter.dl_state_dict[_ITERATION] = getattr(adapter, "iteration", 0) + adapter.end_of_dataloader
 
 
-def _state_of(adapter_class: Any) -> Any:
-    state_of = adapter_class.state_dict
-
-    @functools.wraps(state_of)
-    def state_dict(adapter: Any) -> Any:
-        state = state_of(adapter)
-        if not hasattr(type(adapter), _FETCH):
-            warn_of_one_rank(adapter.base_dataloader, state, "accelerate")
-        return state
-
-    return state_dict
+def _state_dict(state_dict: Any, adapter: Any) -> Any:
+    state = state_dict(adapter)
+    if not hasattr(type(adapter), _FETCH):
+        warn_of_one_rank(adapter.base_dataloader, state, "accelerate")
+    return state
 
 
-def _load_of(adapter_class: Any) -> Any:
-    load = adapter_class.load_state_dict
-
-    @functools.wraps(load)
-    def load_state_dict(adapter: Any, state: Any) -> None:
-        if not _is_idle(adapter):
-            load(adapter, state)
-            adapter.iteration = state.get(_ITERATION, getattr(adapter, "iteration", 0))
-
-    return load_state_dict
+def _load_state_dict(load: Any, adapter: Any, state: Any) -> None:
+    if not _is_idle(adapter):
+        load(adapter, state)
+        adapter.iteration = state.get(_ITERATION, getattr(adapter, "iteration", 0))
 
 
-def _fetch_of(dispatcher_class: Any) -> Any:
-    """Reading of the batches that all ranks get next: the state is that before the first of them.
+def _fetch(fetch: Any, adapter: Any, iterator: Any) -> Any:
+    """Read the batches that all ranks get next; the state is that before the first of them.
 
-    accelerate takes the state before the last one, and corrects only what torchdata's states have.
+    accelerate takes the state before the last one, and corrects only torchdata's.
     """
-    fetch = getattr(dispatcher_class, _FETCH)
+    adapter._update_state_dict()  # noqa: SLF001
+    vars(adapter)[_UPDATE] = lambda: None
+    try:
+        return fetch(adapter, iterator)
+    finally:
+        del vars(adapter)[_UPDATE]
 
-    @functools.wraps(fetch)
-    def _fetch_batches(adapter: Any, iterator: Any) -> Any:
-        adapter._update_state_dict()  # noqa: SLF001
-        vars(adapter)[_UPDATE] = lambda: None
-        try:
-            return fetch(adapter, iterator)
-        finally:
-            del vars(adapter)[_UPDATE]
 
-    return _fetch_batches
+_AROUND: dict[str, Callable[..., Any]] = {
+    "__init__": _init,
+    "state_dict": _state_dict,
+    "load_state_dict": _load_state_dict,
+    _UPDATE: _update,
+    _FETCH: _fetch,
+}
+"""What is done around methods of accelerate's loaders."""

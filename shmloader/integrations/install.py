@@ -118,9 +118,9 @@ def _patch() -> None:
     @never_compiled
     def __iter__(loader: Any) -> Any:  # noqa: N807
         if _options is not None:
-            _lightning.patch()
-        if _options is not None and not isinstance(loader, DataLoader):
-            return loading_of(loader).iterate(loader, functools.partial(torchs_iter, loader))
+            _lightning.patch()  # which may have been imported meanwhile
+            if not isinstance(loader, DataLoader):
+                return loading_of(loader).iterate(loader, functools.partial(torchs_iter, loader))
         return torchs_iter(loader)
 
     @never_compiled

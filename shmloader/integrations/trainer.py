@@ -12,9 +12,10 @@ from transformers import TrainerCallback
 class LoaderState(TrainerCallback):  # type: ignore[misc]  # without transformers it is Any
     """Saves the training loader's state in each checkpoint, and loads it when training is resumed.
 
-    It needs ``shmloader.install(stateful=True)``, and ``TrainingArguments(ignore_data_skip=True)``, or Trainer would skip
-    the batches a second time. Without this callback Trainer draws all index batches of the epoch again and
-    skips those that were trained on; then random augmentation is drawn anew. Each rank has a file of its own.
+    It needs ``shmloader.install(stateful=True)``, and ``TrainingArguments(ignore_data_skip=True)``, or
+    Trainer would skip the batches a second time. Without this callback Trainer draws all index batches of the
+    epoch again and skips those that were trained on; then random augmentation is drawn anew. Each rank has a
+    file of its own.
 
     Args:
         checkpoint: The folder that training is resumed from; None for Trainer's own folder of that step in

@@ -14,7 +14,6 @@ from shmloader.distributed import rank_and_ranks
 from shmloader.errors import ResumeError
 from shmloader.resume.user_states import unpack_user_state
 from shmloader.sampling.samplers import (
-    RANKS_SHARE,
     index_sampler_of,
     is_torchs,
     ranks_share,
@@ -68,15 +67,24 @@ AT_THE_BEGINNING: State = {key.name: key.default for key in fields(_Keys) if key
 """The keys for the progress of an epoch, with their values before its first batch."""
 
 _TYPES = {name: get_args(kind) or (kind,) for name, kind in get_type_hints(_Keys).items()}
-ONE_RANK = (
-    "it holds for the rank that wrote it only: save and load a state on each rank, or take a DistributedSampler, "
-    "a ShardedSampler or, for a stream, shard='auto', whose states hold for all ranks"
-)
-
 _MOST = 1 << 63  # numbers are from 0 to below this, except for epochs of others
 
-_SETTINGS = ("seed", "initial_seed", "shuffle", "replacement", "drop_last", "num_replicas", "rank")
+ONE_RANK = (
+    "it holds for the rank that wrote it only: save and load a state on each rank, or take a "
+    "DistributedSampler, a ShardedSampler or, for a stream, shard='auto', whose states hold for all ranks"
+)
+
 _OF_ACCELERATE = ("num_processes", "split_batches")
+_SETTINGS = (
+    "seed",
+    "initial_seed",
+    "shuffle",
+    "replacement",
+    "drop_last",
+    "num_replicas",
+    "rank",
+    *_OF_ACCELERATE,
+)
 _ADDED = {f"sampler's {name}" for name in (*_OF_ACCELERATE, "run")}
 """Settings that states of this version did not have at first; compared if both have them."""
 _OF_THE_RUN = {"batch_size", "sampler's num_replicas", "sampler's rank", "sampler's samples"}
@@ -103,7 +111,7 @@ def described(loader: Any) -> State:
         "batch_size": None if batch_size is None else int(batch_size),
         "drop_last": bool(drop_last),
         "sampler": " of ".join(type(sampler).__name__ for sampler in samplers),
-        "sampler_settings": json.dumps(_settings(samplers) | _run_of(loader, index_sampler)),
+        "sampler_settings": json.dumps(_settings(samplers) | _run_of(loader)),
     }
 
 
@@ -113,23 +121,19 @@ def _settings(samplers: list[Any]) -> dict[str, Any]:
         if type(sampler) is not BatchSampler:
             attributes = getattr(sampler, "__dict__", {})
             found |= {
-                name: attributes[name]
-                for name in (*_SETTINGS, *_OF_ACCELERATE)
-                if type(attributes.get(name)) in (int, bool, str)
+                name: attributes[name] for name in _SETTINGS if type(attributes.get(name)) in (int, bool, str)
             }
             found |= {"samples": len(sampler)} if is_torchs(sampler) else {}
     return found
 
 
-def _run_of(loader: Any, index_sampler: Any) -> dict[str, str]:
+def _run_of(loader: Any) -> dict[str, str]:
     """The rank that writes a state, as a setting; of an order that ranks share, all write the same state."""
-    rank, ranks = 0, 1
     with contextlib.suppress(ValueError):  # variables of somebody else
         rank, ranks = rank_and_ranks()
-    is_common = isinstance(loader.dataset, IterableDataset) or (
-        ranks_share(index_sampler) and loader.in_order
-    )
-    return {} if ranks == 1 or is_common else {"run": f"rank {rank} of {ranks}"}
+        if ranks > 1 and not (ranks_share(loader) and loader.in_order):
+            return {"run": f"rank {rank} of {ranks}"}
+    return {}
 
 
 def is_of_one_rank(loader: Any, state: Mapping[str, Any]) -> bool:
@@ -137,15 +141,15 @@ def is_of_one_rank(loader: Any, state: Mapping[str, Any]) -> bool:
 
     Of samplers that are neither torch's nor have a state of their own, the checksum tells.
     """
-    if isinstance(loader.dataset, IterableDataset):
-        with named_in_errors(state, "stream"):
-            is_begun = bool(state["stream"]) and json.loads(state["stream"])["layout"] != STRIDE
-        return is_begun and type(loader.dataset) not in RANKS_SHARE
     index_sampler = index_sampler_of(loader)
-    is_drawn = is_torchs(index_sampler) and state["sampler_generator"]
-    if ranks_share(index_sampler) or not (is_drawn or sampler_with_state(index_sampler) is not None):
-        return not (state["in_order"] or is_between_epochs(state))
-    return True
+    own = sampler_with_state(index_sampler) is not None or (
+        is_torchs(index_sampler) and bool(state["sampler_generator"])
+    )
+    if state["stream"]:
+        with named_in_errors(state, "stream"):
+            own = json.loads(state["stream"])["layout"] != STRIDE
+    in_order = state["in_order"] or is_between_epochs(state)
+    return not in_order or (own and not ranks_share(loader))
 
 
 def is_between_epochs(state: Mapping[str, Any]) -> bool:
@@ -222,7 +226,7 @@ def _may_differ(state: Mapping[str, Any], loader: Any) -> set[str]:
     index_sampler, names = index_sampler_of(loader), _seeds_in_own_state(state)
     if not is_of_one_rank(loader, state):
         names |= {"sampler's run"}
-        names |= {"sampler's rank"} if ranks_share(index_sampler) else set()
+        names |= {"sampler's rank"} if ranks_share(loader) else set()
         names |= _OF_THE_RUN if sharded_sampler(index_sampler) is not None else set()
     if isinstance(loader.dataset, IterableDataset):
         names |= {"batch_size"}

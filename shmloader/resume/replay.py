@@ -61,8 +61,8 @@ def batches_from(index_sampler: Any, loaded: State, generator: torch.Generator |
         if None not in (checksum, found) and checksum != found:
             raise ResumeError(
                 f"the sampler ({_name(index_sampler)}) now gives other batches than the {taken:,} that the "
-                f"program has had (checksum {found}, in the state {checksum}). {ADVICE} If the state is that of "
-                "another rank, save and load it on each."
+                f"program has had (checksum {found}, in the state {checksum}). {ADVICE} If the state is "
+                "that of another rank, save and load it on each."
             )
     return iterator
 

@@ -17,7 +17,7 @@ from shmloader.errors import ResumeError, warn
 from shmloader.resume.compatibility import State, is_between_epochs, is_of_one_rank, named_in_errors
 from shmloader.resume.progress import Progress
 from shmloader.resume.user_states import pack_user_state, unpack_user_state
-from shmloader.sampling.samplers import RANKS_SHARE
+from shmloader.sampling.samplers import ranks_share
 from shmloader.wire.stream_records import (
     NOTHING_DRAWN,
     OWN,
@@ -55,7 +55,7 @@ class StreamProgress:
         goes_round = rules.layout != STRIDE and len(rules.cursors) == workers
         self.first_worker = (self._last + 1) % workers if goes_round else 0
         self._dataset_name = type(loader.dataset).__name__
-        self._ranks_share = type(loader.dataset) in RANKS_SHARE
+        self._ranks_share = ranks_share(loader) and loader.in_order
         self._out_of_order = not loader.in_order and workers > 1
         self._timeout_s = float(loader.timeout)
         self._layout = rules.layout or OWN

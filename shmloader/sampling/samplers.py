@@ -86,9 +86,9 @@ def is_torchs(index_sampler: Any) -> bool:
     return type(sampler_of_indices(index_sampler)) in _TORCHS
 
 
-def ranks_share(index_sampler: Any) -> bool:
-    """Whether a sampler gives each rank its part of an order that is the same on all ranks."""
-    return any(type(sampler) in RANKS_SHARE for sampler in with_inner(index_sampler))
+def ranks_share(loader: Any) -> bool:
+    """Whether a loader gives each rank its part of an order that is the same on all ranks."""
+    return any(type(one) in RANKS_SHARE for one in (loader.dataset, *with_inner(index_sampler_of(loader))))
 
 
 def repeats_its_order(index_sampler: Any) -> bool:

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 accelerate_resumed.py FOLDER (stock|torchdata|install|asked)
 
-Each rank writes, as JSON, for each case the batches of an undisturbed run, those before the checkpoint, and those
-of a run that has loaded it; and what is said of a sampler whose order other ranks may not have.
+Each rank writes, as JSON, for each case the batches of an undisturbed run, those before the checkpoint, and
+those of a run that has loaded it; and what is said of a sampler whose order other ranks may not have.
 """
 
 import itertools

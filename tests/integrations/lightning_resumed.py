@@ -1,9 +1,9 @@
-"""Two ranks of Lightning on CPU that save in mid-epoch or at an epoch's last batch, and resume, started by torchrun.
+"""Two ranks of Lightning on CPU that save in mid-epoch or at its last batch, and resume, started by torchrun.
 
     torchrun --nproc-per-node 2 lightning_resumed.py FOLDER (stock|torchdata|install|asked)
 
-Each rank writes, as JSON, for each case the batches of an undisturbed run, those before the checkpoint, and those
-of a run that has loaded it; and what is said if each rank draws an order of its own.
+Each rank writes, as JSON, for each case the batches of an undisturbed run, those before the checkpoint, and
+those of a run that has loaded it; and what is said if each rank draws an order of its own.
 """
 
 import json

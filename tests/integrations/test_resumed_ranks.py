@@ -1,7 +1,7 @@
 """accelerate and Lightning on two ranks, stopped and resumed: beside torch's loader and torchdata's.
 
-Without `stateful=True` or `use_stateful_dataloader=True` a resumed program gets torch's batches; with it, exactly
-the batches of the undisturbed one, on both ranks.
+Without `stateful=True` or `use_stateful_dataloader=True` a resumed program gets torch's batches; with it,
+exactly the batches of the undisturbed one, on both ranks.
 """
 
 from __future__ import annotations
