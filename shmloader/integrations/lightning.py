@@ -45,8 +45,8 @@ class Lightning:
 
 def _save(save: Any, loop: Any) -> Any:
     saved = save(loop)
-    states = saved.get("combined_loader", [])
-    for place, (loader, state) in enumerate(zip(_with_states(loop), states, strict=True)):
+    states = saved.get("combined_loader")  # None before the loop has its loaders
+    for place, (loader, state) in enumerate(zip(_with_states(loop), states, strict=True) if states else ()):
         if _is_ours(state) and isinstance(loader, torch.utils.data.DataLoader):
             if loop.epoch_loop.batch_progress.is_last_batch:
                 epoch = loop.epoch_progress.current.started
@@ -61,7 +61,7 @@ def _load(load: Any, loop: Any) -> None:
     goes_on = any(state["batches"] and not state["finished"] for state in states)
     why = ""
     if states and not _with_states(loop):
-        why = "has states of torch's loaders, from install(stateful=True) or an early shmloader 0.1.0: call that"
+        why = "has states, from install(stateful=True) or a shmloader 0.1.0 that always added them: call that"
     elif goes_on and loop.epoch_loop.batch_progress.is_last_batch:
         why = "is of an epoch's last batch, and was written without install(), or by a shmloader 0.1.0 that "
         why += "did not know of last batches: resume from another step"
