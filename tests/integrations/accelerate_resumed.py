@@ -77,10 +77,7 @@ def train(loader: Any, epochs: Any) -> Iterator[list[float]]:
             yield batch.flatten().tolist()
 
 
-def run(mode: str, folder: Path, step: int, **case: Any) -> tuple[Any, Any, Any]:
-    accelerate.utils.set_seed(5)
-    _, loader = prepared(mode, **case)
-    whole = list(train(loader, range(EPOCHS)))
+def run(mode: str, folder: Path, step: int, **case: Any) -> tuple[Any, Any]:
     accelerate.utils.set_seed(5)
     accelerator, loader = prepared(mode, **case)
     training = train(loader, range(EPOCHS))
@@ -91,7 +88,7 @@ def run(mode: str, folder: Path, step: int, **case: Any) -> tuple[Any, Any, Any]
     accelerate.utils.set_seed(5 if "use_seedable_sampler" in case else 6)
     accelerator, loader = prepared(mode, **case)
     accelerator.load_state(str(folder))
-    return whole, begun, list(train(loader, range(step // 4, EPOCHS)))
+    return begun, list(train(loader, range(step // 4, EPOCHS)))
 
 
 def main() -> None:
@@ -99,13 +96,17 @@ def main() -> None:
     if mode in ("install", "asked"):
         shmloader.install()
     found: dict[str, Any] = {}
-    for (name, case), (when, step) in itertools.product(CASES.items(), STEPS.items()):
-        try:
-            found[f"{name}, {when}"] = run(mode, folder / f"{name}, {when}", step, **case)
-        except Exception as error:
-            if mode == "asked":
-                raise
-            found[f"{name}, {when}"] = repr(error)
+    for name, case in CASES.items():
+        accelerate.utils.set_seed(5)
+        whole = list(train(prepared(mode, **case)[1], range(EPOCHS)))
+        for when, step in STEPS.items():
+            try:
+                begun_and_rest = run(mode, folder / f"{name}, {when}", step, **case)
+            except Exception as error:
+                if mode != "torchdata":
+                    raise
+                begun_and_rest = [], repr(error)
+            found[f"{name}, {when}"] = whole, *begun_and_rest
     accelerator, loader = prepared(mode, sampler=Backwards())
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

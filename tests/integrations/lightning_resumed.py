@@ -20,16 +20,12 @@ from torch.utils.data import DataLoader, Dataset
 import shmloader
 
 EPOCHS = 3
-CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "mid-epoch": (2, {}),
-    "a later epoch": (6, {}),
-    "last batch": (4, {}),
-    "last batch of a later epoch": (8, {}),
-    "cut epochs": (3, {"limit_train_batches": 3}),
-    "cut epochs, a later one": (5, {"limit_train_batches": 3}),
-    "with a sampler of the program": (2, {"sharded": True}),
-    "its last batch": (4, {"sharded": True}),
-}
+CASES: list[tuple[dict[str, Any], dict[str, int]]] = [
+    ({}, {"mid-epoch": 2, "a later epoch": 6, "last batch": 4, "last batch of a later epoch": 8}),
+    ({"limit_train_batches": 3}, {"cut epochs": 3, "cut epochs, a later one": 5}),
+    ({"sharded": True}, {"with a sampler of the program": 2, "its last batch": 4}),
+]
+"""Arguments, and the steps after which a checkpoint is resumed from."""
 
 
 class Rows(Dataset):
@@ -87,15 +83,16 @@ def main() -> None:
     if mode in ("install", "asked"):
         shmloader.install(stateful=mode == "asked")
     found: dict[str, Any] = {}
-    for name, (step, case) in CASES.items():
-        try:
-            whole = fit(mode, folder / name, **case)
-            rest = fit(mode, folder / "rest", folder / name / f"step={step}.ckpt", **case)
+    for number, (case, steps) in enumerate(CASES):
+        whole = fit(mode, folder / str(number), **case)
+        for name, step in steps.items():
+            try:
+                rest = fit(mode, folder / "rest", folder / str(number) / f"step={step}.ckpt", **case)
+            except Exception as error:
+                if mode != "torchdata":
+                    raise
+                rest = repr(error)
             found[name] = whole, whole[:step], rest
-        except Exception as error:
-            if mode != "torchdata":
-                raise
-            found[name] = repr(error)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         fit(mode, folder / "drawn", use_distributed_sampler=False)

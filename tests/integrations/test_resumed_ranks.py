@@ -66,7 +66,7 @@ def test_torchdatas_loader_is_not_exact_in_these_cases(framework: str, tmp_path:
     exact = {
         case
         for case, found in first.items()
-        if not isinstance(found, str) and found[1] + found[2] == found[0]
+        if not isinstance(found[2], str) and found[1] + found[2] == found[0]
     }
     assert exact == EXACT_WITH_TORCHDATA[framework]
 
