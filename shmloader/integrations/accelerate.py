@@ -14,7 +14,7 @@ from typing import Any
 import torch.utils.data
 
 from shmloader.distributed import rank_and_ranks
-from shmloader.errors import ResumeError, warn
+from shmloader.errors import ResumeError, warn_once
 from shmloader.integrations.patches import Patches
 from shmloader.integrations.states import states_are_added, warn_of_one_rank
 from shmloader.loader import DataLoader
@@ -30,36 +30,26 @@ _IS_OURS = "is_shmloader"
 _RANKS_SHARE = ("BatchSamplerShard", "IterableDatasetShard", "SeedableRandomSampler")
 
 
-class Accelerate:
-    """Patches accelerate, if it has been imported."""
-
-    def __init__(self, patches: Patches) -> None:
-        self._patches = patches
-        self._done = False
-
-    def patch(self) -> None:
-        """Patch accelerate's module of loaders, once; warn if this version of it cannot be patched."""
-        module = sys.modules.get(_MODULE)
-        if self._done or module is None:
-            return
-        self._done = True
-        arguments: Any = getattr(module, _ARGUMENTS, None)
-        adapter, dispatcher = (getattr(module, name, None) for name in ("DataLoaderAdapter", _DISPATCHER))
-        torchs = getattr(module, "DataLoader", None) is _TORCHS
-        methods = hasattr(adapter, _UPDATE) and hasattr(dispatcher, _FETCH)
-        if not (torchs and isinstance(arguments, dict) and methods):
-            warn(
-                f"shmloader.install() cannot patch this version of accelerate: {_MODULE} lacks a dict "
-                f"{_ARGUMENTS}, a DataLoader that is torch's, DataLoaderAdapter.{_UPDATE}, or "
-                f"{_DISPATCHER}.{_FETCH}. Its loaders load from slots, but with the options of install(), "
-                "not of the loader that they replace."
-            )
-            return
-        self._patches.replace(module, _ARGUMENTS, {**arguments, **OWN_DEFAULTS, _IS_OURS: False})
-        self._patches.replace(module, "DataLoader", _build)
-        for name, around in _AROUND.items():
-            self._patches.wrap(dispatcher if name == _FETCH else adapter, name, around)
-        RANKS_SHARE.update(vars(module)[name] for name in _RANKS_SHARE if name in vars(module))
+def patch_accelerate(patches: Patches) -> None:
+    """Patch accelerate's module of loaders, once it is imported; warn if this version cannot be patched."""
+    module = sys.modules.get(_MODULE)
+    arguments: Any = getattr(module, _ARGUMENTS, None)
+    if module is None or _IS_OURS in (arguments or ()):
+        return
+    adapter, dispatcher = (getattr(module, name, None) for name in ("DataLoaderAdapter", _DISPATCHER))
+    known = isinstance(arguments, dict) and getattr(module, "DataLoader", None) is _TORCHS
+    if not (known and hasattr(adapter, _UPDATE) and hasattr(dispatcher, _FETCH)):
+        warn_once(
+            f"shmloader.install() cannot patch this version of accelerate: {_MODULE} lacks {_ARGUMENTS}, "
+            f"a DataLoader that is torch's, DataLoaderAdapter.{_UPDATE}, or {_DISPATCHER}.{_FETCH}. Its "
+            "loaders load from slots, but with the options of install(), not of the loader that they replace."
+        )
+        return
+    patches.replace(module, _ARGUMENTS, {**arguments, **OWN_DEFAULTS, _IS_OURS: False})
+    patches.replace(module, "DataLoader", _build)
+    for name, around in _AROUND.items():
+        patches.wrap(dispatcher if name == _FETCH else adapter, name, around)
+    RANKS_SHARE.update(vars(module)[name] for name in _RANKS_SHARE if name in vars(module))
 
 
 _TORCHS = torch.utils.data.DataLoader

@@ -16,8 +16,8 @@ import torch.utils.data
 from shmloader.arguments import check_arguments, dispatch_of, threads_of
 from shmloader.errors import warn, warn_once
 from shmloader.framework_rebuilds import PreparedFlag
-from shmloader.integrations.accelerate import Accelerate
-from shmloader.integrations.lightning import Lightning
+from shmloader.integrations.accelerate import patch_accelerate
+from shmloader.integrations.lightning import patch_lightning
 from shmloader.integrations.patches import Patches
 from shmloader.integrations.states import state_dict, states_are_added
 from shmloader.loader import DataLoader
@@ -80,8 +80,8 @@ def install(*, stateful: bool = False, **options: Any) -> contextlib.ExitStack:
             _states.replace(_TORCHS, "load_state_dict", DataLoader.load_state_dict)
             _states.replace(_TORCHS, "state_dict", state_dict)
         _warned.clear()
-        _accelerate.patch()
-        _lightning.patch()
+        patch_accelerate(_patches)
+        patch_lightning(_patches)
     restore = contextlib.ExitStack()
     restore.callback(uninstall if before is None else functools.partial(install, **before))
     return restore
@@ -93,11 +93,10 @@ def uninstall() -> None:
     Existing iterators continue, and persistent workers stay with their loader. Without an `install` before,
     it does nothing.
     """
-    global _options, _accelerate, _lightning  # noqa: PLW0603
+    global _options  # noqa: PLW0603
     _options = None
     _states.undo()
     _patches.undo()
-    _accelerate, _lightning = Accelerate(_patches), Lightning(_patches)
 
 
 _OF_ONE_LOADER = {
@@ -109,7 +108,6 @@ _OF_ONE_LOADER = {
 _options: dict[str, Any] | None = None
 _warned: set[str] = set()
 _patches, _states = Patches(), Patches()
-_accelerate, _lightning = Accelerate(_patches), Lightning(_patches)
 
 
 def _patch() -> None:
@@ -118,7 +116,7 @@ def _patch() -> None:
     @never_compiled
     def __iter__(loader: Any) -> Any:  # noqa: N807
         if _options is not None:
-            _lightning.patch()  # which may have been imported meanwhile
+            patch_lightning(_patches)  # which may have been imported meanwhile
             if not isinstance(loader, DataLoader):
                 return loading_of(loader).iterate(loader, functools.partial(torchs_iter, loader))
         return torchs_iter(loader)
@@ -137,7 +135,7 @@ def _patch() -> None:
     _patches.replace(_TORCHS, GET_ITERATOR, get_iterator)
     _patches.replace(_TORCHS, "statistics", DataLoader.statistics)
     _patches.replace(_TORCHS, "close", DataLoader.close)
-    flag = PreparedFlag(lambda _: _accelerate.patch())  # which may have been imported meanwhile
+    flag = PreparedFlag(lambda _: patch_accelerate(_patches))  # which may have been imported meanwhile
     for kind in (_TORCHS, DataLoader):
         _patches.replace(kind, "_is_accelerate_prepared", flag)
 

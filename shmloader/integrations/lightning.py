@@ -18,36 +18,27 @@ from shmloader.slot_loading import loading_of
 
 _MODULES = {"lightning.pytorch.loops.fit_loop", "pytorch_lightning.loops.fit_loop"}
 _SAVE, _LOAD = "on_save_checkpoint", "_load_combined_loader_states"
-_STATES = "_combined_loader_states_to_load"
 
 
-class Lightning:
-    """Patches Lightning's training loop, if it has been imported."""
-
-    def __init__(self, patches: Patches) -> None:
-        self._patches = patches
-        self._done: set[str] = set()
-
-    def patch(self) -> None:
-        """Patch the loop of each package of Lightning, once; warn if this version of it cannot be patched."""
-        for name in sys.modules.keys() & (_MODULES - self._done):
-            self._done.add(name)
-            loop: Any = getattr(sys.modules[name], "_FitLoop", None)
-            if not (hasattr(loop, _SAVE) and hasattr(loop, _LOAD)):
-                warn_once(
-                    f"shmloader.install() cannot patch this version of Lightning: {name}._FitLoop lacks "
-                    f"{_SAVE} or {_LOAD}. Training resumed from an epoch's last batch loses an epoch."
-                )
-                continue
-            self._patches.wrap(loop, _SAVE, _save)
-            self._patches.wrap(loop, _LOAD, _load)
+def patch_lightning(patches: Patches) -> None:
+    """Patch Lightning's training loop, once it is imported; warn if this version of it cannot be patched."""
+    for name in sys.modules.keys() & _MODULES:
+        loop: Any = getattr(sys.modules[name], "_FitLoop", None)
+        if hasattr(loop, _SAVE) and hasattr(loop, _LOAD):
+            patches.wrap(loop, _SAVE, _save)
+            patches.wrap(loop, _LOAD, _load)
+        else:
+            warn_once(
+                f"shmloader.install() cannot patch this version of Lightning: {name}._FitLoop lacks {_SAVE} "
+                f"or {_LOAD}. Training resumed from an epoch's last batch loses an epoch."
+            )
 
 
 def _save(save: Any, loop: Any) -> Any:
     saved = save(loop)
     states = saved.get("combined_loader")  # None before the loop has its loaders
     for place, (loader, state) in enumerate(zip(_with_states(loop), states, strict=True) if states else ()):
-        if _is_ours(state) and isinstance(loader, torch.utils.data.DataLoader):
+        if "sampler_settings" in state and isinstance(loader, torch.utils.data.DataLoader):
             if loop.epoch_loop.batch_progress.is_last_batch:
                 epoch = loop.epoch_progress.current.started
                 states[place] = loading_of(loader).states.state_after_epoch(loader, epoch)
@@ -57,7 +48,8 @@ def _save(save: Any, loop: Any) -> Any:
 
 def _load(load: Any, loop: Any) -> None:
     """Load the states of a checkpoint, or refuse those that earlier versions wrote and that are not right."""
-    states = [state for state in getattr(loop, _STATES) if loop.restarting and _is_ours(state)]
+    to_load = loop._combined_loader_states_to_load if loop.restarting else []  # noqa: SLF001
+    states = [state for state in to_load if "sampler_settings" in state]
     goes_on = any(state["batches"] and not state["finished"] for state in states)
     why = ""
     if states and not _with_states(loop):
@@ -77,7 +69,3 @@ def _with_states(loop: Any) -> list[Any]:
     """The loaders whose states Lightning saves."""
     loaders = loop._combined_loader.flattened  # noqa: SLF001
     return [one for one in loaders if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")]
-
-
-def _is_ours(state: Any) -> bool:
-    return "sampler_settings" in state

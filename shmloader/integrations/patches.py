@@ -21,10 +21,11 @@ class Patches:
         setattr(owner, name, value)
 
     def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        """Replace a method by ``around``, which is called with the method and with its arguments."""
-        method = getattr(owner, name)
-        wrapped = functools.wraps(method)(lambda *args, **kwargs: around(method, *args, **kwargs))
-        self.replace(owner, name, wrapped)
+        """Replace a method, once, by ``around``, which is called with the method and with its arguments."""
+        if (owner, name) not in self._before:
+            method = getattr(owner, name)
+            wrapped = functools.wraps(method)(lambda *args, **kwargs: around(method, *args, **kwargs))
+            self.replace(owner, name, wrapped)
 
     def undo(self) -> None:
         """Restore all attributes except those that other code has replaced since."""

@@ -94,7 +94,7 @@ def ranks_share(loader: Any) -> bool:
 def repeats_its_order(index_sampler: Any) -> bool:
     """Whether an order can be drawn again for certain: all its samplers are torch's, or divide torch's."""
     kinds = {*RANKS_SHARE, *_TORCHS, BatchSampler}
-    return is_torchs(index_sampler) or all(type(sampler) in kinds for sampler in with_inner(index_sampler))
+    return all(type(sampler) in kinds for sampler in with_inner(index_sampler))
 
 
 def draws_one_seed(index_sampler: Any) -> bool:
