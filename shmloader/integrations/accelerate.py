@@ -102,7 +102,7 @@ def _update(update: Any, adapter: Any) -> None:
 
 def _state_dict(state_dict: Any, adapter: Any) -> Any:
     state = state_dict(adapter)
-    if not hasattr(type(adapter), _FETCH):
+    if adapter.use_stateful_dataloader and not hasattr(type(adapter), _FETCH):
         warn_of_one_rank(adapter.base_dataloader, state, "accelerate")
     return state
 
