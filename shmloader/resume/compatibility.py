@@ -120,10 +120,11 @@ def _settings(samplers: list[Any]) -> dict[str, Any]:
 
 
 def _run_of(loader: Any) -> dict[str, str]:
-    """The rank that writes a state, as a setting; of an order that ranks share, all write the same state."""
+    """The rank that writes a state, as a setting; not of an order that ranks share, nor of a stream."""
+    is_common = ranks_share(loader) and loader.in_order
     with contextlib.suppress(ValueError):  # variables of somebody else
         rank, ranks = rank_and_ranks()
-        if ranks > 1 and not (ranks_share(loader) and loader.in_order):
+        if ranks > 1 and not is_common and not isinstance(loader.dataset, IterableDataset):
             return {"run": f"rank {rank} of {ranks}"}
     return {}
 
