@@ -7,51 +7,49 @@ only.
 
 from __future__ import annotations
 
-import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch.utils.data
 
-from shmloader.errors import warn
+from shmloader.distributed import rank_and_ranks
+from shmloader.errors import ResumeError, warn_once
 from shmloader.integrations.patches import Patches
-from shmloader.integrations.states import states_unwanted
+from shmloader.integrations.states import states_are_added, warn_of_one_rank
 from shmloader.loader import DataLoader
+from shmloader.sampling.samplers import RANKS_SHARE
 from shmloader.torch_fallback import OWN_DEFAULTS
 
 _MODULE = "accelerate.data_loader"
 _ARGUMENTS = "_PYTORCH_DATALOADER_KWARGS"
 _UPDATE = "_update_state_dict"
+_DISPATCHER, _FETCH = "DataLoaderDispatcher", "_fetch_batches"
+_ITERATION = "_iteration"
 _IS_OURS = "is_shmloader"
+_RANKS_SHARE = ("BatchSamplerShard", "IterableDatasetShard", "SeedableRandomSampler")
 
 
-class Accelerate:
-    """Patches accelerate, if it has been imported."""
-
-    def __init__(self, patches: Patches) -> None:
-        self._patches = patches
-        self._done = False
-
-    def patch(self) -> None:
-        """Patch accelerate's module of loaders, once; warn if this version of it cannot be patched."""
-        module = sys.modules.get(_MODULE)
-        if self._done or module is None:
-            return
-        self._done = True
-        arguments: Any = getattr(module, _ARGUMENTS, None)
-        adapter: Any = getattr(module, "DataLoaderAdapter", None)
-        torchs = getattr(module, "DataLoader", None) is _TORCHS
-        if not (torchs and isinstance(arguments, dict) and hasattr(adapter, _UPDATE)):
-            warn(
-                f"shmloader.install() cannot patch this version of accelerate: {_MODULE} lacks a dict "
-                f"{_ARGUMENTS}, a DataLoader that is torch's, or DataLoaderAdapter.{_UPDATE}. Its loaders "
-                "load from slots, but with the options of install(), not of the loader that they replace."
-            )
-            return
-        self._patches.replace(module, _ARGUMENTS, {**arguments, **OWN_DEFAULTS, _IS_OURS: False})
-        self._patches.replace(module, "DataLoader", _build)
-        self._patches.replace(adapter, "__init__", _init_of(adapter))
-        self._patches.replace(adapter, _UPDATE, _update_of(adapter))
+def patch_accelerate(patches: Patches) -> None:
+    """Patch accelerate's module of loaders, once it is imported; warn if this version cannot be patched."""
+    module = sys.modules.get(_MODULE)
+    arguments: Any = getattr(module, _ARGUMENTS, None)
+    if module is None or _IS_OURS in (arguments or ()):
+        return
+    adapter, dispatcher = (getattr(module, name, None) for name in ("DataLoaderAdapter", _DISPATCHER))
+    known = isinstance(arguments, dict) and getattr(module, "DataLoader", None) is _TORCHS
+    if not (known and hasattr(adapter, _UPDATE) and hasattr(dispatcher, _FETCH)):
+        warn_once(
+            f"shmloader.install() cannot patch this version of accelerate: {_MODULE} lacks {_ARGUMENTS}, "
+            f"a DataLoader that is torch's, DataLoaderAdapter.{_UPDATE}, or {_DISPATCHER}.{_FETCH}. Its "
+            "loaders load from slots, but with the options of install(), not of the loader that they replace."
+        )
+        return
+    patches.replace(module, _ARGUMENTS, {**arguments, **OWN_DEFAULTS, _IS_OURS: False})
+    patches.replace(module, "DataLoader", _build)
+    for name, around in _AROUND.items():
+        patches.wrap(dispatcher if name == _FETCH else adapter, name, around)
+    RANKS_SHARE.update(vars(module)[name] for name in _RANKS_SHARE if name in vars(module))
 
 
 _TORCHS = torch.utils.data.DataLoader
@@ -64,29 +62,75 @@ def _build(dataset: Any, *args: Any, **kwargs: Any) -> Any:
     return _TORCHS(dataset, *args, **{name: kwargs[name] for name in kwargs.keys() - OWN_DEFAULTS.keys()})
 
 
-def _init_of(adapter_class: Any) -> Any:
+def _init(
+    init: Any, adapter: Any, dataset: Any, use_stateful_dataloader: bool = False, **kwargs: Any
+) -> None:
     """``__init__`` of accelerate's loaders: ``use_stateful_dataloader`` makes ours, not torchdata's.
 
     accelerate asks each loader for its state, so a failure matters only if the program wants the state.
     """
-    init = adapter_class.__init__
+    kwargs[_IS_OURS] = use_stateful_dataloader or kwargs.get(_IS_OURS, False)
+    try:
+        init(adapter, dataset, **kwargs)
+    except ResumeError:
+        if use_stateful_dataloader:
+            raise
+    # All ranks write and read one file: only the rank that has the place may.
+    adapter.use_stateful_dataloader = use_stateful_dataloader and not _is_idle(adapter)
+    if not _is_wanted(adapter):
+        vars(adapter).pop("dl_state_dict", None)
+        if use_stateful_dataloader:
+            adapter.dl_state_dict = {}
 
-    @functools.wraps(init)
-    def __init__(adapter: Any, dataset: Any, use_stateful_dataloader: bool = False, **kwargs: Any) -> None:  # noqa: N807
-        kwargs[_IS_OURS] = use_stateful_dataloader or kwargs.get(_IS_OURS, False)
-        with states_unwanted(not use_stateful_dataloader):
-            init(adapter, dataset, **kwargs)
-        adapter.use_stateful_dataloader = use_stateful_dataloader
 
-    return __init__
+def _is_idle(adapter: Any) -> bool:
+    """Whether rank 0 reads the batches for this one (``dispatch_batches``)."""
+    return hasattr(type(adapter), _FETCH) and rank_and_ranks()[0] > 0
 
 
-def _update_of(adapter_class: Any) -> Any:
-    update = getattr(adapter_class, _UPDATE)
+def _is_wanted(adapter: Any) -> bool:
+    """Whether the program has asked for states, and this rank has them."""
+    return (adapter.use_stateful_dataloader or states_are_added()) and not _is_idle(adapter)
 
-    @functools.wraps(update)
-    def _update_state_dict(adapter: Any) -> None:
-        with states_unwanted(not adapter.use_stateful_dataloader):
-            update(adapter)
 
-    return _update_state_dict
+def _update(update: Any, adapter: Any) -> None:
+    if _is_wanted(adapter):
+        update(adapter)
+        # accelerate does not save the number of the epoch.
+        adapter.dl_state_dict[_ITERATION] = getattr(adapter, "iteration", 0) + adapter.end_of_dataloader
+
+
+def _state_dict(state_dict: Any, adapter: Any) -> Any:
+    state = state_dict(adapter)
+    if adapter.use_stateful_dataloader and not hasattr(type(adapter), _FETCH):
+        warn_of_one_rank(adapter.base_dataloader, state, "accelerate")
+    return state
+
+
+def _load_state_dict(load: Any, adapter: Any, state: Any) -> None:
+    if not _is_idle(adapter):
+        load(adapter, state)
+        adapter.iteration = state.get(_ITERATION, getattr(adapter, "iteration", 0))
+
+
+def _fetch(fetch: Any, adapter: Any, iterator: Any) -> Any:
+    """Read the batches that all ranks get next; the state is that before the first of them.
+
+    accelerate takes the state before the last one, and corrects only torchdata's.
+    """
+    adapter._update_state_dict()  # noqa: SLF001
+    vars(adapter)[_UPDATE] = lambda: None
+    try:
+        return fetch(adapter, iterator)
+    finally:
+        del vars(adapter)[_UPDATE]
+
+
+_AROUND: dict[str, Callable[..., Any]] = {
+    "__init__": _init,
+    "state_dict": _state_dict,
+    "load_state_dict": _load_state_dict,
+    _UPDATE: _update,
+    _FETCH: _fetch,
+}
+"""What is done around methods of accelerate's loaders."""

@@ -16,9 +16,10 @@ import torch.utils.data
 from shmloader.arguments import check_arguments, dispatch_of, threads_of
 from shmloader.errors import warn, warn_once
 from shmloader.framework_rebuilds import PreparedFlag
-from shmloader.integrations.accelerate import Accelerate
+from shmloader.integrations.accelerate import patch_accelerate
+from shmloader.integrations.lightning import patch_lightning
 from shmloader.integrations.patches import Patches
-from shmloader.integrations.states import state_dict
+from shmloader.integrations.states import state_dict, states_are_added
 from shmloader.loader import DataLoader
 from shmloader.slot_loading import loading_of
 from shmloader.torch_fallback import OWN_DEFAULTS
@@ -28,13 +29,12 @@ from shmloader.torch_private import GET_ITERATOR, never_compiled
 _TORCHS = torch.utils.data.DataLoader
 
 
-def install(**options: Any) -> contextlib.ExitStack:
+def install(*, stateful: bool = False, **options: Any) -> contextlib.ExitStack:
     """Let every ``torch.utils.data.DataLoader`` of this process load through slots.
 
     It holds for the program's own loaders, for those that frameworks make (accelerate, Trainer, Lightning,
     ignite) and for all subclasses (PyG, MONAI, timm), also if they were imported or made before. Batches are
-    the same. Each such loader gets ``statistics()``, ``close()``, ``state_dict()`` and ``load_state_dict()``.
-    Existing iterators continue unchanged.
+    the same. Each such loader gets ``statistics()`` and ``close()``. Existing iterators continue unchanged.
 
     Two kinds of loader stay as they are: those whose iterator is not torch's (``StatefulDataLoader`` of
     torchdata), and, with one warning, those whose workers are threads that pose as processes
@@ -44,6 +44,9 @@ def install(**options: Any) -> contextlib.ExitStack:
     options.
 
     Args:
+        stateful: Whether each such loader gets ``state_dict()`` and ``load_state_dict()`` too. Frameworks
+            save the state of every loader that has them, and such a checkpoint is read under
+            ``install(stateful=True)`` only.
         **options: Defaults for `DataLoader`'s own options: ``memory_budget_nbytes``, ``worker_restarts``,
             ``on_error``, ``dispatch``, ``seed_per_sample``, ``prefetch_epochs``, ``worker_type``,
             ``snapshot_every_n_steps``, ``place_results``. A `DataLoader` keeps the ones that it was made
@@ -67,13 +70,18 @@ def install(**options: Any) -> contextlib.ExitStack:
         if options.get(name, OWN_DEFAULTS[name]) != OWN_DEFAULTS[name]:
             raise ValueError(f"install({name}={options[name]!r}) is not possible: {instead}")
     _check(options, torch.utils.data.Dataset(), True, None)
-    before = _options
+    before = None if _options is None else {"stateful": states_are_added(), **_options}
     if not is_missing(Feature.INSTALL):
         if before is None:
             _patch()
         _options = options
+        _states.undo()
+        if stateful:
+            _states.replace(_TORCHS, "load_state_dict", DataLoader.load_state_dict)
+            _states.replace(_TORCHS, "state_dict", state_dict)
         _warned.clear()
-        _accelerate.patch()
+        patch_accelerate(_patches)
+        patch_lightning(_patches)
     restore = contextlib.ExitStack()
     restore.callback(uninstall if before is None else functools.partial(install, **before))
     return restore
@@ -85,10 +93,10 @@ def uninstall() -> None:
     Existing iterators continue, and persistent workers stay with their loader. Without an `install` before,
     it does nothing.
     """
-    global _options, _accelerate  # noqa: PLW0603
+    global _options  # noqa: PLW0603
     _options = None
+    _states.undo()
     _patches.undo()
-    _accelerate = Accelerate(_patches)
 
 
 _OF_ONE_LOADER = {
@@ -99,8 +107,7 @@ _OF_ONE_LOADER = {
 
 _options: dict[str, Any] | None = None
 _warned: set[str] = set()
-_patches = Patches()
-_accelerate = Accelerate(_patches)
+_patches, _states = Patches(), Patches()
 
 
 def _patch() -> None:
@@ -108,8 +115,10 @@ def _patch() -> None:
 
     @never_compiled
     def __iter__(loader: Any) -> Any:  # noqa: N807
-        if _options is not None and not isinstance(loader, DataLoader):
-            return loading_of(loader).iterate(loader, functools.partial(torchs_iter, loader))
+        if _options is not None:
+            patch_lightning(_patches)  # which may have been imported meanwhile
+            if not isinstance(loader, DataLoader):
+                return loading_of(loader).iterate(loader, functools.partial(torchs_iter, loader))
         return torchs_iter(loader)
 
     @never_compiled
@@ -126,9 +135,7 @@ def _patch() -> None:
     _patches.replace(_TORCHS, GET_ITERATOR, get_iterator)
     _patches.replace(_TORCHS, "statistics", DataLoader.statistics)
     _patches.replace(_TORCHS, "close", DataLoader.close)
-    _patches.replace(_TORCHS, "load_state_dict", DataLoader.load_state_dict)
-    _patches.replace(_TORCHS, "state_dict", state_dict)
-    flag = PreparedFlag(lambda _: _accelerate.patch())  # which may have been imported meanwhile
+    flag = PreparedFlag(lambda _: patch_accelerate(_patches))  # which may have been imported meanwhile
     for kind in (_TORCHS, DataLoader):
         _patches.replace(kind, "_is_accelerate_prepared", flag)
 

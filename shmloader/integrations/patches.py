@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 _ABSENT: Any = object()
@@ -17,6 +19,13 @@ class Patches:
         """Set an attribute of a class or module, and remember its former value."""
         self._before[owner, name] = vars(owner).get(name, _ABSENT), value
         setattr(owner, name, value)
+
+    def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        """Replace a method, once, by ``around``, which is called with the method and with its arguments."""
+        if (owner, name) not in self._before:
+            method = getattr(owner, name)
+            wrapped = functools.wraps(method)(lambda *args, **kwargs: around(method, *args, **kwargs))
+            self.replace(owner, name, wrapped)
 
     def undo(self) -> None:
         """Restore all attributes except those that other code has replaced since."""

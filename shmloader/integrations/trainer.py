@@ -12,9 +12,10 @@ from transformers import TrainerCallback
 class LoaderState(TrainerCallback):  # type: ignore[misc]  # without transformers it is Any
     """Saves the training loader's state in each checkpoint, and loads it when training is resumed.
 
-    It needs ``shmloader.install()``, and ``TrainingArguments(ignore_data_skip=True)``, or Trainer would skip
-    the batches a second time. Without this callback Trainer draws all index batches of the epoch again and
-    skips those that were trained on; then random augmentation is drawn anew. Each rank has a file of its own.
+    It needs ``shmloader.install(stateful=True)``, and ``TrainingArguments(ignore_data_skip=True)``, or
+    Trainer would skip the batches a second time. Without this callback Trainer draws all index batches of the
+    epoch again and skips those that were trained on; then random augmentation is drawn anew. Each rank has a
+    file of its own.
 
     Args:
         checkpoint: The folder that training is resumed from; None for Trainer's own folder of that step in
@@ -33,13 +34,15 @@ class LoaderState(TrainerCallback):  # type: ignore[misc]  # without transformer
         """Load the state, if training is resumed.
 
         Raises:
-            RuntimeError: Without ``install()``.
+            RuntimeError: Without ``install(stateful=True)``.
             ValueError: Without ``ignore_data_skip``.
             FileNotFoundError: If the checkpoint was saved without this callback, or by fewer ranks.
             ResumeError: If the state does not fit the loader.
         """
-        if not hasattr(train_dataloader.base_dataloader, "state_dict"):
-            raise RuntimeError("LoaderState needs shmloader.install(): Trainer's loader has no state")
+        if not hasattr(train_dataloader, "dl_state_dict"):
+            raise RuntimeError(
+                "LoaderState needs shmloader.install(stateful=True): Trainer's loader has no state"
+            )
         if not state.global_step:
             return
         if not args.ignore_data_skip:

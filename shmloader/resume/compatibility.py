@@ -10,23 +10,26 @@ from typing import Any, get_args, get_type_hints
 
 from torch.utils.data import BatchSampler, IterableDataset
 
+from shmloader.distributed import rank_and_ranks
 from shmloader.errors import ResumeError
 from shmloader.resume.user_states import unpack_user_state
 from shmloader.sampling.samplers import (
     index_sampler_of,
     is_torchs,
+    ranks_share,
     sampler_with_state,
     sharded_sampler,
     with_inner,
 )
+from shmloader.wire.stream_records import STRIDE
 
 State = dict[str, Any]
 
 VERSION = 6
 """The version of the state's format."""
 
-ADDED_BY_OTHERS = {"_iterator_finished"}
-"""Keys that frameworks add to a state (accelerate); they are ignored."""
+ADDED_BY_OTHERS = {"_iterator_finished", "_iteration"}
+"""Keys that accelerate and its integration add to a state; they are ignored."""
 
 
 @dataclass
@@ -66,7 +69,16 @@ AT_THE_BEGINNING: State = {key.name: key.default for key in fields(_Keys) if key
 _TYPES = {name: get_args(kind) or (kind,) for name, kind in get_type_hints(_Keys).items()}
 _MOST = 1 << 63  # numbers are from 0 to below this, except for epochs of others
 
-_SETTINGS = ("seed", "initial_seed", "shuffle", "replacement", "drop_last", "num_replicas", "rank")
+ONE_RANK = (
+    "it holds for the rank that wrote it only: save and load a state on each rank, or take a "
+    "DistributedSampler, a ShardedSampler or, for a stream, shard='auto', whose states hold for all ranks"
+)
+
+_OF_ACCELERATE = ("num_processes", "split_batches")
+_OF_TORCH = ("seed", "initial_seed", "shuffle", "replacement", "drop_last", "num_replicas", "rank")
+_SETTINGS = (*_OF_TORCH, *_OF_ACCELERATE)
+_ADDED = {f"sampler's {name}" for name in (*_OF_ACCELERATE, "run")}
+"""Settings that states of this version did not have at first; compared if both have them."""
 _OF_THE_RUN = {"batch_size", "sampler's num_replicas", "sampler's rank", "sampler's samples"}
 """Keys that may differ if the sampler counts samples of all ranks."""
 _OF_THE_EPOCH = {"dataset_len", "batch_size", "drop_last", "sampler's samples"}
@@ -91,7 +103,7 @@ def described(loader: Any) -> State:
         "batch_size": None if batch_size is None else int(batch_size),
         "drop_last": bool(drop_last),
         "sampler": " of ".join(type(sampler).__name__ for sampler in samplers),
-        "sampler_settings": json.dumps(_settings(samplers)),
+        "sampler_settings": json.dumps(_settings(samplers) | _run_of(loader)),
     }
 
 
@@ -105,6 +117,32 @@ def _settings(samplers: list[Any]) -> dict[str, Any]:
             }
             found |= {"samples": len(sampler)} if is_torchs(sampler) else {}
     return found
+
+
+def _run_of(loader: Any) -> dict[str, str]:
+    """The rank that writes a state, as a setting; not of an order that ranks share, nor of a stream."""
+    is_common = ranks_share(loader) and loader.in_order
+    with contextlib.suppress(ValueError):  # variables of somebody else
+        rank, ranks = rank_and_ranks()
+        if ranks > 1 and not is_common and not isinstance(loader.dataset, IterableDataset):
+            return {"run": f"rank {rank} of {ranks}"}
+    return {}
+
+
+def is_of_one_rank(loader: Any, state: Mapping[str, Any]) -> bool:
+    """Whether a state holds only for the rank that wrote it: other ranks have another order, or may have.
+
+    Of samplers that are neither torch's nor have a state of their own, the checksum tells.
+    """
+    index_sampler = index_sampler_of(loader)
+    own = sampler_with_state(index_sampler) is not None or (
+        is_torchs(index_sampler) and bool(state["sampler_generator"])
+    )
+    if state["stream"]:
+        with named_in_errors(state, "stream"):
+            own = json.loads(state["stream"])["layout"] != STRIDE
+    in_order = state["in_order"] or is_between_epochs(state)
+    return not in_order or (own and not ranks_share(loader))
 
 
 def is_between_epochs(state: Mapping[str, Any]) -> bool:
@@ -147,20 +185,17 @@ def check_fit(state: Mapping[str, Any], loader: Any) -> None:
             raise ValueError(f"it is more than the {state['batches']:,} batches of the state")
     index_sampler = index_sampler_of(loader)
     sharded, between_epochs = sharded_sampler(index_sampler), is_between_epochs(state)
-    may_differ = set(_OF_THE_RUN) if sharded is not None and (state["in_order"] or between_epochs) else set()
-    if isinstance(loader.dataset, IterableDataset):
-        may_differ |= {"batch_size"}
-    if between_epochs:
-        may_differ |= _OF_THE_EPOCH
-    may_differ |= _seeds_in_own_state(state)
     of_loader = described(loader)
     here, then = _with_settings(of_loader), _with_settings({name: state[name] for name in of_loader})
+    may_differ = _may_differ(state, loader) | (_ADDED - (here.keys() & then.keys()))
     names = [name for name in here | then if then.get(name) != here.get(name) and name not in may_differ]
     differences = [
         f"{name} is {then.get(name)!r} in the state and {here.get(name)!r} in this loader" for name in names
     ]
     if sharded is not None and not _OF_THE_RUN.isdisjoint(names):
         differences.append("with in_order=False its batches are no prefix of the order that ranks share")
+    if not {"sampler's run", "sampler's rank"}.isdisjoint(names):
+        differences.append(ONE_RANK)
     has_state = sampler_with_state(index_sampler) is not None or not (sharded is None or between_epochs)
     if has_state != (state["sampler_state"] is not None) and not differences:
         has, text = "a" if has_state else "no", state["sampler_state"]
@@ -177,6 +212,18 @@ def check_fit(state: Mapping[str, Any], loader: Any) -> None:
             "num_workers, prefetch_factor, dispatch, in_order, worker_type, the start method, how workers "
             "are kept and restarted, memory and pinning."
         )
+
+
+def _may_differ(state: Mapping[str, Any], loader: Any) -> set[str]:
+    """The keys and the sampler's settings that may differ in a state and a loader."""
+    index_sampler, names = index_sampler_of(loader), _seeds_in_own_state(state)
+    if not is_of_one_rank(loader, state):
+        names |= {"sampler's run"}
+        names |= {"sampler's rank"} if ranks_share(loader) else set()
+        names |= _OF_THE_RUN if sharded_sampler(index_sampler) is not None else set()
+    if isinstance(loader.dataset, IterableDataset):
+        names |= {"batch_size"}
+    return names | _OF_THE_EPOCH if is_between_epochs(state) else names
 
 
 def _seeds_in_own_state(state: Mapping[str, Any]) -> set[str]:

@@ -132,7 +132,8 @@ def _draw_again(index_sampler: Any, iterator: Iterator[Any], begin: int, loaded:
     if None not in (checksum, found) and checksum != found:
         raise ResumeError(
             f"the sampler ({_name(index_sampler)}) now gives other batches than the {taken:,} that the "
-            f"program has had (checksum {found}, in the state {checksum}). {ADVICE}"
+            f"program has had (checksum {found}, in the state {checksum}). {ADVICE} If the state is that of "
+            "another rank, save and load it on each."
         )
 
 

@@ -146,6 +146,14 @@ class States:
             state["sampler_state"] = pack_user_state(state_of(stateful), type(stateful).__name__)
         return state
 
+    def state_after_epoch(self, loader: Any, epoch: int) -> State:
+        """The state for a program that leaves the epoch here, and sets ``epoch`` before the next one."""
+        progress = self._progress
+        if loaded_state(loader) is not None or progress is None or not progress.taken:
+            return self.state(loader)
+        state = self._between_epochs(loader, progress)
+        return state | {name: epoch for name in ("set_epoch", "sampler_epoch") if state[name] is not None}
+
     def _state(self, loader: Any, progress: Progress | None, generators: tuple[str, str]) -> State:
         return described(loader) | {
             "set_epoch": self.set_epoch,

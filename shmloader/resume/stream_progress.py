@@ -14,9 +14,10 @@ from typing import Any
 from shmloader.arguments import AUTO
 from shmloader.distributed import check_equal_ends, rank_and_ranks
 from shmloader.errors import ResumeError, warn
-from shmloader.resume.compatibility import State, is_between_epochs, named_in_errors
+from shmloader.resume.compatibility import State, is_between_epochs, is_of_one_rank, named_in_errors
 from shmloader.resume.progress import Progress
 from shmloader.resume.user_states import pack_user_state, unpack_user_state
+from shmloader.sampling.samplers import ranks_share
 from shmloader.wire.stream_records import (
     NOTHING_DRAWN,
     OWN,
@@ -54,6 +55,7 @@ class StreamProgress:
         goes_round = rules.layout != STRIDE and len(rules.cursors) == workers
         self.first_worker = (self._last + 1) % workers if goes_round else 0
         self._dataset_name = type(loader.dataset).__name__
+        self._ranks_share = ranks_share(loader) and loader.in_order
         self._out_of_order = not loader.in_order and workers > 1
         self._timeout_s = float(loader.timeout)
         self._layout = rules.layout or OWN
@@ -138,7 +140,7 @@ class StreamProgress:
             for cursor in cursors
         ]
         stream = {"layout": self._layout, "parts": parts, "last": self._last}
-        stream |= {"rank": self.rules.rank, "ranks": self.rules.ranks}
+        stream |= {"rank": 0 if self._ranks_share else self.rules.rank, "ranks": self.rules.ranks}
         if self.shared_seed is not None:
             stream["shared_seed"] = self.shared_seed
         return {"stream": json.dumps(stream)}
@@ -186,9 +188,10 @@ def rules_for(loader: Any, loaded: State) -> StreamRules:
     """
     rules, stream, workers = _fresh_rules(loader), _read(loaded), max(int(loader.num_workers), 1)
     layout, cursors, written = stream["layout"], stream["parts"], (stream["rank"], stream["ranks"])
+    rank = rules.rank if is_of_one_rank(loader, loaded) else written[0]
     if layout != OWN and not rules.shard:
         raise ResumeError("the state was made with shard='auto', and this loader has no shard")
-    if layout != STRIDE and written != (rules.rank, rules.ranks):
+    if layout != STRIDE and written != (rank, rules.ranks):
         raise ResumeError(
             f"the state is that of rank {written[0]} of {written[1]}, and this is rank {rules.rank} of "
             f"{rules.ranks}: save and load it on each rank. The number of ranks may change only if "

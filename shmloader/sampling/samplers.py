@@ -26,6 +26,12 @@ _MOST_NESTED = 8
 GENERATOR_IS_LOADED = ContextVar("GENERATOR_IS_LOADED", default=False)
 """Whether a state of the program's own has set torch's global generator, since this was reset."""
 
+RANKS_SHARE: set[type] = {DistributedSampler}
+"""Samplers and datasets that draw an order from a seed, or divide one that all ranks have.
+
+The state of one rank holds for all. The integrations add those of frameworks.
+"""
+
 
 def index_sampler_of(loader: Any) -> Any:
     """The sampler that a loader draws index batches from; single indices without automatic batching."""
@@ -98,6 +104,17 @@ def load_own_state(one: Any, state: Any) -> None:
 def is_torchs(index_sampler: Any) -> bool:
     """Whether a sampler is one of torch's (or `ShardedSampler`), or torch's `BatchSampler` over one."""
     return type(sampler_of_indices(index_sampler)) in _TORCHS
+
+
+def ranks_share(loader: Any) -> bool:
+    """Whether a loader gives each rank its part of an order that is the same on all ranks."""
+    return any(type(one) in RANKS_SHARE for one in (loader.dataset, *with_inner(index_sampler_of(loader))))
+
+
+def repeats_its_order(index_sampler: Any) -> bool:
+    """Whether an order can be drawn again for certain: all its samplers are torch's, or divide torch's."""
+    kinds = {*RANKS_SHARE, *_TORCHS, BatchSampler}
+    return all(type(sampler) in kinds for sampler in with_inner(index_sampler))
 
 
 def draws_one_seed(index_sampler: Any) -> bool:

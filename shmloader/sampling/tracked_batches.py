@@ -18,7 +18,12 @@ import torch
 from shmloader.diagnostics.exceptions import forget_frames
 from shmloader.errors import ResumeError
 from shmloader.sampling.packed_indices import PackedInts, pack_index_batch, with_packed_ints
-from shmloader.sampling.samplers import is_torchs, sampler_of_indices, sampler_with_state, sharded_sampler
+from shmloader.sampling.samplers import (
+    repeats_its_order,
+    sampler_of_indices,
+    sampler_with_state,
+    sharded_sampler,
+)
 
 ADVICE = (
     "A sampler must draw the same order again: from a torch.Generator of its own, as its attribute "
@@ -34,8 +39,8 @@ _log = logging.getLogger("shmloader")
 
 def track(index_sampler: Any, iterator: Iterator[Any]) -> Iterator[Any]:
     """The same iterator, or `TrackedBatches` of it if the number of batches alone is not enough to resume."""
-    known = isinstance(iterator, TrackedBatches) or is_torchs(index_sampler) or sharded_sampler(index_sampler)
-    return iterator if known else TrackedBatches(index_sampler, iterator)
+    known = isinstance(iterator, TrackedBatches) or repeats_its_order(index_sampler)
+    return iterator if known or sharded_sampler(index_sampler) else TrackedBatches(index_sampler, iterator)
 
 
 class TrackedBatches(Iterator[Any]):

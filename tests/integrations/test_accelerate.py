@@ -151,11 +151,10 @@ def test_an_accelerate_that_has_changed_loads_from_slots_without_options(
     monkeypatch.delattr(sys.modules["accelerate.data_loader"], "DataLoaderAdapter")
     with pytest.warns(RuntimeWarning, match=r"cannot patch this version of accelerate"):
         shmloader.install(worker_restarts=1)
-    monkeypatch.undo()
-    forbid_torchs_workers(monkeypatch)
     prepared = accelerator().prepare(make())
     assert (prepared.worker_restarts, prepared.on_error) == (1, "raise")
     assert values(prepared) == list(range(24))
+    monkeypatch.undo()
 
 
 def test_a_stateful_loader_is_ours_and_goes_on_where_it_stopped(
@@ -209,6 +208,21 @@ def test_states_that_nobody_wants_are_neither_errors_nor_warnings(kind: Any) -> 
         pairs = [(one.tolist(), other.tolist()) for one, other in zip(rows, rows, strict=True)]
     assert all(one == other for one, other in pairs)
     assert len(pairs) == 6
+
+
+def test_a_loader_has_no_state_unless_the_program_asks() -> None:
+    """Neither torch's nor ours, as with torch's own; `install(stateful=True)` asks for all."""
+    with shmloader.install():
+        for loader in (stock(), make()):
+            prepared = accelerator().prepare(loader)
+            next(iter(prepared))
+            assert not hasattr(prepared, "dl_state_dict")
+            prepared.base_dataloader.close()
+    with shmloader.install(stateful=True):
+        prepared = accelerator().prepare(stock())
+        next(iter(prepared))
+        assert prepared.state_dict()["batches"] == 1
+        prepared.base_dataloader.close()
 
 
 def test_states_that_are_wanted_and_cannot_be_had_are_errors() -> None:

@@ -361,9 +361,24 @@ def test_what_somebody_else_replaces_later_stays() -> None:
         DataLoader._get_iterator = torchs
 
 
+def test_states_are_added_only_if_the_program_asks() -> None:
+    """Each install() says anew whether loaders of torch's class have states; ours always have."""
+    loader, ours = make(), make(shmloader.DataLoader)
+    with shmloader.install():
+        assert not hasattr(loader, "state_dict")
+        assert not hasattr(loader, "load_state_dict")
+        with shmloader.install(stateful=True):
+            assert loader.state_dict()["batches"] == 0
+            with shmloader.install():
+                assert not hasattr(loader, "state_dict")
+            assert loader.state_dict()["batches"] == 0
+        assert not hasattr(loader, "state_dict")
+        assert ours.state_dict()["batches"] == 0
+
+
 def test_loaders_of_torchs_class_have_states() -> None:
     """The rest of a shuffled epoch, in another loader; an impossible state is empty, with a warning."""
-    shmloader.install()
+    shmloader.install(stateful=True)
     loader = make(shuffle=True)
     whole = batches(loader)
     torch.manual_seed(3)
@@ -384,7 +399,7 @@ def test_loaders_of_torchs_class_have_states() -> None:
 @pytest.mark.filterwarnings("ignore:to resume, 1 samples")
 def test_loaders_of_streams_have_states_too() -> None:
     """One sample was taken from a loader with one worker; the other three come from another such loader."""
-    shmloader.install()
+    shmloader.install(stateful=True)
     loader = make(dataset=Stream(), batch_size=1, num_workers=1)
     next(iter(loader))
     state = loader.state_dict()

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 import shmloader
 from integrations.pages import assert_page_loads_from_slots, needs
 from integrations.rows import ARGUMENTS, OPTIONS, Rows, forbid_torchs_workers, options_of
+from shmloader import errors
 from shmloader.iterator import SlotIterator
 
 lightning = needs("lightning")
@@ -215,11 +216,80 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(
         return torch.cat(model.seen).flatten().tolist()
 
     forbid_torchs_workers(monkeypatch)
-    with shmloader.install():
+    with shmloader.install(stateful=True):
         begun = run(6)
         rest = run(16, str(tmp_path / "six.ckpt"))
     assert (len(begun), len(rest)) == (24, 40)
     assert sorted(begun + rest) == list(range(64))
+
+
+def run(folder: Path, kind: Any, checkpoint: str | None = None, **arguments: Any) -> list[float]:
+    """Three epochs of four batches, with a checkpoint after each; the loader has a generator of its own."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    generator = torch.Generator().manual_seed(3)
+    loader = kind(Rows(16), batch_size=4, shuffle=True, num_workers=1, generator=generator)
+    each = ModelCheckpoint(folder, every_n_train_steps=1, filename="{step}", save_top_k=-1)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=3,
+        logger=False,
+        enable_progress_bar=False,
+        callbacks=[each],
+        **arguments,
+    )
+    model = Model()
+    trainer.fit(model, loader, ckpt_path=checkpoint and str(folder / checkpoint))
+    return [int(number) for batch in model.seen for number in batch.flatten()]
+
+
+@pytest.mark.parametrize(("step", "cut"), [(4, {}), (8, {}), (3, {"limit_train_batches": 3})])
+@pytest.mark.parametrize("kind", [shmloader.DataLoader, DataLoader])
+def test_a_checkpoint_of_the_last_batch_begins_the_next_epoch(
+    kind: Any, step: int, cut: dict[str, Any], tmp_path: Path
+) -> None:
+    with shmloader.install(stateful=True):
+        whole = run(tmp_path, kind, **cut)
+        assert run(tmp_path, kind, f"step={step}.ckpt", **cut) == whole[4 * step :]
+
+
+def test_checkpoints_are_not_bound_to_install(tmp_path: Path) -> None:
+    """They have states only if the program asks for them; then what reads them without says how to go on."""
+    with shmloader.install():
+        run(tmp_path, DataLoader)
+    assert len(run(tmp_path, DataLoader, "step=2.ckpt")) == 40
+    with shmloader.install(stateful=True):
+        run(tmp_path / "asked", DataLoader)
+    with (
+        shmloader.install(),
+        pytest.raises(
+            shmloader.ResumeError, match=r"has states, from install\(stateful=True\) or a shmloader 0\.1\.0"
+        ),
+    ):
+        run(tmp_path / "asked", DataLoader, "step=2.ckpt")
+
+
+def test_a_last_batch_that_was_saved_without_install_is_refused(tmp_path: Path) -> None:
+    """The next epoch would have no batches."""
+    run(tmp_path, shmloader.DataLoader)
+    with (
+        shmloader.install(),
+        pytest.raises(
+            shmloader.ResumeError, match="is of an epoch's last batch, and was written without install"
+        ),
+    ):
+        run(tmp_path, shmloader.DataLoader, "step=4.ckpt")
+    with shmloader.install():
+        assert len(run(tmp_path, shmloader.DataLoader, "step=6.ckpt")) == 24
+
+
+def test_a_lightning_that_has_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "_said", set())
+    monkeypatch.delattr("lightning.pytorch.loops.fit_loop._FitLoop._load_combined_loader_states")
+    with pytest.warns(RuntimeWarning, match="cannot patch this version of Lightning"):
+        shmloader.install()
+    shmloader.uninstall()
 
 
 class FromGlobal(torch.utils.data.Sampler[int]):

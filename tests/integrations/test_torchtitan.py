@@ -43,7 +43,7 @@ def test_ranks_keep_their_places_apart(kind: Any, tmp_path: Path) -> None:
     def make() -> Any:
         return kind(Heavy(), batch_size=4, num_workers=1)
 
-    with shmloader.install():
+    with shmloader.install(stateful=True):
         loaders = [make(), make()]
         for taken, loader in enumerate(loaders, 1):
             iterator = iter(loader)

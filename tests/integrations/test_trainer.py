@@ -111,7 +111,7 @@ def test_the_callback_goes_on_from_the_loaders_state(
 
     forbid_torchs_workers(monkeypatch)
     two = {"num_train_epochs": 2, "ignore_data_skip": True}
-    with shmloader.install():
+    with shmloader.install(stateful=True):
         whole, _ = train(tmp_path, None, LoaderState(), save_strategy="steps", save_steps=2, **two)
         checkpoint = str(tmp_path / f"checkpoint-{step}")
         assert json.loads((tmp_path / f"checkpoint-{step}" / "loader_state_0.json").read_text())
@@ -123,9 +123,11 @@ def test_the_callback_goes_on_from_the_loaders_state(
 def test_the_callback_says_what_it_needs(tmp_path: Path) -> None:
     from shmloader.integrations.trainer import LoaderState
 
-    with pytest.raises(RuntimeError, match=r"needs shmloader.install\(\)"):
+    with pytest.raises(RuntimeError, match=r"needs shmloader.install\(stateful=True\)"):
         train(tmp_path, None, LoaderState())
-    with shmloader.install():
+    with shmloader.install(), pytest.raises(RuntimeError, match=r"needs shmloader.install\(stateful=True\)"):
+        train(tmp_path, None, LoaderState())
+    with shmloader.install(stateful=True):
         train(tmp_path, None, LoaderState(), save_strategy="steps", save_steps=2)
         with pytest.raises(ValueError, match="ignore_data_skip=True"):
             train(tmp_path, str(tmp_path / "checkpoint-2"), LoaderState())

@@ -98,15 +98,61 @@ def test_persistent_workers_go_on_in_any_epoch(epoch: int, taken: int | None, pr
         assert rest + values(other) + values(other) == expected
 
 
-def test_the_state_of_another_rank_is_refused() -> None:
-    def rank(number: int) -> DataLoader[Any]:
-        dataset = Plain(40)
-        return DataLoader(dataset, 4, sampler=DistributedSampler(dataset, 2, number))
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_the_state_of_one_rank_holds_for_all_that_share_an_order(epoch: int) -> None:
+    """Frameworks save one rank's state for all (Lightning, accelerate)."""
+    loaders = [of_rank(rank) for rank in (0, 1)]
+    wholes = []
+    for loader in loaders:
+        loader.set_epoch(epoch)
+        wholes.append(values(loader))
+    loaders[0].set_epoch(epoch)
+    take(iter(loaders[0]), 3)
+    state = loaders[0].state_dict()
+    for rank, whole in enumerate(wholes):
+        loader = of_rank(rank)
+        loader.load_state_dict(state)
+        assert values(loader) == whole[3:]
+    with pytest.raises(ResumeError, match="sampler's num_replicas is 2 in the state and 3"):
+        of_rank(1, 3).load_state_dict(state)
 
-    loader = rank(0)
-    next(iter(loader))
-    with pytest.raises(ResumeError, match="sampler's rank is 0 in the state and 1 in this loader"):
-        rank(1).load_state_dict(loader.state_dict())
+
+def of_rank(rank: int, ranks: int = 2, **arguments: Any) -> DataLoader[Any]:
+    dataset = Plain(40)
+    return DataLoader(dataset, 4, sampler=DistributedSampler(dataset, ranks, rank), **arguments)
+
+
+def test_out_of_order_a_state_holds_for_its_rank_only() -> None:
+    with of_rank(0, num_workers=2, in_order=False) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with pytest.raises(ResumeError, match=r"sampler's rank is 0 in the state and 1.*save and load"):
+        of_rank(1).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "message"),
+    [(RandomSampler(range(40)), "run is 'rank 0 of 2' in the state and 'rank 1 of 2'"), (None, None)],
+    ids=["random", "sequential"],
+)
+def test_an_order_that_a_rank_has_drawn_is_refused_on_others(
+    sampler: Any, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether other ranks have drawn the same one is not known. All have the order of the dataset."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    loader: DataLoader[Any] = DataLoader(Plain(40), 4, sampler=sampler)
+    take(iter(loader), 2)
+    state = loader.state_dict()
+    DataLoader(Plain(40), 4, sampler=sampler).load_state_dict(state)
+    monkeypatch.setenv("RANK", "1")
+    other: DataLoader[Any] = DataLoader(Plain(40), 4, sampler=sampler)
+    if message is not None:
+        with pytest.raises(ResumeError, match=f"{message}.*save and load a state on each rank"):
+            other.load_state_dict(state)
+        monkeypatch.delenv("RANK")
+    other.load_state_dict(state)  # of one process, too
+    assert len(values(other)) == 8
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from resume_settings import cheap_settings, ways_to_keep
 from robustness.processes import LONG
 from stream_datasets import identity
-from torch.utils.data import DistributedSampler
 
 from shmloader import DataLoader, ResumeError, ShardedSampler
 
@@ -88,18 +87,6 @@ def test_its_state_is_small_and_does_not_grow() -> None:
             sizes.append(len(json.dumps(loader.state_dict())))
     assert max(sizes) < 1024
     assert max(sizes) - min(sizes) <= 6  # the digits of the numbers
-
-
-def test_torchs_sampler_refuses_the_state_of_another_rank() -> None:
-    """Each rank has an order of its own there; with a ShardedSampler any rank's state works."""
-
-    def distributed(rank: int) -> DataLoader[Any]:
-        sampler = DistributedSampler(range(20), 2, rank)  # type: ignore[arg-type]
-        return DataLoader(range(20), 2, sampler=sampler, collate_fn=identity)  # type: ignore[arg-type]
-
-    _, state = taken(distributed(0), 3)
-    with pytest.raises(ResumeError, match="rank is 0 in the state and 1 in this loader"):
-        distributed(1).load_state_dict(state)
 
 
 def test_another_seed_or_length_is_refused() -> None:

@@ -86,7 +86,7 @@ def test_only_a_state_that_is_asked_for_raises(
 
 
 def test_under_install_such_a_state_is_empty() -> None:
-    with shmloader.install():
+    with shmloader.install(stateful=True):
         loader = make(Fails, raises, TorchLoader)
         next(iter(loader))
         with pytest.warns(RuntimeWarning, match="the sampler has no place yet"):
