@@ -267,7 +267,7 @@ def _write_arrow(data: Any, writer: MemoryWriter) -> Table:
     table = writer.table()
     for batch in [data] if isinstance(data, pa.RecordBatch) else data.to_batches():
         if len(batch):
-            table.append_batch(batch)
+            table.append_foreign(batch)
     return table
 
 

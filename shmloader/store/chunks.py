@@ -8,7 +8,7 @@ after the bodies of all; in a file it is a batch of that file.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from itertools import accumulate, groupby
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
-from shmloader.store.columns.compiled import Reader, Scope
+from shmloader.store.columns.compiled import Reader, Scope, check_offsets
 from shmloader.store.columns.encode import ColumnEncoder
 from shmloader.store.columns.packed import field_of_struct, structs_of, types_of_fields, unpacked
 from shmloader.store.columns.read import make_reader
@@ -51,6 +51,7 @@ class Chunks:
         python_nbytes: Estimated bytes of the rows as Python objects; 0 if unknown.
         links: The chunks that links in the columns lead to, by number.
         pickles: Whether pickled values may be read.
+        sources: The file that each chunk was read from; empty for data of this program.
         starts: The first row of each chunk, and the number of rows.
         finder: Finds the classes that the columns name.
     """
@@ -63,6 +64,7 @@ class Chunks:
     python_nbytes: int = 0
     links: Mapping[int, Chunks] = field(default_factory=dict)
     pickles: bool = True
+    sources: Sequence[str] = ()
 
     def __post_init__(self, classes: Classes) -> None:
         self.memories = [memory for memory, _ in self.parts]
@@ -90,6 +92,7 @@ def chunks_in_memory(
     places: list[tuple[int, ...]],
     python_nbytes: int,
     links: Mapping[int, Chunks],
+    sources: Sequence[str],
     classes: Classes,
 ) -> Chunks:
     """Chunks in shared memory: Arrow IPC streams, whose heads and bodies begin and end at these places."""
@@ -100,8 +103,8 @@ def chunks_in_memory(
         with pa.ipc.open_stream(pa.PythonFile(stream, "r")) as reader:
             batches.append((buffer, reader.read_next_batch()))
     nbytes = sum(sum(place[1::2]) - sum(place[::2]) for place in places)
-    made_by = chunks_in_memory, buffer, places, python_nbytes, links
-    return Chunks(batches, buffer, nbytes, classes, made_by, python_nbytes, links)
+    made_by = chunks_in_memory, buffer, places, python_nbytes, links, sources
+    return Chunks(batches, buffer, nbytes, classes, made_by, python_nbytes, links, sources=sources)
 
 
 class _ChunkSource:
@@ -181,8 +184,10 @@ class Column:
 
     def make(self, place: int) -> Reader:
         """Make the reader of the chunk before a place."""
-        scope = self._scope(place - 1)
-        reader = self.readers[place] = make_reader(self.array(place - 1), scope, self.starts[place - 1])
+        array, scope = self.array(place - 1), self._scope(place - 1)
+        if self.chunks.sources:
+            check_offsets(array)
+        reader = self.readers[place] = make_reader(array, scope, self.starts[place - 1])
         return reader
 
     def field(self, name: str | int) -> Column:

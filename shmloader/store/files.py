@@ -170,8 +170,7 @@ def _chunks_of(paths: list[str], columns: Sequence[str] | None, allow_pickle: bo
         for path in paths:
             with _naming(path):
                 for batch in _decoded_batches(path, columns):
-                    batch.validate(full=True)
-                    table.append_batch(batch)
+                    table.append_foreign(batch, path)
         unpacked = writer.chunks(table, writer.seal())
     unpacked.pickles = allow_pickle
     return unpacked
@@ -288,19 +287,21 @@ def chunks_in_files(
 ) -> Chunks:
     """Chunks in mapped files: their record batches."""
     batches: list[tuple[SharedBuffer, Any]] = []
-    memories = [FileBuffer(*one) for one in files]
-    for memory in memories:
-        is_first = True
-        for batch in _batches_in(memory):
-            if not batch.num_rows:
-                continue
-            if is_first and not _lies_in(batch, memory):  # before a second one is unpacked
-                raise _UnmappableError
-            batches.append((memory, _chosen(batch, columns)))
-            is_first = False
+    memories: list[FileBuffer] = []
+    sources: list[str] = []
+    for path, fingerprint in files:
+        with _naming(path):
+            memories.append(memory := FileBuffer(path, fingerprint))
+            begin = len(batches)
+            for batch in _batches_in(memory):
+                if len(batches) == begin and not _lies_in(batch, memory):  # before a second one is unpacked
+                    raise _UnmappableError
+                if batch.num_rows:
+                    batches.append((memory, _chosen(batch, columns)))
+                    sources.append(path)
     nbytes = sum(memory.nbytes for memory in memories)
     made_by = chunks_in_files, files, columns, pickles
-    return Chunks(batches, memories[0], nbytes, classes, made_by, pickles=pickles)
+    return Chunks(batches, memories[0], nbytes, classes, made_by, pickles=pickles, sources=sources)
 
 
 def _lies_in(batch: Any, memory: SharedBuffer) -> bool:
