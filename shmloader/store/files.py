@@ -203,17 +203,20 @@ def _rows_at_once(parquet: pq.ParquetFile, columns: Sequence[str] | None) -> int
     """
     metadata, sizes, most = parquet.metadata, [1.0], _BATCH_NBYTES
     begins = "" if columns is None else tuple(f"{name}." for name in columns)
+    leaves = [n for n in range(len(parquet.schema)) if f"{parquet.schema.column(n).path}.".startswith(begins)]
     for number in range(0, metadata.num_row_groups, -(-metadata.num_row_groups // _SAMPLED_GROUPS) or 1):
-        group = metadata.row_group(number)
-        parts = map(group.column, range(group.num_columns))
-        chosen = [part for part in parts if f"{part.path_in_schema}.".startswith(begins)]
-        sizes.append(sum(part.total_uncompressed_size for part in chosen) / max(1, group.num_rows))
-    for batch in parquet.iter_batches(_SAMPLED_ROWS, columns=columns):
-        plain = [one for one in batch.columns if not any(map(arrow.is_dictionary, types.types_in(one.type)))]
-        nbytes = sum(column.nbytes for column in plain)
-        sizes.append(nbytes / max(1, len(batch)))
-        most = max(most, _DICTIONARY_SHARE * (batch.nbytes - nbytes))
-        break
+        for batch in parquet.iter_batches(_SAMPLED_ROWS, row_groups=[number], columns=columns):
+            dictionaries = [
+                one for one in batch.columns if any(map(arrow.is_dictionary, types.types_in(one.type)))
+            ]
+            words_nbytes = sum(column.nbytes for column in dictionaries)
+            sizes.append((batch.nbytes - words_nbytes) / max(1, len(batch)))
+            most = max(most, _DICTIONARY_SHARE * words_nbytes)
+            # Only once that was read: of damaged columns, asking for the metadata would end the process.
+            group = metadata.row_group(number)
+            account_nbytes = sum(group.column(leaf).total_uncompressed_size for leaf in leaves)
+            sizes.append(account_nbytes / max(1, group.num_rows))
+            break
     return max(1, min(_MOST_BATCH_ROWS, int(most / max(sizes))))
 
 

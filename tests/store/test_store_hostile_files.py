@@ -7,6 +7,7 @@ A process of its own reads mutated files and reports the outcomes. All 45,000 mu
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -176,6 +177,101 @@ def test_mutated_files_are_errors_that_name_the_file(tmp_path: Path) -> None:
 def test_many_mutations_are_errors_that_name_the_file(tmp_path: Path, name: str, seed: int) -> None:
     FILES[name](tmp_path / name)
     assert min(mutate([tmp_path / name], 2000, seed)) > 0.05
+
+
+READS_ALL = """
+import sys
+import pyarrow as pa
+import shmloader
+for path in sys.argv[1:]:
+    table = pa.ipc.open_file(pa.memory_map(path)).read_all()
+    for read in (lambda: list(shmloader.open(path)), lambda: shmloader.share(table)[0]):
+        try:
+            read()
+        except ValueError as error:
+            print(error)
+"""
+
+
+def test_offsets_that_lead_out_of_the_file_are_errors(tmp_path: Path) -> None:
+    paths = []
+    for rows, rows_at_once in ((40, 40), (12_000, 12_000), (12_000, 500)):
+        texts = pa.array(
+            [f"images/{n:09d} and more, so that the file is large enough" * 3 for n in range(rows)]
+        )
+        lists = pa.array([["a", str(n)] for n in range(rows)])
+        for offset, column in itertools.product((-(1 << 31), -1, (1 << 31) - 1), (texts, lists)):
+            table = pa.table({"column": column})
+            paths.append(tmp_path / f"{len(paths)}.arrow")
+            with pa.ipc.new_file(paths[-1], table.schema) as writer:
+                writer.write_table(table, rows_at_once)
+            data = bytearray(paths[-1].read_bytes())
+            begin = data.index(column.buffers()[1].to_pybytes()[:64])
+            data[begin + 12 : begin + 16] = offset.to_bytes(4, "little", signed=True)
+            paths[-1].write_bytes(data)
+    command = [sys.executable, "-c", READS_ALL, *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (done.returncode, done.stderr[-3000:])
+    said = done.stdout.splitlines()
+    assert len(said) == 2 * len(paths)
+    for path, opened, shared in zip(paths, said[::2], said[1::2], strict=True):
+        assert f"row 0 of {path}" in opened
+        assert "do not ascend" in opened
+        assert "Offset invariant failure" in shared
+
+
+READS_EACH = """
+import sys
+from pathlib import Path
+import shmloader
+good, path = Path(sys.argv[1]).read_bytes(), Path(sys.argv[2])
+for place in range(len(good)):
+    path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1:])
+    try:
+        list(shmloader.open(path))
+    except Exception as error:
+        assert str(path) in str(error)
+"""
+
+
+def test_damaged_metadata_of_a_parquet_file_ends_no_process(tmp_path: Path) -> None:
+    """For some of the bytes Arrow raises an exception of C++ that pyarrow does not catch."""
+    good, path = tmp_path / "good.parquet", tmp_path / "mutated.parquet"
+    pq.write_table(
+        pa.table({"a": [["x"] * (n % 3) for n in range(9)]}), good, store_schema=False, write_statistics=False
+    )
+    command = [sys.executable, "-c", READS_EACH, str(good), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (done.returncode, done.stderr[-3000:])
+
+
+@pytest.mark.parametrize("suffix", ["arrow", "parquet"])
+def test_an_unreadable_row_is_named_with_its_own_file(tmp_path: Path, suffix: str) -> None:
+    """Also if the file was unpacked to memory, and among others."""
+    names = [tmp_path / f"{name}.{suffix}" for name in "ab"]
+    for path, times in zip(names, ([1, 2], [3, 1 << 62]), strict=True):
+        table = pa.table({"at": pa.array(times, pa.timestamp("us"))})
+        if suffix == "parquet":
+            pq.write_table(table, path)
+        else:
+            with pa.ipc.new_file(path, table.schema) as writer:
+                writer.write_table(table)
+    store = shmloader.open(names)
+    named = rf"row 3 of .*b\.{suffix} cannot be read"
+    reads: list[Callable[[], Any]] = [
+        lambda: store[3],
+        lambda: list(store),
+        lambda: store.__getitems__([0, 3]),
+        lambda: store["at"][3],
+        lambda: store[1:][2],
+    ]
+    for read in reads:
+        with pytest.raises(ValueError, match=named) as caught:
+            read()
+        assert isinstance(caught.value.__cause__, OverflowError)
+    with pytest.raises(ValueError, match=rf"a\.{suffix}, or another file that was opened with it, cannot"):
+        store.take([0, 3])
+    assert list(store[:3]["at"])[2].microsecond == 3
 
 
 class Bomb:
