@@ -7,15 +7,18 @@ A process of its own reads mutated files and reports the outcomes. All 45,000 mu
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import os
 import pickle
 import subprocess
 import sys
+from collections import namedtuple
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +29,14 @@ from store_samples import Colour, Person, Point
 
 import shmloader
 from shmloader import share
-from shmloader.store.columns.types import ArrayType, EnumType, LinkType, NamedTupleType, PickleType
+from shmloader.store.columns.types import (
+    ArrayType,
+    DataclassType,
+    EnumType,
+    LinkType,
+    NamedTupleType,
+    PickleType,
+)
 
 ROWS: list[Any] = [
     {
@@ -324,6 +334,144 @@ def test_classes_are_not_imported_and_none_of_their_code_runs(
     assert "explosive" not in sys.modules
 
 
+class Runs:
+    """Notes that it was called, as a descriptor or a method of the classes below."""
+
+    called: ClassVar[list[str]] = []
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        return self if instance is None else self.called.append("get")
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        self.called.append("set")
+
+
+@dataclass
+class WithProperty:
+    x: int
+
+    @property
+    def y(self) -> int:
+        return 0
+
+    @y.setter
+    def y(self, value: int) -> None:
+        Runs.called.append("y")
+
+
+@dataclass(slots=True)
+class WithPropertyAndSlots:
+    x: int
+
+    y = WithProperty.y
+
+
+@dataclass
+class WithDescriptor:
+    x: Runs = Runs()
+
+
+@dataclass
+class WithDel:
+    x: int
+
+    def __del__(self) -> None:
+        Runs.called.append("del")
+
+
+class TupleWithDel(namedtuple("TupleWithDel", "x")):  # noqa: PYI024
+    __slots__ = ()
+
+    def __del__(self) -> None:
+        Runs.called.append("del")
+
+
+@dataclass
+class WithSetattr:
+    x: int
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        Runs.called.append("setattr")
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "why"),
+    [
+        (WithProperty, "y", "it has no field 'y'"),
+        (WithPropertyAndSlots, "y", "it has no field 'y'"),
+        (Person, "__class__", "it has no field '__class__'"),
+        (WithDescriptor, "x", "making, filling or ending one may run its code"),
+        (WithDel, "x", "making, filling or ending one may run its code"),
+        (WithSetattr, "x", "making, filling or ending one may run its code"),
+    ],
+)
+def test_dataclasses_that_could_run_code_are_refused_by_name(
+    tmp_path: Path, kind: type, field: str, why: str
+) -> None:
+    fields = pa.StructArray.from_arrays([pa.array([1])], [field])
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    write(tmp_path / "file.arrow", DataclassType(fields.type, python=name).wrap(fields))
+    Runs.called.clear()
+    store = shmloader.open(tmp_path / "file.arrow")
+    with pytest.raises(ValueError, match=rf"file\.arrow cannot be read.*\.{kind.__name__}: {why}"):
+        store[0]
+    assert not Runs.called
+
+
+def test_a_class_that_fits_one_column_is_not_taken_for_others(tmp_path: Path) -> None:
+    """Nor is one with a ``__del__`` taken for namedtuples."""
+    good = pa.StructArray.from_arrays([pa.array(["a"]), pa.array([1])], ["name", "age"])
+    bad = pa.StructArray.from_arrays([pa.array([1])], ["x"])
+    of_del = f"{__name__}:TupleWithDel"
+    columns = [
+        DataclassType(good.type, python="store_samples:Person").wrap(good),
+        DataclassType(bad.type, python="store_samples:Person").wrap(bad),
+        NamedTupleType(bad.type, python="store_samples:Point").wrap(bad),
+        NamedTupleType(bad.type, python=of_del).wrap(bad),
+    ]
+    table = pa.table(columns, names=["good", "bad", "point", "del"])
+    with pa.ipc.new_file(tmp_path / "file.arrow", table.schema) as writer:
+        writer.write_table(table)
+    store = shmloader.open(tmp_path / "file.arrow", columns=["good", "point", "del"])
+    row = store[0]
+    assert vars(row["good"]) == {"name": "a", "age": 1}
+    assert row["point"]._fields == ("x",)
+    assert type(row["del"]).__module__.startswith("shmloader")
+    with pytest.raises(ValueError, match="Person: it has no field 'x'"):
+        shmloader.open(tmp_path / "file.arrow")[0]
+
+
+def test_a_module_that_loads_itself_when_used_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lazy.py").write_text("raise SystemExit('loaded')")
+    spec = importlib.util.spec_from_file_location("lazy", tmp_path / "lazy.py")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "lazy", module)
+    spec.loader.exec_module(module)
+    fields = pa.StructArray.from_arrays([pa.array([1])], ["x"])
+    write(tmp_path / "file.arrow", NamedTupleType(fields.type, python="lazy:Point").wrap(fields))
+    assert tuple(shmloader.open(tmp_path / "file.arrow")[0]) == (1,)
+
+
+def test_instances_with_more_than_their_fields_come_back_with_all_of_it(tmp_path: Path) -> None:
+    """They are pickled, so a file says that it has pickled values."""
+    people = [Person("a", 1), Person("b", 2)]
+    people[1].nick = "c"  # type: ignore[attr-defined]
+    store = share(people)
+    assert [vars(row) for row in store] == list(map(vars, people))
+    store.save(tmp_path / "people.arrow")
+    assert [vars(row) for row in shmloader.open(tmp_path / "people.arrow", allow_pickle=True)] == list(
+        map(vars, people)
+    )
+    with pytest.raises(ValueError, match="pickled values"):
+        shmloader.open(tmp_path / "people.arrow")
+
+
 HOSTILE: dict[str, Any] = {
     "pointers": lambda: ArrayType(pa.list_(pa.uint8(), 8), dtype="|O", shape=[1]).wrap(
         pa.FixedSizeListArray.from_arrays(pa.array(bytes(8)[:8] and [0] * 8, pa.uint8()), 8)
@@ -331,6 +479,8 @@ HOSTILE: dict[str, Any] = {
     "a shape that is too large": lambda: ArrayType(
         pa.list_(pa.uint8(), 8), dtype="|u1", shape=[1 << 40]
     ).wrap(pa.FixedSizeListArray.from_arrays(pa.array([0] * 8, pa.uint8()), 8)),
+    "a shape over nothing": lambda: ArrayType(pa.null(), dtype="<i8", shape=[4]).wrap(pa.nulls(3)),
+    "a huge shape over nothing": lambda: ArrayType(pa.null(), dtype="<i8", shape=[1 << 36]).wrap(pa.nulls(3)),
     "a negative shape": lambda: ArrayType(pa.list_(pa.uint8(), 8), dtype="|u1", shape=[-8]).wrap(
         pa.FixedSizeListArray.from_arrays(pa.array([0] * 8, pa.uint8()), 8)
     ),
@@ -345,8 +495,9 @@ HOSTILE: dict[str, Any] = {
 def test_types_that_contradict_themselves_are_errors_that_name_the_file(tmp_path: Path, name: str) -> None:
     path = tmp_path / "hostile.arrow"
     write(path, HOSTILE[name]())
-    with pytest.raises(ValueError, match=r"hostile\.arrow"):
-        list(shmloader.open(path))
+    for read in (list, lambda store: store.take([0] * 20)):
+        with pytest.raises(ValueError, match=r"hostile\.arrow"):
+            read(shmloader.open(path))
 
 
 @pytest.mark.parametrize("said", [{"version": 2}, {"rows": "mapping"}, {"rows": "anything"}])
