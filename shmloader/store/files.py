@@ -230,8 +230,8 @@ def _is_over_dictionary(kind: Any) -> bool:
 
 def _reader_of(memory: FileBuffer) -> Any:
     """Arrow's reader of an IPC file or stream."""
-    whole = pa.py_buffer(memory.view)
-    return pa.ipc.open_file(whole) if _magic_of(memory.path) == _FILE_MAGIC else pa.ipc.open_stream(whole)
+    whole, begin = pa.py_buffer(memory.view), memory.view[: len(_FILE_MAGIC)]
+    return pa.ipc.open_file(whole) if begin == _FILE_MAGIC else pa.ipc.open_stream(whole)
 
 
 def _batches_in(memory: FileBuffer) -> Iterator[Any]:
@@ -262,8 +262,7 @@ class FileBuffer(SharedBuffer):
 
     def __init__(self, path: str, fingerprint: Fingerprint) -> None:
         """Map a file, which must still be the one with this fingerprint."""
-        fingerprint.check(path)
-        super().__init__(os.open(path, os.O_RDONLY | os.O_CLOEXEC), fingerprint.nbytes, mmap.PROT_READ)
+        super().__init__(fingerprint.open(path), fingerprint.nbytes, mmap.PROT_READ)
         fd, self.fd = self.fd, -1
         os.close(fd)  # the mapping needs it no more, and there may be many files
         self.path = path

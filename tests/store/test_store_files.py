@@ -99,6 +99,24 @@ def test_what_is_opened_equals_what_was_saved(tmp_path: Path, name: str) -> None
     assert same(again, data)
 
 
+def test_a_file_replaced_while_it_is_opened_is_not_mapped_with_the_old_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, other, open_file = tmp_path / "data.arrow", tmp_path / "other.arrow", os.open
+    share(RECORDS).save(path)
+    share(RECORDS).save(other)
+
+    def open_once_replaced(name: Any, *arguments: Any, **others: Any) -> int:
+        if name == str(path) and other.exists():
+            other.replace(path)
+        return open_file(name, *arguments, **others)
+
+    monkeypatch.setattr(os, "open", open_once_replaced)
+    with pytest.raises(LoaderError, match="has changed since data was mapped from it"):
+        open_store(path)
+    assert open_store(path) == RECORDS
+
+
 @pytest.mark.parametrize("name", PLAIN)
 def test_plain_rows_are_arrow_data_for_any_program(tmp_path: Path, name: str) -> None:
     share(PLAIN[name]).save(tmp_path / "data.arrow")
