@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 from shmloader.errors import SharedMemoryExhausted
 from shmloader.host.limits import SURE_NBYTES, Headroom, memory_headroom
 
@@ -44,6 +46,16 @@ def exhausted(
         needed_nbytes=nbytes,
         available_nbytes=room.available_nbytes,
     )
+
+
+def refused(
+    error: OSError, what: str, nbytes: int, *, spare: int = 0, advice: str = _ADVICE
+) -> SharedMemoryExhausted:
+    """The error for memory that the system refused; see `check_headroom` for the arguments."""
+    if error.errno != errno.EFBIG:
+        return exhausted(what, nbytes, spare=spare, advice=advice)
+    limited = "shared memory is a file, and the size of files is limited: ulimit -f unlimited"
+    return SharedMemoryExhausted(f"{what}: {limited}", needed_nbytes=nbytes)
 
 
 def spare_nbytes(room: Headroom) -> int:

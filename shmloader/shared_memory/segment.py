@@ -10,7 +10,7 @@ from typing import Any
 from shmloader.errors import SharedMemoryExhausted
 from shmloader.host.held_interrupts import HeldInterrupts
 from shmloader.shared_memory.descriptor import Descriptor
-from shmloader.shared_memory.headroom import check_headroom, exhausted
+from shmloader.shared_memory.headroom import check_headroom, refused
 from shmloader.shared_memory.huge_pages import take_huge_pages
 from shmloader.shared_memory.mapping import Extent, whole_pages
 from shmloader.shared_memory.platform import libc
@@ -65,12 +65,7 @@ class Segment:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
             failed = f"reserving {nbytes:,} bytes of shared memory for a slot failed: {error.strerror}"
-            if error.errno != errno.EFBIG:
-                raise exhausted(failed, nbytes) from error
-            limited = (
-                "all slots lie in one sparse file, and the size of files is limited: ulimit -f unlimited"
-            )
-            raise SharedMemoryExhausted(f"{failed}: {limited}", needed_nbytes=nbytes) from error
+            raise refused(error, failed, nbytes) from error
         return nbytes
 
     def map(self, slot: int, nbytes: int) -> Extent:

@@ -275,6 +275,12 @@ def _pandas_rows(data: Any) -> Iterator[Any]:
     parts = (data.iloc[begin : begin + _PANDAS_ROWS] for begin in range(0, len(data), _PANDAS_ROWS))
     if data.ndim == 1:
         return chain.from_iterable(part.tolist() for part in parts)
+    if not data.columns.is_unique:
+        names = sorted(map(repr, {*data.columns[data.columns.duplicated()]}))
+        raise ValueError(
+            f"rows are shared as dicts, and several columns of this DataFrame are named {', '.join(names)}: "
+            "give each a name of its own, or drop all but one"
+        )
     return chain.from_iterable(part.to_dict("records") for part in parts)
 
 

@@ -28,6 +28,7 @@ from shmloader.store.columns.types import (
     find_types,
 )
 from shmloader.store.handles import reduce_arrow_buffer, register
+from shmloader.store.tables import form_of
 
 register(pa.Buffer, reduce_arrow_buffer)  # here, since `handles` does not import pyarrow
 
@@ -128,8 +129,7 @@ class _ChunkSource:
 
 def rows_of(batch: Any) -> Any:
     """The rows of a batch as one array: a struct of its columns, or its only column."""
-    said = (batch.schema.metadata or {}).get(b"shmloader", b"")
-    if batch.num_columns == 1 and any(rows in said for rows in (b'"rows": "column"', b'"rows": "set"')):
+    if batch.num_columns == 1 and form_of(batch.schema)["rows"] in ("column", "set"):
         return batch.column(0)
     if batch.num_columns:
         return pa.StructArray.from_arrays(batch.columns, fields=list(batch.schema))

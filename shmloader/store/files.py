@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import json
 import mmap
 import os
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ from shmloader.store.handles import Fingerprint
 from shmloader.store.mapping import MappingStore, SetStore, index_of
 from shmloader.store.memory import MemoryWriter
 from shmloader.store.rows import DAMAGES, RowStore
-from shmloader.store.tables import FACTORIES, FORM, IPC, PARQUET
+from shmloader.store.tables import FACTORIES, IPC, PARQUET, form_of
 
 FilePath = str | os.PathLike[str]
 
@@ -58,7 +57,7 @@ def open_store(
         with _naming(one):
             schema = _schema_of(one)
             _check(one, schema, columns, allow_pickle=allow_pickle)
-            new_form = _form_of(schema)
+            new_form = _checked_form(schema)
         new_names = [name for name in schema.names if name != types.KeysType.NAME]
         is_alike = new_names == names and all(
             new_form.get(key) == form.get(key) for key in ("rows", "missing")
@@ -126,9 +125,8 @@ def _schema_of(path: str) -> Any:
     return _reader_of(FileBuffer(path, Fingerprint.of(path))).schema
 
 
-def _form_of(schema: Any) -> dict[str, Any]:
-    said = (schema.metadata or {}).get(FORM)
-    form: dict[str, Any] = {"rows": "table"} if said is None else json.loads(said)
+def _checked_form(schema: Any) -> dict[str, Any]:
+    form = form_of(schema)
     if form.get("version", VERSION) > VERSION:
         raise ValueError(f"it was written by a newer shmloader (version {form['version']} of the format)")
     names = {"table": None, "column": 1, "set": 1, "mapping": 2}
