@@ -14,7 +14,9 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sized
+from functools import partial
 from itertools import chain, islice
+from operator import is_not
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,7 @@ _log = logging.getLogger(__name__)
 
 _LEAST_WARNED_NBYTES = 4 << 20
 _PANDAS_ROWS = 1 << 14
+_BLAMED_AT_ONCE = 1 << 14  # elements that are tried together
 
 
 def share_graph(
@@ -76,19 +79,33 @@ def _write_if_possible(
         if node.holder is None:
             can_be_read_again = isinstance(node.value, Sized) and not isinstance(node.value, Iterator)
             if node.plan == "rows" and can_be_read_again:
-                error.add_note(f"shmloader: {blame(node.value, _can_be_kept, 'which cannot be kept')}")
+                error.add_note(f"shmloader: {_blame(node.value, 'which cannot be kept')}")
             raise
         # As text: a warning that is kept must not keep the frames, and with them the stores.
         said = f"which cannot be kept ({type(error).__name__}: {error})"
-        graph.leave(node, kinds.estimate_nbytes(node.value), blame(node.value, _can_be_kept, said))
+        graph.leave(node, kinds.estimate_nbytes(node.value), _blame(node.value, said))
     writer.rewind(begin)
     return None
 
 
-def _can_be_kept(value: Any) -> bool:
+def _blame(container: Any, why: str) -> str:
+    """A sentence on the first element of a container that cannot be kept; ``why`` alone if each can."""
+    values = [element for _, element in kinds.elements_of(container)]
+    for begin in range(0, len(values), _BLAMED_AT_ONCE):
+        part = values[begin : begin + _BLAMED_AT_ONCE]
+        if _can_be_kept(part):
+            continue
+        while len(part) > 1:
+            half = part[: len(part) // 2]
+            part = part[len(half) :] if _can_be_kept(half) else half
+        return why if _can_be_kept(part) else blame(container, partial(is_not, part[0]), why)
+    return why
+
+
+def _can_be_kept(values: list[Any]) -> bool:
     try:
-        ColumnEncoder().encode([value])
-    except Exception:  # noqa: BLE001 - whatever its class raises
+        ColumnEncoder().encode(values)
+    except Exception:  # noqa: BLE001 - whatever their classes raise
         return False
     return True
 

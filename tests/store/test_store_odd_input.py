@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import resource
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 from shmloader import NotSharedWarning, SharedMemoryExhausted, share
 from shmloader.store import Store
+from shmloader.store.columns.encode import ColumnEncoder
 from shmloader.store.job import fingerprint_of
 from shmloader.testing import identical
 
@@ -65,6 +67,27 @@ def test_a_list_whose_elements_raise_anything_when_pickled_stays() -> None:
         shared = share(holder)
     assert isinstance(shared.texts, Store)
     assert shared.others is holder.others
+
+
+@pytest.mark.parametrize("number", [0, 63_217, 69_999])
+def test_the_one_element_that_cannot_be_kept_is_named_without_a_try_of_each(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    tried: list[int] = []
+    encode = ColumnEncoder.encode
+
+    def encode_counted(self: ColumnEncoder, values: list[Any], depth: int = 0) -> Any:
+        tried.append(len(values))
+        return encode(self, values, depth)
+
+    monkeypatch.setattr(ColumnEncoder, "encode", encode_counted)
+    rows: list[Any] = [(n, "text") for n in range(70_000)]
+    rows[number] = (1, threading.Lock())
+    with pytest.raises(TypeError, match="pickle") as caught:
+        share(rows)
+    assert f"its element [{number}] is a tuple, which cannot be kept" in str(caught.value.__notes__)
+    assert len(tried) < 100
+    assert sum(tried) < 8 * len(rows)  # with the items of the rows
 
 
 def test_want_of_descriptors_is_an_error_with_the_limit_and_what_to_do() -> None:

@@ -124,8 +124,8 @@ def compile_reader(lines: Sequence[str], scope: Scope, first: int = 0) -> Reader
 def _factory(body: str, names: int) -> Callable[..., Reader]:
     arguments = "".join(f", v{n}" for n in range(names))
     # As defaults they lie side by side in memory; the cells of a closure do not.
-    used = [name for name in ("first", *(f"v{n}" for n in range(names))) if re.search(rf"\b{name}\b", body)]
-    defaults = "".join(f", {name}={name}" for name in used)
+    used = set(re.findall(r"\b(?:first|v\d+)\b", body)) & {"first", *(f"v{n}" for n in range(names))}
+    defaults = "".join(f", {name}={name}" for name in sorted(used))
     source = f"def make(first{arguments}):\n def read(i{defaults}):\n  {body}\n return read"
     namespace: dict[str, Any] = {}
     exec(compile(source, "<reader of a shmloader column>", "exec"), namespace)

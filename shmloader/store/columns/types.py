@@ -40,6 +40,7 @@ class PythonType(pa.ExtensionType):  # type: ignore[misc]
         return json.dumps({"version": VERSION, **self.parameters}, sort_keys=True).encode()
 
     @classmethod
+    @functools.lru_cache(maxsize=128)  # Arrow calls it at each look at a type whose first instance is gone
     def __arrow_ext_deserialize__(cls, storage: Any, serialized: bytes) -> Self:
         found = json.loads(serialized)
         version = found.pop("version")
