@@ -28,7 +28,7 @@ import numpy as np
 
 from shmloader.errors import SharedMemoryExhausted
 from shmloader.shared_memory.descriptor import Descriptor
-from shmloader.shared_memory.headroom import check_headroom, refused
+from shmloader.shared_memory.headroom import check_headroom, exhausted
 from shmloader.shared_memory.huge_pages import make_pages_huge, take_huge_pages
 from shmloader.shared_memory.mapping import (
     MAP_NORESERVE,
@@ -195,7 +195,7 @@ class BufferBuilder:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
             failed = f"reserving {grow_nbytes:,} bytes of shared memory for a store failed: {error.strerror}"
-            raise refused(error, failed, grow_nbytes, spare=spare, advice=_ADVICE) from error
+            raise exhausted(failed, grow_nbytes, spare=spare, advice=_ADVICE, code=error.errno) from error
         self.reserved_nbytes = nbytes
 
     def append(self, data: Buffer, alignment: int = ALIGNMENT) -> int:

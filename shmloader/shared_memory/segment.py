@@ -10,7 +10,7 @@ from typing import Any
 from shmloader.errors import SharedMemoryExhausted
 from shmloader.host.held_interrupts import HeldInterrupts
 from shmloader.shared_memory.descriptor import Descriptor
-from shmloader.shared_memory.headroom import check_headroom, refused
+from shmloader.shared_memory.headroom import check_headroom, exhausted
 from shmloader.shared_memory.huge_pages import take_huge_pages
 from shmloader.shared_memory.mapping import Extent, whole_pages
 from shmloader.shared_memory.platform import libc
@@ -65,7 +65,7 @@ class Segment:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
             failed = f"reserving {nbytes:,} bytes of shared memory for a slot failed: {error.strerror}"
-            raise refused(error, failed, nbytes) from error
+            raise exhausted(failed, nbytes, code=error.errno) from error
         return nbytes
 
     def map(self, slot: int, nbytes: int) -> Extent:

@@ -91,15 +91,12 @@ def _write_if_possible(
 def _blame(container: Any, why: str) -> str:
     """A sentence on the first element of a container that cannot be kept; ``why`` alone if each can."""
     values = [element for _, element in kinds.elements_of(container)]
-    for begin in range(0, len(values), _BLAMED_AT_ONCE):
-        part = values[begin : begin + _BLAMED_AT_ONCE]
-        if _can_be_kept(part):
-            continue
-        while len(part) > 1:
-            half = part[: len(part) // 2]
-            part = part[len(half) :] if _can_be_kept(half) else half
-        return why if _can_be_kept(part) else blame(container, partial(is_not, part[0]), why)
-    return why
+    parts = (values[begin : begin + _BLAMED_AT_ONCE] for begin in range(0, len(values), _BLAMED_AT_ONCE))
+    part = next((part for part in parts if not _can_be_kept(part)), [])
+    while len(part) > 1:
+        half = part[: len(part) // 2]
+        part = part[len(half) :] if _can_be_kept(half) else half
+    return blame(container, partial(is_not, part[0]), why) if part and not _can_be_kept(part) else why
 
 
 def _can_be_kept(values: list[Any]) -> bool:
@@ -284,7 +281,8 @@ def _write_arrow(data: Any, writer: MemoryWriter) -> Table:
     table = writer.table()
     for batch in [data] if isinstance(data, pa.RecordBatch) else data.to_batches():
         if len(batch):
-            table.append_foreign(batch)
+            batch.validate(full=True)
+            table.append_batch(batch)
     return table
 
 
@@ -293,11 +291,8 @@ def _pandas_rows(data: Any) -> Iterator[Any]:
     if data.ndim == 1:
         return chain.from_iterable(part.tolist() for part in parts)
     if not data.columns.is_unique:
-        names = sorted(map(repr, {*data.columns[data.columns.duplicated()]}))
-        raise ValueError(
-            f"rows are shared as dicts, and several columns of this DataFrame are named {', '.join(names)}: "
-            "give each a name of its own, or drop all but one"
-        )
+        twice = sorted({*data.columns[data.columns.duplicated()]}, key=repr)
+        raise ValueError(f"rows are dicts, and columns of this DataFrame have one name: {twice}. Rename some")
     return chain.from_iterable(part.to_dict("records") for part in parts)
 
 

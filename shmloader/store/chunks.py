@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
-from shmloader.store.columns.compiled import Reader, Scope, check_offsets
+from shmloader.store.columns.compiled import Reader, Scope
 from shmloader.store.columns.encode import ColumnEncoder
 from shmloader.store.columns.packed import field_of_struct, structs_of, types_of_fields, unpacked
 from shmloader.store.columns.read import make_reader
@@ -184,10 +184,8 @@ class Column:
 
     def make(self, place: int) -> Reader:
         """Make the reader of the chunk before a place."""
-        array, scope = self.array(place - 1), self._scope(place - 1)
-        if self.chunks.sources:
-            check_offsets(array)
-        reader = self.readers[place] = make_reader(array, scope, self.starts[place - 1])
+        scope = self._scope(place - 1)
+        reader = self.readers[place] = make_reader(self.array(place - 1), scope, self.starts[place - 1])
         return reader
 
     def field(self, name: str | int) -> Column:

@@ -168,7 +168,9 @@ def _chunks_of(paths: list[str], columns: Sequence[str] | None, allow_pickle: bo
         for path in paths:
             with _naming(path):
                 for batch in _decoded_batches(path, columns):
-                    table.append_foreign(batch, path)
+                    batch.validate(full=True)
+                    table.append_batch(batch)
+                    table.sources.append(path)
         unpacked = writer.chunks(table, writer.seal())
     unpacked.pickles = allow_pickle
     return unpacked
@@ -306,10 +308,5 @@ def chunks_in_files(
 
 def _lies_in(batch: Any, memory: SharedBuffer) -> bool:
     begin, end = memory.address, memory.address + memory.nbytes
-    buffers = [
-        buffer
-        for column in batch.columns
-        for buffer in column.buffers()
-        if buffer is not None and buffer.size
-    ]
+    buffers = [buffer for column in batch.columns for buffer in column.buffers() if buffer]
     return all(begin <= buffer.address < end for buffer in buffers)

@@ -93,24 +93,20 @@ def _parts_of(value: Any, seen: set[int]) -> list[str]:
         if id(value) in seen:
             return [type(value).__qualname__]
         seen.add(id(value))
-    inside: Any = ()
-    own: list[str] = []
     if isinstance(value, functools.partial):
-        inside = value.func, *value.args, *sorted(value.keywords.items())
-    elif isinstance(value, types.MethodType):
-        inside = (value.__func__,)
-    elif isinstance(value, types.FunctionType):
+        return _parts_of((value.func, *value.args, *sorted(value.keywords.items())), seen)
+    if isinstance(value, types.MethodType):
+        return _parts_of(value.__func__, seen)
+    if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        inside = value.__code__, *(value.__defaults__ or ()), *cells
-    elif isinstance(value, types.CodeType):
-        own, inside = [value.co_qualname, value.co_code.hex(), *value.co_names], value.co_consts
-    elif isinstance(value, list | tuple):
-        inside = value
-    elif isinstance(value, frozenset):  # its order is another one in each process
+        return _parts_of((value.__code__, *(value.__defaults__ or ()), *cells), seen)
+    if isinstance(value, types.CodeType):
+        return [value.co_qualname, value.co_code.hex(), *value.co_names, *_parts_of(value.co_consts, seen)]
+    if isinstance(value, list | tuple):
+        return [part for item in value for part in _parts_of(item, seen)]
+    if isinstance(value, frozenset):  # its order is another one in each process
         return sorted(part for item in value for part in _parts_of(item, seen))
-    else:
-        return [repr(value)] if isinstance(value, _PLAIN) else [type(value).__qualname__]
-    return [*own, *(part for item in inside for part in _parts_of(item, seen))]
+    return [repr(value)] if isinstance(value, _PLAIN) else [type(value).__qualname__]
 
 
 def _is_filled(cell: Any) -> bool:

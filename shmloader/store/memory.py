@@ -201,19 +201,8 @@ class Table:
         columns = [packed(self.encoder.encode([item[n] for item in items], 1)) for n in (0, 1)]
         self.append_batch(pa.RecordBatch.from_arrays(columns, ["key", "value"]))
 
-    def append_foreign(self, batch: Any, source: str | None = None) -> None:
-        """Append one chunk that another program wrote, from a file or from memory.
-
-        Raises:
-            ValueError: If it is damaged. Arrow trusts its buffers when it writes them.
-        """
-        batch.validate(full=True)
-        self.append_batch(batch)
-        if source is not None:
-            self.sources.append(source)
-
     def append_batch(self, batch: Any) -> None:
-        """Append one chunk that is encoded already."""
+        """Append one chunk that is encoded already; Arrow trusts its buffers, so others' must be valid."""
         begin = self._out.append(b"", PAGE_NBYTES)  # rows of 64 bytes, or 256, lie at multiples of that
         stream = _ChunkSink(self._out)
         with pa.ipc.new_stream(pa.PythonFile(stream, "w"), batch.schema) as writer:

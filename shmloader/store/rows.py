@@ -85,11 +85,9 @@ class RowStore(Store):
         sources = self.chunks.sources
         if not sources or isinstance(error, LoaderError) or self._has_pickles():
             raise error
-        file = sources[0]
+        file = sources[0] + ", or another file that was opened with it," * (len(set(sources)) > 1)
         if index is not None:
             file = f"row {index:,} of {sources[bisect_right(self._starts, index) - 1]}"
-        elif len(set(sources)) > 1:
-            file += ", or another file that was opened with it,"
         kind = MemoryError if isinstance(error, MemoryError) else ValueError
         raise kind(
             f"{file} cannot be read, so the file is damaged, or has values that Python lacks, such "

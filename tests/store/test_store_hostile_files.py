@@ -396,25 +396,25 @@ class WithSetattr:
 
 
 @pytest.mark.parametrize(
-    ("kind", "field", "why"),
+    ("kind", "field"),
     [
-        (WithProperty, "y", "it has no field 'y'"),
-        (WithPropertyAndSlots, "y", "it has no field 'y'"),
-        (Person, "__class__", "it has no field '__class__'"),
-        (WithDescriptor, "x", "making, filling or ending one may run its code"),
-        (WithDel, "x", "making, filling or ending one may run its code"),
-        (WithSetattr, "x", "making, filling or ending one may run its code"),
+        (WithProperty, "y"),
+        (WithPropertyAndSlots, "y"),
+        (Person, "__class__"),
+        (WithDescriptor, "x"),
+        (WithDel, "x"),
+        (WithSetattr, "x"),
     ],
 )
-def test_dataclasses_that_could_run_code_are_refused_by_name(
-    tmp_path: Path, kind: type, field: str, why: str
-) -> None:
+def test_dataclasses_that_could_run_code_are_refused_by_name(tmp_path: Path, kind: type, field: str) -> None:
     fields = pa.StructArray.from_arrays([pa.array([1])], [field])
     name = f"{kind.__module__}:{kind.__qualname__}"
     write(tmp_path / "file.arrow", DataclassType(fields.type, python=name).wrap(fields))
     Runs.called.clear()
     store = shmloader.open(tmp_path / "file.arrow")
-    with pytest.raises(ValueError, match=rf"file\.arrow cannot be read.*\.{kind.__name__}: {why}"):
+    with pytest.raises(
+        ValueError, match=rf"file\.arrow cannot be read.*values with {field} become no.*\.{kind.__name__}:"
+    ):
         store[0]
     assert not Runs.called
 
@@ -438,7 +438,7 @@ def test_a_class_that_fits_one_column_is_not_taken_for_others(tmp_path: Path) ->
     assert vars(row["good"]) == {"name": "a", "age": 1}
     assert row["point"]._fields == ("x",)
     assert type(row["del"]).__module__.startswith("shmloader")
-    with pytest.raises(ValueError, match="Person: it has no field 'x'"):
+    with pytest.raises(ValueError, match=r"values with x become no instances of store_samples\.Person"):
         shmloader.open(tmp_path / "file.arrow")[0]
 
 

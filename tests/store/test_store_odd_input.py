@@ -225,7 +225,7 @@ def test_a_function_that_calls_itself_has_a_fingerprint() -> None:
 def test_columns_of_one_name_are_an_error_that_names_them() -> None:
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame([[1, 2, 3]] * 5, columns=["a", "b", "a"])
-    with pytest.raises(ValueError, match=r"several columns of this DataFrame are named 'a': give each"):
+    with pytest.raises(ValueError, match=r"columns of this DataFrame have one name: \['a'\]. Rename"):
         share(frame)
 
 

@@ -5,7 +5,7 @@ function, since a call per column would cost more than the reading. Numbers are 
 texts as slices of the memory: no scalar of Arrow is made.
 
 The source of such a function is made of this package's own text and of ``repr`` of field names; values reach
-it only as arguments. Memoryviews and NumPy check bounds, and `check_offsets` those of slices of an mmap. So
+it only as arguments. Memoryviews and NumPy check bounds, and `ends_of` those of slices of an mmap. So
 buffers of a damaged file can give wrong values or an exception, but no access beyond the memory.
 """
 
@@ -22,7 +22,7 @@ from pyarrow import types as arrow
 
 from shmloader.shared_memory.mapping import address_of
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
-from shmloader.store.columns.types import ClassFinder, is_list, is_octets, is_text
+from shmloader.store.columns.types import ClassFinder
 
 _FOLLOWING = "j = i + 1"
 
@@ -147,32 +147,15 @@ def numbers_of(array: Any, buffer: int, code: str, count: int) -> memoryview[Any
 
 
 def ends_of(column: Any) -> memoryview[Any]:
-    """The offsets at which the texts or lists of a column begin, and the one at which the last ends."""
-    kind = column.type
-    is_large = arrow.is_large_list(kind) or arrow.is_large_string(kind) or arrow.is_large_binary(kind)
-    return numbers_of(column, 1, "q" if is_large else "i", len(column) + 1)
+    """The offsets at which the texts or lists of a column begin, and the one at which the last ends.
 
-
-def check_offsets(column: Any) -> None:
-    """Check data that another program wrote: each text and list must lie inside of its column's values.
-
-    Readers slice memory by these offsets. Arrow's ``validate`` looks at the first and the last one only; with
-    ``full=True`` it would read all texts too, which may be larger than memory.
-
-    Raises:
-        ValueError: If offsets do not ascend.
+    Memory is sliced by these, so it is an error if they do not ascend. Arrow's ``validate`` sees the
+    first and the last; with ``full=True`` it reads the texts too, which may be larger than memory.
     """
     kind = column.type
-    if is_text(kind) or is_octets(kind) or is_list(kind):
-        ends = np.asarray(ends_of(column))
-        if (ends[1:] < ends[:-1]).any():
-            raise ValueError(f"the offsets of a column of {kind} do not ascend")
-    if isinstance(kind, pa.BaseExtensionType):
-        check_offsets(column.storage)
-    elif arrow.is_dictionary(kind):
-        check_offsets(column.dictionary)
-    elif is_list(kind) or arrow.is_fixed_size_list(kind):
-        check_offsets(column.values)
-    elif arrow.is_struct(kind) or arrow.is_union(kind):
-        for number in range(kind.num_fields):
-            check_offsets(column.field(number))
+    is_large = arrow.is_large_list(kind) or arrow.is_large_string(kind) or arrow.is_large_binary(kind)
+    ends = numbers_of(column, 1, "q" if is_large else "i", len(column) + 1)
+    array = np.asarray(ends)
+    if (array[1:] < array[:-1]).any():
+        raise ValueError(f"the offsets of a column of {kind} do not ascend")
+    return ends

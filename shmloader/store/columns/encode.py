@@ -30,7 +30,6 @@ from shmloader.store.columns import types
 from shmloader.store.columns.arrays import arrays_to_arrow, lists_to_arrow, scalars_to_arrow
 from shmloader.store.columns.buffers import numbers_to_arrow
 from shmloader.store.columns.types import (
-    fields_of,
     is_plain_dataclass,
     is_plain_namedtuple,
     name_of_class,
@@ -210,7 +209,8 @@ class ColumnEncoder:
             return None
         if not pa.types.is_struct(storage.type):  # Arrow has no extension types over others
             return None
-        if not {field.name for field in storage.type} <= {*fields_of(kind), types.KeysType.NAME}:
+        fields = {*kind.__dataclass_fields__, types.KeysType.NAME}  # type: ignore[attr-defined]
+        if not {field.name for field in storage.type} <= fields:
             return None
         return types.DataclassType(storage.type, python=name).wrap(storage)
 

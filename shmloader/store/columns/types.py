@@ -200,8 +200,8 @@ def find_types(
 Classes = Mapping[str, type]
 """Classes by the names that columns have them under."""
 
-_MAKES_AND_PICKLES = "__new__ __reduce__ __reduce_ex__ __getstate__ __setstate__ __getnewargs_ex__".split()
-_MAKES_AND_PICKLES += ["__getnewargs__", "__getattribute__", "__del__"]
+_MAKES_AND_PICKLES = "__setattr__ __new__ __reduce__ __reduce_ex__ __getstate__ __setstate__".split()
+_MAKES_AND_PICKLES += "__getnewargs_ex__ __getnewargs__ __getattribute__ __del__".split()
 _OWN_DESCRIPTORS = (GetSetDescriptorType, MemberDescriptorType)  # of __dict__ and of slots
 
 
@@ -217,10 +217,8 @@ def loaded_class(name: str) -> type | None:
     found: Any = sys.modules.get(module)
     for part in path.split("."):
         # Not by getattr or isinstance: a module that loads itself when it is first used has its own of these.
-        if not issubclass(type(found), type | ModuleType):
-            return None
-        get: Any = type if issubclass(type(found), type) else ModuleType
-        found = get.__getattribute__(found, "__dict__").get(part)
+        owner: Any = next((kind for kind in (type, ModuleType) if issubclass(type(found), kind)), None)
+        found = owner and owner.__getattribute__(found, "__dict__").get(part)
     return found if issubclass(type(found), type) else None
 
 
@@ -236,30 +234,21 @@ def is_plain_namedtuple(kind: type) -> bool:
     )
 
 
-def is_plain_dataclass(kind: type) -> bool:
-    """Whether ``kind`` is a dataclass whose instances are nothing but their ``__dict__``, or their slots.
-
-    Making one, filling it and its end run no code of the class.
-    """
+def is_plain_dataclass(kind: Any) -> bool:
+    """Whether a class is a dataclass whose instances are their ``__dict__`` or slots, and run no code."""
     if "__dataclass_fields__" not in vars(kind):
         return False
+    fields = kind.__dataclass_fields__
     slots = [name for base in kind.__mro__ for name in vars(base).get("__slots__", ())]
-    if slots and (kind.__dictoffset__ or sorted(slots) != sorted(fields_of(kind))):
+    if slots and (kind.__dictoffset__ or sorted(slots) != sorted(fields)):
         return False
-    found = [inspect.getattr_static(kind, name, None) for name in ("__dict__", *fields_of(kind))]
+    found = [inspect.getattr_static(kind, name, None) for name in ("__dict__", *fields)]
     if any(inspect.isdatadescriptor(one) and not isinstance(one, _OWN_DESCRIPTORS) for one in found):
         return False
-    is_frozen = getattr(
-        vars(kind).get("__dataclass_params__"), "frozen", False
-    )  # then __setattr__ is dataclass's
-    names = _MAKES_AND_PICKLES if is_frozen else [*_MAKES_AND_PICKLES, "__setattr__"]
+    params: Any = vars(kind).get("__dataclass_params__")
+    # The __setattr__ of frozen classes is dataclass's.
+    names = _MAKES_AND_PICKLES[bool(params and params.frozen) :]
     return all(_is_own(getattr(kind, name, None), getattr(object, name, None)) for name in names)
-
-
-def fields_of(kind: type) -> Collection[str]:
-    """The names of a dataclass's fields."""
-    names: Collection[str] = vars(kind)["__dataclass_fields__"]
-    return names
 
 
 def _is_own(found: Any, usual: Any) -> bool:
@@ -271,27 +260,20 @@ def state_of(value: Any) -> dict[str, Any]:
     """The values from which a plain dataclass is restored; AttributeError if a slot is empty."""
     kind: Any = type(value)
     if kind.__dictoffset__:
-        state: dict[str, Any] = vars(value)
-        return state
+        return vars(value)
     return {name: getattr(value, name) for name in kind.__dataclass_fields__}
 
 
-def maker_of(kind: type, names: Collection[str]) -> Callable[[dict[str, Any]], Any]:
-    """The function that makes an instance of a plain dataclass from its state, as pickle does.
-
-    Args:
-        kind: The dataclass, or ``SimpleNamespace``.
-        names: The attributes of all instances.
-
-    Raises:
-        ValueError: If making such an instance may run code of the class.
-    """
-    others = [] if kind is SimpleNamespace else [name for name in names if name not in fields_of(kind)]
-    if others or not (kind is SimpleNamespace or is_plain_dataclass(kind)):
-        why = f"it has no field {others[0]!r}" if others else "making, filling or ending one may run its code"
+def maker_of(kind: Any, names: Collection[str]) -> Callable[[dict[str, Any]], Any]:
+    """The function that makes a dataclass or namespace as pickle does; ValueError if that may run its code."""
+    is_fit = kind is SimpleNamespace or (
+        is_plain_dataclass(kind) and {*names} <= {*kind.__dataclass_fields__}
+    )
+    if not is_fit:
         raise ValueError(
-            f"the values of this column cannot be instances of {kind.__module__}.{kind.__qualname__}: {why}. "
-            "Open the file without this column (columns=[...]), or where that class is not imported"
+            f"values with {', '.join(names)} become no instances of {kind.__module__}.{kind.__qualname__}: "
+            "it has other fields, or making, filling or ending one may run code of its own. Open the file "
+            "without this column (columns=[...]), or where that class is not imported"
         )
     make_empty: Any = kind.__new__
     set_slot = object.__setattr__  # frozen dataclasses let nothing else through
@@ -324,10 +306,9 @@ class ClassFinder:
         """The class that a type names, or one made up in its place if it is no longer there."""
         name = kind.parameters["python"]
         found = self.found.get(name, loaded_class(name))
-        if found is None or not _fits(found, kind):
-            return _made_for(kind)
-        self.found[name] = found
-        return found
+        if found is not None and _fits(found, kind):
+            return self.found.setdefault(name, found)
+        return _made_for(kind)
 
     def given(self) -> dict[str, type]:
         """The classes that other processes find by their names too."""
