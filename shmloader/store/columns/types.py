@@ -260,15 +260,15 @@ def state_of(value: Any) -> dict[str, Any]:
     """The values from which a plain dataclass is restored; AttributeError if a slot is empty."""
     kind: Any = type(value)
     if kind.__dictoffset__:
-        return vars(value)
+        state: dict[str, Any] = vars(value)
+        return state
     return {name: getattr(value, name) for name in kind.__dataclass_fields__}
 
 
 def maker_of(kind: Any, names: Collection[str]) -> Callable[[dict[str, Any]], Any]:
-    """The function that makes a dataclass or namespace as pickle does; ValueError if that may run its code."""
-    is_fit = kind is SimpleNamespace or (
-        is_plain_dataclass(kind) and {*names} <= {*kind.__dataclass_fields__}
-    )
+    """The function that makes dataclasses or namespaces as pickle does; ValueError if that may run code."""
+    is_made_up = kind is SimpleNamespace
+    is_fit = is_made_up or (is_plain_dataclass(kind) and {*names} <= {*kind.__dataclass_fields__})
     if not is_fit:
         raise ValueError(
             f"values with {', '.join(names)} become no instances of {kind.__module__}.{kind.__qualname__}: "
