@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 from shmloader.errors import SharedMemoryExhausted
 from shmloader.host.limits import SURE_NBYTES, Headroom, memory_headroom
 
@@ -34,9 +36,18 @@ def check_headroom(nbytes: int, purpose: str, *, spare: int = 0, advice: str = _
 
 
 def exhausted(
-    what: str, nbytes: int, room: Headroom | None = None, *, spare: int = 0, advice: str = _ADVICE
+    what: str,
+    nbytes: int,
+    room: Headroom | None = None,
+    *,
+    spare: int = 0,
+    advice: str = _ADVICE,
+    code: int = 0,
 ) -> SharedMemoryExhausted:
-    """The error for memory that the host lacks; see `check_headroom` for the arguments."""
+    """The error for memory that the host lacks, or refuses with a ``code``; see `check_headroom`."""
+    if code == errno.EFBIG:
+        limited = "shared memory is a file, and the size of files is limited: ulimit -f unlimited"
+        return SharedMemoryExhausted(f"{what}: {limited}", needed_nbytes=nbytes)
     room = room or memory_headroom()
     return SharedMemoryExhausted(
         f"{what}, but only {room.available_nbytes:,} of {room.limit_nbytes:,} bytes are available in "

@@ -195,7 +195,7 @@ class BufferBuilder:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
             failed = f"reserving {grow_nbytes:,} bytes of shared memory for a store failed: {error.strerror}"
-            raise exhausted(failed, grow_nbytes, spare=spare, advice=_ADVICE) from error
+            raise exhausted(failed, grow_nbytes, spare=spare, advice=_ADVICE, code=error.errno) from error
         self.reserved_nbytes = nbytes
 
     def append(self, data: Buffer, alignment: int = ALIGNMENT) -> int:

@@ -65,12 +65,7 @@ class Segment:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
             failed = f"reserving {nbytes:,} bytes of shared memory for a slot failed: {error.strerror}"
-            if error.errno != errno.EFBIG:
-                raise exhausted(failed, nbytes) from error
-            limited = (
-                "all slots lie in one sparse file, and the size of files is limited: ulimit -f unlimited"
-            )
-            raise SharedMemoryExhausted(f"{failed}: {limited}", needed_nbytes=nbytes) from error
+            raise exhausted(failed, nbytes, code=error.errno) from error
         return nbytes
 
     def map(self, slot: int, nbytes: int) -> Extent:

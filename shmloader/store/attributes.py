@@ -14,7 +14,9 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sized
+from functools import partial
 from itertools import chain, islice
+from operator import is_not
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,7 @@ _log = logging.getLogger(__name__)
 
 _LEAST_WARNED_NBYTES = 4 << 20
 _PANDAS_ROWS = 1 << 14
+_BLAMED_AT_ONCE = 1 << 14  # elements that are tried together
 
 
 def share_graph(
@@ -76,19 +79,30 @@ def _write_if_possible(
         if node.holder is None:
             can_be_read_again = isinstance(node.value, Sized) and not isinstance(node.value, Iterator)
             if node.plan == "rows" and can_be_read_again:
-                error.add_note(f"shmloader: {blame(node.value, _can_be_kept, 'which cannot be kept')}")
+                error.add_note(f"shmloader: {_blame(node.value, 'which cannot be kept')}")
             raise
         # As text: a warning that is kept must not keep the frames, and with them the stores.
         said = f"which cannot be kept ({type(error).__name__}: {error})"
-        graph.leave(node, kinds.estimate_nbytes(node.value), blame(node.value, _can_be_kept, said))
+        graph.leave(node, kinds.estimate_nbytes(node.value), _blame(node.value, said))
     writer.rewind(begin)
     return None
 
 
-def _can_be_kept(value: Any) -> bool:
+def _blame(container: Any, why: str) -> str:
+    """A sentence on the first element of a container that cannot be kept; ``why`` alone if each can."""
+    values = [element for _, element in kinds.elements_of(container)]
+    parts = (values[begin : begin + _BLAMED_AT_ONCE] for begin in range(0, len(values), _BLAMED_AT_ONCE))
+    part = next((part for part in parts if not _can_be_kept(part)), [])
+    while len(part) > 1:
+        half = part[: len(part) // 2]
+        part = part[len(half) :] if _can_be_kept(half) else half
+    return blame(container, partial(is_not, part[0]), why) if part and not _can_be_kept(part) else why
+
+
+def _can_be_kept(values: list[Any]) -> bool:
     try:
-        ColumnEncoder().encode([value])
-    except Exception:  # noqa: BLE001 - whatever its class raises
+        ColumnEncoder().encode(values)
+    except Exception:  # noqa: BLE001 - whatever their classes raise
         return False
     return True
 
@@ -267,6 +281,7 @@ def _write_arrow(data: Any, writer: MemoryWriter) -> Table:
     table = writer.table()
     for batch in [data] if isinstance(data, pa.RecordBatch) else data.to_batches():
         if len(batch):
+            batch.validate(full=True)
             table.append_batch(batch)
     return table
 
@@ -275,6 +290,9 @@ def _pandas_rows(data: Any) -> Iterator[Any]:
     parts = (data.iloc[begin : begin + _PANDAS_ROWS] for begin in range(0, len(data), _PANDAS_ROWS))
     if data.ndim == 1:
         return chain.from_iterable(part.tolist() for part in parts)
+    if not data.columns.is_unique:
+        twice = sorted({*data.columns[data.columns.duplicated()]}, key=repr)
+        raise ValueError(f"rows are dicts, and columns of this DataFrame have one name: {twice}. Rename some")
     return chain.from_iterable(part.to_dict("records") for part in parts)
 
 

@@ -8,7 +8,7 @@ after the bodies of all; in a file it is a batch of that file.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from itertools import accumulate, groupby
 from typing import Any
@@ -28,6 +28,7 @@ from shmloader.store.columns.types import (
     find_types,
 )
 from shmloader.store.handles import reduce_arrow_buffer, register
+from shmloader.store.tables import form_of
 
 register(pa.Buffer, reduce_arrow_buffer)  # here, since `handles` does not import pyarrow
 
@@ -51,6 +52,7 @@ class Chunks:
         python_nbytes: Estimated bytes of the rows as Python objects; 0 if unknown.
         links: The chunks that links in the columns lead to, by number.
         pickles: Whether pickled values may be read.
+        sources: The file that each chunk was read from; empty for data of this program.
         starts: The first row of each chunk, and the number of rows.
         finder: Finds the classes that the columns name.
     """
@@ -63,6 +65,7 @@ class Chunks:
     python_nbytes: int = 0
     links: Mapping[int, Chunks] = field(default_factory=dict)
     pickles: bool = True
+    sources: Sequence[str] = ()
 
     def __post_init__(self, classes: Classes) -> None:
         self.memories = [memory for memory, _ in self.parts]
@@ -90,6 +93,7 @@ def chunks_in_memory(
     places: list[tuple[int, ...]],
     python_nbytes: int,
     links: Mapping[int, Chunks],
+    sources: Sequence[str],
     classes: Classes,
 ) -> Chunks:
     """Chunks in shared memory: Arrow IPC streams, whose heads and bodies begin and end at these places."""
@@ -100,8 +104,8 @@ def chunks_in_memory(
         with pa.ipc.open_stream(pa.PythonFile(stream, "r")) as reader:
             batches.append((buffer, reader.read_next_batch()))
     nbytes = sum(sum(place[1::2]) - sum(place[::2]) for place in places)
-    made_by = chunks_in_memory, buffer, places, python_nbytes, links
-    return Chunks(batches, buffer, nbytes, classes, made_by, python_nbytes, links)
+    made_by = chunks_in_memory, buffer, places, python_nbytes, links, sources
+    return Chunks(batches, buffer, nbytes, classes, made_by, python_nbytes, links, sources=sources)
 
 
 class _ChunkSource:
@@ -125,8 +129,7 @@ class _ChunkSource:
 
 def rows_of(batch: Any) -> Any:
     """The rows of a batch as one array: a struct of its columns, or its only column."""
-    said = (batch.schema.metadata or {}).get(b"shmloader", b"")
-    if batch.num_columns == 1 and any(rows in said for rows in (b'"rows": "column"', b'"rows": "set"')):
+    if batch.num_columns == 1 and form_of(batch.schema)["rows"] in ("column", "set"):
         return batch.column(0)
     if batch.num_columns:
         return pa.StructArray.from_arrays(batch.columns, fields=list(batch.schema))

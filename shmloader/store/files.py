@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import json
 import mmap
 import os
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ from shmloader.store.handles import Fingerprint
 from shmloader.store.mapping import MappingStore, SetStore, index_of
 from shmloader.store.memory import MemoryWriter
 from shmloader.store.rows import DAMAGES, RowStore
-from shmloader.store.tables import FACTORIES, FORM, IPC, PARQUET
+from shmloader.store.tables import FACTORIES, IPC, PARQUET, form_of
 
 FilePath = str | os.PathLike[str]
 
@@ -58,7 +57,7 @@ def open_store(
         with _naming(one):
             schema = _schema_of(one)
             _check(one, schema, columns, allow_pickle=allow_pickle)
-            new_form = _form_of(schema)
+            new_form = _checked_form(schema)
         new_names = [name for name in schema.names if name != types.KeysType.NAME]
         is_alike = new_names == names and all(
             new_form.get(key) == form.get(key) for key in ("rows", "missing")
@@ -126,9 +125,8 @@ def _schema_of(path: str) -> Any:
     return _reader_of(FileBuffer(path, Fingerprint.of(path))).schema
 
 
-def _form_of(schema: Any) -> dict[str, Any]:
-    said = (schema.metadata or {}).get(FORM)
-    form: dict[str, Any] = {"rows": "table"} if said is None else json.loads(said)
+def _checked_form(schema: Any) -> dict[str, Any]:
+    form = form_of(schema)
     if form.get("version", VERSION) > VERSION:
         raise ValueError(f"it was written by a newer shmloader (version {form['version']} of the format)")
     names = {"table": None, "column": 1, "set": 1, "mapping": 2}
@@ -172,6 +170,7 @@ def _chunks_of(paths: list[str], columns: Sequence[str] | None, allow_pickle: bo
                 for batch in _decoded_batches(path, columns):
                     batch.validate(full=True)
                     table.append_batch(batch)
+                    table.sources.append(path)
         unpacked = writer.chunks(table, writer.seal())
     unpacked.pickles = allow_pickle
     return unpacked
@@ -204,17 +203,20 @@ def _rows_at_once(parquet: pq.ParquetFile, columns: Sequence[str] | None) -> int
     """
     metadata, sizes, most = parquet.metadata, [1.0], _BATCH_NBYTES
     begins = "" if columns is None else tuple(f"{name}." for name in columns)
+    leaves = [n for n in range(len(parquet.schema)) if f"{parquet.schema.column(n).path}.".startswith(begins)]
     for number in range(0, metadata.num_row_groups, -(-metadata.num_row_groups // _SAMPLED_GROUPS) or 1):
-        group = metadata.row_group(number)
-        parts = map(group.column, range(group.num_columns))
-        chosen = [part for part in parts if f"{part.path_in_schema}.".startswith(begins)]
-        sizes.append(sum(part.total_uncompressed_size for part in chosen) / max(1, group.num_rows))
-    for batch in parquet.iter_batches(_SAMPLED_ROWS, columns=columns):
-        plain = [one for one in batch.columns if not any(map(arrow.is_dictionary, types.types_in(one.type)))]
-        nbytes = sum(column.nbytes for column in plain)
-        sizes.append(nbytes / max(1, len(batch)))
-        most = max(most, _DICTIONARY_SHARE * (batch.nbytes - nbytes))
-        break
+        for batch in parquet.iter_batches(_SAMPLED_ROWS, row_groups=[number], columns=columns):
+            dictionaries = [
+                one for one in batch.columns if any(map(arrow.is_dictionary, types.types_in(one.type)))
+            ]
+            words_nbytes = sum(column.nbytes for column in dictionaries)
+            sizes.append((batch.nbytes - words_nbytes) / max(1, len(batch)))
+            most = max(most, _DICTIONARY_SHARE * words_nbytes)
+            # Only once that was read: of damaged columns, asking for the metadata would end the process.
+            group = metadata.row_group(number)
+            account_nbytes = sum(group.column(leaf).total_uncompressed_size for leaf in leaves)
+            sizes.append(account_nbytes / max(1, group.num_rows))
+            break
     return max(1, min(_MOST_BATCH_ROWS, int(most / max(sizes))))
 
 
@@ -228,8 +230,8 @@ def _is_over_dictionary(kind: Any) -> bool:
 
 def _reader_of(memory: FileBuffer) -> Any:
     """Arrow's reader of an IPC file or stream."""
-    whole = pa.py_buffer(memory.view)
-    return pa.ipc.open_file(whole) if _magic_of(memory.path) == _FILE_MAGIC else pa.ipc.open_stream(whole)
+    whole, begin = pa.py_buffer(memory.view), memory.view[: len(_FILE_MAGIC)]
+    return pa.ipc.open_file(whole) if begin == _FILE_MAGIC else pa.ipc.open_stream(whole)
 
 
 def _batches_in(memory: FileBuffer) -> Iterator[Any]:
@@ -260,8 +262,7 @@ class FileBuffer(SharedBuffer):
 
     def __init__(self, path: str, fingerprint: Fingerprint) -> None:
         """Map a file, which must still be the one with this fingerprint."""
-        fingerprint.check(path)
-        super().__init__(os.open(path, os.O_RDONLY | os.O_CLOEXEC), fingerprint.nbytes, mmap.PROT_READ)
+        super().__init__(fingerprint.open(path), fingerprint.nbytes, mmap.PROT_READ)
         fd, self.fd = self.fd, -1
         os.close(fd)  # the mapping needs it no more, and there may be many files
         self.path = path
@@ -288,27 +289,24 @@ def chunks_in_files(
 ) -> Chunks:
     """Chunks in mapped files: their record batches."""
     batches: list[tuple[SharedBuffer, Any]] = []
-    memories = [FileBuffer(*one) for one in files]
-    for memory in memories:
-        is_first = True
-        for batch in _batches_in(memory):
-            if not batch.num_rows:
-                continue
-            if is_first and not _lies_in(batch, memory):  # before a second one is unpacked
-                raise _UnmappableError
-            batches.append((memory, _chosen(batch, columns)))
-            is_first = False
+    memories: list[FileBuffer] = []
+    sources: list[str] = []
+    for path, fingerprint in files:
+        with _naming(path):
+            memories.append(memory := FileBuffer(path, fingerprint))
+            begin = len(batches)
+            for batch in _batches_in(memory):
+                if len(batches) == begin and not _lies_in(batch, memory):  # before a second one is unpacked
+                    raise _UnmappableError
+                if batch.num_rows:
+                    batches.append((memory, _chosen(batch, columns)))
+                    sources.append(path)
     nbytes = sum(memory.nbytes for memory in memories)
     made_by = chunks_in_files, files, columns, pickles
-    return Chunks(batches, memories[0], nbytes, classes, made_by, pickles=pickles)
+    return Chunks(batches, memories[0], nbytes, classes, made_by, pickles=pickles, sources=sources)
 
 
 def _lies_in(batch: Any, memory: SharedBuffer) -> bool:
     begin, end = memory.address, memory.address + memory.nbytes
-    buffers = [
-        buffer
-        for column in batch.columns
-        for buffer in column.buffers()
-        if buffer is not None and buffer.size
-    ]
+    buffers = [buffer for column in batch.columns for buffer in column.buffers() if buffer]
     return all(begin <= buffer.address < end for buffer in buffers)

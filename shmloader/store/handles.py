@@ -56,32 +56,35 @@ class Fingerprint(NamedTuple):
     inode: int
 
     @classmethod
-    def of(cls, path: str) -> Fingerprint:
-        """The present fingerprint of a file."""
-        status = Path(path).stat()
+    def of(cls, file: str | int) -> Fingerprint:
+        """The present fingerprint of a file, by its path or descriptor."""
+        status = os.fstat(file) if isinstance(file, int) else Path(file).stat()
         return cls(status.st_size, status.st_mtime_ns, status.st_ino)
 
-    def check(self, path: str) -> None:
-        """Make sure that a path still means the file that was opened.
+    def open(self, path: str) -> int:
+        """Open a path, which must still mean the file with this fingerprint; returns a descriptor.
 
         Raises:
             FileNotFoundError: If there is none any more.
             LoaderError: If it is another one, or has been written to.
         """
         try:
-            now = Fingerprint.of(path)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             raise FileNotFoundError(
                 f"data was mapped from {path}, which is not there (any more): a process that gets such "
                 "data opens the file by its path. Keep it until all workers have started, on a path that "
                 "every process sees"
             ) from None
+        now = Fingerprint.of(fd)  # not of the path, which may mean another file at any moment
         if now != self:
+            os.close(fd)
             raise LoaderError(
                 f"{path} has changed since data was mapped from it: then {self.nbytes:,} bytes, inode "
                 f"{self.inode}, written at {self.mtime_ns} ns; now {now.nbytes:,} bytes, inode "
                 f"{now.inode}, written at {now.mtime_ns} ns. Open it anew in the main process"
             )
+        return fd
 
 
 class MappedItems(NamedTuple):

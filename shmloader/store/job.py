@@ -82,25 +82,30 @@ def _is_python(pid: int) -> bool:
 def fingerprint_of(build: Callable[[], Any]) -> str:
     """A fingerprint of a function without arguments: of its code, and of plain values that it is bound to."""
     digest = hashlib.sha256()
-    for part in _parts_of(build):
+    for part in _parts_of(build, set()):
         digest.update(part.encode(errors="backslashreplace") + b"\0")
     return digest.hexdigest()[:32]
 
 
-def _parts_of(value: Any) -> list[str]:
+def _parts_of(value: Any, seen: set[int]) -> list[str]:
+    """Texts that tell a value from others. Functions and lists, which may lead to themselves, count once."""
+    if isinstance(value, types.FunctionType | list):
+        if id(value) in seen:
+            return [type(value).__qualname__]
+        seen.add(id(value))
     if isinstance(value, functools.partial):
-        return [*_parts_of(value.func), *_parts_of([*value.args, *sorted(value.keywords.items())])]
+        return _parts_of((value.func, *value.args, *sorted(value.keywords.items())), seen)
     if isinstance(value, types.MethodType):
-        return _parts_of(value.__func__)
+        return _parts_of(value.__func__, seen)
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        return [*_parts_of(value.__code__), *_parts_of([*(value.__defaults__ or ()), *cells])]
+        return _parts_of((value.__code__, *(value.__defaults__ or ()), *cells), seen)
     if isinstance(value, types.CodeType):
-        return [value.co_qualname, value.co_code.hex(), *value.co_names, *_parts_of(value.co_consts)]
+        return [value.co_qualname, value.co_code.hex(), *value.co_names, *_parts_of(value.co_consts, seen)]
     if isinstance(value, list | tuple):
-        return [part for item in value for part in _parts_of(item)]
+        return [part for item in value for part in _parts_of(item, seen)]
     if isinstance(value, frozenset):  # its order is another one in each process
-        return sorted(part for item in value for part in _parts_of(item))
+        return sorted(part for item in value for part in _parts_of(item, seen))
     return [repr(value)] if isinstance(value, _PLAIN) else [type(value).__qualname__]
 
 

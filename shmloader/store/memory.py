@@ -95,7 +95,7 @@ class MemoryWriter:
         if number not in self._made:
             links = {link: self.chunks(self._tables[link], buffer) for link in sorted(table.links)}
             self._made[number] = chunks_in_memory(
-                buffer, table.places, table.python_nbytes, links, table.encoder.classes
+                buffer, table.places, table.python_nbytes, links, table.sources, table.encoder.classes
             )
         return self._made[number]
 
@@ -149,6 +149,7 @@ class Table:
         rows: The number of rows so far.
         places: Where each chunk's head begins and ends, and its body, once all are written.
         links: The links that its columns have.
+        sources: The file that each chunk was read from; empty for data of this program.
     """
 
     def __init__(self, out: BufferBuilder, encoder: ColumnEncoder, *, streamed: bool = False) -> None:
@@ -158,6 +159,7 @@ class Table:
         self.nbytes = 0
         self.python_nbytes = 0
         self.links: set[int] = set()
+        self.sources: list[str] = []
         self._out = out
         self._heads: list[bytes] = []
         self._bodies: list[tuple[int, int]] = []
@@ -200,7 +202,7 @@ class Table:
         self.append_batch(pa.RecordBatch.from_arrays(columns, ["key", "value"]))
 
     def append_batch(self, batch: Any) -> None:
-        """Append one chunk that is encoded already."""
+        """Append one chunk that is encoded already; Arrow trusts its buffers, so others' must be valid."""
         begin = self._out.append(b"", PAGE_NBYTES)  # rows of 64 bytes, or 256, lie at multiples of that
         stream = _ChunkSink(self._out)
         with pa.ipc.new_stream(pa.PythonFile(stream, "w"), batch.schema) as writer:

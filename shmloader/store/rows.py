@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from typing import Any
+from operator import length_hint
+from typing import Any, NoReturn
 
 import pyarrow as pa
 
+from shmloader.errors import LoaderError
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.base import Store, row_array, row_numbers
 from shmloader.store.chunks import Chunks, Column, Path
@@ -45,7 +47,7 @@ class RowStore(Store):
         try:
             return (self._readers[place] or self._column.make(place))(index)
         except DAMAGES as error:
-            raise self._damaged(error, index) from error
+            self._raise(error, index)
 
     def __getitem__(self, index: Any) -> Any:
         # This is what is called once per sample: no further call where the row's reader exists.
@@ -55,7 +57,7 @@ class RowStore(Store):
                 try:
                     return reader(index)
                 except DAMAGES as error:
-                    raise self._damaged(error, index) from error
+                    self._raise(error, index)
         return super().__getitem__(index)
 
     def __getitems__(self, indices: Any) -> list[Any]:
@@ -64,32 +66,33 @@ class RowStore(Store):
         try:
             return [(readers[at := bisect_right(starts, n)] or make(at))(n) for n in numbers]
         except DAMAGES as error:
-            raise self._damaged(error, None) from error
+            for number in numbers:  # the one that cannot be read
+                self.row(number)
+            self._raise(error)
 
     def __iter__(self) -> Iterator[Any]:
-        starts = self._starts
+        starts, numbers = self._starts, iter(range(0))
         try:
             for place in range(1, len(starts)):
+                numbers = iter(range(starts[place - 1], starts[place]))
                 read = self._readers[place] or self._column.make(place)
-                yield from map(read, range(starts[place - 1], starts[place]))
+                yield from map(read, numbers)
         except DAMAGES as error:
-            raise self._damaged(error, None) from error
+            self._raise(error, max(starts[place - 1], starts[place] - length_hint(numbers) - 1))
 
-    def _damaged(self, error: Exception, index: int | None) -> Exception:
-        """The error to raise in place of a reading error; for a file, an error that names it."""
-        path = self._file
-        if path is None or self._has_pickles():
-            return error
-        which = "" if index is None else f"row {index:,} of "
-        return ValueError(
-            f"{which}{path} cannot be read, so the file is damaged, or has values that Python lacks, such "
+    def _raise(self, error: Exception, index: int | None = None) -> NoReturn:
+        """Raise an error that reading a row raised; for rows from files, one that names the file."""
+        sources = self.chunks.sources
+        if not sources or isinstance(error, LoaderError) or self._has_pickles():
+            raise error
+        file = sources[0] + ", or another file that was opened with it," * (len(set(sources)) > 1)
+        if index is not None:
+            file = f"row {index:,} of {sources[bisect_right(self._starts, index) - 1]}"
+        kind = MemoryError if isinstance(error, MemoryError) else ValueError
+        raise kind(
+            f"{file} cannot be read, so the file is damaged, or has values that Python lacks, such "
             f"as times after the year 9999: {type(error).__name__}: {error}"
-        )
-
-    @property
-    def _file(self) -> str | None:
-        """The file that the rows are read from; None if from memory."""
-        return getattr(self.chunks.buffer, "path", None)
+        ) from error
 
     def _has_pickles(self) -> bool:
         """Whether any values are pickled: reading them may raise whatever their classes do."""
@@ -127,9 +130,9 @@ class RowStore(Store):
                 self._gather = ColumnGatherer(self._column)
             return self._gather(rows, out)
         except DAMAGES as error:
-            if self._file is None or (isinstance(error, TypeError) and out is not None):
+            if isinstance(error, TypeError) and out is not None:
                 raise
-            raise self._damaged(error, None) from error
+            self._raise(error)
 
     def describe(self) -> StoreDescription:
         """See `SharedObject.describe`."""
@@ -142,12 +145,12 @@ class RowStore(Store):
         """See `SharedObject.to_arrow`: a ``Table`` of dict records, a ``ChunkedArray`` of anything else."""
         try:
             arrays = self._column.plain_arrays()
-            if self._file is not None:
+            if self.chunks.sources:
                 for array in arrays:
                     array.validate(full=True)  # Arrow's functions trust their buffers
             return joined(arrays)
         except DAMAGES as error:
-            raise self._damaged(error, None) from error
+            self._raise(error)
 
     def __reduce__(self) -> Any:
         return RowStore, (self.chunks, self._column.path, self._column.copy)
@@ -163,5 +166,6 @@ DAMAGES: tuple[type[Exception], ...] = (
     pa.ArrowException,
     OSError,
     RecursionError,
+    MemoryError,
 )
 """Errors that reading a damaged column may raise. An IndexError must not pass for the end of the store."""

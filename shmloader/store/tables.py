@@ -125,6 +125,12 @@ def _for_parquet(table: Any) -> Any:
     return pa.Table.from_arrays(columns, table.schema.names, metadata=table.schema.metadata)
 
 
+def form_of(schema: Any) -> dict[str, Any]:
+    """What the metadata of a schema says of the rows; without any, they are those of a table."""
+    said = (schema.metadata or {}).get(FORM)
+    return {"rows": "table"} if said is None else json.loads(said)
+
+
 def form_of_mapping(factory: Callable[[], Any] | None) -> dict[str, Any]:
     """The metadata of a mapping.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime as dt
 import decimal
+import json
 import os
 import pickle
 import subprocess
@@ -97,6 +98,36 @@ def test_what_is_opened_equals_what_was_saved(tmp_path: Path, name: str) -> None
     assert opened == store
     again = unpack(*pack(opened))  # by the path; the index of a dict's keys is in memory
     assert same(again, data)
+
+
+@pytest.mark.parametrize("spaced", [True, False])
+def test_the_metadata_may_be_any_json(tmp_path: Path, spaced: bool) -> None:
+    """Other programs write it without spaces, in another order, with keys of their own."""
+    said = json.dumps(
+        {"more": [1], "rows": "column", "version": 1}, separators=None if spaced else (",", ":")
+    )
+    schema = pa.schema([pa.field("", pa.int64())], {b"shmloader": said.encode()})
+    with pa.ipc.new_file(tmp_path / "data.arrow", schema) as writer:
+        writer.write_table(pa.table([pa.array([1, 2])], schema=schema))
+    assert list(open_store(tmp_path / "data.arrow")) == [1, 2]
+
+
+def test_a_file_replaced_while_it_is_opened_is_not_mapped_with_the_old_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, other, open_file = tmp_path / "data.arrow", tmp_path / "other.arrow", os.open
+    share(RECORDS).save(path)
+    share(RECORDS).save(other)
+
+    def open_once_replaced(name: Any, *arguments: Any, **others: Any) -> int:
+        if name == str(path) and other.exists():
+            other.replace(path)
+        return open_file(name, *arguments, **others)
+
+    monkeypatch.setattr(os, "open", open_once_replaced)
+    with pytest.raises(LoaderError, match="has changed since data was mapped from it"):
+        open_store(path)
+    assert open_store(path) == RECORDS
 
 
 @pytest.mark.parametrize("name", PLAIN)

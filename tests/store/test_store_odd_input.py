@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import errno
 import gc
 import logging
 import os
 import resource
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-from shmloader import NotSharedWarning, share
+from shmloader import NotSharedWarning, SharedMemoryExhausted, share
 from shmloader.store import Store
+from shmloader.store.columns.encode import ColumnEncoder
+from shmloader.store.job import fingerprint_of
+from shmloader.testing import identical
 
 
 class Holder:
@@ -62,6 +67,27 @@ def test_a_list_whose_elements_raise_anything_when_pickled_stays() -> None:
         shared = share(holder)
     assert isinstance(shared.texts, Store)
     assert shared.others is holder.others
+
+
+@pytest.mark.parametrize("number", [0, 63_217, 69_999])
+def test_the_one_element_that_cannot_be_kept_is_named_without_a_try_of_each(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    tried: list[int] = []
+    encode = ColumnEncoder.encode
+
+    def encode_counted(self: ColumnEncoder, values: list[Any], depth: int = 0) -> Any:
+        tried.append(len(values))
+        return encode(self, values, depth)
+
+    monkeypatch.setattr(ColumnEncoder, "encode", encode_counted)
+    rows: list[Any] = [(n, "text") for n in range(70_000)]
+    rows[number] = (1, threading.Lock())
+    with pytest.raises(TypeError, match="pickle") as caught:
+        share(rows)
+    assert f"its element [{number}] is a tuple, which cannot be kept" in str(caught.value.__notes__)
+    assert len(tried) < 100
+    assert sum(tried) < 8 * len(rows)  # with the items of the rows
 
 
 def test_want_of_descriptors_is_an_error_with_the_limit_and_what_to_do() -> None:
@@ -134,3 +160,81 @@ def test_numpys_keys_are_found_by_pythons_and_the_other_way(key: Any, equal: Any
     assert share({key: 1})[equal] == 1
     assert share({equal: 1})[key] == 1
     assert share({(key, 2): 1})[equal, 2] == 1
+
+
+@pytest.mark.parametrize("kind", [np.str_, np.bytes_])
+def test_numpys_texts_of_very_many_lengths_are_kept(kind: Any) -> None:
+    captions = [kind(b"x" * n) if kind is np.bytes_ else kind("x" * n) for n in range(300)]
+    assert all(map(identical, share(captions), captions))
+
+
+def test_an_error_of_a_row_is_not_its_own_cause() -> None:
+    """Tools that follow causes would never end."""
+    store = share([Refuses(n) for n in range(20)])
+    for read in (lambda: store[3], lambda: list(store), lambda: store.take([3]), lambda: store[:5][3]):
+        with pytest.raises(ValueError, match="not again") as caught:
+            read()
+        assert caught.value.__cause__ is None
+        assert caught.value.__context__ is None
+
+
+class Refuses:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __setstate__(self, state: Any) -> None:
+        raise ValueError("not again")
+
+
+class Eastern(dt.tzinfo):
+    """As in the documentation of datetime: the offset depends on the time."""
+
+    def utcoffset(self, time: dt.datetime | None) -> dt.timedelta:
+        return dt.timedelta(hours=-5) + self.dst(time)
+
+    def dst(self, time: dt.datetime | None) -> dt.timedelta:
+        assert time is not None
+        return dt.timedelta(hours=4 <= time.month < 11)
+
+    def tzname(self, time: dt.datetime | None) -> str:
+        return "EDT" if self.dst(time) else "EST"
+
+
+def test_times_of_a_zone_that_asks_for_the_time_are_kept() -> None:
+    times = [dt.datetime(2024, month, 1, tzinfo=Eastern()) for month in range(1, 13)]
+    for time, read in zip(times, share(times), strict=True):
+        assert (read, read.utcoffset(), type(read.tzinfo)) == (time, time.utcoffset(), Eastern)
+
+
+def test_a_function_that_calls_itself_has_a_fingerprint() -> None:
+    def make(step: int) -> Any:
+        loop: list[Any] = [step]
+        loop.append(loop)
+
+        def count(number: int = 3) -> Any:
+            return [step, *count(number - 1), loop] if number else other(number)
+
+        def other(number: int) -> Any:
+            return count(number - step)
+
+        return count
+
+    assert fingerprint_of(make(1)) == fingerprint_of(make(1)) != fingerprint_of(make(2))
+
+
+def test_columns_of_one_name_are_an_error_that_names_them() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame([[1, 2, 3]] * 5, columns=["a", "b", "a"])
+    with pytest.raises(ValueError, match=r"columns of this DataFrame have one name: \['a'\]. Rename"):
+        share(frame)
+
+
+def test_a_limit_on_the_size_of_files_is_not_want_of_memory() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(SharedMemoryExhausted, match="ulimit -f unlimited") as caught:
+            share(np.zeros(1 << 22, np.uint8))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "available" not in str(caught.value)

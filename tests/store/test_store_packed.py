@@ -1,5 +1,7 @@
 """Numbers of records lie side by side in memory; everywhere else they are ordinary columns."""
 
+import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 from store_samples import Person, Point, same
 
 import shmloader
+from shmloader import share
+from shmloader.store.columns.compiled import Scope, compile_reader
 from shmloader.store.columns.types import PackedType, RecordsType, find_types
 
 ROWS = 300
@@ -142,3 +146,31 @@ def test_lists_of_one_length_come_back_from_memory_arrow_and_files(case: str, tm
 def test_arrows_own_lists_of_one_length_are_read() -> None:
     boxes = pa.array([[n, n + 1.5] for n in range(20)], pa.list_(pa.float32(), 2))
     assert list(shmloader.share(boxes[5:])) == boxes[5:].to_pylist()
+
+
+def test_types_are_parsed_once_and_not_for_each_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[bytes] = []
+    loads = json.loads
+
+    def loads_counted(text: bytes) -> Any:
+        parsed.append(text)
+        return loads(text)
+
+    monkeypatch.setattr(json, "loads", loads_counted)
+    rows = [{f"a number of many {k}": k + n for k in range(300)} for n in range(20)]
+    store = share(rows)
+    assert list(store) == rows
+    assert len(store.describe().fields) == 300
+    assert store["a number of many 7"][3] == 10
+    assert len(parsed) < 10
+
+
+def test_the_time_to_make_a_reader_grows_with_its_names_and_not_with_their_square() -> None:
+    def seconds(count: int) -> float:
+        scope = Scope()
+        begin = time.process_time()
+        compile_reader([f"return [{', '.join(scope.bind(n) for n in range(count))}]"], scope)
+        return time.process_time() - begin
+
+    least = [min(seconds(count + turn) for turn in range(3)) for count in (500, 4000)]
+    assert least[1] < 8 * 4 * least[0]

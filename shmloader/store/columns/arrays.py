@@ -158,7 +158,7 @@ def block_of(column: Any, memory: SharedBuffer | None = None) -> tuple[Array, Ar
     if shape is None:
         return None
     storage = column.storage
-    if arrow.is_null(storage.type):  # arrays without items, in files of before
+    if arrow.is_null(storage.type) and 0 in shape:  # arrays without items, in files of before
         return np.empty((len(storage), *shape), kind.dtype), kind
     if not arrow.is_fixed_size_list(storage.type):
         raise ValueError(f"arrays of shape {shape} over {storage.type} mean nothing")

@@ -5,8 +5,8 @@ function, since a call per column would cost more than the reading. Numbers are 
 texts as slices of the memory: no scalar of Arrow is made.
 
 The source of such a function is made of this package's own text and of ``repr`` of field names; values reach
-it only as arguments. Memoryviews, slices and NumPy check their bounds: buffers of a damaged file can give
-wrong values or an exception, but no access beyond the memory.
+it only as arguments. Memoryviews and NumPy check bounds, and `ends_of` those of slices of an mmap. So
+buffers of a damaged file can give wrong values or an exception, but no access beyond the memory.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def compile_reader(lines: Sequence[str], scope: Scope, first: int = 0) -> Reader
 def _factory(body: str, names: int) -> Callable[..., Reader]:
     arguments = "".join(f", v{n}" for n in range(names))
     # As defaults they lie side by side in memory; the cells of a closure do not.
-    used = [name for name in ("first", *(f"v{n}" for n in range(names))) if re.search(rf"\b{name}\b", body)]
-    defaults = "".join(f", {name}={name}" for name in used)
+    used = set(re.findall(r"\b(?:first|v\d+)\b", body)) & {"first", *(f"v{n}" for n in range(names))}
+    defaults = "".join(f", {name}={name}" for name in sorted(used))
     source = f"def make(first{arguments}):\n def read(i{defaults}):\n  {body}\n return read"
     namespace: dict[str, Any] = {}
     exec(compile(source, "<reader of a shmloader column>", "exec"), namespace)
@@ -147,7 +147,15 @@ def numbers_of(array: Any, buffer: int, code: str, count: int) -> memoryview[Any
 
 
 def ends_of(column: Any) -> memoryview[Any]:
-    """The offsets at which the texts or lists of a column begin, and the one at which the last ends."""
+    """The offsets at which the texts or lists of a column begin, and the one at which the last ends.
+
+    Memory is sliced by these, so it is an error if they do not ascend. Arrow's ``validate`` sees the
+    first and the last; with ``full=True`` it reads the texts too, which may be larger than memory.
+    """
     kind = column.type
     is_large = arrow.is_large_list(kind) or arrow.is_large_string(kind) or arrow.is_large_binary(kind)
-    return numbers_of(column, 1, "q" if is_large else "i", len(column) + 1)
+    ends = numbers_of(column, 1, "q" if is_large else "i", len(column) + 1)
+    array = np.asarray(ends)
+    if (array[1:] < array[:-1]).any():
+        raise ValueError(f"the offsets of a column of {kind} do not ascend")
+    return ends

@@ -95,8 +95,6 @@ class ColumnEncoder:
         if _NONE in kinds and not 2 < len(kinds) <= _MOST_KINDS:  # else None is one more kind of a union
             filled = np.array([value is not None for value in values])
             return with_nulls(self.encode(list(compress(values, filled)), depth), filled)
-        if len(kinds) > _MOST_KINDS:
-            return pickles_to_arrow(values)
         return union(values, list(map(type, values)), lambda _, group: self.encode(group, depth))
 
     def _of_kind(self, kind: type, values: list[Any], depth: int) -> Any:
@@ -159,12 +157,9 @@ class ColumnEncoder:
         return types.EnumType(storage.type, python=name, members=members).wrap(storage)
 
     def _arrays(self, values: list[Any], kind_of: Callable[[Any], Any]) -> Any:
-        kinds = list(map(kind_of, values))
-        if len(set(kinds)) > _MOST_KINDS:
-            return pickles_to_arrow(values)
         return union(
             values,
-            kinds,
+            list(map(kind_of, values)),
             lambda kind, group: pickles_to_arrow(group) if kind is None else arrays_to_arrow(group, kind),
         )
 
@@ -213,6 +208,9 @@ class ColumnEncoder:
         except AttributeError:  # an empty slot
             return None
         if not pa.types.is_struct(storage.type):  # Arrow has no extension types over others
+            return None
+        fields = {*kind.__dataclass_fields__, types.KeysType.NAME}  # type: ignore[attr-defined]
+        if not {field.name for field in storage.type} <= fields:
             return None
         return types.DataclassType(storage.type, python=name).wrap(storage)
 
@@ -270,15 +268,17 @@ def union(values: list[Any], keys: Sequence[Hashable], encode: Callable[[Any, li
 
     Args:
         values: The values.
-        keys: The kind of each; at most as many different ones as Arrow's union has.
+        keys: The kind of each.
         encode: Called with a kind and its values.
 
     Returns:
-        A dense union, or the one kind's column where there is but one.
+        A dense union, or the one kind's column where there is but one; pickles where there are too many.
     """
     tag_of = {key: tag for tag, key in enumerate(dict.fromkeys(keys))}
     if len(tag_of) == 1:
         return encode(keys[0], values)
+    if len(tag_of) > _MOST_KINDS:
+        return pickles_to_arrow(values)
     tags = np.fromiter(map(tag_of.__getitem__, keys), np.int8, len(keys))
     places = np.empty(len(keys), np.int32)
     children = []

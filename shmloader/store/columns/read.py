@@ -355,7 +355,10 @@ _PYTHON: dict[type, Callable[[Any, Scope], str]] = {
     types.PathType: _called(is_text, lambda kind, scope: _PATHS[kind.parameters["kind"]]),
     types.TupleType: _tuple,
     types.NamedTupleType: _namedtuple,
-    types.DataclassType: _called(arrow.is_struct, lambda kind, scope: maker_of(scope.finder.find(kind))),
+    types.DataclassType: _called(
+        arrow.is_struct,
+        lambda kind, scope: maker_of(scope.finder.find(kind), types_of_fields(kind.storage_type)),
+    ),
     types.EnumType: _enum,
     types.SetType: _called(is_list, lambda kind, scope: _SETS[kind.parameters["kind"]]),
     types.DictType: _dict,

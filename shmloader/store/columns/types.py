@@ -10,10 +10,11 @@ from __future__ import annotations
 import collections
 import enum
 import functools
+import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Collection, Mapping
+from types import GetSetDescriptorType, MemberDescriptorType, ModuleType, SimpleNamespace
 from typing import Any, ClassVar, Self
 
 import pyarrow as pa
@@ -39,6 +40,7 @@ class PythonType(pa.ExtensionType):  # type: ignore[misc]
         return json.dumps({"version": VERSION, **self.parameters}, sort_keys=True).encode()
 
     @classmethod
+    @functools.lru_cache(maxsize=128)  # Arrow calls it at each look at a type whose first instance is gone
     def __arrow_ext_deserialize__(cls, storage: Any, serialized: bytes) -> Self:
         found = json.loads(serialized)
         version = found.pop("version")
@@ -198,8 +200,9 @@ def find_types(
 Classes = Mapping[str, type]
 """Classes by the names that columns have them under."""
 
-_MAKES_AND_PICKLES = "__new__ __reduce__ __reduce_ex__ __getstate__ __setstate__ __getnewargs_ex__".split()
-_MAKES_AND_PICKLES += ["__getnewargs__"]
+_MAKES_AND_PICKLES = "__setattr__ __new__ __reduce__ __reduce_ex__ __getstate__ __setstate__".split()
+_MAKES_AND_PICKLES += "__getnewargs_ex__ __getnewargs__ __getattribute__ __del__".split()
+_OWN_DESCRIPTORS = (GetSetDescriptorType, MemberDescriptorType)  # of __dict__ and of slots
 
 
 def name_of_class(kind: type) -> str | None:
@@ -213,8 +216,10 @@ def loaded_class(name: str) -> type | None:
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = getattr(found, "__dict__", {}).get(part)
-    return found if isinstance(found, type) else None
+        # Not by getattr or isinstance: a module that loads itself when it is first used has its own of these.
+        owner: Any = next((kind for kind in (type, ModuleType) if issubclass(type(found), kind)), None)
+        found = owner and owner.__getattribute__(found, "__dict__").get(part)
+    return found if issubclass(type(found), type) else None
 
 
 def is_plain_namedtuple(kind: type) -> bool:
@@ -223,19 +228,27 @@ def is_plain_namedtuple(kind: type) -> bool:
         issubclass(kind, tuple)
         and isinstance(getattr(kind, "_fields", None), tuple)
         and not kind.__dictoffset__
+        and not hasattr(kind, "__del__")
         and kind.__reduce_ex__ is object.__reduce_ex__
         and kind.__reduce__ is object.__reduce__
     )
 
 
-def is_plain_dataclass(kind: type) -> bool:
-    """Whether ``kind`` is a dataclass whose instances are nothing but their ``__dict__``, or their slots."""
+def is_plain_dataclass(kind: Any) -> bool:
+    """Whether a class is a dataclass whose instances are their ``__dict__`` or slots, and run no code."""
     if "__dataclass_fields__" not in vars(kind):
         return False
+    fields = kind.__dataclass_fields__
     slots = [name for base in kind.__mro__ for name in vars(base).get("__slots__", ())]
-    if slots and (kind.__dictoffset__ or sorted(slots) != sorted(vars(kind)["__dataclass_fields__"])):
+    if slots and (kind.__dictoffset__ or sorted(slots) != sorted(fields)):
         return False
-    return all(_is_own(getattr(kind, name, None), getattr(object, name, None)) for name in _MAKES_AND_PICKLES)
+    found = [inspect.getattr_static(kind, name, None) for name in ("__dict__", *fields)]
+    if any(inspect.isdatadescriptor(one) and not isinstance(one, _OWN_DESCRIPTORS) for one in found):
+        return False
+    params: Any = vars(kind).get("__dataclass_params__")
+    # The __setattr__ of frozen classes is dataclass's.
+    names = _MAKES_AND_PICKLES[bool(params and params.frozen) :]
+    return all(_is_own(getattr(kind, name, None), getattr(object, name, None)) for name in names)
 
 
 def _is_own(found: Any, usual: Any) -> bool:
@@ -252,8 +265,16 @@ def state_of(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in kind.__dataclass_fields__}
 
 
-def maker_of(kind: type) -> Callable[[dict[str, Any]], Any]:
-    """The function that makes an instance of a plain dataclass from its state, as pickle does."""
+def maker_of(kind: Any, names: Collection[str]) -> Callable[[dict[str, Any]], Any]:
+    """The function that makes dataclasses or namespaces as pickle does; ValueError if that may run code."""
+    is_made_up = kind is SimpleNamespace
+    is_fit = is_made_up or (is_plain_dataclass(kind) and {*names} <= {*kind.__dataclass_fields__})
+    if not is_fit:
+        raise ValueError(
+            f"values with {', '.join(names)} become no instances of {kind.__module__}.{kind.__qualname__}: "
+            "it has other fields, or making, filling or ending one may run code of its own. Open the file "
+            "without this column (columns=[...]), or where that class is not imported"
+        )
     make_empty: Any = kind.__new__
     set_slot = object.__setattr__  # frozen dataclasses let nothing else through
 
@@ -284,13 +305,13 @@ class ClassFinder:
     def find(self, kind: PythonType) -> Any:
         """The class that a type names, or one made up in its place if it is no longer there."""
         name = kind.parameters["python"]
-        if name not in self.found:
-            loaded = loaded_class(name)
-            self.found[name] = loaded if loaded is not None and _fits(loaded, kind) else _made_for(kind)
-        return self.found[name]
+        found = self.found.get(name, loaded_class(name))
+        if found is not None and _fits(found, kind):
+            return self.found.setdefault(name, found)
+        return _made_for(kind)
 
     def given(self) -> dict[str, type]:
-        """The classes that other processes find by their names too; not those that were made up."""
+        """The classes that other processes find by their names too."""
         return {name: kind for name, kind in self.found.items() if loaded_class(name) is kind}
 
     def find_all(self, schema: Any) -> None:
@@ -305,7 +326,7 @@ def _fits(found: Any, kind: PythonType) -> bool:
     if isinstance(kind, NamedTupleType):
         return is_plain_namedtuple(found) and list(found._fields) == _fields_of(kind)
     if isinstance(kind, DataclassType):
-        return is_plain_dataclass(found)
+        return "__dataclass_fields__" in vars(found)
     return issubclass(found, enum.Enum) and set(kind.parameters["members"]) <= found.__members__.keys()
 
 
@@ -316,7 +337,7 @@ def _made_for(kind: PythonType) -> Any:
     name = kind.parameters["python"].rpartition(":")[2].rpartition(".")[2]
     name = name if name.isidentifier() else "Unknown"
     if isinstance(kind, NamedTupleType):
-        return _made_namedtuple(name, _fields_of(kind))
+        return _made_namedtuple(name, tuple(_fields_of(kind)))
     return _made_enum(name, tuple(kind.parameters["members"]))
 
 
@@ -324,7 +345,8 @@ def _fields_of(kind: PythonType) -> list[str]:
     return [field.name for field in kind.storage_type]
 
 
-def _made_namedtuple(name: str, fields: Sequence[str]) -> type:
+@functools.cache
+def _made_namedtuple(name: str, fields: tuple[str, ...]) -> type:
     """A namedtuple class whose instances can be pickled without it."""
     make: Any = collections.namedtuple  # noqa: PYI024 - its fields are those of a file
     kind: type = make(name, fields, rename=True)

@@ -126,9 +126,10 @@ def _datetimes(values: list[dt.datetime]) -> Any:
     if zone is None:
         epoch = _EPOCH.replace(tzinfo=None)
         return numbers_to_arrow(_microseconds(value - epoch for value in values), pa.timestamp("us"))
-    offset = zone.utcoffset(None)
+    # Other classes of zones may need a time for that.
+    offset = zone.utcoffset(None) if type(zone) is dt.timezone else None
     named: dict[str, Any]
-    if type(zone) is dt.timezone and offset is not None and str(zone) == str(dt.timezone(offset)):
+    if offset is not None and str(zone) == str(dt.timezone(offset)):
         named = {"offset_s": offset.total_seconds()}
     elif type(zone) is zoneinfo.ZoneInfo and zone.key and all(map(_is_in_no_gap, values)):
         named = {"key": zone.key}
