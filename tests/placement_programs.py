@@ -98,7 +98,7 @@ CHANGE = (
     "{a} = {a}.requires_grad_()",
     "{a} = torch.nn.Parameter({a}, requires_grad=False)",
     "{a} = list({a}.unbind())",
-    "{a}.share_memory_()",
+    "{a} = {a}.share_memory_().clone()",  # torch itself crashes if a shared tensor is resized
     "{a} = {a}.untyped_storage()",
     "{a} = torch.empty(0, dtype=torch.uint8).set_({a}.untyped_storage())",
     "kept.append({a})",
