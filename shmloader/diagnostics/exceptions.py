@@ -12,13 +12,15 @@ take other arguments than those in ``args``. Three things cannot arrive unchange
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import io
 import pickle
 import pkgutil
 import re
 import traceback
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 _MOST_IN_A_CHAIN = 32
@@ -130,14 +132,15 @@ class _ErrorPickler(pickle.Pickler):
         chain = (obj.__cause__, obj.__context__) if depth < _MOST_IN_A_CHAIN else (None, None)
         for other in chain:
             self._depths.setdefault(id(other), depth)
-        args, attributes = _contents_of(obj)
         kind, base = type(obj), _builtin_base(type(obj))
+        args, fields, attributes = _contents_of(obj, base)
         own = any(getattr(kind, name, None) is not getattr(base, name, None) for name in _PICKLING_METHODS)
         whole = _checked(pickle.dumps, obj) if own else b""
         made: tuple[Any, ...] = (_make, (_names_of(kind), text_of(obj), args))
         if whole:
             made, attributes = (pickle.loads, (whole,)), {"__notes__": attributes.get("__notes__", [])}
-        return *made, (attributes, *chain, obj.__suppress_context__), None, None, _fill
+            fields = {} if any(isinstance(arg, _Repr) for arg in fields["args"]) else {"args": fields["args"]}
+        return *made, (fields, attributes, *chain, obj.__suppress_context__), None, None, _fill
 
 
 def _dump(error: BaseException) -> bytes:
@@ -157,36 +160,28 @@ def _checked(dump: Callable[[BaseException], bytes], error: BaseException) -> by
     return b""
 
 
-def _builtin_base(kind: type) -> Any:
-    """The built-in class that allocates the exceptions of a class."""
-    while kind.__module__ != "builtins" and kind.__base__ is not None:
-        kind = kind.__base__
-    return kind
-
-
 def _names_of(kind: type) -> tuple[str, ...]:
     """Names of a class and those of its bases that are exceptions; the last is that of BaseException."""
     bases = [base for base in kind.__mro__ if issubclass(base, BaseException)]
     return tuple(f"{base.__module__}:{base.__qualname__}" for base in bases)
 
 
-def _contents_of(error: BaseException) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments for an exception's built-in base, and its attributes, as far as they can be pickled."""
-    # The base's own method: only that gives an OSError's file name, and it runs no code of the user.
-    _, args, *rest = _builtin_base(type(error)).__reduce__(error)
-    if isinstance(error, BaseExceptionGroup):
-        if args[:1] != (error.message,) or len(args) != 2:  # a class may call the base with others
-            args = error.message, error.exceptions
-    else:
-        args = tuple(map(_portable, args))
+def _contents_of(error: BaseException, base: type) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+    """What to make an exception from: arguments, fields, attributes, as far as they can be pickled."""
+    values = {name: _value_of(field, error) for name, field in _fields_of(base)}
+    made = (values.pop("message"), values.pop("exceptions")) if isinstance(error, BaseExceptionGroup) else ()
+    args = tuple(map(_portable, values.pop("args")))
+    fields = {name: _portable(value) for name, value in values.items()} | {"args": args}
     state: Any = object.__getstate__(error)  # attributes; a pair with those in __slots__, if there are such
-    states = [*rest, *(state if isinstance(state, tuple) else (state,))]
-    return args, {name: _portable(value) for found in states if found for name, value in found.items()}
+    states = state if isinstance(state, tuple) else (state,)
+    attributes = {name: _portable(value) for found in states if found for name, value in found.items()}
+    # An OSError tells a file name of None from none at all, in its text only.
+    return args if isinstance(error, OSError) else made, fields, attributes
 
 
 def _portable(value: Any) -> Any:
     """A value, or its ``repr`` if it cannot be pickled."""
-    if isinstance(value, BaseException):
+    if all(isinstance(one, BaseException) for one in (value if type(value) in (list, tuple) else [value])):
         return value
     try:
         pickle.loads(pickle.dumps(value, 5))
@@ -228,10 +223,41 @@ def _derive(kind: type[BaseException], name: str, text: str) -> type[BaseExcepti
     return type(qualname.rpartition(".")[2], (kind, _StandIn), members)
 
 
-def _fill(error: BaseException, state: tuple[dict[str, Any], Any, Any, bool]) -> None:
-    """Give a rebuilt exception its attributes, cause and context."""
-    attributes, cause, context, suppress_context = state
+def _fill(error: BaseException, state: tuple[dict[str, Any], dict[str, Any], Any, Any, bool]) -> None:
+    """Give a rebuilt exception its fields, attributes, cause and context."""
+    fields, attributes, cause, context, suppress_context = state
     chain = {"__cause__": cause, "__context__": context, "__suppress_context__": suppress_context}
     for name, value in (attributes | chain).items():
         with contextlib.suppress(Exception):  # a property that cannot be set
             object.__setattr__(error, name, value)  # a frozen class refuses other ways
+    for name, field in _fields_of(_builtin_base(type(error))):
+        value = fields.get(name)
+        if name in fields and value is not _value_of(field, error):
+            field.__delete__(error) if value is None else field.__set__(error, value)
+
+
+def _builtin_base(kind: type) -> Any:
+    """The built-in class that allocates the exceptions of a class."""
+    while vars(builtins).get(kind.__name__) is not kind and kind.__base__ is not None:
+        kind = kind.__base__
+    return kind
+
+
+def _fields_of(base: type) -> Iterator[tuple[str, Any]]:
+    """Descriptors of what a built-in class keeps outside of ``__dict__``.
+
+    Not ``obj``, the whole object that an AttributeError was raised for: Python does not pickle it either.
+    """
+    for kind in base.__mro__:
+        for name, field in vars(kind).items():
+            kept = isinstance(field, types.MemberDescriptorType | types.GetSetDescriptorType)
+            if kept and name != "obj" and not name.startswith("__"):
+                yield name, field
+
+
+def _value_of(field: Any, error: BaseException) -> Any:
+    """What a field is, or None if there is none (``characters_written``)."""
+    try:
+        return field.__get__(error)
+    except AttributeError:
+        return None
