@@ -23,7 +23,10 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from shmloader.messages import LINE, shorten
+
 _MOST_IN_A_CHAIN = 32
+_MOST_LINES = 400  # of a traceback
 _PICKLING_METHODS = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
@@ -53,7 +56,10 @@ def capture(error: BaseException, where: str) -> Failure:
     try:
         formatted = traceback.TracebackException.from_exception(error, compact=True)
         formatted.__notes__ = None  # they are sent with the exception
-        trace = "".join(formatted.format()).rstrip()
+        lines = "".join(formatted.format()).rstrip().split("\n")
+        if len(lines) > _MOST_LINES:
+            lines[_MOST_LINES // 2 : -_MOST_LINES // 2] = ["..."]
+        trace = "\n".join(shorten(line, 2 * LINE) for line in lines)
     except BaseException as reason:  # noqa: BLE001 - formatting runs the user's code
         trace = f"{type(error).__name__}: its traceback could not be formatted ({type(reason).__name__})"
     note = f"{where}\nTraceback in the worker:\n{trace}"
@@ -88,11 +94,6 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except BaseException as reason:  # noqa: BLE001 - the user's code
         return f"<str() of this {type(error).__name__} raises {type(reason).__name__}>"
-
-
-def shorten(text: str, most: int) -> str:
-    """A text, cut at a number of characters."""
-    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def forget_frames(error: BaseException) -> None:

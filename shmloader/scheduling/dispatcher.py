@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmloader.errors import LoaderClosed
+from shmloader.messages import shown
 from shmloader.sampling.packed_indices import PackedInts, pack_index_batch, unpack_index_batch
 from shmloader.scheduling.lifecycle import WAITING, Lifecycle
 from shmloader.scheduling.task_ledger import VOID, Ledger, Task
@@ -325,7 +326,7 @@ class Dispatcher:
             fresh = self.workers.restart(worker)
         except Exception as error:
             indices = [_indices(task) for task in held]
-            error.add_note(f"It was to replace worker {worker.worker_id} (pid {pid}), with {indices!s:.200}")
+            error.add_note(f"It was to replace worker {worker.worker_id} (pid {pid}), with {shown(indices)}")
             self.lifecycle.expect(error)
             raise
         index_batch = None if culprit is None else _indices(culprit)

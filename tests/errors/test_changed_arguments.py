@@ -132,7 +132,7 @@ def test_a_changed_exception_arrives_as_it_was_raised(name: str, arrived: dict[s
 
 
 def test_the_change_is_in_what_torch_raises_too(arrived: dict[str, BaseException]) -> None:
-    # Torch's worker ends at others than an Exception, torch makes no group of its text, three show it elsewhere.
+    # Torch's worker ends at others than an Exception, no group can be made of a text, and three show none.
     names = [
         name
         for name, error in arrived.items()
