@@ -161,7 +161,8 @@ def collate_map_is_pristine() -> bool:
 
 
 def _is_torchs(function: object) -> bool:
-    return getattr(function, "__module__", None) == _COLLATE
+    # Not by __module__, which functools.wraps copies to a function that a program puts in its place.
+    return getattr(function, "__globals__", {}).get("__name__") == _COLLATE
 
 
 def _is_of_known_type(key: Any, *, by_torch: bool) -> bool:
