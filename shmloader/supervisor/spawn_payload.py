@@ -34,7 +34,6 @@ from shmloader.supervisor.base import MakeArguments
 from shmloader.worker.loop import WorkerArguments
 
 _LARGE_NBYTES = 64 << 10  # an array that is worth a place of its own
-_OWNERS = frozenset({"numpy", "pyarrow"})  # whose objects take any buffer as their memory
 
 
 class SpawnPayload:
@@ -101,11 +100,12 @@ class SpawnPayload:
 
     def _write(self, arguments: WorkerArguments) -> None:
         large: list[memoryview] = []
+        # Whose objects take any buffer as their memory.
+        owners = np.ndarray, getattr(sys.modules.get("pyarrow"), "Buffer", np.ndarray)
 
         def goes_into_the_stream(buffer: pickle.PickleBuffer) -> bool:
             view = memoryview(buffer)
-            owner = type(view.obj).__module__.partition(".")[0]
-            if view.nbytes < _LARGE_NBYTES or owner not in _OWNERS:
+            if view.nbytes < _LARGE_NBYTES or not isinstance(view.obj, owners):
                 return True
             large.append(buffer.raw())
             return False
@@ -162,13 +162,32 @@ class SpawnPayload:
 
 
 def _reduce_array(files: MappedFiles, array: Any) -> Any:
-    """Reduce an array: one in shared memory or a mapped file is sent by handle."""
-    reduced = reduce_array(array, files)
+    """Reduce an array: one in shared memory or a mapped file is sent by handle.
+
+    Else it arrives as torch's transport would bring it: by pickle's default protocol. Before protocol 5 that
+    makes it writable, of this machine's byte order, and contiguous.
+    """
+    as_before = pickle.DEFAULT_PROTOCOL < 5
+    swapped = as_before and array.dtype.byteorder not in "=|"
+    reduced = None if swapped else reduce_array(array, files)
     if reduced is not None:
         return reduced
     if type(array) is np.memmap:  # its own pickle would hold the contents once for each worker
         return np.ndarray.view, (np.asarray(array), np.memmap)
+    if as_before and not array.dtype.hasobject:
+        order: Any = "F" if array.flags.fnc else "C"
+        if not array.flags.writeable:
+            array = np.asarray(_Writable(array)).view(array.dtype)
+        array = np.asarray(array, array.dtype.newbyteorder("=") if swapped else None, order)
     return array.__reduce_ex__(5)
+
+
+class _Writable:
+    """An array to pickle as one that is not read-only; nothing writes to it."""
+
+    def __init__(self, array: Any) -> None:
+        self.array, described = array, array.__array_interface__
+        self.__array_interface__ = described | {"data": (described["data"][0], False)}
 
 
 _Place = tuple[int, int]
