@@ -64,7 +64,8 @@ def _check_iterator() -> None:
         disable(Feature.SLOTS, f"its iterators have no attribute {', '.join(absent)}")
 
 
-_check_iterator()
+with torch.device("cpu"):  # whatever the program's default device is
+    _check_iterator()
 
 _workers_iterator = getattr(torch.utils.data.dataloader, "_MultiProcessingDataLoaderIter", None)
 _put_index = getattr(_workers_iterator, "_try_put_index", None)
@@ -201,7 +202,8 @@ def _check_collation() -> None:
             disable(Feature.COLLATION, f"default_collate makes {found} of two of {name}, not {expected}")
 
 
-_check_collation()
+with torch.device("cpu"):
+    _check_collation()
 
 # --- calls whose results are placed in a slot
 
