@@ -168,7 +168,7 @@ def check_arguments(
     for name in ("prefetch_epochs", "share_dataset", "place_results"):
         _check_bool(name, getattr(loader, name))
     if (every := loader.snapshot_every_n_steps) is not None:
-        _check_whole("snapshot_every_n_steps", every, 1, "a whole number or None", "100")
+        _check_whole("snapshot_every_n_steps", every, 0, "a whole number or None", "100")
     if loader.seed_per_sample is not None:
         _check_bool("seed_per_sample", loader.seed_per_sample)
         if loader.seed_per_sample and isinstance(dataset, IterableDataset):

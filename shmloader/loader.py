@@ -139,8 +139,9 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             Ranks have equally many batches, or an error names one that has fewer. See docs/sharding.md.
         snapshot_every_n_steps: For an iterable-style dataset with a ``state_dict()``, itself or its iterator:
             the number of batches that each worker makes from one call of it to the next. Samples since the
-            last call are drawn again when the loader continues from a state. None: 1 once the program has
-            asked for a state or loaded one; until then it is called with the first batch of an epoch only.
+            last call are drawn again when the loader continues from a state; with 0 there is no call, and
+            all samples of the epoch so far are. None: 1 once the program has asked for a state or loaded one;
+            until then it is called with the first batch of an epoch only.
         seed_per_sample: Seed the generators of torch, NumPy and ``random`` in the worker before each sample,
             from the base seed, the epoch and the sample's place in it. Random augmentation is then the same
             with any number of workers, 0 included, and after `load_state_dict`. It takes 11 µs per sample,

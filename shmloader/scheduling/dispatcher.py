@@ -75,7 +75,7 @@ class Dispatcher:
         self.ended_streams: list[int] = []
         self.joining: set[int] = set()
         self.inspection = Inspection(pool) if inspection_wanted() else None
-        self._timeout_s = timeout_s if timeout_s > 0 else None
+        self._timeout_s = timeout_s if timeout_s > 0 else None  # of any type, as the program gave it
         self._wait_ns = 0  # how long the last wait took
 
     # --- out
@@ -175,7 +175,7 @@ class Dispatcher:
         lifecycle = self.lifecycle
         began_ns = time.perf_counter_ns()
         before, lifecycle.phase = lifecycle.phase, WAITING
-        ready = self.workers.wait(self._timeout_s)
+        ready = self.workers.wait(self._timeout_s and float(self._timeout_s))
         lifecycle.phase = before
         self._note_wait(time.perf_counter_ns() - began_ns)
         if self.workers.interrupted:

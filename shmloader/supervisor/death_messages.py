@@ -43,8 +43,8 @@ def worker_timeout(
         f"DataLoader timed out after {silent_s} seconds: none of {len(workers.workers)} worker(s) "
         f"has finished a batch. {why and why + ' '}"
         "If a batch may take so long, raise timeout=; else something hangs, and the stack below says "
-        f"where. The next is due from worker {worker.worker_id} ({worker.place}), which is at\n"
-        f"{workers.stack_of(worker)}\nOutstanding index batches: {shown(waiting_for)}"
+        f"where. The next is due from worker {worker.worker_id} ({worker.place}); "
+        f"outstanding index batches: {shown(waiting_for)}\n{workers.stack_of(worker)}"
     )
 
 

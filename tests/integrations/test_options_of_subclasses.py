@@ -1,7 +1,7 @@
 """Subclasses that have attributes with the names of options: of their class, properties, set before or after.
 
 A value that the option can have is the option, as a late ``loader.timeout = 5`` is torch's. Another one is
-the class's own affair and has no effect. An argument takes precedence over both. It holds for the loaders that
+the own affair of the class and has no effect. An argument takes precedence. It holds for the loaders that
 Lightning and accelerate make of such a loader, too.
 """
 
