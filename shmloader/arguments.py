@@ -95,7 +95,7 @@ def set_options(loader: Any, given: dict[str, Any]) -> Any:
     """Set a loader's own options as attributes; returns them all, as they are in effect.
 
     A subclass may have attributes of these names, of its class or set before. They stay where the argument is
-    the default, or the same value.
+    the default or the same value, and are the options as far as they can be (`option_in_effect`).
     """
     options = SimpleNamespace(**given)
     kinds = [kind for kind in type(loader).__mro__ if kind is not torch.utils.data.DataLoader]

@@ -28,6 +28,7 @@ from shmloader.messages import LINE, shorten
 _MOST_IN_A_CHAIN = 32
 _MOST_LINES = 400  # of a traceback
 _PICKLING_METHODS = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
+_FIELDS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
@@ -134,7 +135,7 @@ class _ErrorPickler(pickle.Pickler):
         for other in chain:
             self._depths.setdefault(id(other), depth)
         kind, base = type(obj), _builtin_base(type(obj))
-        args, fields, attributes = _contents_of(obj, base)
+        args, fields, attributes = _contents_of(obj)
         own = any(getattr(kind, name, None) is not getattr(base, name, None) for name in _PICKLING_METHODS)
         whole = _checked(pickle.dumps, obj) if own else b""
         made: tuple[Any, ...] = (_make, (_names_of(kind), text_of(obj), args))
@@ -167,9 +168,9 @@ def _names_of(kind: type) -> tuple[str, ...]:
     return tuple(f"{base.__module__}:{base.__qualname__}" for base in bases)
 
 
-def _contents_of(error: BaseException, base: type) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+def _contents_of(error: BaseException) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
     """What to make an exception from: arguments, fields, attributes, as far as they can be pickled."""
-    values = {name: _value_of(field, error) for name, field in _fields_of(base)}
+    values = {name: value for name, _, value in _fields_of(error)}
     made = (values.pop("message"), values.pop("exceptions")) if isinstance(error, BaseExceptionGroup) else ()
     args = tuple(map(_portable, values.pop("args")))
     fields = {name: _portable(value) for name, value in values.items()} | {"args": args}
@@ -231,10 +232,9 @@ def _fill(error: BaseException, state: tuple[dict[str, Any], dict[str, Any], Any
     for name, value in (attributes | chain).items():
         with contextlib.suppress(Exception):  # a property that cannot be set
             object.__setattr__(error, name, value)  # a frozen class refuses other ways
-    for name, field in _fields_of(_builtin_base(type(error))):
-        value = fields.get(name)
-        if name in fields and value is not _value_of(field, error):
-            field.__delete__(error) if value is None else field.__set__(error, value)
+    for name, field, now in _fields_of(error):
+        if name in fields and fields[name] is not now:
+            field.__delete__(error) if fields[name] is None else field.__set__(error, fields[name])
 
 
 def _builtin_base(kind: type) -> Any:
@@ -244,21 +244,15 @@ def _builtin_base(kind: type) -> Any:
     return kind
 
 
-def _fields_of(base: type) -> Iterator[tuple[str, Any]]:
-    """Descriptors of what a built-in class keeps outside of ``__dict__``.
+def _fields_of(error: BaseException) -> Iterator[tuple[str, Any, Any]]:
+    """What an exception's built-in class keeps outside of ``__dict__``: name, descriptor, and value or None.
 
     Not ``obj``, the whole object that an AttributeError was raised for: Python does not pickle it either.
     """
-    for kind in base.__mro__:
+    for kind in _builtin_base(type(error)).__mro__:
         for name, field in vars(kind).items():
-            kept = isinstance(field, types.MemberDescriptorType | types.GetSetDescriptorType)
-            if kept and name != "obj" and not name.startswith("__"):
-                yield name, field
-
-
-def _value_of(field: Any, error: BaseException) -> Any:
-    """What a field is, or None if there is none (``characters_written``)."""
-    try:
-        return field.__get__(error)
-    except AttributeError:
-        return None
+            if isinstance(field, _FIELDS) and name != "obj" and not name.startswith("__"):
+                value = None
+                with contextlib.suppress(AttributeError):  # characters_written, where there is none
+                    value = field.__get__(error)
+                yield name, field, value

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable
 from multiprocessing import reduction
 from multiprocessing.context import set_spawning_popen
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -164,8 +164,8 @@ class SpawnPayload:
 def _reduce_array(files: MappedFiles, array: Any) -> Any:
     """Reduce an array: one in shared memory or a mapped file is sent by handle.
 
-    Else it arrives as torch's transport would bring it: by pickle's default protocol. Before protocol 5 that
-    makes it writable, of this machine's byte order, and contiguous.
+    Else it arrives as with torch, by pickle's default protocol: before protocol 5 writable, of this machine's
+    byte order, and contiguous.
     """
     as_before = pickle.DEFAULT_PROTOCOL < 5
     swapped = as_before and array.dtype.byteorder not in "=|"
@@ -177,17 +177,11 @@ def _reduce_array(files: MappedFiles, array: Any) -> Any:
     if as_before and not array.dtype.hasobject:
         order: Any = "F" if array.flags.fnc else "C"
         if not array.flags.writeable:
-            array = np.asarray(_Writable(array)).view(array.dtype)
+            seen = array.__array_interface__
+            seen = seen | {"data": (seen["data"][0], False)}
+            array = np.asarray(SimpleNamespace(array=array, __array_interface__=seen)).view(array.dtype)
         array = np.asarray(array, array.dtype.newbyteorder("=") if swapped else None, order)
     return array.__reduce_ex__(5)
-
-
-class _Writable:
-    """An array to pickle as one that is not read-only; nothing writes to it."""
-
-    def __init__(self, array: Any) -> None:
-        self.array, described = array, array.__array_interface__
-        self.__array_interface__ = described | {"data": (described["data"][0], False)}
 
 
 _Place = tuple[int, int]

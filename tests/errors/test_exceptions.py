@@ -197,7 +197,7 @@ def test_a_stream_that_raises_at_once_raises_its_own_error_in_every_epoch() -> N
     """Torch's persistent worker exits in the second one."""
     loader = DataLoader(RaisesAtOnce(), num_workers=1, persistent_workers=True)
     for _ in range(3):
-        with pytest.raises(ValueError, match=r"^at once$"):
+        with pytest.raises(ValueError, match=r"^at once"):
             next(iter(loader))
     loader.close()
 
