@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import threading
+from types import SimpleNamespace
 from typing import Any, Final, Literal, get_args
 
 import torch
@@ -27,6 +28,27 @@ DYNAMIC: Final = "dynamic"
 PROCESS: Final = "process"
 THREAD: Final = "thread"
 
+OWN_DEFAULTS: dict[str, Any] = {
+    "memory_budget_nbytes": None,
+    "worker_restarts": 0,
+    "on_error": "raise",
+    "dispatch": "static",
+    "seed_per_sample": None,
+    "prefetch_epochs": False,
+    "worker_type": "process",
+    "share_dataset": False,
+    "shard": None,
+    "snapshot_every_n_steps": None,
+    "place_results": True,
+}
+"""Options that torch's loader lacks, with the values that turn them off."""
+
+_WORDS = {
+    "on_error": get_args(OnError),
+    "dispatch": get_args(Dispatch),
+    "worker_type": get_args(WorkerType),
+    "shard": get_args(Shard),
+}
 _DEVICE = "_shmloader_device"
 
 
@@ -67,6 +89,30 @@ def seeds_samples(loader: Any) -> bool:
     """Whether generators are seeded for each sample: by ``seed_per_sample``, or if None by the dispatch."""
     wanted: bool | None = loader.seed_per_sample
     return is_dynamic(loader) if wanted is None else wanted
+
+
+def set_options(loader: Any, given: dict[str, Any]) -> Any:
+    """Set a loader's own options as attributes; returns them all, as they are in effect.
+
+    A subclass may have attributes of these names, of its class or set before. They stay where the argument is
+    the default or the same value, and are the options as far as they can be (`option_in_effect`).
+    """
+    options = SimpleNamespace(**given)
+    kinds = [kind for kind in type(loader).__mro__ if kind is not torch.utils.data.DataLoader]
+    for name, value in given.items():
+        if name in vars(loader) or any(name in vars(kind) for kind in kinds):
+            own = getattr(loader, name, value)  # a property may need what is set later
+            if own is value or value in (OWN_DEFAULTS[name], own):
+                setattr(options, name, option_in_effect(name, own))
+                continue
+        setattr(loader, name, value)
+    return options
+
+
+def option_in_effect(name: str, value: Any) -> Any:
+    """An option's value; the default for one of a subclass that means something else by an option's name."""
+    words = _WORDS.get(name)
+    return OWN_DEFAULTS[name] if words and not (isinstance(value, str) and value in words) else value
 
 
 def set_device(loader: Any, device: torch.device | str | int | None) -> None:
@@ -122,7 +168,7 @@ def check_arguments(
     for name in ("prefetch_epochs", "share_dataset", "place_results"):
         _check_bool(name, getattr(loader, name))
     if (every := loader.snapshot_every_n_steps) is not None:
-        _check_whole("snapshot_every_n_steps", every, 1, "a whole number or None", "100")
+        _check_whole("snapshot_every_n_steps", every, 0, "a whole number or None", "100")
     if loader.seed_per_sample is not None:
         _check_bool("seed_per_sample", loader.seed_per_sample)
         if loader.seed_per_sample and isinstance(dataset, IterableDataset):
@@ -130,9 +176,8 @@ def check_arguments(
                 "seed_per_sample=True needs a map-style dataset: it seeds before dataset[index] is called, "
                 "and an iterable-style dataset is not asked for single samples"
             )
-    _check_word("on_error", loader.on_error, get_args(OnError))
-    _check_word("dispatch", loader.dispatch, get_args(Dispatch))
-    _check_word("worker_type", loader.worker_type, get_args(WorkerType))
+    for name in ("on_error", "dispatch", "worker_type"):
+        _check_word(name, getattr(loader, name), _WORDS[name])
     if loader.worker_restarts and isinstance(dataset, IterableDataset):
         raise ValueError(
             "worker_restarts needs a map-style dataset: only the dead worker knew how far it had come in an "
@@ -217,7 +262,7 @@ def _check_dispatch(dispatch: str, dataset: object, num_workers: object) -> None
 def _check_shard(shard: object, dataset: object) -> None:
     if shard is None:
         return
-    _check_word("shard", shard, (AUTO,))
+    _check_word("shard", shard, _WORDS["shard"])
     if isinstance(dataset, torch_private.DATAPIPES):
         raise ValueError(  # noqa: TRY004 - as everything that is refused for a shard
             f"shard='auto' is not for a DataPipe ({type(dataset).__name__}): its sharding_filter() shards it"

@@ -91,7 +91,7 @@ class SlotIterator(torch_private.BaseIterator):
             # Runs when the iterator dies and at interpreter exit; refers to the parts, not to the iterator.
             self._finalizer = weakref.finalize(self, _stop, os.getpid(), workers, self.pool)
             self._dispatcher = dispatcher = Dispatcher(
-                self.pool, workers, self._lifecycle, loader.worker_restarts, float(self._timeout)
+                self.pool, workers, self._lifecycle, loader.worker_restarts, self._timeout
             )
             dispatcher.ledger.epoch = epoch
             self._delivery = self._make_delivery(device)

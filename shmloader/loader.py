@@ -11,6 +11,7 @@ import torch.utils.data
 from torch.utils.data import Dataset, Sampler
 
 from shmloader.arguments import (
+    OWN_DEFAULTS,
     PROCESS,
     Dispatch,
     OnError,
@@ -20,6 +21,7 @@ from shmloader.arguments import (
     dispatch_of,
     number_or_auto,
     set_device,
+    set_options,
 )
 from shmloader.framework_rebuilds import (
     PreparedFlag,
@@ -137,8 +139,9 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             Ranks have equally many batches, or an error names one that has fewer. See docs/sharding.md.
         snapshot_every_n_steps: For an iterable-style dataset with a ``state_dict()``, itself or its iterator:
             the number of batches that each worker makes from one call of it to the next. Samples since the
-            last call are drawn again when the loader continues from a state. None: 1 once the program has
-            asked for a state or loaded one; until then it is called with the first batch of an epoch only.
+            last call are drawn again when the loader continues from a state; with 0 there is no call, and
+            all samples of the epoch so far are. None: 1 once the program has asked for a state or loaded one;
+            until then it is called with the first batch of an epoch only.
         seed_per_sample: Seed the generators of torch, NumPy and ``random`` in the worker before each sample,
             from the base seed, the epoch and the sample's place in it. Random augmentation is then the same
             with any number of workers, 0 included, and after `load_state_dict`. It takes 11 µs per sample,
@@ -160,6 +163,17 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         RuntimeError: For an invalid ``device``; from ``iter()``, for a missing accelerator.
     """
 
+    memory_budget_nbytes: int | None
+    worker_restarts: int
+    on_error: OnError
+    dispatch: Dispatch
+    prefetch_epochs: bool
+    worker_type: WorkerType
+    share_dataset: bool
+    shard: Shard | None
+    snapshot_every_n_steps: int | None
+    seed_per_sample: bool | None
+    place_results: bool
     is_shmloader = True  # accelerate copies it, under install()
     _is_accelerate_prepared = PreparedFlag(warn_of_torchs_class)
 
@@ -203,21 +217,13 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         device: torch.device | str | int | None = None,
         place_results: bool = True,
     ) -> None:
-        self.memory_budget_nbytes = memory_budget_nbytes
-        self.worker_restarts = worker_restarts
-        self.on_error = on_error
+        given = locals()
         workers = number_or_auto("num_workers", num_workers, 1)
         in_advance = number_or_auto("prefetch_factor", prefetch_factor, 2)
-        self.dispatch = dispatch_of(dispatch, workers)
-        self.prefetch_epochs = prefetch_epochs
-        self.worker_type = worker_type
-        self.share_dataset = share_dataset
-        self.shard = shard
-        self.snapshot_every_n_steps = snapshot_every_n_steps
-        self.seed_per_sample = seed_per_sample
-        self.place_results = place_results
+        given["dispatch"] = dispatch_of(dispatch, workers)
+        options = set_options(self, {name: given[name] for name in OWN_DEFAULTS})
         set_device(self, device)
-        check_arguments(self, dataset, workers, persistent_workers, multiprocessing_context)
+        check_arguments(options, dataset, workers, persistent_workers, multiprocessing_context)
         super().__init__(
             _shared_if_asked(self, dataset),
             batch_size=batch_size,

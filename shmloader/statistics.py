@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from shmloader.messages import shown
+
 _LEAST_WAIT = 0.1  # share of the time; if next() waited for less, more workers could not help much
 _MOST_BAD_SAMPLES = 3  # that a table shows
 
@@ -32,7 +34,8 @@ class BadSample:
 
     def __str__(self) -> str:
         whose = "the" if self.worker_id is None else f"worker {self.worker_id}'s"
-        where = f"sample {self.index!r} of {whose} stream" if self.of_stream else f"dataset[{self.index!r}]"
+        index = shown(self.index)
+        where = f"sample {index} of {whose} stream" if self.of_stream else f"dataset[{index}]"
         return f"{where}: {self.error}: {self.message}"
 
 

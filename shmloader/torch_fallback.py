@@ -4,25 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmloader.arguments import AUTO, AutoCount
+from shmloader.arguments import AUTO, OWN_DEFAULTS, AutoCount
 from shmloader.errors import ResumeError, warn_once
 from shmloader.shared_memory import why_unavailable
 from shmloader.torch_features import Feature, missing_message, why_missing
-
-OWN_DEFAULTS: dict[str, Any] = {
-    "memory_budget_nbytes": None,
-    "worker_restarts": 0,
-    "on_error": "raise",
-    "dispatch": "static",
-    "seed_per_sample": None,
-    "prefetch_epochs": False,
-    "worker_type": "process",
-    "share_dataset": False,
-    "shard": None,
-    "snapshot_every_n_steps": None,
-    "place_results": True,
-}
-"""Options that torch's loader lacks, with the values that turn them off."""
 
 
 def must_load_as_torch(loader: Any) -> bool:

@@ -64,7 +64,8 @@ def _check_iterator() -> None:
         disable(Feature.SLOTS, f"its iterators have no attribute {', '.join(absent)}")
 
 
-_check_iterator()
+with torch.device("cpu"):  # whatever the program's default device is
+    _check_iterator()
 
 _workers_iterator = getattr(torch.utils.data.dataloader, "_MultiProcessingDataLoaderIter", None)
 _put_index = getattr(_workers_iterator, "_try_put_index", None)
@@ -161,7 +162,8 @@ def collate_map_is_pristine() -> bool:
 
 
 def _is_torchs(function: object) -> bool:
-    return getattr(function, "__module__", None) == _COLLATE
+    # Not by __module__, which functools.wraps copies to a function that a program puts in its place.
+    return getattr(function, "__globals__", {}).get("__name__") == _COLLATE
 
 
 def _is_of_known_type(key: Any, *, by_torch: bool) -> bool:
@@ -200,7 +202,8 @@ def _check_collation() -> None:
             disable(Feature.COLLATION, f"default_collate makes {found} of two of {name}, not {expected}")
 
 
-_check_collation()
+with torch.device("cpu"):
+    _check_collation()
 
 # --- calls whose results are placed in a slot
 

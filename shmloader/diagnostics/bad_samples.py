@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import get_worker_info
 
-from shmloader.diagnostics.exceptions import shorten, text_of
+from shmloader.diagnostics.exceptions import text_of
 from shmloader.errors import BadSampleWarning, LoaderError, NoGoodSample, warn
+from shmloader.messages import shorten, shown
 from shmloader.statistics import BadSample, Counters, PlacedSite
 
 RAISE, SKIP, REPLACE = "raise", "skip", "replace"
@@ -78,7 +79,7 @@ def pack(bad_samples: Sequence[BadSample]) -> bytes:
     try:
         return pickle.dumps(list(bad_samples), 5)
     except Exception:  # noqa: BLE001 - the user's indices
-        return pickle.dumps([dataclasses.replace(bad, index=repr(bad.index)) for bad in bad_samples], 5)
+        return pickle.dumps([dataclasses.replace(bad, index=shown(bad.index)) for bad in bad_samples], 5)
 
 
 def count(bad_samples: bytes, counters: Counters) -> None:

@@ -12,17 +12,23 @@ take other arguments than those in ``args``. Three things cannot arrive unchange
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import io
 import pickle
 import pkgutil
 import re
 import traceback
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from shmloader.messages import LINE, shorten
+
 _MOST_IN_A_CHAIN = 32
+_MOST_LINES = 400  # of a traceback
 _PICKLING_METHODS = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
+_FIELDS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
@@ -51,7 +57,10 @@ def capture(error: BaseException, where: str) -> Failure:
     try:
         formatted = traceback.TracebackException.from_exception(error, compact=True)
         formatted.__notes__ = None  # they are sent with the exception
-        trace = "".join(formatted.format()).rstrip()
+        lines = "".join(formatted.format()).rstrip().split("\n")
+        if len(lines) > _MOST_LINES:
+            lines[_MOST_LINES // 2 : -_MOST_LINES // 2] = ["..."]
+        trace = "\n".join(shorten(line, 2 * LINE) for line in lines)
     except BaseException as reason:  # noqa: BLE001 - formatting runs the user's code
         trace = f"{type(error).__name__}: its traceback could not be formatted ({type(reason).__name__})"
     note = f"{where}\nTraceback in the worker:\n{trace}"
@@ -86,11 +95,6 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except BaseException as reason:  # noqa: BLE001 - the user's code
         return f"<str() of this {type(error).__name__} raises {type(reason).__name__}>"
-
-
-def shorten(text: str, most: int) -> str:
-    """A text, cut at a number of characters."""
-    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def forget_frames(error: BaseException) -> None:
@@ -130,14 +134,15 @@ class _ErrorPickler(pickle.Pickler):
         chain = (obj.__cause__, obj.__context__) if depth < _MOST_IN_A_CHAIN else (None, None)
         for other in chain:
             self._depths.setdefault(id(other), depth)
-        args, attributes = _contents_of(obj)
         kind, base = type(obj), _builtin_base(type(obj))
+        args, fields, attributes = _contents_of(obj)
         own = any(getattr(kind, name, None) is not getattr(base, name, None) for name in _PICKLING_METHODS)
         whole = _checked(pickle.dumps, obj) if own else b""
         made: tuple[Any, ...] = (_make, (_names_of(kind), text_of(obj), args))
         if whole:
             made, attributes = (pickle.loads, (whole,)), {"__notes__": attributes.get("__notes__", [])}
-        return *made, (attributes, *chain, obj.__suppress_context__), None, None, _fill
+            fields = {} if any(isinstance(arg, _Repr) for arg in fields["args"]) else {"args": fields["args"]}
+        return *made, (fields, attributes, *chain, obj.__suppress_context__), None, None, _fill
 
 
 def _dump(error: BaseException) -> bytes:
@@ -157,36 +162,28 @@ def _checked(dump: Callable[[BaseException], bytes], error: BaseException) -> by
     return b""
 
 
-def _builtin_base(kind: type) -> Any:
-    """The built-in class that allocates the exceptions of a class."""
-    while kind.__module__ != "builtins" and kind.__base__ is not None:
-        kind = kind.__base__
-    return kind
-
-
 def _names_of(kind: type) -> tuple[str, ...]:
     """Names of a class and those of its bases that are exceptions; the last is that of BaseException."""
     bases = [base for base in kind.__mro__ if issubclass(base, BaseException)]
     return tuple(f"{base.__module__}:{base.__qualname__}" for base in bases)
 
 
-def _contents_of(error: BaseException) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments for an exception's built-in base, and its attributes, as far as they can be pickled."""
-    # The base's own method: only that gives an OSError's file name, and it runs no code of the user.
-    _, args, *rest = _builtin_base(type(error)).__reduce__(error)
-    if isinstance(error, BaseExceptionGroup):
-        if args[:1] != (error.message,) or len(args) != 2:  # a class may call the base with others
-            args = error.message, error.exceptions
-    else:
-        args = tuple(map(_portable, args))
+def _contents_of(error: BaseException) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+    """What to make an exception from: arguments, fields, attributes, as far as they can be pickled."""
+    values = {name: value for name, _, value in _fields_of(error)}
+    made = (values.pop("message"), values.pop("exceptions")) if isinstance(error, BaseExceptionGroup) else ()
+    args = tuple(map(_portable, values.pop("args")))
+    fields = {name: _portable(value) for name, value in values.items()} | {"args": args}
     state: Any = object.__getstate__(error)  # attributes; a pair with those in __slots__, if there are such
-    states = [*rest, *(state if isinstance(state, tuple) else (state,))]
-    return args, {name: _portable(value) for found in states if found for name, value in found.items()}
+    states = state if isinstance(state, tuple) else (state,)
+    attributes = {name: _portable(value) for found in states if found for name, value in found.items()}
+    # An OSError tells a file name of None from none at all, in its text only.
+    return args if isinstance(error, OSError) else made, fields, attributes
 
 
 def _portable(value: Any) -> Any:
     """A value, or its ``repr`` if it cannot be pickled."""
-    if isinstance(value, BaseException):
+    if all(isinstance(one, BaseException) for one in (value if type(value) in (list, tuple) else [value])):
         return value
     try:
         pickle.loads(pickle.dumps(value, 5))
@@ -228,10 +225,34 @@ def _derive(kind: type[BaseException], name: str, text: str) -> type[BaseExcepti
     return type(qualname.rpartition(".")[2], (kind, _StandIn), members)
 
 
-def _fill(error: BaseException, state: tuple[dict[str, Any], Any, Any, bool]) -> None:
-    """Give a rebuilt exception its attributes, cause and context."""
-    attributes, cause, context, suppress_context = state
+def _fill(error: BaseException, state: tuple[dict[str, Any], dict[str, Any], Any, Any, bool]) -> None:
+    """Give a rebuilt exception its fields, attributes, cause and context."""
+    fields, attributes, cause, context, suppress_context = state
     chain = {"__cause__": cause, "__context__": context, "__suppress_context__": suppress_context}
     for name, value in (attributes | chain).items():
         with contextlib.suppress(Exception):  # a property that cannot be set
             object.__setattr__(error, name, value)  # a frozen class refuses other ways
+    for name, field, now in _fields_of(error):
+        if name in fields and fields[name] is not now:
+            field.__delete__(error) if fields[name] is None else field.__set__(error, fields[name])
+
+
+def _builtin_base(kind: type) -> Any:
+    """The built-in class that allocates the exceptions of a class."""
+    while vars(builtins).get(kind.__name__) is not kind and kind.__base__ is not None:
+        kind = kind.__base__
+    return kind
+
+
+def _fields_of(error: BaseException) -> Iterator[tuple[str, Any, Any]]:
+    """What an exception's built-in class keeps outside of ``__dict__``: name, descriptor, and value or None.
+
+    Not ``obj``, the whole object that an AttributeError was raised for: Python does not pickle it either.
+    """
+    for kind in _builtin_base(type(error)).__mro__:
+        for name, field in vars(kind).items():
+            if isinstance(field, _FIELDS) and name != "obj" and not name.startswith("__"):
+                value = None
+                with contextlib.suppress(AttributeError):  # characters_written, where there is none
+                    value = field.__get__(error)
+                yield name, field, value

@@ -17,12 +17,14 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from shmloader.diagnostics.exceptions import add_note, shorten
+from shmloader.diagnostics.exceptions import add_note
+from shmloader.messages import shorten, shown
 
 _MOST_ODD = 3
 _MOST_NAMED = 24
 _MOST_NESTED = 20
-_MOST_CHARACTERS = 80
+_MOST_CHARACTERS = 80  # of an index or a key
+_MOST_OF_NAMES = 800
 # The modules of torch's own functions, and of those that replace them in workers.
 _DEFAULT_COLLATE = (default_collate.__module__, "shmloader.worker.collate")
 _OF_SIZES = re.compile(r"\b(sizes?|shapes?|dimensions?|dtypes?|cast)\b", re.IGNORECASE)
@@ -54,12 +56,12 @@ def _names(indices: Any, of_stream: bool) -> list[str]:
         return [f"sample {position} of the stream" for position in indices]
     if isinstance(indices, torch.Tensor | np.ndarray):
         indices = indices.tolist()
-    return [f"dataset[{shorten(repr(index), _MOST_CHARACTERS)}]" for index in indices]
+    return [f"dataset[{shown(index, _MOST_CHARACTERS)}]" for index in indices]
 
 
 def _join(names: list[str]) -> str:
     more = f" and {len(names) - _MOST_NAMED:,} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more
+    return shorten(", ".join(names[:_MOST_NAMED]), _MOST_OF_NAMES) + more
 
 
 # --- finding
@@ -97,7 +99,7 @@ def _find(
 def _places(container: Any) -> Iterator[tuple[Any, str]]:
     """Keys or positions in a container, each with the text to append to the container's path."""
     if isinstance(container, Mapping):
-        return ((key, f"[{shorten(repr(key), _MOST_CHARACTERS)}]") for key in container)
+        return ((key, f"[{shown(key, _MOST_CHARACTERS)}]") for key in container)
     fields = getattr(container, "_fields", None)
     return ((n, f"[{n}]" if fields is None else f".{fields[n]}") for n in range(len(container)))
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch.utils.data
 
+from shmloader.arguments import OWN_DEFAULTS, option_in_effect
 from shmloader.distributed import rank_and_ranks
 from shmloader.errors import ResumeError, warn_once
 from shmloader.integrations.patches import Patches
 from shmloader.integrations.states import states_are_added, warn_of_one_rank
 from shmloader.loader import DataLoader
 from shmloader.sampling.samplers import RANKS_SHARE
-from shmloader.torch_fallback import OWN_DEFAULTS
 
 _MODULE = "accelerate.data_loader"
 _ARGUMENTS = "_PYTORCH_DATALOADER_KWARGS"
@@ -58,6 +58,7 @@ _TORCHS = torch.utils.data.DataLoader
 def _build(dataset: Any, *args: Any, **kwargs: Any) -> Any:
     """Build a loader of the class that the original had: `DataLoader`, or torch's."""
     if kwargs.pop(_IS_OURS, False):
+        kwargs |= {name: option_in_effect(name, kwargs[name]) for name in OWN_DEFAULTS if name in kwargs}
         return DataLoader(dataset, *args, **kwargs)
     return _TORCHS(dataset, *args, **{name: kwargs[name] for name in kwargs.keys() - OWN_DEFAULTS.keys()})
 

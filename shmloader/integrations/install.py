@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.utils.data
 
-from shmloader.arguments import check_arguments, dispatch_of, threads_of
+from shmloader.arguments import OWN_DEFAULTS, check_arguments, dispatch_of, threads_of
 from shmloader.errors import warn, warn_once
 from shmloader.framework_rebuilds import PreparedFlag
 from shmloader.integrations.accelerate import patch_accelerate
@@ -22,7 +22,6 @@ from shmloader.integrations.patches import Patches
 from shmloader.integrations.states import state_dict, states_are_added
 from shmloader.loader import DataLoader
 from shmloader.slot_loading import loading_of
-from shmloader.torch_fallback import OWN_DEFAULTS
 from shmloader.torch_features import Feature, is_missing
 from shmloader.torch_private import GET_ITERATOR, never_compiled
 

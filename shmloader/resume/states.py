@@ -71,7 +71,9 @@ class States:
         # Epochs of iterators that live on, with `done` when the next one began.
         self._older: weakref.WeakKeyDictionary[Progress, Any] = weakref.WeakKeyDictionary()
         self._of_sampler, self._of_loader = CompactStates(), CompactStates()
-        self._global_before = torch.empty(0)  # state of torch's global generator before the last iter()
+        self._global_before = torch.empty(
+            0, device="cpu"
+        )  # state of torch's global generator before the last iter()
         self._repeats_iter = True  # whether the program itself would make the draws of the last iter()
         self._before_iter: GeneratorStates | None = None  # while iter() runs: another thread may want a state
 

@@ -9,6 +9,7 @@ import functools
 import json
 import logging
 import pickle
+import sys
 from typing import Any
 
 from shmloader.arguments import AUTO
@@ -176,7 +177,8 @@ def _tell_of_own_division(name: str) -> None:
 
 
 def _fresh_rules(loader: Any) -> StreamRules:
-    every = loader.snapshot_every_n_steps or 1
+    wanted = loader.snapshot_every_n_steps
+    every = 1 if wanted is None else wanted or sys.maxsize
     return StreamRules(loader.shard == AUTO, *rank_and_ranks(), loader.batch_size or 1, every)
 
 

@@ -69,16 +69,18 @@ def check_against_torch(kind: type) -> None:
             steps.append((indices, states))
         return steps
 
+    data = range(7)
+    arguments: list[dict[str, Any]] = [{}]
+    if kind is RandomSampler:
+        arguments += [{"num_samples": 17}, {"generator": generator}]
     try:
-        data = range(7)
-        arguments: list[dict[str, Any]] = [{}]
-        if kind is RandomSampler:
-            arguments += [{"num_samples": 17}, {"generator": generator}]
-        for keywords, drop_last in itertools.product(arguments, (False, True)):
-            sampler = kind(data, **keywords)
-            batches = BatchSampler(sampler, 3, drop_last)
-            if trace(iter, batches) != trace(_batches, batches):
-                disable(Feature.ARRAY_SAMPLING, f"its {kind.__name__} or BatchSampler draws in another way")
+        with torch.device("cpu"):  # whatever the program's default device is
+            for keywords, drop_last in itertools.product(arguments, (False, True)):
+                batches = BatchSampler(kind(data, **keywords), 3, drop_last)
+                if trace(iter, batches) != trace(_batches, batches):
+                    disable(
+                        Feature.ARRAY_SAMPLING, f"its {kind.__name__} or BatchSampler draws in another way"
+                    )
     except Exception as error:  # noqa: BLE001 - samplers of an unknown torch
         disable(Feature.ARRAY_SAMPLING, f"its samplers cannot be compared with ours: {error!r}")
     finally:

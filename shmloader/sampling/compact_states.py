@@ -36,7 +36,7 @@ class CompactStates:
     """Makes compact states of one generator. Remembers the last one, since the next is seldom far from it."""
 
     def __init__(self) -> None:
-        self._state, self._text = torch.empty(0, dtype=torch.uint8), ""
+        self._state, self._text = torch.empty(0, dtype=torch.uint8, device="cpu"), ""
         self._known = -1, 0, self._state  # seed, numbers drawn, and the state then
         self._lost: int | None = None  # the seed from which a state was not found
 
@@ -97,7 +97,7 @@ def generator_at(state: torch.Tensor) -> torch.Generator:
 
 def _numbers(generator: torch.Generator, count: int) -> torch.Tensor:
     """The next numbers, of 31 bits."""
-    return torch.empty(count, dtype=torch.int32).random_(generator=generator)
+    return torch.empty(count, dtype=torch.int32, device="cpu").random_(generator=generator)
 
 
 def _draw(generator: torch.Generator, draws: int) -> torch.Generator:

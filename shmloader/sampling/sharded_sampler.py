@@ -93,7 +93,7 @@ class ShardedSampler(DistributedSampler[int]):
         if self.shuffle:
             generator = torch.Generator()
             generator.manual_seed(self.seed + self.epoch)
-            order = torch.randperm(length, generator=generator).numpy()
+            order = torch.randperm(length, generator=generator, device="cpu").numpy()
         else:
             order = np.arange(length, dtype=np.int64)
         rest = order[consumed:]

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmloader.errors import LoaderClosed
+from shmloader.messages import shown
 from shmloader.sampling.packed_indices import PackedInts, pack_index_batch, unpack_index_batch
 from shmloader.scheduling.lifecycle import WAITING, Lifecycle
 from shmloader.scheduling.task_ledger import VOID, Ledger, Task
@@ -74,7 +75,7 @@ class Dispatcher:
         self.ended_streams: list[int] = []
         self.joining: set[int] = set()
         self.inspection = Inspection(pool) if inspection_wanted() else None
-        self._timeout_s = timeout_s if timeout_s > 0 else None
+        self._timeout_s = timeout_s if timeout_s > 0 else None  # of any type, as the program gave it
         self._wait_ns = 0  # how long the last wait took
 
     # --- out
@@ -174,7 +175,7 @@ class Dispatcher:
         lifecycle = self.lifecycle
         began_ns = time.perf_counter_ns()
         before, lifecycle.phase = lifecycle.phase, WAITING
-        ready = self.workers.wait(self._timeout_s)
+        ready = self.workers.wait(self._timeout_s and float(self._timeout_s))
         lifecycle.phase = before
         self._note_wait(time.perf_counter_ns() - began_ns)
         if self.workers.interrupted:
@@ -325,7 +326,7 @@ class Dispatcher:
             fresh = self.workers.restart(worker)
         except Exception as error:
             indices = [_indices(task) for task in held]
-            error.add_note(f"It was to replace worker {worker.worker_id} (pid {pid}), with {indices!s:.200}")
+            error.add_note(f"It was to replace worker {worker.worker_id} (pid {pid}), with {shown(indices)}")
             self.lifecycle.expect(error)
             raise
         index_batch = None if culprit is None else _indices(culprit)

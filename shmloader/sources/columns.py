@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 
 from shmloader.sources.base import NotGathered, Rows, Source, make_output, within
 from shmloader.sources.blocks import joined_dtype
-from shmloader.store.kinds import kind_of_tensor
+from shmloader.store.kinds import is_hugging_face, kind_of_tensor
 
 _HF_FORMATS = (None, "numpy", "torch")  # others may be the program's own functions, or draw random numbers
 
@@ -55,8 +55,7 @@ def _join(column: Any, count: int) -> Any:
     return default_collate(list(column))
 
 
-def is_hugging_face(dataset: Any) -> bool:
+def has_columns(dataset: Any) -> bool:
     """Whether a dataset is exactly a ``datasets.Dataset``, without importing that package."""
-    package = sys.modules.get("datasets")
-    kind = None if package is None else getattr(package, "Dataset", None)
-    return kind is not None and type(dataset) is kind and "__getitems__" not in vars(dataset)
+    kind = getattr(sys.modules.get("datasets.arrow_dataset"), "Dataset", None)
+    return is_hugging_face(dataset) and type(dataset) is kind and "__getitems__" not in vars(dataset)

@@ -20,7 +20,7 @@ from shmloader.sources.base import (
     joins_by_default,
 )
 from shmloader.sources.blocks import block_of, is_array
-from shmloader.sources.columns import hugging_face_rows, is_hugging_face
+from shmloader.sources.columns import has_columns, hugging_face_rows
 from shmloader.sources.datasets import has_getbatch, plain_ints, source_of
 from shmloader.sources.stores import StoreRows, is_store
 from shmloader.torch_features import Feature, missing_message, why_missing
@@ -56,7 +56,7 @@ def recognise(dataset: Any) -> Source:
     source = source_of(dataset, recognise)
     if source is not None:
         return source
-    if is_hugging_face(dataset):
+    if has_columns(dataset):
         return hugging_face_rows(dataset)
     if isinstance(dataset, ConcatDataset):
         raise NotGathered(

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from shmloader.messages import shown
 from shmloader.store.columns.packed import field_of_struct, numbers, structs_of, types_of_fields
 from shmloader.store.columns.types import (
     LinkType,
@@ -99,8 +100,7 @@ def table_of(rows: Any) -> tuple[list[str], list[list[str]]]:
 def _shown(value: Any) -> str:
     if isinstance(value, np.ndarray | torch.Tensor) and value.ndim:
         return f"{type(value).__name__} {value.dtype} {tuple(value.shape)}"
-    text = " ".join(repr(value).split())
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
+    return shown(value, _MOST_CHARACTERS)
 
 
 def describe_columns(

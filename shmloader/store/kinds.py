@@ -69,9 +69,8 @@ _PANDAS = {
     "pandas.core.indexes.base": ("Index",),
 }
 _HUGGING_FACE = {
-    "datasets.arrow_dataset": ("Dataset",),
+    "datasets.arrow_dataset": ("DatasetInfoMixin",),  # the base of Dataset and IterableDataset
     "datasets.dataset_dict": ("DatasetDict", "IterableDatasetDict"),
-    "datasets.iterable_dataset": ("IterableDataset",),
 }
 _SEQUENCES, _MAPPINGS, _SETS = (
     (list, tuple, deque),

@@ -125,7 +125,7 @@ class _Items:
         """Gather rows of tensors by indices that have not been looked at; None if they need that."""
         dtype, shape = self._kind.torch_dtype, (indices.numel(), *self._shape)
         if out is None and dtype is not None:
-            out = torch.empty(shape, dtype=dtype)
+            out = torch.empty(shape, dtype=dtype, device="cpu")
         if type(out) is not torch.Tensor or out.dtype is not dtype or out.shape != shape or out.requires_grad:
             return None
         if indices.dim() != 1 or not (indices.is_cpu and out.is_contiguous() and out.is_cpu and out.numel()):

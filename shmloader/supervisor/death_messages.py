@@ -6,14 +6,13 @@ import contextlib
 import logging
 import signal
 
-from shmloader.diagnostics.exceptions import shorten
 from shmloader.errors import WorkerTimeout
 from shmloader.host.limits import memory_headroom, oom_kills
+from shmloader.messages import shown
 from shmloader.supervisor.base import Workers
 from shmloader.supervisor.worker_handles import Worker
 
 _log = logging.getLogger("shmloader")
-_MOST_CHARACTERS = 300  # of index batches
 
 
 def log_replacement(
@@ -23,7 +22,7 @@ def log_replacement(
 
     ``index_batch`` is the one that it was working on, or None.
     """
-    where = "while it made no batch" if index_batch is None else f"at the index batch {index_batch!s:.200}"
+    where = "while it made no batch" if index_batch is None else f"at the index batch {shown(index_batch)}"
     _log.warning(
         "shmloader worker %d (pid %d) %s %s and was replaced by pid %d; %d more restart(s).%s",
         fresh.worker_id,
@@ -42,10 +41,10 @@ def worker_timeout(
     """The error for workers that do not answer, with the stack of the one that is to make the next batch."""
     return WorkerTimeout(
         f"DataLoader timed out after {silent_s} seconds: none of {len(workers.workers)} worker(s) "
-        f"has finished a batch; outstanding index batches: {waiting_for!s:.300}. {why and why + ' '}"
+        f"has finished a batch. {why and why + ' '}"
         "If a batch may take so long, raise timeout=; else something hangs, and the stack below says "
-        f"where. The next is due from worker {worker.worker_id} ({worker.place}), which is at\n"
-        f"{workers.stack_of(worker)}"
+        f"where. The next is due from worker {worker.worker_id} ({worker.place}); "
+        f"outstanding index batches: {shown(waiting_for)}\n{workers.stack_of(worker)}"
     )
 
 
@@ -67,8 +66,7 @@ def describe_death(worker: Worker, code: int | None) -> str:
 
 def describe_held(indices: tuple[object, ...]) -> str:
     """A sentence on the index batches that a dead worker held, or ""."""
-    text = shorten(", ".join(map(repr, indices)), _MOST_CHARACTERS)
-    return text and f" It held {len(indices)} index batch(es): {text}."
+    return f" It held {len(indices)} index batch(es): {shown(list(indices))}" if indices else ""
 
 
 def explain_kill(oom_kills_before: int | None, memory: str) -> str:

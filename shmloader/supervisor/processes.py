@@ -174,9 +174,9 @@ class ProcessWorkers(Workers):
             hint += explain_kill(self._oom_kills, memory)
         elif not dead.heard:
             error = self._stacks.start_error(dead.pid)
-            hint += f" It could not load what it was sent:\n{error}" if error else _SEE_OUTPUT
+            hint += f" It could not load what it was sent:\n{error}\n" if error else _SEE_OUTPUT
         return WorkerDied(
-            describe_death(dead, code) + describe_held(indices) + hint,
+            describe_death(dead, code) + hint + describe_held(indices),
             worker_id=worker.worker_id,
             pid=worker.pid,
             exit_code=code,

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable
 from multiprocessing import reduction
 from multiprocessing.context import set_spawning_popen
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +34,6 @@ from shmloader.supervisor.base import MakeArguments
 from shmloader.worker.loop import WorkerArguments
 
 _LARGE_NBYTES = 64 << 10  # an array that is worth a place of its own
-_OWNERS = frozenset({"numpy", "pyarrow"})  # whose objects take any buffer as their memory
 
 
 class SpawnPayload:
@@ -101,11 +100,12 @@ class SpawnPayload:
 
     def _write(self, arguments: WorkerArguments) -> None:
         large: list[memoryview] = []
+        # Whose objects take any buffer as their memory.
+        owners = np.ndarray, getattr(sys.modules.get("pyarrow"), "Buffer", np.ndarray)
 
         def goes_into_the_stream(buffer: pickle.PickleBuffer) -> bool:
             view = memoryview(buffer)
-            owner = type(view.obj).__module__.partition(".")[0]
-            if view.nbytes < _LARGE_NBYTES or owner not in _OWNERS:
+            if view.nbytes < _LARGE_NBYTES or not isinstance(view.obj, owners):
                 return True
             large.append(buffer.raw())
             return False
@@ -162,12 +162,25 @@ class SpawnPayload:
 
 
 def _reduce_array(files: MappedFiles, array: Any) -> Any:
-    """Reduce an array: one in shared memory or a mapped file is sent by handle."""
-    reduced = reduce_array(array, files)
+    """Reduce an array: one in shared memory or a mapped file is sent by handle.
+
+    Else it arrives as with torch, by pickle's default protocol: before protocol 5 writable, of this machine's
+    byte order, and contiguous.
+    """
+    as_before = pickle.DEFAULT_PROTOCOL < 5
+    swapped = as_before and array.dtype.byteorder not in "=|"
+    reduced = None if swapped else reduce_array(array, files)
     if reduced is not None:
         return reduced
     if type(array) is np.memmap:  # its own pickle would hold the contents once for each worker
         return np.ndarray.view, (np.asarray(array), np.memmap)
+    if as_before and not array.dtype.hasobject:
+        order: Any = "F" if array.flags.fnc else "C"
+        if not array.flags.writeable:
+            seen = array.__array_interface__
+            seen = seen | {"data": (seen["data"][0], False)}
+            array = np.asarray(SimpleNamespace(array=array, __array_interface__=seen)).view(array.dtype)
+        array = np.asarray(array, array.dtype.newbyteorder("=") if swapped else None, order)
     return array.__reduce_ex__(5)
 
 

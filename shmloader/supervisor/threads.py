@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 from shmloader.diagnostics.exceptions import add_note, forget_frames
 from shmloader.errors import WorkerDied
 from shmloader.host.held_interrupts import HeldInterrupts
+from shmloader.messages import shown
 from shmloader.supervisor.base import MakeArguments, Workers, live
 from shmloader.supervisor.death_messages import describe_held
 from shmloader.supervisor.worker_handles import ThreadWorker, Worker
@@ -113,7 +114,8 @@ class ThreadWorkers(Workers):
         """See `Workers`."""
         cause = self.workers[worker.worker_id].link.error
         error = WorkerDied(
-            f"shmloader worker {worker.worker_id} ({worker.place}) ended: {cause!r}.{describe_held(indices)}",
+            f"shmloader worker {worker.worker_id} ({worker.place}) ended: {shown(cause)}."
+            + describe_held(indices),
             worker_id=worker.worker_id,
             pid=worker.pid,
             indices=indices,

@@ -25,8 +25,9 @@ from shmloader import torch_private
 from shmloader.codec import Encoded, Encoder
 from shmloader.codec.slot_allocator import SlotAllocator, set_current_allocator
 from shmloader.diagnostics.bad_samples import Reported
-from shmloader.diagnostics.exceptions import capture, forget_frames, shorten
+from shmloader.diagnostics.exceptions import capture, forget_frames
 from shmloader.host.heap import WarmHeap, warm_heap
+from shmloader.messages import shown
 from shmloader.sampling.packed_indices import unpack_index_batch
 from shmloader.shared_memory import Segment
 from shmloader.wire.channel import Link, PipeLink, Pipes
@@ -59,7 +60,6 @@ from shmloader.worker.random_state import (
     worker_seeds,
 )
 
-_MOST_CHARACTERS = 200  # of an index batch, in messages
 _PIECE_NBYTES = 1 << 20, 1 << 16  # the size to which a slot is grown for pieces, or less if the host has less
 
 
@@ -305,7 +305,7 @@ class _Worker:
         place = f"thread {threading.current_thread().name!r}" if self._in_thread else f"pid {os.getpid()}"
         where = (
             f"Raised in shmloader worker {self._arguments.worker_id} ({place}), "
-            f"while it made the batch of indices {_text_of(index_batch)}"
+            f"while it made the batch of indices {shown(index_batch)}"
         )
         self._placement.drop()
         failure = capture(error, where)
@@ -331,10 +331,3 @@ class _Worker:
             self._link.send(pack_piece_ready(task.seq, allocator.nbytes, len(spilled), len(piece)))
             while type(request := unpack_request(self._link.receive())) is not SendNextPiece:
                 self._later.append(request)  # the piece was not copied out yet
-
-
-def _text_of(index_batch: Any) -> str:
-    try:
-        return shorten(repr(index_batch), _MOST_CHARACTERS)
-    except Exception as reason:  # noqa: BLE001 - the user's indices
-        return f"<repr() raises {type(reason).__name__}>"

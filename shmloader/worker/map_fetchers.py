@@ -25,6 +25,7 @@ from shmloader.diagnostics.bad_samples import (
 )
 from shmloader.diagnostics.exceptions import add_note, forget_frames
 from shmloader.diagnostics.mismatches import explain_collation
+from shmloader.messages import shown
 from shmloader.sampling.packed_indices import PackedInts
 from shmloader.sources import NOT_GATHERED, Gatherer, why_per_sample
 from shmloader.worker.fetcher import Fetcher, FetchRules
@@ -121,13 +122,8 @@ def _fetch_each(dataset: Any, index_batch: Any) -> list[Any]:
         # The iterator's place identifies the sample that failed, without a cost per sample.
         if type(index_batch) in (list, tuple, range):
             position = len(index_batch) - operator.length_hint(remaining) - 1
-            _say_where(error, index_batch[position])
+            add_note(error, f"raised by dataset[{shown(index_batch[position])}]")
         raise
-
-
-def _say_where(error: BaseException, index: Any) -> None:
-    with contextlib.suppress(Exception):  # an index whose repr fails
-        add_note(error, f"raised by dataset[{index!r}]")
 
 
 _BAD = object()
@@ -186,7 +182,7 @@ class _TolerantMapFetcher(_MapFetcher):
             except BaseException as error:
                 index = indices[len(samples)]
                 if not isinstance(error, Exception) or not is_a_samples_fault(error):
-                    _say_where(error, index)
+                    add_note(error, f"raised by dataset[{shown(index)}]")
                     raise
                 self._bad.append(describe(error, index, of_stream=False))
                 forget_frames(error)

@@ -18,6 +18,7 @@ from shmloader.diagnostics.bad_samples import MOST_IN_A_ROW
 from shmloader.diagnostics.exceptions import add_note
 from shmloader.errors import ResumeError
 from shmloader.sampling.samplers import attribute_of, has_place, load_own_state
+from shmloader.store.kinds import is_hugging_face
 from shmloader.torch_private import only_worker_info, show_worker_info, watched_worker_info
 from shmloader.wire.stream_records import OWN, SHARD, STRIDE, StreamRules
 
@@ -58,7 +59,7 @@ class Stream:
             _load(self._iterator, states["iterator"])
         self._first: list[Any] = []
         self._failed: Exception | None = None  # in the place of the first
-        hugging_face = type(dataset).__module__.partition(".")[0] == "datasets"
+        hugging_face = is_hugging_face(dataset)
         if self.layout == STRIDE or (hugging_face and states):
             try:
                 self._first = list(islice(self, 1))

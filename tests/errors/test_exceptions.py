@@ -188,6 +188,20 @@ def test_contexts_arrive_and_are_suppressed_or_not_as_they_were() -> None:
     )
 
 
+class RaisesAtOnce(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        raise ValueError("at once")
+
+
+def test_a_stream_that_raises_at_once_raises_its_own_error_in_every_epoch() -> None:
+    """Torch's persistent worker exits in the second one."""
+    loader = DataLoader(RaisesAtOnce(), num_workers=1, persistent_workers=True)
+    for _ in range(3):
+        with pytest.raises(ValueError, match=r"^at once"):
+            next(iter(loader))
+    loader.close()
+
+
 # --- classes that cannot be imported
 
 

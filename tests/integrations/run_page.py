@@ -19,8 +19,8 @@ import torch.utils.data
 from torch.utils.data import dataloader
 
 import shmloader
+from shmloader.arguments import OWN_DEFAULTS
 from shmloader.iterator import SlotIterator
-from shmloader.torch_fallback import OWN_DEFAULTS
 
 PROGRAM = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

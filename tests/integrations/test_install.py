@@ -23,8 +23,8 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import shmloader
 from shmloader import errors, torch_features
+from shmloader.arguments import OWN_DEFAULTS
 from shmloader.iterator import SlotIterator
-from shmloader.torch_fallback import OWN_DEFAULTS
 
 
 class Rows(Dataset):

@@ -85,6 +85,12 @@ def test_a_default_device_does_not_disturb_batches() -> None:
     assert batch[:, 0].tolist() == [0, 1, 2, 3]
 
 
+def test_a_part_of_a_larger_storage_arrives_without_the_rest() -> None:
+    (part,) = DataLoader([torch.arange(10)[3:6]], batch_size=None, num_workers=1)
+    assert part.tolist() == [3, 4, 5]
+    assert part.storage_offset() == 0
+
+
 class Marked(torch.Tensor):
     """Stacking it with anything gives ones."""
 

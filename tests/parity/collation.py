@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import Dataset
-from torch.utils.data._utils.collate import default_collate_fn_map
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from . import kinds as t
 from .batches import FLOATS, INTS, array, grid, patterned, sparse, structured
@@ -142,6 +143,12 @@ def collate_backwards(batch: list[Any], *, collate_fn_map: Any = None) -> Any:
     return torch.stack(batch[::-1])
 
 
+@functools.wraps(collate_tensor_fn)
+def collate_wrapped(batch: list[Any], *, collate_fn_map: Any = None) -> Any:
+    """The same, with the names of the function whose place it takes."""
+    return collate_backwards(batch)
+
+
 def register_special(worker_id: int) -> None:
     """A worker_init_fn that teaches default_collate a class."""
     default_collate_fn_map[t.SlottedBatch] = collate_special
@@ -150,3 +157,8 @@ def register_special(worker_id: int) -> None:
 def register_backwards(worker_id: int) -> None:
     """A worker_init_fn that changes how default_collate stacks tensors."""
     default_collate_fn_map[torch.Tensor] = collate_backwards
+
+
+def register_wrapped(worker_id: int) -> None:
+    """A worker_init_fn that wraps the function by which default_collate stacks tensors."""
+    default_collate_fn_map[torch.Tensor] = collate_wrapped

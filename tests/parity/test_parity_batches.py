@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import default_collate, default_convert
 
 from parity.batches import CASES, Cases
-from parity.collation import SAMPLES, Samples, register_backwards, register_special
+from parity.collation import SAMPLES, Samples, register_backwards, register_special, register_wrapped
 from parity.compare import assert_same, differences
 from parity.datasets import EqualKeys, Fails, Rows, Sized, identity, ragged
 from parity.run import Build, assert_plays, builder, descriptors_for_torch
@@ -118,7 +118,7 @@ def test_default_collation_into_slots_that_are_used_again_makes_torchs_batch(col
         _assert_each(builder(DataLoader), Samples(), expected, **how)
 
 
-@pytest.mark.parametrize("init", [register_special, register_backwards])
+@pytest.mark.parametrize("init", [register_special, register_backwards, register_wrapped])
 def test_what_a_user_registers_with_default_collate_is_used(init: Any) -> None:
     """Entries of torch's default_collate_fn_map are used, new ones and replaced ones."""
     names = ["views of one", "arrays f4", "dict", "special"]
@@ -130,7 +130,7 @@ def test_what_a_user_registers_with_default_collate_is_used(init: Any) -> None:
 
     (got,) = assert_plays(play)
     assert torch.is_tensor(got["views of one"])
-    assert (got["special"] is TypeError) == (init is register_backwards)
+    assert (got["special"] is TypeError) == (init is not register_special)
 
 
 def test_keys_that_are_equal_but_not_the_same_stay_what_they_are() -> None:

@@ -278,6 +278,10 @@ def test_a_timeout_is_torchs_runtime_error() -> None:
         next(iterator)
     assert time.monotonic() - started < 1.7
     del iterator
+    for kind in (DataLoader, TorchLoader):
+        whole = kind(Slow(4, at=0, seconds=60), num_workers=1, timeout=1, multiprocessing_context="fork")
+        with pytest.raises(RuntimeError, match=r"DataLoader timed out after 1 seconds"):
+            next(iter(whole))
     assert_plays(lambda build: list(build(Rows(4), num_workers=1, timeout=30)))
 
 

@@ -191,6 +191,25 @@ def test_states_may_be_taken_every_few_batches() -> None:
         assert all(began in (per_worker, per_worker + 9) for batch in rest for _, began in batch)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_no_state_is_taken_where_none_is_wanted(workers: int) -> None:
+    """As with torchdata's loader, the epoch's samples are then drawn again from its beginning."""
+    given = {"num_workers": workers, "snapshot_every_n_steps": 0}
+    whole = list(loader_of(RefusesStates(60), **given))
+    for stop in (1, 5):
+        _, state = stopped_after(loader_of(RefusesStates(60), **given), stop)
+        rest = rest_after(loader_of(RefusesStates(60), **given), state)
+        assert numbers(rest) == numbers(whole)[stop:]
+        assert all(began == 0 for batch in rest for _, began in batch)
+
+
+class RefusesStates(Stateful):
+    """Cannot be asked for its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError("asked for a state")
+
+
 # --- with another configuration
 
 

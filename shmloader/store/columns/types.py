@@ -8,6 +8,7 @@ is code. Classes are given by module and name; `ClassFinder` looks them up witho
 from __future__ import annotations
 
 import collections
+import dataclasses
 import enum
 import functools
 import inspect
@@ -253,7 +254,7 @@ def is_plain_dataclass(kind: Any) -> bool:
 
 def _is_own(found: Any, usual: Any) -> bool:
     """Whether a method is Python's: also that which ``dataclass`` writes for frozen classes with slots."""
-    return found is usual or getattr(found, "__module__", None) == "dataclasses"
+    return found is usual or getattr(found, "__globals__", None) is vars(dataclasses)
 
 
 def state_of(value: Any) -> dict[str, Any]:
