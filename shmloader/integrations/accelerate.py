@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch.utils.data
@@ -17,6 +18,7 @@ from shmloader.errors import warn
 from shmloader.integrations.patches import Patches
 from shmloader.integrations.states import states_unwanted
 from shmloader.loader import DataLoader
+from shmloader.slot_loading import loading_of
 from shmloader.torch_fallback import OWN_DEFAULTS
 
 _MODULE = "accelerate.data_loader"
@@ -52,6 +54,8 @@ class Accelerate:
         self._patches.replace(module, "DataLoader", _build)
         self._patches.replace(adapter, "__init__", _init_of(adapter))
         self._patches.replace(adapter, _UPDATE, _update_of(adapter))
+        for kind in (module.DataLoaderShard, module.DataLoaderDispatcher):
+            self._patches.replace(kind, "set_epoch", _set_epoch_of(kind))
 
 
 _TORCHS = torch.utils.data.DataLoader
@@ -79,6 +83,33 @@ def _init_of(adapter_class: Any) -> Any:
         adapter.use_stateful_dataloader = use_stateful_dataloader
 
     return __init__
+
+
+def _set_epoch_of(kind: Any) -> Any:
+    """accelerate's call at the beginning of an epoch: what it tells the dataset reaches workers too."""
+    accelerates = kind.set_epoch
+
+    @functools.wraps(accelerates)
+    def set_epoch(adapter: Any, epoch: int) -> None:
+        accelerates(_Telling(adapter), epoch)
+
+    return set_epoch
+
+
+class _Telling:
+    """One of accelerate's loaders, whose dataset is told of an epoch through the loader inside."""
+
+    def __init__(self, adapter: Any) -> None:
+        vars(self)["adapter"] = adapter
+
+    def __getattr__(self, name: str) -> Any:
+        value, loader = getattr(self.adapter, name), self.adapter.base_dataloader
+        if name != "dataset" or not hasattr(value, "set_epoch"):
+            return value
+        return SimpleNamespace(set_epoch=functools.partial(loading_of(loader).set_dataset_epoch, loader))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.adapter, name, value)
 
 
 def _update_of(adapter_class: Any) -> Any:

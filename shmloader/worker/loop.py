@@ -29,7 +29,7 @@ from shmloader.diagnostics.exceptions import capture, forget_frames, shorten
 from shmloader.host.heap import WarmHeap, warm_heap
 from shmloader.sampling.packed_indices import unpack_index_batch
 from shmloader.shared_memory import Segment
-from shmloader.wire.channel import Link, PipeLink, Pipes
+from shmloader.wire.channel import Link, PipeLink, Pipes, ThreadLink
 from shmloader.wire.records import (
     DETACHED,
     FAILED,
@@ -48,7 +48,7 @@ from shmloader.wire.records import (
 )
 from shmloader.wire.stream_records import NOTHING_DRAWN
 from shmloader.worker.collate import install_slot_collate
-from shmloader.worker.epoch_settings import EpochSettings
+from shmloader.worker.epoch_settings import EpochSettings, owners_in
 from shmloader.worker.fetcher import Fetcher, FetchRules
 from shmloader.worker.map_fetchers import before_each_sample, make_fetcher
 from shmloader.worker.random_state import (
@@ -127,6 +127,7 @@ class _Worker:
         self._dataset = arguments.dataset
         self._allocator = SlotAllocator(arguments.segment)
         self._encoder = Encoder(self._allocator)
+        self._owners: list[Any] = []  # of the dataset's ``set_epoch()``, once they have been looked for
         self._fetcher: Fetcher | None = None
         self._start_error: BaseException | None = None
         seeds = worker_seeds(arguments.base_seed, arguments.worker_id)
@@ -210,13 +211,20 @@ class _Worker:
             self._heap.trim_if_short()
         self._ended, self._start_error = False, None
         self._rules = self._rules._replace(stream=self._rules.stream.from_the_beginning())
+        self._fetcher = None  # if it fails, nothing of the last epoch may come in this one
         try:
             settings: EpochSettings = pickle.loads(self._settings)
-            settings.apply(self._dataset)
+            if settings.calls and isinstance(self._link, ThreadLink):
+                self._dataset = self._link.dataset  # a new copy, which `Workers.renew_datasets` has made
+                self._start()
+                return
+            if settings.calls:
+                self._owners = self._owners or owners_in(self._dataset)
+                settings.repeat_calls(self._owners)
             self._dataset = torch_private.seed_datapipe(self._dataset, settings.shared_seed)
             self._fetcher = self._make_fetcher()
         except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch
-            self._start_error, self._fetcher = error, None  # nothing of the last epoch may come in this one
+            self._start_error = error
 
     def _work(self, task: MakeBatch) -> None:
         """Make one batch, or an exception in its place, and publish it."""
