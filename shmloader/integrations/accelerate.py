@@ -86,7 +86,7 @@ def _init_of(adapter_class: Any) -> Any:
 
 
 def _set_epoch_of(kind: Any) -> Any:
-    """accelerate's call at the beginning of an epoch: what it tells the dataset reaches workers too."""
+    """``set_epoch`` of accelerate's loaders: what they tell the dataset reaches workers too."""
     accelerates = kind.set_epoch
 
     @functools.wraps(accelerates)

@@ -14,24 +14,13 @@ from shmloader.slot_loading import loading_of
 from shmloader.torch_private import GET_ITERATOR
 
 _NAME = "_set_sampler_epoch"
-_FABRIC = "utilities.data", "wrappers"
-_TRAINER = "loops.fit_loop", "loops.evaluation_loop", "trainer.connectors.data_connector"
-_MODULES = [
-    f"{package}.{module}"
-    for package, modules in {
-        "lightning.fabric": _FABRIC,
-        "lightning_fabric": _FABRIC,
-        "lightning.pytorch": _TRAINER,
-        "pytorch_lightning": _TRAINER,
-    }.items()
-    for module in modules
-]
 
 
 def patch_lightning(patches: Patches) -> None:
     """Patch those of Lightning's modules that have been imported since the last call."""
-    for module in map(sys.modules.get, _MODULES):
-        lightnings = getattr(module, _NAME, None)
+    for name, module in list(sys.modules.items()):
+        is_lightnings = name.startswith(("lightning", "pytorch_lightning"))
+        lightnings = vars(module).get(_NAME) if is_lightnings else None
         if lightnings is not None and not hasattr(lightnings, "__wrapped__"):
             patches.replace(module, _NAME, _telling_datasets(lightnings))
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset
 
 from shmloader.diagnostics.exceptions import add_note
+from shmloader.distributed import refused_collectives
 from shmloader.sampling.samplers import attribute_of
 from shmloader.worker.random_state import GlobalStates, other_global_states
 
@@ -39,9 +40,9 @@ class EpochSettings(NamedTuple):
     calls: list[tuple[int, GlobalStates]]
 
     def repeat_calls(self, owners: list[Any]) -> None:
-        """Call ``set_epoch()`` of a worker's datasets, which draw the numbers that the program's have drawn."""
+        """Call ``set_epoch()`` of a worker's datasets, which draw what the program's have drawn."""
         for epoch, states in self.calls:
-            with other_global_states(states):
+            with other_global_states(states), refused_collectives():
                 for dataset in owners:
                     try:
                         dataset.set_epoch(epoch)
