@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import types
 import weakref
@@ -83,6 +84,7 @@ class Loading:
         Raises:
             LoaderClosed: If the loader is closed while its workers are being started.
         """
+        self.owners = None
         if must_load_as_torch(loader):
             self.counters.torchs_way = True
             return None
@@ -94,7 +96,6 @@ class Loading:
         if loader.prefetch_factor > 0:  # others the iterator refuses, in torch's words
             operator.index(loader.prefetch_factor)  # raises for a fraction, as torch's iterator does
             self.auto = auto_for(loader, self.auto)
-        self.owners = None
         iterator = SlotIterator(loader, self.counters, self.states, self.auto)
         self.iterators.add(iterator)
         if self.closes != closes:  # by another thread, or by the sampler
@@ -158,7 +159,8 @@ class Loading:
         """Make the next iterator continue from a state; see `DataLoader.load_state_dict`."""
         if state != {}:  # None is refused, {} is an empty state
             check_resumable(loader)
-            self.states.load(loader, state, self.set_epoch)
+            its_own = getattr(loader, "set_epoch", None)
+            self.states.load(loader, state, its_own or functools.partial(self.set_epoch, loader))
 
     def statistics(self) -> LoaderStatistics:
         """Counters of the loader's life so far, and the slots that it holds now."""
@@ -190,14 +192,14 @@ def _delivered(loader: Any, iterator: Any) -> Any:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell a loader the number of its next epoch, under `install` too: see `DataLoader.set_epoch`.
+    """`DataLoader.set_epoch` for any loader of torch's class, which has no such method under `install`.
 
     Args:
-        loader: Of torch's class or a subclass, or a loader that accelerate or Fabric has made from one.
+        loader: The loader, or what accelerate or Fabric has made from it.
         epoch: The number.
     """
-    if hasattr(loader, "iteration") and hasattr(loader, "base_dataloader"):
-        loader.iteration = epoch  # accelerate tells it again at each iter()
+    if hasattr(loader, "base_dataloader"):
+        loader.iteration = epoch  # from which accelerate counts on
     loader = getattr(loader, "base_dataloader", getattr(loader, "_dataloader", loader))
     loading_of(loader).set_epoch(loader, epoch)
 

@@ -20,8 +20,8 @@ def patch_lightning(patches: Patches) -> None:
     """Patch those of Lightning's modules that have been imported since the last call."""
     for name, module in list(sys.modules.items()):
         is_lightnings = name.startswith(("lightning", "pytorch_lightning"))
-        lightnings = vars(module).get(_NAME) if is_lightnings else None
-        if lightnings is not None and not hasattr(lightnings, "__wrapped__"):
+        lightnings = getattr(module, "__dict__", {}).get(_NAME) if is_lightnings else None
+        if lightnings is not None and lightnings.__globals__ is not globals():
             patches.replace(module, _NAME, _telling_datasets(lightnings))
 
 

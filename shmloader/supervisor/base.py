@@ -51,7 +51,7 @@ class Workers(Protocol):
 
     def renew_datasets(self) -> None:
         """Have worker threads begin the next epoch with new copies of the dataset."""
-        return
+        return  # processes have their own
 
     def restart(self, worker: Worker) -> Worker:
         """Replace a worker, dead or not, by a new one without a task.

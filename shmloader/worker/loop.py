@@ -171,7 +171,7 @@ class _Worker:
                 arguments.init_fn(arguments.worker_id)
             self._fetcher = self._make_fetcher()
         except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch
-            self._start_error = error
+            self._start_error, self._fetcher = error, None  # nothing of the last epoch may come in this one
 
     def _make_fetcher(self) -> Fetcher:
         dataset, rules = self._dataset, self._rules
@@ -211,7 +211,6 @@ class _Worker:
             self._heap.trim_if_short()
         self._ended, self._start_error = False, None
         self._rules = self._rules._replace(stream=self._rules.stream.from_the_beginning())
-        self._fetcher = None  # if it fails, nothing of the last epoch may come in this one
         try:
             settings: EpochSettings = pickle.loads(self._settings)
             if settings.calls and isinstance(self._link, ThreadLink):
@@ -224,7 +223,7 @@ class _Worker:
             self._dataset = torch_private.seed_datapipe(self._dataset, settings.shared_seed)
             self._fetcher = self._make_fetcher()
         except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch
-            self._start_error = error
+            self._start_error, self._fetcher = error, None
 
     def _work(self, task: MakeBatch) -> None:
         """Make one batch, or an exception in its place, and publish it."""
