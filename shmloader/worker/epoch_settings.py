@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -69,25 +70,27 @@ def datasets_in(dataset: Any, is_last: Callable[[Any], bool] = lambda _: False) 
     collector that dict in place of its values. A dict that is merely the value of an attribute looks the
     same: such an object gets a ``__dict__``.
     """
-    found: dict[int, Any] = {}
+    found: list[Any] = []
     seen: set[int] = set()
+    is_dataset = cache(_is_dataset)
     values = [dataset]
     for value in values:  # it grows meanwhile
         kind: Any = type(value)
-        if kind in (list, tuple, dict) and value is not dataset and id(value) not in seen:
-            seen.add(id(value))
-            items = value.values() if kind is dict else value
-            if len(items) <= _SHORT or any(map(_is_dataset, islice(items, _LOOKED_AT))):
-                values.extend(items)
-        elif (value is dataset or _is_dataset(value)) and id(value) not in found:
-            found[id(value)] = value
+        if not (value is dataset or is_dataset(kind) or kind in (list, tuple, dict)) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if value is dataset or is_dataset(kind):
+            found.append(value)
             if kind.__dictoffset__ and not is_last(value):
                 held = gc.get_referents(value)
                 values.extend(vars(value).values() if dict in map(type, held) else held)
-    return list(found.values())
+        else:
+            items = value.values() if kind is dict else value
+            if len(items) <= _SHORT or any(map(is_dataset, map(type, islice(items, _LOOKED_AT)))):
+                values.extend(items)
+    return found
 
 
-def _is_dataset(value: Any) -> bool:
-    """Whether a value is a dataset by its class: torch's, or one with ``set_epoch``. Opens no proxy."""
-    kind = type(value)
+def _is_dataset(kind: type) -> bool:
+    """Whether a class is of datasets: torch's, or with ``set_epoch``. Proxies stay closed."""
     return issubclass(kind, Dataset) or (hasattr(kind, "set_epoch") and hasattr(kind, "__getitem__"))
