@@ -23,6 +23,7 @@ from shmloader.errors import (
 from shmloader.integrations import install, uninstall
 from shmloader.loader import DataLoader
 from shmloader.sampling.sharded_sampler import ShardedSampler
+from shmloader.slot_loading import set_epoch
 from shmloader.sources import why_per_sample
 from shmloader.statistics import AutotuneReport, BadSample, LoaderStatistics
 from shmloader.store import open_store as open  # noqa: A004, F401 - used as shmloader.open
@@ -54,6 +55,7 @@ __all__ = [
     "__version__",
     "empty",
     "install",
+    "set_epoch",
     "share",
     "share_on_host",
     "uninstall",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import torch.distributed as dist
 
@@ -70,3 +73,20 @@ def check_equal_ends(batches: int, timeout_s: float) -> None:
         raise LoaderError(
             f"rank {fewest} ran out after {counts[fewest]:,} batches, before others ({others}). {_ADVICE}"
         )
+
+
+@contextlib.contextmanager
+def refused_collectives() -> Iterator[None]:
+    """Make collectives of the default process group raise; rank and world size stay.
+
+    A forked worker process inherits the group without its threads: a collective there would hang.
+    """
+    world: Any = dist.group.WORLD if dist.is_available() else None
+    if world is not None:
+        without_backends: Any = dist.ProcessGroup
+        dist.group.WORLD = without_backends(world.rank(), world.size())
+    try:
+        yield
+    finally:
+        if world is not None:
+            dist.group.WORLD = world

@@ -39,9 +39,10 @@ from shmloader.store.unshared import warn_of_copies, watch_copies
 from shmloader.supervisor import Workers, start_workers
 from shmloader.wire.records import FAILED, REPORTED
 from shmloader.wire.stream_records import StreamReport
-from shmloader.worker.epoch_settings import DatasetState
+from shmloader.worker.epoch_settings import EpochSettings
 from shmloader.worker.fetcher import FetchRules
 from shmloader.worker.loop import WorkerArguments
+from shmloader.worker.random_state import GlobalStates
 
 if TYPE_CHECKING:
     import torch
@@ -76,8 +77,7 @@ class SlotIterator(torch_private.BaseIterator):
         self._stream = StreamProgress(loader, loaded_state(loader)) if iterable else None
         self._decoder = Decoder()
         self._lifecycle = Lifecycle()
-        # Other workers begin each epoch with the dataset as it is then.
-        self._dataset_state = DatasetState(self._dataset if self._persistent_workers else None)
+        self._calls: list[tuple[int, GlobalStates]] = []  # of ``set_epoch()``, not sent to workers yet
         self._states = states
         self._base_seed, epoch = states.seeds(loader, int(self._base_seed))
         device = device_of(loader)
@@ -160,18 +160,18 @@ class SlotIterator(torch_private.BaseIterator):
             return
         if self._stream is not None:
             self._stream = StreamProgress(loader)
-        settings = self._dataset_state.settings()
-        early = scheduler.take_early(discard=self._dataset_state.is_changed_by(settings))
+        early = scheduler.take_early(discard=bool(self._calls))
         sampler_iter = self._reset_sampler(loader, early, first_iter=False)
         if early is not None:
             scheduler.go_on(sampler_iter)
         else:
             if self._delivery is not None:
                 self._delivery.drop()
-            packed = pickle.dumps(settings._replace(shared_seed=self._shared_seed), 5)
-            # Only now: if the sampler raised before, the next attempt has to send them.
-            self._dataset_state.note_sent()
-            self._dispatcher.begin_epoch(packed)
+            if self._calls:
+                self._all_workers.renew_datasets()
+            settings = pickle.dumps(EpochSettings(self._shared_seed, self._calls), 5)
+            self._calls = []  # only now: if the sampler raised before, the next attempt has to send them
+            self._dispatcher.begin_epoch(settings)
             scheduler.begin_epoch(sampler_iter)
 
     def _reset_sampler(self, loader: Any, early: Iterator[Any] | None, *, first_iter: bool) -> Iterator[Any]:
@@ -201,9 +201,10 @@ class SlotIterator(torch_private.BaseIterator):
         self._scattered = not self._in_order or bool(self._progress.behind) or self._stream is not None
         return sampler_iter
 
-    def set_epoch(self, epoch: int) -> None:
-        """Make persistent workers call their datasets' ``set_epoch(epoch)`` at the next epoch."""
-        self._dataset_state.set_epoch = epoch
+    def set_epoch(self, epoch: int, states: GlobalStates) -> None:
+        """Have persistent workers repeat a call of ``set_epoch()`` when the next epoch begins."""
+        if self._persistent_workers:  # others get the dataset as it is then
+            self._calls.append((epoch, states))
 
     # --- batches
 

@@ -274,9 +274,9 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
     def set_epoch(self, epoch: int) -> None:
         """Call ``set_epoch(epoch)`` of the sampler, the batch sampler and the dataset, if they have it.
 
-        Call it before ``iter(loader)``. It reaches the dataset in persistent workers too, and datasets inside
-        it: they are called before the next epoch begins. Workers also repeat the calls of ``set_epoch`` that
-        you make on the dataset itself. See docs/dispatch.md.
+        Call it before ``iter(loader)``. Persistent workers make the call too, when their next epoch begins;
+        calls on the dataset itself do not reach them, as with torch. Of objects inside each other the
+        outermost one that has ``set_epoch`` is called. See docs/dispatch.md.
 
         Args:
             epoch: The number.

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import types
 import weakref
@@ -14,18 +15,20 @@ from typing import Any
 
 from shmloader.arguments import device_of
 from shmloader.diagnostics.bad_samples import warn_of_bad_samples
-from shmloader.errors import LoaderClosed
+from shmloader.errors import LoaderClosed, warn
 from shmloader.in_process import InProcessIterator
 from shmloader.iterator import SlotIterator
 from shmloader.resume import States
 from shmloader.resume.states import loaded_state
+from shmloader.sampling.samplers import index_sampler_of, with_inner
 from shmloader.scheduling.auto import Auto, auto_for
 from shmloader.slots import SlotState
 from shmloader.statistics import Counters, LoaderStatistics
 from shmloader.torch_fallback import check_resumable, must_load_as_torch
 from shmloader.torch_features import Feature, is_missing
 from shmloader.torch_private import drop_iterator, iterator_of
-from shmloader.worker.epoch_settings import set_epoch_of
+from shmloader.worker.epoch_settings import datasets_in, has_set_epoch, owners_in
+from shmloader.worker.random_state import global_states
 
 
 @dataclass
@@ -39,6 +42,9 @@ class Loading:
         auto: Decides for ``num_workers="auto"`` and ``prefetch_factor="auto"``; None without either.
         closes: How often the loader was closed.
         states: Its states.
+        owners: The datasets whose ``set_epoch()`` it calls; None before they are looked for, once for each
+            iterator.
+        advised: Whether it was looked for datasets that are not told of epochs.
     """
 
     loader_id: int
@@ -47,6 +53,8 @@ class Loading:
     auto: Auto | None = None
     closes: int = 0
     states: States = field(default_factory=States)
+    owners: list[Any] | None = None
+    advised: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as None: a loader that is pickled, or copied deeply, arrives without it."""
@@ -65,6 +73,8 @@ class Loading:
             else:
                 iterator.close("load_state_dict() was called, and a new iterator goes on from there")
             drop_iterator(loader)
+        elif isinstance(iterator, SlotIterator) and not self.advised:
+            self._warn_of_set_epoch(loader)
         warn_of_bad_samples(self.counters, loader.on_error)
         return _delivered(loader, self.states.iterate(loader, torchs_iter))
 
@@ -74,6 +84,7 @@ class Loading:
         Raises:
             LoaderClosed: If the loader is closed while its workers are being started.
         """
+        self.owners = None
         if must_load_as_torch(loader):
             self.counters.torchs_way = True
             return None
@@ -110,23 +121,46 @@ class Loading:
             warn_of_bad_samples(self.counters, loader.on_error)
 
     def set_epoch(self, loader: Any, epoch: int) -> None:
-        """Tell the number of the next epoch to sampler, batch sampler and dataset, also in workers."""
-        self.states.set_epoch = epoch
-        seen: set[int] = set()
-        inner: Any = getattr(loader.batch_sampler, "sampler", None)
-        for sampler in (loader.sampler, loader.batch_sampler, inner):
-            if callable(getattr(sampler, "set_epoch", None)) and id(sampler) not in seen:
-                seen.add(id(sampler))
+        """Tell the number of the next epoch to the sampler or batch sampler, and to the dataset."""
+        for sampler in with_inner(index_sampler_of(loader)):
+            if has_set_epoch(sampler):
                 sampler.set_epoch(epoch)
-        set_epoch_of(loader.dataset, epoch)
+                break
+        self.set_dataset_epoch(loader, epoch)
+
+    def set_dataset_epoch(self, loader: Any, epoch: int) -> None:
+        """Tell it to the dataset, here and in persistent workers."""
+        if self.owners is None:
+            self.owners = owners_in(loader.dataset)
+        states = global_states()
+        for dataset in self.owners:
+            dataset.set_epoch(epoch)
+        self.states.set_epoch = epoch
+        if not self.owners:
+            return
         for iterator in self.live():
-            iterator.set_epoch(epoch)
+            iterator.set_epoch(epoch, states)
+        if loader.persistent_workers and not isinstance(iterator_of(loader), SlotIterator | None):
+            warn("set_epoch() does not reach these persistent workers: they are torch's own", UserWarning)
+
+    def _warn_of_set_epoch(self, loader: Any) -> None:
+        """Warn, once, if persistent workers' datasets were never told of an epoch. Runs no code of theirs."""
+        self.advised = True
+        kinds = map(type, datasets_in(loader.dataset) if self.states.set_epoch is None else [])
+        if kind := next((kind for kind in kinds if hasattr(kind, "set_epoch")), None):
+            warn(
+                f"{kind.__qualname__} has set_epoch(), and persistent workers have copies of it from their "
+                "start, which calls by your program do not reach, as with torch. Before each epoch call "
+                "loader.set_epoch(epoch), or shmloader.set_epoch(loader, epoch) for torch's class.",
+                UserWarning,
+            )
 
     def load_state_dict(self, loader: Any, state: Mapping[str, Any]) -> None:
         """Make the next iterator continue from a state; see `DataLoader.load_state_dict`."""
         if state != {}:  # None is refused, {} is an empty state
             check_resumable(loader)
-            self.states.load(loader, state)
+            its_own = getattr(loader, "set_epoch", None)
+            self.states.load(loader, state, its_own or functools.partial(self.set_epoch, loader))
 
     def statistics(self) -> LoaderStatistics:
         """Counters of the loader's life so far, and the slots that it holds now."""
@@ -155,6 +189,19 @@ def _delivered(loader: Any, iterator: Any) -> Any:
 
     device = numbered(device)
     return (to_device(batch, device) for batch in iterator)
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """`DataLoader.set_epoch` for any loader of torch's class, which has no such method under `install`.
+
+    Args:
+        loader: The loader, or what accelerate or Fabric has made from it.
+        epoch: The number.
+    """
+    if hasattr(loader, "base_dataloader"):
+        loader.iteration = epoch  # from which accelerate counts on
+    loader = getattr(loader, "base_dataloader", getattr(loader, "_dataloader", loader))
+    loading_of(loader).set_epoch(loader, epoch)
 
 
 def loading_of(loader: Any) -> Loading:

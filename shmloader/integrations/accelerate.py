@@ -7,8 +7,10 @@ only.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch.utils.data
@@ -20,6 +22,7 @@ from shmloader.integrations.patches import Patches
 from shmloader.integrations.states import states_are_added, warn_of_one_rank
 from shmloader.loader import DataLoader
 from shmloader.sampling.samplers import RANKS_SHARE
+from shmloader.slot_loading import loading_of
 
 _MODULE = "accelerate.data_loader"
 _ARGUMENTS = "_PYTORCH_DATALOADER_KWARGS"
@@ -49,6 +52,8 @@ def patch_accelerate(patches: Patches) -> None:
     patches.replace(module, "DataLoader", _build)
     for name, around in _AROUND.items():
         patches.wrap(dispatcher if name == _FETCH else adapter, name, around)
+    for kind in (module.DataLoaderShard, dispatcher):
+        patches.wrap(kind, "set_epoch", _set_epoch)
     RANKS_SHARE.update(vars(module)[name] for name in _RANKS_SHARE if name in vars(module))
 
 
@@ -87,6 +92,27 @@ def _init(
 def _is_idle(adapter: Any) -> bool:
     """Whether rank 0 reads the batches for this one (``dispatch_batches``)."""
     return hasattr(type(adapter), _FETCH) and rank_and_ranks()[0] > 0
+
+
+def _set_epoch(set_epoch: Any, adapter: Any, epoch: int) -> None:
+    """What accelerate's loaders tell the dataset reaches workers too."""
+    set_epoch(_Telling(adapter), epoch)
+
+
+class _Telling:
+    """One of accelerate's loaders, whose dataset is told of an epoch through the loader inside."""
+
+    def __init__(self, adapter: Any) -> None:
+        vars(self)["adapter"] = adapter
+
+    def __getattr__(self, name: str) -> Any:
+        value, loader = getattr(self.adapter, name), self.adapter.base_dataloader
+        if name != "dataset" or not hasattr(value, "set_epoch"):
+            return value
+        return SimpleNamespace(set_epoch=functools.partial(loading_of(loader).set_dataset_epoch, loader))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.adapter, name, value)
 
 
 def _is_wanted(adapter: Any) -> bool:

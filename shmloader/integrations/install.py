@@ -33,7 +33,9 @@ def install(*, stateful: bool = False, **options: Any) -> contextlib.ExitStack:
 
     It holds for the program's own loaders, for those that frameworks make (accelerate, Trainer, Lightning,
     ignite) and for all subclasses (PyG, MONAI, timm), also if they were imported or made before. Batches are
-    the same. Each such loader gets ``statistics()`` and ``close()``. Existing iterators continue unchanged.
+    the same. Each such loader gets ``statistics()`` and ``close()``. `shmloader.set_epoch` reaches their
+    persistent workers; so do the calls of accelerate and Lightning at the beginning of an epoch. Existing
+    iterators continue unchanged.
 
     Two kinds of loader stay as they are: those whose iterator is not torch's (``StatefulDataLoader`` of
     torchdata), and, with one warning, those whose workers are threads that pose as processes
@@ -111,6 +113,7 @@ _patches, _states = Patches(), Patches()
 
 def _patch() -> None:
     torchs_iter, torchs_get_iterator = _TORCHS.__iter__, getattr(_TORCHS, GET_ITERATOR)
+    torchs_check = _TORCHS.check_worker_number_rationality
 
     @never_compiled
     def __iter__(loader: Any) -> Any:  # noqa: N807
@@ -128,8 +131,13 @@ def _patch() -> None:
             iterator = loading_of(loader).make_iterator(loader)
         return torchs_get_iterator(loader) if iterator is None else iterator
 
+    def check_worker_number_rationality(loader: Any) -> None:
+        patch_lightning(_patches)  # when a loader is made, which may have been imported meanwhile
+        torchs_check(loader)
+
     for name in OWN_DEFAULTS:
         _patches.replace(_TORCHS, name, _Default(name))
+    _patches.replace(_TORCHS, torchs_check.__name__, check_worker_number_rationality)
     _patches.replace(_TORCHS, "__iter__", __iter__)
     _patches.replace(_TORCHS, GET_ITERATOR, get_iterator)
     _patches.replace(_TORCHS, "statistics", DataLoader.statistics)

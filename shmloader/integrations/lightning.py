@@ -1,4 +1,6 @@
-"""Lightning under ``install()``: a checkpoint of an epoch's last batch begins the next epoch.
+"""Lightning under ``install()``: datasets hear of epochs, and a last batch's checkpoint begins the next one.
+
+What Lightning tells samplers at the beginning of an epoch, datasets hear too.
 
 Lightning leaves an epoch after the last batch that it wants, without asking the loader for one more. Only it
 knows which batch that is. So a state that is saved then is made that of the next epoch's beginning.
@@ -14,10 +16,13 @@ import torch.utils.data
 from shmloader.errors import ResumeError, warn_once
 from shmloader.integrations.patches import Patches
 from shmloader.integrations.states import warn_of_one_rank
+from shmloader.loader import DataLoader
 from shmloader.slot_loading import loading_of
+from shmloader.torch_private import GET_ITERATOR
 
 _MODULES = {"lightning.pytorch.loops.fit_loop", "pytorch_lightning.loops.fit_loop"}
 _SAVE, _LOAD = "on_save_checkpoint", "_load_combined_loader_states"
+_SET_EPOCH = "_set_sampler_epoch"
 
 
 def patch_lightning(patches: Patches) -> None:
@@ -32,6 +37,16 @@ def patch_lightning(patches: Patches) -> None:
                 f"shmloader.install() cannot patch this version of Lightning: {name}._FitLoop lacks {_SAVE} "
                 f"or {_LOAD}. Training resumed from an epoch's last batch loses an epoch."
             )
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("lightning", "pytorch_lightning")) and _SET_EPOCH in vars(module):
+            patches.wrap(module, _SET_EPOCH, _tell)
+
+
+def _tell(tell: Any, loader: Any, epoch: int) -> None:
+    tell(loader, epoch)
+    torchs = getattr(torch.utils.data.DataLoader, GET_ITERATOR)
+    if isinstance(loader, DataLoader) or getattr(type(loader), GET_ITERATOR, None) is torchs:
+        loading_of(loader).set_dataset_epoch(loader, epoch)
 
 
 def _save(save: Any, loop: Any) -> Any:

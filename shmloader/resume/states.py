@@ -182,8 +182,8 @@ class States:
 
     # --- continuing from one
 
-    def load(self, loader: Any, state: Mapping[str, Any]) -> None:
-        """Check a state and keep it for the next iterator; an empty one does nothing.
+    def load(self, loader: Any, state: Mapping[str, Any], set_epoch: Callable[[int], None]) -> None:
+        """Check a state and keep it for the next iterator; ``set_epoch`` is called with its number.
 
         Raises:
             ResumeError: If it does not fit the loader.
@@ -195,7 +195,7 @@ class States:
         vars(loader)[_LOADED] = {name: value for name, value in state.items() if name not in ADDED_BY_OTHERS}
         _waiting.add(loader)
         if state["set_epoch"] is not None:
-            loader.set_epoch(state["set_epoch"])
+            set_epoch(state["set_epoch"])
         sampler = sampler_with_epoch(index_sampler_of(loader))
         if sampler is not None and state["sampler_epoch"] is not None:
             sampler.set_epoch(state["sampler_epoch"])

@@ -49,6 +49,10 @@ class Workers(Protocol):
     def add(self) -> Worker:
         """Start one more worker, without a task; if that fails, the others are unchanged."""
 
+    def renew_datasets(self) -> None:
+        """Have worker threads begin the next epoch with new copies of the dataset."""
+        return  # processes have their own
+
     def restart(self, worker: Worker) -> Worker:
         """Replace a worker, dead or not, by a new one without a task.
 

@@ -80,6 +80,11 @@ class ThreadWorkers(Workers):
         with HeldInterrupts():
             return self._start(len(self.workers))
 
+    def renew_datasets(self) -> None:
+        """See `Workers`."""
+        for worker in self.workers:
+            worker.link.dataset = _copy_dataset(self._make_arguments(worker.worker_id).dataset)
+
     def restart(self, worker: Worker) -> Worker:
         """Worker threads are not replaced: `arguments` refuses ``worker_restarts``."""
         raise NotImplementedError(f"worker thread {worker.worker_id} cannot be replaced")

@@ -10,7 +10,7 @@ import select
 import time
 from collections import deque
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shmloader.shared_memory import Descriptor
 from shmloader.wire.records import REQUEST_NBYTES, SPIN_NS
@@ -86,6 +86,7 @@ class ThreadLink:
         ended: Whether the thread has ended.
         error: The exception that has ended it; None if the main process has.
         requests, answers: The records each way.
+        dataset: A copy of the dataset for the worker's next epoch, if it is to take a new one.
         wait_ns, received_ns, closed: See `PipeLink`.
     """
 
@@ -94,6 +95,7 @@ class ThreadLink:
         self.answers: deque[bytes] = deque()
         self.ended = False
         self.error: BaseException | None = None
+        self.dataset: Any = None
         self.wait_ns = self.received_ns = 0
         self.closed = False
         self._wakeup = wakeup

@@ -30,7 +30,7 @@ from shmloader.host.heap import WarmHeap, warm_heap
 from shmloader.messages import shown
 from shmloader.sampling.packed_indices import unpack_index_batch
 from shmloader.shared_memory import Segment
-from shmloader.wire.channel import Link, PipeLink, Pipes
+from shmloader.wire.channel import Link, PipeLink, Pipes, ThreadLink
 from shmloader.wire.records import (
     DETACHED,
     FAILED,
@@ -49,7 +49,7 @@ from shmloader.wire.records import (
 )
 from shmloader.wire.stream_records import NOTHING_DRAWN
 from shmloader.worker.collate import install_slot_collate, is_own
-from shmloader.worker.epoch_settings import EpochSettings
+from shmloader.worker.epoch_settings import EpochSettings, owners_in
 from shmloader.worker.fetcher import Fetcher, FetchRules
 from shmloader.worker.map_fetchers import around_each_batch, before_each_sample, make_fetcher
 from shmloader.worker.placement import Placement
@@ -133,6 +133,7 @@ class _Worker:
             collate_fn = self._placement.around(collate_fn)
         self._rules = arguments.rules._replace(collate_fn=collate_fn, in_worker=True)
         self._dataset = arguments.dataset
+        self._owners: list[Any] = []  # of the dataset's ``set_epoch()``, once they have been looked for
         self._fetcher: Fetcher | None = None
         self._start_error: BaseException | None = None
         seeds = worker_seeds(arguments.base_seed, arguments.worker_id)
@@ -176,7 +177,7 @@ class _Worker:
                 arguments.init_fn(arguments.worker_id)
             self._fetcher = self._make_fetcher()
         except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch
-            self._start_error = error
+            self._start_error, self._fetcher = error, None  # nothing of the last epoch may come in this one
 
     def _make_fetcher(self) -> Fetcher:
         dataset, rules = self._dataset, self._rules
@@ -219,11 +220,17 @@ class _Worker:
         self._rules = self._rules._replace(stream=self._rules.stream.from_the_beginning())
         try:
             settings: EpochSettings = pickle.loads(self._settings)
-            settings.apply(self._dataset)
+            if settings.calls and isinstance(self._link, ThreadLink):
+                self._dataset = self._link.dataset  # a new copy, which `Workers.renew_datasets` has made
+                self._start()
+                return
+            if settings.calls:
+                self._owners = self._owners or owners_in(self._dataset)
+                settings.repeat_calls(self._owners)
             self._dataset = torch_private.seed_datapipe(self._dataset, settings.shared_seed)
             self._fetcher = self._make_fetcher()
         except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch
-            self._start_error, self._fetcher = error, None  # nothing of the last epoch may come in this one
+            self._start_error, self._fetcher = error, None
 
     def _work(self, task: MakeBatch) -> None:
         """Make one batch, or an exception in its place, and publish it."""

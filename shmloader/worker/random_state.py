@@ -17,7 +17,7 @@ import hashlib
 import random
 import struct
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.random  # NumPy would import it at its first use, in each forked worker
@@ -72,6 +72,31 @@ def sample_seeds(base_seed: int, epoch: int, seq: int, position: int) -> Seeds:
     """
     digest = hashlib.blake2b(_SAMPLE.pack(base_seed, epoch, seq, position), digest_size=_SEEDS.size).digest()
     return Seeds(*_SEEDS.unpack(digest))
+
+
+GlobalStates = tuple[Any, Any, torch.Tensor]
+
+
+def global_states() -> GlobalStates:
+    """The states of the global generators of ``random``, NumPy and torch (on the CPU)."""
+    return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()  # noqa: NPY002
+
+
+@contextlib.contextmanager
+def other_global_states(states: GlobalStates | None = None) -> Iterator[None]:
+    """Give the global generators other states; afterwards they are as before."""
+    before = global_states()
+    try:
+        _set_global_states(states or before)
+        yield
+    finally:
+        _set_global_states(before)
+
+
+def _set_global_states(states: GlobalStates) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])  # noqa: NPY002
+    torch.set_rng_state(states[2])
 
 
 class Generators:
@@ -149,12 +174,6 @@ class SampleSeeds:
     @contextlib.contextmanager
     def as_in_a_worker(self, epoch: int, seq: int) -> Iterator[None]:
         """`begin` a batch in the main process; leaves the program's global generators as they were."""
-        of_numpy = np.random.get_state(legacy=False)  # noqa: NPY002
-        states = torch.get_rng_state(), random.getstate(), of_numpy
-        try:
+        with other_global_states():
             self.begin(epoch, seq)
             yield
-        finally:
-            torch.set_rng_state(states[0])
-            random.setstate(states[1])
-            np.random.set_state(states[2])  # noqa: NPY002
