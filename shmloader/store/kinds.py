@@ -1,17 +1,18 @@
-"""Kinds of objects that can be shared, and their sizes: one rule for `share`'s argument and its contents.
+"""Kinds of objects that can be shared, and their sizes: one rule for `share`, ``share_dataset``, the watch.
 
-Imports no pyarrow: workers without stores use this too.
+A kind is decided by the real type alone; objects are read by `shmloader.store.static`, which runs no code of
+their classes. Imports no pyarrow: workers without stores use this too.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import datetime as dt
 import decimal
 import enum
 import functools
-import itertools
+import gc
 import logging
+import mmap
 import multiprocessing.process
 import pathlib
 import sys
@@ -27,6 +28,21 @@ import torch
 
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.leaves import wrap_tensor
+from shmloader.store.static import (
+    base_of,
+    bases_of,
+    dict_of,
+    is_a,
+    is_python_class,
+    items,
+    length,
+    mro_of,
+    names_of,
+    of_class,
+    sizeof,
+    slots_of,
+    some_items,
+)
 
 LEAST_NBYTES = 1 << 20
 """The least size of a held object that is shared, in bytes as Python objects. A smaller one is not worth a
@@ -38,26 +54,32 @@ MOST_WALKED = 10_000
 _MOST_LOOKED = 256  # parts of a value that are checked
 _SAMPLED = 100  # elements of a container that are checked
 _FEW = 32  # a container of so few large things is taken apart, not shared as a whole
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or by a C module that says so
 
 _SAMPLED_OF_CHUNK = 8
+_MOST_SIZED = 20_000  # objects that are looked at for one size
+_MOST_PASSED = 100 * _SAMPLED  # elements of a dict or set that are: passing over one writes to it
 _MOST_DEPTH = 12
 _TENSOR_NBYTES = 300  # the Python object, TensorImpl and StorageImpl, roughly
 
 _SCALARS = (str, bytes, bytearray, int, float, complex, bool, type(None), np.generic, np.dtype, torch.dtype)
 _VALUES = (enum.Enum, dt.date, dt.time, dt.timedelta, decimal.Decimal, pathlib.PurePath)
-_DATA = (*_SCALARS, *_VALUES, uuid.UUID, np.ndarray, torch.Tensor)
+# By ``id``, for the classes of a value's ``__mro__``: that is quick, and asks no metaclass.
+_DATA = frozenset(map(id, (*_SCALARS, *_VALUES, uuid.UUID, np.ndarray, torch.Tensor)))
 # Never walked through: they are not data, or their attributes do not show what belongs to them.
-_CLOSED = (
-    torch.nn.Module,
-    logging.Logger,
-    multiprocessing.process.BaseProcess,
-    threading.Thread,
-    type,
-    types.ModuleType,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    *_DATA,
+_CLOSED = _DATA | set(
+    map(
+        id,
+        (
+            torch.nn.Module,
+            logging.Logger,
+            multiprocessing.process.BaseProcess,
+            threading.Thread,
+            type,
+            types.ModuleType,
+            types.FunctionType,
+            types.BuiltinFunctionType,
+        ),
+    )
 )
 # Classes of libraries that may not be installed, where these define them: a program may have a package
 # ``datasets`` of its own. None is imported for it.
@@ -83,6 +105,7 @@ _WITHOUT_MEANING = set(
     "__static_attributes__ __slots__ __slotnames__ __annotations__".split()
 )
 _SHARED_BY_THEMSELVES = (torch.utils.data.Dataset, torch.nn.Module)
+_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType)
 _NO_CONTAINERS = (str, bytes, bytearray, memoryview, range)
 
 # --- arrays and tensors
@@ -141,32 +164,37 @@ def array_of_tensor(tensor: torch.Tensor, carrier: np.dtype[Any]) -> Array:
 def is_store(value: Any) -> bool:
     """Whether a value is a store. Does not import the module of stores, which imports pyarrow."""
     base = sys.modules.get("shmloader.store.base")
-    return base is not None and isinstance(value, base.SharedObject)
+    return base is not None and is_a(value, base.SharedObject)
 
 
 def is_arrow(value: Any) -> bool:
     """Whether a value is Arrow data: a table, a batch or a column."""
-    return isinstance(value, _classes(_ARROW))
+    return _is_one_of(value, _ARROW)
 
 
 def is_pandas(value: Any) -> bool:
     """Whether a value is a pandas Series or DataFrame."""
-    return isinstance(value, _classes(_PANDAS_ROWS))
+    return _is_one_of(value, _PANDAS_ROWS)
 
 
 def is_pandas_part(value: Any) -> bool:
     """Whether a value is a pandas object of any kind, an index or an array too."""
-    return isinstance(value, _classes(_PANDAS))
+    return _is_one_of(value, _PANDAS)
 
 
 def is_hugging_face(value: Any) -> bool:
     """Whether a value is a dataset of Hugging Face's ``datasets``."""
-    return isinstance(value, _classes(_HUGGING_FACE))
+    return _is_one_of(value, _HUGGING_FACE)
 
 
-def _classes(names: Mapping[str, tuple[str, ...]]) -> tuple[type, ...]:
-    found = [getattr(sys.modules.get(module), name, None) for module in names for name in names[module]]
-    return tuple(kind for kind in found if isinstance(kind, type))  # not imported: then nothing is of it
+def _is_one_of(value: Any, names: Mapping[str, tuple[str, ...]]) -> bool:
+    for module, classes in names.items():
+        if (loaded := sys.modules.get(module)) is not None:  # else nothing is of it
+            for name in classes:
+                kind = getattr(loaded, name, None)
+                if isinstance(kind, type) and is_a(value, kind):
+                    return True
+    return False
 
 
 def container_kind(value: Any) -> type | None:
@@ -190,11 +218,12 @@ def plain_kind(value: Any) -> type:
     """The type of a value, or the type that it is a subclass of that adds nothing."""
     kind = type(value)
     while (
-        set(vars(kind)) <= _WITHOUT_MEANING
-        and len(kind.__bases__) == 1
-        and not getattr(value, "__dict__", None)
+        is_python_class(kind)
+        and set(names_of(kind)) <= _WITHOUT_MEANING
+        and len(bases_of(kind)) == 1
+        and not dict_of(value)
     ):
-        (kind,) = kind.__bases__
+        (kind,) = bases_of(kind)
     return kind
 
 
@@ -209,7 +238,7 @@ def is_rows(value: Any) -> bool:
 def holds_datasets(container: Any) -> bool:
     """Whether a container holds objects that are shared themselves: datasets, large ones of other classes."""
     return any(
-        isinstance(one, _SHARED_BY_THEMSELVES)
+        is_a(one, _SHARED_BY_THEMSELVES)
         or is_store(one)
         or is_hugging_face(one)
         or (is_open(one) and not is_data(one) and _holds_large(one))
@@ -218,7 +247,7 @@ def holds_datasets(container: Any) -> bool:
 
 
 def _holds_large(value: Any) -> bool:
-    return any(_nbytes_of(held, set()) >= LEAST_NBYTES for _, held in attributes_of(value))
+    return any(_Sizes().of(held) >= LEAST_NBYTES for _, held in attributes_of(value))
 
 
 def is_shareable_tensor(value: torch.Tensor) -> bool:
@@ -228,11 +257,7 @@ def is_shareable_tensor(value: torch.Tensor) -> bool:
 
 def some(container: Any) -> Iterator[Any]:
     """Elements of a container, evenly spaced; of a dict the values."""
-    step = max(1, len(container) // _SAMPLED)
-    if isinstance(container, list | tuple | np.ndarray):
-        return iter(container[::step])
-    elements = container.values() if isinstance(container, dict) else container
-    return itertools.islice(elements, 0, None, step)
+    return (element for _, element in some_items(container, _SAMPLED))
 
 
 def is_data(value: Any) -> bool:
@@ -245,14 +270,15 @@ def is_data(value: Any) -> bool:
     while todo and looked < _MOST_LOOKED:
         part = todo.popleft()
         looked += 1
-        if isinstance(part, _DATA):
+        if not _DATA.isdisjoint(map(id, mro_of(type(part)))):
             continue
-        if isinstance(part, list | tuple):
-            todo.extend(part[:_SAMPLED])
-        elif isinstance(part, dict | set | frozenset | deque):
+        if base_of(part) is not None:
             todo.extend(some(part))
-        elif dataclasses.is_dataclass(part) and not isinstance(part, torch.utils.data.Dataset):
-            todo.extend(getattr(part, field.name, None) for field in dataclasses.fields(part))
+        elif is_a(part, torch.utils.data.Dataset):
+            return False
+        elif fields := of_class(type(part), "__dataclass_fields__"):
+            state = dict_of(part) | slots_of(part)
+            todo.extend(map(state.get, fields))
         else:
             return False
     return True
@@ -260,13 +286,16 @@ def is_data(value: Any) -> bool:
 
 def is_few_large(value: Any) -> bool:
     """Whether a container has few elements, some of which are large ones themselves."""
-    if len(value) > _FEW or container_kind(value) is set:
+    if length(value) > _FEW or container_kind(value) is set:
         return False
-    large = (np.ndarray, torch.Tensor, *_classes(_ARROW), *_classes(_PANDAS))
+    large = np.ndarray, torch.Tensor
     return any(
         estimate_nbytes(element) >= LEAST_NBYTES
         for element in some(value)
-        if isinstance(element, large) or container_kind(element) is not None
+        if is_a(element, large)
+        or is_arrow(element)
+        or is_pandas_part(element)
+        or container_kind(element) is not None
     )
 
 
@@ -281,18 +310,17 @@ def plain_if_few(value: Any) -> Any:
 
 def elements_of(container: Any) -> Iterable[tuple[Any, Any]]:
     """The elements of a container, each with how it is reached from there."""
-    items = container.items() if isinstance(container, dict) else enumerate(container)
-    return (((key,), element) for key, element in items)
+    return (((key,), element) for key, element in items(container))
 
 
 def is_open(value: Any) -> bool:
     """Whether to walk through an object's attributes."""
-    if isinstance(value, types.MethodType | functools.partial) or type(value) is types.SimpleNamespace:
+    if is_a(value, (types.MethodType, functools.partial)) or type(value) is types.SimpleNamespace:
         return True
-    if isinstance(value, tuple):
-        return hasattr(value, "_fields")
-    closed = isinstance(value, _CLOSED) or is_store(value)
-    if closed and not isinstance(value, torch.utils.data.Dataset):
+    if is_a(value, tuple):
+        return of_class(type(value), "_fields") is not None
+    closed = not _CLOSED.isdisjoint(map(id, mro_of(type(value)))) or is_store(value)
+    if closed and not is_a(value, torch.utils.data.Dataset):
         return False
     if is_pandas_part(value) or is_hugging_face(value):
         return False
@@ -301,34 +329,20 @@ def is_open(value: Any) -> bool:
 
 def _is_all_python(kind: type) -> bool:
     """Whether instances have no state beside their attributes, so that copying these copies the object."""
-    for base in kind.__mro__[:-1]:
-        new = base.__dict__.get("__new__", object.__new__)
-        written_in_python = isinstance(new, staticmethod) or new is object.__new__
-        if not (written_in_python and base.__flags__ & _HEAP_TYPE):
+    for base in mro_of(kind)[:-1]:
+        new = names_of(base).get("__new__", object.__new__)
+        written_in_python = type(new) is staticmethod or new is object.__new__
+        if not (written_in_python and is_python_class(base)):
             return False
     return kind is not object
 
 
 def attributes_of(value: Any) -> Iterable[tuple[Any, Any]]:
     """The attributes of an open object, each with how it is reached from there."""
-    held: dict[str, Any] = {}
-    if isinstance(value, types.MethodType):
-        held = {"__self__": value.__self__}
-    elif isinstance(value, functools.partial):
-        held = {"func": value.func, "args": value.args, "keywords": value.keywords}
-    elif isinstance(value, tuple):
-        held = value._asdict()  # type: ignore[attr-defined]
-    if not isinstance(value, types.MethodType):
-        attributes, slots = state_of(value)
-        held |= attributes | slots
+    held = dict_of(value) | slots_of(value)  # a partial and a method keep theirs as if in slots
+    if is_a(value, tuple):
+        held |= zip(of_class(type(value), "_fields"), tuple.__iter__(value), strict=False)
     return [(f".{name}", attribute) for name, attribute in held.items()]
-
-
-def state_of(value: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The attributes of an object, and its filled slots."""
-    state: Any = object.__getstate__(value)
-    attributes, slots = state if isinstance(state, tuple) else (state, None)
-    return attributes or {}, slots or {}
 
 
 def how_to_share(value: Any) -> str:
@@ -352,47 +366,70 @@ def how_to_share(value: Any) -> str:
 # --- sizes
 
 
-def estimate_nbytes(value: Any) -> int:
-    """Bytes that an object takes in memory, with all that it refers to, estimated from samples."""
-    if isinstance(value, np.ndarray) and value.dtype.hasobject:
-        value = value.reshape(-1).tolist()
-    has_others = isinstance(value, (torch.Tensor, *CONTAINERS, *_classes(_PANDAS)))
-    nbytes = None if has_others else getattr(value, "nbytes", None)
-    return nbytes if isinstance(nbytes, int) else _nbytes_of(value, set())  # ndarrays, also views; Arrow
+def estimate_nbytes(value: Any, *, only_objects: bool = False) -> int:
+    """Bytes that an object takes in memory, with all that it refers to, estimated from samples.
+
+    Args:
+        value: The object.
+        only_objects: Whether to count what a forked worker copies by reading: the pages where Python objects
+            begin, and no data of arrays and tensors.
+    """
+    if not only_objects and type(value) is np.ndarray and not value.dtype.hasobject:
+        return value.nbytes  # also of a view
+    if not only_objects and is_arrow(value):
+        return int(value.nbytes)
+    return _Sizes(only_objects).of(value)
 
 
 def nbytes_of_rows(rows: Sequence[Any], sampled: int = _SAMPLED_OF_CHUNK) -> int:
     """Bytes that rows take as Python objects, with their places in a list, from about so many of them."""
-    return 8 * len(rows) + _of_some(rows, len(rows), set(), 0, sampled)
+    return 8 * len(rows) + _Sizes().of_some(rows, 0, sampled)
 
 
-def _of_some(values: Any, count: int, seen: set[int], depth: int, sampled: int = _SAMPLED) -> int:
-    """Bytes of the values of a container, from those of some.
+class _Sizes:
+    """Sizes of objects that may refer to each other: each is counted once."""
 
-    Objects that they share (keys, small numbers, a vocabulary) are counted once, with the first value.
-    """
-    step = max(1, count // sampled)
-    some = values[::step] if isinstance(values, list | tuple) else itertools.islice(values, 0, None, step)
-    first, *rest = [_nbytes_of(value, seen, depth) for value in some] or [0]
-    return first + (round(sum(rest) / len(rest) * (count - 1)) if rest else first * (count - 1))
+    def __init__(self, only_objects: bool = False) -> None:
+        self._only_objects = only_objects
+        self._seen: set[int] = set()  # by ``id``
 
+    def of_some(self, container: Any, depth: int, sampled: int = _SAMPLED, count: int | None = None) -> int:
+        """Bytes of the values of a container, which has ``count`` in all, from those of some.
 
-def _nbytes_of(value: Any, seen: set[int], depth: int = 0) -> int:
-    """Bytes of an object and its contents, without objects that were ``seen`` before, by ``id``."""
-    if id(value) in seen or isinstance(value, type):
-        return 0
-    seen.add(id(value))
-    if isinstance(value, torch.Tensor):
-        items = value.numel() if value.layout is torch.strided else 0
-        return _TENSOR_NBYTES + items * value.element_size()
-    nbytes = sys.getsizeof(value, 64)
-    if isinstance(value, np.ndarray):
-        return nbytes if value.base is None else nbytes + value.nbytes
-    if depth >= _MOST_DEPTH or isinstance(value, str | bytes | int | float):
-        return nbytes
-    if isinstance(value, Mapping):
-        keys = _of_some(value.keys(), len(value), seen, depth + 1)
-        return nbytes + keys + _of_some(value.values(), len(value), seen, depth + 1)
-    if not isinstance(value, list | tuple | set | frozenset | deque):
-        value = list(getattr(value, "__dict__", {}).values())
-    return nbytes + _of_some(value, len(value), seen, depth + 1)
+        Objects that they share (keys, small numbers, a vocabulary) are counted once, with the first value.
+        """
+        is_dict = is_a(container, dict)
+        first, *rest = [
+            self.of(value, depth) + (self.of(key, depth) if is_dict else 0)
+            for key, value in some_items(container, sampled, _MOST_PASSED)
+        ] or [0]
+        others = (length(container) if count is None else count) - 1
+        return first + (round(sum(rest) / len(rest) * others) if rest else first * others)
+
+    def of(self, value: Any, depth: int = 0) -> int:
+        """Bytes of an object and its contents, without objects that were counted before."""
+        if id(value) in self._seen or is_a(value, _CODE) or len(self._seen) > _MOST_SIZED:
+            return 0
+        self._seen.add(id(value))
+        if type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
+            strided = value.layout is torch.strided and not self._only_objects
+            return _TENSOR_NBYTES + (value.numel() * value.element_size() if strided else 0)
+        nbytes = sizeof(value)
+        if self._only_objects:
+            nbytes = min(nbytes, mmap.PAGESIZE)
+        if is_a(value, np.ndarray):
+            return nbytes + self._in_array(value, depth + 1)
+        if depth >= _MOST_DEPTH or is_a(value, str | bytes | int | float):
+            return nbytes
+        if base_of(value) is not None:
+            return nbytes + self.of_some(value, depth + 1)
+        return nbytes + sum(self.of(held, depth + 1) for held in gc.get_referents(value))
+
+    def _in_array(self, array: Any, depth: int) -> int:
+        """Bytes of an array's objects, and of the memory that is another array's."""
+        if np.ndarray.dtype.__get__(array).hasobject:
+            count = np.ndarray.size.__get__(array)
+            some = [np.ndarray.item(array, number) for number in range(0, count, max(1, count // _SAMPLED))]
+            return self.of_some(some, depth, count=count)
+        is_own = self._only_objects or np.ndarray.base.__get__(array) is None
+        return 0 if is_own else int(np.ndarray.nbytes.__get__(array))
