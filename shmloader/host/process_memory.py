@@ -30,38 +30,31 @@ def read_memory(pid: int) -> dict[str, int]:
 
 
 class CopiedMemory:
-    """What a forked process copies of its parent's memory, from now on. A page is copied when it is written.
-
-    Memory that it allocates itself is not counted, nor is shared memory such as slots.
+    """What a forked process copies of its parent's memory; not what it allocates, and no shared memory.
 
     Raises:
-        psutil.Error, OSError: In every method, if the process is gone or another user's.
+        psutil.Error, OSError: In every method, if the process is gone.
     """
 
     def __init__(self, pid: int) -> None:
-        self._pid = pid
+        self._folder = Path("/proc", str(pid))
         memory = psutil.Process(pid).memory_info()
         self._anonymous_nbytes: int = memory.rss - memory.shared
 
     def most_nbytes(self) -> int:
-        """An upper bound, at no cost: the page faults of its life."""
-        stat = Path("/proc", str(self._pid), "stat").read_text(encoding="ascii", errors="replace")
+        """An upper bound, by its page faults; costs nothing."""
+        stat = (self._folder / "stat").read_text(errors="replace")
         return int(stat.rpartition(")")[2].split()[7]) * mmap.PAGESIZE
 
     def nbytes(self) -> int:
-        """The bytes copied; takes some 25 ms for each GB that the process has.
-
-        A page may also have become its own because the parent has written to it or freed it, but not without
-        limit: see `most_nbytes`.
-        """
-        smaps = Path("/proc", str(self._pid), "smaps").read_text(encoding="utf-8", errors="replace")
+        """Bytes of pages copied, by either side, and of those that only it still has; 25 ms for each GB."""
+        smaps = (self._folder / "smaps").read_text(errors="replace")
         private, anonymous = (
-            [int(kb) for kb in re.findall(rf"^{name}: +(\d+) kB", smaps, re.MULTILINE)]
+            [int(kb) * 1024 for kb in re.findall(rf"^{name}: +(\d+) kB", smaps, re.MULTILINE)]
             for name in ("Private_Dirty", "Anonymous")
         )
-        own = 1024 * sum(map(min, private, anonymous))
-        allocated = max(0, 1024 * sum(anonymous) - self._anonymous_nbytes)
-        return min(own, self.most_nbytes()) - allocated
+        allocated = max(0, sum(anonymous) - self._anonymous_nbytes)
+        return min(self.most_nbytes(), sum(map(min, private, anonymous))) - allocated
 
 
 def tree_pss_nbytes(root_pid: int) -> int:

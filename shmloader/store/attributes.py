@@ -118,6 +118,11 @@ def _report(graph: Graph, replaced: Mapping[int, Any]) -> None:
         _log.info("share: left %s", text)
         if nbytes >= _LEAST_WARNED_NBYTES:
             left.append(text)
+    if graph.stopped is not None:
+        left.append(
+            f"what lies beyond {graph.stopped.path}: the search has been given up after {len(graph.nodes):,} "
+            "objects. Keep small objects in one list of numbers, texts and dicts, or share the large parts"
+        )
     if left:
         warnings.warn(
             "share: the following could not be shared, so each process will have its own copy:\n  "

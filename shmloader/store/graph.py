@@ -25,15 +25,14 @@ from shmloader.store.static import is_a
 
 _WHY_NOT = "its class is none that can be shared: keep its data in plain arrays or lists"
 _MOST_LABELS = 16  # of a path that is shown
-_NUMBERS = frozenset(map(id, (int, float, bool, type(None))))
-_TEXTS = frozenset(map(id, (str, bytes)))
+_SURE = {id(kind) for kind in (str, int, float, bool, bytes, type(None))}  # a metaclass may define ==
 _MOST_NODES = 500_000
 _MOST_SECONDS = 2.0  # for the walk
 
-Label = str | tuple[Any]
-"""The step from a holder to an object: an attribute with its dot, an index or key in a tuple, or a full name."""
+_Label = str | tuple[Any]
+"""The step from a holder to an object: an attribute with its dot, or an index or key in a tuple."""
 
-_Held = Iterable[tuple[Label, Any]]
+_Held = Iterable[tuple[_Label, Any]]
 
 
 class Node:
@@ -50,7 +49,7 @@ class Node:
 
     __slots__ = ("holder", "label", "parents", "plan", "value")
 
-    def __init__(self, value: Any, label: Label, holder: Node | None = None) -> None:
+    def __init__(self, value: Any, label: _Label, holder: Node | None = None) -> None:
         self.value = value
         self.label = label
         self.holder = holder
@@ -65,7 +64,7 @@ class Node:
         while node is not None:  # made when it is asked for: of a long chain, all paths are a lot of text
             label = node.label
             labels.append(label if isinstance(label, str) else f"[{reprlib.repr(*label)}]")
-            node = node.holder if labels[-1][0] in ".[" else None
+            node = node.holder
         labels.reverse()
         if len(labels) > _MOST_LABELS:
             labels[_MOST_LABELS // 2 : -_MOST_LABELS // 2] = ["..."]
@@ -78,7 +77,7 @@ class Graph:
     Attributes:
         nodes: The objects.
         left: Large objects that cannot be shared: for each its size and a sentence.
-        stopped: The object at which the walk ended because it was too long; None if it saw everything.
+        stopped: The object at which the walk was given up, for its length; None if it saw everything.
     """
 
     def __init__(self, root: Any, *, is_asked_for: bool = False) -> None:
@@ -91,14 +90,14 @@ class Graph:
         self.left: list[tuple[Node, int, str]] = []
         self.stopped: Node | None = None
         self._files = MappedFiles()
-        node = Node(root, static.type_name(root))
+        node = Node(root, static.name_of(type(root)))
         self.nodes = {id(root): node}
         todo = deque([(node, self._open_root(node) if is_asked_for else self._open(node))])
         end = time.monotonic() + _MOST_SECONDS
         while todo:
             node, held = todo.popleft()
             for label, child in held:
-                if is_small(child):
+                if _is_small(child):
                     continue
                 known = self.nodes.get(id(child))
                 if known is None:
@@ -202,16 +201,15 @@ class Graph:
             self.left.append((node, nbytes, why))
 
 
-def is_small(value: Any) -> bool:
-    """Whether a value is a number or a text too small to share, and so in no need of a node."""
-    kind = id(type(value))  # not the class, which its metaclass may compare
-    return kind in _NUMBERS or (kind in _TEXTS and len(value) < kinds.LEAST_NBYTES)
+def _is_small(value: Any) -> bool:
+    """Whether a value is a number, or a text too small to be named."""
+    return id(type(value)) in _SURE and static.sizeof(value) < kinds.LEAST_NBYTES
 
 
 def blame(container: Any, is_fine: Callable[[Any], bool], why: str) -> str:
     """A sentence on the first element of a container that keeps it from being shared."""
     for (key,), element in kinds.elements_of(container):
-        if not is_small(element) and not is_fine(element):
+        if not _is_small(element) and not is_fine(element):
             return (
                 f"its element [{key!r:.60}] is a {type(element).__qualname__}, {why}. Leave it out, or keep "
                 "it in a container of its own"

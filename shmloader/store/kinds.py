@@ -1,7 +1,6 @@
-"""Kinds of objects that can be shared, and their sizes: one rule for `share`, ``share_dataset``, the watch.
+"""Kinds of objects that can be shared, and their sizes: one rule for all that share, and for the watch.
 
-A kind is decided by the real type alone; objects are read by `shmloader.store.static`, which runs no code of
-their classes. Imports no pyarrow: workers without stores use this too.
+It goes by an object's real type and runs none of its class's code. Imports no pyarrow: workers use this too.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import decimal
 import enum
 import functools
 import gc
+import itertools
 import logging
-import mmap
 import multiprocessing.process
 import pathlib
 import sys
@@ -28,21 +27,8 @@ import torch
 
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.leaves import wrap_tensor
-from shmloader.store.static import (
-    base_of,
-    bases_of,
-    dict_of,
-    is_a,
-    is_python_class,
-    items,
-    length,
-    mro_of,
-    names_of,
-    of_class,
-    sizeof,
-    slots_of,
-    some_items,
-)
+from shmloader.store import static
+from shmloader.store.static import base_of, is_a
 
 LEAST_NBYTES = 1 << 20
 """The least size of a held object that is shared, in bytes as Python objects. A smaller one is not worth a
@@ -56,30 +42,24 @@ _SAMPLED = 100  # elements of a container that are checked
 _FEW = 32  # a container of so few large things is taken apart, not shared as a whole
 
 _SAMPLED_OF_CHUNK = 8
-_MOST_SIZED = 20_000  # objects that are looked at for one size
-_MOST_PASSED = 100 * _SAMPLED  # elements of a dict or set that are: passing over one writes to it
 _MOST_DEPTH = 12
+_MOST_SIZED = 20_000  # objects that are looked at for one size
 _TENSOR_NBYTES = 300  # the Python object, TensorImpl and StorageImpl, roughly
 
 _SCALARS = (str, bytes, bytearray, int, float, complex, bool, type(None), np.generic, np.dtype, torch.dtype)
 _VALUES = (enum.Enum, dt.date, dt.time, dt.timedelta, decimal.Decimal, pathlib.PurePath)
-# By ``id``, for the classes of a value's ``__mro__``: that is quick, and asks no metaclass.
-_DATA = frozenset(map(id, (*_SCALARS, *_VALUES, uuid.UUID, np.ndarray, torch.Tensor)))
+_DATA = (*_SCALARS, *_VALUES, uuid.UUID, np.ndarray, torch.Tensor)
 # Never walked through: they are not data, or their attributes do not show what belongs to them.
-_CLOSED = _DATA | set(
-    map(
-        id,
-        (
-            torch.nn.Module,
-            logging.Logger,
-            multiprocessing.process.BaseProcess,
-            threading.Thread,
-            type,
-            types.ModuleType,
-            types.FunctionType,
-            types.BuiltinFunctionType,
-        ),
-    )
+_CLOSED = (
+    torch.nn.Module,
+    logging.Logger,
+    multiprocessing.process.BaseProcess,
+    threading.Thread,
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    *_DATA,
 )
 # Classes of libraries that may not be installed, where these define them: a program may have a package
 # ``datasets`` of its own. None is imported for it.
@@ -94,23 +74,23 @@ _HUGGING_FACE = {
     "datasets.arrow_dataset": ("DatasetInfoMixin",),  # the base of Dataset and IterableDataset
     "datasets.dataset_dict": ("DatasetDict", "IterableDatasetDict"),
 }
-_SEQUENCES, _MAPPINGS, _SETS = (
-    (list, tuple, deque),
-    (dict, OrderedDict, defaultdict, Counter),
-    (set, frozenset),
-)
-CONTAINERS = (*_SEQUENCES, *_SETS, dict)
+_SEQUENCES, _MAPPINGS = (list, tuple, deque), (dict, OrderedDict, defaultdict, Counter)
+# By ``id``: a metaclass may define how its classes are compared.
+_PLAIN: dict[int, type] = {id(kind): list for kind in _SEQUENCES} | {id(kind): dict for kind in _MAPPINGS}
+_PLAIN |= {id(set): set, id(frozenset): set}
+_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)  # of no size
 _WITHOUT_MEANING = set(
     "__module__ __qualname__ __doc__ __dict__ __weakref__ __orig_bases__ __parameters__ __firstlineno__ "
     "__static_attributes__ __slots__ __slotnames__ __annotations__".split()
 )
 _SHARED_BY_THEMSELVES = (torch.utils.data.Dataset, torch.nn.Module)
-_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType)
 _NO_CONTAINERS = (str, bytes, bytearray, memoryview, range)
 
 # --- arrays and tensors
 
 Array = np.ndarray[Any, Any]
+_DTYPE: Any = np.ndarray.dtype.__get__  # also of subclasses, whose own attributes are not asked
+_NBYTES: Any = np.ndarray.nbytes.__get__
 
 
 class ArrayKind(NamedTuple):
@@ -169,32 +149,28 @@ def is_store(value: Any) -> bool:
 
 def is_arrow(value: Any) -> bool:
     """Whether a value is Arrow data: a table, a batch or a column."""
-    return _is_one_of(value, _ARROW)
+    return is_a(value, _classes(_ARROW))
 
 
 def is_pandas(value: Any) -> bool:
     """Whether a value is a pandas Series or DataFrame."""
-    return _is_one_of(value, _PANDAS_ROWS)
+    return is_a(value, _classes(_PANDAS_ROWS))
 
 
 def is_pandas_part(value: Any) -> bool:
     """Whether a value is a pandas object of any kind, an index or an array too."""
-    return _is_one_of(value, _PANDAS)
+    return is_a(value, _classes(_PANDAS))
 
 
 def is_hugging_face(value: Any) -> bool:
     """Whether a value is a dataset of Hugging Face's ``datasets``."""
-    return _is_one_of(value, _HUGGING_FACE)
+    return is_a(value, _classes(_HUGGING_FACE))
 
 
-def _is_one_of(value: Any, names: Mapping[str, tuple[str, ...]]) -> bool:
-    for module, classes in names.items():
-        if (loaded := sys.modules.get(module)) is not None:  # else nothing is of it
-            for name in classes:
-                kind = getattr(loaded, name, None)
-                if isinstance(kind, type) and is_a(value, kind):
-                    return True
-    return False
+def _classes(names: Mapping[str, tuple[str, ...]]) -> tuple[type, ...]:
+    loaded = [module for module in names if module in sys.modules]  # of others nothing is
+    found = [getattr(sys.modules[module], name, None) for module in loaded for name in names[module]]
+    return tuple(kind for kind in found if isinstance(kind, type))
 
 
 def container_kind(value: Any) -> type | None:
@@ -202,28 +178,18 @@ def container_kind(value: Any) -> type | None:
 
     A subclass is one if it adds nothing: neither methods nor attributes.
     """
-    kind = plain_kind(value)
-    if kind in _SEQUENCES:
-        return list
-    if kind in _MAPPINGS:
-        return dict
-    if kind in _SETS:
-        return set
-    if type(value) is np.ndarray and value.dtype.hasobject and value.ndim == 1 and value.dtype.names is None:
-        return list
-    return None
+    kind = _PLAIN.get(id(plain_kind(value)))
+    if kind is None and type(value) is np.ndarray and value.dtype.hasobject:
+        return list if value.ndim == 1 and value.dtype.names is None else None
+    return kind
 
 
 def plain_kind(value: Any) -> type:
     """The type of a value, or the type that it is a subclass of that adds nothing."""
     kind = type(value)
-    while (
-        is_python_class(kind)
-        and set(names_of(kind)) <= _WITHOUT_MEANING
-        and len(bases_of(kind)) == 1
-        and not dict_of(value)
-    ):
-        (kind,) = bases_of(kind)
+    names, bases = static.names_of, static.bases_of
+    while set(names(kind)) <= _WITHOUT_MEANING and len(bases(kind)) == 1 and not static.dict_of(value):
+        (kind,) = bases(kind)
     return kind
 
 
@@ -247,7 +213,7 @@ def holds_datasets(container: Any) -> bool:
 
 
 def _holds_large(value: Any) -> bool:
-    return any(_Sizes().of(held) >= LEAST_NBYTES for _, held in attributes_of(value))
+    return any(_nbytes_of(held, set()) >= LEAST_NBYTES for _, held in attributes_of(value))
 
 
 def is_shareable_tensor(value: torch.Tensor) -> bool:
@@ -255,9 +221,12 @@ def is_shareable_tensor(value: torch.Tensor) -> bool:
     return kind_of_tensor(value) is not None and not value.is_quantized
 
 
-def some(container: Any) -> Iterator[Any]:
-    """Elements of a container, evenly spaced; of a dict the values."""
-    return (element for _, element in some_items(container, _SAMPLED))
+def some(container: Any, most: int = _SAMPLED) -> Iterator[Any]:
+    """About so many elements of a container, evenly spaced; of a dict the values."""
+    step, base = max(1, static.length(container) // most), base_of(container)
+    if base is list or base is tuple or type(container) is np.ndarray:
+        return iter((base or np.ndarray).__getitem__(container, slice(None, None, step)))
+    return (element for _, element in itertools.islice(static.items(container), 0, None, step))
 
 
 def is_data(value: Any) -> bool:
@@ -270,15 +239,14 @@ def is_data(value: Any) -> bool:
     while todo and looked < _MOST_LOOKED:
         part = todo.popleft()
         looked += 1
-        if not _DATA.isdisjoint(map(id, mro_of(type(part)))):
+        if is_a(part, _DATA):
             continue
+        fields = static.of_class(type(part), "__dataclass_fields__")
         if base_of(part) is not None:
             todo.extend(some(part))
-        elif is_a(part, torch.utils.data.Dataset):
-            return False
-        elif fields := of_class(type(part), "__dataclass_fields__"):
-            state = dict_of(part) | slots_of(part)
-            todo.extend(map(state.get, fields))
+        elif fields and not is_a(part, torch.utils.data.Dataset):
+            held = static.dict_of(part) | static.slots_of(part)
+            todo.extend(map(held.get, fields))
         else:
             return False
     return True
@@ -286,16 +254,13 @@ def is_data(value: Any) -> bool:
 
 def is_few_large(value: Any) -> bool:
     """Whether a container has few elements, some of which are large ones themselves."""
-    if length(value) > _FEW or container_kind(value) is set:
+    if static.length(value) > _FEW or container_kind(value) is set:
         return False
-    large = np.ndarray, torch.Tensor
+    large = (np.ndarray, torch.Tensor, *_classes(_ARROW), *_classes(_PANDAS))
     return any(
         estimate_nbytes(element) >= LEAST_NBYTES
         for element in some(value)
-        if is_a(element, large)
-        or is_arrow(element)
-        or is_pandas_part(element)
-        or container_kind(element) is not None
+        if is_a(element, large) or container_kind(element) is not None
     )
 
 
@@ -310,16 +275,16 @@ def plain_if_few(value: Any) -> Any:
 
 def elements_of(container: Any) -> Iterable[tuple[Any, Any]]:
     """The elements of a container, each with how it is reached from there."""
-    return (((key,), element) for key, element in items(container))
+    return (((key,), element) for key, element in static.items(container))
 
 
 def is_open(value: Any) -> bool:
     """Whether to walk through an object's attributes."""
-    if is_a(value, (types.MethodType, functools.partial)) or type(value) is types.SimpleNamespace:
+    if is_a(value, types.MethodType | functools.partial) or type(value) is types.SimpleNamespace:
         return True
     if is_a(value, tuple):
-        return of_class(type(value), "_fields") is not None
-    closed = not _CLOSED.isdisjoint(map(id, mro_of(type(value)))) or is_store(value)
+        return static.of_class(type(value), "_fields") is not None
+    closed = is_a(value, _CLOSED) or is_store(value)
     if closed and not is_a(value, torch.utils.data.Dataset):
         return False
     if is_pandas_part(value) or is_hugging_face(value):
@@ -329,19 +294,19 @@ def is_open(value: Any) -> bool:
 
 def _is_all_python(kind: type) -> bool:
     """Whether instances have no state beside their attributes, so that copying these copies the object."""
-    for base in mro_of(kind)[:-1]:
-        new = names_of(base).get("__new__", object.__new__)
+    for base in static.mro_of(kind)[:-1]:
+        new = static.names_of(base).get("__new__", object.__new__)
         written_in_python = type(new) is staticmethod or new is object.__new__
-        if not (written_in_python and is_python_class(base)):
+        if not (written_in_python and static.is_python_class(base)):
             return False
     return kind is not object
 
 
 def attributes_of(value: Any) -> Iterable[tuple[Any, Any]]:
     """The attributes of an open object, each with how it is reached from there."""
-    held = dict_of(value) | slots_of(value)  # a partial and a method keep theirs as if in slots
+    held = static.dict_of(value) | static.slots_of(value)
     if is_a(value, tuple):
-        held |= zip(of_class(type(value), "_fields"), tuple.__iter__(value), strict=False)
+        held |= zip(static.of_class(type(value), "_fields"), tuple.__iter__(value), strict=False)
     return [(f".{name}", attribute) for name, attribute in held.items()]
 
 
@@ -366,70 +331,51 @@ def how_to_share(value: Any) -> str:
 # --- sizes
 
 
-def estimate_nbytes(value: Any, *, only_objects: bool = False) -> int:
+def estimate_nbytes(value: Any, *, arrays: bool = True) -> int:
     """Bytes that an object takes in memory, with all that it refers to, estimated from samples.
 
     Args:
         value: The object.
-        only_objects: Whether to count what a forked worker copies by reading: the pages where Python objects
-            begin, and no data of arrays and tensors.
+        arrays: Whether to count the data of arrays and tensors, which no one copies by reading it.
     """
-    if not only_objects and type(value) is np.ndarray and not value.dtype.hasobject:
-        return value.nbytes  # also of a view
-    if not only_objects and is_arrow(value):
-        return int(value.nbytes)
-    return _Sizes(only_objects).of(value)
+    return int(value.nbytes) if is_arrow(value) else _nbytes_of(value, set(), arrays=arrays)
 
 
 def nbytes_of_rows(rows: Sequence[Any], sampled: int = _SAMPLED_OF_CHUNK) -> int:
     """Bytes that rows take as Python objects, with their places in a list, from about so many of them."""
-    return 8 * len(rows) + _Sizes().of_some(rows, 0, sampled)
+    return 8 * len(rows) + _of_some(rows, set(), 0, True, sampled)
 
 
-class _Sizes:
-    """Sizes of objects that may refer to each other: each is counted once."""
+def _of_some(container: Any, seen: set[int], depth: int, arrays: bool, sampled: int = _SAMPLED) -> int:
+    """Bytes of the values of a container, from those of some.
 
-    def __init__(self, only_objects: bool = False) -> None:
-        self._only_objects = only_objects
-        self._seen: set[int] = set()  # by ``id``
+    Objects that they share (keys, small numbers, a vocabulary) are counted once, with the first value.
+    """
+    first, *rest = [_nbytes_of(value, seen, depth, arrays) for value in some(container, sampled)] or [0]
+    others = static.length(container) - 1
+    return first + (round(sum(rest) / len(rest) * others) if rest else first * others)
 
-    def of_some(self, container: Any, depth: int, sampled: int = _SAMPLED, count: int | None = None) -> int:
-        """Bytes of the values of a container, which has ``count`` in all, from those of some.
 
-        Objects that they share (keys, small numbers, a vocabulary) are counted once, with the first value.
-        """
-        is_dict = is_a(container, dict)
-        first, *rest = [
-            self.of(value, depth) + (self.of(key, depth) if is_dict else 0)
-            for key, value in some_items(container, sampled, _MOST_PASSED)
-        ] or [0]
-        others = (length(container) if count is None else count) - 1
-        return first + (round(sum(rest) / len(rest) * others) if rest else first * others)
+def _nbytes_of(value: Any, seen: set[int], depth: int = 0, arrays: bool = True) -> int:
+    """Bytes of an object and its contents, without objects that were ``seen`` before, by ``id``.
 
-    def of(self, value: Any, depth: int = 0) -> int:
-        """Bytes of an object and its contents, without objects that were counted before."""
-        if id(value) in self._seen or is_a(value, _CODE) or len(self._seen) > _MOST_SIZED:
-            return 0
-        self._seen.add(id(value))
-        if type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
-            strided = value.layout is torch.strided and not self._only_objects
-            return _TENSOR_NBYTES + (value.numel() * value.element_size() if strided else 0)
-        nbytes = sizeof(value)
-        if self._only_objects:
-            nbytes = min(nbytes, mmap.PAGESIZE)
-        if is_a(value, np.ndarray):
-            return nbytes + self._in_array(value, depth + 1)
-        if depth >= _MOST_DEPTH or is_a(value, str | bytes | int | float):
-            return nbytes
-        if base_of(value) is not None:
-            return nbytes + self.of_some(value, depth + 1)
-        return nbytes + sum(self.of(held, depth + 1) for held in gc.get_referents(value))
-
-    def _in_array(self, array: Any, depth: int) -> int:
-        """Bytes of an array's objects, and of the memory that is another array's."""
-        if np.ndarray.dtype.__get__(array).hasobject:
-            count = np.ndarray.size.__get__(array)
-            some = [np.ndarray.item(array, number) for number in range(0, count, max(1, count // _SAMPLED))]
-            return self.of_some(some, depth, count=count)
-        is_own = self._only_objects or np.ndarray.base.__get__(array) is None
-        return 0 if is_own else int(np.ndarray.nbytes.__get__(array))
+    Without the data of ``arrays`` if they are not to be counted.
+    """
+    if id(value) in seen or len(seen) > _MOST_SIZED or is_a(value, _CODE):
+        return 0
+    seen.add(id(value))
+    if type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
+        items = value.numel() if arrays and value.layout is torch.strided else 0
+        return _TENSOR_NBYTES + items * value.element_size()
+    nbytes = static.sizeof(value)
+    if is_a(value, np.ndarray):
+        if not _DTYPE(value).hasobject:
+            return _NBYTES(value) if arrays else _TENSOR_NBYTES
+        value = np.ndarray.tolist(value)
+    if depth >= _MOST_DEPTH or is_a(value, str | bytes | int | float):
+        return nbytes
+    if is_a(value, dict):
+        nbytes += _of_some(dict.keys(value), seen, depth + 1, arrays)
+    if base_of(value) is not None:
+        return nbytes + _of_some(value, seen, depth + 1, arrays)
+    return nbytes + sum(_nbytes_of(held, seen, depth + 1, arrays) for held in gc.get_referents(value))
