@@ -63,7 +63,7 @@ class Node:
         node: Node | None = self
         while node is not None:  # made when it is asked for: of a long chain, all paths are a lot of text
             label = node.label
-            labels.append(label if isinstance(label, str) else f"[{reprlib.repr(*label)}]")
+            labels.append(label if isinstance(label, str) else f"[{_shown(*label)}]")
             node = node.holder
         labels.reverse()
         if len(labels) > _MOST_LABELS:
@@ -159,8 +159,8 @@ class Graph:
         elif kinds.is_arrow(value) or kinds.is_pandas_part(value) or kinds.is_hugging_face(value):
             if kinds.estimate_nbytes(value) >= kinds.LEAST_NBYTES:
                 node.plan = "foreign"
-        elif is_a(value, np.ndarray | torch.Tensor):
-            if not is_shared(value, self._files):
+        elif is_a(value, np.ndarray):
+            if not is_shared(np.ndarray.view(value, np.ndarray), self._files):
                 self.leave(node, kinds.estimate_nbytes(value), _WHY_NOT)
         elif type(value) is types.MappingProxyType or (
             static.base_of(value) is not None and all(map(kinds.is_data, kinds.some(value)))
@@ -206,12 +206,17 @@ def _is_small(value: Any) -> bool:
     return id(type(value)) in _SURE and static.sizeof(value) < kinds.LEAST_NBYTES
 
 
+def _shown(key: Any) -> str:
+    """A key for people, without its class's code."""
+    return reprlib.repr(key) if id(type(key)) in _SURE else f"<{static.name_of(type(key))}>"
+
+
 def blame(container: Any, is_fine: Callable[[Any], bool], why: str) -> str:
     """A sentence on the first element of a container that keeps it from being shared."""
     for (key,), element in kinds.elements_of(container):
         if not _is_small(element) and not is_fine(element):
             return (
-                f"its element [{key!r:.60}] is a {type(element).__qualname__}, {why}. Leave it out, or keep "
+                f"its element [{_shown(key)}] is a {type(element).__qualname__}, {why}. Leave it out, or keep "
                 "it in a container of its own"
             )
     return why
