@@ -25,7 +25,7 @@ import torch
 
 from shmloader.errors import NotSharedWarning
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
-from shmloader.store import kinds
+from shmloader.store import kinds, static
 from shmloader.store.columns.encode import COLUMN, ColumnEncoder
 from shmloader.store.graph import Graph, Identity, Node, Rebuilder, blame
 from shmloader.store.handles import MappedFiles, register
@@ -111,10 +111,10 @@ def _report(graph: Graph, replaced: Mapping[int, Any]) -> None:
     """Log what was shared, and give one warning that names everything large that was not."""
     for key in replaced:
         node = graph.nodes[key]
-        _log.info("share: %s, a %s, is now in shared memory", node.path, type(node.value).__qualname__)
+        _log.info("share: %s, a %s, is now in shared memory", node.path, static.name_of(type(node.value)))
     left = []
     for node, nbytes, why in graph.left:
-        text = f"{node.path}, a {type(node.value).__qualname__} of about {nbytes:,} bytes: {why}"
+        text = f"{node.path}, a {static.name_of(type(node.value))} of about {nbytes:,} bytes: {why}"
         _log.info("share: left %s", text)
         if nbytes >= _LEAST_WARNED_NBYTES:
             left.append(text)

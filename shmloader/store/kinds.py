@@ -144,7 +144,7 @@ def array_of_tensor(tensor: torch.Tensor, carrier: np.dtype[Any]) -> Array:
 def is_store(value: Any) -> bool:
     """Whether a value is a store. Does not import the module of stores, which imports pyarrow."""
     base = sys.modules.get("shmloader.store.base")
-    return base is not None and is_a(value, base.SharedObject)
+    return base is not None and type.__subclasscheck__(base.SharedObject, type(value))  # not that of an ABC
 
 
 def is_arrow(value: Any) -> bool:

@@ -24,7 +24,7 @@ _flags_of: Any = type.__dict__["__flags__"].__get__
 
 
 def is_a(value: Any, kinds: Any) -> bool:
-    """``isinstance`` by the real type, which a proxy's ``__class__`` hides."""
+    """``isinstance`` by the real type, which a proxy's ``__class__`` hides; not for abstract base classes."""
     return issubclass(type(value), kinds)
 
 

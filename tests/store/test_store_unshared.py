@@ -26,7 +26,7 @@ FORK = multiprocessing.get_context("fork")
 
 @pytest.fixture(autouse=True)
 def smaller_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unshared, "LEAST_NBYTES", 16 << 20)
+    monkeypatch.setattr(unshared, "LEAST_NBYTES", 12 << 20)
 
 
 def make(rows: int = 200_000) -> list[dict[str, Any]]:
@@ -123,7 +123,7 @@ def of_objects(dataset: Any) -> Any:
         ("list", lambda: [[Image(n) for n in range(500)] for _ in range(200)], of_objects, "parts"),
         ("Images", lambda: Images(make()), lambda d: sum(row["label"] for row in d.parts), "parts"),
         (
-            "dict",
+            "mappingproxy",
             lambda: types.MappingProxyType(dict(enumerate(make()))),
             lambda d: sum(row["label"] for row in d.parts.values()),
             "parts",
@@ -191,12 +191,12 @@ def test_a_workers_own_memory_is_none_of_it() -> None:
 def test_weights_that_this_process_trains_are_none_of_it() -> None:
     weights = torch.zeros(16 << 20)
     dataset = Dataset(make(), model=torch.nn.ParameterList([torch.nn.Parameter(weights)]))
-    assert said(dataset, weights.sum, meanwhile=lambda: weights.add_(1)) == ""
+    assert said(dataset, int, meanwhile=lambda: weights.add_(1)) == ""
 
 
 def test_some_batches_are_none_of_it() -> None:
     dataset = Dataset(make())
-    assert said(dataset, dataset.read, batch_nbytes=4 << 20)
+    assert said(dataset, dataset.read, batch_nbytes=1 << 20)
     assert said(dataset, dataset.read, batch_nbytes=64 << 20) == ""
 
 
@@ -264,7 +264,9 @@ def test_a_search_is_bounded_and_says_where_it_stopped(monkeypatch: pytest.Monke
     monkeypatch.setattr(graph, "_MOST_NODES", 10_000)
     holder = types.SimpleNamespace(rows=make(20_000), parts=[[Image(n)] for n in range(9000)], late=None)
     holder.late = [types.SimpleNamespace(rows=types.SimpleNamespace(rows=make(20_000)))]
-    with pytest.warns(NotSharedWarning, match=r"lies beyond SimpleNamespace\.parts\[\d+\]\[0\].*given up"):
+    with pytest.warns(
+        NotSharedWarning, match=r"lies beyond SimpleNamespace\.parts\[\d+\].*given up after 10,\d+ obj"
+    ):
         shared = share(holder)
     assert type(shared.rows).__name__ == "RowStore"
     assert type(shared.parts) is list
