@@ -157,6 +157,11 @@ def share_for_loader(dataset: Any) -> Any:
         del _shared[id(dataset)]
     is_plain = type(dataset) in (list, tuple, dict, np.ndarray, torch.Tensor)
     if not (is_plain or kinds.is_open(dataset) or kinds.is_hugging_face(dataset)):
+        graph = Graph(dataset)
+        if not graph.left:
+            why = "it is neither a torch Dataset nor a list, tuple, dict, array or tensor"
+            graph.leave(graph.nodes[id(dataset)], kinds.estimate_nbytes(dataset), why)
+        _report(graph, {})
         return dataset
     # A sequence or mapping with a class of its own may give other samples at each access.
     result = share_graph(dataset, only_held=not is_plain)

@@ -216,8 +216,8 @@ def blame(container: Any, is_fine: Callable[[Any], bool], why: str) -> str:
     for (key,), element in kinds.elements_of(container):
         if not _is_small(element) and not is_fine(element):
             return (
-                f"its element [{_shown(key)}] is a {static.name_of(type(element))}, {why}. Leave it out, or keep "
-                "it in a container of its own"
+                f"its element [{_shown(key)}] is a {static.name_of(type(element))}, {why}. Leave it out, or "
+                "keep it in a container of its own"
             )
     return why
 

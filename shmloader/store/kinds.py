@@ -370,7 +370,7 @@ def _nbytes_of(value: Any, seen: set[int], depth: int = 0, arrays: bool = True) 
     nbytes = static.sizeof(value)
     if is_a(value, np.ndarray):
         if not _DTYPE(value).hasobject:
-            return _NBYTES(value) if arrays else _TENSOR_NBYTES
+            return max(nbytes, _NBYTES(value)) if arrays else _TENSOR_NBYTES  # of a view too
         value = np.ndarray.tolist(value)
     if depth >= _MOST_DEPTH or is_a(value, str | bytes | int | float):
         return nbytes

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from caught_warnings import caught_warnings
 
-from shmloader import share
-from shmloader.store import base, kinds
+from shmloader import DataLoader, share
+from shmloader.store import base, kinds, unshared
 from shmloader.store.graph import Graph
 
 ran: list[str] = []
@@ -192,3 +193,37 @@ def test_sharing_what_lies_beside_runs_no_code(odd: Any) -> None:
     assert type(shared.rows).__name__ == "RowStore"
     if type(one).__name__ in ("Lazy", "Loud"):
         assert shared.odd is one
+
+
+class Rows(torch.utils.data.Dataset[int]):
+    def __init__(self) -> None:
+        self.proxy, self.broken = Lazy(opens), [Lazy(raises)]
+        self.texts = made(loud(list), [f"text {n}" for n in range(300_000)])
+
+    def __len__(self) -> int:
+        return 300_000
+
+    def __getitem__(self, index: int) -> int:
+        return len(list.__getitem__(self.texts, index))
+
+
+@pytest.mark.parametrize("share_dataset", [False, True])
+def test_a_loader_opens_no_proxy_and_warns_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, share_dataset: bool
+) -> None:
+    monkeypatch.setattr(unshared, "LEAST_NBYTES", 12 << 20)
+    dataset = Rows()
+    ran.clear()
+    with caught_warnings() as caught:
+        loader = DataLoader(
+            dataset,
+            batch_size=2000,
+            num_workers=1,
+            multiprocessing_context="fork",
+            share_dataset=share_dataset,
+        )
+        assert sum(map(len, loader)) == 300_000
+    assert ran == []
+    text = str(caught[-1].message)
+    assert "Rows.texts, of type Loud, has about" in text
+    assert "share_dataset=True does not move them" in text
