@@ -27,7 +27,7 @@ _WHY_NOT = "its class is none that can be shared: keep its data in plain arrays 
 _MOST_LABELS = 16  # of a path that is shown
 _SURE = {id(kind) for kind in (str, int, float, bool, bytes, type(None))}  # a metaclass may define ==
 _MOST_NODES = 500_000
-_MOST_SECONDS = 2.0  # for the walk
+_MOST_SECONDS = 2.0
 
 _Label = str | tuple[Any]
 """The step from a holder to an object: an attribute with its dot, or an index or key in a tuple."""
@@ -90,6 +90,7 @@ class Graph:
         self.left: list[tuple[Node, int, str]] = []
         self.stopped: Node | None = None
         self._files = MappedFiles()
+        self._open_classes: set[int] = set()  # by ``id``, as a metaclass may define a hash
         node = Node(root, static.name_of(type(root)))
         self.nodes = {id(root): node}
         todo = deque([(node, self._open_root(node) if is_asked_for else self._open(node))])
@@ -141,6 +142,8 @@ class Graph:
     def _open(self, node: Node) -> _Held:
         """Decide whether and how to share an object; returns its contents if the walk goes on there."""
         value = node.value
+        if id(type(value)) in self._open_classes:
+            return kinds.attributes_of(value)
         if kinds.is_store(value):
             return ()
         if kinds.container_kind(value) is not None:
@@ -148,6 +151,7 @@ class Graph:
         if kinds.is_hugging_face(value) and is_a(value, dict):  # a DatasetDict
             return kinds.elements_of(value)
         if kinds.is_open(value):
+            self._open_classes.add(id(type(value)))
             return kinds.attributes_of(value)
         self._look_at_data(node)
         return ()

@@ -50,7 +50,7 @@ def dict_of(value: Any) -> dict[str, Any]:
 def slots_of(value: Any) -> dict[str, Any]:
     """The filled slots of an object; a method and a partial keep what they hold in the same way."""
     found = {}
-    for base in mro_of(type(value)):
+    for base in mro_of(type(value))[:-1]:
         for name, kept in names_of(base).items():
             if type(kept) is types.MemberDescriptorType and name != "__dict__":
                 with contextlib.suppress(AttributeError):  # an empty one

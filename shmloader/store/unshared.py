@@ -67,23 +67,25 @@ class CopyWatch:
         nbytes, owner = _largest(graph)
         said = (
             f"each of {num_workers} workers has copied up to {copied:,} bytes of this process's memory: "
-            f"reading Python objects writes their reference counts. {owner.path}, of type "
-            f"{static.name_of(type(owner.value))}, has about {nbytes:,} bytes of them"
+            "reading Python objects writes their reference counts."
         )
         if nbytes < _LEAST_OWNED * copied:
             if num_workers == 1:  # then it may be what this process has written to, as in training on the CPU
                 return ""
             stopped = f" until it stopped at {graph.stopped.path}" if graph.stopped else ""
             return (
-                f"{said}, the most of {len(graph.nodes):,} objects that a search in the dataset's attributes "
-                f"saw{stopped}. So look at globals, class attributes, default arguments and closures"
+                f"{said} No owner of so many was found: of {len(graph.nodes):,} objects that a search in the "
+                f"dataset's attributes saw{stopped}, {owner.path} holds most, about {nbytes:,} bytes. Look "
+                "at globals, class attributes, default arguments and closures that the dataset's code uses"
             )
+        kind = static.name_of(type(owner.value))
+        said += f" {owner.path}, of type {kind}, has about {nbytes:,} bytes of them."
         if not self._is_shared and any(
             one.plan and owner in (one, one.holder) for one in graph.nodes.values()
         ):
-            return f"{said}. DataLoader(..., share_dataset=True) keeps them in memory once, for all workers"
+            return f"{said} DataLoader(..., share_dataset=True) keeps them in memory once, for all workers"
         return (
-            f"{said}. share_dataset=True does not move them from there: keep numbers, texts, lists and dicts "
+            f"{said} share_dataset=True does not move them from there: keep numbers, texts, lists and dicts "
             "in one plain list or dict, or arrays, whose contents are not copied"
         )
 
