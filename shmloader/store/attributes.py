@@ -120,7 +120,7 @@ def _report(graph: Graph, replaced: Mapping[int, Any]) -> None:
             left.append(text)
     if graph.stopped is not None:
         left.append(
-            f"what lies beyond {graph.stopped.path}: the search has been given up after {len(graph.nodes):,} "
+            f"{graph.stopped.path} and what comes after it: the search was given up after {len(graph.nodes):,} "
             "objects. Keep small objects in one list of numbers, texts and dicts, or share the large parts"
         )
     if left:

@@ -100,14 +100,14 @@ class Graph:
             for label, child in held:
                 if _is_small(child):
                     continue
+                if len(self.nodes) > _MOST_NODES or time.monotonic() > end:
+                    self.stopped = Node(child, label, node)
+                    return
                 known = self.nodes.get(id(child))
                 if known is None:
                     known = self.nodes[id(child)] = Node(child, label, node)
                     todo.append((known, self._open(known)))
                 known.parents.append(id(node.value))
-            if len(self.nodes) > _MOST_NODES or time.monotonic() > end:
-                self.stopped = todo[0][0] if todo else None
-                break
 
     def _open_root(self, node: Node) -> _Held:
         """Like `_open`, for an object that is shared whatever its size."""

@@ -265,7 +265,8 @@ def test_a_search_is_bounded_and_says_where_it_stopped(monkeypatch: pytest.Monke
     holder = types.SimpleNamespace(rows=make(20_000), parts=[[Image(n)] for n in range(9000)], late=None)
     holder.late = [types.SimpleNamespace(rows=types.SimpleNamespace(rows=make(20_000)))]
     with pytest.warns(
-        NotSharedWarning, match=r"lies beyond SimpleNamespace\.parts\[\d+\].*given up after 10,\d+ obj"
+        NotSharedWarning,
+        match=r"SimpleNamespace\.parts\[\d+\]\S* and what comes after it: .* given up after 10,001 obj",
     ):
         shared = share(holder)
     assert type(shared.rows).__name__ == "RowStore"
