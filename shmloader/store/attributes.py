@@ -120,8 +120,8 @@ def _report(graph: Graph, replaced: Mapping[int, Any]) -> None:
             left.append(text)
     if graph.stopped is not None:
         left.append(
-            f"{graph.stopped.path} and what comes after it: the search was given up after {len(graph.nodes):,} "
-            "objects. Keep small objects in one list of numbers, texts and dicts, or share the large parts"
+            f"{graph.stopped.path} and what comes after it: the search was given up after "
+            f"{len(graph.nodes):,} objects. Keep small objects as numbers, texts and dicts in one list, or share large parts"
         )
     if left:
         warnings.warn(

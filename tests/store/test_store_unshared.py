@@ -178,12 +178,12 @@ def test_without_an_owner_the_size_is_told_and_where_to_look() -> None:
 
 def test_a_workers_own_memory_is_none_of_it() -> None:
     dataset = Dataset(make())
-    shared = mmap.mmap(-1, 96 << 20)
-    kept = []
+    shared, kept = mmap.mmap(-1, 96 << 20), []
 
     def work() -> None:
-        kept.append([bytes(1000) for _ in range(100_000)])  # a cache, a warm heap
-        shared.write(b"x" * (96 << 20))  # as slots are
+        kept.append(mmap.mmap(-1, 96 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))  # as a heap and a cache
+        for memory in (*kept, shared):  # as slots
+            memory.write(b"x" * (96 << 20))
 
     assert said(dataset, work) == ""
 
@@ -264,10 +264,7 @@ def test_a_search_is_bounded_and_says_where_it_stopped(monkeypatch: pytest.Monke
     monkeypatch.setattr(graph, "_MOST_NODES", 10_000)
     holder = types.SimpleNamespace(rows=make(20_000), parts=[[Image(n)] for n in range(9000)], late=None)
     holder.late = [types.SimpleNamespace(rows=types.SimpleNamespace(rows=make(20_000)))]
-    with pytest.warns(
-        NotSharedWarning,
-        match=r"SimpleNamespace\.parts\[\d+\]\S* and what comes after it: .* given up after 10,001 obj",
-    ):
+    with pytest.warns(NotSharedWarning, match=r"\.parts\[\d+\]\S* and what comes after .* after 10,001 obj"):
         shared = share(holder)
     assert type(shared.rows).__name__ == "RowStore"
     assert type(shared.parts) is list
