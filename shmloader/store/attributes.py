@@ -121,7 +121,7 @@ def _report(graph: Graph, replaced: Mapping[int, Any]) -> None:
     if graph.stopped is not None:
         left.append(
             f"{graph.stopped.path} and what comes after it: the search was given up after "
-            f"{len(graph.nodes):,} objects. Keep small objects as numbers, texts and dicts in one list, or share large parts"
+            f"{len(graph.nodes):,} objects. Keep small ones as dicts in one list, or share large parts"
         )
     if left:
         warnings.warn(

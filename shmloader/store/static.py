@@ -64,7 +64,7 @@ def base_of(value: Any) -> Any:
 
 
 def length(container: Any) -> int:
-    """The number of elements of a container, of which other classes may have methods of C."""
+    """The number of elements of a container, or of an array."""
     return int((base_of(container) or type(container)).__len__(container))
 
 
