@@ -97,7 +97,7 @@ class SlotIterator(torch_private.BaseIterator):
             self._delivery = self._make_delivery(device)
             self._scheduler = Scheduler(loader, self._index_sampler, dispatcher, auto)
             self._reset(loader, first_iter=True)
-            self._copies = watch_copies(loader, workers.processes)  # while the workers load
+            self._copies = watch_copies(loader, workers.processes, counters)  # while the workers load
         except BaseException:
             with HeldInterrupts():
                 if workers is not None:
@@ -277,7 +277,8 @@ class SlotIterator(torch_private.BaseIterator):
         try:
             if self._stream is not None:
                 self._stream.end_epoch(self._progress)
-            copied = "" if self._copies is None else self._copies.ended(self._all_workers.processes)
+            processes, batch_nbytes = self._all_workers.processes, self._counters.largest_batch_nbytes
+            copied = "" if self._copies is None else self._copies.ended(processes, batch_nbytes)
             self._note_end()
             if not self._persistent_workers:
                 self._shutdown_workers()

@@ -6,6 +6,8 @@ up. RSS counts a shared page once in every process.
 
 from __future__ import annotations
 
+import mmap
+import re
 from pathlib import Path
 
 import psutil
@@ -25,6 +27,34 @@ def read_memory(pid: int) -> dict[str, int]:
     except OSError:
         return {}
     return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
+
+
+class CopiedMemory:
+    """What a forked process copies of its parent's memory; not what it allocates, and no shared memory.
+
+    Raises:
+        psutil.Error, OSError: In every method, if the process is gone.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._folder = Path("/proc", str(pid))
+        memory = psutil.Process(pid).memory_info()
+        self._anonymous_nbytes: int = memory.rss - memory.shared
+
+    def most_nbytes(self) -> int:
+        """An upper bound, by its page faults; costs nothing."""
+        stat = (self._folder / "stat").read_text(errors="replace")
+        return int(stat.rpartition(")")[2].split()[7]) * mmap.PAGESIZE
+
+    def nbytes(self) -> int:
+        """Bytes of pages copied, by either side, and of those that only it still has; 25 ms for each GB."""
+        smaps = (self._folder / "smaps").read_text(errors="replace")
+        private, anonymous = (
+            [int(kb) * 1024 for kb in re.findall(rf"^{name}: +(\d+) kB", smaps, re.MULTILINE)]
+            for name in ("Private_Dirty", "Anonymous")
+        )
+        allocated = max(0, sum(anonymous) - self._anonymous_nbytes)
+        return min(self.most_nbytes(), sum(map(min, private, anonymous))) - allocated
 
 
 def tree_pss_nbytes(root_pid: int) -> int:

@@ -25,7 +25,7 @@ import torch
 
 from shmloader.errors import NotSharedWarning
 from shmloader.shared_memory.sealed_buffer import SharedBuffer
-from shmloader.store import kinds
+from shmloader.store import kinds, static
 from shmloader.store.columns.encode import COLUMN, ColumnEncoder
 from shmloader.store.graph import Graph, Identity, Node, Rebuilder, blame
 from shmloader.store.handles import MappedFiles, register
@@ -111,13 +111,18 @@ def _report(graph: Graph, replaced: Mapping[int, Any]) -> None:
     """Log what was shared, and give one warning that names everything large that was not."""
     for key in replaced:
         node = graph.nodes[key]
-        _log.info("share: %s, a %s, is now in shared memory", node.path, type(node.value).__qualname__)
+        _log.info("share: %s, a %s, is now in shared memory", node.path, static.name_of(type(node.value)))
     left = []
     for node, nbytes, why in graph.left:
-        text = f"{node.path}, a {type(node.value).__qualname__} of about {nbytes:,} bytes: {why}"
+        text = f"{node.path}, a {static.name_of(type(node.value))} of about {nbytes:,} bytes: {why}"
         _log.info("share: left %s", text)
         if nbytes >= _LEAST_WARNED_NBYTES:
             left.append(text)
+    if graph.stopped is not None:
+        left.append(
+            f"{graph.stopped.path} and what comes after it: the search was given up after "
+            f"{len(graph.nodes):,} objects. Keep small ones as dicts in one list, or share large parts"
+        )
     if left:
         warnings.warn(
             "share: the following could not be shared, so each process will have its own copy:\n  "
@@ -152,6 +157,11 @@ def share_for_loader(dataset: Any) -> Any:
         del _shared[id(dataset)]
     is_plain = type(dataset) in (list, tuple, dict, np.ndarray, torch.Tensor)
     if not (is_plain or kinds.is_open(dataset) or kinds.is_hugging_face(dataset)):
+        graph = Graph(dataset)
+        if not graph.left:
+            why = "it is neither a torch Dataset nor a list, tuple, dict, array or tensor"
+            graph.leave(graph.nodes[id(dataset)], kinds.estimate_nbytes(dataset), why)
+        _report(graph, {})
         return dataset
     # A sequence or mapping with a class of its own may give other samples at each access.
     result = share_graph(dataset, only_held=not is_plain)

@@ -6,11 +6,10 @@ stay the same objects. Imports no pyarrow.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import reprlib
-import sys
+import time
 import types
 import weakref
 from collections import defaultdict, deque
@@ -20,12 +19,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from shmloader.store import kinds
+from shmloader.store import kinds, static
 from shmloader.store.handles import MappedFiles, is_shared
+from shmloader.store.static import is_a
 
+_WHY_NOT = "its class is none that can be shared: keep its data in plain arrays or lists"
 _MOST_LABELS = 16  # of a path that is shown
-_SURE = {str, int, float, bool, bytes, type(None)}
-_MOST_LOOKED = 1000  # objects, where only containers are looked for
+_SURE = {id(kind) for kind in (str, int, float, bool, bytes, type(None))}  # a metaclass may define ==
+_MOST_NODES = 500_000
+_MOST_SECONDS = 2.0
 
 _Label = str | tuple[Any]
 """The step from a holder to an object: an attribute with its dot, or an index or key in a tuple."""
@@ -61,7 +63,7 @@ class Node:
         node: Node | None = self
         while node is not None:  # made when it is asked for: of a long chain, all paths are a lot of text
             label = node.label
-            labels.append(label if isinstance(label, str) else f"[{reprlib.repr(*label)}]")
+            labels.append(label if isinstance(label, str) else f"[{_shown(*label)}]")
             node = node.holder
         labels.reverse()
         if len(labels) > _MOST_LABELS:
@@ -75,26 +77,32 @@ class Graph:
     Attributes:
         nodes: The objects.
         left: Large objects that cannot be shared: for each its size and a sentence.
+        stopped: The object at which the walk was given up, for its length; None if it saw everything.
     """
 
-    def __init__(self, root: Any, *, is_asked_for: bool = False, only_containers: bool = False) -> None:
+    def __init__(self, root: Any, *, is_asked_for: bool = False) -> None:
         """Walk through an object and all that it holds.
 
         Args:
             root: The object.
             is_asked_for: Whether to share it whatever its size.
-            only_containers: Whether to look for containers only, and at few objects.
         """
         self.left: list[tuple[Node, int, str]] = []
-        self._only_containers = only_containers
+        self.stopped: Node | None = None
         self._files = MappedFiles()
-        most = _MOST_LOOKED if only_containers else sys.maxsize
-        node = Node(root, type(root).__qualname__)
+        self._open_classes: set[int] = set()  # by ``id``, as a metaclass may define a hash
+        node = Node(root, static.name_of(type(root)))
         self.nodes = {id(root): node}
         todo = deque([(node, self._open_root(node) if is_asked_for else self._open(node))])
-        while todo and len(self.nodes) < most:
+        end = time.monotonic() + _MOST_SECONDS
+        while todo:
             node, held = todo.popleft()
             for label, child in held:
+                if _is_small(child):
+                    continue
+                if len(self.nodes) > _MOST_NODES or time.monotonic() > end:
+                    self.stopped = Node(child, label, node)
+                    return
                 known = self.nodes.get(id(child))
                 if known is None:
                     known = self.nodes[id(child)] = Node(child, label, node)
@@ -106,9 +114,9 @@ class Graph:
         value, kind = node.value, kinds.container_kind(node.value)
         if kinds.is_store(value) or kinds.is_hugging_face(value):
             return self._open(node)
-        if isinstance(value, np.ndarray | torch.Tensor) and is_shared(value, self._files):
+        if is_a(value, np.ndarray | torch.Tensor) and is_shared(value, self._files):
             return ()
-        if isinstance(value, torch.utils.data.Dataset):
+        if is_a(value, torch.utils.data.Dataset):
             return kinds.attributes_of(value)
         if kind is not None and (kinds.is_few_large(value) or kinds.holds_datasets(value)):
             if kind is set:
@@ -134,16 +142,18 @@ class Graph:
     def _open(self, node: Node) -> _Held:
         """Decide whether and how to share an object; returns its contents if the walk goes on there."""
         value = node.value
+        if id(type(value)) in self._open_classes:
+            return kinds.attributes_of(value)
         if kinds.is_store(value):
             return ()
         if kinds.container_kind(value) is not None:
             return self._open_container(node)
-        if kinds.is_hugging_face(value) and isinstance(value, dict):  # a DatasetDict
+        if kinds.is_hugging_face(value) and is_a(value, dict):  # a DatasetDict
             return kinds.elements_of(value)
         if kinds.is_open(value):
+            self._open_classes.add(id(type(value)))
             return kinds.attributes_of(value)
-        if not self._only_containers:
-            self._look_at_data(node)
+        self._look_at_data(node)
         return ()
 
     def _look_at_data(self, node: Node) -> None:
@@ -153,16 +163,15 @@ class Graph:
         elif kinds.is_arrow(value) or kinds.is_pandas_part(value) or kinds.is_hugging_face(value):
             if kinds.estimate_nbytes(value) >= kinds.LEAST_NBYTES:
                 node.plan = "foreign"
-        elif not (isinstance(value, np.ndarray | torch.Tensor) and is_shared(value, self._files)):
-            nbytes = None
-            with contextlib.suppress(Exception):  # whatever its class raises
-                if isinstance(value, kinds.CONTAINERS) and all(map(kinds.is_data, kinds.some(value))):
-                    nbytes = kinds.estimate_nbytes(value)
-                else:
-                    nbytes = getattr(value, "nbytes", None)
-            if isinstance(nbytes, int):
-                why = "its class is none that can be shared: keep its data in plain arrays or lists"
-                self.leave(node, nbytes, why)
+        elif is_a(value, np.ndarray):
+            if not is_shared(np.ndarray.view(value, np.ndarray), self._files):
+                self.leave(node, kinds.estimate_nbytes(value), _WHY_NOT)
+        elif type(value) is types.MappingProxyType or (
+            static.base_of(value) is not None and all(map(kinds.is_data, kinds.some(value)))
+        ):
+            self.leave(node, kinds.estimate_nbytes(value), _WHY_NOT)
+        else:
+            self.leave(node, static.sizeof(value), _WHY_NOT)  # a text, bytes, an array.array
 
     def _look_at_array(self, node: Node, nbytes: int) -> None:
         value = node.value
@@ -180,7 +189,7 @@ class Graph:
     def _open_container(self, node: Node) -> _Held:
         value = node.value
         if not all(map(kinds.is_data, kinds.some(value))):
-            if len(value) <= kinds.MOST_WALKED and kinds.container_kind(value) is not set:
+            if static.length(value) <= kinds.MOST_WALKED and kinds.container_kind(value) is not set:
                 return kinds.elements_of(value)
             why = blame(value, kinds.is_data, "which is more than data")
             self.leave(node, kinds.estimate_nbytes(value), why)
@@ -196,13 +205,23 @@ class Graph:
             self.left.append((node, nbytes, why))
 
 
+def _is_small(value: Any) -> bool:
+    """Whether a value is a number, or a text too small to be named."""
+    return id(type(value)) in _SURE and static.sizeof(value) < kinds.LEAST_NBYTES
+
+
+def _shown(key: Any) -> str:
+    """A key for people, without its class's code."""
+    return reprlib.repr(key) if id(type(key)) in _SURE else f"<{static.name_of(type(key))}>"
+
+
 def blame(container: Any, is_fine: Callable[[Any], bool], why: str) -> str:
     """A sentence on the first element of a container that keeps it from being shared."""
     for (key,), element in kinds.elements_of(container):
-        if type(element) not in _SURE and not is_fine(element):
+        if not _is_small(element) and not is_fine(element):
             return (
-                f"its element [{key!r:.60}] is a {type(element).__qualname__}, {why}. Leave it out, or keep "
-                "it in a container of its own"
+                f"its element [{_shown(key)}] is a {static.name_of(type(element))}, {why}. Leave it out, or "
+                "keep it in a container of its own"
             )
     return why
 
@@ -249,16 +268,16 @@ class Rebuilder:
         if key not in self._changed:
             return value
         copy = self._copies[key] = self._with_parts(value)
-        if not isinstance(value, types.MethodType) and getattr(value, "__dict__", None):
+        if not is_a(value, types.MethodType) and (attributes := static.dict_of(value)):
             # After the copy is known: what an attribute holds may lead back to it.
-            copy.__dict__.update((name, self._new(held)) for name, held in value.__dict__.items())
+            copy.__dict__.update((name, self._new(held)) for name, held in attributes.items())
         return copy
 
     def _with_parts(self, value: Any) -> Any:
         """A copy of an immutable object whose parts are replaced, without its attributes."""
-        if isinstance(value, types.MethodType):
+        if is_a(value, types.MethodType):
             return types.MethodType(value.__func__, self._new(value.__self__))
-        if isinstance(value, functools.partial):
+        if is_a(value, functools.partial):
             parts = self._new(value.func), self._new(value.args), self._new(value.keywords)
             return type(value)(parts[0], *parts[1], **parts[2])
         if type(value) is tuple:
@@ -266,15 +285,15 @@ class Rebuilder:
         return type(value)._make(map(self._new, value))
 
     def _fill(self, original: Any, copy: Any) -> None:
-        if isinstance(original, list | deque):
+        if is_a(original, list | deque):
             copy.extend(map(self._new, original))
-        elif isinstance(original, np.ndarray):
+        elif is_a(original, np.ndarray):
             for number, value in enumerate(original):  # of a list, NumPy would look into the elements
                 copy[number] = self._new(value)
-        elif isinstance(original, dict):
+        elif is_a(original, dict):
             copy.update((key, self._new(value)) for key, value in original.items())
         else:
-            attributes, slots = kinds.state_of(original)
+            attributes, slots = static.dict_of(original), static.slots_of(original)
             # Not setattr: frozen dataclasses and datasets with rules of their own refuse it. Nor the copy's
             # __dict__ where it can be helped: attributes would be slower to read (docs/decisions/0033).
             for name, value in attributes.items():
@@ -319,15 +338,15 @@ def _is_plain_name(name: Any, kind: type) -> bool:
 
 
 def _is_immutable(value: Any) -> bool:
-    return isinstance(value, tuple | types.MethodType | functools.partial)
+    return is_a(value, tuple | types.MethodType | functools.partial)
 
 
 def _empty_like(value: Any) -> Any:
     kind = type(value)
-    if isinstance(value, defaultdict):
+    if is_a(value, defaultdict):
         return kind(value.default_factory)
-    if isinstance(value, deque):
+    if is_a(value, deque):
         return kind(maxlen=value.maxlen)
-    if isinstance(value, np.ndarray):
+    if is_a(value, np.ndarray):
         return np.empty_like(value)
-    return kind() if isinstance(value, list | dict | types.SimpleNamespace) else object.__new__(kind)
+    return kind() if is_a(value, list | dict | types.SimpleNamespace) else object.__new__(kind)

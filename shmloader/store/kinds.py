@@ -1,15 +1,15 @@
-"""Kinds of objects that can be shared, and their sizes: one rule for `share`'s argument and its contents.
+"""Kinds of objects that can be shared, and their sizes: one rule for all that share, and for the watch.
 
-Imports no pyarrow: workers without stores use this too.
+It goes by an object's real type and runs none of its class's code. Imports no pyarrow: workers use this too.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import datetime as dt
 import decimal
 import enum
 import functools
+import gc
 import itertools
 import logging
 import multiprocessing.process
@@ -27,6 +27,8 @@ import torch
 
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.leaves import wrap_tensor
+from shmloader.store import static
+from shmloader.store.static import base_of, is_a
 
 LEAST_NBYTES = 1 << 20
 """The least size of a held object that is shared, in bytes as Python objects. A smaller one is not worth a
@@ -38,10 +40,10 @@ MOST_WALKED = 10_000
 _MOST_LOOKED = 256  # parts of a value that are checked
 _SAMPLED = 100  # elements of a container that are checked
 _FEW = 32  # a container of so few large things is taken apart, not shared as a whole
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or by a C module that says so
 
 _SAMPLED_OF_CHUNK = 8
 _MOST_DEPTH = 12
+_MOST_SIZED = 20_000  # objects that are looked at for one size
 _TENSOR_NBYTES = 300  # the Python object, TensorImpl and StorageImpl, roughly
 
 _SCALARS = (str, bytes, bytearray, int, float, complex, bool, type(None), np.generic, np.dtype, torch.dtype)
@@ -72,12 +74,11 @@ _HUGGING_FACE = {
     "datasets.arrow_dataset": ("DatasetInfoMixin",),  # the base of Dataset and IterableDataset
     "datasets.dataset_dict": ("DatasetDict", "IterableDatasetDict"),
 }
-_SEQUENCES, _MAPPINGS, _SETS = (
-    (list, tuple, deque),
-    (dict, OrderedDict, defaultdict, Counter),
-    (set, frozenset),
-)
-CONTAINERS = (*_SEQUENCES, *_SETS, dict)
+_SEQUENCES, _MAPPINGS = (list, tuple, deque), (dict, OrderedDict, defaultdict, Counter)
+# By ``id``: a metaclass may define how its classes are compared.
+_PLAIN: dict[int, type] = {id(kind): list for kind in _SEQUENCES} | {id(kind): dict for kind in _MAPPINGS}
+_PLAIN |= {id(set): set, id(frozenset): set}
+_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)  # of no size
 _WITHOUT_MEANING = set(
     "__module__ __qualname__ __doc__ __dict__ __weakref__ __orig_bases__ __parameters__ __firstlineno__ "
     "__static_attributes__ __slots__ __slotnames__ __annotations__".split()
@@ -88,6 +89,8 @@ _NO_CONTAINERS = (str, bytes, bytearray, memoryview, range)
 # --- arrays and tensors
 
 Array = np.ndarray[Any, Any]
+_DTYPE: Any = np.ndarray.dtype.__get__  # also of subclasses, whose own attributes are not asked
+_NBYTES: Any = np.ndarray.nbytes.__get__
 
 
 class ArrayKind(NamedTuple):
@@ -141,32 +144,33 @@ def array_of_tensor(tensor: torch.Tensor, carrier: np.dtype[Any]) -> Array:
 def is_store(value: Any) -> bool:
     """Whether a value is a store. Does not import the module of stores, which imports pyarrow."""
     base = sys.modules.get("shmloader.store.base")
-    return base is not None and isinstance(value, base.SharedObject)
+    return base is not None and type.__subclasscheck__(base.SharedObject, type(value))  # not that of an ABC
 
 
 def is_arrow(value: Any) -> bool:
     """Whether a value is Arrow data: a table, a batch or a column."""
-    return isinstance(value, _classes(_ARROW))
+    return is_a(value, _classes(_ARROW))
 
 
 def is_pandas(value: Any) -> bool:
     """Whether a value is a pandas Series or DataFrame."""
-    return isinstance(value, _classes(_PANDAS_ROWS))
+    return is_a(value, _classes(_PANDAS_ROWS))
 
 
 def is_pandas_part(value: Any) -> bool:
     """Whether a value is a pandas object of any kind, an index or an array too."""
-    return isinstance(value, _classes(_PANDAS))
+    return is_a(value, _classes(_PANDAS))
 
 
 def is_hugging_face(value: Any) -> bool:
     """Whether a value is a dataset of Hugging Face's ``datasets``."""
-    return isinstance(value, _classes(_HUGGING_FACE))
+    return is_a(value, _classes(_HUGGING_FACE))
 
 
 def _classes(names: Mapping[str, tuple[str, ...]]) -> tuple[type, ...]:
-    found = [getattr(sys.modules.get(module), name, None) for module in names for name in names[module]]
-    return tuple(kind for kind in found if isinstance(kind, type))  # not imported: then nothing is of it
+    loaded = [module for module in names if module in sys.modules]  # of others nothing is
+    found = [getattr(sys.modules[module], name, None) for module in loaded for name in names[module]]
+    return tuple(kind for kind in found if isinstance(kind, type))
 
 
 def container_kind(value: Any) -> type | None:
@@ -174,27 +178,18 @@ def container_kind(value: Any) -> type | None:
 
     A subclass is one if it adds nothing: neither methods nor attributes.
     """
-    kind = plain_kind(value)
-    if kind in _SEQUENCES:
-        return list
-    if kind in _MAPPINGS:
-        return dict
-    if kind in _SETS:
-        return set
-    if type(value) is np.ndarray and value.dtype.hasobject and value.ndim == 1 and value.dtype.names is None:
-        return list
-    return None
+    kind = _PLAIN.get(id(plain_kind(value)))
+    if kind is None and type(value) is np.ndarray and value.dtype.hasobject:
+        return list if value.ndim == 1 and value.dtype.names is None else None
+    return kind
 
 
 def plain_kind(value: Any) -> type:
     """The type of a value, or the type that it is a subclass of that adds nothing."""
     kind = type(value)
-    while (
-        set(vars(kind)) <= _WITHOUT_MEANING
-        and len(kind.__bases__) == 1
-        and not getattr(value, "__dict__", None)
-    ):
-        (kind,) = kind.__bases__
+    names, bases = static.names_of, static.bases_of
+    while set(names(kind)) <= _WITHOUT_MEANING and len(bases(kind)) == 1 and not static.dict_of(value):
+        (kind,) = bases(kind)
     return kind
 
 
@@ -209,7 +204,7 @@ def is_rows(value: Any) -> bool:
 def holds_datasets(container: Any) -> bool:
     """Whether a container holds objects that are shared themselves: datasets, large ones of other classes."""
     return any(
-        isinstance(one, _SHARED_BY_THEMSELVES)
+        is_a(one, _SHARED_BY_THEMSELVES)
         or is_store(one)
         or is_hugging_face(one)
         or (is_open(one) and not is_data(one) and _holds_large(one))
@@ -226,13 +221,12 @@ def is_shareable_tensor(value: torch.Tensor) -> bool:
     return kind_of_tensor(value) is not None and not value.is_quantized
 
 
-def some(container: Any) -> Iterator[Any]:
-    """Elements of a container, evenly spaced; of a dict the values."""
-    step = max(1, len(container) // _SAMPLED)
-    if isinstance(container, list | tuple | np.ndarray):
-        return iter(container[::step])
-    elements = container.values() if isinstance(container, dict) else container
-    return itertools.islice(elements, 0, None, step)
+def some(container: Any, most: int = _SAMPLED) -> Iterator[Any]:
+    """About so many elements of a container, evenly spaced; of a dict the values."""
+    step, base = max(1, static.length(container) // most), base_of(container)
+    if base is list or base is tuple or type(container) is np.ndarray:
+        return iter((base or np.ndarray).__getitem__(container, slice(None, None, step)))
+    return (element for _, element in itertools.islice(static.items(container), 0, None, step))
 
 
 def is_data(value: Any) -> bool:
@@ -245,14 +239,14 @@ def is_data(value: Any) -> bool:
     while todo and looked < _MOST_LOOKED:
         part = todo.popleft()
         looked += 1
-        if isinstance(part, _DATA):
+        if is_a(part, _DATA):
             continue
-        if isinstance(part, list | tuple):
-            todo.extend(part[:_SAMPLED])
-        elif isinstance(part, dict | set | frozenset | deque):
+        fields = static.of_class(type(part), "__dataclass_fields__")
+        if base_of(part) is not None:
             todo.extend(some(part))
-        elif dataclasses.is_dataclass(part) and not isinstance(part, torch.utils.data.Dataset):
-            todo.extend(getattr(part, field.name, None) for field in dataclasses.fields(part))
+        elif fields and not is_a(part, torch.utils.data.Dataset):
+            held = static.dict_of(part) | static.slots_of(part)
+            todo.extend(map(held.get, fields))
         else:
             return False
     return True
@@ -260,13 +254,13 @@ def is_data(value: Any) -> bool:
 
 def is_few_large(value: Any) -> bool:
     """Whether a container has few elements, some of which are large ones themselves."""
-    if len(value) > _FEW or container_kind(value) is set:
+    if static.length(value) > _FEW or container_kind(value) is set:
         return False
     large = (np.ndarray, torch.Tensor, *_classes(_ARROW), *_classes(_PANDAS))
     return any(
         estimate_nbytes(element) >= LEAST_NBYTES
         for element in some(value)
-        if isinstance(element, large) or container_kind(element) is not None
+        if is_a(element, large) or container_kind(element) is not None
     )
 
 
@@ -281,18 +275,17 @@ def plain_if_few(value: Any) -> Any:
 
 def elements_of(container: Any) -> Iterable[tuple[Any, Any]]:
     """The elements of a container, each with how it is reached from there."""
-    items = container.items() if isinstance(container, dict) else enumerate(container)
-    return (((key,), element) for key, element in items)
+    return (((key,), element) for key, element in static.items(container))
 
 
 def is_open(value: Any) -> bool:
     """Whether to walk through an object's attributes."""
-    if isinstance(value, types.MethodType | functools.partial) or type(value) is types.SimpleNamespace:
+    if is_a(value, types.MethodType | functools.partial) or type(value) is types.SimpleNamespace:
         return True
-    if isinstance(value, tuple):
-        return hasattr(value, "_fields")
-    closed = isinstance(value, _CLOSED) or is_store(value)
-    if closed and not isinstance(value, torch.utils.data.Dataset):
+    if is_a(value, tuple):
+        return static.of_class(type(value), "_fields") is not None
+    closed = is_a(value, _CLOSED) or is_store(value)
+    if closed and not is_a(value, torch.utils.data.Dataset):
         return False
     if is_pandas_part(value) or is_hugging_face(value):
         return False
@@ -301,34 +294,20 @@ def is_open(value: Any) -> bool:
 
 def _is_all_python(kind: type) -> bool:
     """Whether instances have no state beside their attributes, so that copying these copies the object."""
-    for base in kind.__mro__[:-1]:
-        new = base.__dict__.get("__new__", object.__new__)
-        written_in_python = isinstance(new, staticmethod) or new is object.__new__
-        if not (written_in_python and base.__flags__ & _HEAP_TYPE):
+    for base in static.mro_of(kind)[:-1]:
+        new = static.names_of(base).get("__new__", object.__new__)
+        written_in_python = type(new) is staticmethod or new is object.__new__
+        if not (written_in_python and static.is_python_class(base)):
             return False
     return kind is not object
 
 
 def attributes_of(value: Any) -> Iterable[tuple[Any, Any]]:
     """The attributes of an open object, each with how it is reached from there."""
-    held: dict[str, Any] = {}
-    if isinstance(value, types.MethodType):
-        held = {"__self__": value.__self__}
-    elif isinstance(value, functools.partial):
-        held = {"func": value.func, "args": value.args, "keywords": value.keywords}
-    elif isinstance(value, tuple):
-        held = value._asdict()  # type: ignore[attr-defined]
-    if not isinstance(value, types.MethodType):
-        attributes, slots = state_of(value)
-        held |= attributes | slots
+    held = static.dict_of(value) | static.slots_of(value)
+    if is_a(value, tuple):
+        held |= zip(static.of_class(type(value), "_fields"), tuple.__iter__(value), strict=False)
     return [(f".{name}", attribute) for name, attribute in held.items()]
-
-
-def state_of(value: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The attributes of an object, and its filled slots."""
-    state: Any = object.__getstate__(value)
-    attributes, slots = state if isinstance(state, tuple) else (state, None)
-    return attributes or {}, slots or {}
 
 
 def how_to_share(value: Any) -> str:
@@ -352,47 +331,51 @@ def how_to_share(value: Any) -> str:
 # --- sizes
 
 
-def estimate_nbytes(value: Any) -> int:
-    """Bytes that an object takes in memory, with all that it refers to, estimated from samples."""
-    if isinstance(value, np.ndarray) and value.dtype.hasobject:
-        value = value.reshape(-1).tolist()
-    has_others = isinstance(value, (torch.Tensor, *CONTAINERS, *_classes(_PANDAS)))
-    nbytes = None if has_others else getattr(value, "nbytes", None)
-    return nbytes if isinstance(nbytes, int) else _nbytes_of(value, set())  # ndarrays, also views; Arrow
+def estimate_nbytes(value: Any, *, arrays: bool = True) -> int:
+    """Bytes that an object takes in memory, with all that it refers to, estimated from samples.
+
+    Args:
+        value: The object.
+        arrays: Whether to count the data of arrays and tensors, which no one copies by reading it.
+    """
+    return int(value.nbytes) if is_arrow(value) else _nbytes_of(value, set(), arrays=arrays)
 
 
 def nbytes_of_rows(rows: Sequence[Any], sampled: int = _SAMPLED_OF_CHUNK) -> int:
     """Bytes that rows take as Python objects, with their places in a list, from about so many of them."""
-    return 8 * len(rows) + _of_some(rows, len(rows), set(), 0, sampled)
+    return 8 * len(rows) + _of_some(rows, set(), 0, True, sampled)
 
 
-def _of_some(values: Any, count: int, seen: set[int], depth: int, sampled: int = _SAMPLED) -> int:
+def _of_some(container: Any, seen: set[int], depth: int, arrays: bool, sampled: int = _SAMPLED) -> int:
     """Bytes of the values of a container, from those of some.
 
     Objects that they share (keys, small numbers, a vocabulary) are counted once, with the first value.
     """
-    step = max(1, count // sampled)
-    some = values[::step] if isinstance(values, list | tuple) else itertools.islice(values, 0, None, step)
-    first, *rest = [_nbytes_of(value, seen, depth) for value in some] or [0]
-    return first + (round(sum(rest) / len(rest) * (count - 1)) if rest else first * (count - 1))
+    first, *rest = [_nbytes_of(value, seen, depth, arrays) for value in some(container, sampled)] or [0]
+    others = static.length(container) - 1
+    return first + (round(sum(rest) / len(rest) * others) if rest else first * others)
 
 
-def _nbytes_of(value: Any, seen: set[int], depth: int = 0) -> int:
-    """Bytes of an object and its contents, without objects that were ``seen`` before, by ``id``."""
-    if id(value) in seen or isinstance(value, type):
+def _nbytes_of(value: Any, seen: set[int], depth: int = 0, arrays: bool = True) -> int:
+    """Bytes of an object and its contents, without objects that were ``seen`` before, by ``id``.
+
+    Without the data of ``arrays`` if they are not to be counted.
+    """
+    if id(value) in seen or len(seen) > _MOST_SIZED or is_a(value, _CODE):
         return 0
     seen.add(id(value))
-    if isinstance(value, torch.Tensor):
-        items = value.numel() if value.layout is torch.strided else 0
+    if type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
+        items = value.numel() if arrays and value.layout is torch.strided else 0
         return _TENSOR_NBYTES + items * value.element_size()
-    nbytes = sys.getsizeof(value, 64)
-    if isinstance(value, np.ndarray):
-        return nbytes if value.base is None else nbytes + value.nbytes
-    if depth >= _MOST_DEPTH or isinstance(value, str | bytes | int | float):
+    nbytes = static.sizeof(value)
+    if is_a(value, np.ndarray):
+        if not _DTYPE(value).hasobject:
+            return max(nbytes, _NBYTES(value)) if arrays else _TENSOR_NBYTES  # of a view too
+        value = np.ndarray.tolist(value)
+    if depth >= _MOST_DEPTH or is_a(value, str | bytes | int | float):
         return nbytes
-    if isinstance(value, Mapping):
-        keys = _of_some(value.keys(), len(value), seen, depth + 1)
-        return nbytes + keys + _of_some(value.values(), len(value), seen, depth + 1)
-    if not isinstance(value, list | tuple | set | frozenset | deque):
-        value = list(getattr(value, "__dict__", {}).values())
-    return nbytes + _of_some(value, len(value), seen, depth + 1)
+    if is_a(value, dict):
+        nbytes += _of_some(dict.keys(value), seen, depth + 1, arrays)
+    if base_of(value) is not None:
+        return nbytes + _of_some(value, seen, depth + 1, arrays)
+    return nbytes + sum(_nbytes_of(held, seen, depth + 1, arrays) for held in gc.get_referents(value))

@@ -1,105 +1,115 @@
-"""Detects data that forked workers copy merely by reading it, and advises a fix.
+"""Detects memory that forked workers copy merely by reading it, and advises a fix.
 
-A plain list or dict of Python objects is copied into a forked worker page by page, since reading an object
-writes its reference count. The loader starts a `CopyWatch` where its dataset holds a large one, and asks once
-per epoch.
+A page of Python objects is copied into a forked worker when it reads one of them, since that writes the
+reference count. So what grows is measured, whatever it is; an owner is searched for only when that is much.
+Advice runs no code of the program's, and what fails here is silent.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Collection, Iterable
+import contextlib
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import torch.multiprocessing
 
 from shmloader.arguments import THREAD
 from shmloader.errors import NotSharedWarning, warn
-from shmloader.host.process_memory import read_memory
+from shmloader.host.process_memory import CopiedMemory
 from shmloader.statistics import Counters
-from shmloader.store.graph import Graph
-from shmloader.store.kinds import estimate_nbytes
+from shmloader.store import kinds, static
+from shmloader.store.graph import Graph, Node
 
-LEAST_NBYTES = 64 << 20
-"""Containers smaller than this, in bytes as Python objects, are not watched."""
+LEAST_NBYTES = 32 << 20
+"""What one worker has to copy, beyond a few batches, before anything is said."""
 
-_LEAST_GROWN = 0.2  # of the container, in one worker: what reading it all copies is more than a half
-
-
-def largest_unshared(dataset: Any) -> tuple[int, str] | None:
-    """Size and path of the largest container of Python objects in a dataset; None if none is worth watching.
-
-    Takes microseconds per attribute: only some elements of a container are checked.
-    """
-    # The values of its attributes first, since looking at the dataset itself gives it a __dict__
-    # (docs/decisions/0033). The garbage collector shows them; of a collection it would show every element.
-    if isinstance(dataset, Collection) or any(map(_largest_in, gc.get_referents(dataset))):
-        return _largest_in(dataset)
-    return None
-
-
-def _largest_in(value: Any) -> tuple[int, str] | None:
-    nodes = [node for node in Graph(value, only_containers=True).nodes.values() if node.plan]
-    found = max(((estimate_nbytes(node.value), node.path) for node in nodes), default=(0, ""))
-    return found if found[0] >= LEAST_NBYTES else None
+_BATCHES = 4  # a worker may make so many of the largest in memory that this process has freed
+_LEAST_OWNED = 0.25  # of what was copied, by what is called its owner
+_MOST_OF = 0.5  # its holder's bytes, by what is named in its holder's place
+_MOST_SIZED = 2000  # objects, those next to the dataset, whose sizes are estimated
 
 
 class CopyWatch:
-    """Compares the private memory of forked workers with what they had when they started.
+    """Measures what forked workers copy of this process's memory, and looks for the owner in the dataset.
 
-    Runs in the main process, and reads ``/proc/PID/smaps_rollup`` of each worker twice.
-
-    Attributes:
-        unshared: Size and path of the container that is watched; None if there is none.
+    Costs microseconds when they start. When an epoch ends, one worker is measured, and only if it had enough
+    page faults; that takes less time than to fork it.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self.unshared = largest_unshared(dataset)
-        self._before: dict[int, int] = {}
+    def __init__(self, dataset: Any, workers: Iterable[Any], *, is_shared: bool) -> None:
+        self._dataset = dataset
+        self._is_shared = is_shared
+        self._epochs = 0
+        self._copied: dict[int, CopiedMemory] = {}
+        with contextlib.suppress(Exception):
+            self._copied = {worker.pid: CopiedMemory(worker.pid) for worker in workers}
 
-    def started(self, workers: Iterable[Any]) -> None:
-        """Note the memory of workers, processes of ``multiprocessing``, that were just started."""
-        if self.unshared is not None:
-            for worker in workers:
-                self._before[worker.pid] = private_nbytes(worker.pid)
-
-    def ended(self, workers: Iterable[Any]) -> str:
-        """Check workers when an epoch ends, and before they are stopped.
+    def ended(self, workers: Iterable[Any], largest_batch_nbytes: int) -> str:
+        """Measure the workers when an epoch ends, before they are stopped.
 
         Returns:
-            A warning for the program if they have copied what they read, once; else "".
+            A warning for the program, if they have copied much; else "".
         """
-        if self.unshared is None:
+        self._epochs += 1
+        if self._epochs & (self._epochs - 1):  # of persistent workers after 1, 2, 4, 8 epochs
             return ""
-        pids = [worker.pid for worker in workers if worker.pid in self._before]
-        grown = [private_nbytes(pid) - self._before[pid] for pid in pids]
-        nbytes, path = self.unshared
-        if not grown or max(grown) < _LEAST_GROWN * nbytes:
-            return ""
-        self.unshared = None
+        with contextlib.suppress(Exception):
+            known = [self._copied[worker.pid] for worker in workers if worker.pid in self._copied]
+            worst = max(known, key=CopiedMemory.most_nbytes)
+            least = LEAST_NBYTES + _BATCHES * largest_batch_nbytes
+            if worst.most_nbytes() >= least and (copied := worst.nbytes()) >= least:
+                return self._describe(copied, len(known))
+        return ""
+
+    def _describe(self, copied: int, num_workers: int) -> str:
+        graph = Graph(self._dataset)
+        nbytes, owner = _largest(graph)
+        said = (
+            f"each of {num_workers} workers has copied up to {copied:,} bytes of this process's memory: "
+            "reading Python objects writes their reference counts."
+        )
+        if nbytes < _LEAST_OWNED * copied:
+            if num_workers == 1:  # then it may be what this process has written to, as in training on the CPU
+                return ""
+            stopped = f" until it stopped at {graph.stopped.path}" if graph.stopped else ""
+            return (
+                f"{said} No owner of so many was found: of {len(graph.nodes):,} objects that a search in the "
+                f"dataset's attributes saw{stopped}, {owner.path} holds most, about {nbytes:,} bytes. Look "
+                "at globals, class attributes, default arguments and closures that the dataset's code uses"
+            )
+        kind = static.name_of(type(owner.value))
+        said += f" {owner.path}, of type {kind}, has about {nbytes:,} bytes of them."
+        if not self._is_shared and any(
+            one.plan and owner in (one, one.holder) for one in graph.nodes.values()
+        ):
+            return f"{said} DataLoader(..., share_dataset=True) keeps them in memory once, for all workers"
         return (
-            f"each worker has copied up to {max(grown):,} bytes in this epoch ({sum(grown):,} in all): "
-            f"reading Python objects writes their reference counts, and {path} has about {nbytes:,} bytes of "
-            "them. DataLoader(..., share_dataset=True) keeps them in memory once, for all workers"
+            f"{said} share_dataset=True does not move them from there: keep numbers, texts, lists and dicts "
+            "in one plain list or dict, or arrays, whose contents are not copied"
         )
 
 
-def private_nbytes(pid: int) -> int:
-    """Bytes of memory that a process has written and no other has; 0 if that cannot be read."""
-    return read_memory(pid).get("Private_Dirty", 0)
+def _largest(graph: Graph) -> tuple[int, Node]:
+    """The largest holder of objects and their bytes; or, of holders in each other, the innermost of most."""
+    nodes = itertools.islice(graph.nodes.values(), _MOST_SIZED)
+    sizes = [(kinds.estimate_nbytes(node.value, arrays=False), node) for node in nodes]
+    nbytes, largest = max(sizes, key=lambda pair: pair[0])
+    for held, node in sizes:  # holders come before what they hold
+        if node.holder is largest and held >= _MOST_OF * nbytes:
+            nbytes, largest = held, node
+    return nbytes, largest
 
 
-def watch_copies(loader: Any, workers: Iterable[Any]) -> CopyWatch | None:
+def watch_copies(loader: Any, workers: Iterable[Any], counters: Counters) -> CopyWatch | None:
     """Begin to watch a loader's workers, which were just started; None if they are not forked.
 
     Only forked workers share objects with this process until they read them.
     """
     context = loader.multiprocessing_context or torch.multiprocessing
-    if loader.worker_type == THREAD or context.get_start_method() != "fork":
+    if loader.worker_type == THREAD or context.get_start_method() != "fork" or counters.warned_of_copies:
         return None
-    watch = CopyWatch(loader.dataset)
-    watch.started(workers)
-    return watch
+    return CopyWatch(loader.dataset, workers, is_shared=loader.share_dataset)
 
 
 def warn_of_copies(copied: str, counters: Counters) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import gc
 import subprocess
 import sys
 import weakref
-from collections import UserDict
+from collections import UserDict, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -284,8 +285,27 @@ class Names(list[str]):
         return self[0]
 
 
-@pytest.mark.parametrize("kind", [Names, lambda texts: Settings(texts=texts)])
-def test_a_large_container_with_methods_of_its_own_is_named(kind: Any) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Names,
+        lambda texts: Settings(texts=texts),
+        lambda texts: MappingProxyType(dict(enumerate(texts))),
+        lambda texts: "".join(texts * 5),
+        lambda texts: "".join(texts * 5).encode(),
+        lambda texts: bytearray("".join(texts * 5), "ascii"),
+        lambda texts: array.array("l", range(len(texts) * 10)),
+    ],
+    ids="list settings mappingproxy str bytes bytearray array".split(),
+)
+def test_what_is_large_and_cannot_be_shared_is_named(kind: Any) -> None:
     data = kind([f"text {n}" for n in range(100_000)])
     with pytest.warns(NotSharedWarning, match=r"Holder\.data, a .*: its class is none that can be shared"):
         assert share(Holder(data=data)).data is data
+
+
+@pytest.mark.parametrize("kind", [deque, frozenset, Names])
+def test_a_dataset_that_cannot_be_shared_is_named(kind: Any) -> None:
+    data = kind([f"text {n}" for n in range(100_000)])
+    with pytest.warns(NotSharedWarning, match=r"(deque|frozenset|Names), a .* of about [\d,]{9,} bytes"):
+        assert DataLoader(data, share_dataset=True, sampler=[0]).dataset is data
