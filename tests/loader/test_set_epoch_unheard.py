@@ -112,7 +112,7 @@ def test_loaders_of_torchs_class_are_told_under_install(kind: Any, how: str, war
 
 
 def test_their_states_have_the_number() -> None:
-    with shmloader.install():
+    with shmloader.install(stateful=True):
         loader = torch.utils.data.DataLoader(Tells(), num_workers=1)
         shmloader.set_epoch(loader, 5)
         next(iter(loader))
