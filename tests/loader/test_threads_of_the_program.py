@@ -79,7 +79,7 @@ def test_a_signal_handler_that_takes_a_batch_meanwhile_is_refused_and_nothing_is
     assert refused == ["next() was called by this thread while it was inside next()"]
 
 
-def test_batches_of_another_thread_count_although_this_one_is_interrupted_while_it_waits_for_that(
+def test_batches_of_another_thread_count_although_this_one_is_interrupted_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with DataLoader(Numbered(40), batch_size=4, num_workers=2, in_order=False) as loader:
@@ -98,7 +98,6 @@ def test_batches_of_another_thread_count_although_this_one_is_interrupted_while_
         monkeypatch.setattr(iterator._lifecycle, "enter", wait_for_another_thread)
         with pytest.raises(KeyboardInterrupt):
             next(iterator)
-        monkeypatch.undo()
-        assert len(list(iterator)) == 6
         state = loader.state_dict()
-        assert (state["batches"], state["batches_behind"]) == (10, "")
+        behind = filter(None, state["batches_behind"].split(","))
+        assert state["batches"] + len(list(behind)) == 4
