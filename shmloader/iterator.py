@@ -210,11 +210,12 @@ class SlotIterator(torch_private.BaseIterator):
 
     @torch_private.never_compiled
     def __next__(self) -> Any:
-        lifecycle, is_inside = self._lifecycle, False
+        lifecycle, progress = self._lifecycle, None
         try:
             if not lifecycle.enter():
                 self._abandon()
-            self._had, is_inside = self._progress.done, True
+            self._progress.keep()
+            progress = self._progress
             # torch's own __next__ opens a profiler range (10 us) and counts an IterableDataset's samples.
             if self._stream is not None or torch_private.profiler_enabled():
                 batch = super().__next__()
@@ -226,8 +227,8 @@ class SlotIterator(torch_private.BaseIterator):
             return batch  # noqa: TRY300 - an interrupt before the return must be caught
         except BaseException as error:
             lifecycle.fail(error)
-            if is_inside and not isinstance(error, Exception):
-                self._progress.done = self._had  # Ctrl-C: the program has not had this batch
+            if progress is not None and not isinstance(error, Exception):
+                progress.take_back()  # Ctrl-C: the program has not had this batch
             # No other variable may hold an exception: it would refer to this frame, and so to itself.
             if self._is_led_to_by_close(error):
                 raise self._closed_meanwhile() from error
@@ -271,7 +272,7 @@ class SlotIterator(torch_private.BaseIterator):
                     delivery.begin_next(in_order=self._in_order)
                 self._counters.last_next_ns = time.perf_counter_ns()
                 return batch
-            self._had = self._progress.done  # there is no batch to have
+            self._progress.keep()
         raise self._end_epoch()
 
     def _end_epoch(self) -> StopIteration:

@@ -47,6 +47,7 @@ class Progress:
     stream: Any = None
     in_order: bool = True
     constant: dict[str, Any] | None = None
+    _kept: int | tuple[int, ...] = 0  # what `take_back` goes back to
 
     def take(self, position: int) -> None:
         """Note that the batch at a position is done; the order does not matter."""
@@ -56,6 +57,17 @@ class Progress:
             done.remove(first)
             first += 1
         self.done = (first, *sorted(done)) if done else first
+
+    def keep(self) -> None:
+        """Note that `done` holds, whatever becomes of this call of ``next()``.
+
+        It does when the call begins, and when it has left out a batch that the program will not have.
+        """
+        self._kept = self.done
+
+    def take_back(self) -> None:
+        """Go back to what holds, because the call was interrupted: its batch is not returned."""
+        self.done = self._kept
 
     @property
     def taken(self) -> int:
