@@ -149,7 +149,9 @@ class Main:
         self.last_events = 0  # index of the first event of the last operation
         self.segment = Segment()
         most_tasks = WORKERS * setting.prefetch
-        self.pool = setting.pool(self.segment, most_tasks, setting.most_slots * PAGE_NBYTES)
+        # The least, where the number of tasks stays; else slots that were granted before have larger limits.
+        pages = setting.most_slots * (4 if setting.grows else 1)
+        self.pool = setting.pool(self.segment, most_tasks, pages * PAGE_NBYTES)
         self.workers = setting.workers(self)
         self.dispatcher = setting.dispatcher(
             self.pool, self.workers, Lifecycle(), restarts=setting.restarts, timeout_s=1.0
@@ -245,6 +247,7 @@ class Main:
             raise Broken(ORDER, f"batch {seq} of epoch {self.epoch} comes after {sorted(self.had)}")
         self.had.add(seq)
         anchor = self.dispatcher.take(task)[0]
+        leased = slot.state is SlotState.LEASED
         self.ledger.finish(task)
         if self.auto is not None:
             self.auto.grows = grows
@@ -260,7 +263,7 @@ class Main:
         shown = [int(anchor[place]) for place in range(0, len(expected) * PAGE_NBYTES, PAGE_NBYTES)]
         if shown != expected:
             raise Broken(ORDER, f"batch {seq} of epoch {self.epoch} shows {shown} instead of {expected}")
-        if slot.state is SlotState.LEASED or slot.lease is not None:
+        if leased:
             self.held[slot.number] = anchor
         elif len(self.held) < self.pool.base_slots - self.pool.most_tasks and seq != self.setting.parts:
             raise Broken(COPIES, f"batch {seq} was copied, but only {sorted(self.held)} are held")
@@ -321,6 +324,7 @@ class Main:
             tuple(map(str, _attributes(self.progress).values())),
             self.scheduler._sent,
             self.scheduler._turns._turn,
+            _canonical(_attributes(self.scheduler._growth, *_NO_STATE_OF_GROWTH)) if self.auto else (),
             _canonical(_attributes(self.dispatcher, *_NO_STATE)),
             _canonical(_attributes(self.ledger, "arrived", "_due")),
             tuple(self.ledger.arrived),
@@ -341,6 +345,16 @@ _NO_STATE = (
     "lifecycle",
     "_timeout_s",
     "_wait_ns",
+)
+_NO_STATE_OF_GROWTH = (
+    "_auto",
+    "_loader",
+    "_dispatcher",
+    "_workers",
+    "_free_workers",
+    "_counters",
+    "_last",
+    "_unmeasured",
 )
 
 
