@@ -46,8 +46,8 @@ SETTINGS = {
     "one restart for two deaths": Setting(batches=3, kills=2, restarts=1),
     "the main process is killed": Setting(batches=2, epochs=2, kills=1, restarts=1, main_dies=True, keeps=1),
     "more tasks are wanted": Setting(batches=6, grows=2, keeps=1),
-    "batches without order, and more tasks": Setting(batches=6, grows=2, keeps=1, in_order=False),
-    "and a worker dies": Setting(batches=4, grows=1, keeps=1, in_order=False, kills=1, restarts=1),
+    "batches without order, and more tasks": Setting(batches=5, grows=1, keeps=1, in_order=False),
+    "and a worker dies": Setting(batches=3, grows=1, keeps=1, in_order=False, kills=1, restarts=1),
     "a batch is left out": Setting(batches=3, left_out=0, interrupts=True, kills=1, restarts=1, keeps=1),
     "and without order": Setting(
         batches=3, epochs=2, left_out=0, interrupts=True, in_order=False, grows=1, keeps=1
