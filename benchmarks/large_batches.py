@@ -1,10 +1,10 @@
 """The shared memory that is left after some batches were much larger than most.
 
-``python -m benchmarks.large_batches`` loads batches of 1 MB, among them some of 100 MB, with torch's loader and
-with this one in turn, each in a fresh process; the program takes 5 ms for each. It prints the most shared memory
-that there was at any moment, and how much is left at the end, up to a hundred small batches after the last
-large one. The memory is that of all files in /dev/shm and of the process's memfds, so nothing else may use
-/dev/shm meanwhile.
+``python -m benchmarks.large_batches`` loads batches of 1 MB, among them some of 100 MB, with torch's loader
+and with this one in turn, each in a fresh process; the program takes 5 ms for each batch. It prints the most
+shared memory that there was at any moment, and how much is left at the end, up to a hundred small batches
+after the last large one. The memory is that of all files in /dev/shm and of the process's memfds, so nothing
+else may use /dev/shm meanwhile.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def shared_nbytes() -> int:
     blocks = 0
     for path in Path("/proc/self/fd").iterdir():
         try:
-            if os.readlink(path).startswith("/memfd:"):
+            if str(path.readlink()).startswith("/memfd:"):
                 blocks += path.stat().st_blocks
         except OSError:  # closed meanwhile
             continue
@@ -70,7 +70,8 @@ def play(name: str, where: str, large_nbytes: int, workers: int, prefetch: int) 
     """Loads an epoch; gives the bytes at the end (the median of the last batches) and at the peak."""
     before_nbytes = shared_nbytes()
     sizes = [
-        large_nbytes if i in LARGE[where] else SMALL_NBYTES for i in range(max(LARGE[where]) + SMALL_AT_THE_END)
+        large_nbytes if i in LARGE[where] else SMALL_NBYTES
+        for i in range(max(LARGE[where]) + SMALL_AT_THE_END)
     ]
     loader = LOADERS[name](Sized(sizes), num_workers=workers, prefetch_factor=prefetch)
     peak_nbytes, ended = before_nbytes, threading.Event()
@@ -109,8 +110,8 @@ def main() -> None:
     arguments = parser.parse_args()
     given = arguments.large_mb * 1_000_000, arguments.workers, arguments.prefetch_factor
     if arguments.measure:
-        answer = claim_output()
-        answer(play(*arguments.measure, *given))
+        answer, (name, where) = claim_output(), arguments.measure
+        answer(play(name, where, *given))
         return
     table = [["large batches", "loader", "MB left", "of torch's", "MB at the peak", "of torch's"]]
     for where, numbers in LARGE.items():
@@ -119,7 +120,7 @@ def main() -> None:
             for name, figures in seen.items():
                 words = [*sys.argv[1:], "--measure", name, where]
                 figures.append(run_fresh(f"{name}, {where}", "benchmarks.large_batches", *words))
-        for name, figures in seen.items():
+        for name in LOADERS:
             row = [f"{len(numbers)} {where}" if len(numbers) > 1 else where, name]
             for kind in ("left", "peak"):
                 own, torchs = (median(each[kind] for each in seen[key]) for key in (name, "torch"))

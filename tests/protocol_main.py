@@ -1,6 +1,7 @@
-"""The main process in the protocol's model: real `Scheduler`, `Dispatcher` and `SlotPool`, driven by a script.
+"""The main process in the protocol's model, driven by a script.
 
-The iterator's part of it is written here once more, around the real `Scheduler` and `Progress`.
+`Scheduler`, `Dispatcher`, `SlotPool` and `Progress` are the real ones. The iterator, which uses them, is
+written here once more.
 
 The real objects cannot be copied. So a state of the main process is represented by the shortest script that
 leads to it, and made again by running that script (`MainStates`). A script may end while the main process
@@ -20,7 +21,7 @@ from shmloader.scheduling.auto import Auto
 from shmloader.scheduling.dispatcher import Dispatcher
 from shmloader.scheduling.lifecycle import Lifecycle
 from shmloader.scheduling.scheduler import Scheduler
-from shmloader.scheduling.task_ledger import ARRIVED, Task, TaskState
+from shmloader.scheduling.task_ledger import Task, TaskState
 from shmloader.shared_memory import PAGE_NBYTES
 from shmloader.slots import SlotPool, SlotState
 from shmloader.wire.records import REPORTED, Published

@@ -103,7 +103,12 @@ class DriverError(RuntimeError):
 
 @dataclass(eq=False, slots=True)
 class Event:
-    """A point in the work of the device of a number, by the driver's handle."""
+    """A CUDA event: a mark in the work that was queued on a device.
+
+    Attributes:
+        handle: What the driver calls it.
+        device: Number of the device.
+    """
 
     handle: Any
     device: int

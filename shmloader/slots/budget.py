@@ -51,8 +51,9 @@ class Budget:
         tasks: Slots that are granted or published now.
         committed_nbytes: Sum of the limits of all slots.
         free: The free slots that have memory; the pool's list.
-        ample_nbytes: While ``committed_nbytes`` are no more, `next_limit` is ``limit_nbytes`` and
-            `has_room_for_lease` is true, so neither is called.
+        ample_nbytes: Up to so many ``committed_nbytes`` there is room enough for everything: slots are
+            granted with ``limit_nbytes``, and batches leased, without a call of `next_limit` or
+            `has_room_for_lease`.
         recent: Bytes of the last batches; the pool appends to it.
         hint_nbytes: Bytes that a batch may be expected to take: ``typical_nbytes`` once they are known.
         limit_nbytes: The limit of a slot that is granted while there is room enough.

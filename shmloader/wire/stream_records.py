@@ -54,7 +54,10 @@ class StreamRules(NamedTuple):
         return self._replace(layout="", cursors=())
 
     def parts(self, num_workers: int) -> int:
-        """Number of parts of a rank's stream: one for each worker of the run that began the epoch."""
+        """Number of parts of a rank's stream: one for each worker of the run that began the epoch.
+
+        With `STRIDE`, and in a fresh epoch, it is one for each worker of this run.
+        """
         return num_workers if self.layout in ("", STRIDE) else len(self.cursors)
 
     def cursor_of(self, part: int) -> Cursor:

@@ -151,7 +151,8 @@ class _StrideFetcher(_StreamFetcher):
 
     @property
     def behind(self) -> int:
-        rows = self._rows_left - self._rows_of_all + self._batch_size  # of the batch's group
+        # Rows of the batch's group that are still to be drawn, because a draw has raised.
+        rows = self._rows_left - self._rows_of_all + self._batch_size
         return self.drawn if self.ended else self.drawn + rows * self._rules.stream.ranks
 
     def fetch(self, index_batch: Any) -> Any:

@@ -197,7 +197,7 @@ class _WithView(np.ndarray):
 
 
 class DrawsFirst(Scheduler):
-    """An index batch is drawn before it is known that a worker has room, whose number of tasks never grows."""
+    """An index batch is drawn before it is known that a worker has room; and more tasks give it none."""
 
     def __init__(self, loader: Any, index_sampler: Any, dispatcher: Dispatcher, auto: Any) -> None:
         super().__init__(loader, index_sampler, dispatcher, auto)
