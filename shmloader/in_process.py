@@ -150,8 +150,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         if self._stream is not None:
             self._stream.take(self._progress, 0, self._report)
         elif self._behind:  # and with this one, those before it whose calls were interrupted
-            for position in range(self._progress.taken, self._position + 1):
-                if position not in self._behind:
-                    self._progress.take(position)
+            for position in {*range(self._progress.taken, self._position + 1)} - self._behind:
+                self._progress.take(position)
         else:
             self._progress.done = self._position + 1

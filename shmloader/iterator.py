@@ -228,7 +228,7 @@ class SlotIterator(torch_private.BaseIterator):
         except BaseException as error:
             lifecycle.fail(error)
             if progress is not None and not isinstance(error, Exception):
-                progress.take_back()  # Ctrl-C: the program has not had this batch
+                progress.take_back()
             # No other variable may hold an exception: it would refer to this frame, and so to itself.
             if self._is_led_to_by_close(error):
                 raise self._closed_meanwhile() from error

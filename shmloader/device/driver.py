@@ -103,12 +103,7 @@ class DriverError(RuntimeError):
 
 @dataclass(eq=False, slots=True)
 class Event:
-    """A CUDA event: a mark in the work that was queued on a device.
-
-    Attributes:
-        handle: What the driver calls it.
-        device: Number of the device.
-    """
+    """A CUDA event, which marks a place in a device's queued work: its handle, and the device's number."""
 
     handle: Any
     device: int

@@ -59,14 +59,11 @@ class Progress:
         self.done = (first, *sorted(done)) if done else first
 
     def keep(self) -> None:
-        """Note that `done` holds, whatever becomes of this call of ``next()``.
-
-        It does when the call begins, and when it has left out a batch that the program will not have.
-        """
+        """Let an interrupt come back to here: a call of ``next()`` begins, or has left out a batch."""
         self._kept = self.done
 
     def take_back(self) -> None:
-        """Go back to what holds, because the call was interrupted: its batch is not returned."""
+        """Go back to before the batch of a call that was interrupted, which the program has not had."""
         self.done = self._kept
 
     @property

@@ -212,8 +212,7 @@ def _read(loaded: State) -> dict[str, Any]:
     """Parse the text of a state's key ``stream``; its parts become `Cursor` objects."""
     with named_in_errors(loaded, "stream"):
         stream: dict[str, Any] = json.loads(loaded["stream"])
-        # All of these have to be whole and at least 0. Before the first batch, `last` is -1.
-        numbers, cursors = [stream["last"] + 1, stream["rank"], stream["ranks"]], []
+        numbers, cursors = [stream["last"] + 1, stream["rank"], stream["ranks"]], []  # last: -1 at first
         for drawn, state, state_drawn, ended, raised, state_raised in stream["parts"]:
             again, raise_again = drawn - state_drawn, raised - state_raised
             numbers += drawn, state_drawn, raised, state_raised, raise_again, again - raise_again

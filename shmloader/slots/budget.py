@@ -17,8 +17,8 @@ LIMITS_IN_A_SHARE = 4
 """Or to its share divided by this: the rest is for batches that the program keeps."""
 
 _RECENT = 32  # batches that tell which size is typical
-_TIMES_TYPICAL = 4  # a batch that is so many times as large as a typical one is not, nor is a slot
-_LITTLE_NBYTES = 1 << 20  # slots of so few bytes are left as they are
+_TIMES_TYPICAL = 4  # a slot of more times as many bytes as a typical batch gives the rest back
+_LITTLE_NBYTES = 1 << 20  # slots of so few bytes stay as they are
 
 
 class Budget:
@@ -51,19 +51,16 @@ class Budget:
         tasks: Slots that are granted or published now.
         committed_nbytes: Sum of the limits of all slots.
         free: The free slots that have memory; the pool's list.
-        ample_nbytes: Up to so many ``committed_nbytes`` there is room enough for everything: slots are
-            granted with ``limit_nbytes``, and batches leased, without a call of `next_limit` or
-            `has_room_for_lease`.
+        ample_nbytes: Up to so many ``committed_nbytes`` there is room for ``limit_nbytes`` and for a lease:
+            `next_limit` and `has_room_for_lease` need not be called.
         recent: Bytes of the last batches; the pool appends to it.
         hint_nbytes: Bytes that a batch may be expected to take: ``typical_nbytes`` once they are known.
         limit_nbytes: The limit of a slot that is granted while there is room enough.
         excess_nbytes: A free slot with more bytes gives back all but the expected ones.
         largest_nbytes: Bytes of the largest batch so far.
-        typical_nbytes: Bytes of the largest typical batch among the recent ones: without the largest of
-            these, as one batch should not make every slot as large as itself; and without those that are
-            more than four times as large as three quarters of them.
-        small_nbytes: Batches of fewer bytes may change what is typical, as those of more than
-            ``typical_nbytes`` do; no others make the pool call `note_size`.
+        typical_nbytes: Bytes of the second largest of them, so that one batch does not make every slot as large
+            as itself; without those that are more than four times as large as three quarters of them.
+        small_nbytes: Batches of fewer bytes, and of more than ``typical_nbytes``, may change what is typical.
     """
 
     def __init__(self, nbytes: int, most_tasks: int, *, workers: int = 1, follows_host: bool = False) -> None:
@@ -76,7 +73,7 @@ class Budget:
         self.largest_nbytes = 0
         self.typical_nbytes = 0
         self.small_nbytes = 0
-        self._small_batches = 0  # since the recent sizes were last looked at
+        self._small_batches = 0  # since one was larger than a typical one
         self._workers = workers
         self._follows_host = follows_host
         self._sure_nbytes = SURE_NBYTES  # more than this is taken only after a new check of the host
@@ -127,11 +124,9 @@ class Budget:
 
         The slots have ``reserved_nbytes`` of the host's memory.
         """
-        if nbytes < self.small_nbytes:
-            self._small_batches += 1
-            if self._small_batches < _RECENT // 4:
-                return
-        self._small_batches = 0
+        self._small_batches = self._small_batches + 1 if nbytes < self.small_nbytes else 0
+        if self._small_batches % (_RECENT // 4):
+            return
         self.largest_nbytes = max(self.largest_nbytes, nbytes)
         sizes = sorted(self.recent)[:-1]
         if sizes:
@@ -194,9 +189,7 @@ class Budget:
         self.hint_nbytes = self.typical_nbytes or self.largest_nbytes
         self._typical_slot_nbytes = min(whole_pages(self.hint_nbytes), share_nbytes)
         self.excess_nbytes = max(_TIMES_TYPICAL * whole_pages(self.hint_nbytes), _LITTLE_NBYTES)
-        self.small_nbytes = self.typical_nbytes // _TIMES_TYPICAL
-        if self.typical_nbytes <= _LITTLE_NBYTES:
-            self.small_nbytes = 0
+        self.small_nbytes = self.hint_nbytes // _TIMES_TYPICAL if self.hint_nbytes > _LITTLE_NBYTES else 0
         limit_nbytes = share_nbytes  # the first batches may be of any size, and none is kept yet
         if self.largest_nbytes:
             grown_nbytes = max(_BATCHES_IN_A_LIMIT * self.hint_nbytes, share_nbytes // LIMITS_IN_A_SHARE)

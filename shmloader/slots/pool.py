@@ -21,7 +21,7 @@ RETAINED_SLOTS = 64
 """Slots that a pool may make beyond its base for batches that the program keeps. A slot costs a mapping and
 whole pages; beyond this number, private memory is cheaper for kept batches."""
 
-_LITTLE_NBYTES = 1 << 16  # a copy of so few bytes takes less time than `next()`
+_LITTLE_NBYTES = 1 << 16  # copying so few takes less time than the rest of `next()`
 
 _FREE, _GRANTED, _PUBLISHED, _LEASED, _GUARDED = SlotState
 _UINT8 = np.dtype(np.uint8)  # quicker to use than the type
@@ -229,14 +229,13 @@ class SlotPool:
         private = np.empty(slot.used_nbytes, np.uint8)
         private[:] = np.frombuffer(self.map(slot).buffer, np.uint8)[: slot.used_nbytes]
         self._count_spill(len(private))
-        self._warn_of_kept(len(private))
+        if len(private) > _LITTLE_NBYTES:
+            self._warn_of_kept(len(private))
         self.give_back(slot)
         return private
 
     def _warn_of_kept(self, nbytes: int) -> None:
-        """Warn of the reason why a batch cannot stay in its slot, unless its copy costs next to nothing."""
-        if nbytes < _LITTLE_NBYTES:
-            return
+        """Warn of the reason why a batch cannot stay in its slot."""
         in_use = self._leased + max(self.most_tasks, self.budget.tasks - 1)
         if in_use >= self.base_slots + RETAINED_SLOTS:
             self._warn(memory_warnings.kept_beyond_slots, nbytes, self._leased)
@@ -376,13 +375,11 @@ class SlotPool:
         before = self.most_tasks
         counters = self.counters
         counters.largest_batch_nbytes = max(counters.largest_batch_nbytes, nbytes)
-        excess_nbytes = self.budget.excess_nbytes
         self.budget.note_size(nbytes, self.reserved_nbytes())
         self._follow_budget(before)
-        if self.budget.excess_nbytes < excess_nbytes:
-            for slot in self._free:
-                if slot.nbytes > self.budget.excess_nbytes:
-                    self._drop_excess(slot)
+        for slot in self._free:
+            if slot.nbytes > self.budget.excess_nbytes:
+                self._drop_excess(slot)
 
     def _follow_budget(self, before: int) -> None:
         """Give back memory beyond the budget; warn if the budget holds fewer tasks than ``before``."""

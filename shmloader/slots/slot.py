@@ -44,8 +44,7 @@ class Slot:
         nbytes: Bytes reserved for it.
         limit_nbytes: Bytes up to which a worker may grow it.
         used_nbytes: Bytes of the batch in it, 0 while free.
-        unguarded: Whether it is free as soon as its lease ends, without a guard: whoever has the lease keeps
-            it until an accelerator has read all that it was asked to read.
+        unguarded: Whether it is free once its lease ends, since that outlives all reads by an accelerator.
         extent: Its memory in this process, once it was mapped.
         lease: The lease on it, while there is one.
     """
