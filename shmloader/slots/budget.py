@@ -58,8 +58,8 @@ class Budget:
         limit_nbytes: The limit of a slot that is granted while there is room enough.
         excess_nbytes: A free slot with more bytes gives back all but the expected ones.
         largest_nbytes: Bytes of the largest batch so far.
-        typical_nbytes: Bytes of the second largest of them, so that one batch does not make every slot as large
-            as itself; without those that are more than four times as large as three quarters of them.
+        typical_nbytes: Bytes of the second largest recent batch, so that one does not make every slot as
+            large as itself; but none that is more than four times as large as three quarters of them.
         small_nbytes: Batches of fewer bytes, and of more than ``typical_nbytes``, may change what is typical.
     """
 
