@@ -43,8 +43,7 @@ class Turns:
 
     def _has_room(self, worker_id: int) -> bool:
         # Not `most_tasks`: short memory may leave less than one of those for each worker.
-        most_tasks = self._pool.budget.wanted_tasks // len(self._active)
-        return self._ledger.unreturned_of(worker_id) < most_tasks
+        return self._ledger.unreturned_of(worker_id) < self._pool.budget.wanted_tasks // len(self._active)
 
     def is_active(self, worker_id: int) -> bool:
         """Whether a worker's iterable-style dataset is not exhausted in this epoch."""

@@ -229,13 +229,14 @@ class SlotPool:
         private = np.empty(slot.used_nbytes, np.uint8)
         private[:] = np.frombuffer(self.map(slot).buffer, np.uint8)[: slot.used_nbytes]
         self._count_spill(len(private))
-        if len(private) > _LITTLE_NBYTES:
-            self._warn_of_kept(len(private))
+        self._warn_of_kept(len(private))
         self.give_back(slot)
         return private
 
     def _warn_of_kept(self, nbytes: int) -> None:
         """Warn of the reason why a batch cannot stay in its slot."""
+        if nbytes <= _LITTLE_NBYTES:
+            return
         in_use = self._leased + max(self.most_tasks, self.budget.tasks - 1)
         if in_use >= self.base_slots + RETAINED_SLOTS:
             self._warn(memory_warnings.kept_beyond_slots, nbytes, self._leased)
