@@ -72,7 +72,7 @@ class Budget:
         self.recent: deque[int] = deque(maxlen=_RECENT)
         self.largest_nbytes = 0
         self.typical_nbytes = 0
-        self.small_nbytes = 0
+        self._again_nbytes = 0  # of the second largest recent one: such batches come again and again
         self._small_batches = 0  # since one was larger than a typical one
         self._workers = workers
         self._follows_host = follows_host
@@ -132,6 +132,7 @@ class Budget:
         if sizes:
             most_nbytes = _TIMES_TYPICAL * sizes[-1 - len(sizes) // 4]
             self.typical_nbytes = max(size for size in sizes if size <= most_nbytes)
+            self._again_nbytes = sizes[-1]
         needed_nbytes = self.base_slots * whole_pages(self.typical_nbytes)
         if needed_nbytes > self._sure_nbytes:
             self._sure_nbytes = needed_nbytes + needed_nbytes // 4
@@ -188,8 +189,9 @@ class Budget:
         share_nbytes = max(self.nbytes // self._share_slots, PAGE_NBYTES) // PAGE_NBYTES * PAGE_NBYTES
         self.hint_nbytes = self.typical_nbytes or self.largest_nbytes
         self._typical_slot_nbytes = min(whole_pages(self.hint_nbytes), share_nbytes)
-        self.excess_nbytes = max(_TIMES_TYPICAL * whole_pages(self.hint_nbytes), _LITTLE_NBYTES)
-        self.small_nbytes = self.hint_nbytes // _TIMES_TYPICAL if self.hint_nbytes > _LITTLE_NBYTES else 0
+        again_nbytes = max(self._again_nbytes, self.hint_nbytes)
+        self.excess_nbytes = max(_TIMES_TYPICAL * whole_pages(again_nbytes), _LITTLE_NBYTES)
+        self.small_nbytes = again_nbytes // _TIMES_TYPICAL if again_nbytes > _LITTLE_NBYTES else 0
         limit_nbytes = share_nbytes  # the first batches may be of any size, and none is kept yet
         if self.largest_nbytes:
             grown_nbytes = max(_BATCHES_IN_A_LIMIT * self.hint_nbytes, share_nbytes // LIMITS_IN_A_SHARE)

@@ -51,7 +51,7 @@ def test_after_large_batches_slots_are_as_large_as_typical_ones_need(large: set[
     assert pool.reserved_nbytes() <= (TASKS + 2) * whole_pages(MB)
     assert pool.budget.committed_nbytes <= TASKS * pool.budget.limit_nbytes + 2 * whole_pages(MB)
     if len(large) == 16 and 0 not in large:  # one at a time
-        assert most_nbytes <= 101 * MB + (TASKS + 2) * whole_pages(MB)
+        assert most_nbytes <= 201 * MB + (TASKS + 2) * whole_pages(MB)
 
 
 @settings(max_examples=200, deadline=None)
@@ -64,6 +64,17 @@ def test_sizes_that_vary_by_less_than_four_times_never_make_a_slot_smaller(
     for slot in play(pool, [rng.randrange(least, 4 * least) for _ in range(length)]):
         largest[slot.number] = max(slot.nbytes, largest.get(slot.number, 0))
         assert slot.nbytes == largest[slot.number]
+
+
+def test_large_batches_that_come_again_and_again_find_slots_that_are_large() -> None:
+    """To give memory back and to take it again costs more than a small batch."""
+    pool, largest = untouched_pool(), dict[int, int]()
+    for number, slot in enumerate(play(pool, [8 * MB if i % 10 == 9 else 100_000 for i in range(400)])):
+        if number > 40:
+            assert slot.nbytes >= largest.get(slot.number, 0)
+            largest[slot.number] = slot.nbytes
+    assert max(largest.values()) == whole_pages(8 * MB)
+    assert pool.budget.hint_nbytes == 100_000  # no slot is made as large for a small one
 
 
 def test_batches_that_grow_are_expected_to() -> None:
