@@ -204,9 +204,8 @@ class States:
         """Make an iterator; torch's global generator is then as in a program that was never interrupted.
 
         That program made no iterator in mid-epoch, so for a state of mid-epoch the new iterator's draws are
-        undone. They are kept if the generator is in the state that it had when the epoch began: then this
-        program has repeated all that came before, and this ``iter()`` stands for the one of then. So they are
-        if the dataset's or the sampler's own state sets the generator.
+        undone. They are kept if the generator is in the state that it had when the epoch began, as then this
+        ``iter()`` repeats the epoch's own, and if the dataset's or sampler's own state sets it.
         """
         self._global_before = before = torch.get_rng_state()
         loaded, draws = loaded_state(loader), True

@@ -22,7 +22,6 @@ RETAINED_SLOTS = 64
 whole pages; beyond this number, private memory is cheaper for kept batches."""
 
 _LITTLE_NBYTES = 1 << 16  # copying so few takes less time than the rest of `next()`
-
 _FREE, _GRANTED, _PUBLISHED, _LEASED, _GUARDED = SlotState
 _UINT8 = np.dtype(np.uint8)  # quicker to use than the type
 
