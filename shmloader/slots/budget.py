@@ -130,8 +130,7 @@ class Budget:
         self.largest_nbytes = max(self.largest_nbytes, nbytes)
         sizes = sorted(self.recent)[:-1]
         if sizes:
-            most_nbytes = _TIMES_TYPICAL * sizes[-1 - len(sizes) // 4]
-            self.typical_nbytes = max(size for size in sizes if size <= most_nbytes)
+            self.typical_nbytes = max(n for n in sizes if n <= _TIMES_TYPICAL * sizes[-1 - len(sizes) // 4])
             self._again_nbytes = sizes[-1]
         needed_nbytes = self.base_slots * whole_pages(self.typical_nbytes)
         if needed_nbytes > self._sure_nbytes:
