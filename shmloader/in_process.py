@@ -149,7 +149,8 @@ class InProcessIterator(torch_private.SingleProcessIterator):
     def _note_taken(self) -> None:
         if self._stream is not None:
             self._stream.take(self._progress, 0, self._report)
-        elif self._behind:
-            self._progress.take(self._position)
+        elif self._behind:  # and with this one, those before it whose calls were interrupted
+            for position in {*range(self._progress.taken, self._position + 1)} - self._behind:
+                self._progress.take(position)
         else:
             self._progress.done = self._position + 1

@@ -210,11 +210,12 @@ class SlotIterator(torch_private.BaseIterator):
 
     @torch_private.never_compiled
     def __next__(self) -> Any:
-        lifecycle = self._lifecycle
-        done = self._progress.done
+        lifecycle, progress = self._lifecycle, None
         try:
             if not lifecycle.enter():
                 self._abandon()
+            self._progress.keep()
+            progress = self._progress
             # torch's own __next__ opens a profiler range (10 us) and counts an IterableDataset's samples.
             if self._stream is not None or torch_private.profiler_enabled():
                 batch = super().__next__()
@@ -226,8 +227,8 @@ class SlotIterator(torch_private.BaseIterator):
             return batch  # noqa: TRY300 - an interrupt before the return must be caught
         except BaseException as error:
             lifecycle.fail(error)
-            if not isinstance(error, Exception):
-                self._progress.done = done  # Ctrl-C: the program has not had this batch
+            if progress is not None and not isinstance(error, Exception):
+                progress.take_back()
             # No other variable may hold an exception: it would refer to this frame, and so to itself.
             if self._is_led_to_by_close(error):
                 raise self._closed_meanwhile() from error
@@ -271,6 +272,7 @@ class SlotIterator(torch_private.BaseIterator):
                     delivery.begin_next(in_order=self._in_order)
                 self._counters.last_next_ns = time.perf_counter_ns()
                 return batch
+            self._progress.keep()
         raise self._end_epoch()
 
     def _end_epoch(self) -> StopIteration:
@@ -314,8 +316,12 @@ class SlotIterator(torch_private.BaseIterator):
         else:
             anchor, header, finish_copy = delivery.take(task)
         dispatcher.ledger.finish(task)
-        self._scheduler.send_more()
         report: StreamReport | None = None
+        try:
+            self._scheduler.send_more()
+        except Exception:  # the sampler's own is in the batch's place, as in torch
+            self._take(task, report)
+            raise
         try:
             if delivery is not None:
                 finish_copy = finish_copy or delivery.begin(task, anchor, header)

@@ -54,7 +54,7 @@ def disable(feature: Feature, reason: str) -> None:
 
 
 def is_missing(feature: Feature) -> bool:
-    """Whether a feature that has a replacement is not available. The first such call warns."""
+    """Whether a feature is not available, and its replacement is to be used: warns of that, once."""
     if why_missing(feature) is None:
         return False
     warn_once(missing_message(feature))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from shmloader.shared_memory import PAGE_NBYTES, Segment
-from shmloader.slots import RETAINED_SLOTS, Slot, SlotPool, SlotState
+from shmloader.slots import RETAINED_SLOTS, Slot, SlotPool, SlotState, budget
 from shmloader.slots.budget import SPARE_SLOTS
 
 MOST_TASKS = 3
@@ -28,6 +28,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        # Slots of a few pages, too, give back what they have too much.
+        self._little, budget._LITTLE_NBYTES = budget._LITTLE_NBYTES, PAGE_NBYTES
         self.segment = Segment()
         self.pool = self.pool_class(self.segment, self.most_tasks, self.budget_nbytes)
         self.granted: list = []
@@ -130,6 +132,16 @@ class PoolMachine(RuleBasedStateMachine):
             assert budget.next_limit() == budget.limit_nbytes
             assert budget.has_room_for_lease()
 
+    def may_keep_excess(self, slot: Slot) -> bool:
+        return False
+
+    @invariant()
+    def no_free_slot_has_far_more_than_a_batch_needs(self) -> None:
+        self.pool.collect()
+        for slot in self.pool.slots:
+            if slot.state is SlotState.FREE and not self.may_keep_excess(slot):
+                assert slot.nbytes <= self.pool.budget.excess_nbytes
+
     @invariant()
     def the_kernel_has_given_no_more_than_the_budget(self) -> None:
         assert os.fstat(self.segment._descriptor.fd).st_blocks * 512 <= self.pool.budget.nbytes
@@ -139,5 +151,6 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(self.pool.slots) <= MOST_TASKS_EVER + SPARE_SLOTS + RETAINED_SLOTS
 
     def teardown(self) -> None:
+        budget._LITTLE_NBYTES = self._little
         self.pool.close()
         self.held_batches_never_change()

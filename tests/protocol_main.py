@@ -1,4 +1,7 @@
-"""The main process in the protocol's model: the real `Dispatcher` and `SlotPool`, driven by a script.
+"""The main process in the protocol's model, driven by a script.
+
+`Scheduler`, `Dispatcher`, `SlotPool` and `Progress` are the real ones. The iterator, which uses them, is
+written here once more.
 
 The real objects cannot be copied. So a state of the main process is represented by the shortest script that
 leads to it, and made again by running that script (`MainStates`). A script may end while the main process
@@ -13,16 +16,20 @@ import numpy as np
 from protocol_fakes import LONG, WORKERS, Event, Segment, Workers
 
 from shmloader.errors import LoaderError
+from shmloader.resume.progress import Progress
+from shmloader.scheduling.auto import Auto
 from shmloader.scheduling.dispatcher import Dispatcher
 from shmloader.scheduling.lifecycle import Lifecycle
-from shmloader.scheduling.task_ledger import ARRIVED, Task, TaskState
+from shmloader.scheduling.scheduler import Scheduler
+from shmloader.scheduling.task_ledger import Task, TaskState
 from shmloader.shared_memory import PAGE_NBYTES
 from shmloader.slots import SlotPool, SlotState
-from shmloader.wire.records import Published
+from shmloader.wire.records import REPORTED, Published
 
 ONE_HAND = "a slot is in one hand at a time"
 LEASE = "a leased slot is never written"
-ORDER = "batches come complete, once and in order"
+ORDER = "batches come complete, once and, if that is asked for, in order"
+COUNT = "a state counts what the program has had, and nothing else"
 PROGRESS = "something can always go on until all is done"
 ENDS = "all workers end after the main process"
 TWICE = "a batch that ended its worker twice raises"
@@ -48,8 +55,6 @@ RUNNING = ("run", "resuming", "interrupted")  # phases in which the main process
 
 Op = tuple[Any, ...]
 
-Op = tuple[Any, ...]
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -63,11 +68,16 @@ class Setting:
         restarts: Most workers that the loader replaces.
         parts: The batch that is larger than its slot and comes in two parts; -1 for none.
         long: The batch whose index batch is too long for the record and lies in the slot; -1 for none.
-        interrupts: Whether Ctrl-C may end the wait for a new epoch, which is then begun once more.
+        left_out: The batch that has no good sample and is not returned; -1 for none.
+        in_order: Whether batches are returned in order.
+        grows: How often one more task per worker may be wanted, after any batch.
+        interrupts: Whether Ctrl-C may end the wait for a batch, after which the program's loop goes on, or
+            for a new epoch, which is then begun once more.
         main_dies: Whether the main process may be killed, at any moment.
         keeps: Most batches that the user keeps at a time.
         inherit: A planted bug: workers hold the writing ends of each other's task pipes.
-        dispatcher, pool, workers: The classes; subclasses of the real ones are planted bugs.
+        dispatcher, scheduler, progress, pool, workers: The classes; subclasses of the real ones are planted
+            bugs.
     """
 
     batches: int = 3
@@ -77,13 +87,22 @@ class Setting:
     restarts: int = 0
     parts: int = -1
     long: int = -1
+    left_out: int = -1
+    in_order: bool = True
+    grows: int = 0
     interrupts: bool = False
     main_dies: bool = False
     keeps: int = 3
     inherit: bool = False
     dispatcher: type[Dispatcher] = Dispatcher
+    scheduler: type[Scheduler] = Scheduler
+    progress: type[Progress] = Progress
     pool: type[SlotPool] = SlotPool
     workers: type[Workers] = Workers
+
+    @property
+    def most_slots(self) -> int:
+        return WORKERS * (self.prefetch + self.grows) + 2
 
 
 def stamp(epoch: int, seq: int, part: int = 0) -> int:
@@ -91,8 +110,33 @@ def stamp(epoch: int, seq: int, part: int = 0) -> int:
     return 1 + epoch * 64 + seq * 4 + part
 
 
+class _Loader:
+    """The arguments that the scheduler reads."""
+
+    dispatch = "static"
+    num_workers = WORKERS
+    prefetch_epochs = False
+    timeout = 0
+
+    def __init__(self, setting: Setting) -> None:
+        self.prefetch_factor, self.in_order = setting.prefetch, setting.in_order
+
+
+class _Grows(Auto):
+    """Wants one more task per worker when the script says so, not by the clock.
+
+    Attributes:
+        grows: Whether it does after the next batch.
+    """
+
+    grows = False
+
+    def note(self, measured: object) -> None:
+        self.prefetch_factor += self.grows
+
+
 class Main:
-    """The main process: the real dispatcher and pool, used as `SlotIterator` uses them.
+    """The main process: the real scheduler, dispatcher and pool, used as `SlotIterator` uses them.
 
     Attributes:
         phase: ``run``, ``resuming`` (asleep in `Dispatcher.begin_epoch`), ``interrupted`` (out of that, by
@@ -106,14 +150,19 @@ class Main:
         self.last_events = 0  # index of the first event of the last operation
         self.segment = Segment()
         most_tasks = WORKERS * setting.prefetch
-        self.pool = setting.pool(self.segment, most_tasks, (most_tasks + 2) * PAGE_NBYTES)
+        # The least, where the number of tasks stays; else slots that were granted before have larger limits.
+        pages = setting.most_slots * (4 if setting.grows else 1)
+        self.pool = setting.pool(self.segment, most_tasks, pages * PAGE_NBYTES)
         self.workers = setting.workers(self)
         self.dispatcher = setting.dispatcher(
             self.pool, self.workers, Lifecycle(), restarts=setting.restarts, timeout_s=1.0
         )
         self.ledger = self.dispatcher.ledger
+        self._loader = _Loader(setting)
+        self.auto = _Grows(WORKERS, setting.prefetch, [WORKERS, None], WORKERS) if setting.grows else None
+        self.scheduler = setting.scheduler(self._loader, (), self.dispatcher, self.auto)
         self.phase = "run"
-        self.epoch = self.returned = self.sent = 0
+        self.epoch = 0
         self.held: dict[int, np.ndarray] = {}
         self._begin_epoch()
 
@@ -136,7 +185,7 @@ class Main:
         if kind == "drop":
             del self.held[op[1]]
         elif kind == "next":
-            self._return_batch()
+            self._return_batch(*op[1:])
         elif kind == "resume":
             self.phase = "resuming"
             self.epoch += 1
@@ -153,8 +202,12 @@ class Main:
             self.phase = "closed"
         else:
             self._script.appendleft(op)
-            # As in the iterator: the worker that owes the next batch is the one that is silent.
-            self.dispatcher.receive(self.due_from() if kind == "timeout" else None)
+            try:
+                # As in the iterator: the worker that owes the next batch is the one that is silent.
+                self.dispatcher.receive(self.due_from() if kind == "timeout" else None)
+            except KeyboardInterrupt:
+                self.progress.take_back()
+                self.progress.keep()  # the loop calls next() again
 
     def wake(self) -> int | None:
         """The main process waits: take the next step of the script; returns the worker that wakes it up."""
@@ -179,37 +232,43 @@ class Main:
         return worker_id
 
     def _begin_epoch(self) -> None:
-        self.returned = self.sent = 0
-        for _ in range(self.pool.most_tasks):
-            self._issue_task()
+        self.had: set[int] = set()
+        self.progress = self.setting.progress(0, 0, None, "", None)
+        self.progress.keep()
+        positions = range(self.setting.batches)
+        self.scheduler.begin_epoch(
+            iter([LONG if position == self.setting.long else [position] for position in positions])
+        )
 
-    def _issue_task(self) -> None:
-        position = self.sent
-        if position < self.setting.batches:
-            index_batch = LONG if position == self.setting.long else [position]
-            self.dispatcher.send(position % WORKERS, self.epoch, position, index_batch)
-            self.sent += 1
-
-    def _return_batch(self) -> None:
-        task = self.ledger.due()
+    def _return_batch(self, grows: bool) -> None:
+        task = self.ledger.next_arrived(in_order=self.setting.in_order)
         assert task is not None
-        assert task.state is ARRIVED
-        seq, slot = self.returned, task.slot
-        self.returned += 1
+        seq, slot = task.position, task.slot
+        if seq in self.had or (self.setting.in_order and seq != len(self.had)):
+            raise Broken(ORDER, f"batch {seq} of epoch {self.epoch} comes after {sorted(self.had)}")
+        self.had.add(seq)
         anchor = self.dispatcher.take(task)[0]
+        leased = slot.state is SlotState.LEASED
         self.ledger.finish(task)
+        if self.auto is not None:
+            self.auto.grows = grows
+        self.scheduler.send_more()
+        self.progress.take(seq)
+        if task.answer.flags & REPORTED:
+            del anchor
+            self.progress.keep()
+            return  # next() goes on
         expected = [stamp(self.epoch, seq)]
         if seq == self.setting.parts:
             expected = [stamp(self.epoch, seq, part) for part in (1, 2)]
         shown = [int(anchor[place]) for place in range(0, len(expected) * PAGE_NBYTES, PAGE_NBYTES)]
         if shown != expected:
             raise Broken(ORDER, f"batch {seq} of epoch {self.epoch} shows {shown} instead of {expected}")
-        if slot.state is SlotState.LEASED or slot.lease is not None:
+        if leased:
             self.held[slot.number] = anchor
         elif len(self.held) < self.pool.base_slots - self.pool.most_tasks and seq != self.setting.parts:
             raise Broken(COPIES, f"batch {seq} was copied, but only {sorted(self.held)} are held")
-        if len(self.ledger.tasks) < self.pool.most_tasks:
-            self._issue_task()
+        self.progress.keep()  # the loop calls next() again
 
     def due_from(self) -> int | None:
         """The worker that the main process waits for when the timeout ends."""
@@ -218,10 +277,10 @@ class Main:
         task = self.ledger.due()
         return None if task is None else task.worker_id
 
-    def due_is_here(self) -> bool:
-        """Whether the next batch has arrived."""
-        task = self.ledger.due()
-        return task is not None and task.state is ARRIVED
+    def arrived(self) -> int | None:
+        """The position of the batch that ``next()`` returns or leaves out now; None if it has to wait."""
+        task = self.ledger.next_arrived(in_order=self.setting.in_order)
+        return None if task is None else task.position
 
     def overwrite_granted(self) -> None:
         """Overwrite the granted slots: a worker that died may have written to them."""
@@ -232,10 +291,16 @@ class Main:
     def check(self) -> None:
         """The invariants that can be seen in the main process alone."""
         pool = self.pool
-        allowed = WORKERS * self.setting.prefetch + 2
+        allowed = self.setting.most_slots
         if len(pool.slots) > allowed:
             raise Broken(LOST, f"{len(pool.slots)} slots were made, {allowed} are allowed")
-        if self.phase == "run" and self.returned == self.setting.batches:
+        counted = {*range(self.progress.taken), *self.progress.behind}
+        if counted != self.had:
+            raise Broken(COUNT, f"a state counts {sorted(counted)}, and {sorted(self.had)} are done")
+        all_are_done = len(self.had) == self.setting.batches
+        if self.phase == "run" and not all_are_done and self.ledger.due() is None:
+            raise Broken(ORDER, f"the epoch ends after {sorted(self.had)}")
+        if self.phase == "run" and all_are_done:
             if self.ledger.arrived:
                 raise Broken(ORDER, f"tasks {sorted(self.ledger.arrived)} came again")
             in_use = {slot.number for slot in pool.slots if slot.state is not SlotState.FREE}
@@ -254,9 +319,13 @@ class Main:
         return (
             self.phase,
             self.epoch,
-            self.returned,
-            self.sent,
+            tuple(sorted(self.had)),
             tuple(sorted(self.held)),
+            None if self.auto is None else self.auto.prefetch_factor,
+            tuple(map(str, _attributes(self.progress).values())),
+            self.scheduler._sent,
+            self.scheduler._turns._turn,
+            _canonical(_attributes(self.scheduler._growth, *_NO_STATE_OF_GROWTH)) if self.auto else (),
             _canonical(_attributes(self.dispatcher, *_NO_STATE)),
             _canonical(_attributes(self.ledger, "arrived", "_due")),
             tuple(self.ledger.arrived),
@@ -277,6 +346,16 @@ _NO_STATE = (
     "lifecycle",
     "_timeout_s",
     "_wait_ns",
+)
+_NO_STATE_OF_GROWTH = (
+    "_auto",
+    "_loader",
+    "_dispatcher",
+    "_workers",
+    "_free_workers",
+    "_counters",
+    "_last",
+    "_unmeasured",
 )
 
 
@@ -312,9 +391,10 @@ class MainState(NamedTuple):
 
     phase: str
     epoch: int
-    returned: int  # batches of this epoch
+    had: tuple[int, ...]  # batches of this epoch that were returned or left out
     due_from: int | None  # the worker that the main process waits for
-    due_is_here: bool  # whether the next batch has arrived
+    arrived: int | None  # the batch that next() returns or leaves out now
+    tasks_per_worker: int
     states: tuple[SlotState, ...]
     held: tuple[int, ...]
 
@@ -356,9 +436,10 @@ class MainStates:
                 MainState(
                     main.phase,
                     main.epoch,
-                    main.returned,
+                    tuple(sorted(main.had)),
                     main.due_from(),
-                    main.due_is_here(),
+                    main.arrived(),
+                    main.setting.prefetch if main.auto is None else main.auto.prefetch_factor,
                     tuple(slot.state for slot in main.pool.slots),
                     tuple(sorted(main.held)),
                 )

@@ -1,6 +1,7 @@
 """The slot protocol as a model: every step that main process, workers, kernel and user can take.
 
-The main process runs the real code: `Dispatcher`, `Ledger`, `SlotPool`, the records. The rest is a model:
+The main process runs the real code: `Scheduler`, `Turns`, `Growth`, `Dispatcher`, `Ledger`, `SlotPool`,
+`Progress`, the records. The rest is a model:
 pipes are tuples of records; workers take a task, write and publish; a kernel kills them at any moment; a user
 takes batches, keeps them, drops them late and in any order, and leaves an epoch. Each step says whether it
 breaks an invariant of the design.
@@ -29,6 +30,7 @@ from shmloader.shared_memory import PAGE_NBYTES
 from shmloader.slots import SlotState
 from shmloader.wire.records import (
     INLINE_NBYTES,
+    REPORTED,
     SPILLED,
     BeginEpoch,
     MakeBatch,
@@ -100,7 +102,7 @@ class Model:
         world = World(
             number,
             (Process(),) * WORKERS,
-            (0,) * (WORKERS * self._setting.prefetch + 2),
+            (0,) * self._setting.most_slots,
             self._setting.kills,
             (0,) * self._setting.batches,
         )
@@ -195,7 +197,8 @@ class Model:
         else:
             full_of = stamp(task.epoch, task.position)
             nbytes = 2 * PAGE_NBYTES if in_pieces else 100
-            record = pack_published(task.seq, reserved, 0, nbytes, 0, 0, SPILLED if in_pieces else 0)
+            flags = SPILLED * in_pieces + REPORTED * (task.position == self._setting.left_out)
+            record = pack_published(task.seq, reserved, 0, nbytes, 0, 0, flags)
             after = process._replace(doing="idle", task=b"", part=0)
             what = "publishes"
         after = after._replace(dones=(*process.dones, (record, task.slot, full_of)))
@@ -207,34 +210,38 @@ class Model:
     def _main_steps(self, world: World, main: MainState) -> Iterator[Step]:
         for slot in main.held:
             yield f"the user drops slot {slot}", self._do(world, ("drop", slot)), False
-        due = main.returned
         if main.phase == "interrupted":
             yield "the epoch is begun again", self._do(world, ("resume",)), True
             return
         if main.phase == "resuming" and self._setting.interrupts and main.epoch < self._setting.epochs - 1:
             yield "Ctrl-C", self._do(world, ("interrupt",)), False
         if main.phase == "run":
-            if due == self._setting.batches:
+            if len(main.had) == self._setting.batches:
                 last = main.epoch == self._setting.epochs - 1
                 yield "the epoch ends", self._do(world, ("close" if last else "resume",)), True
                 return
             if main.epoch < self._setting.epochs - 1:
                 yield "the user leaves the epoch", self._do(world, ("resume",)), False
-            if main.due_is_here:
-                yield from self._next(world, main)
+            if main.arrived is not None:
+                yield from self._next(world, main, main.arrived)
                 return
+            if self._setting.interrupts:
+                yield "Ctrl-C in next()", self._do(world, ("interrupt",)), False
         yield from self._wake_steps(world, main)
 
-    def _next(self, world: World, main: MainState) -> Iterator[Step]:
-        after = self._do(world, ("next",))
-        kept = self.mains.states[after.main].held
-        for slot in set(kept) - set(main.held):
-            if after.contents[slot] != stamp(main.epoch, main.returned):
-                raise Broken(ORDER, f"slot {slot} is full of {after.contents[slot]}")
-        if len(kept) > self._setting.keeps:  # drop the oldest that is not this one at once
-            after = self._do(after, ("drop", min(set(kept) & set(main.held))))
-        copied = len(kept) == len(main.held) and main.returned != self._setting.parts
-        yield f"next() returns {'a copy of ' * copied}batch {main.returned}", after, True
+    def _next(self, world: World, main: MainState, position: int) -> Iterator[Step]:
+        may_grow = main.tasks_per_worker < self._setting.prefetch + self._setting.grows
+        for grows in (False, True)[: 1 + may_grow]:
+            after = self._do(world, ("next", grows))
+            kept = self.mains.states[after.main].held
+            for slot in set(kept) - set(main.held):
+                if after.contents[slot] != stamp(main.epoch, position):
+                    raise Broken(ORDER, f"slot {slot} is full of {after.contents[slot]}")
+            if len(kept) > self._setting.keeps:  # drop the oldest that is not this one at once
+                after = self._do(after, ("drop", min(set(kept) & set(main.held))))
+            copied = len(kept) == len(main.held) and position != self._setting.parts
+            what = "leaves out" if position == self._setting.left_out else f"returns{' a copy of' * copied}"
+            yield f"next() {what} batch {position}{' and more tasks are wanted' * grows}", after, not grows
 
     def _wake_steps(self, world: World, main: MainState) -> Iterator[Step]:
         """All events that may wake up the sleeping main process."""

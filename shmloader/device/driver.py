@@ -103,7 +103,7 @@ class DriverError(RuntimeError):
 
 @dataclass(eq=False, slots=True)
 class Event:
-    """A point in the work of the device of a number, by the driver's handle."""
+    """A CUDA event, which marks a place in a device's queued work: its handle, and the device's number."""
 
     handle: Any
     device: int

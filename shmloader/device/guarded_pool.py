@@ -120,6 +120,10 @@ class GuardedPool(SlotPool):
         self._tried.discard(slot.number)
         super()._unmap(slot)
 
+    def _drop_excess(self, slot: Slot) -> None:
+        if slot.number not in self._tried:  # to unlock it and lock it again would take longer
+            super()._drop_excess(slot)
+
     def is_pinned(self, slot: Slot) -> bool:
         """Whether a slot is page-locked and leased, so that its batch needs no copy to be pinned."""
         return slot.state is _LEASED and slot.extent is not None and pinned.is_pinned(slot.extent)

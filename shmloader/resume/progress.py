@@ -47,6 +47,7 @@ class Progress:
     stream: Any = None
     in_order: bool = True
     constant: dict[str, Any] | None = None
+    _kept: int | tuple[int, ...] = 0  # what `take_back` goes back to
 
     def take(self, position: int) -> None:
         """Note that the batch at a position is done; the order does not matter."""
@@ -56,6 +57,14 @@ class Progress:
             done.remove(first)
             first += 1
         self.done = (first, *sorted(done)) if done else first
+
+    def keep(self) -> None:
+        """Let an interrupt come back to here: a call of ``next()`` begins, or has left out a batch."""
+        self._kept = self.done
+
+    def take_back(self) -> None:
+        """Go back to before the batch of a call that was interrupted, which the program has not had."""
+        self.done = self._kept
 
     @property
     def taken(self) -> int:

@@ -201,11 +201,11 @@ class States:
             sampler.set_epoch(state["sampler_epoch"])
 
     def iterate(self, loader: Any, make_iterator: Callable[[], Any]) -> Any:
-        """Make an iterator, and leave torch's global generator as the uninterrupted program has it.
+        """Make an iterator; torch's global generator is then as in a program that was never interrupted.
 
-        In mid-epoch that program did not begin an iterator, so the draws of this one are undone. They are
-        kept if the generator is in its state of the epoch's beginning: then the program has come to the same
-        line again. So they are if the dataset's or the sampler's own state sets the generator.
+        That program made no iterator in mid-epoch, so for a state of mid-epoch the new iterator's draws are
+        undone. They are kept if the generator is in the state that it had when the epoch began, as then this
+        ``iter()`` repeats the epoch's own, and if the dataset's or sampler's own state sets it.
         """
         self._global_before = before = torch.get_rng_state()
         loaded, draws = loaded_state(loader), True

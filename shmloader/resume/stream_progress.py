@@ -209,10 +209,10 @@ def rules_for(loader: Any, loaded: State) -> StreamRules:
 
 
 def _read(loaded: State) -> dict[str, Any]:
-    """The text under the key ``stream``, with a `Cursor` for each part."""
+    """Parse the text of a state's key ``stream``; its parts become `Cursor` objects."""
     with named_in_errors(loaded, "stream"):
         stream: dict[str, Any] = json.loads(loaded["stream"])
-        numbers, cursors = [stream["last"] + 1, stream["rank"], stream["ranks"]], []  # -1: of none yet
+        numbers, cursors = [stream["last"] + 1, stream["rank"], stream["ranks"]], []  # last: -1 at first
         for drawn, state, state_drawn, ended, raised, state_raised in stream["parts"]:
             again, raise_again = drawn - state_drawn, raised - state_raised
             numbers += drawn, state_drawn, raised, state_raised, raise_again, again - raise_again

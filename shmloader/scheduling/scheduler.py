@@ -44,7 +44,7 @@ class Scheduler:
         self._sent = 0  # index batches of this epoch that were sent, or are not to be
         self._sent_early = 0  # tasks of the next epoch
         num_workers, prefetch_factor = int(loader.num_workers), int(loader.prefetch_factor)
-        self._turns = Turns(ledger, num_workers, num_workers * prefetch_factor, in_order=loader.in_order)
+        self._turns = Turns(ledger, self._pool, num_workers, in_order=loader.in_order)
         if is_dynamic(loader):
             self.free_workers = FreeWorkers(ledger, self._pool, num_workers, prefetch_factor, loader.timeout)
         self._policy: Turns | FreeWorkers = self.free_workers or self._turns
@@ -130,6 +130,9 @@ class Scheduler:
 
     def _send_task(self) -> bool:
         """Send the next index batch to a worker; return whether a task of this epoch was sent."""
+        worker_id = self._policy.choose()  # first: an index batch that was drawn must be sent
+        if worker_id is None:
+            return False
         try:
             index_batch = next(self._sampler_iter)
         except StopIteration:
@@ -138,9 +141,7 @@ class Scheduler:
         except Exception as error:
             self._dispatcher.lifecycle.expect(error)  # the sampler's own: as in torch, the next call goes on
             raise
-        worker_id = self._policy.choose()
-        if worker_id is None:
-            return False
+        self._turns.end_turn(worker_id)
         self._dispatcher.send(worker_id, self._ledger.epoch, self._sent, index_batch)
         self._sent += 1
         return True
@@ -156,6 +157,7 @@ class Scheduler:
             self._policy.begin_epoch()
         worker_id = self._policy.choose()
         assert worker_id is not None  # batches come in order
+        self._turns.end_turn(worker_id)
         self._dispatcher.send(worker_id, self._ledger.epoch + 1, self._sent_early, index_batch)
         self._sent_early += 1
 

@@ -6,40 +6,44 @@ numbers depend on which worker makes which batch.
 
 from __future__ import annotations
 
-import itertools
-
 from shmloader.scheduling.task_ledger import Ledger
+from shmloader.slots import SlotPool
 from shmloader.torch_private import LIMITS_TASKS
 
 
 class Turns:
     """Chooses workers in turn. Out of order, a slow worker gets fewer tasks, if torch does that."""
 
-    def __init__(self, ledger: Ledger, num_workers: int, most_tasks: int, *, in_order: bool) -> None:
+    def __init__(self, ledger: Ledger, pool: SlotPool, num_workers: int, *, in_order: bool) -> None:
         self._ledger = ledger
+        self._pool = pool
         self._num_workers = num_workers
-        self._most_tasks = most_tasks
         self._limits_each = not in_order and LIMITS_TASKS
         self.begin_epoch()
 
     def begin_epoch(self, first_worker: int = 0) -> None:
         """Begin an epoch with a worker; all workers may have batches again."""
-        self._turn = itertools.islice(itertools.cycle(range(self._num_workers)), first_worker, None)
+        self._turn = first_worker
         self._active = set(range(self._num_workers))
         self._all_give = not self._limits_each  # no worker has to be left out
 
     def choose(self) -> int | None:
-        """The worker that gets the next task; None if no worker can take one."""
+        """The worker that gets the next task; None if no worker can take one. See `end_turn`."""
         if self._all_give:
-            return next(self._turn)
-        for _ in range(self._num_workers):
-            worker_id = next(self._turn)
+            return self._turn
+        for number in range(self._turn, self._turn + self._num_workers):
+            worker_id = number % self._num_workers
             if worker_id in self._active and (not self._limits_each or self._has_room(worker_id)):
                 return worker_id
         return None
 
+    def end_turn(self, worker_id: int) -> None:
+        """Note that a worker was sent a task: it is the next one's turn."""
+        self._turn = (worker_id + 1) % self._num_workers
+
     def _has_room(self, worker_id: int) -> bool:
-        return self._ledger.unreturned_of(worker_id) < self._most_tasks // len(self._active)
+        # Not `most_tasks`: short memory may leave less than one of those for each worker.
+        return self._ledger.unreturned_of(worker_id) < self._pool.budget.wanted_tasks // len(self._active)
 
     def is_active(self, worker_id: int) -> bool:
         """Whether a worker's iterable-style dataset is not exhausted in this epoch."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from shmloader.host.limits import SURE_NBYTES, memory_headroom
 from shmloader.shared_memory import PAGE_NBYTES, spare_nbytes, whole_pages
 from shmloader.slots.slot import Slot
@@ -10,9 +12,13 @@ SPARE_SLOTS = 2
 """Slots beside those of the tasks: one for the batch that is being returned, one for the batch before it,
 which the program's loop still holds."""
 
-_BATCHES_IN_A_LIMIT = 4  # a slot may grow in one step to so many times the largest batch
+_BATCHES_IN_A_LIMIT = 4  # a slot may grow in one step to so many times a typical batch
 LIMITS_IN_A_SHARE = 4
 """Or to its share divided by this: the rest is for batches that the program keeps."""
+
+_RECENT = 32  # batches that tell which size is typical
+_TIMES_TYPICAL = 4  # a slot of more times as many bytes as a typical batch gives the rest back
+_LITTLE_NBYTES = 1 << 20  # slots of so few bytes stay as they are
 
 
 class Budget:
@@ -45,13 +51,16 @@ class Budget:
         tasks: Slots that are granted or published now.
         committed_nbytes: Sum of the limits of all slots.
         free: The free slots that have memory; the pool's list.
-        ample_nbytes: While ``committed_nbytes`` are no more, `next_limit` is ``limit_nbytes`` and
-            `has_room_for_lease` is true, so neither is called.
-        hint_nbytes: Bytes that a batch may be expected to take: those of the second largest so far.
+        ample_nbytes: Up to so many ``committed_nbytes`` there is room for ``limit_nbytes`` and for a lease:
+            `next_limit` and `has_room_for_lease` need not be called.
+        recent: Bytes of the last batches; the pool appends to it.
+        hint_nbytes: Bytes that a batch may be expected to take: ``typical_nbytes`` once they are known.
         limit_nbytes: The limit of a slot that is granted while there is room enough.
+        excess_nbytes: A free slot with more bytes gives back all but the expected ones.
         largest_nbytes: Bytes of the largest batch so far.
-        typical_nbytes: Bytes of the second largest: one batch that is larger than all others should not make
-            every slot as large as itself.
+        typical_nbytes: Bytes of the second largest recent batch, so that one does not make every slot as
+            large as itself; but none that is more than four times as large as three quarters of them.
+        small_nbytes: Batches of fewer bytes, and of more than ``typical_nbytes``, may change what is typical.
     """
 
     def __init__(self, nbytes: int, most_tasks: int, *, workers: int = 1, follows_host: bool = False) -> None:
@@ -60,8 +69,11 @@ class Budget:
         self.tasks = 0
         self.committed_nbytes = 0
         self.free: list[Slot] = []
+        self.recent: deque[int] = deque(maxlen=_RECENT)
         self.largest_nbytes = 0
         self.typical_nbytes = 0
+        self._again_nbytes = 0  # of the second largest recent one: such batches come again and again
+        self._small_batches = 0  # since one was larger than a typical one
         self._workers = workers
         self._follows_host = follows_host
         self._sure_nbytes = SURE_NBYTES  # more than this is taken only after a new check of the host
@@ -108,14 +120,18 @@ class Budget:
     # --- what changes it
 
     def note_size(self, nbytes: int, reserved_nbytes: int) -> None:
-        """Adapt the number of tasks to a batch larger than the typical one.
+        """Adapt to a recent batch that is larger than the typical one, or much smaller.
 
         The slots have ``reserved_nbytes`` of the host's memory.
         """
-        if nbytes > self.largest_nbytes:
-            self.typical_nbytes, self.largest_nbytes = self.largest_nbytes, nbytes
-        else:
-            self.typical_nbytes = nbytes
+        self._small_batches = self._small_batches + 1 if nbytes < self.small_nbytes else 0
+        if self._small_batches % (_RECENT // 4):
+            return
+        self.largest_nbytes = max(self.largest_nbytes, nbytes)
+        sizes = sorted(self.recent)[:-1]
+        if sizes:
+            self.typical_nbytes = max(n for n in sizes if n <= _TIMES_TYPICAL * sizes[-1 - len(sizes) // 4])
+            self._again_nbytes = sizes[-1]
         needed_nbytes = self.base_slots * whole_pages(self.typical_nbytes)
         if needed_nbytes > self._sure_nbytes:
             self._sure_nbytes = needed_nbytes + needed_nbytes // 4
@@ -172,9 +188,12 @@ class Budget:
         share_nbytes = max(self.nbytes // self._share_slots, PAGE_NBYTES) // PAGE_NBYTES * PAGE_NBYTES
         self.hint_nbytes = self.typical_nbytes or self.largest_nbytes
         self._typical_slot_nbytes = min(whole_pages(self.hint_nbytes), share_nbytes)
+        again_nbytes = max(self._again_nbytes, self.hint_nbytes)
+        self.excess_nbytes = max(_TIMES_TYPICAL * whole_pages(again_nbytes), _LITTLE_NBYTES)
+        self.small_nbytes = again_nbytes // _TIMES_TYPICAL if again_nbytes > _LITTLE_NBYTES else 0
         limit_nbytes = share_nbytes  # the first batches may be of any size, and none is kept yet
         if self.largest_nbytes:
-            grown_nbytes = max(_BATCHES_IN_A_LIMIT * self.largest_nbytes, share_nbytes // LIMITS_IN_A_SHARE)
-            limit_nbytes = min(share_nbytes, whole_pages(grown_nbytes))
+            grown_nbytes = max(_BATCHES_IN_A_LIMIT * self.hint_nbytes, share_nbytes // LIMITS_IN_A_SHARE)
+            limit_nbytes = min(share_nbytes, whole_pages(max(grown_nbytes, self.largest_nbytes)))
         self.limit_nbytes = limit_nbytes
         self.ample_nbytes = self.nbytes - limit_nbytes - (self.most_tasks + 1) * self._typical_slot_nbytes

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmloader.host.limits import memory_headroom
-from shmloader.shared_memory import Extent, Segment
+from shmloader.shared_memory import Extent, Segment, whole_pages
 from shmloader.slots import memory_warnings
 from shmloader.slots.budget import SPARE_SLOTS, Budget
 from shmloader.slots.slot import Lease, Slot, SlotState
@@ -21,6 +21,7 @@ RETAINED_SLOTS = 64
 """Slots that a pool may make beyond its base for batches that the program keeps. A slot costs a mapping and
 whole pages; beyond this number, private memory is cheaper for kept batches."""
 
+_LITTLE_NBYTES = 1 << 16  # copying so few takes less time than the rest of `next()`
 _FREE, _GRANTED, _PUBLISHED, _LEASED, _GUARDED = SlotState
 _UINT8 = np.dtype(np.uint8)  # quicker to use than the type
 
@@ -192,8 +193,10 @@ class SlotPool:
         slot.nbytes = slot.limit_nbytes = slot_nbytes
         slot.used_nbytes = used_nbytes
         slot.state = _PUBLISHED
-        if used_nbytes > budget.typical_nbytes:
-            self._note_size(used_nbytes)
+        if used_nbytes:
+            budget.recent.append(used_nbytes)
+            if not budget.small_nbytes <= used_nbytes <= budget.typical_nbytes:
+                self._note_size(used_nbytes)
 
     def lease(self, slot: Slot) -> tuple[npt.NDArray[np.uint8], memoryview]:
         """Begin a lease on a published slot.
@@ -231,6 +234,8 @@ class SlotPool:
 
     def _warn_of_kept(self, nbytes: int) -> None:
         """Warn of the reason why a batch cannot stay in its slot."""
+        if nbytes <= _LITTLE_NBYTES:
+            return
         in_use = self._leased + max(self.most_tasks, self.budget.tasks - 1)
         if in_use >= self.base_slots + RETAINED_SLOTS:
             self._warn(memory_warnings.kept_beyond_slots, nbytes, self._leased)
@@ -249,6 +254,7 @@ class SlotPool:
         """Note that a batch came in pieces, because its slot could not be made large enough."""
         assert slot.state is _GRANTED, f"slot {slot.number} read in pieces while {slot.state}"
         self._count_spill(nbytes)
+        self.budget.recent.append(nbytes)
         if nbytes > self.budget.typical_nbytes:
             self._note_size(nbytes)
         if nbytes > slot.limit_nbytes:
@@ -324,6 +330,8 @@ class SlotPool:
     def _make_free(self, slot: Slot) -> None:
         slot.state = _FREE
         slot.used_nbytes = 0
+        if slot.nbytes > self.budget.excess_nbytes:
+            self._drop_excess(slot)
         if self.on_freed is not None:
             self.on_freed(slot)
         (self._free if slot.nbytes else self._empty).append(slot)
@@ -346,6 +354,10 @@ class SlotPool:
         self._shrink(slot, 0)
         self._empty.append(slot)
 
+    def _drop_excess(self, slot: Slot) -> None:
+        """Give back what a free slot has beyond a typical batch."""
+        self._shrink(slot, whole_pages(self.budget.hint_nbytes))
+
     def _shrink(self, slot: Slot, nbytes: int) -> None:
         """Take memory from a free slot."""
         self._unmap(slot)  # first: locked pages that are given back would not be the slot's any more
@@ -365,6 +377,9 @@ class SlotPool:
         counters.largest_batch_nbytes = max(counters.largest_batch_nbytes, nbytes)
         self.budget.note_size(nbytes, self.reserved_nbytes())
         self._follow_budget(before)
+        for slot in self._free:
+            if slot.nbytes > self.budget.excess_nbytes:
+                self._drop_excess(slot)
 
     def _follow_budget(self, before: int) -> None:
         """Give back memory beyond the budget; warn if the budget holds fewer tasks than ``before``."""

@@ -44,7 +44,7 @@ class Slot:
         nbytes: Bytes reserved for it.
         limit_nbytes: Bytes up to which a worker may grow it.
         used_nbytes: Bytes of the batch in it, 0 while free.
-        unguarded: Whether it needs no guard, because its lease ends only after every read by an accelerator.
+        unguarded: Whether it is free once its lease ends, since that outlives all reads by an accelerator.
         extent: Its memory in this process, once it was mapped.
         lease: The lease on it, while there is one.
     """

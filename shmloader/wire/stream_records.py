@@ -54,7 +54,7 @@ class StreamRules(NamedTuple):
         return self._replace(layout="", cursors=())
 
     def parts(self, num_workers: int) -> int:
-        """Number of parts of a rank's stream: one for each worker of the run that began the epoch."""
+        """A rank's parts: one for each worker, but without `STRIDE` for each that began the epoch."""
         return num_workers if self.layout in ("", STRIDE) else len(self.cursors)
 
     def cursor_of(self, part: int) -> Cursor:

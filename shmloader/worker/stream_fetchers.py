@@ -151,7 +151,7 @@ class _StrideFetcher(_StreamFetcher):
 
     @property
     def behind(self) -> int:
-        rows = self._rows_left - self._rows_of_all + self._batch_size  # of the batch's group
+        rows = self._rows_left - self._rows_of_all + self._batch_size  # of its group, not drawn yet
         return self.drawn if self.ended else self.drawn + rows * self._rules.stream.ranks
 
     def fetch(self, index_batch: Any) -> Any:

@@ -77,7 +77,7 @@ class Stream:
             )
         of_a_batch = rules.batch_size * (rules.ranks if self.layout == STRIDE else 1)
         raised = cursor.raised - cursor.state_raised
-        tolerant = tolerant or self.layout == STRIDE  # where draws that raised are not counted
+        tolerant = tolerant or self.layout == STRIDE  # which counts no draws that raised; they may again
         self._skip(cursor.drawn - cursor.state_drawn - raised, raised, of_a_batch, tolerant)
 
     def __iter__(self) -> Iterator[Any]:

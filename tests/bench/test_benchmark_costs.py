@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the benchmarks are a package of the checkout, not of the library
 
 import shmloader  # noqa: E402
-from benchmarks import checkouts, collector, per_batch, resume, unasked_states  # noqa: E402
+from benchmarks import checkouts, collector, large_batches, per_batch, resume, unasked_states  # noqa: E402
 from benchmarks.checkout_process import Turn  # noqa: E402
 from benchmarks.processor_time import costs, functions_of  # noqa: E402
 
@@ -101,6 +101,13 @@ def test_a_state_that_nobody_asks_for_costs_no_more_than_a_few_batches() -> None
     """Read with each of the batches it would take twenty times as long as they do."""
     for took_s in unasked_states.measure(turns=3, batches=100, mb=16, workers=0).values():
         assert took_s["shmloader"] < 6 * took_s["torch"]
+
+
+def test_memory_after_large_batches_is_about_torchs() -> None:
+    """What is left is that of slots for small batches; while there were large ones it was more."""
+    figures = large_batches.play("shmloader", "one", 30_000_000, workers=1, prefetch=2)
+    assert figures["left"] < 6e6
+    assert figures["peak"] > 30e6
 
 
 def compare(other: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -15,7 +15,7 @@ from shmloader.device.driver import DriverError
 from shmloader.device.guard import DeviceGuard
 from shmloader.device.guarded_pool import GuardedPool
 from shmloader.shared_memory import PAGE_NBYTES, Segment
-from shmloader.slots import SlotState
+from shmloader.slots import Slot, SlotState
 from shmloader.slots.inspection import POISON, Inspection
 from shmloader.statistics import Counters
 
@@ -68,6 +68,9 @@ class GuardedMachine(PoolMachine):
     @rule()
     def look(self) -> None:
         self.pool.can_lease()
+
+    def may_keep_excess(self, slot: Slot) -> bool:
+        return slot.number in self.pool._tried
 
     @invariant()
     def nothing_is_violated(self) -> None:

@@ -77,3 +77,27 @@ def test_a_signal_handler_that_takes_a_batch_meanwhile_is_refused_and_nothing_is
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert refused == ["next() was called by this thread while it was inside next()"]
+
+
+def test_batches_of_another_thread_count_although_this_one_is_interrupted_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with DataLoader(Numbered(40), batch_size=4, num_workers=2, in_order=False) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        enter = iterator._lifecycle.enter
+
+        def wait_for_another_thread() -> bool:
+            if threading.current_thread() is threading.main_thread():
+                other = threading.Thread(target=lambda: [next(iterator) for _ in range(3)])
+                other.start()
+                other.join(20)
+                raise KeyboardInterrupt
+            return enter()
+
+        monkeypatch.setattr(iterator._lifecycle, "enter", wait_for_another_thread)
+        with pytest.raises(KeyboardInterrupt):
+            next(iterator)
+        state = loader.state_dict()
+        behind = filter(None, state["batches_behind"].split(","))
+        assert state["batches"] + len(list(behind)) == 4

@@ -187,6 +187,43 @@ def test_an_error_in_a_sampler_is_raised_where_torch_raises_it(how: dict[str, An
         assert_plays(lambda build, stop=stop: play(build, stop))
 
 
+class RaisesOnce:
+    """Indices up to 13; in the place of the seventh it raises, and goes on."""
+
+    def __iter__(self) -> Any:
+        self.asked = 0
+        return self
+
+    def __next__(self) -> int:
+        self.asked += 1
+        if self.asked == 7:
+            raise LookupError
+        if self.asked > 14:
+            raise StopIteration
+        return self.asked
+
+
+class WorkerOf(Rows):
+    def __getitem__(self, index: int) -> Any:
+        return index, torch.utils.data.get_worker_info().id
+
+
+def test_a_sampler_that_raises_once_uses_up_no_workers_turn() -> None:
+    """The batch of that call is gone, as in torch; each later one is of the same worker as there."""
+
+    def play(build: Build) -> list[Any]:
+        iterator, got = iter(build(WorkerOf(20), batch_size=None, sampler=RaisesOnce(), num_workers=2)), []
+        while True:
+            try:
+                got.append(next(iterator))
+            except LookupError:
+                got.append("error")
+            except StopIteration:
+                return got
+
+    assert len(assert_plays(play)) == 13
+
+
 def test_exhausted_iterators_stay_exhausted() -> None:
     """next() after the end is StopIteration each time, and the length is still known."""
 

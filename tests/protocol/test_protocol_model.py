@@ -1,15 +1,32 @@
 """The slot protocol, in every interleaving: nothing breaks, and each of several planted bugs is found."""
 
+import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from protocol_explorer import explore
 from protocol_fakes import Workers
-from protocol_main import COPIES, ENDS, INDICES, LEASE, LOST, ONE_HAND, ORDER, PROGRESS, SOUND, TWICE, Setting
+from protocol_main import (
+    COPIES,
+    COUNT,
+    ENDS,
+    INDICES,
+    LEASE,
+    LOST,
+    ONE_HAND,
+    ORDER,
+    PROGRESS,
+    SOUND,
+    TWICE,
+    Setting,
+)
 
+from shmloader.resume.progress import Progress
 from shmloader.scheduling.dispatcher import Dispatcher
+from shmloader.scheduling.scheduler import Scheduler
 from shmloader.scheduling.task_ledger import Task, TaskState
 from shmloader.slots import Slot, SlotPool
 from shmloader.wire.records import PieceReady, Published
@@ -28,6 +45,13 @@ SETTINGS = {
     "no restarts": Setting(batches=3, kills=1),
     "one restart for two deaths": Setting(batches=3, kills=2, restarts=1),
     "the main process is killed": Setting(batches=2, epochs=2, kills=1, restarts=1, main_dies=True, keeps=1),
+    "more tasks are wanted": Setting(batches=6, grows=2, keeps=1),
+    "batches without order, and more tasks": Setting(batches=5, grows=1, keeps=1, in_order=False),
+    "and a worker dies": Setting(batches=3, grows=1, keeps=1, in_order=False, kills=1, restarts=1),
+    "a batch is left out": Setting(batches=3, left_out=0, interrupts=True, kills=1, restarts=1, keeps=1),
+    "and without order": Setting(
+        batches=3, epochs=2, left_out=0, interrupts=True, in_order=False, grows=1, keeps=1
+    ),
 }
 
 KINDS = {  # of steps; without one of them, the exploration would prove less than it claims
@@ -46,6 +70,10 @@ KINDS = {  # of steps; without one of them, the exploration would prove less tha
     "main loses patience with worker; worker sends part of batch of epoch too late",
     "next() returns batch",
     "next() returns a copy of batch",  # it is spilled: too many slots are leased
+    "next() returns batch and more tasks are wanted",
+    "next() leaves out batch",
+    "next() leaves out batch and more tasks are wanted",
+    "Ctrl-C in next()",
     "the user drops slot",
     "the user leaves the epoch",
     "the epoch ends",
@@ -168,6 +196,30 @@ class _WithView(np.ndarray):
         return memoryview(bytearray(self.nbytes))
 
 
+class DrawsFirst(Scheduler):
+    """An index batch is drawn before it is known that a worker has room; and more tasks give it none."""
+
+    def __init__(self, loader: Any, index_sampler: Any, dispatcher: Dispatcher, auto: Any) -> None:
+        super().__init__(loader, index_sampler, dispatcher, auto)
+        budget = SimpleNamespace(wanted_tasks=loader.num_workers * loader.prefetch_factor)
+        self._turns._pool = SimpleNamespace(budget=budget)  # type: ignore[assignment]
+
+    def _send_task(self) -> bool:
+        drawn = next(self._sampler_iter, None)
+        if drawn is None or self._turns.choose() is None:
+            return False
+        self._sampler_iter = itertools.chain([drawn], self._sampler_iter)
+        return super()._send_task()
+
+
+class ForgetsLeftOut(Progress):
+    """An interrupt takes back the batches that the same call of next() has left out."""
+
+    def keep(self) -> None:
+        if self.done != 1:  # the first batch is the one that is left out
+            super().keep()
+
+
 BUGS: dict[str, tuple[Setting, set[str]]] = {
     "a slot is freed while a view of its batch lives": (
         Setting(batches=3, pool=LeasesTooShort),
@@ -209,6 +261,14 @@ BUGS: dict[str, tuple[Setting, set[str]]] = {
         Setting(batches=2, kills=1, restarts=1, long=0, pool=WritesIndicesOnce),
         {INDICES},
     ),
+    "an index batch is drawn and not sent": (
+        Setting(batches=6, grows=1, keeps=1, in_order=False, scheduler=DrawsFirst),
+        {ORDER},
+    ),
+    "an interrupt takes back a batch that was left out": (
+        Setting(batches=3, left_out=0, in_order=False, interrupts=True, progress=ForgetsLeftOut),
+        {COUNT},
+    ),
     "workers hold each other's pipes open": (
         Setting(batches=1, main_dies=True, inherit=True),
         {ENDS},
@@ -223,5 +283,13 @@ def test_a_planted_bug_is_found(case: str) -> None:
     print("\n".join(found.trace))
     assert found.invariant in invariants
     assert found.trace[-1].startswith(found.invariant)
-    sane = replace(setting, dispatcher=Dispatcher, pool=SlotPool, workers=Workers, inherit=False)
+    sane = replace(
+        setting,
+        dispatcher=Dispatcher,
+        scheduler=Scheduler,
+        progress=Progress,
+        pool=SlotPool,
+        workers=Workers,
+        inherit=False,
+    )
     assert explore(sane).invariant == ""  # it is the planted bug that was found

@@ -7,6 +7,7 @@ import itertools
 import json
 import pickle
 import re
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from resume_datasets import DiesOnce, Drawing, Late, Plain
+from resume_datasets import DiesOnce, Drawing, Late, Plain, Stateful
 from resume_loaders import build, fetched, flat, started, take, values
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from shmloader import BadSampleWarning, DataLoader, errors
 
@@ -344,3 +345,126 @@ def test_a_map_style_datasets_own_state_is_left_out_with_one_warning(
     found = [str(one.message) for one in caught]
     assert len(found) == count
     assert all("leaves out the state_dict() of its map-style dataset, WithState" in text for text in found)
+
+
+class Opens(Plain):
+    """All samples but the bad ones wait until a file is there."""
+
+    def __init__(self, length: int, bad: tuple[int, ...], file: Path) -> None:
+        super().__init__(length, bad)
+        self.file = file
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        while index not in self.bad and not self.file.exists():
+            time.sleep(0.01)
+        if index in self.bad:
+            raise ValueError(index)
+        return torch.tensor([index])
+
+
+class OpensStream(IterableDataset[torch.Tensor]):
+    """The same as a stream."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.samples = Opens(*arguments)
+
+    def __iter__(self) -> Any:
+        return map(self.samples.__getitem__, range(len(self.samples)))
+
+
+@pytest.mark.filterwarnings("ignore::shmloader.BadSampleWarning", "ignore:to resume:RuntimeWarning")
+@pytest.mark.parametrize("dataset", [Opens, OpensStream])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_batch_that_was_left_out_stays_so_after_an_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dataset: Any, in_order: bool
+) -> None:
+    """The interrupted call had left out the first batch and waited for the second; then the loop goes on."""
+
+    def make() -> DataLoader[Any]:
+        samples = dataset(40, (0, 1, 2, 3), tmp_path / "open")
+        workers = 2 if dataset is Opens else 1  # each has the whole stream
+        return DataLoader(samples, 4, num_workers=workers, in_order=in_order, on_error="skip")
+
+    with make() as loader:
+        iterator = iter(loader)
+        wait = iterator._all_workers.wait
+
+        def interrupt(timeout_s: float | None) -> Any:
+            if loader.statistics().bad_samples:
+                raise KeyboardInterrupt
+            return wait(timeout_s)
+
+        monkeypatch.setattr(iterator._all_workers, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            next(iterator)
+        monkeypatch.undo()
+        assert loader.state_dict()["batches"] == 1
+        (tmp_path / "open").touch()
+        seen = take(iterator, 3)
+        state = loader.state_dict()
+        assert state["batches"] + len(state["batches_behind"].split(",")) * bool(state["batches_behind"]) == 4
+        rest = values(iterator)
+        assert sorted(flat(seen + rest)) == list(range(4, 40))
+        assert (loader.state_dict()["batches"], loader.state_dict()["batches_behind"]) == (10, "")
+    with make() as other:
+        other.load_state_dict(state)
+        assert sorted(values(other)) == sorted(rest)
+
+
+def test_a_batch_in_whose_place_the_sampler_raises_counts() -> None:
+    """As in torch, the batch is gone; without order the count would stay at its place for ever."""
+
+    class Raises(Stateful):
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> int:
+            self.position += 1
+            if self.position == 7:
+                raise LookupError
+            if self.position > 13:
+                raise StopIteration
+            return self.position
+
+    with DataLoader(
+        Plain(40), sampler=Raises(40), batch_size=None, num_workers=2, in_order=False, prefetch_factor=2
+    ) as loader:
+        iterator, errors = iter(loader), 0
+        while True:
+            try:
+                next(iterator)
+            except StopIteration:
+                break
+            except LookupError:
+                errors += 1
+        state = loader.state_dict()
+        assert (errors, state["batches"], state["batches_behind"]) == (1, 12, "")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_count_goes_on_after_an_interrupt_where_an_earlier_program_had_no_order(
+    tmp_path: Path, workers: int
+) -> None:
+    """Without workers the batch of the interrupted call is gone, as in torch."""
+    with DataLoader(Late(40, log=tmp_path / "log"), 4, num_workers=2, in_order=False) as loader:
+        iterator = iter(loader)
+        take(iterator, 3)
+        state = loader.state_dict()
+        assert state["batches"] == 0
+        del iterator
+    with DataLoader(Plain(40), 4, num_workers=workers) as loader:
+        loader.load_state_dict(state)
+        if not workers:
+            loader.dataset.interrupt_at = 20  # type: ignore[attr-defined]
+        iterator = iter(loader)
+        interrupts = 0
+        while True:
+            try:
+                next(iterator)
+            except StopIteration:
+                break
+            except KeyboardInterrupt:
+                interrupts += 1
+            assert len(loader.state_dict()["batches_behind"].split(",")) <= 3
+        assert interrupts == (not workers)
+        assert (loader.state_dict()["batches"], loader.state_dict()["batches_behind"]) == (10, "")
