@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shmloader.codec.layout import ALIGNMENT, BYTES, ITEM_NBYTES, LONE_LEAF, join_header, pack_row
-from shmloader.codec.leaves import HANDLERS, Add, add_buffer
+from shmloader.codec.leaves import HANDLERS, Add, add_buffer, with_large_bytes
 from shmloader.codec.slot_allocator import SlotAllocator, make_placeholder
 
 
@@ -89,7 +89,7 @@ class Encoder:
             return self._commit(join_header((LONE_LEAF,), (outputs[batch],)))
         self._outputs, self._found = outputs, found
         try:
-            pickler.dump(batch)
+            pickler.dump(with_large_bytes(batch))
             return self._commit(join_header(pickler.written, self._rows))
         finally:
             # The memo and the copies refer to the batch, which must be free to die now.

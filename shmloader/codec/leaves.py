@@ -12,6 +12,7 @@ A type is added by one function in `HANDLERS`; a dtype by its name in `codec.lay
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 import pickle
@@ -183,10 +184,71 @@ def _as_storage(leaf: list[np.ndarray[Any, Any]]) -> torch.UntypedStorage:
     return torch.from_numpy(leaf[0]).untyped_storage()
 
 
+# --- bytes
+
+_LARGE_NBYTES = 16 << 10
+_PROBED = 8  # of a list's or dict's first items
+
+
+class _LargeBytes:
+    """A bytes object in a batch that is about to be pickled: the pickler asks for no handler of bytes."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: bytes) -> None:
+        self.value = value
+
+
+def with_large_bytes(batch: Any) -> Any:
+    """The batch, or a copy of its containers in which large bytes objects are leaves.
+
+    Looked for in the batch, its items and theirs, of built-in containers whose first items show some: encoded
+    images of samples, a column of them.
+    """
+    return _wrapped(batch, 2, {}) if _shows_large_bytes(batch, 2) else batch
+
+
+def _shows_large_bytes(item: Any, depth: int) -> bool:
+    kind = type(item)
+    if kind is bytes:
+        return len(item) >= _LARGE_NBYTES
+    if not depth or kind not in (list, tuple, dict):
+        return False
+    items = item.values() if kind is dict else item
+    return any(_shows_large_bytes(part, depth - 1) for part in itertools.islice(items, _PROBED))
+
+
+def _wrapped(item: Any, depth: int, made: dict[int, Any]) -> Any:
+    """An item with its large bytes as leaves; one object in two places stays one."""
+    kind = type(item)
+    if id(item) in made:
+        return made[id(item)]
+    wrapped = item
+    if kind is bytes and len(item) >= _LARGE_NBYTES:
+        wrapped = _LargeBytes(item)
+    elif depth and kind is dict:
+        wrapped = {key: _wrapped(part, depth - 1, made) for key, part in item.items()}
+    elif depth and (kind is list or kind is tuple):
+        wrapped = kind(_wrapped(part, depth - 1, made) for part in item)
+    if wrapped is not item:
+        made[id(item)] = wrapped
+    return wrapped
+
+
+def _reduce_bytes(item: _LargeBytes, add: Add) -> Any:
+    array = np.frombuffer(item.value, np.uint8)
+    return _as_bytes, ([add(BYTES, _UINT8, array.shape, _address_of(array), array)],)
+
+
+def _as_bytes(leaf: list[np.ndarray[Any, Any]]) -> bytes:
+    return leaf[0].tobytes()
+
+
 HANDLERS: dict[type, Handler] = {
     torch.Tensor: _reduce_tensor,
     torch.nn.Parameter: _reduce_parameter,
     np.ndarray: _reduce_array,
     torch.UntypedStorage: _reduce_storage,
+    _LargeBytes: _reduce_bytes,
 }
 """By the exact class of an object; subclasses are pickled by their own reductions."""

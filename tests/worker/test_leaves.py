@@ -87,6 +87,42 @@ def test_an_array_arrives_as_by_pickles_default_protocol(
     assert got[0].strides == expected.strides
 
 
+LARGE = [bytes([number]) * 50_000 for number in range(3)]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        LARGE[0],
+        LARGE,
+        tuple(LARGE),
+        [LARGE[0], b"short", "text", LARGE[0]],
+        [(LARGE[0], 1), (LARGE[1], 2)],
+        [{"jpg": LARGE[0], "label": 1}, {"jpg": b"", "label": torch.ones(2)}],
+        {"jpg": list(LARGE), "label": torch.arange(3)},
+        {"jpg": [LARGE], "deep": [[[LARGE[0]]]]},
+        [bytearray(LARGE[0]), LARGE[1]],
+    ],
+)
+def test_large_bytes_arrive_as_bytes(batch: Any) -> None:
+    got = arrives(batch)
+    assert_same(got, batch)
+
+
+def test_large_bytes_are_leaves_and_one_object_in_two_places_stays_one() -> None:
+    segment = Segment()
+    allocator = SlotAllocator(segment)
+    allocator.begin(0, segment.reserve(0, 0, 1 << 16), 1 << 20)
+    begin, end, _ = Encoder(allocator).encode([(LARGE[0], 1), (LARGE[1], 2)])
+    assert end - begin < 1000, "they are not in the header"
+    allocator.close()
+    first, second = arrives([LARGE[0], LARGE[0]])
+    assert first is second
+    column = [LARGE[0], LARGE[1]]
+    one, other = arrives([column, column])
+    assert one is other
+
+
 class Buffered:
     """An object whose own reduction leaves its bytes out of the pickle."""
 
