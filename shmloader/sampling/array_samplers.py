@@ -13,7 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from shmloader.sampling.packed_indices import LEAST_PACKED, IntArray, PackedInts
 from shmloader.sampling.samplers import draw_seed
@@ -28,16 +34,15 @@ def index_arrays(index_sampler: Any, skip: int = 0) -> Iterator[PackedInts] | No
     beginning takes no longer than skipping few.
 
     Returns:
-        None if this is not exactly torch's `BatchSampler` over a `SequentialSampler` or a `RandomSampler`
-        without replacement, if its batches are small and none is to be skipped, or if the program or torch
-        has changed these classes (`check_against_torch`).
+        None if this is not exactly torch's `BatchSampler` over one of its samplers in `_CHUNKS` (a
+        `RandomSampler` without replacement), if its batches are small and none is to be skipped, or if the
+        program or torch has changed these classes (`check_against_torch`).
     """
     if type(index_sampler) is not BatchSampler or type(index_sampler.batch_size) is not int:
         return None
     inner = index_sampler.sampler
-    known = type(inner) is SequentialSampler or (
-        type(inner) is RandomSampler and not getattr(inner, "replacement", True)
-    )
+    replaces = type(inner) is RandomSampler and getattr(inner, "replacement", True)
+    known = type(inner) in _CHUNKS and not replaces
     if not known or (index_sampler.batch_size < LEAST_PACKED and not skip):
         return None
     if not all(is_by_torch(kind.__iter__, kind) for kind in (BatchSampler, type(inner))):
@@ -69,10 +74,18 @@ def check_against_torch(kind: type) -> None:
             steps.append((indices, states))
         return steps
 
-    data = range(7)
+    data: Any = range(7)
     arguments: list[dict[str, Any]] = [{}]
     if kind is RandomSampler:
         arguments += [{"num_samples": 17}, {"generator": generator}]
+    elif kind is WeightedRandomSampler:
+        data = [0.1, 2.0, 0.0, 1.0]
+        arguments = [{"num_samples": 8}, {"num_samples": 3, "replacement": False, "generator": generator}]
+    elif kind is DistributedSampler:
+        arguments = [
+            {"num_replicas": replicas, "rank": 1, "shuffle": shuffle, "drop_last": drop, "seed": 3}
+            for replicas, shuffle, drop in itertools.product((2, 3, 20), (False, True), (False, True))
+        ]
     try:
         with torch.device("cpu"):  # whatever the program's default device is
             for keywords, drop_last in itertools.product(arguments, (False, True)):
@@ -98,7 +111,7 @@ def is_by_torch(method: Any, kind: type) -> bool:
 def _batches(sampler: BatchSampler, skip: int = 0) -> Iterator[PackedInts]:
     """Iterate as ``BatchSampler.__iter__`` does: the inner sampler is asked no sooner than needed."""
     inner: Any = sampler.sampler
-    chunks = _permutations(inner) if type(inner) is RandomSampler else _ranges(inner, sampler.batch_size)
+    chunks = _CHUNKS[type(inner)](inner, sampler.batch_size)
     chunk, begin = np.empty(0, np.int64), skip * sampler.batch_size  # which may be far behind the chunk
     drop_last, batch_size = sampler.drop_last, sampler.batch_size
     while True:
@@ -123,10 +136,48 @@ def _ranges(sampler: SequentialSampler, nbatch: int) -> Iterator[IntArray]:
         yield np.arange(begin, min(begin + step, length), dtype=np.int64)
 
 
-def _permutations(sampler: RandomSampler) -> Iterator[IntArray]:
+def _permutations(sampler: RandomSampler, _: int) -> Iterator[IntArray]:
     """Draw as ``RandomSampler.__iter__``, which may draw one permutation more than it needs at the end."""
     length = len(sampler.data_source)
     generator: torch.Generator = sampler.generator or torch.Generator().manual_seed(draw_seed())
     for _ in range(sampler.num_samples // length):
         yield torch.randperm(length, generator=generator).numpy()
     yield torch.randperm(length, generator=generator)[: sampler.num_samples % length].numpy()
+
+
+def _weighted(sampler: WeightedRandomSampler, _: int) -> Iterator[IntArray]:
+    drawn = torch.multinomial(
+        sampler.weights, sampler.num_samples, sampler.replacement, generator=sampler.generator
+    )
+    yield drawn.cpu().numpy()
+
+
+def _share(sampler: DistributedSampler[Any], _: int) -> Iterator[IntArray]:
+    """Draw as ``DistributedSampler.__iter__``: one rank's places in an order that is repeated to be even."""
+    length, total, step = len(sampler.dataset), sampler.total_size, sampler.num_replicas  # type: ignore[arg-type]
+    even = total <= length if sampler.drop_last else total >= length
+    if not even or len(range(sampler.rank, total, step)) != sampler.num_samples:
+        yield np.array(list(sampler))  # torch's own raises its error
+        return
+    if sampler.shuffle:
+        generator = torch.Generator()
+        generator.manual_seed(sampler.seed + sampler.epoch)
+        order = torch.randperm(length, generator=generator).numpy()
+    else:
+        order = np.arange(length, dtype=np.int64)
+    share = order[sampler.rank : min(length, total) : step]
+    repeated = range(sampler.rank, total, step)[len(share) :]
+    if repeated:
+        share = np.concatenate([share, order[np.array(repeated) % length]])
+    share = np.ascontiguousarray(share)
+    del order  # which is the whole dataset's
+    yield share
+
+
+_CHUNKS: dict[type, Callable[[Any, int], Iterator[IntArray]]] = {
+    SequentialSampler: _ranges,
+    RandomSampler: _permutations,
+    WeightedRandomSampler: _weighted,
+    DistributedSampler: _share,
+}
+"""Classes of torch's, with functions that give what their iterators give, in arrays."""

@@ -10,7 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loading import Ends, Numbered
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 import shmloader
 from shmloader import DataLoader
@@ -33,7 +40,18 @@ def _samplers(draw: st.DrawFn) -> tuple[Any, torch.Generator | None]:
     length = draw(st.integers(1, 300))
     generator = torch.Generator() if draw(st.booleans()) else None
     sampler: Any = SequentialSampler(range(length))
-    if draw(st.booleans()):
+    kind = draw(st.sampled_from(["sequential", "random", "weighted", "distributed"]))
+    if kind == "weighted":
+        replacement = draw(st.booleans())
+        nsamples = draw(st.integers(1, 700 if replacement else length))
+        sampler = WeightedRandomSampler(torch.rand(length) + 0.1, nsamples, replacement, generator)
+    elif kind == "distributed":
+        replicas = draw(st.integers(1, 9) | st.just(400))
+        rank, booleans = draw(st.integers(0, replicas - 1)), st.booleans()
+        data: Any = range(length)
+        sampler = DistributedSampler(data, replicas, rank, draw(booleans), 5, draw(booleans))
+        sampler.set_epoch(draw(st.integers(0, 3)))
+    elif kind == "random":
         num_samples = draw(st.none() | st.integers(1, 700) | st.just(2 * length))
         sampler = RandomSampler(range(length), num_samples=num_samples, generator=generator)
     batch_size = draw(st.integers(LEAST_PACKED, 100) | st.sampled_from([length, 2 * length]))
@@ -159,3 +177,20 @@ def test_a_batch_size_that_is_changed_meanwhile_counts_when_it_does_in_torch(
         sampler.batch_size = to
         found.append(lengths + [len(batch) for batch in itertools.islice(batches, 100)])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "change", [{"total_size": 3}, {"num_samples": 1}, {"drop_last": True, "total_size": 99}]
+)
+def test_a_distributed_sampler_that_contradicts_itself_raises_torchs_error(change: dict[str, Any]) -> None:
+    data: Any = range(50)
+    sampler = DistributedSampler(data, 4, 1)
+    vars(sampler).update(change)
+    batches = BatchSampler(sampler, LEAST_PACKED, drop_last=False)
+    with pytest.raises(AssertionError) as torchs:
+        list(batches)
+    arrays = index_arrays(batches)
+    assert arrays is not None
+    with pytest.raises(AssertionError) as ours:
+        list(arrays)
+    assert str(ours.value) == str(torchs.value)
