@@ -214,15 +214,19 @@ NEW_SHARED = "_new_shared"
 """The method of ``UntypedStorage`` with which older versions of torch's default collate made their output."""
 
 
-def is_intercepted() -> bool:
-    """Whether a call of torch now goes to more than torch's own function on the CPU.
+def is_intercepted(arguments: tuple[Any, ...]) -> bool:
+    """Whether a call of torch with these arguments goes to more than torch's own function on the CPU.
 
-    Such are modes, transforms, tracing, autocast and inference mode. A torch that lacks a name: always.
+    Such are tensor subclasses, modes, transforms, tracing, autocast and inference mode. A torch that lacks a
+    name: always.
     """
     core: Any = torch._C
+    parts = arguments[0] if arguments and type(arguments[0]) in (list, tuple) else arguments
+    numbers = parts and type(parts[0]) in (int, float)  # perhaps thousands
     try:
         return bool(
-            core._len_torch_function_stack()
+            (not numbers and torch.overrides.has_torch_function(parts))
+            or core._len_torch_function_stack()
             or core._len_torch_dispatch_stack()
             or core._functorch.peek_interpreter_stack()
             or torch.is_inference_mode_enabled()

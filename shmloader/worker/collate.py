@@ -204,7 +204,7 @@ def collate_tensors(
 
 def is_own(collate_fn: Callable[[Any], Any]) -> bool:
     """Whether a collate function is the program's own, and none of torch's."""
-    return collate_fn not in (slot_collate, default_collate, default_convert)
+    return not any(collate_fn is torchs for torchs in (slot_collate, default_collate, default_convert))
 
 
 torch_private.SAME_AS_TORCHS += [slot_collate, collate_tensors]

@@ -7,8 +7,10 @@ own call is made. It changes nothing but the memory that it was given, so it may
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ LEAST_NBYTES = 64 << 10
 
 _LEAST_PART_NBYTES = 2 << 10  # of a tensor that is joined with others: each is looked at
 _NUMBERS = (bool, int, float)
+_KINDS = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, classmethod)  # torch's functions
 
 Place = Callable[[Sequence[int], torch.dtype], torch.Tensor | None]
 SecondWay = Callable[..., torch.Tensor | torch.UntypedStorage | None]
@@ -47,6 +50,10 @@ class PlacedCall:
     second_way: SecondWay
     of_batches: bool = False
     of_class: bool = False
+
+    def is_torchs(self) -> bool:
+        """Whether the name stands for torch's own call, and not for a function of the program's."""
+        return isinstance(inspect.getattr_static(self.owner, self.name), _KINDS)
 
     def __str__(self) -> str:
         owner = self.owner.__name__ if isinstance(self.owner, type) else "torch"
@@ -160,7 +167,7 @@ def _new_full(place: Place, model: Any, size: Any, fill_value: Any, *, dtype: An
 def _tensor(place: Place, data: Any, *, dtype: Any = None, device: Any = None) -> torch.Tensor | None:
     if type(data) is not np.ndarray or data.nbytes < LEAST_NBYTES or not data.flags.c_contiguous:
         return None
-    own = torch.from_numpy(data[:0])
+    own = torch.from_numpy(np.empty(0, data.dtype))  # of a read-only array it would warn
     if own.dtype.is_complex or dtype not in (None, own.dtype) or device not in (None, "cpu"):
         return None
     out = place(data.shape, own.dtype)
@@ -183,8 +190,7 @@ def _pad_sequence(
         for row, sequence in zip(out.unbind(), sequences, strict=True):
             length = len(sequence)
             row[:length].copy_(sequence)
-            if length < longest:
-                row[length:].fill_(padding_value)
+            row[length:].fill_(float(padding_value))  # torch takes a double, and raises if that does not fit
     return out
 
 
@@ -259,3 +265,6 @@ RESIZES = (
     (torch.UntypedStorage, "resize_"),
 )
 """Methods for which a placed result has to leave the slot: a storage in the slot cannot grow."""
+
+COMPILERS = ((torch, "compile"), (torch.jit, "script"))
+"""Functions that look torch's own calls up by their names."""

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from sys import _getframe as frame_of_caller
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from shmloader.codec.slot_allocator import SlotAllocator
 from shmloader.diagnostics.bad_samples import Reported
 from shmloader.diagnostics.exceptions import add_note
 from shmloader.statistics import PlacedSite
-from shmloader.worker.placed_calls import CALLS, LEAST_NBYTES, RESIZES, PlacedCall, own_call
+from shmloader.worker.placed_calls import CALLS, COMPILERS, LEAST_NBYTES, RESIZES, PlacedCall, own_call
 
 _LEAST_BATCH_NBYTES = 256 << 10
 _WATCHED_BATCHES = 4
@@ -80,15 +80,21 @@ class Placement:
         self._running = 0
         self._put: list[_StandIn] = []
         self._lacked_room = False  # the slot, for the result that was to be placed last
-        self._pid, self._thread = os.getpid(), threading.get_ident()
+        self._thread = threading.get_ident()
         self._out_of_reach: list[PlacedSite] = []
+        if is_on:
+            os.register_at_fork(before=self._end_for_fork)
 
     def around(self, function: Callable[[Any], Any], *, of_batches: bool = False) -> Callable[[Any], Any]:
         """The program's function, with torch's calls replaced while it runs."""
-        replacements = [_Replacement(self, call) for call in CALLS if call.of_batches <= of_batches]
+        if not self.is_on:
+            return function
+        replacements = [
+            _Replacement(self, call) for call in CALLS if call.of_batches <= of_batches and call.is_torchs()
+        ]
         self._out_of_reach += _captured_names(function, replacements)
+        function = next((one for one in replacements if one.is_own(function)), function)
 
-        @functools.wraps(function, updated=())
         def placed(argument: Any) -> Any:
             if not self.is_on or self._running:
                 return function(argument)
@@ -102,15 +108,16 @@ class Placement:
         if not self._to_watch:
             placed = {id(site.call) for site in self._sites.values() if site.state is _PLACED}
             replacements[:] = [one for one in replacements if id(one.call) in placed]
-        self._put = [*replacements, *self._resizes(), _Compile(self)]
+        self._put = [*replacements, *self._resizes(), *(_Compile(self, *name) for name in COMPILERS)]
         torch_private.before_compiling(self.end_for_compiler)
         self._running += 1
         try:
             for one in self._put:
                 one.replace()
             yield
-        except RuntimeError as error:
-            if _NOT_RESIZABLE in str(error):
+        except BaseException as error:
+            self.drop()
+            if isinstance(error, RuntimeError) and _NOT_RESIZABLE in str(error):
                 self._end("a result was resized by a call that cannot be seen")
                 add_note(
                     error, "a result that shmloader made in the batch's slot; place_results=False avoids it"
@@ -124,26 +131,42 @@ class Placement:
         while self._put:
             self._put.pop().put_back()
 
+    def _with_own_names(self, own: Callable[..., Any], arguments: tuple[Any, ...], named: Any) -> Any:
+        """Make a call that may run ``__torch_function__`` of the program's, with ``func is torch.stack``."""
+        put, self._put = self._put, []
+        for one in put:
+            one.put_back()
+        try:
+            return own(*arguments, **named)
+        finally:
+            if self.is_on:
+                self._put = put
+                for one in put:
+                    one.replace()
+
     def end_for_compiler(self) -> None:
         """End before torch compiles a function, in which the compiler has to find torch's own calls."""
         if self._running:
             self._put_back()
             self._end("it calls a function that torch compiles")
 
+    def _end_for_fork(self) -> None:
+        """End before the program forks: the child would share the slot, and have torch's names replaced."""
+        if self._running and threading.get_ident() == self._thread:
+            self._put_back()
+            self._end("it starts a process")
+            self._allocator.restart()
+
     def _resizes(self) -> list[_Resize]:
         return [_Resize(self._allocator, owner, name) for owner, name in RESIZES] if self._sites else []
 
     def call(self, call: PlacedCall, own: Callable[..., Any], arguments: tuple[Any, ...], named: Any) -> Any:
         """Make one call of the program's: in the slot, or by torch's own function."""
-        if (
-            not self._running
-            or "out" in named
-            or threading.get_ident() != self._thread
-            or os.getpid() != self._pid
-            or torch_private.is_intercepted()
-        ):
+        if not self._running or threading.get_ident() != self._thread:
             return own(*arguments, **named)
-        site = self._site(call, frame_of_caller(2))
+        if torch_private.is_intercepted(arguments):
+            return self._with_own_names(own, arguments, named)
+        site = None if "out" in named else self._site(call, frame_of_caller(2))
         if site is None or site.state is _LEFT:
             return own(*arguments, **named)
         if site.state is _PLACED:
@@ -162,8 +185,9 @@ class Placement:
         key = frame.f_code, frame.f_lasti
         site = self._sites.get(key)
         if site is None and self._to_watch:
-            file = Path(frame.f_code.co_filename).name
-            where = f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
+            file = frame.f_code.co_filename
+            where = f"{Path(file).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+            where = "collate_fn" if file == __file__ else where  # which is torch's function itself
             site = self._sites[key] = _Site(call, where)
         return site if site is not None and site.call is call else None
 
@@ -248,6 +272,7 @@ class Placement:
 
     def _end(self, why: str) -> None:
         self.is_on = False
+        self.drop()
         for site in self._sites.values():
             self._leave(site, why)
 
@@ -294,9 +319,14 @@ class _StandIn:
         self._own = getattr(owner, name)
 
     def replace(self) -> None:
-        setattr(self._owner, self._name, self)
+        """Take the name, unless the program has given it a function of its own."""
+        if vars(self._owner).get(self._name) is self._before:
+            setattr(self._owner, self._name, self)
 
     def put_back(self) -> None:
+        """Put the former function back, unless the program has put another one there."""
+        if vars(self._owner).get(self._name) is not self:
+            return
         if self._before is None:
             delattr(self._owner, self._name)
         else:
@@ -360,10 +390,10 @@ class _Resize(_StandIn):
 
 
 class _Compile(_StandIn):
-    """Stands for ``torch.compile``, the first call of which imports the compiler."""
+    """Stands for ``torch.jit.script``, and ``torch.compile``, whose first call imports the compiler."""
 
-    def __init__(self, placement: Placement) -> None:
-        super().__init__(torch, "compile")
+    def __init__(self, placement: Placement, owner: Any, name: str) -> None:
+        super().__init__(owner, name)
         self._placement = placement
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -373,7 +403,8 @@ class _Compile(_StandIn):
 
 def _captured_names(function: Any, replacements: list[_Replacement]) -> list[PlacedSite]:
     """Names of torch's calls that a module has imported before (``from torch import stack``)."""
-    if not hasattr(function, "__code__"):
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType):
         return []
     code, names = function.__code__, function.__globals__
     return [

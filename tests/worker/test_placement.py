@@ -7,6 +7,7 @@ import pickle
 import threading
 import warnings
 from collections.abc import Callable
+from types import BuiltinFunctionType
 from typing import Any
 
 import numpy as np
@@ -88,7 +89,7 @@ def by_imported_name(rows: list[torch.Tensor]) -> Any:
 
 
 COLLATES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "stack": (torch.stack, "torch.stack"),
+    "stack": (lambda rows: torch.stack(rows), "torch.stack"),  # noqa: PLW0108 - by torch's name
     "cat": (lambda rows: torch.cat([row[None] for row in rows]), "torch.cat"),
     "padded": (lambda rows: pad_sequence(rows, batch_first=True), "torch.pad_sequence"),
     "tensor of an array": (lambda rows: torch.tensor(np.stack(rows)), "torch.tensor"),
@@ -106,6 +107,12 @@ def test_results_in_the_batch_are_made_in_the_slot(name: str) -> None:
     assert [site.call for site in statistics.placed_sites if site.placed] == [call]
     assert "test_placement.py:" in statistics.placed_sites[0].where
     assert f"{call} at test_placement.py" in str(statistics)
+
+
+def test_collate_fn_may_be_torchs_function_itself() -> None:
+    batches, statistics = load(torch.stack)
+    assert_same(batches, [torch.stack([Rows()[32 * n + i] for i in range(32)]) for n in range(10)])
+    assert [str(site) for site in statistics.placed_sites] == ["torch.stack at collate_fn: made in the slot"]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +207,18 @@ def in_a_forked_process(rows: list[torch.Tensor]) -> Any:
     return mine
 
 
-@pytest.mark.parametrize("collate", [in_another_thread, in_a_forked_process])
+def in_a_forked_process_that_writes(rows: list[torch.Tensor]) -> Any:
+    """Has a child process that writes to the copy of the batch that it was forked with."""
+    mine = torch.stack(rows)
+    child = os.fork()
+    if child == 0:
+        mine.add_(1000)
+        os._exit(0 if isinstance(torch.cat, BuiltinFunctionType) else 1)
+    assert os.waitpid(child, 0)[1] == 0, "the names are torch's in the child"
+    return mine
+
+
+@pytest.mark.parametrize("collate", [in_another_thread, in_a_forked_process, in_a_forked_process_that_writes])
 def test_only_the_thread_that_runs_the_function_writes_to_the_slot(collate: Any) -> None:
     batches, _ = load(collate)
     for number, batch in enumerate(batches):
@@ -273,8 +291,163 @@ def traced(rows: list[torch.Tensor]) -> Any:
     return torch.jit.trace(lambda *parts: torch.stack(parts) + 1, tuple(rows))(*rows)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning")
-@pytest.mark.parametrize("collate", [compiled, compiled_before, traced])
+def stack_and_subtract(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(rows) - torch.ones(1)
+
+
+def scripted(rows: list[torch.Tensor]) -> Any:
+    warnings.simplefilter("ignore", DeprecationWarning)
+    return torch.stack(rows), torch.jit.script(stack_and_subtract)(rows)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("collate", [compiled, compiled_before, traced, scripted])
 def test_compiled_and_traced_functions_are_torchs(collate: Any) -> None:
     batches, _ = load(collate)
     assert_same(batches, [collate([Rows()[32 * n + i] for i in range(32)]) for n in range(10)])
+
+
+def stack_and_add_1000(rows: list[torch.Tensor]) -> torch.Tensor:
+    return imported_stack(rows) + 1000
+
+
+def put_own_stack(_: Any = None) -> None:
+    torch.stack = stack_and_add_1000
+
+
+class PutsOwnStack(Rows):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 0:
+            put_own_stack()
+        return super().__getitem__(index)
+
+
+def puts_own_stack(rows: list[torch.Tensor]) -> Any:
+    if rows[0][0] == 160:
+        put_own_stack()
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("where", ["main process", "worker_init_fn", "dataset", "collate_fn"])
+def test_a_function_that_the_program_puts_in_place_of_torchs_stays(where: str) -> None:
+    try:
+        if where == "main process":
+            put_own_stack()
+        with shmloader.DataLoader(
+            PutsOwnStack() if where == "dataset" else Rows(),
+            32,
+            num_workers=1,
+            worker_init_fn=put_own_stack if where == "worker_init_fn" else None,
+            collate_fn=puts_own_stack if where == "collate_fn" else lambda rows: torch.stack(rows),  # noqa: PLW0108
+        ) as loader:
+            batches = list(loader)
+    finally:
+        torch.stack = imported_stack
+    first = 5 if where == "collate_fn" else 0
+    firsts = [32.0 * number + 1000 * (number >= first) for number in range(10)]
+    assert [float(batch[0, 0]) for batch in batches] == firsts
+
+
+class AnswersAnything:
+    """A collate function as of a compiler or a configuration: its attributes are not a function's."""
+
+    __code__ = stack_and_add_1000.__code__
+    __name__ = None
+
+    def __call__(self, rows: list[torch.Tensor]) -> Any:
+        return torch.stack(rows)
+
+    def __eq__(self, other: object) -> Any:
+        return torch.ones(2) == other  # whose truth is an error
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_a_collate_function_may_be_any_object() -> None:
+    batches, statistics = load(AnswersAnything())
+    assert len(batches) == 10
+    assert [site.placed for site in statistics.placed_sites] == [True]
+
+
+class Subclass(torch.Tensor):
+    """Has a stack of its own."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.stack:
+            return torch.full((4,), 7.0)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_torch_function_of_the_program_gets_the_function_that_torch_has() -> None:
+    def collate(rows: list[torch.Tensor]) -> Any:
+        return torch.stack(rows), torch.stack([row.as_subclass(Subclass) for row in rows])  # type: ignore[arg-type]
+
+    batches, statistics = load(collate)
+    assert all(torch.equal(other, torch.full((4,), 7.0)) for _, other in batches)
+    assert [site.placed for site in statistics.placed_sites] == [True]
+
+
+class HasALoader(Dataset[Any]):
+    """Whole batches of a loader with threads."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, number: int) -> Any:
+        with shmloader.DataLoader(
+            Rows(), 32, num_workers=1, worker_type="thread", collate_fn=torch.stack
+        ) as loader:
+            return torch.stack(list(next(iter(loader)) + number))
+
+
+def test_a_loader_with_threads_in_the_data_set() -> None:
+    with shmloader.DataLoader(HasALoader(), batch_size=None, num_workers=1) as loader:
+        assert [float(batch[0, 0]) for batch in loader] == list(range(10))
+
+
+def of_a_readonly_array(rows: list[torch.Tensor]) -> Any:
+    array = np.stack([row.numpy() for row in rows])
+    array.flags.writeable = False
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        return torch.tensor(array), [str(warning.message) for warning in warned]
+
+
+def test_an_array_that_cannot_be_written_gives_no_warning() -> None:
+    batches, statistics = load(of_a_readonly_array)
+    assert not any(warned for _, warned in batches)
+    assert [site.placed for site in statistics.placed_sites] == [True]
+
+
+@pytest.mark.parametrize(("padding", "dtype"), [(-1, torch.uint8), (2**53 + 1, torch.int64)])
+def test_padding_is_the_number_that_torch_makes_of_it(padding: int, dtype: torch.dtype) -> None:
+    def pad(rows: list[torch.Tensor]) -> Any:
+        rows = [row.to(dtype).repeat(4) for row in rows]
+        value = padding if rows[0][0] >= 160 else 0
+        try:
+            return pad_sequence([*rows, rows[0][:-1]], batch_first=True, padding_value=value)
+        except RuntimeError as error:
+            return torch.stack(rows), str(error)
+
+    batches, statistics = load(pad)
+    assert_same(batches, [pad([Rows()[32 * n + i] for i in range(32)]) for n in range(10)])
+    assert "torch.pad_sequence" in [site.call for site in statistics.placed_sites if site.placed]
+
+
+class RaisesAtTimes(Dataset[Any]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, number: int) -> Any:
+        made = torch.stack([torch.full((4096,), float(number))] * 32)
+        if number % 7 == 5:
+            raise ValueError(number)
+        return made
+
+
+@pytest.mark.filterwarnings("ignore::shmloader.BadSampleWarning")
+def test_batches_that_are_left_out_say_nothing_about_a_call() -> None:
+    with shmloader.DataLoader(RaisesAtTimes(), batch_size=None, num_workers=1, on_error="skip") as loader:
+        assert [int(batch[31, 5]) for batch in loader] == [n for n in range(40) if n % 7 != 5]
+        assert [site.placed for site in loader.statistics().placed_sites] == [True]
