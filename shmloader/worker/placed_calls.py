@@ -171,8 +171,9 @@ def _tensor(place: Place, data: Any, *, dtype: Any = None, device: Any = None) -
     if own.dtype.is_complex or dtype not in (None, own.dtype) or device not in (None, "cpu"):
         return None
     out = place(data.shape, own.dtype)
-    if out is not None:
-        out.numpy()[...] = data
+    if out is None or out.numpy().strides != data.strides:  # torch keeps those of dimensions of length 1
+        return None
+    out.numpy()[...] = data
     return out
 
 
@@ -206,7 +207,10 @@ def _index_select(place: Place, data: Any, dim: Any, index: Any) -> torch.Tensor
 def _getitem(place: Place, data: Any, index: Any) -> torch.Tensor | None:
     if type(index) is list and set(map(type, index)) == {int}:
         index = own_tensor(index)
-    return _index_select(place, data, 0, index)
+    out = _index_select(place, data, 0, index)
+    if out is not None and out.stride()[1:] != data.stride()[1:]:
+        return None  # torch keeps those of dimensions of length 1
+    return out
 
 
 def _are_rows(data: Any, index: Any) -> bool:

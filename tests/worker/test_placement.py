@@ -420,6 +420,29 @@ def test_an_array_that_cannot_be_written_gives_no_warning() -> None:
     assert [site.placed for site in statistics.placed_sites] == [True]
 
 
+def test_an_array_keeps_the_strides_that_torch_gives_it() -> None:
+    def collate(rows: list[torch.Tensor]) -> Any:
+        array = np.stack([row.numpy() for row in rows])
+        made = torch.tensor(array if rows[0][0] < 160 else array[None])
+        return made, made.stride()
+
+    batches, statistics = load(collate)
+    assert_same(batches, [collate([Rows()[32 * n + i] for i in range(32)]) for n in range(10)])
+    assert [site.placed for site in statistics.placed_sites] == [True]
+
+
+def test_rows_keep_the_strides_that_torch_gives_them() -> None:
+    def take(rows: torch.Tensor, indices: list[int]) -> Any:
+        rows = rows if indices[0] < 160 else rows.as_strided((320, 4096, 1), (4096, 1, 7))
+        made = rows[indices]
+        return [made, str(made.stride())]
+
+    with shmloader.DataLoader(Tables(take), batch_size=None, num_workers=1) as loader:
+        batches, statistics = list(loader), loader.statistics()
+    assert_same(batches, [Tables(take)[number] for number in range(10)])
+    assert [site.placed for site in statistics.placed_sites] == [True]
+
+
 @pytest.mark.parametrize(("padding", "dtype"), [(-1, torch.uint8), (2**53 + 1, torch.int64)])
 def test_padding_is_the_number_that_torch_makes_of_it(padding: int, dtype: torch.dtype) -> None:
     def pad(rows: list[torch.Tensor]) -> Any:
