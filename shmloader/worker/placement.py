@@ -147,13 +147,11 @@ class Placement:
     def end_for_compiler(self) -> None:
         """End before torch compiles a function, in which the compiler has to find torch's own calls."""
         if self._running:
-            self._put_back()
             self._end("it calls a function that torch compiles")
 
     def _end_for_fork(self) -> None:
         """End before the program forks: the child would share the slot, and have torch's names replaced."""
         if self._running and threading.get_ident() == self._thread:
-            self._put_back()
             self._end("it starts a process")
             self._allocator.restart()
 
@@ -171,9 +169,7 @@ class Placement:
             return own(*arguments, **named)
         if site.state is _PLACED:
             result = self._in_slot(site, arguments, named)
-            if result is not None:
-                return result
-            return own(*arguments, **named)
+            return own(*arguments, **named) if result is None else result
         result = own(*arguments, **named)
         self._note(site, result, keep=True)
         return result
@@ -272,6 +268,7 @@ class Placement:
 
     def _end(self, why: str) -> None:
         self.is_on = False
+        self._put_back()
         self.drop()
         for site in self._sites.values():
             self._leave(site, why)
