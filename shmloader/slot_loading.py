@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shmloader.arguments import device_of
+from torch.utils.data import Dataset
+
+from shmloader.arguments import THREAD, device_of
 from shmloader.diagnostics.bad_samples import warn_of_bad_samples
 from shmloader.errors import LoaderClosed, warn
 from shmloader.in_process import InProcessIterator
@@ -146,8 +148,11 @@ class Loading:
     def _warn_of_set_epoch(self, loader: Any) -> None:
         """Warn, once, if persistent workers' datasets were never told of an epoch. Runs no code of theirs."""
         self.advised = True
-        kinds = map(type, datasets_in(loader.dataset) if self.states.set_epoch is None else [])
-        if kind := next((kind for kind in kinds if hasattr(kind, "set_epoch")), None):
+        found = datasets_in(loader.dataset) if self.states.set_epoch is None else []
+        kinds = [kind for kind in map(type, found) if hasattr(kind, "set_epoch")]
+        if loader.worker_type == THREAD:  # which share one object of another class
+            kinds = [kind for kind in kinds if issubclass(kind, Dataset) and not hasattr(kind, "__copy__")]
+        for kind in kinds[:1]:
             warn(
                 f"{kind.__qualname__} has set_epoch(), and persistent workers have copies of it from their "
                 "start, which calls by your program do not reach, as with torch. Before each epoch call "
@@ -198,9 +203,10 @@ def set_epoch(loader: Any, epoch: int) -> None:
         loader: The loader, or what accelerate or Fabric has made from it.
         epoch: The number.
     """
-    if hasattr(loader, "base_dataloader"):
-        loader.iteration = epoch  # from which accelerate counts on
-    loader = getattr(loader, "base_dataloader", getattr(loader, "_dataloader", loader))
+    for inside, count in (("base_dataloader", "iteration"), ("_dataloader", "_num_iter_calls")):
+        if hasattr(loader, inside):
+            setattr(loader, count, epoch)  # from which the framework counts on
+            loader = getattr(loader, inside)
     loading_of(loader).set_epoch(loader, epoch)
 
 

@@ -339,6 +339,22 @@ def test_accelerate_is_told_of_or_patched_when_it_looks_at_a_loader(monkeypatch:
     assert dict(vars(shmloader.DataLoader)) == ours
 
 
+def test_what_is_imported_meanwhile_is_found_without_a_look_at_every_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A program of thousands of modules pays for it at each `iter()`."""
+
+    class Name(str):
+        __slots__ = ()
+
+        def startswith(self, *_: Any) -> bool:
+            raise AssertionError("looked at a module that is not Lightning's")
+
+    with shmloader.install():
+        monkeypatch.setitem(sys.modules, Name("of_somebody_else"), types.ModuleType("of_somebody_else"))
+        assert len(list(DataLoader(Rows()))) == 12
+
+
 def test_what_somebody_else_replaces_later_stays() -> None:
     """Another library's patch over ours stays; through ours, it calls torch's method."""
     torchs = DataLoader._get_iterator

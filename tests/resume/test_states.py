@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from epoch_datasets import Tells
 from resume_datasets import DiesOnce, Drawing, Late, Plain, Stateful
 from resume_loaders import build, fetched, flat, started, take, values
 from torch.utils.data import Dataset, IterableDataset
@@ -43,6 +44,26 @@ def test_the_documentation_explains_all_keys() -> None:
     table = text.partition("### What is in a state")[2].partition("\n## ")[0]
     keys = [re.findall("`([^`]+)`", row.split("|")[1]) for row in table.splitlines() if row.startswith("| `")]
     assert sorted(itertools.chain(*keys)) == sorted(build().state_dict())
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_state_in_mid_epoch_is_of_the_epoch_that_was_set_before_it(asks: bool) -> None:
+    """Workers begin with the next one later, so the rest of this epoch is not told of it."""
+    loader = DataLoader(Tells(), num_workers=1, persistent_workers=True)
+    loader.set_epoch(3)
+    iterator = iter(loader)
+    assert next(iterator) == ["3"]
+    if asks:
+        loader.state_dict()
+    loader.set_epoch(4)
+    state = loader.state_dict()
+    again = DataLoader(Tells(), num_workers=1, persistent_workers=True)
+    again.load_state_dict(state)
+    assert list(again) == list(iterator) == [["3"]] * 3
+    assert loader.state_dict()["set_epoch"] == 4
+    assert list(loader) == [["4"]] * 4
+    loader.close()
+    again.close()
 
 
 def test_a_state_is_new_each_time() -> None:
