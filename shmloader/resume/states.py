@@ -261,7 +261,8 @@ class States:
         index_sampler = index_sampler_of(loader)
         sampler_epoch = getattr(sampler_with_epoch(index_sampler), "epoch", None)
         loaded, batches = loaded_state(loader), sampler_iter
-        self.asked |= loaded is not None or loader.snapshot_every_n_steps is not None
+        every = getattr(loader, "snapshot_every_n_steps", None)  # missing after uninstall()
+        self.asked |= loaded is not None or every is not None
         goes_on = None if loaded is None or is_between_epochs(loaded) else loaded
         global_before = self._global_before if goes_on is None else goes_on["global_generator"]
         progress = Progress(*seeds, sampler_epoch, global_before, before, set_epoch=self.set_epoch)

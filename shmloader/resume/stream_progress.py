@@ -177,9 +177,10 @@ def _tell_of_own_division(name: str) -> None:
 
 
 def _fresh_rules(loader: Any) -> StreamRules:
-    wanted = loader.snapshot_every_n_steps
+    # After uninstall() a loader of torch's class, with persistent workers, has no such options.
+    wanted, shard = (getattr(loader, name, None) for name in ("snapshot_every_n_steps", "shard"))
     every = 1 if wanted is None else wanted or sys.maxsize
-    return StreamRules(loader.shard == AUTO, *rank_and_ranks(), loader.batch_size or 1, every)
+    return StreamRules(shard == AUTO, *rank_and_ranks(), loader.batch_size or 1, every)
 
 
 def rules_for(loader: Any, loaded: State) -> StreamRules:

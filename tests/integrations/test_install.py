@@ -181,6 +181,15 @@ def test_uninstall_gives_loaders_back_to_torch() -> None:
     assert isinstance(iter(loader), _MultiProcessingDataLoaderIter)
 
 
+def test_persistent_workers_of_a_stream_continue_after_uninstall() -> None:
+    with shmloader.install():
+        loader = DataLoader(Stream(), num_workers=2, persistent_workers=True)
+        first = [int(batch) for batch in loader]
+    assert [int(batch) for batch in loader] == [int(batch) for batch in loader] == first
+    assert isinstance(loader._iterator, SlotIterator)
+    loader._iterator = None
+
+
 def test_as_a_context_manager_it_restores_what_was_there() -> None:
     loader = make()
     with shmloader.install(on_error="skip"):
