@@ -19,15 +19,7 @@ from shmloader.resume.compatibility import State, is_between_epochs, is_of_one_r
 from shmloader.resume.progress import Progress
 from shmloader.resume.user_states import pack_user_state, unpack_user_state
 from shmloader.sampling.samplers import ranks_share
-from shmloader.wire.stream_records import (
-    NOTHING_DRAWN,
-    OWN,
-    SHARD,
-    STRIDE,
-    Cursor,
-    StreamReport,
-    StreamRules,
-)
+from shmloader.wire.stream_records import NOTHING_DRAWN, OWN, SHARD, STRIDE, Cursor, StreamReport, StreamRules
 
 _log = logging.getLogger("shmloader")
 

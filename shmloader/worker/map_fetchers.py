@@ -16,13 +16,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from shmloader.diagnostics.bad_samples import (
-    RAISE,
-    REPLACE,
-    Reported,
-    describe,
-    is_a_samples_fault,
-)
+from shmloader.diagnostics.bad_samples import RAISE, REPLACE, Reported, describe, is_a_samples_fault
 from shmloader.diagnostics.exceptions import add_note, forget_frames
 from shmloader.diagnostics.mismatches import explain_collation
 from shmloader.messages import shown

@@ -253,9 +253,5 @@ def own_call(number: int) -> Callable[..., Any]:
     return found
 
 
-RESIZES = (
-    (torch.Tensor, "resize_"),
-    (torch.Tensor, "resize_as_"),
-    (torch.UntypedStorage, "resize_"),
-)
+RESIZES = ((torch.Tensor, "resize_"), (torch.Tensor, "resize_as_"), (torch.UntypedStorage, "resize_"))
 """Methods for which a placed result has to leave the slot: a storage in the slot cannot grow."""

@@ -42,10 +42,7 @@ _SAMPLING_INTERVAL_S = 0.2
 _STOP_GRACE_S = 5.0
 # glibc raises these thresholds by what it happens to see freed, which moves the memory of equal runs
 # by tens of MiB. Fixed and large, they let the model's buffers be used again in every step.
-_ALLOCATOR_SETTINGS = {
-    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
-    "MALLOC_TRIM_THRESHOLD_": str(64 * 2**20),
-}
+_ALLOCATOR_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(64 * 2**20)}
 
 
 class RunFailedError(Exception):

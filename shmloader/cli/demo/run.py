@@ -21,13 +21,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import shmloader
-from shmloader.cli.demo.corpus import (
-    Batch,
-    Corpus,
-    SourceDataset,
-    library_folders,
-    pad_batch,
-)
+from shmloader.cli.demo.corpus import Batch, Corpus, SourceDataset, library_folders, pad_batch
 from shmloader.cli.demo.model import Trainer
 
 INTERRUPTED = 130
