@@ -17,10 +17,11 @@ from torch.utils.data import Dataset
 
 from shmloader.arguments import THREAD, device_of
 from shmloader.diagnostics.bad_samples import warn_of_bad_samples
-from shmloader.errors import LoaderClosed, warn
+from shmloader.errors import LoaderClosed, ResumeError, warn
 from shmloader.in_process import InProcessIterator
 from shmloader.iterator import SlotIterator
 from shmloader.resume import States
+from shmloader.resume.compatibility import State, is_between_epochs
 from shmloader.resume.states import loaded_state
 from shmloader.sampling.samplers import index_sampler_of, with_inner
 from shmloader.scheduling.auto import Auto, auto_for
@@ -78,7 +79,17 @@ class Loading:
         elif isinstance(iterator, SlotIterator) and not self.advised:
             self._warn_of_set_epoch(loader)
         warn_of_bad_samples(self.counters, loader.on_error)
+        self._check_epoch(loaded_state(loader))
         return _delivered(loader, self.states.iterate(loader, torchs_iter))
+
+    def _check_epoch(self, loaded: State | None) -> None:
+        """Refuse to go on in an epoch while the dataset is told of another one."""
+        then, now = None if loaded is None else loaded["set_epoch"], self.states.set_epoch
+        if loaded is not None and self.owners and then not in (None, now) and not is_between_epochs(loaded):
+            raise ResumeError(
+                f"the state was taken in mid-epoch, after set_epoch({then}), and the dataset was told of "
+                f"epoch {now} since. Let the program's loop begin with epoch {then}."
+            )
 
     def make_iterator(self, loader: Any) -> SlotIterator | InProcessIterator | None:
         """An iterator over a loader; None, with a warning, if torch's own has to be used.

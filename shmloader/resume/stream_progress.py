@@ -121,17 +121,7 @@ class StreamProgress:
                     "there is no state with in_order=False if shard='auto' deals samples out to several "
                     "workers: the samples returned are not the beginning of the stream. Leave in_order=True"
                 )
-        parts = [
-            (
-                cursor.drawn,
-                self._packed(cursor.state) if cursor.state else "",
-                cursor.state_drawn,
-                cursor.ended,
-                cursor.raised,
-                cursor.state_raised,
-            )
-            for cursor in cursors
-        ]
+        parts = [(drawn, self._packed(own) if own else "", *others) for drawn, own, *others in cursors]
         stream = {"layout": self._layout, "parts": parts, "last": self._last}
         stream |= {"rank": 0 if self._ranks_share else self.rules.rank, "ranks": self.rules.ranks}
         if self.shared_seed is not None:

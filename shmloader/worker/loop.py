@@ -221,7 +221,7 @@ class _Worker:
                 return
             if settings.calls:
                 self._owners = self._owners or owners_in(self._dataset)
-                settings.repeat_calls(self._owners)
+                settings.make_calls(self._owners)
             self._dataset = torch_private.seed_datapipe(self._dataset, settings.shared_seed)
             self._fetcher = self._make_fetcher()
         except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch

@@ -96,10 +96,8 @@ class _MapFetcher(Fetcher):
         try:
             return self._collate_fn(samples)
         except Exception as error:
-            if self._auto_collation:
-                explain_collation(error, samples, index_batch)
-            else:
-                explain_collation(error, [samples], [index_batch])
+            each = (samples, index_batch) if self._auto_collation else ([samples], [index_batch])
+            explain_collation(error, *each)
             raise
 
 

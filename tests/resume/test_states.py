@@ -20,7 +20,7 @@ from resume_datasets import DiesOnce, Drawing, Late, Plain, Stateful
 from resume_loaders import build, fetched, flat, started, take, values
 from torch.utils.data import Dataset, IterableDataset
 
-from shmloader import BadSampleWarning, DataLoader, errors
+from shmloader import BadSampleWarning, DataLoader, ResumeError, errors
 
 
 def test_a_state_has_the_same_keys_at_any_moment_and_starts_no_worker() -> None:
@@ -64,6 +64,27 @@ def test_a_state_in_mid_epoch_is_of_the_epoch_that_was_set_before_it(asks: bool)
     assert list(loader) == [["4"]] * 4
     loader.close()
     again.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_does_not_go_on_with_a_dataset_that_is_told_of_another(workers: int) -> None:
+    def make(dataset: Any) -> DataLoader[Any]:
+        return DataLoader(dataset, num_workers=workers)
+
+    first = make(Tells())
+    first.set_epoch(3)
+    next(iter(first))
+    state = first.state_dict()
+    again = make(Tells())
+    again.load_state_dict(state)
+    again.set_epoch(0)
+    with pytest.raises(ResumeError, match=r"set_epoch\(3\).*told of epoch 0 since.*begin with epoch 3"):
+        iter(again)
+    again.set_epoch(3)
+    assert list(again) == [["3"]] * 3
+    again.load_state_dict(state | {"finished": True})
+    again.set_epoch(5)
+    assert list(again) == [["5"]] * 4
 
 
 def test_a_state_is_new_each_time() -> None:
