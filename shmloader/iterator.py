@@ -202,7 +202,7 @@ class SlotIterator(torch_private.BaseIterator):
         return sampler_iter
 
     def set_epoch(self, epoch: int, states: GlobalStates) -> None:
-        """Have persistent workers repeat a call of ``set_epoch()`` when the next epoch begins."""
+        """Have persistent workers make a call of ``set_epoch()`` when the next epoch begins."""
         if self._persistent_workers:  # others get the dataset as it is then
             self._calls.append((epoch, states))
 

@@ -23,12 +23,7 @@ from shmloader.arguments import (
     set_device,
     set_options,
 )
-from shmloader.framework_rebuilds import (
-    PreparedFlag,
-    list_options,
-    replace_in_records,
-    warn_of_torchs_class,
-)
+from shmloader.framework_rebuilds import PreparedFlag, list_options, replace_in_records, warn_of_torchs_class
 from shmloader.shared_memory import why_unavailable
 from shmloader.slot_loading import loading_of
 from shmloader.statistics import LoaderStatistics

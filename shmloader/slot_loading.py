@@ -13,12 +13,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shmloader.arguments import device_of
+from torch.utils.data import Dataset
+
+from shmloader.arguments import THREAD, device_of
 from shmloader.diagnostics.bad_samples import warn_of_bad_samples
-from shmloader.errors import LoaderClosed, warn
+from shmloader.errors import LoaderClosed, ResumeError, warn
 from shmloader.in_process import InProcessIterator
 from shmloader.iterator import SlotIterator
 from shmloader.resume import States
+from shmloader.resume.compatibility import State, is_between_epochs
 from shmloader.resume.states import loaded_state
 from shmloader.sampling.samplers import index_sampler_of, with_inner
 from shmloader.scheduling.auto import Auto, auto_for
@@ -76,7 +79,17 @@ class Loading:
         elif isinstance(iterator, SlotIterator) and not self.advised:
             self._warn_of_set_epoch(loader)
         warn_of_bad_samples(self.counters, loader.on_error)
+        self._check_epoch(loaded_state(loader))
         return _delivered(loader, self.states.iterate(loader, torchs_iter))
+
+    def _check_epoch(self, loaded: State | None) -> None:
+        """Refuse to go on in an epoch while the dataset is told of another one."""
+        then, now = None if loaded is None else loaded["set_epoch"], self.states.set_epoch
+        if loaded is not None and self.owners and then not in (None, now) and not is_between_epochs(loaded):
+            raise ResumeError(
+                f"the state was taken in mid-epoch, after set_epoch({then}), and the dataset was told of "
+                f"epoch {now} since. Let the program's loop begin with epoch {then}."
+            )
 
     def make_iterator(self, loader: Any) -> SlotIterator | InProcessIterator | None:
         """An iterator over a loader; None, with a warning, if torch's own has to be used.
@@ -146,8 +159,11 @@ class Loading:
     def _warn_of_set_epoch(self, loader: Any) -> None:
         """Warn, once, if persistent workers' datasets were never told of an epoch. Runs no code of theirs."""
         self.advised = True
-        kinds = map(type, datasets_in(loader.dataset) if self.states.set_epoch is None else [])
-        if kind := next((kind for kind in kinds if hasattr(kind, "set_epoch")), None):
+        found = datasets_in(loader.dataset) if self.states.set_epoch is None else []
+        kinds = [kind for kind in map(type, found) if hasattr(kind, "set_epoch")]
+        if loader.worker_type == THREAD:  # which share one object of another class
+            kinds = [kind for kind in kinds if issubclass(kind, Dataset) and not hasattr(kind, "__copy__")]
+        for kind in kinds[:1]:
             warn(
                 f"{kind.__qualname__} has set_epoch(), and persistent workers have copies of it from their "
                 "start, which calls by your program do not reach, as with torch. Before each epoch call "
@@ -198,9 +214,10 @@ def set_epoch(loader: Any, epoch: int) -> None:
         loader: The loader, or what accelerate or Fabric has made from it.
         epoch: The number.
     """
-    if hasattr(loader, "base_dataloader"):
-        loader.iteration = epoch  # from which accelerate counts on
-    loader = getattr(loader, "base_dataloader", getattr(loader, "_dataloader", loader))
+    for inside, count in (("base_dataloader", "iteration"), ("_dataloader", "_num_iter_calls")):
+        if hasattr(loader, inside):
+            setattr(loader, count, epoch)  # from which the framework counts on
+            loader = getattr(loader, inside)
     loading_of(loader).set_epoch(loader, epoch)
 
 

@@ -14,6 +14,9 @@ from collections.abc import Sequence
 
 import shmloader
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
 COMMANDS = {
     "demo": "train a small language model with torch's loader and this one, side by side",
     "doctor": "say whether loading works on this host, what to change, and what to configure",
@@ -29,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; ``sys.argv[1:]`` when None.
 
     Returns:
-        The exit status.
+        The exit status; 130 after Ctrl-C.
     """
     parser = argparse.ArgumentParser(
         prog="python -m shmloader",
@@ -47,5 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     command = importlib.import_module(f"shmloader.cli.{arguments.command}")
-    status: int = command.main(arguments.words)
+    try:
+        status: int = command.main(arguments.words)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
     return status

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import shmloader
 
-NOT_MEASURED, INTERRUPTED = 2, 130
+NOT_MEASURED = 2
 
 _ENTRY = Path("benchmarks", "comparison.py")
 
@@ -20,7 +20,7 @@ _ENTRY = Path("benchmarks", "comparison.py")
 def main(words: Sequence[str]) -> int:
     """Run the benchmarks of the checkout that this package lies in; gives the exit status of the comparison.
 
-    It is 2 if the benchmarks or a library they need are missing, and 130 after Ctrl-C.
+    It is 2 if the benchmarks or a library they need are missing.
     """
     root = Path(shmloader.__file__).resolve().parent.parent
     if not (root / _ENTRY).is_file():
@@ -40,9 +40,5 @@ def main(words: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return NOT_MEASURED
-    try:
-        status: int = comparison.main(list(words))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+    status: int = comparison.main(list(words))
     return status

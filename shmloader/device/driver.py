@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 _NOT_READY = 600
-_ALREADY_REGISTERED, _NOT_REGISTERED = 712, 713
+ALREADY_REGISTERED, NOT_REGISTERED = 712, 713
 _CAPTURE_ERRORS = range(900, 909)  # CUDA_ERROR_STREAM_CAPTURE_*
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: page-locked for all devices
 _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
@@ -89,16 +89,6 @@ class DriverError(RuntimeError):
     def is_of_capture(self) -> bool:
         """Whether the call is not possible while a graph is being captured."""
         return self.code in _CAPTURE_ERRORS
-
-    @property
-    def is_already_registered(self) -> bool:
-        """Whether memory could not be registered because some at its addresses is."""
-        return self.code == _ALREADY_REGISTERED
-
-    @property
-    def is_not_registered(self) -> bool:
-        """Whether a registration could not end because there is none."""
-        return self.code == _NOT_REGISTERED
 
 
 @dataclass(eq=False, slots=True)

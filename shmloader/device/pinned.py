@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from shmloader.device.driver import CudaDriver, DriverError
+from shmloader.device.driver import ALREADY_REGISTERED, NOT_REGISTERED, CudaDriver, DriverError
 from shmloader.host.limits import locked_memory_limits, memory_headroom
 from shmloader.shared_memory import Extent
 
@@ -65,7 +65,7 @@ class Registration:
         try:
             self._driver.unregister(address)
         except DriverError as error:
-            if not error.is_not_registered:  # an interrupt came before it was
+            if error.code != NOT_REGISTERED:  # an interrupt came before it was
                 return
         _registered.pop(address, None)
         _stuck.discard(self)
@@ -105,7 +105,7 @@ def pin(driver: CudaDriver, extent: Extent) -> str | None:
         try:
             Registration(driver, extent)
         except DriverError as error:
-            if error.is_already_registered:
+            if error.code == ALREADY_REGISTERED:
                 _foreign.append(extent.buffer.owner)
                 return None
             soft, hard = locked_memory_limits()

@@ -20,14 +20,18 @@ from shmloader.loader import DataLoader
 from shmloader.slot_loading import loading_of
 from shmloader.torch_private import GET_ITERATOR
 
-_MODULES = {"lightning.pytorch.loops.fit_loop", "pytorch_lightning.loops.fit_loop"}
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_LOOPS = {f"{package}.loops.fit_loop" for package in _PACKAGES}
+_OTHERS = ("loops.evaluation_loop", "trainer.connectors.data_connector")  # that tell samplers, too
+_TELLERS = _LOOPS | {f"{package}.{name}" for package in _PACKAGES for name in _OTHERS}
+_TELLERS |= {"lightning.fabric.wrappers", "lightning_fabric.wrappers"}
 _SAVE, _LOAD = "on_save_checkpoint", "_load_combined_loader_states"
 _SET_EPOCH = "_set_sampler_epoch"
 
 
 def patch_lightning(patches: Patches) -> None:
     """Patch Lightning's training loop, once it is imported; warn if this version of it cannot be patched."""
-    for name in sys.modules.keys() & _MODULES:
+    for name in _LOOPS & sys.modules.keys():
         loop: Any = getattr(sys.modules[name], "_FitLoop", None)
         if hasattr(loop, _SAVE) and hasattr(loop, _LOAD):
             patches.wrap(loop, _SAVE, _save)
@@ -37,8 +41,8 @@ def patch_lightning(patches: Patches) -> None:
                 f"shmloader.install() cannot patch this version of Lightning: {name}._FitLoop lacks {_SAVE} "
                 f"or {_LOAD}. Training resumed from an epoch's last batch loses an epoch."
             )
-    for name, module in list(sys.modules.items()):
-        if name.startswith(("lightning", "pytorch_lightning")) and _SET_EPOCH in vars(module):
+    for name in _TELLERS & sys.modules.keys():  # not all modules: it takes a millisecond to look at them
+        if hasattr(module := sys.modules[name], _SET_EPOCH):
             patches.wrap(module, _SET_EPOCH, _tell)
 
 

@@ -31,6 +31,7 @@ class Progress:
         before_next: Like `before`, for the next epoch, if that was begun early.
         tracked: The sampler's batches, if it is not torch's.
         stream: For an iterable-style dataset the `StreamProgress`; `done` is then a number.
+        set_epoch: The argument of the last ``loader.set_epoch()`` before it began, or None.
         in_order: Whether no batch has come out of order in an earlier program.
         constant: The part of a state that stays the same in this epoch, once a state was made.
     """
@@ -45,6 +46,7 @@ class Progress:
     before_next: GeneratorStates | None = None
     tracked: TrackedBatches | None = None
     stream: Any = None
+    set_epoch: int | None = None
     in_order: bool = True
     constant: dict[str, Any] | None = None
     _kept: int | tuple[int, ...] = 0  # what `take_back` goes back to

@@ -128,7 +128,7 @@ class States:
                 before = before._replace(sampler=torch.Generator().manual_seed(seed).get_state())
             generators = self._compact(before)
         constant = self._state(loader, progress, generators)
-        constant["sampler_epoch"] = progress.sampler_epoch
+        constant["set_epoch"], constant["sampler_epoch"] = progress.set_epoch, progress.sampler_epoch
         constant["in_order"] = progress.in_order and _in_order(loader)
         constant["global_generator"] = digest_of(progress.global_before)
         if before is not None:
@@ -261,10 +261,11 @@ class States:
         index_sampler = index_sampler_of(loader)
         sampler_epoch = getattr(sampler_with_epoch(index_sampler), "epoch", None)
         loaded, batches = loaded_state(loader), sampler_iter
-        self.asked |= loaded is not None or loader.snapshot_every_n_steps is not None
+        every = getattr(loader, "snapshot_every_n_steps", None)  # missing after uninstall()
+        self.asked |= loaded is not None or every is not None
         goes_on = None if loaded is None or is_between_epochs(loaded) else loaded
         global_before = self._global_before if goes_on is None else goes_on["global_generator"]
-        progress = Progress(*seeds, sampler_epoch, global_before, before)
+        progress = Progress(*seeds, sampler_epoch, global_before, before, set_epoch=self.set_epoch)
         if isinstance(loader.dataset, IterableDataset):
             if goes_on is not None:
                 progress.done = goes_on["batches"]

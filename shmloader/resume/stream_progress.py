@@ -19,15 +19,7 @@ from shmloader.resume.compatibility import State, is_between_epochs, is_of_one_r
 from shmloader.resume.progress import Progress
 from shmloader.resume.user_states import pack_user_state, unpack_user_state
 from shmloader.sampling.samplers import ranks_share
-from shmloader.wire.stream_records import (
-    NOTHING_DRAWN,
-    OWN,
-    SHARD,
-    STRIDE,
-    Cursor,
-    StreamReport,
-    StreamRules,
-)
+from shmloader.wire.stream_records import NOTHING_DRAWN, OWN, SHARD, STRIDE, Cursor, StreamReport, StreamRules
 
 _log = logging.getLogger("shmloader")
 
@@ -129,17 +121,7 @@ class StreamProgress:
                     "there is no state with in_order=False if shard='auto' deals samples out to several "
                     "workers: the samples returned are not the beginning of the stream. Leave in_order=True"
                 )
-        parts = [
-            (
-                cursor.drawn,
-                self._packed(cursor.state) if cursor.state else "",
-                cursor.state_drawn,
-                cursor.ended,
-                cursor.raised,
-                cursor.state_raised,
-            )
-            for cursor in cursors
-        ]
+        parts = [(drawn, self._packed(own) if own else "", *others) for drawn, own, *others in cursors]
         stream = {"layout": self._layout, "parts": parts, "last": self._last}
         stream |= {"rank": 0 if self._ranks_share else self.rules.rank, "ranks": self.rules.ranks}
         if self.shared_seed is not None:
@@ -177,9 +159,10 @@ def _tell_of_own_division(name: str) -> None:
 
 
 def _fresh_rules(loader: Any) -> StreamRules:
-    wanted = loader.snapshot_every_n_steps
+    # After uninstall() a loader of torch's class, with persistent workers, has no such options.
+    wanted, shard = (getattr(loader, name, None) for name in ("snapshot_every_n_steps", "shard"))
     every = 1 if wanted is None else wanted or sys.maxsize
-    return StreamRules(loader.shard == AUTO, *rank_and_ranks(), loader.batch_size or 1, every)
+    return StreamRules(shard == AUTO, *rank_and_ranks(), loader.batch_size or 1, every)
 
 
 def rules_for(loader: Any, loaded: State) -> StreamRules:

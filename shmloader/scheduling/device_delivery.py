@@ -42,11 +42,7 @@ class Delivery:
     """
 
     def __init__(
-        self,
-        dispatcher: Dispatcher,
-        pin_memory: bool,
-        pin_device: str | None,
-        device: torch.device | None,
+        self, dispatcher: Dispatcher, pin_memory: bool, pin_device: str | None, device: torch.device | None
     ) -> None:
         assert isinstance(dispatcher.pool, GuardedPool)
         self._dispatcher = dispatcher

@@ -30,13 +30,7 @@ from shmloader.errors import SharedMemoryExhausted
 from shmloader.shared_memory.descriptor import Descriptor
 from shmloader.shared_memory.headroom import check_headroom, exhausted
 from shmloader.shared_memory.huge_pages import make_pages_huge, take_huge_pages
-from shmloader.shared_memory.mapping import (
-    MAP_NORESERVE,
-    PAGE_NBYTES,
-    READ_WRITE,
-    map_file,
-    whole_pages,
-)
+from shmloader.shared_memory.mapping import MAP_NORESERVE, PAGE_NBYTES, READ_WRITE, map_file, whole_pages
 from shmloader.shared_memory.platform import check_memory
 
 ALIGNMENT = 64

@@ -29,13 +29,7 @@ from shmloader.store import kinds, static
 from shmloader.store.columns.encode import COLUMN, ColumnEncoder
 from shmloader.store.graph import Graph, Identity, Node, Rebuilder, blame
 from shmloader.store.handles import MappedFiles, register
-from shmloader.store.mapping import (
-    MappingStore,
-    SetStore,
-    factory_of,
-    hashes_of,
-    write_index,
-)
+from shmloader.store.mapping import MappingStore, SetStore, factory_of, hashes_of, write_index
 from shmloader.store.memory import Make, MemoryWriter, Table, write_rows
 from shmloader.store.rows import RowStore
 

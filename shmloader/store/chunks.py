@@ -20,13 +20,7 @@ from shmloader.store.columns.compiled import Reader, Scope
 from shmloader.store.columns.encode import ColumnEncoder
 from shmloader.store.columns.packed import field_of_struct, structs_of, types_of_fields, unpacked
 from shmloader.store.columns.read import make_reader
-from shmloader.store.columns.types import (
-    Classes,
-    ClassFinder,
-    LinkType,
-    dictionary_outside,
-    find_types,
-)
+from shmloader.store.columns.types import Classes, ClassFinder, LinkType, dictionary_outside, find_types
 from shmloader.store.handles import reduce_arrow_buffer, register
 from shmloader.store.tables import form_of
 

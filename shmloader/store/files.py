@@ -282,10 +282,7 @@ class FileBuffer(SharedBuffer):
 
 
 def chunks_in_files(
-    files: list[tuple[str, Fingerprint]],
-    columns: Sequence[str] | None,
-    pickles: bool,
-    classes: Classes,
+    files: list[tuple[str, Fingerprint]], columns: Sequence[str] | None, pickles: bool, classes: Classes
 ) -> Chunks:
     """Chunks in mapped files: their record batches."""
     batches: list[tuple[SharedBuffer, Any]] = []

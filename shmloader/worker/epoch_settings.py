@@ -1,6 +1,6 @@
 """Settings that workers get when an epoch begins: calls of ``loader.set_epoch()``, and a shared seed.
 
-A persistent worker process has a copy of the dataset from its start. It repeats the loader's calls; nothing
+A persistent worker process has a copy of the dataset from its start. It makes the loader's calls; nothing
 else that the program does to its dataset reaches it, as with torch.
 """
 
@@ -40,7 +40,7 @@ class EpochSettings(NamedTuple):
     shared_seed: int | None
     calls: list[tuple[int, GlobalStates]]
 
-    def repeat_calls(self, owners: list[Any]) -> None:
+    def make_calls(self, owners: list[Any]) -> None:
         """Call ``set_epoch()`` of a worker's datasets, which draw what the program's have drawn."""
         for epoch, states in self.calls:
             with other_global_states(states), refused_collectives():

@@ -53,12 +53,7 @@ from shmloader.worker.epoch_settings import EpochSettings, owners_in
 from shmloader.worker.fetcher import Fetcher, FetchRules
 from shmloader.worker.map_fetchers import around_each_batch, before_each_sample, make_fetcher
 from shmloader.worker.placement import Placement
-from shmloader.worker.random_state import (
-    Generators,
-    SampleSeeds,
-    seed_worker_process,
-    worker_seeds,
-)
+from shmloader.worker.random_state import Generators, SampleSeeds, seed_worker_process, worker_seeds
 
 _PIECE_NBYTES = 1 << 20, 1 << 16  # the size to which a slot is grown for pieces, or less if the host has less
 
@@ -226,7 +221,7 @@ class _Worker:
                 return
             if settings.calls:
                 self._owners = self._owners or owners_in(self._dataset)
-                settings.repeat_calls(self._owners)
+                settings.make_calls(self._owners)
             self._dataset = torch_private.seed_datapipe(self._dataset, settings.shared_seed)
             self._fetcher = self._make_fetcher()
         except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch

@@ -16,13 +16,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from shmloader.diagnostics.bad_samples import (
-    RAISE,
-    REPLACE,
-    Reported,
-    describe,
-    is_a_samples_fault,
-)
+from shmloader.diagnostics.bad_samples import RAISE, REPLACE, Reported, describe, is_a_samples_fault
 from shmloader.diagnostics.exceptions import add_note, forget_frames
 from shmloader.diagnostics.mismatches import explain_collation
 from shmloader.messages import shown
@@ -102,10 +96,8 @@ class _MapFetcher(Fetcher):
         try:
             return self._collate_fn(samples)
         except Exception as error:
-            if self._auto_collation:
-                explain_collation(error, samples, index_batch)
-            else:
-                explain_collation(error, [samples], [index_batch])
+            each = (samples, index_batch) if self._auto_collation else ([samples], [index_batch])
+            explain_collation(error, *each)
             raise
 
 

@@ -143,25 +143,14 @@ def _full(place: Place, size: Any, fill_value: Any, *, dtype: Any = None, device
     return None if out is None else out.fill_(fill_value)
 
 
-def _is_model(tensor: Any, dtype: Any) -> bool:
-    """Whether a tensor's ``new_...`` gives an ordinary tensor on the CPU."""
-    return type(tensor) is torch.Tensor and tensor.is_cpu and tensor.layout is torch.strided and dtype is None
+def _like_its_tensor(second_way: SecondWay) -> SecondWay:
+    """The second way of a tensor's ``new_...``, which has the tensor's dtype unless it is told another."""
 
+    def made(place: Place, model: Any, *arguments: Any, **named: Any) -> Any:
+        is_plain = type(model) is torch.Tensor and model.is_cpu and model.layout is torch.strided
+        return second_way(place, *arguments, dtype=model.dtype, **named) if is_plain else None
 
-def _new_empty(place: Place, model: Any, *size: Any, dtype: Any = None) -> torch.Tensor | None:
-    return _empty(place, *size, dtype=model.dtype) if _is_model(model, dtype) else None
-
-
-def _new_zeros(place: Place, model: Any, *size: Any, dtype: Any = None) -> torch.Tensor | None:
-    return _zeros(place, *size, dtype=model.dtype) if _is_model(model, dtype) else None
-
-
-def _new_ones(place: Place, model: Any, *size: Any, dtype: Any = None) -> torch.Tensor | None:
-    return _ones(place, *size, dtype=model.dtype) if _is_model(model, dtype) else None
-
-
-def _new_full(place: Place, model: Any, size: Any, fill_value: Any, *, dtype: Any = None) -> Any:
-    return _full(place, size, fill_value, dtype=model.dtype) if _is_model(model, dtype) else None
+    return made
 
 
 def _tensor(place: Place, data: Any, *, dtype: Any = None, device: Any = None) -> torch.Tensor | None:
@@ -245,10 +234,10 @@ CALLS = (
     PlacedCall(torch, "full", _full),
     PlacedCall(torch, "tensor", _tensor),
     PlacedCall(torch, "index_select", _index_select, of_batches=True),
-    PlacedCall(torch.Tensor, "new_empty", _new_empty),
-    PlacedCall(torch.Tensor, "new_zeros", _new_zeros),
-    PlacedCall(torch.Tensor, "new_ones", _new_ones),
-    PlacedCall(torch.Tensor, "new_full", _new_full),
+    PlacedCall(torch.Tensor, "new_empty", _like_its_tensor(_empty)),
+    PlacedCall(torch.Tensor, "new_zeros", _like_its_tensor(_zeros)),
+    PlacedCall(torch.Tensor, "new_ones", _like_its_tensor(_ones)),
+    PlacedCall(torch.Tensor, "new_full", _like_its_tensor(_full)),
     PlacedCall(torch.Tensor, "index_select", _index_select, of_batches=True),
     PlacedCall(torch.Tensor, "__getitem__", _getitem, of_batches=True),
     PlacedCall(torch_private.NN_FUNCTIONS, "pad_sequence", _pad_sequence),
@@ -263,11 +252,7 @@ def own_call(number: int) -> Callable[..., Any]:
     return found
 
 
-RESIZES = (
-    (torch.Tensor, "resize_"),
-    (torch.Tensor, "resize_as_"),
-    (torch.UntypedStorage, "resize_"),
-)
+RESIZES = ((torch.Tensor, "resize_"), (torch.Tensor, "resize_as_"), (torch.UntypedStorage, "resize_"))
 """Methods for which a placed result has to leave the slot: a storage in the slot cannot grow."""
 
 COMPILERS = ((torch, "compile"), (torch.jit, "script"))

@@ -32,9 +32,7 @@ from shmloader.worker.placed_calls import CALLS, COMPILERS, LEAST_NBYTES, RESIZE
 
 _LEAST_BATCH_NBYTES = 256 << 10
 _WATCHED_BATCHES = 4
-_CHANCES = (
-    2  # batches that show that a call's results arrive; results that may be missing; calls left to torch
-)
+_CHANCES = 2  # batches that show that a call's results arrive; results that may be missing
 _MOST_KEPT, _MOST_REFUSED = 3, 32
 
 _WATCHED, _PLACED, _LEFT = "watched", "placed", "left"
@@ -108,7 +106,8 @@ class Placement:
         if not self._to_watch:
             placed = {id(site.call) for site in self._sites.values() if site.state is _PLACED}
             replacements[:] = [one for one in replacements if id(one.call) in placed]
-        self._put = [*replacements, *self._resizes(), *(_Compile(self, *name) for name in COMPILERS)]
+        resizes = [_Resize(self._allocator, owner, name) for owner, name in RESIZES if self._sites]
+        self._put = [*replacements, *resizes, *(_Compile(self, *name) for name in COMPILERS)]
         torch_private.before_compiling(self.end_for_compiler)
         self._running += 1
         try:
@@ -154,9 +153,6 @@ class Placement:
         if self._running and threading.get_ident() == self._thread:
             self._end("it starts a process")
             self._allocator.restart()
-
-    def _resizes(self) -> list[_Resize]:
-        return [_Resize(self._allocator, owner, name) for owner, name in RESIZES] if self._sites else []
 
     def call(self, call: PlacedCall, own: Callable[..., Any], arguments: tuple[Any, ...], named: Any) -> Any:
         """Make one call of the program's: in the slot, or by torch's own function."""
@@ -376,14 +372,13 @@ class _Resize(_StandIn):
         try:
             return self._own(resized, *arguments, **named)
         except RuntimeError as error:
+            if _NOT_RESIZABLE not in str(error):
+                raise
             storage = resized.untyped_storage() if isinstance(resized, torch.Tensor) else resized
-            placed = _NOT_RESIZABLE in str(error) and self._is_placed(storage)
-            if not placed or not torch_private.move_to_private_memory(storage):
+            placed = self._allocator.offset_of(storage.data_ptr(), storage.nbytes()) is not None
+            if not (placed and torch_private.move_to_private_memory(storage)):
                 raise
         return self._own(resized, *arguments, **named)
-
-    def _is_placed(self, storage: torch.UntypedStorage) -> bool:
-        return self._allocator.offset_of(storage.data_ptr(), storage.nbytes()) is not None
 
 
 class _Compile(_StandIn):

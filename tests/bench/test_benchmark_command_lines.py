@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 
+from shmloader.cli import INTERRUPTED
 from shmloader.cli import bench as bench_command
 from shmloader.cli import main as command_line
 
@@ -218,7 +219,7 @@ def test_the_documented_window_is_that_of_the_command() -> None:
 
 
 def test_the_help_has_every_exit_status() -> None:
-    for status in (1, NOT_MEASURED, NOT_WRITTEN, bench_command.INTERRUPTED):
+    for status in (1, NOT_MEASURED, NOT_WRITTEN, INTERRUPTED):
         assert re.search(rf"^  {status} +\w", comparison.DESCRIPTION, re.MULTILINE)
     assert bench_command.NOT_MEASURED == NOT_MEASURED
 

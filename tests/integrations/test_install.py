@@ -181,6 +181,15 @@ def test_uninstall_gives_loaders_back_to_torch() -> None:
     assert isinstance(iter(loader), _MultiProcessingDataLoaderIter)
 
 
+def test_persistent_workers_of_a_stream_continue_after_uninstall() -> None:
+    with shmloader.install():
+        loader = DataLoader(Stream(), num_workers=2, persistent_workers=True)
+        first = [int(batch) for batch in loader]
+    assert [int(batch) for batch in loader] == [int(batch) for batch in loader] == first
+    assert isinstance(loader._iterator, SlotIterator)
+    loader._iterator = None
+
+
 def test_as_a_context_manager_it_restores_what_was_there() -> None:
     loader = make()
     with shmloader.install(on_error="skip"):
@@ -337,6 +346,22 @@ def test_accelerate_is_told_of_or_patched_when_it_looks_at_a_loader(monkeypatch:
         assert loader._is_accelerate_prepared is False
     shmloader.uninstall()
     assert dict(vars(shmloader.DataLoader)) == ours
+
+
+def test_what_is_imported_meanwhile_is_found_without_a_look_at_every_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A program of thousands of modules pays for it at each `iter()`."""
+
+    class Name(str):
+        __slots__ = ()
+
+        def startswith(self, *_: Any) -> bool:
+            raise AssertionError("looked at a module that is not Lightning's")
+
+    with shmloader.install():
+        monkeypatch.setitem(sys.modules, Name("of_somebody_else"), types.ModuleType("of_somebody_else"))
+        assert len(list(DataLoader(Rows()))) == 12
 
 
 def test_what_somebody_else_replaces_later_stays() -> None:

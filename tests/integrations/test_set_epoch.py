@@ -141,6 +141,26 @@ def test_a_prepared_loader_is_told_by_set_epoch() -> None:
     loader.base_dataloader.close()
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("make_loader", [make, lambda *a, **k: shmloader.DataLoader(*a, num_workers=1, **k)])
+@pytest.mark.parametrize("installs", [True, False])
+def test_a_loader_of_fabrics_is_told_by_set_epoch(installs: bool, make_loader: Any, keeps: bool) -> None:
+    """Fabric counts on from there, for the sampler and for the dataset."""
+    if installs:
+        shmloader.install()
+    dataset = Tells()
+    sampler = DistributedSampler(dataset, num_replicas=1, rank=0)
+    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+    loader = fabric.setup_dataloaders(make_loader(dataset, sampler=sampler, persistent_workers=keeps))
+    for epoch in (5, 9):
+        shmloader.set_epoch(loader, epoch)
+        seen = [float(number) for batch in loader for number in batch["features"].flatten()]
+        reached = installs or not keeps or isinstance(loader._dataloader, shmloader.DataLoader)
+        assert (seen, sampler.epoch) == ([float(epoch if reached else 5)] * 4, epoch)
+    if isinstance(loader._dataloader, shmloader.DataLoader) or installs:
+        loader._dataloader.close()
+
+
 @HOW
 def test_trainer_tells_them(tmp_path: Path, how: str) -> None:
     calls, seen = [], []

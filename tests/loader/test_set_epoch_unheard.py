@@ -131,3 +131,34 @@ def test_torchs_own_persistent_workers_are_not_reached_and_a_warning_says_so() -
         shmloader.set_epoch(loader, 2)
     assert list(loader) == [["1"]] * 4
     loader._iterator._shutdown_workers()  # type: ignore[attr-defined]
+
+
+class OfNoBase:
+    """A dataset that is not torch's, which threads share."""
+
+    state = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.state = epoch
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        return self.state
+
+
+class Shared(OfNoBase, Dataset[int]):
+    """The copies that threads would have of it are the one object."""
+
+    def __copy__(self) -> Any:
+        return self
+
+
+@pytest.mark.parametrize("make", [OfNoBase, Shared])
+def test_threads_that_share_the_dataset_hear_of_it_without_a_warning(make: Any) -> None:
+    dataset = make()
+    with DataLoader(dataset, num_workers=1, persistent_workers=True, worker_type="thread") as loader:
+        assert warnings_of(loader, each=dataset.set_epoch) == []
+        dataset.set_epoch(7)
+        assert torch.cat(list(loader)).tolist() == [7, 7]

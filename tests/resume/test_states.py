@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from epoch_datasets import Tells
 from resume_datasets import DiesOnce, Drawing, Late, Plain, Stateful
 from resume_loaders import build, fetched, flat, started, take, values
 from torch.utils.data import Dataset, IterableDataset
 
-from shmloader import BadSampleWarning, DataLoader, errors
+from shmloader import BadSampleWarning, DataLoader, ResumeError, errors
 
 
 def test_a_state_has_the_same_keys_at_any_moment_and_starts_no_worker() -> None:
@@ -43,6 +44,47 @@ def test_the_documentation_explains_all_keys() -> None:
     table = text.partition("### What is in a state")[2].partition("\n## ")[0]
     keys = [re.findall("`([^`]+)`", row.split("|")[1]) for row in table.splitlines() if row.startswith("| `")]
     assert sorted(itertools.chain(*keys)) == sorted(build().state_dict())
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_state_in_mid_epoch_is_of_the_epoch_that_was_set_before_it(asks: bool) -> None:
+    """Workers begin with the next one later, so the rest of this epoch is not told of it."""
+    loader = DataLoader(Tells(), num_workers=1, persistent_workers=True)
+    loader.set_epoch(3)
+    iterator = iter(loader)
+    assert next(iterator) == ["3"]
+    if asks:
+        loader.state_dict()
+    loader.set_epoch(4)
+    state = loader.state_dict()
+    again = DataLoader(Tells(), num_workers=1, persistent_workers=True)
+    again.load_state_dict(state)
+    assert list(again) == list(iterator) == [["3"]] * 3
+    assert loader.state_dict()["set_epoch"] == 4
+    assert list(loader) == [["4"]] * 4
+    loader.close()
+    again.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_does_not_go_on_with_a_dataset_that_is_told_of_another(workers: int) -> None:
+    def make(dataset: Any) -> DataLoader[Any]:
+        return DataLoader(dataset, num_workers=workers)
+
+    first = make(Tells())
+    first.set_epoch(3)
+    next(iter(first))
+    state = first.state_dict()
+    again = make(Tells())
+    again.load_state_dict(state)
+    again.set_epoch(0)
+    with pytest.raises(ResumeError, match=r"set_epoch\(3\).*told of epoch 0 since.*begin with epoch 3"):
+        iter(again)
+    again.set_epoch(3)
+    assert list(again) == [["3"]] * 3
+    again.load_state_dict(state | {"finished": True})
+    again.set_epoch(5)
+    assert list(again) == [["5"]] * 4
 
 
 def test_a_state_is_new_each_time() -> None:

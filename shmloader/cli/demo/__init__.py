@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from shmloader.cli.demo.report import format_table
-from shmloader.cli.demo.run import INTERRUPTED, RunResult, RunSpec
+from shmloader.cli.demo.run import RunResult, RunSpec
 from shmloader.cli.options import parse_nbytes, whole_number
 from shmloader.host.process_memory import tree_pss_nbytes
 
@@ -42,10 +42,7 @@ _SAMPLING_INTERVAL_S = 0.2
 _STOP_GRACE_S = 5.0
 # glibc raises these thresholds by what it happens to see freed, which moves the memory of equal runs
 # by tens of MiB. Fixed and large, they let the model's buffers be used again in every step.
-_ALLOCATOR_SETTINGS = {
-    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
-    "MALLOC_TRIM_THRESHOLD_": str(64 * 2**20),
-}
+_ALLOCATOR_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(64 * 2**20)}
 
 
 class RunFailedError(Exception):
@@ -89,7 +86,7 @@ def main(words: Sequence[str]) -> int:
         words: Command line after ``demo``.
 
     Returns:
-        0, or 1 when a run failed or the two loaders disagreed, or 130 after Ctrl-C.
+        0, or 1 when a run failed or the two loaders disagreed.
     """
     arguments = parse(words)
     names = ["torch", "shmloader"] if arguments.loader == "both" else [arguments.loader]
@@ -100,34 +97,20 @@ def main(words: Sequence[str]) -> int:
         f"workers{start}",
         flush=True,
     )
+    settings = {name: value for name, value in vars(arguments).items() if name != "loader"}
     results: dict[str, RunResult] = {}
     try:
         for name in names:
             print(f"running {name} ...", file=sys.stderr, flush=True)
-            results[name] = _run_in_process(_spec(name, arguments))
+            results[name] = _run_in_process(RunSpec(name, **settings, demo_pid=os.getpid()))
     except RunFailedError as failure:
         print(failure, file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
     print(f"{results[names[0]].corpus}\n\n{format_table(results)}")
     outcomes = {(one.checksum, one.loss_before, one.loss_after) for one in results.values()}
     if len(names) > 1:
         print(f"batches and losses equal, bit for bit: {'yes' if len(outcomes) == 1 else 'NO'}")
     return len(outcomes) - 1
-
-
-def _spec(loader: str, arguments: argparse.Namespace) -> RunSpec:
-    return RunSpec(
-        loader=loader,
-        steps=arguments.steps,
-        batch_size=arguments.batch_size,
-        workers=arguments.workers,
-        start_method=arguments.start_method,
-        max_nbytes=arguments.max_bytes,
-        demo_pid=os.getpid(),
-    )
 
 
 def _run_in_process(spec: RunSpec) -> RunResult:

@@ -25,10 +25,6 @@ def format_table(results: Mapping[str, RunResult]) -> str:
     return "\n".join([lines[0], rule, *lines[1:], rule])
 
 
-def _peak_memory(result: RunResult) -> str:
-    return f"{result.peak_nbytes / 2**20:,.0f}" if result.peak_nbytes else "not available"
-
-
 _ROWS: tuple[tuple[str, Callable[[RunResult], str]], ...] = (
     ("time to first batch, s", lambda result: f"{result.first_batch_s:.3f}"),
     ("training: samples/s", lambda result: f"{result.training_rate:,.0f}"),
@@ -36,5 +32,8 @@ _ROWS: tuple[tuple[str, Callable[[RunResult], str]], ...] = (
     ("held-out loss before, nats/byte", lambda result: f"{result.loss_before:.6f}"),
     ("held-out loss after, nats/byte", lambda result: f"{result.loss_after:.6f}"),
     ("loader alone, no model: samples/s", lambda result: f"{result.loader_alone_rate:,.0f}"),
-    ("peak memory of all processes, MiB (PSS)", _peak_memory),
+    (
+        "peak memory of all processes, MiB (PSS)",
+        lambda result: f"{result.peak_nbytes / 2**20:,.0f}" if result.peak_nbytes else "not available",
+    ),
 )

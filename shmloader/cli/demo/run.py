@@ -21,17 +21,9 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import shmloader
-from shmloader.cli.demo.corpus import (
-    Batch,
-    Corpus,
-    SourceDataset,
-    library_folders,
-    pad_batch,
-)
+from shmloader.cli import INTERRUPTED
+from shmloader.cli.demo.corpus import Batch, Corpus, SourceDataset, library_folders, pad_batch
 from shmloader.cli.demo.model import Trainer
-
-INTERRUPTED = 130
-"""Exit status of a run that was asked to stop: the shell's number for Ctrl-C."""
 
 _SEED = 0  # of the model and of the shuffling
 _HELD_OUT_BATCH = 32
@@ -48,7 +40,7 @@ class RunSpec:
         batch_size: Samples per batch.
         workers: Worker processes.
         start_method: Name of a multiprocessing start method.
-        max_nbytes: Most source text to read.
+        max_bytes: Most source text to read.
         demo_pid: The process that has started this one.
     """
 
@@ -57,7 +49,7 @@ class RunSpec:
     batch_size: int
     workers: int
     start_method: str
-    max_nbytes: int
+    max_bytes: int
     demo_pid: int
 
 
@@ -200,7 +192,7 @@ def prepare(spec: RunSpec) -> tuple[SourceDataset, list[Batch], str]:
         The dataset to train on, over a shared store with this project's loader and over a list with torch's;
         the held-out batches; and a description of what was read.
     """
-    corpus = Corpus(library_folders(), spec.max_nbytes)
+    corpus = Corpus(library_folders(), spec.max_bytes)
     pieces = corpus.training_pieces()
     samples = list(pieces) if spec.loader == "torch" else shmloader.share(pieces)
     if len(samples) < 2 * spec.batch_size:

@@ -34,7 +34,6 @@ platform's start method and with spawn, and say for each thing whether it is ok 
 The exit status is 0 if loading works, 1 if it does not, and 130 after Ctrl-C. docs/doctor.md explains
 the checks and lists the keys of --json.
 """
-INTERRUPTED = 130
 USUAL_BATCH_NBYTES = 1 << 20
 """Bytes of the batches that are loaded if no size is given, or the given size does not fit."""
 
@@ -61,13 +60,9 @@ class Report:
 
 
 def main(words: Sequence[str]) -> int:
-    """Examine the host and print the report; 0 if loading works, 1 if it does not, 130 after Ctrl-C."""
+    """Examine the host and print the report; 0 if loading works, 1 if it does not."""
     arguments = parse(words)
-    try:
-        report = examine(arguments.batch_bytes, arguments.workers, arguments.timeout)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+    report = examine(arguments.batch_bytes, arguments.workers, arguments.timeout)
     print(as_json(report) if arguments.json else as_text(report))
     return 0 if report.loading_works else 1
 
@@ -79,25 +74,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--batch-bytes",
-        type=parse_nbytes,
-        metavar="SIZE",
-        help="size of the largest batch, as 500000, 38MB or 36MiB: load such batches, and advise for them",
-    )
-    parser.add_argument(
-        "--workers",
-        type=whole_number(1, _MOST),
-        metavar="N",
-        help="workers that you want (default: as many as the host has cores for)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=whole_number(1, _MOST),
-        default=60,
-        metavar="S",
-        help="most seconds for each attempt to load (default: %(default)s)",
-    )
+    number = whole_number(1, _MOST)
+    size = "size of the largest batch, as 500000, 38MB or 36MiB: load such batches, and advise for them"
+    parser.add_argument("--batch-bytes", type=parse_nbytes, metavar="SIZE", help=size)
+    workers = "workers that you want (default: as many as the host has cores for)"
+    parser.add_argument("--workers", type=number, metavar="N", help=workers)
+    timeout = "most seconds for each attempt to load (default: %(default)s)"
+    parser.add_argument("--timeout", type=number, default=60, metavar="S", help=timeout)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser.parse_args(words)
 

@@ -29,12 +29,7 @@ import torch
 from shmloader.store.columns import types
 from shmloader.store.columns.arrays import arrays_to_arrow, lists_to_arrow, scalars_to_arrow
 from shmloader.store.columns.buffers import numbers_to_arrow
-from shmloader.store.columns.types import (
-    is_plain_dataclass,
-    is_plain_namedtuple,
-    name_of_class,
-    state_of,
-)
+from shmloader.store.columns.types import is_plain_dataclass, is_plain_namedtuple, name_of_class, state_of
 from shmloader.store.columns.values import (
     ENCODERS,
     UnfitError,

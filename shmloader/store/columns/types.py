@@ -91,10 +91,7 @@ DataclassType = _declare("dataclass", "Instances of the dataclass ``python``: at
 EnumType = _declare("enum", "Members of the enum ``python``: positions in ``members``.")
 SetType = _declare("set", "sets or frozensets (``kind``), as lists.")
 DictType = _declare("dict", "dicts of any keys, as lists of the structs ``key`` and ``value``.")
-KeysType = _declare(
-    "keys",
-    "The keys that each of some dicts has: bit ``k`` stands for ``names[k]``.",
-)
+KeysType = _declare("keys", "The keys that each of some dicts has: bit ``k`` stands for ``names[k]``.")
 ScalarType = _declare("scalar", "NumPy scalars of ``dtype``: numbers, or items of bytes.")
 DecimalType = _declare("decimal", "Decimals, as strings: these keep trailing zeros and NaN.")
 UuidType = _declare("uuid", "UUIDs, as 16 bytes.")
