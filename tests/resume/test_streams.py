@@ -158,6 +158,7 @@ def test_a_state_holds_for_what_was_returned_and_not_for_what_was_made() -> None
     assert numbers(list(loader)) == whole[1:]
 
 
+@pytest.mark.filterwarnings("ignore:ByShard has set_epoch")
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("make", [lambda: Numbers(12), lambda: Stateful(12), lambda: ByShard(12)])
 def test_epochs_after_a_resumed_one_are_whole(make: Callable[[], Any], persistent: bool) -> None:
