@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +98,9 @@ class HoldsArrays(Dataset):
         untouched &= self.array[0] in (0, 100 + info.id)
         self.array[0] = 100 + info.id
         self.small[0] = info.id
-        writable = self.frozen.flags.writeable or not self.columns.flags.f_contiguous
-        return info.id, int(self.array[0]), untouched, writable
+        # A pickle by torch's transport keeps the flag from Python 3.14 on.
+        kept = self.frozen.flags.writeable == (pickle.DEFAULT_PROTOCOL < 5)
+        return info.id, int(self.array[0]), untouched, kept and self.columns.flags.f_contiguous
 
 
 def memory_files(_: list[Any]) -> list[str]:

@@ -284,13 +284,16 @@ class Placement:
         if not self._changed:
             return batch
         self._changed = False
-        reported = batch if type(batch) is Reported else Reported(batch, False, False, b"")
         sites = [
             PlacedSite(str(site.call), site.where, placed=site.state is _PLACED, why=site.why)
             for site in self._sites.values()
             if site.arrived
         ]
-        return reported._replace(placed=(*sites, *self._out_of_reach))
+        placed = (*sites, *self._out_of_reach)
+        if not placed:
+            return batch
+        reported = batch if type(batch) is Reported else Reported(batch, False, False, b"")
+        return reported._replace(placed=placed)
 
 
 def _arrived(result: _Result, leaves: list[tuple[int, int]]) -> bool:

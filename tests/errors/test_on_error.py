@@ -316,9 +316,9 @@ def test_it_costs_nothing_while_nothing_fails() -> None:
             if not hasattr(encoder, "kinds"):
                 encode, encoder.kinds = encoder.Encoder.encode, []
 
-                def noting(self: Any, batch: Any) -> Any:
+                def noting(self: Any, batch: Any, *found: Any) -> Any:
                     encoder.kinds.append(type(batch).__name__)
-                    return encode(self, batch)
+                    return encode(self, batch, *found)
 
                 encoder.Encoder.encode = noting
             return {"kinds": " ".join(encoder.kinds)}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 BEGIN = """
-import multiprocessing, sys, warnings
+import multiprocessing, sys, types, warnings
 multiprocessing.set_start_method("fork", force=True)  # forced: the children run this, too
 warnings.simplefilter("always")
 import numpy as np
@@ -236,7 +236,9 @@ def test_a_collate_function_that_gives_another_dtype_is_followed(run: Run) -> No
     change = """
 def collate_float_fn(batch, *, collate_fn_map=None):
     return torch.tensor(batch, dtype=torch.float32)
-collate_float_fn.__module__ = collate.__name__
+keywords = collate_float_fn.__kwdefaults__
+collate_float_fn = types.FunctionType(collate_float_fn.__code__, vars(collate))
+collate_float_fn.__kwdefaults__ = keywords
 collate.default_collate_fn_map[float] = collate_float_fn
 """
     check = """

@@ -133,11 +133,11 @@ def test_a_list_of_all_batches_is_torchs(workers: int) -> None:
 
 def test_holding_beyond_the_memory_budget_is_slower_but_right() -> None:
     """Batches that find no slot, and batches larger than any slot, with one warning."""
-    loader = _forked(Rows(60, WIDTH), 2, num_workers=2, memory_budget_nbytes=400_000)
+    loader = _forked(Rows(60, 8 * WIDTH), 2, num_workers=2, memory_budget_nbytes=3_200_000)
     with pytest.warns(SpillWarning) as caught:
         held = list(loader)
     assert len([seen for seen in caught if seen.category is SpillWarning]) == 1
-    assert_same(held, list(TorchLoader(Rows(60, WIDTH), 2)))
+    assert_same(held, list(TorchLoader(Rows(60, 8 * WIDTH), 2)))
     small = _forked(Rows(20, WIDTH), 10, num_workers=1, memory_budget_nbytes=50_000)
     with pytest.warns(SpillWarning):
         assert_same(list(small), list(TorchLoader(Rows(20, WIDTH), 10)))

@@ -107,7 +107,10 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("view", VIEWS)
 def test_views_are_the_same_in_the_worker(view: str, mode: Any, file: Path, warm_helpers: None) -> None:
     array = VIEWS[view](np.load(file, mmap_mode=mode))
-    assert set(samples(Describes(array))) == {describe(array)}
+    expected = array
+    if view == "read_only":  # which is no view of the file to NumPy, and arrives as by torch's transport
+        expected = pickle.loads(pickle.dumps(array))
+    assert set(samples(Describes(array))) == {describe(expected)}
 
 
 def test_a_raw_file_in_columns_from_an_offset_on(tmp_path: Path, warm_helpers: None) -> None:
