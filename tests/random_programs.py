@@ -1,0 +1,444 @@
+"""Random programs with a loader, run with torch's loader and with ours.
+
+A program is drawn from a seed: a dataset, a sampler, a loader's options, several epochs with breaks, states,
+and a loader that goes on from one of them. What torch's loader gives is right: the batches in their order, the
+types of exceptions in the places of others, and where the global generators end.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from parity.compare import differences as batch_differences
+from random_parts import (
+    Batches,
+    Collate,
+    Lazy,
+    LazyTold,
+    LeftOut,
+    Lists,
+    Samples,
+    SamplesTold,
+    Stream,
+    StreamTold,
+    StreamWithIteratorState,
+    StreamWithState,
+    WithState,
+    listed,
+    stacked,
+)
+from torch.utils.data import (
+    ChainDataset,
+    ConcatDataset,
+    DistributedSampler,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
+from torch.utils.data import DataLoader as TorchLoader
+
+from shmloader import DataLoader, ShardedSampler
+
+MAPS = {"map": SamplesTold, "plain map": Samples, "lists": Lists}
+STREAMS = {
+    "stream": StreamTold,
+    "plain stream": Stream,
+    "stream with state": StreamWithState,
+    "stream with iterator state": StreamWithIteratorState,
+}
+SAMPLERS = (
+    *("sequential", "shuffle", "random", "weighted", "subset", "list", "lazy", "lazy told", "lazy global"),
+    *("with state", "batches", "batches told", "batches with state", "distributed", "sharded"),
+)
+LAZY = ("lazy", "lazy told", "lazy global", "batches", "batches told", "random", "weighted")
+MOST_ERRORS = 12
+
+
+@dataclass
+class Program:
+    """One program. Fields with a default are options of ours, and the state it goes on from."""
+
+    seed: int
+    data: str
+    inside: str
+    length: int
+    bad: frozenset[int]
+    draws: bool
+    told: str
+    sampler: str
+    own_generator: bool
+    sampler_raises_at: int | None
+    batch_size: int | None
+    drop_last: bool
+    collate: str
+    collate_raises_at: int | None
+    workers: int
+    persistent: bool
+    prefetch: int
+    in_order: bool
+    epochs: int
+    breaks: dict[int, int]
+    tells: bool
+    main_draws: bool
+    auto: bool = False
+    on_error: str = "raise"
+    dynamic: bool = False
+    place_results: bool = True
+    prefetch_epochs: bool = False
+    threads: bool = False
+    shard: bool = False
+    asks: int = 0
+    resume_at: tuple[int, int] | None = None
+    resume_workers: int = 0
+
+    @property
+    def is_stream(self) -> bool:
+        return self.data in STREAMS
+
+    def __str__(self) -> str:
+        return ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(self))
+
+
+def program(seed: int) -> Program:
+    """The program of a seed."""
+    choose = random.Random(seed)
+    chance: Callable[[float], bool] = lambda share: choose.random() < share  # noqa: E731
+    is_stream = chance(0.35)
+    length = choose.choice((0, 1, 3, 7, 12, 17, 24, 30))
+    made = Program(
+        seed=seed,
+        data=choose.choice(list(STREAMS if is_stream else MAPS)),
+        inside=choose.choice(("", "", "", "chain") if is_stream else ("", "", "", "subset", "concat")),
+        length=length,
+        bad=frozenset(choose.sample(range(length), min(length, choose.choice((0, 0, 0, 1, 2, 5))))),
+        draws=chance(0.4),
+        told=choose.choice(("number", "number", "order", "seed")),
+        sampler="sequential" if is_stream else choose.choice(SAMPLERS),
+        own_generator=chance(0.5),
+        sampler_raises_at=choose.randrange(length) if length and chance(0.1) else None,
+        batch_size=choose.choice((None, 1, 2, 3, 4, 5)),
+        drop_last=chance(0.3),
+        collate=choose.choice(("default", "default", "stacked", "listed")),
+        collate_raises_at=choose.randrange(length) if length and chance(0.08) else None,
+        workers=choose.randrange(4),
+        persistent=chance(0.5),
+        prefetch=choose.choice((1, 2, 2, 3)),
+        in_order=chance(0.8),
+        epochs=choose.randint(1, 4),
+        breaks={epoch: choose.randrange(1, 5) for epoch in range(4) if chance(0.2)},
+        tells=chance(0.5),
+        main_draws=chance(0.3),
+    )
+    made.auto = made.workers > 0 and chance(0.2)
+    made.on_error = choose.choice(("raise", "raise", "skip", "replace"))
+    made.dynamic = made.workers > 0 and not is_stream and chance(0.25)
+    made.place_results = chance(0.8)
+    made.prefetch_epochs = made.workers > 0 and made.persistent and chance(0.3)
+    made.threads = made.workers > 0 and chance(0.08)
+    made.shard = is_stream and chance(0.25)
+    made.asks = choose.choice((0, 0, 1, 3))
+    if chance(0.4):
+        made.resume_at = choose.randrange(made.epochs), choose.randrange(8)
+        made.resume_workers = choose.randrange(4)
+    _leave_out(made)
+    return made
+
+
+def _leave_out(made: Program) -> None:
+    """Leave out what the documentation says is different from torch, or depends on time."""
+    if made.workers == 0:
+        made.persistent, made.in_order = False, True
+    if made.sampler in ("batches", "batches told", "batches with state"):
+        made.drop_last = False
+        made.batch_size = made.batch_size or 1  # torch refuses None
+    if made.batch_size is None:
+        made.drop_last = False
+    if made.sampler not in ("lazy", "lazy told", "batches", "batches told"):
+        made.sampler_raises_at = None
+    if made.dynamic or made.threads:  # samples draw other numbers (dispatch.md, threads.md)
+        made.draws = False
+    if made.threads:  # they share the program's dataset and global generators
+        made.told = "number"
+    if not made.in_order and made.workers > 1:  # which worker makes which batch depends on time
+        made.draws, made.breaks, made.sampler_raises_at = False, {}, None
+    if made.auto or made.dynamic:  # index batches are drawn farther ahead
+        made.sampler_raises_at = None
+        made.main_draws = made.main_draws and made.sampler != "lazy global"
+        if made.draws or made.sampler in LAZY or made.told != "number":
+            made.breaks = {}
+    if made.prefetch_epochs:  # the loader alone draws from the sampler's generator (dispatch.md)
+        made.draws, made.own_generator, made.sampler_raises_at = False, True, None
+        if made.sampler in ("lazy global", "random", "weighted", "subset"):
+            made.sampler = "shuffle"
+    if made.shard:  # errors of samples that are dealt out: sharding.md; seeds are drawn from `generator`
+        made.bad, made.draws, made.own_generator, made.on_error = frozenset(), False, True, "raise"
+        made.in_order = True
+        made.breaks = {}
+    if made.data == "lists" and made.on_error != "raise":  # a list that raises is fetched again, one by one
+        made.draws = made.draws and not made.bad
+    if made.data == "stream with state" and made.on_error != "raise":  # a generator ends with its exception
+        made.bad = frozenset()
+    _leave_out_of_resuming(made)
+
+
+def _leave_out_of_resuming(made: Program) -> None:
+    if made.sampler == "lazy global":  # refused (resume.md)
+        made.resume_at, made.asks = None, 0
+    if made.resume_at is None:
+        return
+    made.draws = False  # a new worker begins its stream of numbers again
+    if made.told != "number":  # what set_epoch() draws is the program's own state
+        made.told = "number"
+    made.breaks = {epoch: stop for epoch, stop in made.breaks.items() if epoch < made.resume_at[0]}
+    if made.is_stream and not made.shard:  # it must be divided alike; 0 is as 1
+        made.resume_workers = made.workers
+    if made.is_stream and made.bad:  # a generator has ended; a draw that raised is drawn again
+        made.resume_workers = made.workers
+    if made.sampler == "lazy told" and made.tells:  # the program seeds the generator in mid-epoch again
+        pass
+    if made.persistent or made.prefetch_epochs:  # a base seed is drawn once, and not for each epoch
+        made.resume_workers = max(made.resume_workers, 1)
+
+
+class Run:
+    """One run of a program with one of both loaders.
+
+    Args:
+        made: The program.
+        ours: Whether with our loader.
+    """
+
+    def __init__(self, made: Program, *, ours: bool) -> None:
+        self.made, self.ours = made, ours
+        self.log: list[Any] = []
+        self.epoch_logs: list[list[Any]] = []
+        torch.manual_seed(made.seed)
+        np.random.seed(made.seed)
+        random.seed(made.seed)
+        self.build(made.workers)
+
+    def build(self, workers: int) -> None:
+        """A loader, as a new process of the program would build it."""
+        made = self.made
+        self.generator = torch.Generator().manual_seed(made.seed + 1) if made.own_generator else None
+        self.sets: list[Any] = []
+        dataset = self._dataset()
+        options: dict[str, Any] = {"num_workers": workers, "generator": self.generator}
+        options |= self._order(dataset)
+        join = {"default": None, "stacked": stacked, "listed": listed}[made.collate]
+        marks = self._marks()
+        if marks or made.collate_raises_at is not None:
+            whole = default_collate if made.batch_size else torch.utils.data.default_convert
+            join = Collate(join or whole, made.on_error == "replace", made.collate_raises_at)
+        options["collate_fn"] = join
+        if workers:
+            options |= {
+                "persistent_workers": made.persistent,
+                "prefetch_factor": "auto" if self.ours and made.auto else made.prefetch,
+                "in_order": made.in_order,
+                "multiprocessing_context": "fork",
+            }
+        self.loader: Any
+        if self.ours:
+            options |= self._own_options(workers)
+            self.loader = DataLoader(dataset, **options)
+        else:
+            if made.shard:
+                for name in ("persistent_workers", "prefetch_factor", "in_order", "multiprocessing_context"):
+                    options.pop(name, None)
+                options["num_workers"] = 0
+            self.loader = TorchLoader(dataset, **options)
+
+    def _marks(self) -> bool:
+        return not self.ours and self.made.on_error != "raise"
+
+    def _own_options(self, workers: int) -> dict[str, Any]:
+        made = self.made
+        options: dict[str, Any] = {"on_error": made.on_error, "place_results": made.place_results}
+        if made.shard:
+            options["shard"] = "auto"
+        if workers:
+            options["prefetch_epochs"] = made.prefetch_epochs
+            options["dispatch"] = "dynamic" if made.dynamic else "static"
+            if made.threads:
+                options["worker_type"] = "thread"
+                del options["prefetch_epochs"]
+        return options
+
+    def _one(self, length: int) -> Any:
+        made = self.made
+        kind: Any = (MAPS | STREAMS)[made.data]
+        one = kind(length, made.bad, made.draws, made.told, not self.ours, self._marks())
+        if made.is_stream:
+            one.divides = not made.shard
+            one.passes_over_bad = made.on_error == "replace"
+        self.sets.append(one)
+        return one
+
+    def _dataset(self) -> Any:
+        made = self.made
+        if made.inside == "subset":
+            return Subset(self._one(made.length + 3), range(1, made.length + 1))
+        if made.inside in ("concat", "chain"):
+            parts = [self._one(made.length - made.length // 3), self._one(made.length // 3)]
+            return ConcatDataset(parts) if made.inside == "concat" else ChainDataset(parts)
+        return self._one(made.length)
+
+    def _order(self, dataset: Any) -> dict[str, Any]:
+        made = self.made
+        size = {"batch_size": made.batch_size, "drop_last": made.drop_last}
+        if made.is_stream or made.sampler == "sequential":
+            return size
+        if made.sampler == "shuffle":
+            return size | {"shuffle": True} if made.length else size
+        generator = torch.Generator().manual_seed(made.seed + 2) if made.own_generator else None
+        if made.prefetch_epochs or made.seed % 2:
+            generator = self.generator
+        kinds: dict[str, Callable[[], Any]] = {
+            "random": lambda: RandomSampler(range(made.length), True, made.length + 3, generator),
+            "weighted": lambda: WeightedRandomSampler([1.0 + i for i in range(made.length)], 40, generator=generator),
+            "subset": lambda: SubsetRandomSampler(range(0, made.length, 2), generator),
+            "list": lambda: [(3 * place) % made.length for place in range(2 * made.length)],
+            "lazy": lambda: Lazy(made.length, generator or torch.Generator().manual_seed(3), made.sampler_raises_at),
+            "lazy told": lambda: LazyTold(
+                made.length, generator or torch.Generator().manual_seed(3), made.sampler_raises_at
+            ),
+            "lazy global": lambda: Lazy(made.length, None),
+            "with state": lambda: WithState(made.length),
+            "distributed": lambda: DistributedSampler(dataset, 2, made.seed % 2, bool(made.seed % 3), 5),
+            "sharded": lambda: (ShardedSampler if self.ours else DistributedSampler)(
+                dataset, 2, made.seed % 2, bool(made.seed % 3), 5
+            ),
+        }
+        if not made.length and made.sampler in ("random", "weighted", "subset", "distributed", "sharded"):
+            return size
+        if not made.sampler.startswith("batches"):
+            return size | {"sampler": kinds[made.sampler]()}
+        inner = kinds["with state" if made.sampler == "batches with state" else "lazy told"]()
+        return {"batch_sampler": Batches(inner, made.length, made.sampler == "batches told")}
+
+    def tell(self, epoch: int) -> None:
+        """Tell the epoch to sampler and dataset."""
+        if self.ours:
+            self.loader.set_epoch(epoch)
+            return
+        sampler = self.loader._index_sampler  # noqa: SLF001
+        for one in (sampler, getattr(sampler, "sampler", None)):
+            if hasattr(one, "set_epoch"):
+                one.set_epoch(epoch)
+                break
+        for one in self.sets:
+            if hasattr(one, "set_epoch"):
+                one.set_epoch(epoch)
+
+    def run(self) -> list[Any]:
+        """All outcomes, epoch by epoch."""
+        epoch, made = 0, self.made
+        while epoch < made.epochs:
+            epoch += self._epoch(epoch)
+        if self.ours:
+            self.loader.close()
+        self.loader = None
+        return self.epoch_logs
+
+    def _epoch(self, epoch: int, taken: int = 0) -> int:
+        """One epoch; 1 if the next one follows."""
+        made = self.made
+        if made.tells and not (taken and made.sampler == "lazy told"):
+            self.tell(epoch)
+        log = self.log
+        errors = 0
+        stop_for_state = made.resume_at[1] if self.ours and made.resume_at and made.resume_at[0] == epoch else None
+        try:
+            iterator = iter(self.loader)
+        except Exception as error:
+            log.append(error)
+            iterator = iter(())
+        while taken != made.breaks.get(epoch, -1) and errors < MOST_ERRORS:
+            if taken == stop_for_state and not self.resumed:
+                return self._go_on(epoch, taken)
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                break
+            except Exception as error:
+                log.append(error)
+                errors += 1
+            else:
+                if type(batch) is LeftOut:
+                    continue
+                log.append(batch)
+            taken += 1
+            if made.main_draws:
+                log.append(torch.rand(1))
+            if self.ours and made.asks and taken % made.asks == 0:
+                self.loader.state_dict()
+        self._end_of_epoch()
+        return 1
+
+    resumed = False
+
+    def _go_on(self, epoch: int, taken: int) -> int:
+        """Another loader goes on from a state."""
+        self.resumed = True
+        state = self.loader.state_dict()
+        states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        self.loader.close()
+        self.build(self.made.resume_workers)
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        self.loader.load_state_dict(state)
+        return self._epoch(epoch, taken)
+
+    def _end_of_epoch(self) -> None:
+        made = self.made
+        if not made.in_order and made.workers > 1:
+            self.log.sort(key=repr)
+        ends = [torch.get_rng_state(), np.random.get_state()[1], random.getstate()]
+        if self.generator is not None and not made.prefetch_epochs and not made.shard:
+            ends.append(self.generator.get_state())
+        self.epoch_logs.append([*self.log, ("ends", ends)])
+        self.log = []
+
+
+def differences(seed: int) -> str:
+    """How our loader differs from torch's in the program of a seed; empty if it does not."""
+    made = program(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = Run(made, ours=False).run()
+        try:
+            got = Run(made, ours=True).run()
+        except Exception as error:
+            error.add_note(f"program {made}")
+            raise
+    for epoch, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
+        if found := _epoch_differences(mine, theirs):
+            return f"epoch {epoch} of program {made}:\n{found}\n{_short(mine)}\n{_short(theirs)}"
+    return ""
+
+
+def _epoch_differences(mine: list[Any], theirs: list[Any]) -> str:
+    if len(mine) != len(theirs):
+        return f"{len(mine)} outcomes for {len(theirs)}"
+    for place, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+        if isinstance(one, Exception) or isinstance(other, Exception):
+            # torch's worker sends a KeyError as a class of its own
+            if not (isinstance(one, Exception) and isinstance(other, Exception) and isinstance(other, type(one))):
+                return f"outcome {place}: {one!r} for {other!r}"
+        elif found := batch_differences(one, other):
+            return f"outcome {place}: {found[:3]}"
+    return ""
+
+
+def _short(outcomes: list[Any]) -> str:
+    return "; ".join(repr(outcome)[:150].replace("\n", " ") for outcome in outcomes if type(outcome) is not tuple)[:2500]
