@@ -6,6 +6,7 @@ torch's loader gives the batches that ours must give with ``loader.set_epoch()``
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -16,9 +17,9 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 
 class Unreadable(Exception):  # noqa: N818 - of a program's own
-    """An exception of the program's own, with arguments that its text does not show."""
+    """An exception of the program's own, with an argument that its text does not show."""
 
-    def __init__(self, index: int, why: str) -> None:
+    def __init__(self, index: Any, why: str = "") -> None:  # torch calls it with one argument, a text
         super().__init__(index, why)
 
     def __str__(self) -> str:
@@ -268,7 +269,11 @@ class Collate:
             if self.replaces:
                 later = [[place for place in good if place >= wanted] for wanted in range(len(samples))]
                 places = [places[0] if places else good[0] for places in later]
-            samples = [samples[place] for place in places]
+            copies = [number != place for number, place in enumerate(places)] if self.replaces else [False] * len(places)
+            samples = [
+                copy.deepcopy(samples[place]) if is_copy else samples[place]
+                for place, is_copy in zip(places, copies, strict=True)
+            ]
             if any(int(sample["index"][0]) == self.bad for sample in samples):
                 raise error_of(self.bad or 0)
         return self.join(samples)

@@ -182,7 +182,7 @@ def _leave_out(made: Program) -> None:
         made.bad, made.draws, made.own_generator, made.on_error = frozenset(), False, True, "raise"
         made.in_order = True
         made.breaks = {}
-    if made.data == "lists" and made.on_error != "raise":  # a list that raises is fetched again, one by one
+    if (made.data == "lists" or made.inside == "subset") and made.on_error != "raise":  # a list that raises is fetched again, one by one
         made.draws = made.draws and not made.bad
     if made.data == "stream with state" and made.on_error != "raise":  # a generator ends with its exception
         made.bad = frozenset()
@@ -270,7 +270,7 @@ class Run:
             options["dispatch"] = "dynamic" if made.dynamic else "static"
             if made.threads:
                 options["worker_type"] = "thread"
-                del options["prefetch_epochs"]
+                options["multiprocessing_context"] = None
         return options
 
     def _one(self, length: int) -> Any:
@@ -344,8 +344,7 @@ class Run:
         epoch, made = 0, self.made
         while epoch < made.epochs:
             epoch += self._epoch(epoch)
-        if self.ours:
-            self.loader.close()
+        self.loader.close() if self.ours else _stop(self.loader._iterator)  # noqa: SLF001
         self.loader = None
         return self.epoch_logs
 
@@ -360,7 +359,7 @@ class Run:
         try:
             iterator = iter(self.loader)
         except Exception as error:
-            log.append(error)
+            log.append(error.with_traceback(None))
             iterator = iter(())
         while taken != made.breaks.get(epoch, -1) and errors < MOST_ERRORS:
             if taken == stop_for_state and not self.resumed:
@@ -370,7 +369,7 @@ class Run:
             except StopIteration:
                 break
             except Exception as error:
-                log.append(error)
+                log.append(error.with_traceback(None))  # whose frames hold the iterator
                 errors += 1
             else:
                 if type(batch) is LeftOut:
@@ -381,6 +380,8 @@ class Run:
                 log.append(torch.rand(1))
             if self.ours and made.asks and taken % made.asks == 0:
                 self.loader.state_dict()
+        if not self.ours and not made.persistent:
+            _stop(iterator)
         self._end_of_epoch()
         return 1
 
@@ -401,13 +402,19 @@ class Run:
 
     def _end_of_epoch(self) -> None:
         made = self.made
-        if not made.in_order and made.workers > 1:
+        if not made.in_order and max(made.workers, made.resume_workers) > 1:
             self.log.sort(key=repr)
         ends = [torch.get_rng_state(), np.random.get_state()[1], random.getstate()]
         if self.generator is not None and not made.prefetch_epochs and not made.shard:
             ends.append(self.generator.get_state())
         self.epoch_logs.append([*self.log, ("ends", ends)])
         self.log = []
+
+
+def _stop(iterator: Any) -> None:
+    """Stop the workers of torch's iterator now: its destructor may take seconds after further forks."""
+    if hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()  # noqa: SLF001
 
 
 def differences(seed: int) -> str:
