@@ -221,10 +221,11 @@ class WithState(Sampler[int]):
 
 
 class Batches(Sampler[list[int]]):
-    """A batch sampler with batches of several sizes, over a sampler."""
+    """A batch sampler over a sampler. Its batches have several sizes, or two items if the sampler has a state."""
 
     def __init__(self, sampler: Any, length: int, told: bool) -> None:
         self.sampler, self.length = sampler, length
+        self.ends = (1, 3, 5) if hasattr(sampler, "state_dict") else (1, 2, 5)
         if told:
             self.set_epoch = self.tell
         self.epoch = 0
@@ -238,12 +239,12 @@ class Batches(Sampler[list[int]]):
         batch: list[int] = []
         for number, index in enumerate(self.sampler):
             batch.append(index)
-            if number % 7 in (1, 2, 5, 6):
+            if number % 6 in self.ends:
                 yield batch[: 2 - self.epoch % 2] + batch[2:]
                 batch = []
 
     def __len__(self) -> int:
-        return sum(number % 7 in (1, 2, 5, 6) for number in range(self.length))
+        return sum(number % 6 in self.ends for number in range(self.length))
 
 
 class Collate:

@@ -59,7 +59,7 @@ SAMPLERS = (
     *("with state", "batches", "batches told", "batches with state", "distributed", "sharded"),
 )
 LAZY = ("lazy", "lazy told", "lazy global", "batches", "batches told", "random", "weighted")
-MOST_ERRORS = 12
+MOST_ERRORS = 200  # of an epoch, which would not end
 
 
 @dataclass
@@ -184,8 +184,8 @@ def _leave_out(made: Program) -> None:
         made.breaks = {}
     if (made.data == "lists" or made.inside == "subset") and made.on_error != "raise":  # a list that raises is fetched again, one by one
         made.draws = made.draws and not made.bad
-    if made.data == "stream with state" and made.on_error != "raise":  # a generator ends with its exception
-        made.bad = frozenset()
+    if (made.data == "stream with state" or made.inside == "chain") and made.on_error != "raise":
+        made.bad = frozenset()  # a generator ends with its exception
     _leave_out_of_resuming(made)
 
 
