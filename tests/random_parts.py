@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 
-class Unreadable(Exception):  # noqa: N818 - of a program's own
+class Unreadable(Exception):
     """An exception of the program's own, with an argument that its text does not show."""
 
     def __init__(self, index: Any, why: str = "") -> None:  # torch calls it with one argument, a text
@@ -28,7 +28,12 @@ class Unreadable(Exception):  # noqa: N818 - of a program's own
 
 def error_of(index: int) -> Exception:
     """One of several kinds of exceptions."""
-    kinds = (ValueError(index), KeyError(index), OSError(2, "no such file", f"{index}.png"), Unreadable(index, "why"))
+    kinds = (
+        ValueError(index),
+        KeyError(index),
+        OSError(2, "no such file", f"{index}.png"),
+        Unreadable(index, "why"),
+    )
     return kinds[index % len(kinds)]
 
 
@@ -52,7 +57,9 @@ class Told:
         marks: Whether bad samples are marked instead of raised.
     """
 
-    def __init__(self, length: int, bad: frozenset[int], draws: bool, told: str, shared: bool, marks: bool) -> None:
+    def __init__(
+        self, length: int, bad: frozenset[int], draws: bool, told: str, shared: bool, marks: bool
+    ) -> None:
         self.length, self.bad, self.draws, self.told, self.marks = length, bad, draws, told, marks
         self.cells = torch.arange(-1, length)  # the epoch's number and its order
         if shared:
@@ -217,7 +224,7 @@ class WithState(Sampler[int]):
         return {"epoch": self.epoch, "place": self.place}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch, self.place, self.goes_on = state["epoch"], state["place"], True
+        self.epoch, self.place, self.goes_on = state["epoch"], state["place"], state["epoch"] > 0
 
 
 class Batches(Sampler[list[int]]):
@@ -270,7 +277,11 @@ class Collate:
             if self.replaces:
                 later = [[place for place in good if place >= wanted] for wanted in range(len(samples))]
                 places = [places[0] if places else good[0] for places in later]
-            copies = [number != place for number, place in enumerate(places)] if self.replaces else [False] * len(places)
+            copies = (
+                [number != place for number, place in enumerate(places)]
+                if self.replaces
+                else [False] * len(places)
+            )
             samples = [
                 copy.deepcopy(samples[place]) if is_copy else samples[place]
                 for place, is_copy in zip(places, copies, strict=True)
@@ -285,7 +296,11 @@ def stacked(samples: Any) -> Any:
     if type(samples) is dict:
         return samples["index"] + 1
     rows = [torch.from_numpy(sample["row"]) for sample in samples]
-    return torch.stack([sample["index"] for sample in samples]), torch.cat(rows), [s["drawn"] for s in samples]
+    return (
+        torch.stack([sample["index"] for sample in samples]),
+        torch.cat(rows),
+        [s["drawn"] for s in samples],
+    )
 
 
 def listed(samples: Any) -> Any:

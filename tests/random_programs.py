@@ -96,6 +96,7 @@ class Program:
     threads: bool = False
     shard: bool = False
     asks: int = 0
+    snapshot: int | None = None
     resume_at: tuple[int, int] | None = None
     resume_workers: int = 0
 
@@ -119,11 +120,11 @@ def program(seed: int) -> Program:
         inside=choose.choice(("", "", "", "chain") if is_stream else ("", "", "", "subset", "concat")),
         length=length,
         bad=frozenset(choose.sample(range(length), min(length, choose.choice((0, 0, 0, 1, 2, 5))))),
-        draws=chance(0.4),
+        draws=chance(0.7),
         told=choose.choice(("number", "number", "order", "seed")),
         sampler="sequential" if is_stream else choose.choice(SAMPLERS),
         own_generator=chance(0.5),
-        sampler_raises_at=choose.randrange(length) if length and chance(0.1) else None,
+        sampler_raises_at=choose.randrange(length) if length and chance(0.5) else None,
         batch_size=choose.choice((None, 1, 2, 3, 4, 5)),
         drop_last=chance(0.3),
         collate=choose.choice(("default", "default", "stacked", "listed")),
@@ -145,6 +146,7 @@ def program(seed: int) -> Program:
     made.threads = made.workers > 0 and chance(0.08)
     made.shard = is_stream and chance(0.25)
     made.asks = choose.choice((0, 0, 1, 3))
+    made.snapshot = choose.choice((None, None, 0, 1, 3)) if is_stream else None
     if chance(0.4):
         made.resume_at = choose.randrange(made.epochs), choose.randrange(8)
         made.resume_workers = choose.randrange(4)
@@ -182,7 +184,9 @@ def _leave_out(made: Program) -> None:
         made.bad, made.draws, made.own_generator, made.on_error = frozenset(), False, True, "raise"
         made.in_order = True
         made.breaks = {}
-    if (made.data == "lists" or made.inside == "subset") and made.on_error != "raise":  # a list that raises is fetched again, one by one
+    if (
+        made.data == "lists" or made.inside == "subset"
+    ) and made.on_error != "raise":  # a list that raises is fetched again, one by one
         made.draws = made.draws and not made.bad
     if (made.data == "stream with state" or made.inside == "chain") and made.on_error != "raise":
         made.bad = frozenset()  # a generator ends with its exception
@@ -202,8 +206,8 @@ def _leave_out_of_resuming(made: Program) -> None:
         made.resume_workers = made.workers
     if made.is_stream and made.bad:  # a generator has ended; a draw that raised is drawn again
         made.resume_workers = made.workers
-    if made.sampler == "lazy told" and made.tells:  # the program seeds the generator in mid-epoch again
-        pass
+    if made.sampler_raises_at is not None:  # in place of which batch depends on how many were drawn ahead
+        made.resume_workers = made.workers
     if made.persistent or made.prefetch_epochs:  # a base seed is drawn once, and not for each epoch
         made.resume_workers = max(made.resume_workers, 1)
 
@@ -263,6 +267,7 @@ class Run:
     def _own_options(self, workers: int) -> dict[str, Any]:
         made = self.made
         options: dict[str, Any] = {"on_error": made.on_error, "place_results": made.place_results}
+        options["snapshot_every_n_steps"] = made.snapshot
         if made.shard:
             options["shard"] = "auto"
         if workers:
@@ -304,10 +309,14 @@ class Run:
             generator = self.generator
         kinds: dict[str, Callable[[], Any]] = {
             "random": lambda: RandomSampler(range(made.length), True, made.length + 3, generator),
-            "weighted": lambda: WeightedRandomSampler([1.0 + i for i in range(made.length)], 40, generator=generator),
+            "weighted": lambda: WeightedRandomSampler(
+                [1.0 + i for i in range(made.length)], 40, generator=generator
+            ),
             "subset": lambda: SubsetRandomSampler(range(0, made.length, 2), generator),
             "list": lambda: [(3 * place) % made.length for place in range(2 * made.length)],
-            "lazy": lambda: Lazy(made.length, generator or torch.Generator().manual_seed(3), made.sampler_raises_at),
+            "lazy": lambda: Lazy(
+                made.length, generator or torch.Generator().manual_seed(3), made.sampler_raises_at
+            ),
             "lazy told": lambda: LazyTold(
                 made.length, generator or torch.Generator().manual_seed(3), made.sampler_raises_at
             ),
@@ -330,7 +339,7 @@ class Run:
         if self.ours:
             self.loader.set_epoch(epoch)
             return
-        sampler = self.loader._index_sampler  # noqa: SLF001
+        sampler = self.loader._index_sampler
         for one in (sampler, getattr(sampler, "sampler", None)):
             if hasattr(one, "set_epoch"):
                 one.set_epoch(epoch)
@@ -344,7 +353,7 @@ class Run:
         epoch, made = 0, self.made
         while epoch < made.epochs:
             epoch += self._epoch(epoch)
-        self.loader.close() if self.ours else _stop(self.loader._iterator)  # noqa: SLF001
+        self.loader.close() if self.ours else _stop(self.loader._iterator)
         self.loader = None
         return self.epoch_logs
 
@@ -355,7 +364,9 @@ class Run:
             self.tell(epoch)
         log = self.log
         errors = 0
-        stop_for_state = made.resume_at[1] if self.ours and made.resume_at and made.resume_at[0] == epoch else None
+        stop_for_state = (
+            made.resume_at[1] if self.ours and made.resume_at and made.resume_at[0] == epoch else None
+        )
         try:
             iterator = iter(self.loader)
         except Exception as error:
@@ -414,7 +425,7 @@ class Run:
 def _stop(iterator: Any) -> None:
     """Stop the workers of torch's iterator now: its destructor may take seconds after further forks."""
     if hasattr(iterator, "_shutdown_workers"):
-        iterator._shutdown_workers()  # noqa: SLF001
+        iterator._shutdown_workers()
 
 
 def differences(seed: int) -> str:
@@ -440,7 +451,9 @@ def _epoch_differences(mine: list[Any], theirs: list[Any]) -> str:
     for place, (one, other) in enumerate(zip(mine, theirs, strict=True)):
         if isinstance(one, Exception) or isinstance(other, Exception):
             # torch's worker sends a KeyError as a class of its own
-            if not (isinstance(one, Exception) and isinstance(other, Exception) and isinstance(other, type(one))):
+            if not (
+                isinstance(one, Exception) and isinstance(other, Exception) and isinstance(other, type(one))
+            ):
                 return f"outcome {place}: {one!r} for {other!r}"
         elif found := batch_differences(one, other):
             return f"outcome {place}: {found[:3]}"
@@ -448,4 +461,6 @@ def _epoch_differences(mine: list[Any], theirs: list[Any]) -> str:
 
 
 def _short(outcomes: list[Any]) -> str:
-    return "; ".join(repr(outcome)[:150].replace("\n", " ") for outcome in outcomes if type(outcome) is not tuple)[:2500]
+    return "; ".join(
+        repr(outcome)[:150].replace("\n", " ") for outcome in outcomes if type(outcome) is not tuple
+    )[:2500]

@@ -97,6 +97,14 @@ class NextEpoch:
             return NOTHING
         if self._iterator is not None:
             return next(self._iterator, NOTHING)
+        generators = [getattr(sampler, "generator", None) for sampler in with_inner(self._index_sampler)]
+        self._states = [(one, one.get_state()) for one in generators if isinstance(one, torch.Generator)]
+        if (stateful := sampler_with_state(self._index_sampler)) is not None:
+            try:
+                self._own_state = state_of(stateful)
+            except ResumeError:  # then it could not be set back
+                self._discarded = _MOST_DISCARDED
+                return NOTHING
         sampler = sampler_with_epoch(self._index_sampler)
         if sampler is None:
             return self._begin()
@@ -104,20 +112,18 @@ class NextEpoch:
         self._expected = epoch + self._step
         sampler.set_epoch(self._expected)
         try:
-            return self._begin()
+            if all(torch.equal(one.get_state(), state) for one, state in self._states):
+                return self._begin()
         finally:
             sampler.set_epoch(epoch)
+        # It seeds a generator, from which an epoch that has begun goes on drawing.
+        self._discarded = _MOST_DISCARDED
+        for generator, state in self._states:
+            generator.set_state(state)
+        return NOTHING
 
     def _begin(self) -> Any:
-        generators = [getattr(sampler, "generator", None) for sampler in with_inner(self._index_sampler)]
-        self._states = [(one, one.get_state()) for one in generators if isinstance(one, torch.Generator)]
         self.before = generator_states(self._index_sampler, self._generator)
-        if (stateful := sampler_with_state(self._index_sampler)) is not None:
-            try:
-                self._own_state = state_of(stateful)
-            except ResumeError:  # then it could not be set back
-                self._discarded = _MOST_DISCARDED
-                return NOTHING
         batches = index_arrays(self._index_sampler) or iter(self._index_sampler)
         self._iterator = track(self._index_sampler, batches)
         return next(self._iterator, NOTHING)  # with it, torch's samplers have drawn their order

@@ -187,6 +187,28 @@ def test_set_epoch_of_the_loader_is_no_reason_where_the_dataset_has_none() -> No
     assert (statistics.epochs_prefetched, statistics.epochs_in_vain) == (3, 0)
 
 
+class SeededByEpoch(Sampler[int]):
+    """Draws index by index from a generator that `set_epoch` seeds."""
+
+    def __init__(self) -> None:
+        self.epoch, self.generator = 0, seeded()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.generator.manual_seed(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(22):
+            yield int(torch.randint(22, (), generator=self.generator))
+
+
+@pytest.mark.parametrize("use", [whole, whole_with_epochs])
+def test_a_sampler_whose_set_epoch_seeds_a_generator_is_not_asked_early(use: Use) -> None:
+    """An epoch that has begun would go on with the numbers of another one."""
+    statistics = assert_same(use, lambda: {"sampler": SeededByEpoch()})
+    assert (statistics.epochs_prefetched, statistics.epochs_in_vain) == (0, 0)
+
+
 @pytest.mark.parametrize("which", ["in order", "shuffled", "a list"])
 def test_what_the_program_draws_is_no_reason(which: str) -> None:
     """The program, or another loader, draws from generators that the sampler does not use."""
