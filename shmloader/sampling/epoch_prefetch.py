@@ -21,6 +21,7 @@ from shmloader.errors import ResumeError, warn
 from shmloader.sampling.array_samplers import index_arrays
 from shmloader.sampling.samplers import (
     GeneratorStates,
+    attribute_of,
     generator_states,
     sampler_with_epoch,
     sampler_with_state,
@@ -54,7 +55,10 @@ def _why_not(loader: Any, index_sampler: Any) -> str:
         return "it needs in_order=True"
     if isinstance(loader.dataset, (IterableDataset, *torch_private.DATAPIPES)):
         return "an iterable-style dataset has no index batches"
+    has_epoch = sampler_with_epoch(index_sampler) is not None
     for sampler in with_inner(index_sampler):
+        if not has_epoch and callable(attribute_of(sampler, "set_epoch")):
+            return f"its {type(sampler).__name__} has set_epoch(), and no number `epoch` to foresee the next one by"
         if isinstance(sampler, _DRAWS) and sampler.generator is None:
             return (
                 f"its {type(sampler).__name__} draws from torch's global generator, from which the program "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -360,6 +361,17 @@ def test_any_use_sees_the_same(
 
 # --- cases in which nothing is made early
 
+class Untold(SeededByEpoch):
+    """It does not tell the epoch's number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        self.generator.manual_seed(epoch)
+
+
 GLOBAL = "its {} draws from torch's global generator"
 NOT_EARLY: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "shuffled": (lambda: {"shuffle": True}, GLOBAL.format("RandomSampler")),
@@ -368,6 +380,7 @@ NOT_EARLY: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"sampler": WeightedRandomSampler([1.0] * 22, 22)},
         GLOBAL.format("WeightedRandomSampler"),
     ),
+    "epoch unknown": (lambda: {"sampler": Untold()}, "its Untold has set_epoch(), and no number `epoch`"),
     "out of order": (lambda: {"in_order": False, "num_workers": 1}, "it needs in_order=True"),
 }
 
@@ -376,7 +389,7 @@ NOT_EARLY: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 def test_where_it_would_change_the_order_nothing_is_made_early_and_that_is_said(which: str) -> None:
     make, reason = NOT_EARLY[which]
     with pytest.warns(
-        UserWarning, match=f"prefetch_epochs=True has no effect for this loader: {reason}"
+        UserWarning, match=re.escape(f"prefetch_epochs=True has no effect for this loader: {reason}")
     ) as said:
         statistics = assert_same(whole, make)
     assert statistics.epochs_prefetched == statistics.epochs_in_vain == 0
