@@ -52,7 +52,7 @@ class Told:
         length: Number of samples.
         bad: Those that raise.
         draws: Whether samples draw from the global generators.
-        told: What ``set_epoch`` does: keep the ``"number"``, draw an ``"order"``, or ``"seed"`` the generators.
+        told: What ``set_epoch`` does: keep the ``"number"``, draw an ``"order"``, or ``"seed"`` generators.
         shared: Whether it reaches persistent workers of torch's loader too.
         marks: Whether bad samples are marked instead of raised.
     """
@@ -114,7 +114,7 @@ class Lists(SamplesTold):
 
 
 class Stream(Told, IterableDataset[Any]):
-    """An iterable-style dataset that divides itself among workers, if ``divides``. Its iterator goes on after errors."""
+    """An iterable-style dataset that divides itself, if ``divides``. Its iterator goes on after errors."""
 
     divides, passes_over_bad = True, False
 
@@ -228,7 +228,7 @@ class WithState(Sampler[int]):
 
 
 class Batches(Sampler[list[int]]):
-    """A batch sampler over a sampler. Its batches have several sizes, or two items if the sampler has a state."""
+    """A batch sampler. Its batches have several sizes, or two items if its sampler has a state."""
 
     def __init__(self, sampler: Any, length: int, told: bool) -> None:
         self.sampler, self.length = sampler, length

@@ -1,7 +1,7 @@
 """Random programs with a loader, run with torch's loader and with ours.
 
 A program is drawn from a seed: a dataset, a sampler, a loader's options, several epochs with breaks, states,
-and a loader that goes on from one of them. What torch's loader gives is right: the batches in their order, the
+a loader that goes on from one. What torch's loader gives is right: the batches in their order, the
 types of exceptions in the places of others, and where the global generators end.
 """
 
@@ -180,6 +180,11 @@ def _leave_out(made: Program) -> None:
         made.draws, made.own_generator, made.sampler_raises_at = False, True, None
         if made.sampler in ("lazy global", "random", "weighted", "subset"):
             made.sampler = "shuffle"
+    _leave_out_for_datasets(made)
+    _leave_out_of_resuming(made)
+
+
+def _leave_out_for_datasets(made: Program) -> None:
     if made.shard:  # errors of samples that are dealt out: sharding.md; seeds are drawn from `generator`
         made.bad, made.draws, made.own_generator, made.on_error = frozenset(), False, True, "raise"
         made.in_order = True
@@ -190,7 +195,6 @@ def _leave_out(made: Program) -> None:
         made.draws = made.draws and not made.bad
     if (made.data == "stream with state" or made.inside == "chain") and made.on_error != "raise":
         made.bad = frozenset()  # a generator ends with its exception
-    _leave_out_of_resuming(made)
 
 
 def _leave_out_of_resuming(made: Program) -> None:

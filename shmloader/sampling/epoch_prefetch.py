@@ -58,7 +58,9 @@ def _why_not(loader: Any, index_sampler: Any) -> str:
     has_epoch = sampler_with_epoch(index_sampler) is not None
     for sampler in with_inner(index_sampler):
         if not has_epoch and callable(attribute_of(sampler, "set_epoch")):
-            return f"its {type(sampler).__name__} has set_epoch(), and no number `epoch` to foresee the next one by"
+            return (
+                f"its {type(sampler).__name__} has set_epoch(), and no number `epoch` to foresee the next by"
+            )
         if isinstance(sampler, _DRAWS) and sampler.generator is None:
             return (
                 f"its {type(sampler).__name__} draws from torch's global generator, from which the program "

@@ -361,6 +361,7 @@ def test_any_use_sees_the_same(
 
 # --- cases in which nothing is made early
 
+
 class Untold(SeededByEpoch):
     """It does not tell the epoch's number."""
 
