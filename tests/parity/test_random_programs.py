@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import program_runs
 import pytest
-import random_programs
 import torch
 from forced_growth import grow_at
 
@@ -29,4 +29,4 @@ def one_thread() -> Iterator[None]:
 def test_random_programs_are_torchs(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     grow_at(monkeypatch, {2, 6, 11})
     for seed in range(first, first + AT_ONCE):
-        assert not random_programs.differences(seed)
+        assert not program_runs.differences(seed)
