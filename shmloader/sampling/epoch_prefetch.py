@@ -21,6 +21,7 @@ from shmloader.errors import ResumeError, warn
 from shmloader.sampling.array_samplers import index_arrays
 from shmloader.sampling.samplers import (
     GeneratorStates,
+    attribute_of,
     generator_states,
     sampler_with_epoch,
     sampler_with_state,
@@ -54,7 +55,12 @@ def _why_not(loader: Any, index_sampler: Any) -> str:
         return "it needs in_order=True"
     if isinstance(loader.dataset, (IterableDataset, *torch_private.DATAPIPES)):
         return "an iterable-style dataset has no index batches"
+    has_epoch = sampler_with_epoch(index_sampler) is not None
     for sampler in with_inner(index_sampler):
+        if not has_epoch and callable(attribute_of(sampler, "set_epoch")):
+            return (
+                f"its {type(sampler).__name__} has set_epoch(), and no number `epoch` to foresee the next by"
+            )
         if isinstance(sampler, _DRAWS) and sampler.generator is None:
             return (
                 f"its {type(sampler).__name__} draws from torch's global generator, from which the program "
@@ -97,6 +103,14 @@ class NextEpoch:
             return NOTHING
         if self._iterator is not None:
             return next(self._iterator, NOTHING)
+        generators = [getattr(sampler, "generator", None) for sampler in with_inner(self._index_sampler)]
+        self._states = [(one, one.get_state()) for one in generators if isinstance(one, torch.Generator)]
+        if (stateful := sampler_with_state(self._index_sampler)) is not None:
+            try:
+                self._own_state = state_of(stateful)
+            except ResumeError:  # then it could not be set back
+                self._discarded = _MOST_DISCARDED
+                return NOTHING
         sampler = sampler_with_epoch(self._index_sampler)
         if sampler is None:
             return self._begin()
@@ -104,20 +118,18 @@ class NextEpoch:
         self._expected = epoch + self._step
         sampler.set_epoch(self._expected)
         try:
-            return self._begin()
+            if all(torch.equal(one.get_state(), state) for one, state in self._states):
+                return self._begin()
         finally:
             sampler.set_epoch(epoch)
+        # It seeds a generator, from which an epoch that has begun goes on drawing.
+        self._discarded = _MOST_DISCARDED
+        for generator, state in self._states:
+            generator.set_state(state)
+        return NOTHING
 
     def _begin(self) -> Any:
-        generators = [getattr(sampler, "generator", None) for sampler in with_inner(self._index_sampler)]
-        self._states = [(one, one.get_state()) for one in generators if isinstance(one, torch.Generator)]
         self.before = generator_states(self._index_sampler, self._generator)
-        if (stateful := sampler_with_state(self._index_sampler)) is not None:
-            try:
-                self._own_state = state_of(stateful)
-            except ResumeError:  # then it could not be set back
-                self._discarded = _MOST_DISCARDED
-                return NOTHING
         batches = index_arrays(self._index_sampler) or iter(self._index_sampler)
         self._iterator = track(self._index_sampler, batches)
         return next(self._iterator, NOTHING)  # with it, torch's samplers have drawn their order

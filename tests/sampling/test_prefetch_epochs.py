@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -187,6 +188,28 @@ def test_set_epoch_of_the_loader_is_no_reason_where_the_dataset_has_none() -> No
     assert (statistics.epochs_prefetched, statistics.epochs_in_vain) == (3, 0)
 
 
+class SeededByEpoch(Sampler[int]):
+    """Draws index by index from a generator that `set_epoch` seeds."""
+
+    def __init__(self) -> None:
+        self.epoch, self.generator = 0, seeded()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.generator.manual_seed(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(22):
+            yield int(torch.randint(22, (), generator=self.generator))
+
+
+@pytest.mark.parametrize("use", [whole, whole_with_epochs])
+def test_a_sampler_whose_set_epoch_seeds_a_generator_is_not_asked_early(use: Use) -> None:
+    """An epoch that has begun would go on with the numbers of another one."""
+    statistics = assert_same(use, lambda: {"sampler": SeededByEpoch()})
+    assert (statistics.epochs_prefetched, statistics.epochs_in_vain) == (0, 0)
+
+
 @pytest.mark.parametrize("which", ["in order", "shuffled", "a list"])
 def test_what_the_program_draws_is_no_reason(which: str) -> None:
     """The program, or another loader, draws from generators that the sampler does not use."""
@@ -338,6 +361,18 @@ def test_any_use_sees_the_same(
 
 # --- cases in which nothing is made early
 
+
+class Untold(SeededByEpoch):
+    """It does not tell the epoch's number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        self.generator.manual_seed(epoch)
+
+
 GLOBAL = "its {} draws from torch's global generator"
 NOT_EARLY: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "shuffled": (lambda: {"shuffle": True}, GLOBAL.format("RandomSampler")),
@@ -346,6 +381,7 @@ NOT_EARLY: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"sampler": WeightedRandomSampler([1.0] * 22, 22)},
         GLOBAL.format("WeightedRandomSampler"),
     ),
+    "epoch unknown": (lambda: {"sampler": Untold()}, "its Untold has set_epoch(), and no number `epoch`"),
     "out of order": (lambda: {"in_order": False, "num_workers": 1}, "it needs in_order=True"),
 }
 
@@ -354,7 +390,7 @@ NOT_EARLY: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 def test_where_it_would_change_the_order_nothing_is_made_early_and_that_is_said(which: str) -> None:
     make, reason = NOT_EARLY[which]
     with pytest.warns(
-        UserWarning, match=f"prefetch_epochs=True has no effect for this loader: {reason}"
+        UserWarning, match=re.escape(f"prefetch_epochs=True has no effect for this loader: {reason}")
     ) as said:
         statistics = assert_same(whole, make)
     assert statistics.epochs_prefetched == statistics.epochs_in_vain == 0

@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 from dispatch_datasets import SMALL
+from forced_growth import grow_at
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from robustness.processes import LONG
 from torch.utils.data import BatchSampler, Dataset
 
 from shmloader import DataLoader
-from shmloader.host.limits import Cores
-from shmloader.scheduling.auto import MOST_PREFETCH, Auto
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This DataLoader will create:UserWarning",
@@ -46,20 +45,6 @@ class Uneven(Dataset[int]):
         if index in self.bad:
             raise ValueError(index)
         return index
-
-
-def grow_at(patch: pytest.MonkeyPatch, moments: set[int]) -> None:
-    """Let ``"auto"`` want more after certain numbers of batches: twice the tasks, and one worker."""
-
-    def note(auto: Auto, measured: object) -> None:
-        auto.batches += 1
-        if auto.batches in moments:
-            auto.num_workers = min(auto.num_workers + 1, auto.most_workers)
-            if auto.given[1] is None:
-                auto.prefetch_factor = min(2 * auto.prefetch_factor, MOST_PREFETCH)
-
-    patch.setattr(Auto, "note", note)
-    patch.setattr("shmloader.scheduling.auto.cores", lambda: Cores(3, 3, None))
 
 
 def interrupt_at(patch: pytest.MonkeyPatch, iterator: Any, waits: set[int]) -> None:
