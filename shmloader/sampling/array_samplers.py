@@ -36,13 +36,16 @@ def index_arrays(index_sampler: Any, skip: int = 0) -> Iterator[PackedInts] | No
     Returns:
         None if this is not exactly torch's `BatchSampler` over one of its samplers in `_CHUNKS` (a
         `RandomSampler` without replacement), if its batches are small and none is to be skipped, or if the
-        program or torch has changed these classes (`check_against_torch`).
+        program or torch has changed these classes (`check_against_torch`). None also for skipping batches of
+        a `WeightedRandomSampler`.
     """
     if type(index_sampler) is not BatchSampler or type(index_sampler.batch_size) is not int:
         return None
     inner = index_sampler.sampler
     replaces = type(inner) is RandomSampler and getattr(inner, "replacement", True)
     known = type(inner) in _CHUNKS and not replaces
+    if skip and type(inner) is WeightedRandomSampler:
+        return None  # it may draw from the global generator, which is as it was in the state only now
     if not known or (index_sampler.batch_size < LEAST_PACKED and not skip):
         return None
     if not all(is_by_torch(kind.__iter__, kind) for kind in (BatchSampler, type(inner))):

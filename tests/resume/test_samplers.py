@@ -12,7 +12,7 @@ import pytest
 import torch
 from resume_datasets import FromRandom, FromRandomOneByOne, OwnGenerator, Plain, StatefulToTheEnd
 from resume_loaders import started, take, values
-from torch.utils.data import DistributedSampler, Sampler
+from torch.utils.data import DistributedSampler, Sampler, WeightedRandomSampler
 
 from shmloader import DataLoader, ResumeError
 
@@ -341,3 +341,22 @@ def test_a_sampler_may_change_the_state_that_it_was_given(taken: int) -> None:
             iterator = iter(other)
             state = other.state_dict()
         assert values(iterator) == rest
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_weighted_sampler_that_draws_from_the_global_generator_goes_on(workers: int) -> None:
+    def loader() -> DataLoader[Any]:
+        sampler = WeightedRandomSampler([0.1 + index % 3 for index in range(40)], 40)
+        return DataLoader(list(range(40)), 8, sampler=sampler, num_workers=workers)
+
+    torch.manual_seed(3)
+    whole = [batch.tolist() for batch in loader()]
+    torch.manual_seed(3)
+    first = loader()
+    batches = iter(first)
+    taken = [next(batches).tolist() for _ in range(2)]
+    state = first.state_dict()
+    torch.manual_seed(99)
+    second = loader()
+    second.load_state_dict(state)
+    assert taken + [batch.tolist() for batch in second] == whole
