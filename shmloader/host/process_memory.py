@@ -38,8 +38,9 @@ class CopiedMemory:
 
     def __init__(self, pid: int) -> None:
         self._folder = Path("/proc", str(pid))
-        memory = psutil.Process(pid).memory_info()
-        self._anonymous_nbytes: int = memory.rss - memory.shared
+        # It may have allocated by now: it began with no more than its parent has.
+        memories = (psutil.Process(pid).memory_info(), psutil.Process().memory_info())
+        self._anonymous_nbytes: int = min(memory.rss - memory.shared for memory in memories)
 
     def most_nbytes(self) -> int:
         """An upper bound, by its page faults; costs nothing."""

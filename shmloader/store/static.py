@@ -72,7 +72,10 @@ def items(container: Any) -> Iterable[tuple[Any, Any]]:
     """The elements of a container, each with its key or number."""
     if is_a(container, dict):
         return dict.items(container)
-    return enumerate((base_of(container) or type(container)).__iter__(container))
+    base = base_of(container) or type(container)
+    if not hasattr(base, "__iter__"):  # pyarrow's tables, which Python iterates over by their items
+        return enumerate(iter(container))
+    return enumerate(base.__iter__(container))
 
 
 def sizeof(value: Any) -> int:

@@ -28,7 +28,7 @@ def _number(pattern: re.Pattern[str], text: str) -> int:
 
 def test_the_budget_advised_is_not_below_the_least_there_can_be() -> None:
     with (
-        DataLoader(Numbered(64), batch_size=4, num_workers=2, memory_budget_nbytes=20_000) as loader,
+        DataLoader(Numbered(1600), batch_size=4, num_workers=2, memory_budget_nbytes=20_000) as loader,
         caught_warnings() as caught,
     ):
         list(loader)
