@@ -1,4 +1,4 @@
-"""How the program's values stand in messages: on one line, cut at a length."""
+"""Texts of the program's values for messages: one line each, cut at a length."""
 
 LINE = 200
 """Most characters that indices, keys and other values take in a message."""

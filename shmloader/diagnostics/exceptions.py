@@ -169,7 +169,7 @@ def _names_of(kind: type) -> tuple[str, ...]:
 
 
 def _contents_of(error: BaseException) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
-    """What to make an exception from: arguments, fields, attributes, as far as they can be pickled."""
+    """The arguments, fields and attributes of an exception, as far as they can be pickled."""
     values = {name: value for name, _, value in _fields_of(error)}
     made = (values.pop("message"), values.pop("exceptions")) if isinstance(error, BaseExceptionGroup) else ()
     args = tuple(map(_portable, values.pop("args")))
@@ -245,7 +245,7 @@ def _builtin_base(kind: type) -> Any:
 
 
 def _fields_of(error: BaseException) -> Iterator[tuple[str, Any, Any]]:
-    """What an exception's built-in class keeps outside of ``__dict__``: name, descriptor, and value or None.
+    """Fields of an exception's built-in class, outside of ``__dict__``: name, descriptor, value or None.
 
     Not ``obj``, the whole object that an AttributeError was raised for: Python does not pickle it either.
     """

@@ -30,7 +30,7 @@ def read_memory(pid: int) -> dict[str, int]:
 
 
 class CopiedMemory:
-    """What a forked process copies of its parent's memory; not what it allocates, and no shared memory.
+    """The memory of its parent that a forked process copies, without its own and without shared memory.
 
     Raises:
         psutil.Error, OSError: In every method, if the process is gone.

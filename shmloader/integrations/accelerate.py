@@ -95,7 +95,7 @@ def _is_idle(adapter: Any) -> bool:
 
 
 def _set_epoch(set_epoch: Any, adapter: Any, epoch: int) -> None:
-    """What accelerate's loaders tell the dataset reaches workers too."""
+    """``set_epoch`` of accelerate's loaders, which tells the dataset in workers too."""
     set_epoch(_Telling(adapter), epoch)
 
 
@@ -160,4 +160,4 @@ _AROUND: dict[str, Callable[..., Any]] = {
     _UPDATE: _update,
     _FETCH: _fetch,
 }
-"""What is done around methods of accelerate's loaders."""
+"""Functions that run around methods of accelerate's loaders, by the names of the methods."""

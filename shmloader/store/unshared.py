@@ -22,7 +22,7 @@ from shmloader.store import kinds, static
 from shmloader.store.graph import Graph, Node
 
 LEAST_NBYTES = 32 << 20
-"""What one worker has to copy, beyond a few batches, before anything is said."""
+"""Bytes that one worker has to copy, beyond a few batches, before a warning is given."""
 
 _BATCHES = 4  # a worker may make so many of the largest in memory that this process has freed
 _LEAST_OWNED = 0.25  # of what was copied, by what is called its owner
