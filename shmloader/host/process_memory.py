@@ -32,6 +32,9 @@ def read_memory(pid: int) -> dict[str, int]:
 class CopiedMemory:
     """The memory of its parent that a forked process copies, without its own and without shared memory.
 
+    A process that gives inherited memory back, as when it collects its parent's garbage, may seem to have copied
+    as many bytes more if it also allocates.
+
     Raises:
         psutil.Error, OSError: In every method, if the process is gone.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import multiprocessing
 import re
@@ -47,6 +48,8 @@ class Dataset:
 @contextmanager
 def forked(read: Callable[[], Any], workers: int = 1) -> Iterator[list[Any]]:
     """Processes that run a function, each once an element of the list that is yielded is called."""
+    # Garbage of other tests that a process collects would hide as much of what it allocates.
+    gc.collect()
     pipes = [FORK.Pipe() for _ in range(workers)]
 
     def serve(pipe: Any) -> None:
