@@ -32,8 +32,8 @@ def read_memory(pid: int) -> dict[str, int]:
 class CopiedMemory:
     """The memory of its parent that a forked process copies, without its own and without shared memory.
 
-    A process that gives inherited memory back, as when it collects its parent's garbage, may seem to have copied
-    as many bytes more if it also allocates.
+    A process that gives inherited memory back, as when it collects its parent's garbage, and also allocates
+    may seem to have copied as many bytes more.
 
     Raises:
         psutil.Error, OSError: In every method, if the process is gone.
