@@ -22,7 +22,7 @@ MATRIX_ARGS ?=
 
 # The fast set leaves out what starts interpreters (spawned workers, programs, the command line, the benchmarks), and
 # what waits for deaths, timeouts and the clock.
-SLOW := bench cli robustness scheduling supervisor \
+SLOW := bench cli robustness order workers \
 	loader/test_endings.py loader/test_lifecycle.py loader/test_statistics_table.py parity/test_other_torch.py \
 	slots/test_limits.py slots/test_mapping.py slots/test_missing_platform.py store/test_mapped_files.py
 FAST := -k 'not spawn and not forkserver and not program and not interpreter' \
@@ -46,7 +46,7 @@ test-all: lint ## The same with the long tests: programs killed, confined and in
 # An environment of its own, so that `make test` needs none of these libraries.
 test-integrations: ## The tests with accelerate, Trainer, Lightning, ignite, PyG, MONAI and others
 	$(MAKE) VENV=.venv-integrations .venv-integrations/.stamp-integrations
-	.venv-integrations/bin/python -m pytest tests/integrations $(PYTEST_ARGS)
+	.venv-integrations/bin/python -m pytest tests/frameworks $(PYTEST_ARGS)
 
 test-matrix: $(VENV)/.stamp-matrix ## The tests of the installed wheel with every version claimed (MATRIX_ARGS=...)
 	$(BIN)/python tests/matrix/run.py $(MATRIX_ARGS)

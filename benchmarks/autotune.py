@@ -30,7 +30,7 @@ from benchmarks.options import NOT_WRITTEN, whole_number
 from benchmarks.result_files import result_file, write_json
 from benchmarks.tables import render_table
 from shmloader import DataLoader
-from shmloader.host.limits import cores
+from shmloader.memory.limits import cores
 
 _PREFETCH = (2, 4, 8)
 

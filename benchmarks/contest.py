@@ -18,7 +18,7 @@ from benchmarks.records import Measurement, Spec
 from benchmarks.report import LeftOut, Outcome
 from benchmarks.verdicts import compare_startups, judge
 from benchmarks.workloads import WORKLOADS, Workload
-from shmloader.host.limits import memory_headroom
+from shmloader.memory.limits import memory_headroom
 
 LIMIT = "limit"
 

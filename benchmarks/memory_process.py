@@ -25,7 +25,7 @@ import psutil
 
 from benchmarks.fresh_process import FreshProcess, claim_output
 from benchmarks.memory_datasets import CONTESTANTS, Rows, expected_sum, records
-from shmloader.host.process_memory import read_memory
+from shmloader.memory.process_memory import read_memory
 
 MARK = "SHMLOADER_MEMORY_BENCHMARK"
 """The environment variable by which the processes of a measurement are found."""

@@ -6,7 +6,7 @@ import subprocess
 import time
 from typing import NamedTuple
 
-from shmloader.host.process_memory import tree_pss_nbytes
+from shmloader.memory.process_memory import tree_pss_nbytes
 
 
 class MemorySample(NamedTuple):

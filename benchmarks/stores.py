@@ -27,7 +27,7 @@ if str(REPOSITORY) not in sys.path:  # as a script, only the script's own folder
 
 from benchmarks.options import NOT_WRITTEN, whole_number  # noqa: E402
 from benchmarks.result_files import result_file, write_json  # noqa: E402
-from shmloader.host.process_memory import read_memory  # noqa: E402
+from shmloader.memory.process_memory import read_memory  # noqa: E402
 
 ROWS = 2_000_000
 LEAST_ROWS = 10_000

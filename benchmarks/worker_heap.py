@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import Dataset
 
 from benchmarks.tables import render_table
-from shmloader.host.process_memory import read_memory
+from shmloader.memory.process_memory import read_memory
 
 BATCHES, SETTLED = 500, 100
 LARGEST_NBYTES = 38 << 20

@@ -20,10 +20,10 @@ from shmloader.errors import (
     WorkerStartError,
     WorkerTimeout,
 )
-from shmloader.integrations import install, uninstall
+from shmloader.frameworks import install, uninstall
+from shmloader.indices.sharded_sampler import ShardedSampler
 from shmloader.loader import DataLoader
-from shmloader.sampling.sharded_sampler import ShardedSampler
-from shmloader.slot_loading import set_epoch
+from shmloader.loading import set_epoch
 from shmloader.sources import why_per_sample
 from shmloader.statistics import AutotuneReport, BadSample, LoaderStatistics
 from shmloader.store import open_store as open  # noqa: A004, F401 - used as shmloader.open

@@ -12,12 +12,12 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from shmloader import torch_private
-from shmloader.arguments import device_of, seeds_samples
-from shmloader.diagnostics.bad_samples import LEFT_OUT, Reported, count, take_report, warn_of_bad_samples
+from shmloader.failures.bad_samples import LEFT_OUT, Reported, count, take_report, warn_of_bad_samples
+from shmloader.indices.packed_indices import PackedInts
+from shmloader.indices.samplers import generator_states, index_sampler_of, states_if_drawn
 from shmloader.resume import States, StreamProgress
 from shmloader.resume.states import loaded_state
-from shmloader.sampling.packed_indices import PackedInts
-from shmloader.sampling.samplers import generator_states, index_sampler_of, states_if_drawn
+from shmloader.settings import device_of, seeds_samples
 from shmloader.statistics import Counters
 from shmloader.wire.stream_records import StreamReport
 from shmloader.worker.fetcher import FetchRules

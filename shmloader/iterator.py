@@ -18,36 +18,35 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch.utils.data import IterableDataset
 
 from shmloader import torch_private
-from shmloader.arguments import THREAD, device_of, seeds_samples
 from shmloader.codec import Decoder
-from shmloader.diagnostics.bad_samples import LEFT_OUT, count, take_report, warn_of_bad_samples
-from shmloader.diagnostics.exceptions import restore
 from shmloader.errors import LoaderClosed, LoaderError, SpillWarning, warn
-from shmloader.host.held_interrupts import HeldInterrupts
+from shmloader.exchange.dispatcher import Dispatcher
+from shmloader.failures.bad_samples import LEFT_OUT, count, take_report, warn_of_bad_samples
+from shmloader.failures.exceptions import restore
+from shmloader.indices.array_samplers import index_arrays
+from shmloader.indices.samplers import generator_states
+from shmloader.interrupts import BROKEN, IDLE, HeldInterrupts, Lifecycle
+from shmloader.order.auto import Auto
+from shmloader.order.scheduler import Scheduler
 from shmloader.resume import States, StreamProgress
 from shmloader.resume.states import loaded_state
-from shmloader.sampling.array_samplers import index_arrays
-from shmloader.sampling.samplers import generator_states
-from shmloader.scheduling.auto import Auto
-from shmloader.scheduling.dispatcher import Dispatcher
-from shmloader.scheduling.lifecycle import BROKEN, IDLE, Lifecycle
-from shmloader.scheduling.scheduler import Scheduler
-from shmloader.scheduling.task_ledger import ARRIVED, Task
+from shmloader.settings import THREAD, device_of, seeds_samples
 from shmloader.slots import SlotPool
+from shmloader.slots.task_ledger import ARRIVED, Task
 from shmloader.statistics import Counters
 from shmloader.store.unshared import warn_of_copies, watch_copies
-from shmloader.supervisor import Workers, start_workers
 from shmloader.wire.records import FAILED, REPORTED
 from shmloader.wire.stream_records import StreamReport
 from shmloader.worker.epoch_settings import EpochSettings
 from shmloader.worker.fetcher import FetchRules
 from shmloader.worker.loop import WorkerArguments
 from shmloader.worker.random_state import GlobalStates
+from shmloader.workers import Workers, start_workers
 
 if TYPE_CHECKING:
     import torch
 
-    from shmloader.scheduling.device_delivery import Delivery
+    from shmloader.exchange.delivery import Delivery
 
 _END_S = 5.0  # longer than the interpreter takes to end
 
@@ -131,7 +130,7 @@ class SlotIterator(torch_private.BaseIterator):
         """Make the `Delivery` of pinned or device batches, after workers were forked: it initialises CUDA."""
         if device is None and not self._pin_memory:
             return None
-        from shmloader.scheduling.device_delivery import Delivery
+        from shmloader.exchange.delivery import Delivery
 
         return Delivery(self._dispatcher, self._pin_memory, self._pin_memory_device, device)
 

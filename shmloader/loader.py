@@ -10,7 +10,10 @@ import torch
 import torch.utils.data
 from torch.utils.data import Dataset, Sampler
 
-from shmloader.arguments import (
+from shmloader.framework_rebuilds import PreparedFlag, list_options, replace_in_records, warn_of_torchs_class
+from shmloader.loading import loading_of
+from shmloader.memory import why_unavailable
+from shmloader.settings import (
     OWN_DEFAULTS,
     PROCESS,
     Dispatch,
@@ -23,9 +26,6 @@ from shmloader.arguments import (
     set_device,
     set_options,
 )
-from shmloader.framework_rebuilds import PreparedFlag, list_options, replace_in_records, warn_of_torchs_class
-from shmloader.shared_memory import why_unavailable
-from shmloader.slot_loading import loading_of
 from shmloader.statistics import LoaderStatistics
 from shmloader.torch_fallback import check_resumable
 from shmloader.torch_private import never_compiled

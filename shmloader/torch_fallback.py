@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmloader.arguments import AUTO, OWN_DEFAULTS, AutoCount
 from shmloader.errors import ResumeError, warn_once
-from shmloader.shared_memory import why_unavailable
+from shmloader.memory import why_unavailable
+from shmloader.settings import AUTO, OWN_DEFAULTS, AutoCount
 from shmloader.torch_features import Feature, missing_message, why_missing
 
 

@@ -357,6 +357,6 @@ def start_method(request: pytest.FixtureRequest, warm_helpers: None) -> str:
 @pytest.fixture
 def three_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that claims to have three cores: sleeping workers need none."""
-    from shmloader.host.limits import Cores
+    from shmloader.memory.limits import Cores
 
-    monkeypatch.setattr("shmloader.scheduling.auto.cores", lambda: Cores(3, 3, None))
+    monkeypatch.setattr("shmloader.order.auto.cores", lambda: Cores(3, 3, None))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shmloader.host.limits import Cores
-from shmloader.scheduling.auto import MOST_PREFETCH, Auto
+from shmloader.memory.limits import Cores
+from shmloader.order.auto import MOST_PREFETCH, Auto
 
 
 def grow_at(patch: pytest.MonkeyPatch, moments: set[int]) -> None:
@@ -19,4 +19,4 @@ def grow_at(patch: pytest.MonkeyPatch, moments: set[int]) -> None:
                 auto.prefetch_factor = min(2 * auto.prefetch_factor, MOST_PREFETCH)
 
     patch.setattr(Auto, "note", note)
-    patch.setattr("shmloader.scheduling.auto.cores", lambda: Cores(3, 3, None))
+    patch.setattr("shmloader.order.auto.cores", lambda: Cores(3, 3, None))

@@ -18,8 +18,8 @@ from torch.utils.data import default_collate
 
 from shmloader.codec import Decoder, Encoder
 from shmloader.codec.slot_allocator import SlotAllocator, set_current_allocator
-from shmloader.diagnostics.bad_samples import Reported
-from shmloader.shared_memory import Segment
+from shmloader.failures.bad_samples import Reported
+from shmloader.memory import Segment
 from shmloader.worker.placement import Placement
 
 BATCHES = 9

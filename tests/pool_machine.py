@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shmloader.shared_memory import PAGE_NBYTES, Segment
+from shmloader.memory import PAGE_NBYTES, Segment
 from shmloader.slots import RETAINED_SLOTS, Slot, SlotPool, SlotState, budget
 from shmloader.slots.budget import SPARE_SLOTS
 

@@ -8,8 +8,8 @@ from collections import deque
 from typing import Any, Protocol
 
 from shmloader.errors import LoaderError
-from shmloader.sampling.packed_indices import pack_index_batch
-from shmloader.shared_memory import whole_pages
+from shmloader.indices.packed_indices import pack_index_batch
+from shmloader.memory import whole_pages
 from shmloader.wire.records import INLINE_NBYTES, SPIN_NS, MakeBatch, unpack_request
 
 WORKERS = 2

@@ -16,14 +16,14 @@ import numpy as np
 from protocol_fakes import LONG, WORKERS, Event, Segment, Workers
 
 from shmloader.errors import LoaderError
+from shmloader.exchange.dispatcher import Dispatcher
+from shmloader.interrupts import Lifecycle
+from shmloader.memory import PAGE_NBYTES
+from shmloader.order.auto import Auto
+from shmloader.order.scheduler import Scheduler
 from shmloader.resume.progress import Progress
-from shmloader.scheduling.auto import Auto
-from shmloader.scheduling.dispatcher import Dispatcher
-from shmloader.scheduling.lifecycle import Lifecycle
-from shmloader.scheduling.scheduler import Scheduler
-from shmloader.scheduling.task_ledger import Task, TaskState
-from shmloader.shared_memory import PAGE_NBYTES
 from shmloader.slots import SlotPool, SlotState
+from shmloader.slots.task_ledger import Task, TaskState
 from shmloader.wire.records import REPORTED, Published
 
 ONE_HAND = "a slot is in one hand at a time"

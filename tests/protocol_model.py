@@ -26,7 +26,7 @@ from protocol_main import (
     stamp,
 )
 
-from shmloader.shared_memory import PAGE_NBYTES
+from shmloader.memory import PAGE_NBYTES
 from shmloader.slots import SlotState
 from shmloader.wire.records import (
     INLINE_NBYTES,

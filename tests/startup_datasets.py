@@ -11,7 +11,7 @@ import torch
 from loading import Numbered
 from torch.utils.data import Dataset, get_worker_info
 
-from shmloader.shared_memory import Descriptor
+from shmloader.memory import Descriptor
 
 ARRAY_NBYTES = 1 << 20
 

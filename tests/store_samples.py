@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from shmloader.testing import identical
+from shmloader.store.testing import identical
 
 
 class Point(NamedTuple):

@@ -28,7 +28,7 @@ from shmloader.codec.layout import (
 )
 from shmloader.codec.leaves import wrap_tensor
 from shmloader.errors import SharedMemoryExhausted
-from shmloader.shared_memory import PAGE_NBYTES, Extent, Segment, check_headroom, whole_pages
+from shmloader.memory import PAGE_NBYTES, Extent, Segment, check_headroom, whole_pages
 
 
 def make_placeholder() -> pickle.PickleBuffer:

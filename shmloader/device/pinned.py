@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from shmloader.device.driver import ALREADY_REGISTERED, NOT_REGISTERED, CudaDriver, DriverError
-from shmloader.host.limits import locked_memory_limits, memory_headroom
-from shmloader.shared_memory import Extent
+from shmloader.memory import Extent
+from shmloader.memory.limits import locked_memory_limits, memory_headroom
 
 MOST_NBYTES = 32 << 30
 """Most bytes of one slot: much larger registrations were refused, and a copy may not cross two of them."""

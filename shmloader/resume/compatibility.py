@@ -12,8 +12,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from shmloader.distributed import rank_and_ranks
 from shmloader.errors import ResumeError
-from shmloader.resume.user_states import unpack_user_state
-from shmloader.sampling.samplers import (
+from shmloader.indices.samplers import (
     index_sampler_of,
     is_torchs,
     ranks_share,
@@ -21,6 +20,7 @@ from shmloader.sampling.samplers import (
     sharded_sampler,
     with_inner,
 )
+from shmloader.resume.user_states import unpack_user_state
 from shmloader.wire.stream_records import STRIDE
 
 State = dict[str, Any]

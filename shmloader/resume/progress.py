@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from shmloader.sampling.samplers import GeneratorStates
-from shmloader.sampling.tracked_batches import TrackedBatches
+from shmloader.indices.samplers import GeneratorStates
+from shmloader.indices.tracked_batches import TrackedBatches
 
 
 @dataclass(eq=False)

@@ -22,11 +22,9 @@ import torch
 from torch.utils.data import BatchSampler
 
 from shmloader.errors import ResumeError
-from shmloader.resume.compatibility import State, named_in_errors
-from shmloader.resume.user_states import unpack_user_state
-from shmloader.sampling.array_samplers import index_arrays
-from shmloader.sampling.compact_states import set_to
-from shmloader.sampling.samplers import (
+from shmloader.indices.array_samplers import index_arrays
+from shmloader.indices.compact_states import set_to
+from shmloader.indices.samplers import (
     draws_one_seed,
     generator_of,
     load_own_state,
@@ -34,7 +32,9 @@ from shmloader.sampling.samplers import (
     sampler_with_state,
     sharded_sampler,
 )
-from shmloader.sampling.tracked_batches import ADVICE, TrackedBatches, pass_over_end, track
+from shmloader.indices.tracked_batches import ADVICE, TrackedBatches, pass_over_end, track
+from shmloader.resume.compatibility import State, named_in_errors
+from shmloader.resume.user_states import unpack_user_state
 
 
 def batches_from(index_sampler: Any, loaded: State, generator: torch.Generator | None) -> Iterator[Any]:

@@ -12,6 +12,21 @@ import torch
 from torch.utils.data import IterableDataset
 
 from shmloader.errors import ResumeError, warn, warn_once
+from shmloader.indices.compact_states import CompactStates, digest_of, generator_at
+from shmloader.indices.samplers import (
+    GENERATOR_IS_LOADED,
+    GeneratorStates,
+    draw_seed,
+    draws_one_seed,
+    generator_of,
+    generator_states,
+    has_place,
+    index_sampler_of,
+    sampler_with_epoch,
+    sampler_with_state,
+    sharded_sampler,
+)
+from shmloader.indices.tracked_batches import TrackedBatches, state_of, track
 from shmloader.resume.compatibility import (
     ADDED_BY_OTHERS,
     AT_THE_BEGINNING,
@@ -25,21 +40,6 @@ from shmloader.resume.progress import Progress
 from shmloader.resume.replay import batches_by_own_state, batches_from, set_generator
 from shmloader.resume.stream_progress import rules_for
 from shmloader.resume.user_states import pack_user_state
-from shmloader.sampling.compact_states import CompactStates, digest_of, generator_at
-from shmloader.sampling.samplers import (
-    GENERATOR_IS_LOADED,
-    GeneratorStates,
-    draw_seed,
-    draws_one_seed,
-    generator_of,
-    generator_states,
-    has_place,
-    index_sampler_of,
-    sampler_with_epoch,
-    sampler_with_state,
-    sharded_sampler,
-)
-from shmloader.sampling.tracked_batches import TrackedBatches, state_of, track
 
 _LOADED = "_shmloader_loaded_state"
 """The attribute for a loaded state, from which the loader will continue. A copy of the loader has it, too."""

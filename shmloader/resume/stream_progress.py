@@ -12,13 +12,13 @@ import pickle
 import sys
 from typing import Any
 
-from shmloader.arguments import AUTO
 from shmloader.distributed import check_equal_ends, rank_and_ranks
 from shmloader.errors import ResumeError, warn
+from shmloader.indices.samplers import ranks_share
 from shmloader.resume.compatibility import State, is_between_epochs, is_of_one_rank, named_in_errors
 from shmloader.resume.progress import Progress
 from shmloader.resume.user_states import pack_user_state, unpack_user_state
-from shmloader.sampling.samplers import ranks_share
+from shmloader.settings import AUTO
 from shmloader.wire.stream_records import NOTHING_DRAWN, OWN, SHARD, STRIDE, Cursor, StreamReport, StreamRules
 
 _log = logging.getLogger("shmloader")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from shmloader.host.limits import SURE_NBYTES, memory_headroom
-from shmloader.shared_memory import PAGE_NBYTES, spare_nbytes, whole_pages
+from shmloader.memory import PAGE_NBYTES, spare_nbytes, whole_pages
+from shmloader.memory.limits import SURE_NBYTES, memory_headroom
 from shmloader.slots.slot import Slot
 
 SPARE_SLOTS = 2

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shmloader.host.limits import memory_headroom
-from shmloader.shared_memory import PAGE_NBYTES, whole_pages
+from shmloader.memory import PAGE_NBYTES, whole_pages
+from shmloader.memory.limits import memory_headroom
 from shmloader.slots.budget import LIMITS_IN_A_SHARE, SPARE_SLOTS, Budget
 
 _COPIED = "are copied to private memory, which is correct but slower"

@@ -10,8 +10,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from shmloader.host.limits import memory_headroom
-from shmloader.shared_memory import Extent, Segment, whole_pages
+from shmloader.memory import Extent, Segment, whole_pages
+from shmloader.memory.limits import memory_headroom
 from shmloader.slots import memory_warnings
 from shmloader.slots.budget import SPARE_SLOTS, Budget
 from shmloader.slots.slot import Lease, Slot, SlotState

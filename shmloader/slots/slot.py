@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shmloader.shared_memory import Extent
+from shmloader.memory import Extent
 
 
 class SlotState(enum.Enum):

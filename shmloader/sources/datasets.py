@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch.utils.data import StackDataset, Subset, TensorDataset
 
-from shmloader.sampling.array_samplers import is_by_torch
-from shmloader.sampling.packed_indices import int_array
+from shmloader.indices.array_samplers import is_by_torch
+from shmloader.indices.packed_indices import int_array
 from shmloader.sources.base import NotGathered, Rows, Source, as_sample_field, within
 from shmloader.sources.blocks import block_of
 from shmloader.sources.stores import is_any_store

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from shmloader.codec.slot_allocator import current_allocator
-from shmloader.sampling.packed_indices import PackedInts
+from shmloader.indices.packed_indices import PackedInts
 from shmloader.sources.base import (
     NOT_GATHERED,
     NotGathered,

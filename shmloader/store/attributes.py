@@ -24,7 +24,6 @@ import pyarrow as pa
 import torch
 
 from shmloader.errors import NotSharedWarning
-from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store import kinds, static
 from shmloader.store.columns.encode import COLUMN, ColumnEncoder
 from shmloader.store.graph import Graph, Identity, Node, Rebuilder, blame
@@ -32,6 +31,7 @@ from shmloader.store.handles import MappedFiles, register
 from shmloader.store.mapping import MappingStore, SetStore, factory_of, hashes_of, write_index
 from shmloader.store.memory import Make, MemoryWriter, Table, write_rows
 from shmloader.store.rows import RowStore
+from shmloader.store.sealed_buffer import SharedBuffer
 
 _log = logging.getLogger(__name__)
 

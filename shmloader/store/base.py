@@ -11,7 +11,7 @@ from typing import Any, Self, cast, overload
 import numpy as np
 import torch
 
-from shmloader.sampling.packed_indices import BY_VALUE
+from shmloader.indices.packed_indices import BY_VALUE
 from shmloader.store.description import StoreDescription, describe_rows, table_of
 from shmloader.store.memory import share_array
 from shmloader.store.tables import save

@@ -15,13 +15,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.columns.compiled import Reader, Scope
 from shmloader.store.columns.encode import ColumnEncoder
 from shmloader.store.columns.packed import field_of_struct, structs_of, types_of_fields, unpacked
 from shmloader.store.columns.read import make_reader
 from shmloader.store.columns.types import Classes, ClassFinder, LinkType, dictionary_outside, find_types
 from shmloader.store.handles import reduce_arrow_buffer, register
+from shmloader.store.sealed_buffer import SharedBuffer
 from shmloader.store.tables import form_of
 
 register(pa.Buffer, reduce_arrow_buffer)  # here, since `handles` does not import pyarrow

@@ -20,8 +20,7 @@ import pyarrow.parquet as pq
 from pyarrow import types as arrow
 
 from shmloader.errors import LoaderError
-from shmloader.shared_memory.mapping import make_writable
-from shmloader.shared_memory.sealed_buffer import SharedBuffer
+from shmloader.memory.mapping import make_writable
 from shmloader.store.chunks import Chunks
 from shmloader.store.columns import types
 from shmloader.store.columns.types import ONLY_IN_MEMORY, VERSION, Classes, PickleType, find_types
@@ -29,6 +28,7 @@ from shmloader.store.handles import Fingerprint
 from shmloader.store.mapping import MappingStore, SetStore, index_of
 from shmloader.store.memory import MemoryWriter
 from shmloader.store.rows import DAMAGES, RowStore
+from shmloader.store.sealed_buffer import SharedBuffer
 from shmloader.store.tables import FACTORIES, IPC, PARQUET, form_of
 
 FilePath = str | os.PathLike[str]

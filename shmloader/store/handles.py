@@ -41,7 +41,7 @@ import torch
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.leaves import wrap_tensor
 from shmloader.errors import LoaderError
-from shmloader.shared_memory.sealed_buffer import SharedBuffer, buffer_at
+from shmloader.store.sealed_buffer import SharedBuffer, buffer_at
 
 _LEAST_NBYTES = 1 << 12  # smaller ones are sent by value: a descriptor costs more
 

@@ -27,13 +27,13 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from shmloader.diagnostics.exceptions import capture, restore
 from shmloader.errors import LoaderError, ShareTimeout
-from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
+from shmloader.failures.exceptions import capture, restore
 from shmloader.store import host_server, share
 from shmloader.store.handles import pack, unpack
 from shmloader.store.host_server import FAILED, HEADER, MOST_FDS
 from shmloader.store.job import fingerprint_of, job_of_process
+from shmloader.store.sealed_buffer import BufferBuilder, SharedBuffer
 
 _log = logging.getLogger(__name__)
 

@@ -25,11 +25,11 @@ from zlib import crc32
 import numpy as np
 import pyarrow as pa
 
-from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.base import SharedObject, Store, equal
 from shmloader.store.description import StoreDescription, describe_rows
 from shmloader.store.memory import MemoryWriter
 from shmloader.store.rows import RowStore
+from shmloader.store.sealed_buffer import SharedBuffer
 from shmloader.store.tables import form_of_mapping
 
 _HASH_BITS = 32

@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 import pyarrow as pa
 
 from shmloader.errors import LoaderError
-from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.base import Store, row_array, row_numbers
 from shmloader.store.chunks import Chunks, Column, Path
 from shmloader.store.columns.types import PickleType, find_types
 from shmloader.store.description import StoreDescription, describe_columns
+from shmloader.store.sealed_buffer import SharedBuffer
 from shmloader.store.tables import joined
 from shmloader.store.take import ColumnGatherer, tuple_shape
 

@@ -11,7 +11,6 @@ import pyarrow as pa
 import torch
 
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
-from shmloader.shared_memory.sealed_buffer import SharedBuffer
 from shmloader.store.base import Rows
 from shmloader.store.chunks import Chunks, Column
 from shmloader.store.columns.arrays import block_of, scalars_of
@@ -25,6 +24,7 @@ from shmloader.store.columns.types import (
     is_plain_namedtuple,
 )
 from shmloader.store.kinds import Array, ArrayKind, array_of_tensor, kind_of_array, kind_of_tensor, wrap_array
+from shmloader.store.sealed_buffer import SharedBuffer
 
 _ROWS_WORTH_A_CALL = 16  # gathering a column costs about as much as reading so many rows
 _MOST_SECTIONS = 4096

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch.multiprocessing
 
-from shmloader.arguments import THREAD
 from shmloader.errors import NotSharedWarning, warn
-from shmloader.host.process_memory import CopiedMemory
+from shmloader.memory.process_memory import CopiedMemory
+from shmloader.settings import THREAD
 from shmloader.statistics import Counters
 from shmloader.store import kinds, static
 from shmloader.store.graph import Graph, Node

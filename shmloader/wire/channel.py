@@ -12,7 +12,7 @@ from collections import deque
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from shmloader.shared_memory import Descriptor
+from shmloader.memory import Descriptor
 from shmloader.wire.records import REQUEST_NBYTES, SPIN_NS
 
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
 
-from shmloader.diagnostics.exceptions import add_note
 from shmloader.distributed import refused_collectives
-from shmloader.sampling.samplers import attribute_of
+from shmloader.failures.exceptions import add_note
+from shmloader.indices.samplers import attribute_of
 from shmloader.worker.random_state import GlobalStates, other_global_states
 
 _SHORT = 32  # items of a container that is searched whole

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
-from shmloader.diagnostics.bad_samples import RAISE, REPLACE, SKIP, pack
+from shmloader.failures.bad_samples import RAISE, REPLACE, SKIP, pack
 from shmloader.statistics import BadSample
 from shmloader.wire.stream_records import StreamReport, StreamRules
 

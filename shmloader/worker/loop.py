@@ -24,12 +24,11 @@ import torch
 from shmloader import torch_private
 from shmloader.codec import Encoded, Encoder
 from shmloader.codec.slot_allocator import SlotAllocator, set_current_allocator
-from shmloader.diagnostics.bad_samples import Reported
-from shmloader.diagnostics.exceptions import capture, forget_frames
-from shmloader.host.heap import WarmHeap, warm_heap
+from shmloader.failures.bad_samples import Reported
+from shmloader.failures.exceptions import capture, forget_frames
+from shmloader.indices.packed_indices import unpack_index_batch
+from shmloader.memory import Segment
 from shmloader.messages import shown
-from shmloader.sampling.packed_indices import unpack_index_batch
-from shmloader.shared_memory import Segment
 from shmloader.wire.channel import Link, PipeLink, Pipes, ThreadLink
 from shmloader.wire.records import (
     DETACHED,
@@ -51,6 +50,7 @@ from shmloader.wire.stream_records import NOTHING_DRAWN
 from shmloader.worker.collate import install_slot_collate, is_own
 from shmloader.worker.epoch_settings import EpochSettings, owners_in
 from shmloader.worker.fetcher import Fetcher, FetchRules
+from shmloader.worker.heap import WarmHeap, warm_heap
 from shmloader.worker.map_fetchers import around_each_batch, before_each_sample, make_fetcher
 from shmloader.worker.placement import Placement
 from shmloader.worker.random_state import Generators, SampleSeeds, seed_worker_process, worker_seeds
@@ -88,7 +88,7 @@ class WorkerArguments:
 
 
 def run(arguments: WorkerArguments, pipes: Pipes) -> None:
-    """Entry point of a worker process, once its first steps are taken (`shmloader.supervisor.launch`)."""
+    """Entry point of a worker process, once its first steps are taken (`shmloader.workers.launch`)."""
     gc.freeze()  # a collection would visit, and so copy, every object that a fork shares with its parent
     set_current_allocator(None)  # of a worker thread that forked this process
     torch.set_num_threads(1)

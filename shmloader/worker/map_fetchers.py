@@ -16,11 +16,11 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from shmloader.diagnostics.bad_samples import RAISE, REPLACE, Reported, describe, is_a_samples_fault
-from shmloader.diagnostics.exceptions import add_note, forget_frames
-from shmloader.diagnostics.mismatches import explain_collation
+from shmloader.failures.bad_samples import RAISE, REPLACE, Reported, describe, is_a_samples_fault
+from shmloader.failures.exceptions import add_note, forget_frames
+from shmloader.failures.mismatches import explain_collation
+from shmloader.indices.packed_indices import PackedInts
 from shmloader.messages import shown
-from shmloader.sampling.packed_indices import PackedInts
 from shmloader.sources import NOT_GATHERED, Gatherer, why_per_sample
 from shmloader.worker.fetcher import Fetcher, FetchRules
 from shmloader.worker.placement import Placement

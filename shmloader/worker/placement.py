@@ -25,8 +25,8 @@ import torch
 
 from shmloader import torch_private
 from shmloader.codec.slot_allocator import SlotAllocator
-from shmloader.diagnostics.bad_samples import Reported
-from shmloader.diagnostics.exceptions import add_note
+from shmloader.failures.bad_samples import Reported
+from shmloader.failures.exceptions import add_note
 from shmloader.statistics import PlacedSite
 from shmloader.worker.placed_calls import CALLS, COMPILERS, LEAST_NBYTES, RESIZES, PlacedCall, own_call
 

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from shmloader.diagnostics.bad_samples import (
+from shmloader.errors import NoGoodSample
+from shmloader.failures.bad_samples import (
     MOST_IN_A_ROW,
     RAISE,
     REPLACE,
@@ -14,9 +15,8 @@ from shmloader.diagnostics.bad_samples import (
     describe,
     is_a_samples_fault,
 )
-from shmloader.diagnostics.exceptions import add_note, forget_frames
-from shmloader.diagnostics.mismatches import explain_collation
-from shmloader.errors import NoGoodSample
+from shmloader.failures.exceptions import add_note, forget_frames
+from shmloader.failures.mismatches import explain_collation
 from shmloader.wire.stream_records import NOTHING_DRAWN, STRIDE, Cursor, StreamReport
 from shmloader.worker.fetcher import Fetcher, FetchRules
 from shmloader.worker.streams import Stream

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-from shmloader.diagnostics.bad_samples import MOST_IN_A_ROW
-from shmloader.diagnostics.exceptions import add_note
 from shmloader.errors import ResumeError
-from shmloader.sampling.samplers import attribute_of, has_place, load_own_state
+from shmloader.failures.bad_samples import MOST_IN_A_ROW
+from shmloader.failures.exceptions import add_note
+from shmloader.indices.samplers import attribute_of, has_place, load_own_state
 from shmloader.store.kinds import is_hugging_face
 from shmloader.torch_private import only_worker_info, show_worker_info, watched_worker_info
 from shmloader.wire.stream_records import OWN, SHARD, STRIDE, StreamRules

@@ -28,7 +28,7 @@ from shmloader.cli.demo.corpus import (
     pad_batch,
     split_source,
 )
-from shmloader.host.process_memory import read_memory, tree_pss_nbytes
+from shmloader.memory.process_memory import read_memory, tree_pss_nbytes
 
 needs_pss = pytest.mark.skipif(
     "Pss" not in read_memory(os.getpid()), reason="the platform does not report PSS"

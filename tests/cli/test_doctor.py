@@ -22,7 +22,7 @@ from shmloader.cli.doctor import Report, as_text, checks, examine
 from shmloader.cli.doctor.advice import Advice, Room, advise
 from shmloader.cli.doctor.checks import Check, Finding, Host
 from shmloader.cli.doctor.trial import Trial, try_cuda, try_loading
-from shmloader.host.limits import Cores, Headroom
+from shmloader.memory.limits import Cores, Headroom
 
 REPOSITORY = Path(__file__).parents[2]
 DOCTOR = [sys.executable, "-m", "shmloader", "doctor"]

@@ -13,8 +13,8 @@ from shmloader.cli.doctor import checks
 from shmloader.cli.doctor.advice import Advice, Room, advise, describe_advice, slots_of
 from shmloader.cli.doctor.checks import Finding, Host
 from shmloader.cli.doctor.trial import Trial
-from shmloader.host.limits import Cores, Headroom
-from shmloader.shared_memory import Segment, whole_pages
+from shmloader.memory import Segment, whole_pages
+from shmloader.memory.limits import Cores, Headroom
 from shmloader.slots import SlotPool
 
 REPOSITORY = Path(__file__).parents[2]

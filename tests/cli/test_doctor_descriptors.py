@@ -11,7 +11,7 @@ from small_places import run_in
 
 from shmloader.cli.doctor.advice import descriptors_held, descriptors_needed, most_workers
 from shmloader.cli.doctor.checks import Finding, Host, check_open_files
-from shmloader.host.limits import Cores, Headroom
+from shmloader.memory.limits import Cores, Headroom
 
 OWN = multiprocessing.get_all_start_methods()[0]
 

@@ -27,7 +27,7 @@ from shmloader.device.driver import DriverError, Event
 from shmloader.device.guard import DeviceGuard
 from shmloader.device.guarded_pool import GuardedPool
 from shmloader.device.moving import is_plain, to_device
-from shmloader.shared_memory import PAGE_NBYTES, Segment
+from shmloader.memory import PAGE_NBYTES, Segment
 from shmloader.slots import SlotState
 
 UINT8 = CODE_OF_TORCH_DTYPE[torch.uint8]

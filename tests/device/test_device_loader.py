@@ -21,7 +21,7 @@ from shmloader import DataLoader, empty, errors, torch_private
 from shmloader.device import guarded_pool, pinned
 from shmloader.device.driver import open_driver
 from shmloader.errors import LoaderError
-from shmloader.scheduling import device_delivery
+from shmloader.order import device_delivery
 
 BATCHES = 30
 
@@ -570,7 +570,7 @@ def test_without_workers(driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
 
 def test_where_torchs_own_iterator_loads(driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shmloader.device.to_device", device_delivery.to_device)
-    monkeypatch.setattr("shmloader.slot_loading.must_load_as_torch", lambda loader: True)
+    monkeypatch.setattr("shmloader.loading.must_load_as_torch", lambda loader: True)
     loader = DataLoader(Samples(), batch_size=4, device="cuda:1")
     assert sum(1 for _ in loader) == BATCHES
     assert driver.moves == [torch.device("cuda", 1)] * BATCHES
@@ -590,7 +590,7 @@ import sys
 import pytest, torch
 from scripted_driver import ScriptedDriver, claim_an_accelerator
 from shmloader import DataLoader
-from shmloader.scheduling import device_delivery
+from shmloader.order import device_delivery
 patch = pytest.MonkeyPatch()
 claim_an_accelerator(patch)
 patch.setattr(device_delivery, "open_driver", lambda driver=ScriptedDriver(): driver)

@@ -14,7 +14,7 @@ from shmloader.device import guarded_pool, pinned
 from shmloader.device.driver import DriverError
 from shmloader.device.guard import DeviceGuard
 from shmloader.device.guarded_pool import GuardedPool
-from shmloader.shared_memory import PAGE_NBYTES, Segment
+from shmloader.memory import PAGE_NBYTES, Segment
 from shmloader.slots import Slot, SlotState
 from shmloader.slots.inspection import POISON, Inspection
 from shmloader.statistics import Counters

@@ -13,8 +13,8 @@ import pytest
 from loading import Numbered
 
 from shmloader import DataLoader
-from shmloader.arguments import OnError
-from shmloader.diagnostics import bad_samples
+from shmloader.failures import bad_samples
+from shmloader.settings import OnError
 
 NO_WHOLE_NUMBERS: list[tuple[str, Any]] = [
     ("memory_budget_nbytes", 1e9),

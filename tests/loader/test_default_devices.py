@@ -40,10 +40,10 @@ def batches_of(loader):
 with {mode}:
     import shmloader
     from shmloader.torch_features import Feature, why_missing
-    import shmloader.iterator, shmloader.sampling.array_samplers, shmloader.worker.loop
+    import shmloader.iterator, shmloader.indices.array_samplers, shmloader.worker.loop
     sampler = shmloader.ShardedSampler(range(300), 1, 0, shuffle=True)
     loader = shmloader.DataLoader(data, 100, shuffle=True, num_workers=1)
-    shmloader.sampling.array_samplers.check_against_torch(torch.utils.data.RandomSampler)
+    shmloader.indices.array_samplers.check_against_torch(torch.utils.data.RandomSampler)
     assert len(list(sampler)) == 300
     store = shmloader.share([{{"x": np.ones(3)}}] * 100)
     assert store.take([3, 4])["x"].tolist() == [[1.0] * 3] * 2

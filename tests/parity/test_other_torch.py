@@ -352,7 +352,7 @@ assert missing() == ["ARRAY_SAMPLING"]
 
 def test_the_comparison_of_samplers_leaves_the_global_generator_alone(run: Run) -> None:
     check = """
-from shmloader.sampling.array_samplers import check_against_torch
+from shmloader.indices.array_samplers import check_against_torch
 before = torch.get_rng_state()
 check_against_torch(torch.utils.data.RandomSampler)
 assert torch.equal(before, torch.get_rng_state())

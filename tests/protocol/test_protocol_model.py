@@ -24,11 +24,11 @@ from protocol_main import (
     Setting,
 )
 
+from shmloader.exchange.dispatcher import Dispatcher
+from shmloader.order.scheduler import Scheduler
 from shmloader.resume.progress import Progress
-from shmloader.scheduling.dispatcher import Dispatcher
-from shmloader.scheduling.scheduler import Scheduler
-from shmloader.scheduling.task_ledger import Task, TaskState
 from shmloader.slots import Slot, SlotPool
+from shmloader.slots.task_ledger import Task, TaskState
 from shmloader.wire.records import PieceReady, Published
 
 SETTINGS = {

@@ -15,7 +15,7 @@ from robustness.datasets import Dicts, first_indices
 from robustness.processes import ENVIRONMENT, TESTS, descriptors, mappings, python
 from shmloader import DataLoader
 from shmloader.codec.slot_allocator import SlotAllocator
-from shmloader.shared_memory import Extent, Segment
+from shmloader.memory import Extent, Segment
 
 MIB = 1 << 20
 
@@ -97,7 +97,7 @@ SCARCE = """
     from loading import Growing, Numbered
     from robustness.datasets import first_indices
     from robustness.datasets import GrowsAt
-    from shmloader.host.limits import memory_headroom
+    from shmloader.memory.limits import memory_headroom
 
     limit_file, room_nbytes = Path(sys.argv[1]), int(sys.argv[2])
     loader = shmloader.DataLoader(
@@ -147,8 +147,8 @@ def test_many_small_growths_are_measured_against_the_cgroup_too() -> None:
     code = """
         import sys
         import shmloader
-        from shmloader.host.limits import memory_headroom
-        from shmloader.shared_memory import Extent, Segment
+        from shmloader.memory.limits import memory_headroom
+        from shmloader.memory import Extent, Segment
         segment, number = Segment(), 0
         try:
             while True:
@@ -225,7 +225,7 @@ def test_memory_that_becomes_short_has_fewer_batches_made_ahead() -> None:
         from pathlib import Path
         import shmloader
         from loading import Growing
-        from shmloader.host.limits import memory_headroom
+        from shmloader.memory.limits import memory_headroom
 
         limit_file = Path(sys.argv[1])
         sizes = [1000] * 20 + [2 << 20] * 60  # samples of 16 MiB from the twentieth on

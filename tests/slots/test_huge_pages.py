@@ -17,10 +17,10 @@ import torch
 from loading import Numbered
 
 from shmloader import DataLoader, SharedMemoryExhausted, share
-from shmloader.shared_memory import PAGE_NBYTES, Segment, huge_pages, sealed_buffer
-from shmloader.shared_memory.huge_pages import HUGE_NBYTES
-from shmloader.shared_memory.mapping import map_aligned
-from shmloader.shared_memory.sealed_buffer import BufferBuilder
+from shmloader.memory import PAGE_NBYTES, Segment, huge_pages, sealed_buffer
+from shmloader.memory.huge_pages import HUGE_NBYTES
+from shmloader.memory.mapping import map_aligned
+from shmloader.store.sealed_buffer import BufferBuilder
 
 SMALL_END = 3 * PAGE_NBYTES
 

@@ -17,7 +17,7 @@ from shmloader import DataLoader
 from shmloader.device import pinned
 from shmloader.device.guard import DeviceGuard
 from shmloader.device.guarded_pool import GuardedPool
-from shmloader.shared_memory import Segment, whole_pages
+from shmloader.memory import Segment, whole_pages
 from shmloader.slots import RETAINED_SLOTS, Slot, SlotPool
 
 MB = 1_000_000

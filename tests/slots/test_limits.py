@@ -12,8 +12,7 @@ import pytest
 from small_places import cgroup, entering, memory_cgroup, run_in
 
 from shmloader import SharedMemoryExhausted
-from shmloader.host import limits
-from shmloader.shared_memory import headroom
+from shmloader.memory import headroom, limits
 
 MIB = 2**20
 
@@ -64,7 +63,7 @@ def test_usable_cores_are_whole_and_at_least_one(quota: float | None, usable: in
 
 def _ask(setup: str, expression: str) -> object:
     """Evaluate an expression in a new process, after a shell command."""
-    script = f"import json; from shmloader.host import limits; print(json.dumps({expression}))"
+    script = f"import json; from shmloader.memory import limits; print(json.dumps({expression}))"
     done = run_in(setup, [sys.executable, "-c", script])
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -145,7 +144,7 @@ room = limits.memory_headroom()
 def test_a_memory_cgroup_bounds_the_headroom_and_counts_its_victims() -> None:
     with memory_cgroup(f"{512 * MIB}") as folder:
         script = (
-            f"import json; from shmloader.host import limits{KILLS}print(json.dumps([kills, died, room]))"
+            f"import json; from shmloader.memory import limits{KILLS}print(json.dumps([kills, died, room]))"
         )
         done = run_in(entering(folder), [sys.executable, "-c", script])
         assert done.returncode == 0, done.stderr

@@ -19,10 +19,10 @@ from robustness.processes import python
 
 import shmloader
 from shmloader import SharedMemoryExhausted
-from shmloader.shared_memory import PAGE_NBYTES, Segment, map_copy_on_write, mapping
-from shmloader.shared_memory.huge_pages import HUGE_NBYTES
-from shmloader.shared_memory.mapping import address_of, map_aligned, take_space
-from shmloader.shared_memory.sealed_buffer import SharedBuffer
+from shmloader.memory import PAGE_NBYTES, Segment, map_copy_on_write, mapping
+from shmloader.memory.huge_pages import HUGE_NBYTES
+from shmloader.memory.mapping import address_of, map_aligned, take_space
+from shmloader.store.sealed_buffer import SharedBuffer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts address space in /proc")
 
@@ -196,7 +196,7 @@ def test_a_limit_on_memory_takes_no_view_away(spare: float) -> None:
         import resource
         from pathlib import Path
         from shmloader import SharedMemoryExhausted
-        from shmloader.shared_memory import Segment
+        from shmloader.memory import Segment
 
         nbytes = 64 << 20
         segment = Segment()
@@ -285,7 +285,7 @@ def test_what_is_alive_at_the_interpreters_end_ends_without_a_word(what: str) ->
     code = f"""
         import torch
         from shmloader import DataLoader, share
-        from shmloader.shared_memory import Segment
+        from shmloader.memory import Segment
 
         def begun():
             iterator = iter(DataLoader(list(range(99)), num_workers=2))

@@ -43,7 +43,7 @@ def test_without_it_batches_are_torchs_and_one_warning_names_it(what: str, metho
 NO_DESCRIPTOR = """
 import errno, os, sys
 import shmloader
-from shmloader.shared_memory import why_unavailable
+from shmloader.memory import why_unavailable
 
 name = sys.argv[1]
 

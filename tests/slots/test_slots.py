@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 from pool_machine import BUDGET_NBYTES, MOST_TASKS, PoolMachine
 
-from shmloader.shared_memory import PAGE_NBYTES, Segment
+from shmloader.memory import PAGE_NBYTES, Segment
 from shmloader.slots import SlotPool, SlotState
 
 TestPool = PoolMachine.TestCase

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 import shmloader
 from shmloader import DataLoader
-from shmloader.sampling.packed_indices import (
+from shmloader.indices.packed_indices import (
     PackedInts,
     int_array,
     pack_index_batch,

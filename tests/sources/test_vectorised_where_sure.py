@@ -30,7 +30,7 @@ from shmloader import DataLoader, why_per_sample
 from shmloader.codec import Decoder, Encoder, read_leaves
 from shmloader.codec.layout import DTYPES
 from shmloader.codec.slot_allocator import SlotAllocator, set_current_allocator
-from shmloader.shared_memory import Segment
+from shmloader.memory import Segment
 from shmloader.sources import NOT_GATHERED, Gatherer
 
 ROWS = 12

@@ -25,7 +25,7 @@ from shmloader.store import Store
 from shmloader.store.handles import pack, unpack
 from shmloader.store.memory import progress_bar
 from shmloader.store.take import join
-from shmloader.testing import identical
+from shmloader.store.testing import identical
 
 ROWS = 5000
 

@@ -18,7 +18,7 @@ import torch
 from small_places import entering, memory_cgroup, run_in
 
 from shmloader import SharedMemoryExhausted, share
-from shmloader.shared_memory.sealed_buffer import BufferBuilder, SharedBuffer
+from shmloader.store.sealed_buffer import BufferBuilder, SharedBuffer
 
 
 def filled(data: bytes) -> SharedBuffer:

@@ -12,8 +12,8 @@ import torch
 from store_samples import Colour, Custom, Frozen, Person, Point
 
 from shmloader import share
-from shmloader import testing as conformance
 from shmloader.store import Store
+from shmloader.store import testing as conformance
 from shmloader.store.rows import RowStore
 
 N = 40

@@ -20,7 +20,7 @@ from store_samples import Colour, Custom, Person, Point, Slotted
 
 import shmloader
 from shmloader.store import Store
-from shmloader.testing import identical
+from shmloader.store.testing import identical
 
 MANY = 100  # rows: enough for dictionaries, and for repeated objects
 ZONES = [None, dt.UTC, dt.timezone(dt.timedelta(hours=5)), zoneinfo.ZoneInfo("Europe/Prague")]

@@ -18,7 +18,7 @@ from shmloader import open as open_store
 from shmloader import share
 from shmloader.store import Store
 from shmloader.store.columns.types import ArrayType
-from shmloader.testing import identical
+from shmloader.store.testing import identical
 
 
 def rows_with_some_of(names: int, count: int = 3000) -> list[dict[str, Any]]:

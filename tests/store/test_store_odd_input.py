@@ -20,7 +20,7 @@ from shmloader import NotSharedWarning, SharedMemoryExhausted, share
 from shmloader.store import Store
 from shmloader.store.columns.encode import ColumnEncoder
 from shmloader.store.job import fingerprint_of
-from shmloader.testing import identical
+from shmloader.store.testing import identical
 
 
 class Holder:

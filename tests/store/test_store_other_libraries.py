@@ -18,7 +18,7 @@ from shmloader import DataLoader, NotSharedWarning, share
 from shmloader import open as open_store
 from shmloader.store import Store
 from shmloader.store.handles import MappedFiles, is_shared, pack, unpack
-from shmloader.testing import identical
+from shmloader.store.testing import identical
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from store_samples import Person
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from shmloader import share
-from shmloader.shared_memory.sealed_buffer import buffer_at
-from shmloader.testing import identical
+from shmloader.store.sealed_buffer import buffer_at
+from shmloader.store.testing import identical
 
 ROWS = 150_000
 
@@ -195,7 +195,7 @@ def build_and_send(pipe: Connection) -> None:
 KEEPS = """
 import pyarrow
 from shmloader import share
-from shmloader.host.process_memory import read_memory
+from shmloader.memory.process_memory import read_memory
 
 rows = [bytes(200 + n % 7) for n in range(200_000)]
 store = share(rows)

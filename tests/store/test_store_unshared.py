@@ -18,7 +18,7 @@ import torch
 from caught_warnings import caught_warnings
 
 from shmloader import DataLoader, NotSharedWarning, share
-from shmloader.host.process_memory import CopiedMemory
+from shmloader.memory.process_memory import CopiedMemory
 from shmloader.store import graph, unshared
 from shmloader.store.unshared import CopyWatch
 

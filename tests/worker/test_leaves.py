@@ -19,7 +19,7 @@ from shmloader import DataLoader
 from shmloader.codec import Decoder, Encoder, decoder
 from shmloader.codec.layout import ARRAY, Leaf, join_header
 from shmloader.codec.slot_allocator import SlotAllocator
-from shmloader.shared_memory import Segment
+from shmloader.memory import Segment
 
 
 def arrives(batch: Any, output: torch.Tensor | None = None, times: int = 4) -> Any:

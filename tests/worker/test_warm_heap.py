@@ -20,8 +20,8 @@ import torch
 from torch.utils.data import Dataset
 
 import shmloader
-from shmloader.host import heap as heap_module
-from shmloader.host.heap import WarmHeap, warm_heap
+from shmloader.worker import heap as heap_module
+from shmloader.worker.heap import WarmHeap, warm_heap
 
 SAMPLE_NBYTES = 1 << 20
 PAGES_OF_A_BATCH = 40 * SAMPLE_NBYTES // resource.getpagesize()
@@ -170,7 +170,7 @@ def test_free_memory_goes_back_before_an_epoch_on_a_host_that_is_short(
     assert len(trimmed) == 4
 
 
-ASKS = "from shmloader.host.heap import warm_heap; print(warm_heap(1) is None)"
+ASKS = "from shmloader.worker.heap import warm_heap; print(warm_heap(1) is None)"
 
 
 def test_nothing_happens_with_another_allocator(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from shmloader.cli.demo.report import format_table
 from shmloader.cli.demo.run import RunResult, RunSpec
 from shmloader.cli.options import parse_nbytes, whole_number
-from shmloader.host.process_memory import tree_pss_nbytes
+from shmloader.memory.process_memory import tree_pss_nbytes
 
 DESCRIPTION = """\
 Train a small byte-level language model on the Python sources of this interpreter, with

@@ -25,7 +25,7 @@ from shmloader.cli.doctor.advice import Advice, Room, advise, describe_advice
 from shmloader.cli.doctor.checks import CHECKS, Check, Finding, Host, check_loading
 from shmloader.cli.doctor.trial import try_cuda, try_loading
 from shmloader.cli.options import parse_nbytes, whole_number
-from shmloader.host.limits import cores, memory_headroom, open_files
+from shmloader.memory.limits import cores, memory_headroom, open_files
 
 DESCRIPTION = """\
 Look at everything on this host that loading depends on, load a few batches for real with the

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shmloader.cli.options import format_nbytes
-from shmloader.shared_memory import PAGE_NBYTES, whole_pages
+from shmloader.memory import PAGE_NBYTES, whole_pages
 
 _SLOTS_BESIDES_TASKS = 2  # for the batch being returned and the one before it, see `SlotPool`
 

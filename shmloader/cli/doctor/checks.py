@@ -26,8 +26,8 @@ from shmloader.cli.doctor.advice import (
 )
 from shmloader.cli.doctor.trial import Trial
 from shmloader.cli.options import format_nbytes
-from shmloader.host.limits import Cores, Headroom, locked_memory_limits, oom_kills
-from shmloader.shared_memory import why_unavailable
+from shmloader.memory import why_unavailable
+from shmloader.memory.limits import Cores, Headroom, locked_memory_limits, oom_kills
 
 Status = Literal["ok", "warning", "fail"]
 Value = str | int | float | bool | None

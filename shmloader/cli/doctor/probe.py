@@ -93,7 +93,7 @@ def register() -> dict[str, Any]:
         return {"available": False}
     from shmloader.device.driver import CudaDriver, DriverError, open_driver
     from shmloader.device.trial import why_unusable
-    from shmloader.shared_memory import Segment
+    from shmloader.memory import Segment
 
     answer: dict[str, Any] = {"available": True, "device": torch.cuda.get_device_name(), "registered": False}
     driver = open_driver()

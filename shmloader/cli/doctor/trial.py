@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shmloader.host.held_interrupts import HeldInterrupts
-from shmloader.host.limits import oom_kills
+from shmloader.interrupts import HeldInterrupts
+from shmloader.memory.limits import oom_kills
 
 
 @dataclass(frozen=True)

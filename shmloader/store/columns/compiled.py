@@ -20,9 +20,9 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import types as arrow
 
-from shmloader.shared_memory.mapping import address_of
-from shmloader.shared_memory.sealed_buffer import SharedBuffer
+from shmloader.memory.mapping import address_of
 from shmloader.store.columns.types import ClassFinder
+from shmloader.store.sealed_buffer import SharedBuffer
 
 _FOLLOWING = "j = i + 1"
 

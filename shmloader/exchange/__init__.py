@@ -1,0 +1,1 @@
+"""The exchange of tasks and batches with the workers."""

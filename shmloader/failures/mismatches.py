@@ -1,0 +1,142 @@
+"""Notes on errors of collate functions, which name the samples that cannot be joined.
+
+torch's message for two images of different size names neither. Nothing here runs while all is well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Number
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from shmloader.failures.exceptions import add_note
+from shmloader.messages import shorten, shown
+
+_MOST_ODD = 3
+_MOST_NAMED = 24
+_MOST_NESTED = 20
+_MOST_CHARACTERS = 80  # of an index or a key
+_MOST_OF_NAMES = 800
+# The modules of torch's own functions, and of those that replace them in workers.
+_DEFAULT_COLLATE = (default_collate.__module__, "shmloader.worker.collate")
+_OF_SIZES = re.compile(r"\b(sizes?|shapes?|dimensions?|dtypes?|cast)\b", re.IGNORECASE)
+
+
+def explain_collation(error: BaseException, samples: Any, indices: Any, *, of_stream: bool = False) -> None:
+    """Add a note to an exception of a collate function: the samples by index, or position in a stream."""
+    names: list[str] = []
+    with contextlib.suppress(Exception):  # the user's indices: missing notes are not an error
+        names = _names(indices, of_stream)
+    with contextlib.suppress(Exception):  # the user's samples
+        frames = traceback.walk_tb(error.__traceback__)
+        by_default_collate = any(frame.f_globals.get("__name__") in _DEFAULT_COLLATE for frame, _ in frames)
+        if by_default_collate or _OF_SIZES.search(str(error)):
+            column = list(samples)
+            # Shapes first, everywhere: they are the reason more often than dtypes.
+            found = _find(column, _shape) or _find(column, _format)
+            if found is not None:
+                add_note(error, _say(found, names))
+                if by_default_collate:
+                    return
+    if names:
+        add_note(error, f"raised by collate_fn, given {_join(names)}")
+
+
+def _names(indices: Any, of_stream: bool) -> list[str]:
+    """A name for each sample."""
+    if of_stream:
+        return [f"sample {position} of the stream" for position in indices]
+    if isinstance(indices, torch.Tensor | np.ndarray):
+        indices = indices.tolist()
+    return [f"dataset[{shown(index, _MOST_CHARACTERS)}]" for index in indices]
+
+
+def _join(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED:,} more" if len(names) > _MOST_NAMED else ""
+    return shorten(", ".join(names[:_MOST_NAMED]), _MOST_OF_NAMES) + more
+
+
+# --- finding
+
+
+_Mismatch = tuple[str, list[str]]
+"""A place where samples differ, and a description of each of them there ("shape (3, 4)")."""
+
+
+def _find(
+    column: list[Any], describe: Callable[[Any, Any], str], path: str = "batch", depth: int = _MOST_NESTED
+) -> _Mismatch | None:
+    """The first place where the items of a column differ; each is described relative to the first item."""
+    first = column[0]
+    if depth == 0 or isinstance(first, str | bytes):
+        return None  # strings are not joined, and anything may stand beside them
+    kind: Any = next((kind for kind in (Mapping, Sequence) if isinstance(first, kind)), None)
+    if kind is None:
+        each = [describe(item, first) for item in column]
+        unjoinable = not isinstance(first, torch.Tensor | np.ndarray | np.generic | Number)
+        return (path, each) if unjoinable or len(set(each)) > 1 else None
+    if not all(isinstance(item, kind) and not isinstance(item, str | bytes) for item in column):
+        return path, [f"type {type(item).__name__}" for item in column]
+    if kind is Sequence and len(set(map(len, column))) > 1:
+        return path, [f"length {len(item)}" for item in column]
+    for key, place in _places(first):
+        if kind is Mapping and not all(key in item for item in column):
+            return path + place, ["a value" if key in item else "no value" for item in column]
+        found = _find([item[key] for item in column], describe, path + place, depth - 1)
+        if found is not None:
+            return found
+    return None
+
+
+def _places(container: Any) -> Iterator[tuple[Any, str]]:
+    """Keys or positions in a container, each with the text to append to the container's path."""
+    if isinstance(container, Mapping):
+        return ((key, f"[{shown(key, _MOST_CHARACTERS)}]") for key in container)
+    fields = getattr(container, "_fields", None)
+    return ((n, f"[{n}]" if fields is None else f".{fields[n]}") for n in range(len(container)))
+
+
+def _shape(item: Any, first: Any) -> str:
+    """Describe an item by the properties that must be equal for torch to stack it with the first one."""
+    if isinstance(first, torch.Tensor | np.ndarray):
+        # Beside an ndarray torch converts others to tensors; beside a tensor it takes only tensors.
+        fits = isinstance(item, torch.Tensor) or (isinstance(first, np.ndarray) and hasattr(item, "shape"))
+        return f"shape {tuple(item.shape)}" if fits else f"type {type(item).__name__}"
+    if isinstance(first, Number | np.generic):
+        scalar = isinstance(item, Number | np.generic) or getattr(item, "shape", None) == ()
+        return "a number" if scalar else f"type {type(item).__name__}"
+    return f"type {type(item).__name__}"
+
+
+def _format(item: Any, first: Any) -> str:
+    """Describe an item by the properties that must also be equal once shapes agree."""
+    if isinstance(first, torch.Tensor) and isinstance(item, torch.Tensor):
+        grad = ", requiring grad" if item.requires_grad else ""
+        return f"dtype {item.dtype}{grad}, {item.layout}, on {item.device}"
+    if isinstance(first, np.ndarray):
+        return f"dtype {getattr(item, 'dtype', type(item).__name__)}"
+    return ""
+
+
+# --- the note
+
+
+def _say(found: _Mismatch, names: list[str]) -> str:
+    """Lines on one sample of the most frequent kind, and on the first few of other kinds."""
+    path, each = found
+    usual = Counter(each).most_common(1)[0][0]  # of equals, the one that comes first
+    like = names[each.index(usual)]
+    odd = [f"{name} has {what}" for name, what in zip(names, each, strict=True) if what != usual]
+    if not odd:
+        return f"cannot join samples: {like} has {usual} at {path}, and so have the others"
+    said = ", ".join([f"{like} has {usual}", *odd[:_MOST_ODD]])
+    more = f" (and {len(odd) - _MOST_ODD:,} more differ)" if len(odd) > _MOST_ODD else ""
+    return f"cannot join samples: {said}{more} at {path}"

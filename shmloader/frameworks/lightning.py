@@ -1,0 +1,90 @@
+"""Lightning under ``install()``: datasets hear of epochs, and a last batch's checkpoint begins the next one.
+
+What Lightning tells samplers at the beginning of an epoch, datasets hear too.
+
+Lightning leaves an epoch after the last batch that it wants, without asking the loader for one more. Only it
+knows which batch that is. So a state that is saved then is made that of the next epoch's beginning.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch.utils.data
+
+from shmloader.errors import ResumeError, warn_once
+from shmloader.frameworks.patches import Patches
+from shmloader.frameworks.states import warn_of_one_rank
+from shmloader.loader import DataLoader
+from shmloader.loading import loading_of
+from shmloader.torch_private import GET_ITERATOR
+
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_LOOPS = {f"{package}.loops.fit_loop" for package in _PACKAGES}
+_OTHERS = ("loops.evaluation_loop", "trainer.connectors.data_connector")  # that tell samplers, too
+_TELLERS = _LOOPS | {f"{package}.{name}" for package in _PACKAGES for name in _OTHERS}
+_TELLERS |= {"lightning.fabric.wrappers", "lightning_fabric.wrappers"}
+_SAVE, _LOAD = "on_save_checkpoint", "_load_combined_loader_states"
+_SET_EPOCH = "_set_sampler_epoch"
+
+
+def patch_lightning(patches: Patches) -> None:
+    """Patch Lightning's training loop, once it is imported; warn if this version of it cannot be patched."""
+    for name in _LOOPS & sys.modules.keys():
+        loop: Any = getattr(sys.modules[name], "_FitLoop", None)
+        if hasattr(loop, _SAVE) and hasattr(loop, _LOAD):
+            patches.wrap(loop, _SAVE, _save)
+            patches.wrap(loop, _LOAD, _load)
+        else:
+            warn_once(
+                f"shmloader.install() cannot patch this version of Lightning: {name}._FitLoop lacks {_SAVE} "
+                f"or {_LOAD}. Training resumed from an epoch's last batch loses an epoch."
+            )
+    for name in _TELLERS & sys.modules.keys():  # not all modules: it takes a millisecond to look at them
+        if hasattr(module := sys.modules[name], _SET_EPOCH):
+            patches.wrap(module, _SET_EPOCH, _tell)
+
+
+def _tell(tell: Any, loader: Any, epoch: int) -> None:
+    tell(loader, epoch)
+    torchs = getattr(torch.utils.data.DataLoader, GET_ITERATOR)
+    if isinstance(loader, DataLoader) or getattr(type(loader), GET_ITERATOR, None) is torchs:
+        loading_of(loader).set_dataset_epoch(loader, epoch)
+
+
+def _save(save: Any, loop: Any) -> Any:
+    saved = save(loop)
+    states = saved.get("combined_loader")  # None before the loop has its loaders
+    for place, (loader, state) in enumerate(zip(_with_states(loop), states, strict=True) if states else ()):
+        if "sampler_settings" in state and isinstance(loader, torch.utils.data.DataLoader):
+            if loop.epoch_loop.batch_progress.is_last_batch:
+                epoch = loop.epoch_progress.current.started
+                states[place] = loading_of(loader).states.state_after_epoch(loader, epoch)
+            warn_of_one_rank(loader, states[place], "Lightning")
+    return saved
+
+
+def _load(load: Any, loop: Any) -> None:
+    """Load the states of a checkpoint, or refuse those that earlier versions wrote and that are not right."""
+    to_load = loop._combined_loader_states_to_load if loop.restarting else []  # noqa: SLF001
+    states = [state for state in to_load if "sampler_settings" in state]
+    goes_on = any(state["batches"] and not state["finished"] for state in states)
+    why = ""
+    if states and not _with_states(loop):
+        why = "has states, from install(stateful=True) or a shmloader 0.1.0 that always added them: call that"
+    elif goes_on and loop.epoch_loop.batch_progress.is_last_batch:
+        why = "is of an epoch's last batch, and was written without install(), or by a shmloader 0.1.0 that "
+        why += "did not know of last batches: resume from another step"
+    if why:
+        raise ResumeError(
+            f"the checkpoint {why}, or delete ['loops']['fit_loop']['state_dict']['combined_loader'] from it "
+            "to begin an epoch, as with torch's loader"
+        )
+    load(loop)
+
+
+def _with_states(loop: Any) -> list[Any]:
+    """The loaders whose states Lightning saves."""
+    loaders = loop._combined_loader.flattened  # noqa: SLF001
+    return [one for one in loaders if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")]

@@ -1,0 +1,54 @@
+"""States of loaders of torch's class, under ``install(stateful=True)``.
+
+Frameworks ask every loader that has ``state_dict()`` for its state, whether the program wants it or not. So a
+loader that does not know its place gives an empty state. Loading an empty state does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.utils.data
+
+from shmloader.distributed import rank_and_ranks
+from shmloader.errors import ResumeError, warn, warn_once
+from shmloader.loading import loading_of
+from shmloader.resume.compatibility import ONE_RANK, is_of_one_rank
+from shmloader.settings import threads_of
+from shmloader.torch_fallback import check_resumable
+from shmloader.torch_private import GET_ITERATOR
+
+_TORCHS = torch.utils.data.DataLoader
+
+
+def states_are_added() -> bool:
+    """Whether loaders of torch's class have states: the program asked ``install()`` for them."""
+    return hasattr(_TORCHS, "state_dict")
+
+
+def warn_of_one_rank(loader: Any, state: Mapping[str, Any], framework: str) -> None:
+    """Warn once if a framework saves one rank's state for all, and it does not hold for all, or may not."""
+    ranks = rank_and_ranks()[1]
+    if ranks > 1 and state and (is_of_one_rank(loader, state) or state["sampler_checksum"] is not None):
+        dataset = type(loader.dataset).__qualname__
+        warn_once(f"{framework} saves one state of a loader of {dataset} for {ranks} ranks, and {ONE_RANK}.")
+
+
+def state_dict(loader: Any) -> dict[str, Any]:
+    """The program's place in the epoch; see `DataLoader.state_dict`.
+
+    The state is empty if the place is unknown, and a warning says so.
+    """
+    try:
+        own_iterator = getattr(type(loader), GET_ITERATOR) is not getattr(_TORCHS, GET_ITERATOR)
+        if own_iterator or threads_of(loader.multiprocessing_context) is not None:
+            raise ResumeError(
+                "it makes its iterator itself, or its workers are threads that pose as processes"
+            )
+        check_resumable(loader)
+        return loading_of(loader).states.state(loader)
+    except ResumeError as error:
+        dataset = type(loader.dataset).__qualname__
+        warn(f"the state of a loader of {dataset} is empty, and cannot be resumed: {error}")
+        return {}

@@ -1,1 +1,0 @@
-"""Limits of this host (memory, descriptors, cores), signals, and the memory of processes."""

@@ -1,0 +1,112 @@
+"""`ShardedSampler`: one global order per epoch, divided among ranks. Main process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.utils.data.distributed import DistributedSampler
+
+from shmloader.indices.packed_indices import IntArray
+
+Uneven = Literal["pad", "drop", "error"]
+
+
+class ShardedSampler(DistributedSampler[int]):
+    """A ``DistributedSampler`` whose epoch another number of ranks, or another batch size, can resume.
+
+    Each epoch has one global order, drawn from ``seed + epoch``. From the rest of the order, rank ``r`` of
+    ``R`` takes every ``R``-th index, beginning with the ``r``-th. So when all ranks have taken equally many
+    batches, a prefix of the order is consumed, and its length is the whole state: `shmloader.DataLoader` has
+    it in its state, and the rest can be divided among any number of ranks. The indices of a whole epoch are
+    those of torch's ``DistributedSampler`` with the same arguments.
+
+    As with torch's, call ``set_epoch()`` (of the loader, or of this) before each epoch.
+
+    Args:
+        dataset: A dataset with a length.
+        num_replicas: Number of ranks; None asks ``torch.distributed``.
+        rank: This one; None asks ``torch.distributed``.
+        shuffle: Whether to draw a new order for each epoch; else the order is that of the dataset.
+        seed: The same number on all ranks.
+        drop_last: Torch's name for ``uneven="drop"``.
+        uneven: What to do if the samples do not divide equally among the ranks: ``"pad"`` repeats the first
+            ones of the order, fewer than there are ranks; ``"drop"`` leaves the last ones out; ``"error"``
+            raises. None is ``"drop"`` with ``drop_last``, else ``"pad"``.
+
+    Attributes:
+        uneven: The rule that holds.
+
+    Raises:
+        ValueError: For any other ``uneven``, or one that contradicts ``drop_last``; with ``"error"``, for a
+            dataset that cannot be divided equally; and for arguments that torch's sampler refuses.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        uneven: Uneven | None = None,
+    ) -> None:
+        if uneven not in (None, "pad", "drop", "error"):
+            raise ValueError(f"uneven must be 'pad', 'drop' or 'error', not {uneven!r}")
+        self.uneven: Uneven = uneven or ("drop" if drop_last else "pad")
+        if drop_last and self.uneven != "drop":
+            raise ValueError(f"drop_last=True contradicts uneven={uneven!r}: leave one of them out")
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, self.uneven == "drop")
+        self._check_even(len(dataset))
+        self._begin = self._loaded = (0, 0)  # samples consumed, batches of each rank: before this iteration
+
+    def __iter__(self) -> Iterator[int]:
+        self._begin, self._loaded = self._loaded, (0, 0)
+        return iter(self._indices_after(self._begin[0]).tolist())
+
+    def state_after(self, batches: int, batch_size: int) -> dict[str, int]:
+        """The state after a number of batches of the present epoch, in constant time.
+
+        Args:
+            batches: Batches that each rank has had, those before a resumed state included.
+            batch_size: Samples in each of them since then.
+        """
+        consumed, before = self._begin if batches >= self._begin[1] else (0, 0)
+        consumed += (batches - before) * batch_size * self.num_replicas
+        return {"consumed": min(consumed, len(self.dataset)), "batches": batches}  # type: ignore[arg-type]
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Make the next iteration continue in its epoch from a state of any rank.
+
+        Args:
+            state_dict: As `state_after` has returned it: how many samples of the global order were consumed,
+                in how many batches of each rank.
+        """
+        self._begin = self._loaded = int(state_dict["consumed"]), int(state_dict["batches"])
+
+    def _indices_after(self, consumed: int) -> IntArray:
+        length, ranks = len(self.dataset), self.num_replicas  # type: ignore[arg-type]
+        if self.shuffle:
+            generator = torch.Generator()
+            generator.manual_seed(self.seed + self.epoch)
+            order = torch.randperm(length, generator=generator, device="cpu").numpy()
+        else:
+            order = np.arange(length, dtype=np.int64)
+        rest = order[consumed:]
+        self._check_even(len(rest))
+        if self.uneven == "drop":
+            rest = rest[: len(rest) // ranks * ranks]
+        elif len(rest) % ranks:
+            rest = np.concatenate([rest, np.resize(order, -len(rest) % ranks)])
+        return rest[self.rank :: ranks]
+
+    def _check_even(self, left: int) -> None:
+        if self.uneven == "error" and left % self.num_replicas:
+            raise ValueError(
+                f"{left:,} samples cannot be divided equally among {self.num_replicas} ranks, and "
+                "uneven='error': change the number of ranks, or pass uneven='pad' or 'drop'"
+            )

@@ -1,0 +1,198 @@
+"""Index batches of samplers that are not torch's, with the states or checksums that resuming needs."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import logging
+import pickle
+import random
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from shmloader.errors import ResumeError
+from shmloader.failures.exceptions import forget_frames
+from shmloader.indices.packed_indices import PackedInts, pack_index_batch, with_packed_ints
+from shmloader.indices.samplers import (
+    repeats_its_order,
+    sampler_of_indices,
+    sampler_with_state,
+    sharded_sampler,
+)
+
+ADVICE = (
+    "A sampler must draw the same order again: from a torch.Generator of its own, as its attribute "
+    "`generator`, or from a seed and set_epoch(); or give it state_dict() and load_state_dict(), and call "
+    "loader.state_dict() before the first epoch: then its state is read with each batch."
+)
+
+_PLAIN = {int, float, bool, str, bytes, type(None)}
+_LOOKS = 64  # first batches of a resumed epoch that are checked: a sampler may draw for some dozens at once
+
+_log = logging.getLogger("shmloader")
+
+
+def track(index_sampler: Any, iterator: Iterator[Any]) -> Iterator[Any]:
+    """The same iterator, or `TrackedBatches` of it if the number of batches alone is not enough to resume."""
+    known = isinstance(iterator, TrackedBatches) or repeats_its_order(index_sampler)
+    return iterator if known or sharded_sampler(index_sampler) else TrackedBatches(index_sampler, iterator)
+
+
+class TrackedBatches(Iterator[Any]):
+    """Index batches of one epoch, from batch ``begin`` on.
+
+    If the sampler's own state at that batch was loaded, pass it as ``state``: some samplers return it only
+    once they are iterated over.
+
+    Attributes:
+        taken: Returns how many of them the program has had; what is known of earlier ones is dropped.
+        resumed: Whether to raise if the sampler draws from a global generator batch by batch.
+        reads_each: Returns whether to read the sampler's state after each batch; else before and after the
+            first one: with that, some samplers draw a seed, and with their last one they may begin anew.
+        looks: First batches that are checked otherwise; `checksum` then warns of such a sampler.
+    """
+
+    def __init__(
+        self, index_sampler: Any, iterator: Iterator[Any], begin: int = 0, state: Any = None
+    ) -> None:
+        self.taken: Callable[[], int] = lambda: begin
+        self.reads_each: Callable[[], bool] = lambda: False
+        self.resumed, self.looks, self._told = False, 0, False
+        self._name = type(sampler_of_indices(index_sampler)).__name__
+        self._iterator = iterator
+        self._stateful = stateful = sampler_with_state(index_sampler)
+        self._oldest = self._drawn = begin
+        self._length = 0  # the sampler's own length, if it has one
+        if stateful is not None:
+            with contextlib.suppress(Exception):  # torch need not ask for it
+                self._length = len(index_sampler)
+        self._warning = ""  # why a state cannot be resumed from, or ""
+        if state is None and stateful is not None:
+            state = _state_or_error(stateful)
+        self._first, self._checksum = (begin, state), 0  # the checksum is of the batches since
+        # After each number of batches: when the sampler's state was read, it or its error; the checksum.
+        self._after: dict[int, tuple[int, Any, int]] = {begin: (begin, state, 0)}
+
+    def __next__(self) -> Any:
+        stateful, drawn = self._stateful, self._drawn
+        # Not for each batch, since the check takes longer than a small one.
+        looks = drawn < _LOOKS or not drawn & (drawn - 1) if self.resumed else drawn <= self.looks
+        states = _global_states() if looks and drawn and stateful is None else None
+        try:
+            index_batch = next(self._iterator)
+        except StopIteration:
+            self._length = 0  # it was another
+            raise
+        if states is not None and states != _global_states():
+            self._warning = (
+                f"the sampler ({self._name}) draws from a global generator (torch's, NumPy's, random's) "
+                "batch by batch, among what the program draws, so it cannot come to the same place again. "
+                f"{ADVICE}"
+            )
+            if self.resumed:
+                raise ResumeError(self._warning)
+        self._drawn = drawn = drawn + 1
+        index_batch = with_packed_ints(index_batch)  # they are needed packed anyway
+        self._checksum = _add(self._checksum, index_batch)
+        latest = self._first
+        if stateful is not None and (drawn == 1 or self.reads_each()):
+            latest = drawn, _state_or_error(stateful)
+            if drawn == 1:
+                self._first, self._checksum = latest, 0
+        self._after[drawn] = *latest, self._checksum
+        while self._oldest < min(self.taken(), self._drawn) - 1:
+            self._after.pop(self._oldest, None)
+            self._oldest += 1
+        return index_batch
+
+    def own_state(self, taken: int) -> tuple[int, Any, int | None]:
+        """The sampler's own state for a program that has had ``taken`` batches, and the batches before it.
+
+        Also a checksum, if more than one of them is to be drawn again.
+
+        Normally that is the state after the last of them: a state before it may lack what the sampler draws
+        for the batch, from a global generator, say. If the batch may be the epoch's last, it is the state
+        before it: with the one after it the sampler may have begun anew.
+
+        Raises:
+            ResumeError: If the sampler's state could not be taken.
+        """
+        wanted = taken if taken < max(self._drawn, self._length) else max(taken - 1, 0)
+        if wanted not in self._after:  # the epoch was resumed after this batch, so there was another
+            wanted = taken
+        begin, state, _ = self._after[wanted]
+        if isinstance(state, ResumeError):
+            raise ResumeError(*state.args) from state.__cause__  # a new one: it gets a traceback
+        return begin, state, self._after[taken][2] if begin < wanted else None
+
+    def checksum(self, taken: int) -> int:
+        """The checksum of the first ``taken`` batches, or of those after the sampler's own state.
+
+        Logs a warning, once, if the sampler cannot give the same batches again. It is an error only on
+        resuming, so that a program that only saves states is not stopped.
+        """
+        if self._warning and not self._told:
+            self._told = True
+            _log.warning("a state in mid-epoch cannot be resumed from: %s", self._warning)
+        return self._after[taken][2]
+
+
+def state_of(sampler: Any) -> Any:
+    """A copy of a sampler's own state.
+
+    Raises:
+        ResumeError: If it cannot be had.
+    """
+    try:
+        return copy_state(sampler.state_dict())
+    except Exception as error:
+        name = type(sampler).__name__
+        raise ResumeError(f"the state_dict() of {name} cannot be called or copied: {error!r:.500}") from error
+
+
+def pass_over_end(index_sampler: Any, make_state: Callable[[], Any]) -> None:
+    """Have a sampler that was set to its own state from an epoch's end begin the next epoch.
+
+    There some samplers have begun anew already, and others give nothing once. A sampler may keep the state
+    that it is given, and change it: so ``make_state`` is to make a new one at each call.
+    """
+    if list(itertools.islice(iter(index_sampler), 1)):
+        sampler_with_state(index_sampler).load_state_dict(make_state())
+
+
+def _state_or_error(sampler: Any) -> Any:
+    """A sampler's state, or the error to raise if it is asked for: a program may never want it."""
+    try:
+        return state_of(sampler)
+    except ResumeError as error:
+        forget_frames(error)  # they hold the iterator, whose workers are to end with it
+        return error
+
+
+def copy_state(state: Any) -> Any:
+    """A copy of what a ``state_dict()`` has returned."""
+    if type(state) is dict:
+        return {name: copy_state(value) for name, value in state.items()}
+    if type(state) is list and _PLAIN.issuperset(map(type, state)):
+        return state.copy()  # in a sixth of the time: an order of all indices may be in it
+    return copy.deepcopy(state)
+
+
+def _global_states() -> tuple[Any, ...]:
+    of_numpy = pickle.dumps(np.random.get_state(legacy=False))  # noqa: NPY002 - the program's, of any kind
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), of_numpy
+
+
+def _add(checksum: int, index_batch: Any) -> int:
+    if type(index_batch) is PackedInts:
+        return zlib.crc32(index_batch.to_bytes(), checksum)
+    try:
+        payload = pack_index_batch(index_batch)
+    except Exception:  # noqa: BLE001 - without workers, indices may be anything
+        payload = repr(index_batch).encode()
+    return zlib.crc32(payload, checksum)

@@ -1,0 +1,139 @@
+"""Interrupts: Ctrl-C and other exceptions that come between any two instructions.
+
+A signal handler that raises and an exception that another thread injects are of the same kind.
+`HeldInterrupts` holds Ctrl-C back while it would leak a process or a descriptor. `Lifecycle` knows whether
+one has cut ``next()`` short: then a batch may be lost, and the iterator must not continue as if nothing had
+happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any, Self, TypeVar
+
+from shmloader.errors import LoaderError
+
+_Error = TypeVar("_Error", bound=BaseException)
+
+_LEAVE_S = 1.0  # how long another thread may take to leave `next()` after the loader was closed
+
+
+class HeldInterrupts:
+    """A context manager that holds back SIGINT's handler until its end, and then calls it.
+
+    Outside the main thread it does nothing: Python runs handlers in the main thread only. A signal mask does
+    not suffice: the system gives the signal to any thread that does not block it, such as a library's.
+
+    Attributes:
+        came: Whether an interrupt has come since the beginning.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+        self._handler: Any = None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler):  # not ignored, not the system's default, not one of C
+                self._handler = handler
+                signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._handler is not None:
+            handler, self._handler = self._handler, None
+            signal.signal(signal.SIGINT, handler)
+            if self.came:
+                handler(signal.SIGINT, None)
+
+
+class Phase(enum.Enum):
+    """The phases of an iterator."""
+
+    IDLE = "idle"  # outside next(); all records are complete
+    RUNNING = "running"  # inside next()
+    WAITING = "waiting"  # inside next(), asleep; all records are complete
+    LEAVING = "leaving"  # at the end of next(), after the lock was released
+    BROKEN = "broken"  # an exception has cut next() short
+
+
+IDLE, RUNNING, WAITING, LEAVING, BROKEN = Phase  # quicker to look up than attributes of the class
+
+
+class Reentered(LoaderError):
+    """``next()`` was called by a thread that is inside it, in a signal handler say. The outer one goes on."""
+
+
+class Lifecycle:
+    """Guards the calls of one iterator; several threads may call it, one after the other.
+
+    Attributes:
+        phase: The iterator's present phase. `Dispatcher` sets it to ``WAITING`` while it sleeps. The caller
+            of `leave` sets it to ``IDLE`` last, by a plain assignment: then no signal handler can run between
+            that and the return of the batch.
+    """
+
+    def __init__(self) -> None:
+        self.phase: Phase = IDLE
+        self._lock = threading.RLock()  # held by the thread inside
+        self._expected: BaseException | None = None
+
+    def enter(self) -> bool:
+        """Begin a call, once other threads have left; False if an exception has cut an earlier one short.
+
+        Raises:
+            Reentered: If this thread is inside already.
+        """
+        self._lock.acquire()
+        if self.phase is IDLE or self._has_last_call_ended():
+            self.phase = RUNNING
+            return True
+        return False
+
+    def _has_last_call_ended(self) -> bool:
+        """Wait for another thread's last assignment (see `leave`); False if an exception has prevented it."""
+        if self.phase in (RUNNING, WAITING):  # and this thread has got the lock
+            raise Reentered("next() was called by this thread while it was inside next()")
+        deadline = time.monotonic() + _LEAVE_S
+        while self.phase is LEAVING and time.monotonic() < deadline:
+            time.sleep(0)
+        if self.phase is not IDLE:
+            self.phase = BROKEN
+        return self.phase is IDLE
+
+    def leave(self) -> None:
+        """End a call that returns a batch: let other threads in. Then assign ``IDLE`` to ``phase``."""
+        self.phase = LEAVING
+        self._lock.release()
+
+    def expect(self, error: _Error) -> _Error:
+        """Mark an exception that is raised on purpose, with all records complete; returns it."""
+        self._expected = error
+        return error
+
+    def fail(self, error: BaseException) -> None:
+        """End a call that raises."""
+        if not self._lock.acquire(blocking=False):
+            return  # another thread is inside: this one had not come in, or has left
+        if type(error) is not Reentered:  # of which the outer call knows nothing
+            expected, self._expected = self._expected, None
+            on_purpose = error is expected or self.phase is WAITING
+            if self.phase is not BROKEN:
+                self.phase = IDLE if on_purpose else BROKEN
+        self._lock.release()
+        with contextlib.suppress(RuntimeError):  # `enter` had not taken it, or `leave` has given it back
+            self._lock.release()
+
+    def await_others(self) -> None:
+        """Wait a moment until other threads have left, after the workers' wait was interrupted."""
+        if self._lock.acquire(timeout=_LEAVE_S):
+            self._lock.release()

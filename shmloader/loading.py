@@ -1,0 +1,236 @@
+"""Loading through slots for any loader of torch's class: its iterators, their end, their statistics.
+
+`DataLoader` and, after ``install()``, torch's own class call this. Main process only.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from shmloader.errors import LoaderClosed, ResumeError, warn
+from shmloader.failures.bad_samples import warn_of_bad_samples
+from shmloader.in_process import InProcessIterator
+from shmloader.indices.samplers import index_sampler_of, with_inner
+from shmloader.iterator import SlotIterator
+from shmloader.order.auto import Auto, auto_for
+from shmloader.resume import States
+from shmloader.resume.compatibility import State, is_between_epochs
+from shmloader.resume.states import loaded_state
+from shmloader.settings import THREAD, device_of
+from shmloader.slots import SlotState
+from shmloader.statistics import Counters, LoaderStatistics
+from shmloader.torch_fallback import check_resumable, must_load_as_torch
+from shmloader.torch_features import Feature, is_missing
+from shmloader.torch_private import drop_iterator, iterator_of
+from shmloader.worker.epoch_settings import datasets_in, has_set_epoch, owners_in
+from shmloader.worker.random_state import global_states
+
+
+@dataclass
+class Loading:
+    """The state of one loader, which copies of the loader do not share.
+
+    Attributes:
+        loader_id: The loader's identity.
+        counters: Its counters.
+        iterators: Its live iterators.
+        auto: Decides for ``num_workers="auto"`` and ``prefetch_factor="auto"``; None without either.
+        closes: How often the loader was closed.
+        states: Its states.
+        owners: The datasets whose ``set_epoch()`` it calls; None before they are looked for, once for each
+            iterator.
+        advised: Whether it was looked for datasets that are not told of epochs.
+    """
+
+    loader_id: int
+    counters: Counters = field(default_factory=Counters)
+    iterators: weakref.WeakSet[SlotIterator] = field(default_factory=weakref.WeakSet)
+    auto: Auto | None = None
+    closes: int = 0
+    states: States = field(default_factory=States)
+    owners: list[Any] | None = None
+    advised: bool = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as None: a loader that is pickled, or copied deeply, arrives without it."""
+        return types.NoneType, ()
+
+    def iterate(self, loader: Any, torchs_iter: Callable[[], Any]) -> Any:
+        """The iterator of a new pass over a loader; first warns of bad samples in an epoch that was left.
+
+        The loader forgets a persistent iterator whose workers are gone. It also forgets it if a state was
+        loaded, which has a base seed of its own.
+        """
+        iterator = iterator_of(loader)
+        if isinstance(iterator, SlotIterator) and (iterator.closed or loaded_state(loader) is not None):
+            if iterator.closed:
+                iterator.close("an exception interrupted it in the middle of its work")
+            else:
+                iterator.close("load_state_dict() was called, and a new iterator goes on from there")
+            drop_iterator(loader)
+        elif isinstance(iterator, SlotIterator) and not self.advised:
+            self._warn_of_set_epoch(loader)
+        warn_of_bad_samples(self.counters, loader.on_error)
+        self._check_epoch(loaded_state(loader))
+        return _delivered(loader, self.states.iterate(loader, torchs_iter))
+
+    def _check_epoch(self, loaded: State | None) -> None:
+        """Refuse to go on in an epoch while the dataset is told of another one."""
+        then, now = None if loaded is None else loaded["set_epoch"], self.states.set_epoch
+        if loaded is not None and self.owners and then not in (None, now) and not is_between_epochs(loaded):
+            raise ResumeError(
+                f"the state was taken in mid-epoch, after set_epoch({then}), and the dataset was told of "
+                f"epoch {now} since. Let the program's loop begin with epoch {then}."
+            )
+
+    def make_iterator(self, loader: Any) -> SlotIterator | InProcessIterator | None:
+        """An iterator over a loader; None, with a warning, if torch's own has to be used.
+
+        Raises:
+            LoaderClosed: If the loader is closed while its workers are being started.
+        """
+        self.owners = None
+        if must_load_as_torch(loader):
+            self.counters.torchs_way = True
+            return None
+        if loader.num_workers == 0:
+            return InProcessIterator(loader, self.counters, self.states)
+        loader.check_worker_number_rationality()
+        is_missing(Feature.COLLATION)
+        closes = self.closes
+        if loader.prefetch_factor > 0:  # others the iterator refuses, in torch's words
+            operator.index(loader.prefetch_factor)  # raises for a fraction, as torch's iterator does
+            self.auto = auto_for(loader, self.auto)
+        iterator = SlotIterator(loader, self.counters, self.states, self.auto)
+        self.iterators.add(iterator)
+        if self.closes != closes:  # by another thread, or by the sampler
+            iterator.close("loader.close() was called")
+            raise LoaderClosed("the loader was closed while its workers were being started")
+        return iterator
+
+    def live(self) -> list[SlotIterator]:
+        """The iterators that live now."""
+        while True:
+            try:
+                return list(self.iterators)
+            except RuntimeError:  # another thread has begun to iterate in this moment
+                continue
+
+    def close(self, loader: Any, *, warn: bool = True) -> None:
+        """Stop all workers of a loader and free its slots; warn of bad samples."""
+        self.closes += 1
+        for iterator in self.live():
+            iterator.close("loader.close() was called")
+        drop_iterator(loader)  # torch's own ends its workers when it dies
+        if warn:
+            warn_of_bad_samples(self.counters, loader.on_error)
+
+    def set_epoch(self, loader: Any, epoch: int) -> None:
+        """Tell the number of the next epoch to the sampler or batch sampler, and to the dataset."""
+        for sampler in with_inner(index_sampler_of(loader)):
+            if has_set_epoch(sampler):
+                sampler.set_epoch(epoch)
+                break
+        self.set_dataset_epoch(loader, epoch)
+
+    def set_dataset_epoch(self, loader: Any, epoch: int) -> None:
+        """Tell it to the dataset, here and in persistent workers."""
+        if self.owners is None:
+            self.owners = owners_in(loader.dataset)
+        states = global_states()
+        for dataset in self.owners:
+            dataset.set_epoch(epoch)
+        self.states.set_epoch = epoch
+        if not self.owners:
+            return
+        for iterator in self.live():
+            iterator.set_epoch(epoch, states)
+        if loader.persistent_workers and not isinstance(iterator_of(loader), SlotIterator | None):
+            warn("set_epoch() does not reach these persistent workers: they are torch's own", UserWarning)
+
+    def _warn_of_set_epoch(self, loader: Any) -> None:
+        """Warn, once, if persistent workers' datasets were never told of an epoch. Runs no code of theirs."""
+        self.advised = True
+        found = datasets_in(loader.dataset) if self.states.set_epoch is None else []
+        kinds = [kind for kind in map(type, found) if hasattr(kind, "set_epoch")]
+        if loader.worker_type == THREAD:  # which share one object of another class
+            kinds = [kind for kind in kinds if issubclass(kind, Dataset) and not hasattr(kind, "__copy__")]
+        for kind in kinds[:1]:
+            warn(
+                f"{kind.__qualname__} has set_epoch(), and persistent workers have copies of it from their "
+                "start, which calls by your program do not reach, as with torch. Before each epoch call "
+                "loader.set_epoch(epoch), or shmloader.set_epoch(loader, epoch) for torch's class.",
+                UserWarning,
+            )
+
+    def load_state_dict(self, loader: Any, state: Mapping[str, Any]) -> None:
+        """Make the next iterator continue from a state; see `DataLoader.load_state_dict`."""
+        if state != {}:  # None is refused, {} is an empty state
+            check_resumable(loader)
+            its_own = getattr(loader, "set_epoch", None)
+            self.states.load(loader, state, its_own or functools.partial(self.set_epoch, loader))
+
+    def statistics(self) -> LoaderStatistics:
+        """Counters of the loader's life so far, and the slots that it holds now."""
+        iterators = self.live()
+        # A copy that is only read: another thread may be iterating.
+        slots = [slot for iterator in iterators for slot in list(iterator.pool.slots)]
+        states = [slot.state_now for slot in slots]
+        in_use = [slot for slot, state in zip(slots, states, strict=True) if state is not SlotState.FREE]
+        counts: dict[str, Any] = {f"slots_{state.value}": states.count(state) for state in SlotState}
+        return LoaderStatistics(
+            **counts,
+            reserved_nbytes=sum(slot.nbytes for slot in slots),
+            used_nbytes=sum(slot.used_nbytes for slot in in_use),
+            oldest_leases=tuple(text for iterator in iterators for text in iterator.oldest_leases()),
+            autotune=None if self.auto is None else self.auto.report(),
+            **self.counters.figures(),
+        )
+
+
+def _delivered(loader: Any, iterator: Any) -> Any:
+    """An iterator's batches on the loader's device, where torch's own iterator loads."""
+    device = None if isinstance(iterator, (SlotIterator, InProcessIterator)) else device_of(loader)
+    if device is None:
+        return iterator
+    from shmloader.device import numbered, to_device
+
+    device = numbered(device)
+    return (to_device(batch, device) for batch in iterator)
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """`DataLoader.set_epoch` for any loader of torch's class, which has no such method under `install`.
+
+    Args:
+        loader: The loader, or what accelerate or Fabric has made from it.
+        epoch: The number.
+    """
+    for inside, count in (("base_dataloader", "iteration"), ("_dataloader", "_num_iter_calls")):
+        if hasattr(loader, inside):
+            setattr(loader, count, epoch)  # from which the framework counts on
+            loader = getattr(loader, inside)
+    loading_of(loader).set_epoch(loader, epoch)
+
+
+def loading_of(loader: Any) -> Loading:
+    """The `Loading` of a loader, made when it is first asked for: subclasses iterate inside ``__init__``.
+
+    It belongs to one object: frameworks copy ``__dict__`` from loader to loader, and a copy must not close
+    the original's iterators.
+    """
+    try:
+        loading: Loading | None = loader._shmloader_loading  # noqa: SLF001 - faster than vars() and getattr()
+    except AttributeError:
+        loading = None
+    if loading is None or loading.loader_id != id(loader):
+        loading = loader._shmloader_loading = Loading(id(loader))  # noqa: SLF001
+    return loading

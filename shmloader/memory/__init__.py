@@ -1,0 +1,29 @@
+"""Shared memory: the only package that knows memfd and mmap.
+
+A segment gives memory to numbered slots. All slots of an iterator lie in one memfd, ``SLOT_STRIDE`` bytes
+apart, so that each can grow without moving. It has no name and no entry in /dev/shm, and the size of that
+mount does not limit it. The kernel frees it when the last process that maps it has ended, for any reason.
+Slots of 2 MiB and more get huge pages if the kernel has them.
+
+Memory is reserved before it is touched: touching a page for which there is no memory is a SIGBUS.
+"""
+
+from __future__ import annotations
+
+from shmloader.memory.descriptor import Descriptor
+from shmloader.memory.headroom import check_headroom, spare_nbytes
+from shmloader.memory.mapping import PAGE_NBYTES, Extent, map_copy_on_write, whole_pages
+from shmloader.memory.platform import why_unavailable
+from shmloader.memory.segment import Segment
+
+__all__ = [
+    "PAGE_NBYTES",
+    "Descriptor",
+    "Extent",
+    "Segment",
+    "check_headroom",
+    "map_copy_on_write",
+    "spare_nbytes",
+    "whole_pages",
+    "why_unavailable",
+]

@@ -1,0 +1,171 @@
+"""Pages of shared memory as one process maps them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import sys
+from typing import Any
+
+import numpy as np
+
+from shmloader.errors import SharedMemoryExhausted
+from shmloader.memory.platform import check_memory, libc
+
+PAGE_NBYTES = mmap.PAGESIZE
+HUGE_NBYTES = 2 << 20
+"""Size of a huge page."""
+
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MREMAP_REPLACING = 1 | 2 | 4  # MAYMOVE, FIXED, DONTUNMAP
+_MAP_FIXED = 0x10  # Python's `mmap` lacks it
+_PROT_NONE, READ_WRITE = 0, 0x1 | 0x2  # not from Python's `mmap`: on Windows it lacks them
+MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
+"""Pages that are not written need no backing, so the system need not charge for them."""
+
+
+def whole_pages(nbytes: int) -> int:
+    """Round up to whole pages, at least one."""
+    return max(1, -(-nbytes // PAGE_NBYTES)) * PAGE_NBYTES
+
+
+class Extent:
+    """A part of a file, such as one slot, as this process maps it: see `map_file` for the arguments.
+
+    The mapping lives as long as ``buffer`` does: arrays over it keep it alive after the segment is
+    closed or has mapped the slot anew.
+
+    Attributes:
+        address: Where it starts in this process.
+        nbytes: Its length, whole pages.
+        buffer: A ctypes array over it, writable. The death of its ``owner`` unmaps the memory; an object that
+            keeps that one alive may take its place.
+        view: The same as a memoryview of bytes.
+    """
+
+    __slots__ = ("address", "buffer", "nbytes", "view")
+
+    def __init__(self, nbytes: int, flags: int, fd: int, offset: int = 0) -> None:
+        owner, self.address = map_file(nbytes, flags, fd, offset)
+        self.nbytes = nbytes
+        buffer: Any = (ctypes.c_ubyte * nbytes).from_address(self.address)
+        buffer.owner = owner  # every view leads to this array in the end
+        self.buffer = buffer
+        self.view = memoryview(buffer).cast("B")
+
+    def detach(self) -> None:
+        """Turn this mapping, in place, into private memory with the same contents.
+
+        Views in this process keep their address and their values; writes to the slot through other mappings
+        no longer reach them. Other threads may be reading: the copy takes the mapping's place in one step.
+        """
+        copied = take_space(self.nbytes, READ_WRITE, 0)  # all of it is written
+        source = address_of(copied)
+        ctypes.memmove(source, self.address, self.nbytes)
+        # The kernel charges for both places, and refuses only after it has unmapped the target: ask first.
+        take_space(self.nbytes, READ_WRITE, 0).close()
+        # The source stays mapped, empty. Others might map something in a hole, which its owner would unmap.
+        target = ctypes.c_void_p(self.address)
+        if libc.mremap(source, self.nbytes, self.nbytes, _MREMAP_REPLACING, target) == _MAP_FAILED:
+            why = os.strerror(ctypes.get_errno())
+            raise SharedMemoryExhausted(
+                f"moving a mapping of {self.nbytes:,} bytes failed: {why} (it needs Linux 5.7). The worker "
+                "keeps a batch, or a view of one: have it keep a copy (`tensor.clone()`)."
+            )
+
+
+def take_space(nbytes: int, protection: int, flags: int = MAP_NORESERVE) -> mmap.mmap:
+    """Take anonymous, private address space for a later mapping; returns its owner.
+
+    With ``PROT_NONE`` or `MAP_NORESERVE` the system does not charge for it; ``flags`` are 0 if all of it will
+    be written. The owner's death unmaps all of it.
+
+    Raises:
+        SharedMemoryExhausted: If there is not enough.
+    """
+    try:
+        return mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags, protection)
+    except OSError as error:
+        raise _refused(nbytes, error.errno or 0) from error
+
+
+def address_of(space: mmap.mmap) -> int:
+    """The address of a mapping, also of one that may not be read."""
+    return int(np.frombuffer(space, np.uint8, 1).ctypes.data)
+
+
+def map_file(
+    nbytes: int, flags: int, fd: int, offset: int = 0, protection: int = READ_WRITE
+) -> tuple[mmap.mmap, int]:
+    """Map a part of a file, which may be closed afterwards; returns the owner of the mapping and its address.
+
+    The death of the owner unmaps it, and so does its ``close()``. ``flags`` are ``MAP_SHARED``, or
+    ``MAP_PRIVATE`` with or without `MAP_NORESERVE`. From `HUGE_NBYTES` on the address is a multiple of that,
+    unless there is too little address space.
+
+    Raises:
+        SharedMemoryExhausted: If there is no address space for it.
+        LoaderError: If there is no C library to call.
+    """
+    if libc is None:
+        check_memory()
+    if nbytes >= HUGE_NBYTES:
+        with contextlib.suppress(SharedMemoryExhausted):  # there may be just enough without
+            return map_aligned(HUGE_NBYTES, nbytes, flags, fd, offset, protection)
+    return map_aligned(PAGE_NBYTES, nbytes, flags, fd, offset, protection)
+
+
+def map_aligned(
+    alignment: int, nbytes: int, flags: int, fd: int, offset: int, protection: int = READ_WRITE
+) -> tuple[mmap.mmap, int]:
+    """Do the same as `map_file`, always at a multiple of ``alignment``.
+
+    An exception (a Ctrl-C, say) may come between any two instructions of Python, so the file is never mapped
+    without an owner. First a Python ``mmap`` takes the address space, which C makes and frees in one step
+    each; then the file is mapped there. The ``mmap`` is anonymous because one of a file would hold a
+    descriptor (docs/decisions/0028).
+    """
+    whole_nbytes = -(-nbytes // alignment) * alignment
+    # Linux (6.7) begins a mapping of whole huge pages at a multiple of their size.
+    space = take_space(whole_nbytes, _PROT_NONE)
+    if address_of(space) % alignment:
+        del space
+        space = take_space(whole_nbytes + alignment, _PROT_NONE)
+    address = -(-address_of(space) // alignment) * alignment
+    if libc.mmap(address, nbytes, protection, flags | _MAP_FIXED, fd, offset) == _MAP_FAILED:
+        raise _refused(nbytes, ctypes.get_errno())
+    return space, address
+
+
+def make_writable(address: int, nbytes: int) -> None:
+    """Allow writes to a private mapping that could only be read; they stay in this process.
+
+    Raises:
+        SharedMemoryExhausted: If the system, which may now charge for it, lacks the memory.
+    """
+    if libc.mprotect(address, nbytes, READ_WRITE) != 0:
+        raise _refused(nbytes, ctypes.get_errno())
+
+
+def _refused(nbytes: int, code: int) -> SharedMemoryExhausted:
+    advice = (
+        ". The address space may be limited (ulimit -v, ulimit -d) or the number of mappings "
+        "(vm.max_map_count)."
+    )
+    return SharedMemoryExhausted(
+        f"mapping {nbytes:,} bytes of shared memory failed: {os.strerror(code)}"
+        f"{advice if code == errno.ENOMEM else ''}",
+        needed_nbytes=nbytes,
+    )
+
+
+def map_copy_on_write(fd: int, nbytes: int) -> Extent:
+    """Map the beginning of a file, which may be closed afterwards; writes to the mapping stay private.
+
+    Raises:
+        SharedMemoryExhausted: If there is no address space for it.
+    """
+    return Extent(whole_pages(nbytes), mmap.MAP_PRIVATE | MAP_NORESERVE, fd)

@@ -1,0 +1,98 @@
+"""The shared memory of all slots of one iterator: a memfd."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from typing import Any
+
+from shmloader.errors import SharedMemoryExhausted
+from shmloader.interrupts import HeldInterrupts
+from shmloader.memory.descriptor import Descriptor
+from shmloader.memory.headroom import check_headroom, exhausted
+from shmloader.memory.huge_pages import take_huge_pages
+from shmloader.memory.mapping import Extent, whole_pages
+from shmloader.memory.platform import libc
+
+SLOT_STRIDE = 1 << 38
+"""Bytes between the starts of two slots in one memfd: address space of a sparse file, not memory."""
+
+_KEEP_SIZE_PUNCH_HOLE = 0x1 | 0x2
+
+
+class Segment:
+    """Memory for numbered slots: one anonymous, sparse memory file.
+
+    Exactly one process, the main one, owns it and closes it; workers use it too.
+    """
+
+    def __init__(self, descriptor: Descriptor | None = None) -> None:
+        with HeldInterrupts():  # until the descriptor has an owner
+            self._descriptor = descriptor or Descriptor(os.memfd_create("shmloader-slots"))
+
+    def __del__(self, close: Any = os.close) -> None:
+        # Usually `close` has done it. This is for a Ctrl-C before anybody owned the segment, and for the end
+        # of the interpreter, when this module's names may be gone.
+        try:
+            if self._descriptor.fd >= 0:
+                close(self._descriptor.fd)
+        except (AttributeError, OSError):
+            pass
+
+    def reserve(self, slot: int, held_nbytes: int, nbytes: int) -> int:
+        """Make a slot of ``held_nbytes`` at least ``nbytes`` large; its contents stay.
+
+        Returns:
+            Bytes (whole pages) that the slot has now.
+
+        Raises:
+            SharedMemoryExhausted: If the host cannot give that much; nothing was touched.
+        """
+        nbytes = whole_pages(nbytes)
+        more_nbytes = nbytes - held_nbytes
+        check_headroom(more_nbytes, f"a slot needs {more_nbytes:,} more bytes of shared memory")
+        if nbytes > SLOT_STRIDE:
+            raise SharedMemoryExhausted(
+                f"one batch needs {nbytes:,} bytes, more than a slot can have ({SLOT_STRIDE:,})",
+                needed_nbytes=nbytes,
+            )
+        try:
+            take_huge_pages(self._descriptor.fd, slot * SLOT_STRIDE, held_nbytes, nbytes)
+            os.posix_fallocate(self._descriptor.fd, slot * SLOT_STRIDE, nbytes)
+        except OSError as error:
+            self.discard(slot, nbytes, held_nbytes)  # what could be had of it
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                raise
+            failed = f"reserving {nbytes:,} bytes of shared memory for a slot failed: {error.strerror}"
+            raise exhausted(failed, nbytes, code=error.errno) from error
+        return nbytes
+
+    def map(self, slot: int, nbytes: int) -> Extent:
+        """Map a slot that was reserved, by this process or another one.
+
+        Raises:
+            SharedMemoryExhausted: If this process has no address space for it.
+        """
+        return Extent(nbytes, mmap.MAP_SHARED, self._descriptor.fd, slot * SLOT_STRIDE)
+
+    def discard(self, slot: int, nbytes: int, kept_nbytes: int = 0) -> None:
+        """Give a slot's memory back to the host, except its first ``kept_nbytes`` (whole pages).
+
+        Nothing may be reading what is given back.
+        """
+        begin = slot * SLOT_STRIDE + kept_nbytes
+        libc.fallocate(self._descriptor.fd, _KEEP_SIZE_PUNCH_HOLE, begin, nbytes - kept_nbytes)
+
+    def duplicate(self) -> Segment:
+        """The same memory with a separate descriptor, for a worker thread, which may outlive the owner."""
+        return Segment(Descriptor(os.dup(self._descriptor.fd)))
+
+    def close(self) -> None:
+        """Drop this object's hold on all slots; mapped extents live on while they are used."""
+        if self._descriptor.fd >= 0:
+            os.close(self._descriptor.fd)
+            self._descriptor.fd = -1
+
+    def __reduce__(self) -> tuple[Any, tuple[Any]]:
+        return Segment, (self._descriptor,)

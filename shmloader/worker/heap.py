@@ -1,0 +1,83 @@
+"""The heap of a worker process: memory that batches are made in is kept for the next batch.
+
+glibc maps an allocation of more than 32 MB for itself, and unmaps it when it is freed. So a `collate_fn` that
+makes a large batch has each page of it faulted in by the kernel, with every batch. A warm heap takes all from
+one place and gives back only what exceeds several batches (docs/decisions/0042).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from typing import Any
+
+from shmloader.memory.limits import memory_headroom
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h>
+_LEAST_KEPT_NBYTES, _MOST_KEPT_NBYTES = 256 << 20, 1 << 30
+_KEPT_BATCHES = 4  # a batch, its parts before they are joined, and the batch before it
+
+_logger = logging.getLogger(__name__)
+
+
+class WarmHeap:
+    """The setting of glibc's allocator in one worker process; the process's other allocations follow it.
+
+    At the end of the heap up to 256 MiB of free memory are kept, or four of the largest batches if they are
+    larger, but never more than 1 GiB.
+    """
+
+    def __init__(self, glibc: Any, num_workers: int) -> None:
+        self._glibc = glibc
+        self._num_workers = num_workers
+        self._kept_nbytes = _LEAST_KEPT_NBYTES
+        self.is_warm = self._keep() and bool(glibc.mallopt(_M_MMAP_MAX, 0))
+
+    def note_batch(self, nbytes: int) -> None:
+        """Keep enough for batches of this size."""
+        if _KEPT_BATCHES * nbytes > self._kept_nbytes < _MOST_KEPT_NBYTES:
+            self._kept_nbytes = min(_KEPT_BATCHES * nbytes, _MOST_KEPT_NBYTES)
+            self._keep()
+
+    def trim_if_short(self) -> None:
+        """Give free memory back to the host if it has less than what all workers together may keep."""
+        if memory_headroom().available_nbytes < self._num_workers * self._kept_nbytes:
+            self._glibc.malloc_trim(0)
+
+    def _keep(self) -> bool:
+        return bool(self._glibc.mallopt(_M_TRIM_THRESHOLD, self._kept_nbytes))
+
+
+def warm_heap(num_workers: int) -> WarmHeap | None:
+    """Make this process's heap warm, for good; the program's own settings later on go before it.
+
+    Returns:
+        None, and nothing is changed, with ``SHMLOADER_WARM_MEMORY=0``, if the environment sets the allocator
+        (``MALLOC_...``, ``GLIBC_TUNABLES``), and with another allocator than glibc's.
+    """
+    if os.environ.get("SHMLOADER_WARM_MEMORY") == "0":
+        return None
+    if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get(
+        "GLIBC_TUNABLES", ""
+    ):
+        return None
+    glibc = _glibc_in_use()
+    if glibc is None:
+        return None
+    heap = WarmHeap(glibc, num_workers)
+    if not heap.is_warm:
+        _logger.info("glibc refuses mallopt(); workers give memory back with every batch")
+        return None
+    return heap
+
+
+def _glibc_in_use() -> Any:
+    """glibc, if this process allocates with it: not musl, no preloaded jemalloc or tcmalloc."""
+    try:
+        program, glibc = ctypes.CDLL(None), ctypes.CDLL("libc.so.6")
+        own, found = (ctypes.cast(library.malloc, ctypes.c_void_p).value for library in (glibc, program))
+        known = own == found and hasattr(glibc, "mallopt") and hasattr(glibc, "malloc_trim")
+    except (OSError, AttributeError, TypeError):  # musl, macOS; Windows
+        return None
+    return glibc if known else None

@@ -1,0 +1,239 @@
+"""The worker processes of one iterator."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from shmloader.errors import LoaderClosed, WorkerDied
+from shmloader.failures.stacks import StackFile, answers
+from shmloader.interrupts import HeldInterrupts
+from shmloader.memory import Descriptor
+from shmloader.memory.limits import oom_kills
+from shmloader.wire.channel import Pipes
+from shmloader.wire.records import SPIN_NS
+from shmloader.workers import fork_server
+from shmloader.workers.base import MakeArguments, Workers, live
+from shmloader.workers.death_messages import describe_death, describe_held, explain_kill
+from shmloader.workers.launch import check_descriptors, start_process
+from shmloader.workers.spawn_payload import SpawnPayload
+from shmloader.workers.worker_handles import ProcessWorker, Worker
+
+_STOP_S = 5.0  # how long a worker may take to finish its sample after its pipe was closed
+_LOOK_S = 0.1  # how often to look for a Ctrl-C meanwhile
+_SEE_OUTPUT = " It had made no batch yet. Its own error output, above, says why if it could."
+_DEATH_S = 1.0  # how long to wait for the exit code of a worker whose pipe is closed
+
+
+class ProcessWorkers(Workers):
+    """All worker processes of one iterator, started with a ``multiprocessing`` context or module."""
+
+    workers: list[ProcessWorker]
+    look_again_ns = SPIN_NS
+
+    def __init__(self, context: Any, make_arguments: MakeArguments, num_workers: int) -> None:
+        self.workers = []
+        self.processes = []
+        self._context = context
+        self._method: str = context.get_start_method()
+        self._make_arguments = make_arguments
+        self._poller: select.poll | None = None
+        self._by_fd: dict[int, ProcessWorker] = {}
+        self._starting: tuple[int, ...] = ()  # main-side ends of the worker that is being started
+        self._wake_fd = -1  # readable once `interrupt` was called
+        self._oom_kills = oom_kills()
+        with HeldInterrupts():
+            self._stacks = StackFile()
+            live.add(self)
+        try:
+            with HeldInterrupts():
+                self._wake_fd = os.eventfd(0)
+            with self._payload() as payload:
+                for worker_id in range(num_workers):
+                    with HeldInterrupts():
+                        self._append(self._start(worker_id, payload))
+        except BaseException:
+            self.close(grace_s=0.0)
+            raise
+
+    @contextlib.contextmanager
+    def _payload(self) -> Iterator[SpawnPayload]:
+        if self._method == "forkserver":
+            fork_server.begin()  # it imports while this process pickles
+        with contextlib.closing(SpawnPayload(self._method, self._make_arguments)) as payload:
+            self.given_nbytes = payload.arrays_nbytes
+            yield payload
+
+    def _start(self, worker_id: int, payload: SpawnPayload) -> ProcessWorker:
+        check_descriptors()
+        requests_read, requests_write = os.pipe()
+        answers_read, answers_write = os.pipe()
+        self._starting = (requests_write, answers_read)
+        pipes = Pipes(Descriptor(requests_read), Descriptor(answers_write), self._stacks.descriptor)
+        try:
+            process = start_process(self._context, worker_id, payload.for_worker(worker_id), pipes)
+        except BaseException:
+            os.close(requests_write)
+            os.close(answers_read)
+            raise
+        finally:
+            self._starting = ()
+            # The worker's ends: only the worker may hold them, or its death would not close the pipe.
+            os.close(requests_read)
+            os.close(answers_write)
+        os.set_blocking(requests_write, False)
+        os.set_blocking(answers_read, False)
+        return ProcessWorker(worker_id, process, requests_write, answers_read)
+
+    def _append(self, worker: ProcessWorker) -> None:
+        self.workers.append(worker)
+        self.processes.append(worker.process)
+
+    def add(self) -> ProcessWorker:
+        """See `Workers`."""
+        with HeldInterrupts():
+            with self._payload() as payload:
+                worker = self._start(len(self.workers), payload)
+            worker.added = True
+            self._append(worker)
+            self._poller = None
+        return worker
+
+    def restart(self, worker: Worker) -> ProcessWorker:
+        """See `Workers`; the new one is a new process with new pipes."""
+        with HeldInterrupts():
+            old = self.workers[worker.worker_id]
+            self._end([old])
+            self._poller = None
+            try:
+                with self._payload() as payload:
+                    fresh = self._start(worker.worker_id, payload)
+            except BaseException:
+                self.close(f"worker {worker.worker_id} could not be replaced", grace_s=0.0)
+                raise
+            if old not in self.workers:  # closed meanwhile, by another thread, which has not seen the new one
+                fresh.close_pipes()
+                self._end([fresh])
+                raise LoaderClosed("the loader was closed while a worker was being replaced")
+            self.workers[worker.worker_id] = fresh
+            self.processes[worker.worker_id] = fresh.process
+        return fresh
+
+    def wait(self, timeout_s: float | None) -> list[ProcessWorker]:
+        """See `Workers`."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        poller = self._poller or self._register_all()
+        while True:
+            # A worker may be waiting for a record that its full pipe had no room for.
+            full = [worker for worker in self.workers if not worker.flush()]
+            for worker in full:
+                poller.register(worker.requests_fd, select.POLLOUT)
+            left_ms = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+            try:
+                ready = poller.poll(left_ms)
+            finally:
+                for worker in full:
+                    poller.unregister(worker.requests_fd)
+            spoke = list(dict.fromkeys(self._by_fd[fd] for fd, _ in ready if fd in self._by_fd))
+            if spoke or not ready or self.interrupted:
+                return spoke
+
+    def _register_all(self) -> select.poll:
+        poller = select.poll()
+        self._by_fd.clear()
+        for worker in self.workers:
+            for fd in (worker.answers_fd, worker.death_fd):
+                self._by_fd[fd] = worker
+                poller.register(fd, select.POLLIN)
+        poller.register(self._wake_fd, select.POLLIN)
+        self._poller = poller  # last: a poller that an interrupt left incomplete would wait for ever
+        return poller
+
+    def interrupt(self) -> None:
+        """See `Workers`."""
+        self.interrupted = True
+        if self._wake_fd >= 0:
+            os.eventfd_write(self._wake_fd, 1)
+
+    def stack_of(self, worker: Worker) -> str:
+        """See `Workers`."""
+        return self._stacks.ask(worker.pid)
+
+    def died(self, worker: Worker, indices: tuple[object, ...], memory: str, why: str = "") -> WorkerDied:
+        """See `Workers`; with its exit code."""
+        dead = self.workers[worker.worker_id]
+        dead.process.join(_DEATH_S)
+        code = dead.process.exitcode
+        hint = why and f" {why}"
+        if code == -signal.SIGKILL:
+            hint += explain_kill(self._oom_kills, memory)
+        elif not dead.heard:
+            error = self._stacks.start_error(dead.pid)
+            hint += f" It could not load what it was sent:\n{error}\n" if error else _SEE_OUTPUT
+        return WorkerDied(
+            describe_death(dead, code) + hint + describe_held(indices),
+            worker_id=worker.worker_id,
+            pid=worker.pid,
+            exit_code=code,
+            indices=indices,
+        )
+
+    def close(self, because: str = "its workers were stopped", grace_s: float = _STOP_S) -> None:
+        """See `Workers`. Workers still alive after ``grace_s`` are terminated, and killed a second later.
+
+        A worker that is still starting has nothing to finish, and is terminated at once.
+        """
+        self.closed_because = self.closed_because or because
+        with HeldInterrupts() as interrupts:
+            # A worker that is being replaced has been released already.
+            workers = [worker for worker in self.workers if not worker.released]
+            self.workers = []
+            self._poller = None
+            live.discard(self)
+            forked = self._method == "fork"  # such a worker comes to its first line at once
+            for worker in workers:
+                worker.close_pipes()
+                if not worker.heard and (worker.added or not (forked or answers(worker.pid))):
+                    worker.process.terminate()
+            deadline = time.monotonic() + grace_s
+            for worker in workers:
+                # A second Ctrl-C means that the user will not wait.
+                while not (worker.is_dead() or interrupts.came or time.monotonic() >= deadline):
+                    worker.process.join(_LOOK_S)
+            self._end(workers)
+            self._stacks.close()
+            self._close_wake()
+            self.closed = True
+
+    def _end(self, workers: list[ProcessWorker]) -> None:
+        """End those processes that have not ended by themselves, and release all."""
+        for order in ("terminate", "kill"):
+            stuck = [worker for worker in workers if not worker.is_dead()]
+            for worker in stuck:
+                getattr(worker.process, order)()
+            deadline = time.monotonic() + 1.0
+            for worker in stuck:
+                worker.process.join(max(0.0, deadline - time.monotonic()))
+        for worker in workers:
+            worker.release()
+
+    def _close_wake(self) -> None:
+        fd, self._wake_fd = self._wake_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def leave_to_parent(self) -> None:
+        """Close this object's descriptors in a forked child, where they would keep pipes open."""
+        for worker in self.workers:
+            worker.close_descriptors()
+        for fd in self._starting:
+            os.close(fd)
+        self.workers, self.processes, self._starting = [], [], ()
+        self._close_wake()
+        self.closed = True
+        self.closed_because = "its workers belong to the process that this one was forked from"

@@ -1,0 +1,212 @@
+"""Worker threads: the same loop, slots and records as worker processes, without a process and its pipes.
+
+A thread cannot be ended from outside. It is told that its batches are no longer wanted, and ends after its
+present sample. Until then it writes to memory that it maps itself, by a descriptor of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import dataclasses
+import sys
+import threading
+import time
+import traceback
+import weakref
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from shmloader.errors import WorkerDied
+from shmloader.failures.exceptions import add_note, forget_frames
+from shmloader.interrupts import HeldInterrupts
+from shmloader.messages import shown
+from shmloader.wire.channel import ThreadLink
+from shmloader.worker.epoch_settings import datasets_in
+from shmloader.worker.loop import run_in_thread
+from shmloader.workers.base import MakeArguments, Workers, live
+from shmloader.workers.death_messages import describe_held
+from shmloader.workers.worker_handles import ThreadWorker, Worker
+
+_CLOSE_S = 0.5  # how long `close` waits for threads to end
+_LEAST_CLOSE_S = 0.1  # also if there is nothing to wait for: threads without a task end at once
+_EXIT_S = 2.0  # how long the end of the program waits for them
+_MOST_CHARACTERS = 8000  # of a thread's stack
+
+_started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+class ThreadWorkers(Workers):
+    """All worker threads of one iterator.
+
+    It has no ``processes``: frameworks end those, and a thread cannot be ended. It never looks again before
+    it waits, since that would hold the interpreter lock that the workers need.
+    """
+
+    workers: list[ThreadWorker]
+
+    def __init__(self, make_arguments: MakeArguments, num_workers: int) -> None:
+        self.workers = []
+        self.processes = []
+        self._make_arguments = make_arguments
+        self._wakeup: SimpleQueue[None] = SimpleQueue()
+        live.add(self)
+        try:
+            for worker_id in range(num_workers):
+                with HeldInterrupts():
+                    self._start(worker_id)
+        except BaseException:
+            self.close(grace_s=0.0)
+            raise
+
+    def _start(self, worker_id: int) -> ThreadWorker:
+        arguments = self._make_arguments(worker_id)
+        link = ThreadLink(self._wakeup)
+        own = dataclasses.replace(
+            arguments, segment=arguments.segment.duplicate(), dataset=_copy_dataset(arguments.dataset)
+        )
+        name = f"shmloader-worker-{worker_id}"
+        thread = threading.Thread(target=_run, args=(own, link), name=name, daemon=True)
+        _started.add(thread)
+        thread.start()
+        worker = ThreadWorker(worker_id, thread, link)
+        self.workers.append(worker)
+        return worker
+
+    def add(self) -> ThreadWorker:
+        """See `Workers`."""
+        with HeldInterrupts():
+            return self._start(len(self.workers))
+
+    def renew_datasets(self) -> None:
+        """See `Workers`."""
+        for worker in self.workers:
+            worker.link.dataset = _copy_dataset(self._make_arguments(worker.worker_id).dataset)
+
+    def restart(self, worker: Worker) -> Worker:
+        """Worker threads are not replaced: `arguments` refuses ``worker_restarts``."""
+        raise NotImplementedError(f"worker thread {worker.worker_id} cannot be replaced")
+
+    def wait(self, timeout_s: float | None) -> list[ThreadWorker]:
+        """See `Workers`."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            spoke = [worker for worker in self.workers if worker.link.answers or worker.link.ended]
+            if spoke or self.interrupted:
+                return spoke
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                self._wakeup.get(timeout=left_s)
+            except Empty:
+                return []
+
+    def interrupt(self) -> None:
+        """See `Workers`."""
+        self.interrupted = True
+        self._wakeup.put(None)
+
+    def stack_of(self, worker: Worker) -> str:
+        """See `Workers`."""
+        thread = self.workers[worker.worker_id].thread
+        frame = sys._current_frames().get(thread.ident or -1)  # noqa: SLF001 - documented
+        if frame is None:
+            return "(it has ended)"
+        return "".join(traceback.format_stack(frame)).rstrip()[-_MOST_CHARACTERS:]
+
+    def died(self, worker: Worker, indices: tuple[object, ...], memory: str, why: str = "") -> WorkerDied:
+        """See `Workers`."""
+        cause = self.workers[worker.worker_id].link.error
+        error = WorkerDied(
+            f"shmloader worker {worker.worker_id} ({worker.place}) ended: {shown(cause)}."
+            + describe_held(indices),
+            worker_id=worker.worker_id,
+            pid=worker.pid,
+            indices=indices,
+        )
+        error.__cause__ = cause
+        return error
+
+    def close(self, because: str = "its workers were stopped", grace_s: float = _CLOSE_S) -> None:
+        """See `Workers`. A thread in the middle of a batch ends by itself later; nothing depends on it.
+
+        May run in a worker thread, if the iterator is found to be garbage there.
+        """
+        self.closed_because = self.closed_because or because
+        with HeldInterrupts() as interrupts:
+            workers, self.workers = self.workers, []
+            live.discard(self)
+            for worker in workers:
+                worker.link.close()
+            _join([worker.thread for worker in workers], max(grace_s, _LEAST_CLOSE_S), interrupts)
+            self.closed = True
+
+    def leave_to_parent(self) -> None:
+        """See `Workers`."""
+        self.workers = []
+        self.closed = True
+        self.closed_because = "its workers are threads of the process that this one was forked from"
+
+
+def _copy_dataset(dataset: Any) -> Any:
+    """A dataset for one worker: an assignment to ``self`` is seen by that worker only, as in a process.
+
+    Datasets that it wraps are copied too. All else is shared, and so is a dataset that is not torch's.
+    """
+    if not isinstance(dataset, Dataset):
+        return dataset
+    try:
+        copies = {id(one): copy.copy(one) for one in datasets_in(dataset) if isinstance(one, Dataset)}
+    except Exception as error:
+        advice = "a __copy__ that returns self would have the threads share it."
+        add_note(
+            error, f"raised by copy.copy(): each worker thread has a shallow copy of the dataset; {advice}"
+        )
+        raise
+    for twin in copies.values():
+        attributes = getattr(twin, "__dict__", {})
+        for name, value in attributes.items():
+            if id(value) in copies:
+                attributes[name] = copies[id(value)]
+            elif type(value) in (list, tuple) and any(id(one) in copies for one in value):
+                attributes[name] = type(value)(copies.get(id(one), one) for one in value)
+    return copies[id(dataset)]
+
+
+def _run(arguments: Any, link: ThreadLink) -> None:
+    """Run a worker thread."""
+    ended_by: BaseException | None = None
+    try:
+        run_in_thread(arguments, link)
+    except BaseException as error:  # noqa: BLE001 - the main process raises it
+        forget_frames(error)
+        ended_by = error
+    finally:
+        del arguments
+        link.end(ended_by)
+
+
+def _join(threads: list[threading.Thread], grace_s: float, interrupts: HeldInterrupts | None = None) -> None:
+    """Wait for threads to end."""
+    deadline = time.monotonic() + grace_s
+    for thread in threads:
+        while thread is not threading.current_thread() and thread.is_alive():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or (interrupts is not None and interrupts.came):
+                return
+            thread.join(min(left_s, _LEAST_CLOSE_S))
+
+
+@atexit.register
+def _end_with_program() -> None:
+    """Give worker threads time to end before the program does.
+
+    The interpreter stops a daemon thread wherever it is. Some versions unwind its stack, which not all of
+    torch's C++ functions survive.
+    """
+    for workers in list(live):
+        if isinstance(workers, ThreadWorkers):
+            workers.interrupt()
+            workers.close("the program ends", grace_s=0.0)
+    _join(list(_started), _EXIT_S)
