@@ -1,1 +1,1 @@
-"""Scheduling: which worker makes which batch, and when. Main process."""
+"""Order: which worker makes which batch, and when. Main process."""
