@@ -54,7 +54,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             shared_seed = self._stream.share_seed(self._shared_seed)
             self._dataset = torch_private.seed_datapipe(self._dataset, shared_seed)
         self._report: StreamReport | None = None  # of the batch that was fetched last
-        rules = FetchRules.of_loader(settings, None if self._stream is None else self._stream.rules)
+        rules = FetchRules.of(settings, None if self._stream is None else self._stream.rules)
         self._seeds: SampleSeeds | None = None
         dataset = self._dataset
         self._base_seed, self._epoch = seeds = one_pass.seeds(int(self._base_seed))

@@ -22,6 +22,7 @@ from shmloader.exchange.dispatcher import Dispatcher
 from shmloader.failures.bad_samples import LEFT_OUT, count, take_report, warn_of_bad_samples
 from shmloader.failures.exceptions import restore
 from shmloader.indices.array_samplers import index_arrays
+from shmloader.indices.epoch_prefetch import next_epoch_for
 from shmloader.indices.samplers import GeneratorStates, generator_states
 from shmloader.interrupts import BROKEN, IDLE, HeldInterrupts, Lifecycle
 from shmloader.order.auto import Auto
@@ -90,8 +91,9 @@ class SlotIterator(torch_private.OwnOrder):
             )
             dispatcher.ledger.epoch = epoch
             self._delivery = self._make_delivery(device)
-            self._scheduler = Scheduler(loader, self._index_sampler, dispatcher, auto)
-            self._begin(loader, one_pass)
+            next_epoch = next_epoch_for(settings)
+            self._scheduler = Scheduler(loader, self._index_sampler, dispatcher, auto, next_epoch)
+            self._begin(one_pass)
             self._copies = watch_copies(loader, workers.processes, counters)  # while the workers load
         except BaseException:
             with HeldInterrupts():
@@ -113,7 +115,7 @@ class SlotIterator(torch_private.OwnOrder):
             num_workers=self._num_workers if auto is None else auto.most_workers,
             segment=self.pool.segment,
             dataset=self._dataset,
-            rules=FetchRules.of_loader(settings, None if stream is None else stream.rules),
+            rules=FetchRules.of(settings, None if stream is None else stream.rules),
             base_seed=int(self._base_seed),
             shared_seed=None if stream is None else stream.share_seed(self._shared_seed),
             init_fn=init_fn,
@@ -135,26 +137,27 @@ class SlotIterator(torch_private.OwnOrder):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin a further epoch, with what is left of the last one void; torch's name for it."""
+        super()._reset(loader)
         with self._states.begin(Settings.of(loader)) as one_pass:
-            self._begin(loader, one_pass, further=True)
+            self._begin(one_pass, further=True)
 
-    def _begin(self, loader: Any, one_pass: Pass, *, further: bool = False) -> None:
+    def _begin(self, one_pass: Pass, *, further: bool = False) -> None:
         lifecycle = self._lifecycle
         try:
             lifecycle.enter()
             self._check_open()
             self._counters.begin_epoch(starts=not further)
-            self._begin_epoch(loader, one_pass, further=further)
+            self._begin_epoch(one_pass, further=further)
             lifecycle.leave()
             lifecycle.phase = IDLE
         except BaseException as error:
             lifecycle.fail(error)
             raise
 
-    def _begin_epoch(self, loader: Any, one_pass: Pass, *, further: bool) -> None:
+    def _begin_epoch(self, one_pass: Pass, *, further: bool) -> None:
         scheduler = self._scheduler
         early = scheduler.take_early(discard=bool(self._calls)) if further else None
-        batches = self._begin_order(loader, one_pass, early, further=further)
+        batches = self._begin_order(one_pass, early, further=further)
         if early is not None:
             scheduler.go_on(batches)
             return
@@ -169,9 +172,7 @@ class SlotIterator(torch_private.OwnOrder):
         first_worker = 0 if self._stream is None else self._stream.first_worker
         scheduler.begin_epoch(batches, self._progress.done, first_worker)
 
-    def _begin_order(
-        self, loader: Any, one_pass: Pass, early: Iterator[Any] | None, *, further: bool
-    ) -> Iterator[Any]:
+    def _begin_order(self, one_pass: Pass, early: Iterator[Any] | None, *, further: bool) -> Iterator[Any]:
         """Make torch's draws at the beginning of an epoch; returns its index batches."""
         sampler, generator = self._index_sampler, one_pass.settings.generator
         try:
@@ -181,7 +182,7 @@ class SlotIterator(torch_private.OwnOrder):
                 sampler_iter = index_arrays(sampler) or sampler_iter
             else:
                 before, sampler_iter = self._scheduler.states_before_early, early
-            super()._reset(loader)
+            self._draw_shared_seed(generator)
             seeds = int(self._base_seed), self._dispatcher.ledger.epoch + further
             batches, self._progress = one_pass.begin(sampler_iter, before, seeds)
         except Exception as error:

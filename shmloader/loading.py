@@ -189,7 +189,7 @@ class Loading:
         if _LOADED not in vars(loader) and (counted := self.states.counted()) is not None:
             return counted
         if not self.states.begun:
-            check_resumable(loader)
+            check_resumable(loader.num_workers)
         return self.states.state(Settings.of(loader), _loaded_state(loader))
 
     def state_after_epoch(self, loader: Any, epoch: int) -> State:
@@ -199,7 +199,7 @@ class Loading:
     def load_state_dict(self, loader: Any, state: Mapping[str, Any]) -> None:
         """Make the next iterator continue from a state; see `DataLoader.load_state_dict`."""
         if state != {}:  # None is refused, {} is an empty state
-            check_resumable(loader)
+            check_resumable(loader.num_workers)
             its_own = getattr(loader, "set_epoch", None) or functools.partial(self.set_epoch, loader)
             vars(loader)[_LOADED] = self.states.load(Settings.of(loader), state, its_own)
             _waiting.add(loader)

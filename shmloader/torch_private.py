@@ -82,15 +82,18 @@ if GET_ITERATOR not in getattr(
 
 
 class OwnOrder(BaseIterator):
-    """torch's iterator; an epoch's order comes from elsewhere, and its other draws are torch's."""
+    """torch's iterator, whose `_reset` leaves the sampler alone: the order comes from elsewhere."""
 
-    _pg: Any = None  # in a torch without it, ranks draw alike
+    _pg: Any = None  # a torch without it lets each rank draw
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         self._num_yielded = 0
         self._IterableDataset_len_called = loader._IterableDataset_len_called
+
+    def _draw_shared_seed(self, generator: torch.Generator | None) -> None:
+        """Draw the seed that the workers of an epoch share, as torch does after it has asked the sampler."""
         if self._shared_seed is not None:
-            self._shared_seed = _share_dist_seed(loader.generator, self._pg)
+            self._shared_seed = _share_dist_seed(generator, self._pg)
             self._dataset = seed_datapipe(self._dataset, self._shared_seed)
 
 
