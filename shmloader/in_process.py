@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 
 from shmloader import torch_private
 from shmloader.failures.bad_samples import LEFT_OUT, Reported, count, take_report, warn_of_bad_samples
-from shmloader.indices.packed_indices import PackedInts
+from shmloader.indices.array_samplers import index_arrays
 from shmloader.indices.samplers import generator_states, index_sampler_of, states_if_drawn
 from shmloader.resume import States, StreamProgress
 from shmloader.resume.states import loaded_state
@@ -67,12 +67,20 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             self._seeds = SampleSeeds(Generators(worker_seeds(seeds[0], 0)), seeds[0], in_thread=False)
             dataset = before_each_sample(dataset, rules, self._seeds.seed_next)
         self._dataset_fetcher = make_fetcher(dataset, rules)
+        self._sampler_iter = index_arrays(self._index_sampler) or self._sampler_iter
         self._read_states = functools.partial(generator_states, self._index_sampler, loader.generator)
         batches, self._progress = states.begin_epoch(loader, self._sampler_iter, drawn, seeds)
         self._progress.stream = self._stream
         self._behind = set(self._progress.behind)
         self._position = self._progress.taken - 1  # of the last batch that was asked for
         self._sampler_iter = batches
+
+    def __next__(self) -> Any:
+        if self._stream is not None or torch_private.profiler_enabled():
+            return super().__next__()
+        batch = self._next_data()  # without a profiler range, which takes longer than a small batch
+        self._num_yielded += 1
+        return batch
 
     def _next_index(self) -> Any:
         progress = self._progress
@@ -82,7 +90,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             index_batch = next(self._sampler_iter)
             self._position += 1
             if self._position not in self._behind:
-                return index_batch.tolist() if isinstance(index_batch, PackedInts) else index_batch
+                return index_batch
 
     @torch_private.never_compiled
     def _next_data(self) -> Any:
