@@ -11,7 +11,7 @@ from typing import Any
 
 from shmloader import torch_private
 from shmloader.failures.bad_samples import LEFT_OUT, Reported, count, take_report, warn_of_bad_samples
-from shmloader.indices.packed_indices import PackedInts
+from shmloader.indices.array_samplers import index_arrays
 from shmloader.indices.samplers import generator_states, states_if_drawn
 from shmloader.resume import Pass
 from shmloader.statistics import Counters
@@ -62,9 +62,17 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             self._seeds = SampleSeeds(Generators(worker_seeds(seeds[0], 0)), seeds[0], in_thread=False)
             dataset = before_each_sample(dataset, rules, self._seeds.seed_next)
         self._dataset_fetcher = make_fetcher(dataset, rules)
-        self._sampler_iter, self._progress = one_pass.begin(self._sampler_iter, drawn, seeds)
+        sampler_iter = index_arrays(self._index_sampler) or self._sampler_iter
+        self._sampler_iter, self._progress = one_pass.begin(sampler_iter, drawn, seeds)
         self._behind = set(self._progress.behind)
         self._position = self._progress.taken - 1  # of the last batch that was asked for
+
+    def __next__(self) -> Any:
+        if self._stream is not None or torch_private.profiler_enabled():
+            return super().__next__()
+        batch = self._next_data()  # without a profiler range, which takes longer than a small batch
+        self._num_yielded += 1
+        return batch
 
     def _next_index(self) -> Any:
         progress = self._progress
@@ -74,7 +82,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             index_batch = next(self._sampler_iter)
             self._position += 1
             if self._position not in self._behind:
-                return index_batch.tolist() if isinstance(index_batch, PackedInts) else index_batch
+                return index_batch
 
     @torch_private.never_compiled
     def _next_data(self) -> Any:
