@@ -58,7 +58,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         self._seeds: SampleSeeds | None = None
         dataset = self._dataset
         self._base_seed, self._epoch = seeds = one_pass.seeds(int(self._base_seed))
-        if settings.seed_per_sample and not rules.iterable:
+        if settings.seeds_samples and not rules.iterable:
             self._seeds = SampleSeeds(Generators(worker_seeds(seeds[0], 0)), seeds[0], in_thread=False)
             dataset = before_each_sample(dataset, rules, self._seeds.seed_next)
         self._dataset_fetcher = make_fetcher(dataset, rules)
@@ -101,7 +101,6 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             self._note_taken()
             if batch is not LEFT_OUT:
                 break
-        self._counters.batches += 1
         if self._pins and not captured:
             self._counters.pin_copies += 1
             batch = torch_private.pin_memory(batch, self._pin_memory_device)
@@ -109,8 +108,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             from shmloader.device import to_device
 
             batch = to_device(batch, self._device)
-        self._counters.last_next_ns = time.perf_counter_ns()
-        self._counters.in_process_ns += self._counters.last_next_ns - began_ns
+        self._counters.note_made(began_ns)
         return batch
 
     def _is_captured(self) -> bool:

@@ -119,7 +119,7 @@ class SlotIterator(torch_private.OwnOrder):
             base_seed=int(self._base_seed),
             shared_seed=None if stream is None else stream.share_seed(self._shared_seed),
             init_fn=init_fn,
-            seeds_samples=settings.seed_per_sample,
+            seeds_samples=settings.seeds_samples,
             places=settings.place_results,
         )
         self.pool.keeps_granted = settings.worker_type == THREAD

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from types import SimpleNamespace
 from typing import Any, Final, Literal, Self, get_args
 
@@ -29,21 +29,6 @@ DYNAMIC: Final = "dynamic"
 PROCESS: Final = "process"
 THREAD: Final = "thread"
 
-OWN_DEFAULTS: dict[str, Any] = {
-    "memory_budget_nbytes": None,
-    "worker_restarts": 0,
-    "on_error": "raise",
-    "dispatch": "static",
-    "seed_per_sample": None,
-    "prefetch_epochs": False,
-    "worker_type": "process",
-    "share_dataset": False,
-    "shard": None,
-    "snapshot_every_n_steps": None,
-    "place_results": True,
-}
-"""Options that torch's loader lacks, with the values that turn them off."""
-
 _WORDS = {
     "on_error": get_args(OnError),
     "dispatch": get_args(Dispatch),
@@ -51,10 +36,6 @@ _WORDS = {
     "shard": get_args(Shard),
 }
 _DEVICE = "_shmloader_device"
-_TORCHS = (
-    "dataset sampler batch_sampler batch_size drop_last collate_fn num_workers prefetch_factor in_order "
-    "persistent_workers timeout worker_init_fn multiprocessing_context generator"
-).split()
 
 
 class AutoCount(int):
@@ -101,7 +82,6 @@ class Settings:
         num_workers: Worker processes or threads now.
         prefetch_factor: Batches in advance per worker; 0 without workers.
         dispatch: Also ``"dynamic"`` for ``num_workers="auto"``.
-        seed_per_sample: Whether generators are seeded for each sample.
         device: As given; `target` is the accelerator.
     """
 
@@ -119,18 +99,19 @@ class Settings:
     worker_init_fn: Any
     multiprocessing_context: Any
     generator: torch.Generator | None
-    memory_budget_nbytes: Any
-    worker_restarts: int
-    on_error: OnError
-    dispatch: Dispatch
-    prefetch_epochs: bool
-    worker_type: WorkerType
-    share_dataset: bool
-    shard: Shard | None
-    snapshot_every_n_steps: int | None
-    seed_per_sample: bool
-    place_results: bool
     device: torch.device | None
+    # Options that torch's loader lacks, with the values that turn them off:
+    memory_budget_nbytes: int | None = None
+    worker_restarts: int = 0
+    on_error: OnError = "raise"
+    dispatch: Dispatch = STATIC
+    seed_per_sample: bool | None = None
+    prefetch_epochs: bool = False
+    worker_type: WorkerType = PROCESS
+    share_dataset: bool = False
+    shard: Shard | None = None
+    snapshot_every_n_steps: int | None = None
+    place_results: bool = True
 
     @classmethod
     def of(cls, loader: Any) -> Self:
@@ -140,15 +121,18 @@ class Settings:
             TypeError: If there is a number of workers or of batches in advance that is not whole.
         """
         read = {name: getattr(loader, name) for name in _TORCHS}
-        for name, default in OWN_DEFAULTS.items():
+        for name, default in OWN_DEFAULTS.items():  # a subclass may have attributes of these names
             read[name] = option_in_effect(name, getattr(loader, name, default))
         if isinstance(read["num_workers"], AutoCount):
             read["dispatch"] = DYNAMIC
-        if read["seed_per_sample"] is None:
-            read["seed_per_sample"] = read["dispatch"] == DYNAMIC
         for name in ("num_workers", "prefetch_factor"):
             read[name] = operator.index(read[name] or 0)
         return cls(**read, device=getattr(loader, _DEVICE, None))
+
+    @property
+    def seeds_samples(self) -> bool:
+        """Whether generators are seeded for each sample."""
+        return self.dispatch == DYNAMIC if self.seed_per_sample is None else bool(self.seed_per_sample)
 
     @property
     def index_sampler(self) -> Any:
@@ -193,6 +177,14 @@ class Settings:
                 f"device='{device}' is not available: torch finds {count} device(s), numbered from 0"
             )
         return device
+
+
+OWN_DEFAULTS: dict[str, Any] = {
+    field.name: field.default for field in fields(Settings) if field.default is not MISSING
+}
+"""Options that torch's loader lacks, with the values that turn them off."""
+
+_TORCHS = [field.name for field in fields(Settings) if field.name not in {*OWN_DEFAULTS, "device"}]
 
 
 def set_options(loader: Any, given: dict[str, Any]) -> Any:
