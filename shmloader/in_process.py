@@ -9,6 +9,8 @@ import functools
 import time
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from shmloader import torch_private
 from shmloader.failures.bad_samples import LEFT_OUT, Reported, count, take_report, warn_of_bad_samples
 from shmloader.indices.array_samplers import index_arrays
@@ -28,7 +30,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         AssertionError: If the loader has a timeout, as torch has it.
     """
 
-    def __init__(self, loader: Any, one_pass: Pass, counters: Counters) -> None:
+    def __init__(self, loader: DataLoader[Any], one_pass: Pass, counters: Counters) -> None:
         # Not torch's own constructor: its fetcher would begin to iterate over the dataset.
         settings = one_pass.settings
         self._read_states = functools.partial(generator_states, settings.index_sampler, settings.generator)

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from torch.utils.data import DataLoader
+
 from shmloader import torch_private
 from shmloader.codec import Decoder
 from shmloader.errors import LoaderClosed, LoaderError, SpillWarning, warn
@@ -60,7 +62,12 @@ class SlotIterator(torch_private.OwnOrder):
     """
 
     def __init__(
-        self, loader: Any, one_pass: Pass, counters: Counters, states: States, auto: Auto | None = None
+        self,
+        loader: DataLoader[Any],
+        one_pass: Pass,
+        counters: Counters,
+        states: States,
+        auto: Auto | None = None,
     ) -> None:
         super().__init__(loader)
         settings = one_pass.settings
@@ -135,7 +142,7 @@ class SlotIterator(torch_private.OwnOrder):
 
     # --- epochs
 
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         """Begin a further epoch, with what is left of the last one void; torch's name for it."""
         super()._reset(loader)
         with self._states.begin(Settings.of(loader)) as one_pass:

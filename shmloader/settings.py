@@ -227,52 +227,52 @@ def set_device(loader: Any, device: torch.device | str | int | None) -> None:
 
 
 def check_arguments(
-    loader: Any, dataset: object, num_workers: object, persistent_workers: bool, context: object
+    options: Any, dataset: object, num_workers: object, persistent_workers: bool, context: object
 ) -> None:
-    """Check all of the loader's own arguments, which are its attributes; torch's are not set yet.
+    """Check all of the loader's own arguments; torch's are not set yet.
 
     Raises:
         TypeError: For a wrong type. Any object with an ``__index__`` is a whole number, as usual in Python.
         ValueError: For a wrong value.
     """
-    if loader.memory_budget_nbytes is not None:
+    if options.memory_budget_nbytes is not None:
         wanted = "a whole number of bytes or None"
-        _check_whole("memory_budget_nbytes", loader.memory_budget_nbytes, 1, wanted, "int(1e9)")
-    _check_whole("worker_restarts", loader.worker_restarts, 0, "a whole number", "3")
+        _check_whole("memory_budget_nbytes", options.memory_budget_nbytes, 1, wanted, "int(1e9)")
+    _check_whole("worker_restarts", options.worker_restarts, 0, "a whole number", "3")
     for name in ("prefetch_epochs", "share_dataset", "place_results"):
-        _check_bool(name, getattr(loader, name))
-    if (every := loader.snapshot_every_n_steps) is not None:
+        _check_bool(name, getattr(options, name))
+    if (every := options.snapshot_every_n_steps) is not None:
         _check_whole("snapshot_every_n_steps", every, 0, "a whole number or None", "100")
-    if loader.seed_per_sample is not None:
-        _check_bool("seed_per_sample", loader.seed_per_sample)
-        if loader.seed_per_sample and isinstance(dataset, IterableDataset):
+    if options.seed_per_sample is not None:
+        _check_bool("seed_per_sample", options.seed_per_sample)
+        if options.seed_per_sample and isinstance(dataset, IterableDataset):
             raise ValueError(
                 "seed_per_sample=True needs a map-style dataset: it seeds before dataset[index] is called, "
                 "and an iterable-style dataset is not asked for single samples"
             )
     for name in ("on_error", "dispatch", "worker_type"):
-        _check_word(name, getattr(loader, name), _WORDS[name])
-    if loader.worker_restarts and isinstance(dataset, IterableDataset):
+        _check_word(name, getattr(options, name), _WORDS[name])
+    if options.worker_restarts and isinstance(dataset, IterableDataset):
         raise ValueError(
             "worker_restarts needs a map-style dataset: only the dead worker knew how far it had come in an "
             "iterable-style one, so its batches cannot be made again"
         )
-    if loader.prefetch_epochs and not persistent_workers:
+    if options.prefetch_epochs and not persistent_workers:
         raise ValueError(
             "prefetch_epochs=True needs persistent_workers=True: other workers end with their epoch"
         )
-    _check_dispatch(loader.dispatch, dataset, num_workers)
-    _check_shard(loader.shard, dataset)
-    check_workers(loader, dataset, context)
+    _check_dispatch(options.dispatch, dataset, num_workers)
+    _check_shard(options.shard, dataset)
+    check_workers(options, dataset, context)
 
 
-def check_workers(loader: Any, dataset: object, context: object) -> None:
+def check_workers(options: Any, dataset: object, context: object) -> None:
     """Refuse arguments that worker threads do not support, and ``multiprocessing`` contexts that use threads.
 
     Raises:
         ValueError: With the argument, the reason, and what to pass instead.
     """
-    if loader.worker_type != THREAD:
+    if options.worker_type != THREAD:
         _check_context(context)
         return
     if why_missing(Feature.THREADS) is not None:
@@ -282,9 +282,9 @@ def check_workers(loader: Any, dataset: object, context: object) -> None:
             f"worker_type='thread' starts no processes: multiprocessing_context={context!r} "
             "means nothing with it, leave one of them out"
         )
-    if loader.worker_restarts:
+    if options.worker_restarts:
         raise ValueError(
-            f"worker_restarts={loader.worker_restarts} needs worker_type='process': a thread that hangs "
+            f"worker_restarts={options.worker_restarts} needs worker_type='process': a thread that hangs "
             "cannot be ended, and one that crashes ends the program"
         )
     if isinstance(dataset, torch_private.DATAPIPES):
