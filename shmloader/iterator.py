@@ -98,7 +98,7 @@ class SlotIterator(torch_private.OwnOrder):
             )
             dispatcher.ledger.epoch = epoch
             self._delivery = self._make_delivery(device)
-            next_epoch = next_epoch_for(settings)
+            next_epoch = next_epoch_for(settings) if settings.prefetch_epochs else None
             self._scheduler = Scheduler(loader, self._index_sampler, dispatcher, auto, next_epoch)
             self._begin(one_pass)
             self._copies = watch_copies(loader, workers.processes, counters)  # while the workers load
@@ -345,7 +345,10 @@ class SlotIterator(torch_private.OwnOrder):
             self._lifecycle.expect(error)
             raise
         self._counters.batches += 1
-        self._take(task, report)
+        if self._stream is None:
+            self._progress.take(task.position)
+        else:
+            self._take(task, report)
         return batch
 
     def _take(self, task: Task, report: StreamReport | None) -> None:
