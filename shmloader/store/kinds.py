@@ -73,6 +73,7 @@ _HUGGING_FACE = {
     "datasets.arrow_dataset": ("DatasetInfoMixin",),  # the base of Dataset and IterableDataset
     "datasets.dataset_dict": ("DatasetDict", "IterableDatasetDict"),
 }
+_TABLE_IN_MEMORY = {"datasets.table": ("InMemoryTable",)}
 _SEQUENCES, _MAPPINGS = (list, tuple, deque), (dict, OrderedDict, defaultdict, Counter)
 # By ``id``: a metaclass may define how its classes are compared.
 _PLAIN: dict[int, type] = {id(kind): list for kind in _SEQUENCES} | {id(kind): dict for kind in _MAPPINGS}
@@ -114,6 +115,21 @@ def is_pandas_part(value: Any) -> bool:
 def is_hugging_face(value: Any) -> bool:
     """Whether a value is a dataset of Hugging Face's ``datasets``."""
     return is_a(value, _classes(_HUGGING_FACE))
+
+
+def is_table_in_memory(value: Any) -> bool:
+    """Whether a value is a Hugging Face dataset's Arrow table, not mapped from files."""
+    return is_a(value, _classes(_TABLE_IN_MEMORY))
+
+
+def tables_of(dataset: Any) -> Iterable[tuple[Any, Any]]:
+    """The tables in memory of a Hugging Face dataset: of its rows, and of its indices if it was shuffled."""
+    return [(label, held) for label, held in attributes_of(dataset) if is_table_in_memory(held)]
+
+
+def is_dataset(value: Any) -> bool:
+    """Whether a value is torch's, or Hugging Face's, idea of a dataset."""
+    return is_a(value, torch.utils.data.Dataset) or is_hugging_face(value)
 
 
 def _classes(names: Mapping[str, tuple[str, ...]]) -> tuple[type, ...]:
@@ -287,7 +303,8 @@ def estimate_nbytes(value: Any, *, arrays: bool = True) -> int:
         value: The object.
         arrays: Whether to count the data of arrays and tensors, which no one copies by reading it.
     """
-    return int(value.nbytes) if is_arrow(value) else _nbytes_of(value, set(), arrays=arrays)
+    table = value.table if is_table_in_memory(value) else value
+    return int(table.nbytes) if is_arrow(table) else _nbytes_of(value, set(), arrays=arrays)
 
 
 def nbytes_of_rows(rows: Sequence[Any], sampled: int = _SAMPLED_OF_CHUNK) -> int:
