@@ -140,7 +140,7 @@ class Gatherer:
 def _rows_of(index_batch: Any) -> Rows:
     """An index batch as an array, if the dataset sees each index as an int."""
     if type(index_batch) is PackedInts:
-        rows = index_batch.array()
+        rows = np.frombuffer(index_batch, np.int64).copy()
     elif type(index_batch) in (list, tuple):
         rows = plain_ints(list(index_batch))
     elif type(index_batch) in (range, torch.Tensor, np.ndarray):
