@@ -34,7 +34,7 @@ from shmloader.settings import THREAD, device_of, seeds_samples
 from shmloader.slots import SlotPool
 from shmloader.slots.task_ledger import ARRIVED, Task
 from shmloader.statistics import Counters
-from shmloader.store.unshared import warn_of_copies, watch_copies
+from shmloader.store_hooks import hooks
 from shmloader.wire.records import FAILED, REPORTED
 from shmloader.wire.stream_records import StreamReport
 from shmloader.worker.epoch_settings import EpochSettings
@@ -96,7 +96,7 @@ class SlotIterator(torch_private.BaseIterator):
             self._delivery = self._make_delivery(device)
             self._scheduler = Scheduler(loader, self._index_sampler, dispatcher, auto)
             self._reset(loader, first_iter=True)
-            self._copies = watch_copies(loader, workers.processes, counters)  # while the workers load
+            self._copies = hooks.watch_copies(loader, workers.processes, counters)  # while the workers load
         except BaseException:
             with HeldInterrupts():
                 if workers is not None:
@@ -279,11 +279,13 @@ class SlotIterator(torch_private.BaseIterator):
             if self._stream is not None:
                 self._stream.end_epoch(self._progress)
             processes, batch_nbytes = self._all_workers.processes, self._counters.largest_batch_nbytes
-            copied = "" if self._copies is None else self._copies.ended(processes, batch_nbytes)
+            if self._copies is not None:
+                self._copies.measure(processes, batch_nbytes)
             self._note_end()
             if not self._persistent_workers:
                 self._shutdown_workers()
-            warn_of_copies(copied, self._counters)
+            if self._copies is not None:
+                self._copies.warn()
             warn_of_bad_samples(self._counters, self._on_error)
         except (LoaderError, Warning) as error:  # ranks of other lengths; warnings that are errors
             self._lifecycle.expect(error)

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from shmloader.codec.arrays import kind_of_tensor
+from shmloader.foreign import is_hugging_face
 from shmloader.sources.base import NotGathered, Rows, Source, make_output, within
 from shmloader.sources.blocks import joined_dtype
-from shmloader.store.kinds import is_hugging_face, kind_of_tensor
 
 _HF_FORMATS = (None, "numpy", "torch")  # others may be the program's own functions, or draw random numbers
 

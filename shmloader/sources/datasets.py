@@ -13,7 +13,7 @@ from shmloader.indices.array_samplers import is_by_torch
 from shmloader.indices.packed_indices import int_array
 from shmloader.sources.base import NotGathered, Rows, Source, as_sample_field, within
 from shmloader.sources.blocks import block_of
-from shmloader.sources.stores import is_any_store
+from shmloader.store_hooks import hooks
 
 Recognise = Callable[[Any], Source]
 """Gives the source for a dataset inside another; raises `NotGathered` if there is none."""
@@ -91,7 +91,7 @@ def pick_from(indices: Any) -> Pick:
     kind = type(indices)
     if kind is range:
         return lambda rows: indices.start + indices.step * within(rows, len(indices))
-    if is_any_store(indices):
+    if hooks.is_store(indices):
         return lambda rows: _pick_from_store(indices, rows)
     array: Any = None
     if kind is list or kind is tuple:

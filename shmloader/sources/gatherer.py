@@ -22,7 +22,8 @@ from shmloader.sources.base import (
 from shmloader.sources.blocks import block_of, is_array
 from shmloader.sources.columns import has_columns, hugging_face_rows
 from shmloader.sources.datasets import has_getbatch, plain_ints, source_of
-from shmloader.sources.stores import StoreRows, is_store
+from shmloader.sources.stores import StoreRows
+from shmloader.store_hooks import hooks
 from shmloader.torch_features import Feature, missing_message, why_missing
 
 _log = logging.getLogger("shmloader")
@@ -49,7 +50,7 @@ def recognise(dataset: Any) -> Source:
         )
     if has_getbatch(dataset):
         return Source(dataset.__getbatch__, users_code=True)
-    if is_store(dataset):
+    if hooks.takes_rows(dataset):
         return Source(StoreRows(dataset).gather)
     if is_array(dataset):
         return block_of(dataset)
