@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from shmloader.codec.arrays import kind_of_tensor
+from shmloader.codec.array_kinds import kind_of_tensor
+from shmloader.codec.slot_allocator import current_allocator
 from shmloader.foreign import is_hugging_face
 from shmloader.sources.base import NotGathered, Rows, Source, make_output, within
 from shmloader.sources.blocks import joined_dtype
@@ -50,6 +51,8 @@ def _join(column: Any, count: int) -> Any:
     elif type(column) is np.ndarray:
         dtype = joined_dtype(column)
         if dtype is not None and column.flags.c_contiguous:
+            if current_allocator() is None:
+                return torch.tensor(column)
             out = make_output(count, column.shape[1:], dtype)
             out.numpy()[...] = column
             return out

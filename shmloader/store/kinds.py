@@ -25,15 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shmloader.codec.arrays import (
-    Array,
-    ArrayKind,
-    array_of_tensor,
-    is_plain,
-    kind_of_array,
-    kind_of_tensor,
-    wrap_array,
-)
+from shmloader.codec.array_kinds import kind_of_tensor
 from shmloader.foreign import (
     ARROW,
     PANDAS,
@@ -46,16 +38,6 @@ from shmloader.foreign import (
 )
 from shmloader.store import static
 from shmloader.store.static import base_of, is_a
-
-__all__ = [
-    "Array",
-    "ArrayKind",
-    "array_of_tensor",
-    "is_plain",
-    "kind_of_array",
-    "kind_of_tensor",
-    "wrap_array",
-]
 
 LEAST_NBYTES = 1 << 20
 """The least size of a held object that is shared, in bytes as Python objects. A smaller one is not worth a

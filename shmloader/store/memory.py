@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from shmloader.codec.arrays import ArrayKind, array_of_tensor, kind_of_tensor, wrap_array
+from shmloader.codec.array_kinds import ArrayKind, array_of_tensor, kind_of_tensor, wrap_array
 from shmloader.memory import PAGE_NBYTES
 from shmloader.memory.limits import open_files
 from shmloader.store.chunks import Chunks, chunks_in_memory

@@ -1,4 +1,4 @@
-"""Kinds of arrays and tensors, and the ndarray that has a tensor's items."""
+"""Kinds of ndarrays and tensors that share a dtype, and tensors as the ndarrays that carry their items."""
 
 from __future__ import annotations
 
