@@ -34,7 +34,7 @@ from shmloader.settings import THREAD, Settings
 from shmloader.slots import SlotPool
 from shmloader.slots.task_ledger import ARRIVED, Task
 from shmloader.statistics import Counters
-from shmloader.store.unshared import warn_of_copies, watch_copies
+from shmloader.store_hooks import hooks
 from shmloader.wire.records import FAILED, REPORTED
 from shmloader.wire.stream_records import StreamReport
 from shmloader.worker.epoch_settings import EpochSettings
@@ -101,7 +101,7 @@ class SlotIterator(torch_private.OwnOrder):
             next_epoch = next_epoch_for(settings) if settings.prefetch_epochs else None
             self._scheduler = Scheduler(loader, self._index_sampler, dispatcher, auto, next_epoch)
             self._begin(one_pass)
-            self._copies = watch_copies(loader, workers.processes, counters)  # while the workers load
+            self._copies = hooks.watch_copies(loader, workers.processes, counters)  # while the workers load
         except BaseException:
             with HeldInterrupts():
                 if workers is not None:
@@ -279,11 +279,13 @@ class SlotIterator(torch_private.OwnOrder):
             if self._stream is not None:
                 self._stream.end_epoch(self._progress)
             processes, batch_nbytes = self._all_workers.processes, self._counters.largest_batch_nbytes
-            copied = "" if self._copies is None else self._copies.ended(processes, batch_nbytes)
+            if self._copies is not None:
+                self._copies.measure(processes, batch_nbytes)
             self._note_end()
             if not self._persistent_workers:
                 self._shutdown_workers()
-            warn_of_copies(copied, self._counters)
+            if self._copies is not None:
+                self._copies.warn()
             warn_of_bad_samples(self._counters, self._on_error)
         except (LoaderError, Warning) as error:  # ranks of other lengths; warnings that are errors
             self._lifecycle.expect(error)

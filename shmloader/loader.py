@@ -27,6 +27,7 @@ from shmloader.settings import (
     set_options,
 )
 from shmloader.statistics import LoaderStatistics
+from shmloader.store_hooks import hooks
 from shmloader.torch_private import never_compiled
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -321,8 +322,6 @@ def _shared_if_asked(loader: DataLoader[Any], dataset: Any) -> Any:
     """The dataset, shared if ``share_dataset`` asks for that and the platform has shared memory."""
     if not loader.share_dataset or why_unavailable() is not None:
         return dataset
-    from shmloader.store.attributes import share_for_loader  # imports pyarrow
-
-    shared = share_for_loader(dataset)
+    shared = hooks.share_dataset(dataset)
     replace_in_records(loader, dataset, shared)
     return shared

@@ -24,7 +24,8 @@ from shmloader.sources.base import (
 from shmloader.sources.blocks import block_of, is_array
 from shmloader.sources.columns import has_columns, hugging_face_rows
 from shmloader.sources.datasets import OWN_METHODS, has_getbatch, plain_ints, source_of
-from shmloader.sources.stores import StoreRows, is_store
+from shmloader.sources.stores import StoreRows
+from shmloader.store_hooks import hooks
 from shmloader.torch_features import Feature, missing_message, why_missing
 
 _log = logging.getLogger("shmloader")
@@ -55,7 +56,7 @@ def recognise(dataset: Any, *, in_worker: bool) -> Source:
             "the dataset is iterable-style, and gives its samples one by one. Only a map-style dataset can "
             "give a batch at once"
         )
-    if is_store(dataset):
+    if hooks.takes_rows(dataset):
         return Source(StoreRows(dataset).gather)
     if has_columns(dataset):
         return hugging_face_rows(dataset)
