@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 
 from shmloader.errors import LoaderClosed
-from shmloader.exchange.dispatcher import Dispatcher
+from shmloader.exchange.exchange import Exchange
 from shmloader.memory.limits import cores, memory_headroom
-from shmloader.order.dynamic_dispatch import FreeWorkers
+from shmloader.order.policies import FreeWorkers
 from shmloader.settings import AutoCount
 from shmloader.statistics import AutotuneReport
 
@@ -165,15 +165,13 @@ class Growth:
     if no workers are added.
     """
 
-    def __init__(
-        self, auto: Auto, loader: Any, dispatcher: Dispatcher, free_workers: FreeWorkers | None
-    ) -> None:
+    def __init__(self, auto: Auto, loader: Any, exchange: Exchange, free_workers: FreeWorkers | None) -> None:
         self._auto = auto
         self._loader = weakref.ref(loader)
-        self._dispatcher = dispatcher
-        self._workers = dispatcher.workers
+        self._exchange = exchange
+        self._workers = exchange.workers
         self._free_workers = free_workers
-        self._counters = dispatcher.counters
+        self._counters = exchange.counters
         self._serving = (int(loader.num_workers), auto.prefetch_factor)
         self._refusals = 0
         self.begin_epoch()
@@ -207,16 +205,16 @@ class Growth:
         there = auto.num_workers
         if free_workers is not None:
             self._add_worker()
-            self._dispatcher.look_for_joining()
-            there = min(auto.num_workers, len(self._workers.workers), *self._dispatcher.joining)
-        serving, pool = (there, auto.prefetch_factor), self._dispatcher.pool
+            self._exchange.look_for_joining()
+            there = min(auto.num_workers, len(self._workers.workers), *self._exchange.joining)
+        serving, table = (there, auto.prefetch_factor), self._exchange.table
         if serving != self._serving:
-            if pool.resize(serving[0] * serving[1]):
+            if table.resize(serving[0] * serving[1]):
                 self._serving, self._refusals = serving, 0
                 if free_workers is not None:
                     free_workers.serve(*serving)
                 self.begin_epoch()
-            elif self._refusals < pool.most_tasks + _MOST_REFUSALS:
+            elif self._refusals < table.budget.most_tasks + _MOST_REFUSALS:
                 self._refusals += 1
             else:
                 auto.settle(*self._serving, "no more batches fit in the memory budget")
@@ -244,7 +242,7 @@ class Growth:
         if workers.interrupted:  # closed meanwhile, by a thread that has not seen this worker
             workers.close()
             raise LoaderClosed("the loader was closed while a worker was being started")
-        self._dispatcher.welcome(worker)
+        self._exchange.welcome(worker)
 
     def _has_memory_for_one_more(self) -> bool:
         """Whether the host has memory for one more worker process, if it takes as much as the largest."""
