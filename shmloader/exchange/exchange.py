@@ -24,6 +24,7 @@ samplers, the order in which batches are returned, or whose turn it is.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import deque
@@ -89,9 +90,6 @@ class Exchange:
     def send(self, worker_id: int, epoch: int, position: int, index_batch: object) -> None:
         """Send a task, with a slot to make its batch in."""
         self._unsent.append(self.table.grant(worker_id, epoch, position, pack_index_batch(index_batch)))
-        self._try_to_send()
-
-    def _try_to_send(self) -> None:
         try:  # noqa: SIM105 - in a third of the time
             self._send_unsent()
         except SharedMemoryExhausted:
@@ -187,11 +185,12 @@ class Exchange:
             SharedMemoryExhausted: If there is no memory for a task; the next call tries again.
         """
         lifecycle = self.lifecycle
-        try:
-            self._send_unsent()
-        except SharedMemoryExhausted as error:
-            lifecycle.expect(error)
-            raise
+        if self._unsent:
+            try:
+                self._send_unsent()
+            except SharedMemoryExhausted as error:
+                lifecycle.expect(error)
+                raise
         began_ns = time.perf_counter_ns()
         before, lifecycle.phase = lifecycle.phase, WAITING
         ready = self.workers.wait(self._timeout_s and float(self._timeout_s))
@@ -278,4 +277,5 @@ class Exchange:
         # The same tasks, in the same order and the same slots.
         others = [place for place in self._unsent if place.worker_id != fresh.worker_id]
         self._unsent = deque([*others, *self.table.hand_over(fresh.worker_id)])
-        self._try_to_send()
+        with contextlib.suppress(SharedMemoryExhausted):
+            self._send_unsent()

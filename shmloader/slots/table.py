@@ -107,10 +107,12 @@ class PlaceTable(SlotMemory):
 
         It waits a while for an accelerator if there is no room else, unless ``waits`` is False.
         """
-        if self._released or self.guard.active:
+        if self.guard.active:
             self.collect()
             if not self.guard.admits_leases():
                 return False
+        elif self._released:
+            self.collect()
         budget = self.budget
         beyond = max(0, self.tasks - 1 - budget.most_tasks)  # places of batches made beyond `most_tasks`
         if self.kept + beyond < SPARE_SLOTS + RETAINED_SLOTS and (
