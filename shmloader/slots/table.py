@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, deque
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
 from shmloader.memory import Segment
 from shmloader.memory.limits import memory_headroom
-from shmloader.settings import THREAD
+from shmloader.settings import THREAD, Settings
 from shmloader.slots.budget import RETAINED_SLOTS, SPARE_SLOTS, Budget
 from shmloader.slots.guard import Guard
 from shmloader.slots.memory import SlotMemory
@@ -77,26 +77,25 @@ class PlaceTable(SlotMemory):
         self._closed = False
 
     @classmethod
-    def for_loader(cls, loader: Any, counters: Counters, epoch: int = 0) -> Self:
-        """The table for a loader's arguments.
+    def for_loader(cls, settings: Settings, counters: Counters, epoch: int) -> Self:
+        """The table for a loader's settings.
 
         Without a budget from the program it gets half of the memory that the host has available now. A budget
         larger than the available memory is cut to that.
         """
-        available_nbytes, wanted_nbytes = memory_headroom().available_nbytes, loader.memory_budget_nbytes
+        available_nbytes, wanted_nbytes = memory_headroom().available_nbytes, settings.memory_budget_nbytes
         if wanted_nbytes is None:
             budget_nbytes = available_nbytes // 2
         else:  # a plain number, since sums of NumPy's narrow ones overflow
             budget_nbytes = min(operator.index(wanted_nbytes), available_nbytes)
-        workers = int(loader.num_workers)
         return cls(
             Segment(),
-            workers * int(loader.prefetch_factor),
+            settings.num_workers * settings.prefetch_factor,
             budget_nbytes,
-            workers=workers,
+            workers=settings.num_workers,
             follows_host=wanted_nbytes is None,
             epoch=epoch,
-            workers_outlive=loader.worker_type == THREAD,
+            workers_outlive=settings.worker_type == THREAD,
             counters=counters,
         )
 

@@ -12,7 +12,7 @@ from loading import Numbered
 
 from shmloader import DataLoader, SharedMemoryExhausted
 
-BATCH = 100  # so many indices do not fit in a record
+BATCH = 600  # so many indices do not fit in a record
 
 
 class Refusal:
