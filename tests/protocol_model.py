@@ -1,6 +1,6 @@
 """The slot protocol as a model: every step that main process, workers, kernel and user can take.
 
-The main process runs the real code: `Scheduler` and its policies, `Growth`, `Exchange`, `Recovery`,
+The main process runs the real code: `Scheduler` and its policies, `Growth`, `Exchange` and its recovery,
 `PlaceTable`, `Progress`, the records. The rest is a model: pipes are tuples of records; workers take a task,
 write and publish; a kernel kills them at any moment; a user takes batches, keeps them, drops them late and in
 any order, and leaves an epoch; a device reads what was dropped, for any while. Each step says whether it

@@ -17,7 +17,7 @@ The flow of a batch, with the states of its place::
        │
     the last view dies: LEASED -> FREE, or GUARDED until an accelerator is done
 
-A worker's death or silence is found where answers are waited for, and `Recovery` decides; the places that the
+A worker's death or silence is found where answers are waited for, and `recovery` decides; the places that the
 worker was making stay as they are, and are sent to the one that replaces it. This module does not know
 samplers, the order in which batches are returned, or whose turn it is.
 """
@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from shmloader.errors import LoaderClosed, SharedMemoryExhausted
-from shmloader.exchange.recovery import Recovery
+from shmloader.exchange import recovery
 from shmloader.indices.packed_indices import pack_index_batch
 from shmloader.interrupts import WAITING, Lifecycle
 from shmloader.slots import Place, PlaceTable
@@ -80,7 +80,7 @@ class Exchange:
         self.counters = table.counters
         self.ended_streams: list[int] = []
         self.joining: set[int] = set()
-        self._recovery = Recovery(table, workers, lifecycle, restarts)
+        self._restarts_left = restarts
         self._unsent: deque[Place] = deque()  # granted, and waiting for memory if there are any
         self._timeout_s = timeout_s if timeout_s > 0 else None  # of any type, as the program gave it
         self._wait_ns = 0  # how long the last wait took
@@ -201,7 +201,7 @@ class Exchange:
                 LoaderClosed("the loader was closed by another thread while this one waited for a batch")
             )
         if not ready:
-            self._recover(self._recovery.silent_worker(due_from), self._timeout_s)
+            self._recover(recovery.silent_worker(self.table, self.workers, due_from), self._timeout_s)
         self._take_in(ready)
 
     def look_for_joining(self) -> None:
@@ -272,7 +272,11 @@ class Exchange:
             self._accept(worker, records)
             if silent_s is not None:
                 return  # it has answered in this very moment
-        fresh = self._recovery.replace(worker, silent_s)
+        fresh = recovery.replace(
+            worker, silent_s, self.table, self.workers, self.lifecycle, self._restarts_left
+        )
+        self._restarts_left -= 1
+        self.counters.worker_restarts += 1
         self.joining.discard(fresh.worker_id)
         # The same tasks, in the same order and the same slots.
         others = [place for place in self._unsent if place.worker_id != fresh.worker_id]

@@ -17,75 +17,72 @@ from shmloader.workers import Worker, Workers, log_replacement, worker_timeout
 _MOST_DEATHS = 2  # a batch at which so many workers have died is not tried again
 
 
-class Recovery:
-    """Replaces the workers of one iterator.
+def silent_worker(table: PlaceTable, workers: Workers, due_from: int | None) -> Worker:
+    """The worker to blame if none has answered in time: that of the due batch, or of the oldest task."""
+    if due_from is None:
+        unanswered = table.making() or list(table.void.values())
+        due_from = unanswered[0].worker_id if unanswered else 0
+    return workers.workers[due_from]
 
-    Args:
-        table: The places.
-        workers: The workers.
-        lifecycle: The iterator's.
-        restarts: Workers that may be replaced.
+
+def replace(
+    worker: Worker,
+    silent_s: float | None,
+    table: PlaceTable,
+    workers: Workers,
+    lifecycle: Lifecycle,
+    restarts_left: int,
+) -> Worker:
+    """A new worker in place of one that is dead, or has been silent for ``silent_s``.
+
+    Raises:
+        WorkerDied, WorkerTimeout: If it is not to be replaced.
+        Exception: Any that kept the new one from starting, with a note; all workers are stopped.
     """
+    held = table.making(worker.worker_id)
+    culprit = held[0] if held and worker.has_begun(table.unanswered[worker.worker_id]) else None
+    deaths = 1 if culprit is None else table.count_death(culprit)
+    if not restarts_left or deaths >= _MOST_DEATHS:
+        _fail(worker, silent_s, table, workers, lifecycle, deaths)
+    stack = "" if silent_s is None else workers.stack_of(worker)
+    pid = worker.pid
+    try:
+        fresh = workers.restart(worker)
+    except Exception as error:
+        indices = list(map(_indices, held))
+        error.add_note(f"It was to replace worker {worker.worker_id} (pid {pid}), with {shown(indices)}")
+        lifecycle.expect(error)
+        raise
+    index_batch = None if culprit is None else _indices(culprit)
+    log_replacement(fresh, pid, index_batch, silent_s, restarts_left - 1, stack)
+    return fresh
 
-    def __init__(self, table: PlaceTable, workers: Workers, lifecycle: Lifecycle, restarts: int) -> None:
-        self._table = table
-        self._workers = workers
-        self._lifecycle = lifecycle
-        self._restarts_left = restarts
 
-    def silent_worker(self, due_from: int | None) -> Worker:
-        """The worker that is waited for, if none has answered in time: that of the due batch, say."""
-        if due_from is None:
-            unanswered = self._table.making() or list(self._table.void.values())
-            due_from = unanswered[0].worker_id if unanswered else 0
-        return self._workers.workers[due_from]
-
-    def replace(self, worker: Worker, silent_s: float | None) -> Worker:
-        """A new worker in place of one that is dead, or has been silent for ``silent_s``.
-
-        Raises:
-            WorkerDied, WorkerTimeout: If it is not to be replaced.
-            Exception: Any that kept the new one from starting, with a note; all workers are stopped.
-        """
-        table = self._table
-        held = table.making(worker.worker_id)
-        culprit = held[0] if held and worker.has_begun(table.unanswered[worker.worker_id]) else None
-        deaths = 1 if culprit is None else table.count_death(culprit)
-        if not self._restarts_left or deaths >= _MOST_DEATHS:
-            self._fail(worker, silent_s, held, deaths)
-        self._restarts_left -= 1
-        table.counters.worker_restarts += 1
-        stack = "" if silent_s is None else self._workers.stack_of(worker)
-        pid = worker.pid
-        try:
-            fresh = self._workers.restart(worker)
-        except Exception as error:
-            indices = list(map(_indices, held))
-            error.add_note(f"It was to replace worker {worker.worker_id} (pid {pid}), with {shown(indices)}")
-            self._lifecycle.expect(error)
-            raise
-        index_batch = None if culprit is None else _indices(culprit)
-        log_replacement(fresh, pid, index_batch, silent_s, self._restarts_left, stack)
-        return fresh
-
-    def _fail(self, worker: Worker, silent_s: float | None, held: list[Place], deaths: int) -> NoReturn:
-        """Raise `WorkerDied` or `WorkerTimeout` for a worker; ``deaths`` are those at its first task."""
-        why = ""
-        if deaths > 1 and silent_s is None:
-            why = f"{deaths} workers have ended at the first of its index batches."
-        elif deaths > 1:
-            why = "Another worker has ended at the first of its index batches before."
-        if silent_s is not None:
-            waiting_for = tuple(map(_indices, self._table.making()))
-            raise self._lifecycle.expect(worker_timeout(self._workers, worker, silent_s, waiting_for, why))
-        indices = tuple(map(_indices, held))
-        error = self._workers.died(worker, indices, self._table.report(), why)
-        self._workers.close(f"worker {worker.worker_id} died", grace_s=0.0)
-        self._table.close()
-        try:
-            raise self._lifecycle.expect(error)
-        finally:
-            del error  # whose traceback refers to this frame, and so to the iterator and the dataset
+def _fail(
+    worker: Worker,
+    silent_s: float | None,
+    table: PlaceTable,
+    workers: Workers,
+    lifecycle: Lifecycle,
+    deaths: int,
+) -> NoReturn:
+    """Raise `WorkerDied` or `WorkerTimeout` for a worker; ``deaths`` are those at its first task."""
+    why = ""
+    if deaths > 1 and silent_s is None:
+        why = f"{deaths} workers have ended at the first of its index batches."
+    elif deaths > 1:
+        why = "Another worker has ended at the first of its index batches before."
+    if silent_s is not None:
+        waiting_for = tuple(map(_indices, table.making()))
+        raise lifecycle.expect(worker_timeout(workers, worker, silent_s, waiting_for, why))
+    indices = tuple(map(_indices, table.making(worker.worker_id)))
+    error = workers.died(worker, indices, table.report(), why)
+    workers.close(f"worker {worker.worker_id} died", grace_s=0.0)
+    table.close()
+    try:
+        raise lifecycle.expect(error)
+    finally:
+        del error  # whose traceback refers to this frame, and so to the iterator and the dataset
 
 
 def _indices(place: Place) -> object:

@@ -149,9 +149,7 @@ class Growth:
     if no workers are added.
     """
 
-    def __init__(
-        self, auto: Auto, loader: Any, exchange: Exchange, free_workers: FreeWorkers | None
-    ) -> None:
+    def __init__(self, auto: Auto, loader: Any, exchange: Exchange, free_workers: FreeWorkers | None) -> None:
         self._auto = auto
         self._loader = weakref.ref(loader)
         self._exchange = exchange

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from shmloader.memory import PAGE_NBYTES, spare_nbytes, whole_pages
@@ -20,7 +20,9 @@ _BATCHES_IN_A_LIMIT = 4  # a slot may grow in one step to so many times a typica
 LIMITS_IN_A_SHARE = 4
 """Or to its share divided by this: the rest is for batches that the program keeps."""
 
-_RECENT = 32  # batches that tell which size is typical
+RECENT = 32
+"""Batches that tell which size is typical."""
+
 _TIMES_TYPICAL = 4  # a slot of more times as many bytes as a typical batch gives the rest back
 _LITTLE_NBYTES = 1 << 20  # slots of so few bytes stay as they are
 
@@ -67,6 +69,7 @@ class Budget:
         largest_nbytes: Bytes of the largest batch so far.
         typical_nbytes: Bytes of the second largest of the recent batches: one does not make every slot as
             large as itself; but none that is more than four times as large as three quarters of them.
+        small_nbytes: Batches of fewer bytes, and of more than ``typical_nbytes``, may change what is typical.
     """
 
     def __init__(self, nbytes: int, most_tasks: int, *, workers: int = 1, follows_host: bool = False) -> None:
@@ -74,9 +77,8 @@ class Budget:
         self.most_tasks = self.wanted_tasks = most_tasks
         self.largest_nbytes = 0
         self.typical_nbytes = 0
-        self._recent: deque[int] = deque(maxlen=_RECENT)
         self._again_nbytes = 0  # of the second largest recent one: such batches come again and again
-        self._small_nbytes = 0  # smaller batches, and those above a typical one, may change what is typical
+        self.small_nbytes = 0
         self._small_batches = 0  # since one was larger than a typical one
         self._workers = workers
         self._follows_host = follows_host
@@ -113,21 +115,16 @@ class Budget:
 
     # --- what changes it
 
-    def note(self, nbytes: int) -> bool:
-        """Note a batch; returns whether it may change what is typical: see `adapt`."""
-        self._recent.append(nbytes)
-        return not self._small_nbytes <= nbytes <= self.typical_nbytes
-
-    def adapt(self, nbytes: int, usage: Usage, reserved_nbytes: int) -> None:
-        """Adapt to a recent batch that is larger than the typical one, or much smaller.
+    def adapt(self, nbytes: int, recent: Iterable[int], usage: Usage, reserved_nbytes: int) -> None:
+        """Adapt to the last of the recent batches: larger than a typical one, or small.
 
         The slots have ``reserved_nbytes`` of the host's memory.
         """
-        self._small_batches = self._small_batches + 1 if nbytes < self._small_nbytes else 0
-        if self._small_batches % (_RECENT // 4):
+        self._small_batches = self._small_batches + 1 if nbytes < self.small_nbytes else 0
+        if self._small_batches % (RECENT // 4):
             return
         self.largest_nbytes = max(self.largest_nbytes, nbytes)
-        sizes = sorted(self._recent)[:-1]
+        sizes = sorted(recent)[:-1]
         if sizes:
             self.typical_nbytes = max(n for n in sizes if n <= _TIMES_TYPICAL * sizes[-1 - len(sizes) // 4])
             self._again_nbytes = sizes[-1]
@@ -189,7 +186,7 @@ class Budget:
         self._typical_slot_nbytes = min(whole_pages(self.hint_nbytes), share_nbytes)
         again_nbytes = max(self._again_nbytes, self.hint_nbytes)
         self.excess_nbytes = max(_TIMES_TYPICAL * whole_pages(again_nbytes), _LITTLE_NBYTES)
-        self._small_nbytes = again_nbytes // _TIMES_TYPICAL if again_nbytes > _LITTLE_NBYTES else 0
+        self.small_nbytes = again_nbytes // _TIMES_TYPICAL if again_nbytes > _LITTLE_NBYTES else 0
         limit_nbytes = share_nbytes  # the first batches may be of any size, and none is kept yet
         if self.largest_nbytes:
             grown_nbytes = max(_BATCHES_IN_A_LIMIT * self.hint_nbytes, share_nbytes // LIMITS_IN_A_SHARE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,9 @@ import numpy as np
 
 from shmloader.memory import Extent, Segment, whole_pages
 from shmloader.slots import inspection, memory_warnings
-from shmloader.slots.budget import RETAINED_SLOTS, SPARE_SLOTS, Budget, Usage
+from shmloader.slots.budget import RECENT, RETAINED_SLOTS, SPARE_SLOTS, Budget, Usage
 from shmloader.slots.guard import Guard
-from shmloader.slots.place import FREE, GUARDED, LEASED, ByteArray, Place
+from shmloader.slots.place import GUARDED, LEASED, ByteArray, Place
 from shmloader.statistics import Counters
 
 _LITTLE_NBYTES = 1 << 16  # copying so few takes less time than the rest of `next()`
@@ -31,6 +32,7 @@ class SlotMemory:
         self.guard = Guard()
         self.inspection = inspection.Inspection() if inspection.wanted() else None
         self.warning = ""
+        self._recent: deque[int] = deque(maxlen=RECENT)  # bytes of the last batches
         self._free: list[Place] = []  # last freed, first granted: its pages are the warmest
         self._empty: list[Place] = []  # free as well, but without memory: granted when no other is free
         self._forget_peaks()
@@ -73,37 +75,6 @@ class SlotMemory:
         place.extent, place.ready = None, False
 
     # --- free slots
-
-    def _take_free(self) -> Place:
-        """Take a free place, with a limit that leaves room for the others."""
-        budget = self.budget
-        ample = self.committed_nbytes <= budget.ample_nbytes
-        limit_nbytes = budget.limit_nbytes if ample else budget.next_limit(self._usage())
-        if not self._free and not self._empty:
-            place = Place(len(self.places))
-            self.places.append(place)
-            self._empty.append(place)
-        free = self._free or self._empty
-        if self.inspection is not None and self._free:
-            self.inspection.granted(free[-1], self.map(free[-1]))
-        place = free.pop()
-        if place.nbytes > limit_nbytes:
-            self._shrink(place, limit_nbytes)
-        self.committed_nbytes += limit_nbytes - place.limit_nbytes
-        place.limit_nbytes = limit_nbytes
-        if not ample:
-            self._discard_while(lambda: self.committed_nbytes > budget.nbytes)
-        return place
-
-    def _make_free(self, place: Place) -> None:
-        place.state = FREE
-        place.used_nbytes = 0
-        place.pieces = None
-        if place.nbytes > self.budget.excess_nbytes:
-            self._drop_excess(place)
-        if self.inspection is not None and place.nbytes:
-            self.inspection.freed(place, self.map(place))
-        (self._free if place.nbytes else self._empty).append(place)
 
     def _forget_peaks(self) -> None:
         self.window = self.budget.most_tasks
@@ -161,7 +132,7 @@ class SlotMemory:
         """Adapt to the size of a batch: see `Budget.adapt`."""
         before, counters = self.budget.most_tasks, self.counters
         counters.largest_batch_nbytes = max(counters.largest_batch_nbytes, nbytes)
-        self.budget.adapt(nbytes, self._usage(), self._reserved_nbytes())
+        self.budget.adapt(nbytes, self._recent, self._usage(), self._reserved_nbytes())
         self._follow_budget(before)
         for place in self._free:
             if place.nbytes > self.budget.excess_nbytes:
@@ -179,7 +150,8 @@ class SlotMemory:
     def _note_pieces(self, place: Place, nbytes: int) -> None:
         """Note that a batch came in pieces, because its slot could not be made large enough."""
         self._count_spill(nbytes)
-        if self.budget.note(nbytes):
+        self._recent.append(nbytes)
+        if nbytes > self.budget.typical_nbytes:
             self._adapt(nbytes)
         if nbytes > place.limit_nbytes:
             self._warn(memory_warnings.larger_than_a_slot, self.budget, nbytes)

@@ -205,6 +205,27 @@ class PlaceTable(SlotMemory):
             self.check()
         return place
 
+    def _take_free(self) -> Place:
+        """Take a free place, with a limit that leaves room for the others."""
+        budget = self.budget
+        ample = self.committed_nbytes <= budget.ample_nbytes
+        limit_nbytes = budget.limit_nbytes if ample else budget.next_limit(self._usage())
+        if not self._free and not self._empty:
+            place = Place(len(self.places))
+            self.places.append(place)
+            self._empty.append(place)
+        free = self._free or self._empty
+        if self.inspection is not None and self._free:
+            self.inspection.granted(free[-1], self.map(free[-1]))
+        place = free.pop()
+        if place.nbytes > limit_nbytes:
+            self._shrink(place, limit_nbytes)
+        self.committed_nbytes += limit_nbytes - place.limit_nbytes
+        place.limit_nbytes = limit_nbytes
+        if not ample:
+            self._discard_while(lambda: self.committed_nbytes > budget.nbytes)
+        return place
+
     def arrive(
         self, seq: int, slot_nbytes: int, header_begin: int, header_end: int, made_ns: int, flags: int
     ) -> None:
@@ -218,7 +239,8 @@ class PlaceTable(SlotMemory):
                 self._note_pieces(place, header_end)
         else:
             place.used_nbytes = header_end
-            if self.budget.note(header_end):
+            self._recent.append(header_end)
+            if not self.budget.small_nbytes <= header_end <= self.budget.typical_nbytes:
                 self._adapt(header_end)
         if place.void:
             self._end(place)
@@ -355,6 +377,16 @@ class PlaceTable(SlotMemory):
     def add_worker(self) -> None:
         """Make room for one more worker."""
         self.unanswered.append(0)
+
+    def _make_free(self, place: Place) -> None:
+        place.state = FREE
+        place.used_nbytes = 0
+        place.pieces = None
+        if place.nbytes > self.budget.excess_nbytes:
+            self._drop_excess(place)
+        if self.inspection is not None and place.nbytes:
+            self.inspection.freed(place, self.map(place))
+        (self._free if place.nbytes else self._empty).append(place)
 
     def collect(self) -> None:
         """Free the places whose leases have ended and that no accelerator may read."""
