@@ -27,6 +27,7 @@ from shmloader.settings import (
     set_options,
 )
 from shmloader.statistics import LoaderStatistics
+from shmloader.store_hooks import hooks
 from shmloader.torch_private import never_compiled
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -129,7 +130,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             comes once: by the dataset's ``shard(num_shards, index)``, or by its ``is_shardable()`` and
             ``sharding_settings(total_num_of_shards, id_of_shard)``; else each worker iterates over all of it
             and gives its share of the items, which must come in the same order in all workers. A dataset that
-            reads ``get_worker_info().num_workers`` before its first item divides itself, and is left alone.
+            divides itself, by ``get_worker_info().num_workers``, needs no shard; with one, that is an error.
             Ranks have equally many batches, or an error names one that has fewer. See docs/sharding.md.
         snapshot_every_n_steps: For an iterable-style dataset with a ``state_dict()``, itself or its iterator:
             the number of batches that each worker makes from one call of it to the next. Samples since the
@@ -321,8 +322,6 @@ def _shared_if_asked(loader: DataLoader[Any], dataset: Any) -> Any:
     """The dataset, shared if ``share_dataset`` asks for that and the platform has shared memory."""
     if not loader.share_dataset or why_unavailable() is not None:
         return dataset
-    from shmloader.store.attributes import share_for_loader  # imports pyarrow
-
-    shared = share_for_loader(dataset)
+    shared = hooks.share_dataset(dataset)
     replace_in_records(loader, dataset, shared)
     return shared

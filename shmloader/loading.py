@@ -22,7 +22,7 @@ from shmloader.order.auto import Auto, auto_for
 from shmloader.resume import States
 from shmloader.resume.compatibility import State, is_between_epochs
 from shmloader.settings import THREAD, Settings
-from shmloader.slots import SlotState
+from shmloader.slots import figures
 from shmloader.statistics import Counters, LoaderStatistics
 from shmloader.torch_fallback import check_resumable, must_load_as_torch
 from shmloader.torch_features import Feature, is_missing
@@ -212,14 +212,9 @@ class Loading:
         """Counters of the loader's life so far, and the slots that it holds now."""
         iterators = self.live()
         # A copy that is only read: another thread may be iterating.
-        slots = [slot for iterator in iterators for slot in list(iterator.pool.slots)]
-        states = [slot.state_now for slot in slots]
-        in_use = [slot for slot, state in zip(slots, states, strict=True) if state is not SlotState.FREE]
-        counts: dict[str, Any] = {f"slots_{state.value}": states.count(state) for state in SlotState}
+        places = [place for iterator in iterators for place in list(iterator.table.places)]
         return LoaderStatistics(
-            **counts,
-            reserved_nbytes=sum(slot.nbytes for slot in slots),
-            used_nbytes=sum(slot.used_nbytes for slot in in_use),
+            **figures(places),
             oldest_leases=tuple(text for iterator in iterators for text in iterator.oldest_leases()),
             autotune=None if self.auto is None else self.auto.report(),
             **self.counters.figures(),

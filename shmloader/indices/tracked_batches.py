@@ -17,7 +17,7 @@ import torch
 
 from shmloader.errors import ResumeError
 from shmloader.failures.exceptions import forget_frames
-from shmloader.indices.packed_indices import PackedInts, pack_index_batch, with_packed_ints
+from shmloader.indices.packed_indices import pack_index_batch, with_packed_ints
 from shmloader.indices.samplers import (
     repeats_its_order,
     sampler_of_indices,
@@ -217,8 +217,6 @@ def _global_states() -> tuple[Any, ...]:
 
 
 def _add(checksum: int, index_batch: Any) -> int:
-    if type(index_batch) is PackedInts:
-        return zlib.crc32(index_batch.to_bytes(), checksum)
     try:
         payload = pack_index_batch(index_batch)
     except Exception:  # noqa: BLE001 - without workers, indices may be anything

@@ -11,7 +11,7 @@ import pytest
 import traced_files
 
 WRITES = 169
-BATCH_FILES, ITER_FILES = 24, 42
+BATCH_FILES, ITER_FILES = 24, 43
 
 PLANTED = """
 class Owner:
