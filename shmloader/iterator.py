@@ -95,7 +95,7 @@ class SlotIterator(torch_private.OwnOrder):
             )
             self._delivery = self._make_delivery(device)
             next_epoch = next_epoch_for(settings) if settings.prefetch_epochs else None
-            self._scheduler = Scheduler(loader, self._index_sampler, exchange, auto, next_epoch)
+            self._scheduler = Scheduler(settings, exchange, auto, next_epoch)
             self._begin(one_pass)
             self._copies = hooks.watch_copies(loader, workers.processes, counters)  # while the workers load
         except BaseException:

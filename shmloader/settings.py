@@ -66,11 +66,6 @@ def dispatch_of(dispatch: Dispatch | None, num_workers: object) -> Dispatch:
     return dispatch
 
 
-def is_dynamic(loader: Any) -> bool:
-    """Whether a loader has dynamic dispatch, by its attributes as they are now."""
-    return loader.dispatch == DYNAMIC or isinstance(loader.num_workers, AutoCount)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """A loader's arguments as one pass begins, parsed; see `DataLoader`. Main process only.

@@ -10,7 +10,7 @@ import foreign_writes
 import pytest
 import traced_files
 
-WRITES = 169
+WRITES = 164
 BATCH_FILES, ITER_FILES = 24, 43
 
 PLANTED = """
