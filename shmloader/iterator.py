@@ -247,10 +247,8 @@ class SlotIterator(torch_private.OwnOrder):
             if place.state is MAKING:
                 if self._in_order or not table.arrived:
                     self._await(place)
-                    if place.state is MAKING or place.void:
-                        continue
-                else:
-                    place = next(iter(table.arrived.values()))
+                    continue  # the place may be another task's by now
+                place = next(iter(table.arrived.values()))
             made_ns = place.made_ns
             batch = self._return(place)
             if not self._num_yielded:
