@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from torch.utils.data import DataLoader
+
 from shmloader import torch_private
 from shmloader.codec import Decoder
 from shmloader.errors import LoaderClosed, LoaderError, SpillWarning, warn
@@ -32,7 +34,7 @@ from shmloader.settings import Settings
 from shmloader.slots import Place, PlaceTable
 from shmloader.slots.place import MAKING
 from shmloader.statistics import Counters
-from shmloader.store.unshared import warn_of_copies, watch_copies
+from shmloader.store_hooks import hooks
 from shmloader.wire.records import FAILED, REPORTED
 from shmloader.wire.stream_records import StreamReport
 from shmloader.worker.epoch_settings import EpochSettings
@@ -60,7 +62,12 @@ class SlotIterator(torch_private.OwnOrder):
     """
 
     def __init__(
-        self, loader: Any, one_pass: Pass, counters: Counters, states: States, auto: Auto | None = None
+        self,
+        loader: DataLoader[Any],
+        one_pass: Pass,
+        counters: Counters,
+        states: States,
+        auto: Auto | None = None,
     ) -> None:
         super().__init__(loader)
         settings = one_pass.settings
@@ -87,10 +94,10 @@ class SlotIterator(torch_private.OwnOrder):
                 self.table, workers, self._lifecycle, settings.worker_restarts, self._timeout
             )
             self._delivery = self._make_delivery(device)
-            next_epoch = next_epoch_for(settings)
+            next_epoch = next_epoch_for(settings) if settings.prefetch_epochs else None
             self._scheduler = Scheduler(loader, self._index_sampler, exchange, auto, next_epoch)
             self._begin(one_pass)
-            self._copies = watch_copies(loader, workers.processes, counters)  # while the workers load
+            self._copies = hooks.watch_copies(loader, workers.processes, counters)  # while the workers load
         except BaseException:
             with HeldInterrupts():
                 if workers is not None:
@@ -115,7 +122,7 @@ class SlotIterator(torch_private.OwnOrder):
             base_seed=int(self._base_seed),
             shared_seed=None if stream is None else stream.share_seed(self._shared_seed),
             init_fn=init_fn,
-            seeds_samples=settings.seed_per_sample,
+            seeds_samples=settings.seeds_samples,
             places=settings.place_results,
         )
         return start_workers(settings, make_arguments)
@@ -130,7 +137,7 @@ class SlotIterator(torch_private.OwnOrder):
 
     # --- epochs
 
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         """Begin a further epoch, with what is left of the last one void; torch's name for it."""
         super()._reset(loader)
         with self._states.begin(Settings.of(loader)) as one_pass:
@@ -266,11 +273,13 @@ class SlotIterator(torch_private.OwnOrder):
             if self._stream is not None:
                 self._stream.end_epoch(self._progress)
             processes, batch_nbytes = self._all_workers.processes, self._counters.largest_batch_nbytes
-            copied = "" if self._copies is None else self._copies.ended(processes, batch_nbytes)
+            if self._copies is not None:
+                self._copies.measure(processes, batch_nbytes)
             self._note_end()
             if not self._persistent_workers:
                 self._shutdown_workers()
-            warn_of_copies(copied, self._counters)
+            if self._copies is not None:
+                self._copies.warn()
             warn_of_bad_samples(self._counters, self._on_error)
         except (LoaderError, Warning) as error:  # ranks of other lengths; warnings that are errors
             self._lifecycle.expect(error)
@@ -332,7 +341,10 @@ class SlotIterator(torch_private.OwnOrder):
             self._lifecycle.expect(error)
             raise
         self._counters.batches += 1
-        self._take(position, worker_id, report)
+        if self._stream is None:
+            self._progress.take(position)
+        else:
+            self._take(position, worker_id, report)
         return batch
 
     def _take(self, position: int, worker_id: int, report: StreamReport | None) -> None:

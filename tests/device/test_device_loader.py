@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import random
 import subprocess
-import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ import pytest
 import torch
 from scripted_driver import ScriptedDriver, claim_an_accelerator
 from torch.utils.data import Dataset, IterableDataset
+from warm_python import warm_python
 
 from shmloader import DataLoader, empty, errors, torch_private
 from shmloader.device import guard, pinned
@@ -605,7 +605,7 @@ for batch in loader:
 
 @pytest.mark.parametrize("option", ["pin_memory", "device"])
 def test_a_program_that_still_has_a_batch_ends_without_a_word(option: str) -> None:
-    command = [sys.executable, "-c", ENDS_WITH_A_BATCH, option]
+    command = [*warm_python(), "-c", ENDS_WITH_A_BATCH, option]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
@@ -644,5 +644,5 @@ print([name for name in sys.modules if name.startswith("shmloader.device")])
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator, so it is used")
 def test_without_an_accelerator_nothing_is_imported_in_a_fresh_interpreter() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
+    done = subprocess.run([*warm_python(), "-c", PROGRAM], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("[]\n", "")
