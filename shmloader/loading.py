@@ -28,7 +28,6 @@ from shmloader.settings import THREAD, device_of
 from shmloader.slots import SlotState
 from shmloader.statistics import Counters, LoaderStatistics
 from shmloader.torch_fallback import check_resumable, must_load_as_torch
-from shmloader.torch_features import Feature, is_missing
 from shmloader.torch_private import drop_iterator, iterator_of
 from shmloader.worker.epoch_settings import datasets_in, has_set_epoch, owners_in
 from shmloader.worker.random_state import global_states
@@ -104,7 +103,6 @@ class Loading:
         if loader.num_workers == 0:
             return InProcessIterator(loader, self.counters, self.states)
         loader.check_worker_number_rationality()
-        is_missing(Feature.COLLATION)
         closes = self.closes
         if loader.prefetch_factor > 0:  # others the iterator refuses, in torch's words
             operator.index(loader.prefetch_factor)  # raises for a fraction, as torch's iterator does

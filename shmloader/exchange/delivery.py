@@ -20,7 +20,7 @@ from shmloader.device.trial import why_unusable
 from shmloader.errors import LoaderError, warn_once
 from shmloader.exchange.dispatcher import ByteArray, Dispatcher
 from shmloader.slots.task_ledger import ARRIVED, Task
-from shmloader.wire.records import FAILED, REPORTED
+from shmloader.wire.records import REPORTED
 
 _tried: dict[int, str] = {}
 
@@ -80,7 +80,7 @@ class Delivery:
 
     def begin(self, task: Task, anchor: ByteArray, header: bytes) -> Callable[[], Any] | None:
         """Begin to copy a batch to the device, see `DeviceBatches`; None if it is not copied ahead."""
-        if self._batches is None or task.answer.flags & (FAILED | REPORTED):
+        if self._batches is None or task.answer.flags & REPORTED:
             return None
         return self._batches.begin(task.slot, anchor, header)
 
@@ -93,7 +93,7 @@ class Delivery:
         if due is not None and due.state is not ARRIVED:
             self._dispatcher.look_at(due.worker_id)
         task = ledger.next_arrived(in_order=in_order)
-        if task is None or task.seq in self._taken or task.answer.flags & FAILED:
+        if task is None or task.seq in self._taken or task.answer.flags & REPORTED:
             return
         with contextlib.suppress(Exception):  # too little memory, say: it is tried again when due
             if not self._pool.can_lease_at_once():  # the program has its own batch to work on
