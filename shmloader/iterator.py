@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torch.utils.data import IterableDataset
-
 from shmloader import torch_private
 from shmloader.codec import Decoder
 from shmloader.errors import LoaderClosed, LoaderError, SpillWarning, warn
@@ -24,13 +22,13 @@ from shmloader.exchange.dispatcher import Dispatcher
 from shmloader.failures.bad_samples import LEFT_OUT, ReportCounts, warn_of_bad_samples
 from shmloader.failures.exceptions import restore
 from shmloader.indices.array_samplers import index_arrays
-from shmloader.indices.samplers import generator_states
+from shmloader.indices.epoch_prefetch import next_epoch_for
+from shmloader.indices.samplers import GeneratorStates, generator_states
 from shmloader.interrupts import BROKEN, IDLE, HeldInterrupts, Lifecycle
 from shmloader.order.auto import Auto
 from shmloader.order.scheduler import Scheduler
-from shmloader.resume import States, StreamProgress
-from shmloader.resume.states import loaded_state
-from shmloader.settings import THREAD, device_of, seeds_samples
+from shmloader.resume import Pass, States
+from shmloader.settings import THREAD, Settings
 from shmloader.slots import SlotPool
 from shmloader.slots.task_ledger import ARRIVED, Task
 from shmloader.statistics import Counters
@@ -51,51 +49,51 @@ if TYPE_CHECKING:
 _END_S = 5.0  # longer than the interpreter takes to end
 
 
-class SlotIterator(torch_private.BaseIterator):
+class SlotIterator(torch_private.OwnOrder):
     """Iterates over a loader whose workers collate into slots.
 
     Workers run until the epoch's end, or with ``persistent_workers`` until the iterator dies or is closed. It
     starts no other thread. Several threads may call ``next()``: each batch comes to one of them.
 
-    The loader's arguments are read now, as frameworks set some late.
-
     Attributes:
         pool: The slots, for statistics.
     """
 
-    def __init__(self, loader: Any, counters: Counters, states: States, auto: Auto | None = None) -> None:
+    def __init__(
+        self, loader: Any, one_pass: Pass, counters: Counters, states: States, auto: Auto | None = None
+    ) -> None:
         super().__init__(loader)
-        if loader.prefetch_factor <= 0:
+        settings = one_pass.settings
+        if settings.prefetch_factor <= 0:
             raise AssertionError(
                 "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"  # torch's words
             )
-        self._in_order: bool = loader.in_order
-        self._on_error: str = loader.on_error
+        self._in_order = settings.in_order
+        self._on_error: str = settings.on_error
         self._counters = counters
-        iterable = isinstance(self._dataset, IterableDataset)
-        self._stream = StreamProgress(loader, loaded_state(loader)) if iterable else None
         self._decoder = Decoder()
         self._lifecycle = Lifecycle()
         self._calls: list[tuple[int, GlobalStates]] = []  # of ``set_epoch()``, not sent to workers yet
         self._states = states
-        self._base_seed, epoch = states.seeds(loader, int(self._base_seed))
-        device = device_of(loader)
+        self._base_seed, epoch = one_pass.seeds(int(self._base_seed))
+        device = settings.target
         pool_class = SlotPool
         if device is not None or self._pin_memory:
             from shmloader.device import GuardedPool as pool_class  # noqa: N813
-        self.pool = pool_class.for_loader(loader, counters)
+        self.pool = pool_class.for_loader(settings, counters)
         workers: Workers | None = None
         try:
-            workers = self._all_workers = self._start_workers(loader, auto)
+            workers = self._all_workers = self._start_workers(one_pass, auto)
             # Runs when the iterator dies and at interpreter exit; refers to the parts, not to the iterator.
             self._finalizer = weakref.finalize(self, _stop, os.getpid(), workers, self.pool)
             self._dispatcher = dispatcher = Dispatcher(
-                self.pool, workers, self._lifecycle, loader.worker_restarts, self._timeout
+                self.pool, workers, self._lifecycle, settings.worker_restarts, self._timeout
             )
             dispatcher.ledger.epoch = epoch
             self._delivery = self._make_delivery(device)
-            self._scheduler = Scheduler(loader, self._index_sampler, dispatcher, auto)
-            self._reset(loader, first_iter=True)
+            next_epoch = next_epoch_for(settings)
+            self._scheduler = Scheduler(loader, self._index_sampler, dispatcher, auto, next_epoch)
+            self._begin(one_pass)
             self._copies = watch_copies(loader, workers.processes, counters)  # while the workers load
         except BaseException:
             with HeldInterrupts():
@@ -104,8 +102,9 @@ class SlotIterator(torch_private.BaseIterator):
                 self.pool.close()
             raise
 
-    def _start_workers(self, loader: Any, auto: Auto | None) -> Workers:
-        init_fn = loader.worker_init_fn
+    def _start_workers(self, one_pass: Pass, auto: Auto | None) -> Workers:
+        settings, stream = one_pass.settings, one_pass.stream
+        init_fn = settings.worker_init_fn
         if isinstance(self._dataset, torch_private.DATAPIPES):
             init_fn = functools.partial(
                 torch_private.sharding_worker_init_fn, init_fn, self._world_size, self._rank
@@ -116,15 +115,15 @@ class SlotIterator(torch_private.BaseIterator):
             num_workers=self._num_workers if auto is None else auto.most_workers,
             segment=self.pool.segment,
             dataset=self._dataset,
-            rules=FetchRules.of_loader(loader, None if self._stream is None else self._stream.rules),
+            rules=FetchRules.of(settings, None if stream is None else stream.rules),
             base_seed=int(self._base_seed),
-            shared_seed=None if self._stream is None else self._stream.share_seed(self._shared_seed),
+            shared_seed=None if stream is None else stream.share_seed(self._shared_seed),
             init_fn=init_fn,
-            seeds_samples=seeds_samples(loader),
-            places=loader.place_results,
+            seeds_samples=settings.seed_per_sample,
+            places=settings.place_results,
         )
-        self.pool.keeps_granted = loader.worker_type == THREAD
-        return start_workers(loader, make_arguments)
+        self.pool.keeps_granted = settings.worker_type == THREAD
+        return start_workers(settings, make_arguments)
 
     def _make_delivery(self, device: torch.device | None) -> Delivery | None:
         """Make the `Delivery` of pinned or device batches, after workers were forked: it initialises CUDA."""
@@ -137,33 +136,32 @@ class SlotIterator(torch_private.BaseIterator):
     # --- epochs
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        """Begin an epoch; torch's name for it. With persistent workers, void what is left of the last one."""
+        """Begin a further epoch, with what is left of the last one void; torch's name for it."""
+        super()._reset(loader)
+        with self._states.begin(Settings.of(loader)) as one_pass:
+            self._begin(one_pass, further=True)
+
+    def _begin(self, one_pass: Pass, *, further: bool = False) -> None:
         lifecycle = self._lifecycle
         try:
             lifecycle.enter()
             self._check_open()
-            self._counters.begin_epoch(starts=first_iter)
-            self._begin_epoch(loader, first_iter=first_iter)
+            self._counters.begin_epoch(starts=not further)
+            self._begin_epoch(one_pass, further=further)
             lifecycle.leave()
             lifecycle.phase = IDLE
         except BaseException as error:
             lifecycle.fail(error)
             raise
 
-    def _begin_epoch(self, loader: Any, *, first_iter: bool) -> None:
+    def _begin_epoch(self, one_pass: Pass, *, further: bool) -> None:
         scheduler = self._scheduler
-        if first_iter:
-            sampler_iter = self._reset_sampler(loader, None, first_iter=True)
-            first_worker = 0 if self._stream is None else self._stream.first_worker
-            scheduler.begin_epoch(sampler_iter, self._progress.done, first_worker)
-            return
-        if self._stream is not None:
-            self._stream = StreamProgress(loader)
-        early = scheduler.take_early(discard=bool(self._calls))
-        sampler_iter = self._reset_sampler(loader, early, first_iter=False)
+        early = scheduler.take_early(discard=bool(self._calls)) if further else None
+        batches = self._begin_order(one_pass, early, further=further)
         if early is not None:
-            scheduler.go_on(sampler_iter)
-        else:
+            scheduler.go_on(batches)
+            return
+        if further:
             if self._delivery is not None:
                 self._delivery.drop()
             if self._calls:
@@ -171,34 +169,29 @@ class SlotIterator(torch_private.BaseIterator):
             settings = pickle.dumps(EpochSettings(self._shared_seed, self._calls), 5)
             self._calls = []  # only now: if the sampler raised before, the next attempt has to send them
             self._dispatcher.begin_epoch(settings)
-            scheduler.begin_epoch(sampler_iter)
+        first_worker = 0 if self._stream is None else self._stream.first_worker
+        scheduler.begin_epoch(batches, self._progress.done, first_worker)
 
-    def _reset_sampler(self, loader: Any, early: Iterator[Any] | None, *, first_iter: bool) -> Iterator[Any]:
-        """Let torch make its draws at the beginning of an epoch, and begin to iterate over the sampler."""
-        index_sampler = self._index_sampler
+    def _begin_order(self, one_pass: Pass, early: Iterator[Any] | None, *, further: bool) -> Iterator[Any]:
+        """Make torch's draws at the beginning of an epoch; returns its index batches."""
+        sampler, generator = self._index_sampler, one_pass.settings.generator
         try:
-            if early is not None:
-                self._index_sampler = early  # then torch's iter() does not ask the sampler again
-                before = self._scheduler.states_before_early
-            else:
-                before = generator_states(index_sampler, loader.generator)
-            super()._reset(loader, first_iter)
             if early is None:
-                self._sampler_iter = index_arrays(index_sampler) or self._sampler_iter
-            seeds = int(self._base_seed), self._dispatcher.ledger.epoch + (not first_iter)
-            sampler_iter, self._progress = self._states.begin_epoch(loader, self._sampler_iter, before, seeds)
+                before: GeneratorStates | None = generator_states(sampler, generator)
+                sampler_iter = iter(sampler)
+                sampler_iter = index_arrays(sampler) or sampler_iter
+            else:
+                before, sampler_iter = self._scheduler.states_before_early, early
+            self._draw_shared_seed(generator)
+            seeds = int(self._base_seed), self._dispatcher.ledger.epoch + further
+            batches, self._progress = one_pass.begin(sampler_iter, before, seeds)
         except Exception as error:
             self._lifecycle.expect(error)  # the sampler's own, or of a state that cannot be resumed from
             raise
-        finally:
-            self._index_sampler = index_sampler
+        self._stream = one_pass.stream
         if self._stream is not None:
             self._stream.share_seed(self._shared_seed)
-        self._progress.stream = self._stream
-        # Whether `done` may be other than the last position and one: with batches out of order, now or before
-        # the epoch was resumed, and with streams, which are counted by worker.
-        self._scattered = not self._in_order or bool(self._progress.behind) or self._stream is not None
-        return sampler_iter
+        return batches
 
     def set_epoch(self, epoch: int, states: GlobalStates) -> None:
         """Have persistent workers make a call of ``set_epoch()`` when the next epoch begins."""
@@ -303,8 +296,7 @@ class SlotIterator(torch_private.BaseIterator):
             scheduler.drop_out(dispatcher.ended_streams.pop())
 
     def _note_end(self) -> None:
-        self._progress.before_next = self._scheduler.states_before_early
-        self._progress.finished = True
+        self._progress.end(self._scheduler.states_before_early)
 
     def _return(self, task: Task) -> Any:
         """The batch of a task that has arrived, or ``LEFT_OUT``; raises the exception in its place."""
@@ -344,11 +336,7 @@ class SlotIterator(torch_private.BaseIterator):
             self._lifecycle.expect(error)
             raise
         self._counters.batches += 1
-        self._progress.finished = False  # it was True if a sample raised StopIteration
-        if self._scattered:
-            self._take(task, report)
-        else:
-            self._progress.done = task.position + 1
+        self._take(task, report)
         return batch
 
     def _take(self, task: Task, report: StreamReport | None) -> None:

@@ -27,7 +27,6 @@ from shmloader.settings import (
     set_options,
 )
 from shmloader.statistics import LoaderStatistics
-from shmloader.torch_fallback import check_resumable
 from shmloader.torch_private import never_compiled
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -294,10 +293,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
                 or a dataset whose own state cannot be saved, and with ``in_order=False`` if
                 ``shard="auto"`` deals out samples to several workers.
         """
-        states = loading_of(self).states
-        if not states.begun:
-            check_resumable(self)
-        return states.state(self)
+        return loading_of(self).state_dict(self)
 
     @never_compiled
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import types
 import weakref
 from collections.abc import Callable, Mapping
@@ -18,19 +17,24 @@ from torch.utils.data import Dataset
 from shmloader.errors import LoaderClosed, ResumeError, warn
 from shmloader.failures.bad_samples import warn_of_bad_samples
 from shmloader.in_process import InProcessIterator
-from shmloader.indices.samplers import index_sampler_of, with_inner
+from shmloader.indices.samplers import with_inner
 from shmloader.iterator import SlotIterator
 from shmloader.order.auto import Auto, auto_for
 from shmloader.resume import States
 from shmloader.resume.compatibility import State, is_between_epochs
-from shmloader.resume.states import loaded_state
-from shmloader.settings import THREAD, device_of
+from shmloader.settings import THREAD, Settings
 from shmloader.slots import SlotState
 from shmloader.statistics import Counters, LoaderStatistics
 from shmloader.torch_fallback import check_resumable, must_load_as_torch
 from shmloader.torch_private import drop_iterator, iterator_of
 from shmloader.worker.epoch_settings import datasets_in, has_set_epoch, owners_in
 from shmloader.worker.random_state import global_states
+
+_LOADED = "_shmloader_loaded_state"
+"""The attribute for a loaded state, from which the loader will continue. A copy of the loader has it, too."""
+
+_waiting: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Loaders that were given a state."""
 
 
 @dataclass
@@ -69,7 +73,8 @@ class Loading:
         loaded, which has a base seed of its own.
         """
         iterator = iterator_of(loader)
-        if isinstance(iterator, SlotIterator) and (iterator.closed or loaded_state(loader) is not None):
+        loaded = _loaded_state(loader)
+        if isinstance(iterator, SlotIterator) and (iterator.closed or loaded is not None):
             if iterator.closed:
                 iterator.close("an exception interrupted it in the middle of its work")
             else:
@@ -78,8 +83,8 @@ class Loading:
         elif isinstance(iterator, SlotIterator) and not self.advised:
             self._warn_of_set_epoch(loader)
         warn_of_bad_samples(self.counters, loader.on_error)
-        self._check_epoch(loaded_state(loader))
-        return _delivered(loader, self.states.iterate(loader, torchs_iter))
+        self._check_epoch(loaded)
+        return _delivered(loader, torchs_iter())
 
     def _check_epoch(self, loaded: State | None) -> None:
         """Refuse to go on in an epoch while the dataset is told of another one."""
@@ -100,14 +105,22 @@ class Loading:
         if must_load_as_torch(loader):
             self.counters.torchs_way = True
             return None
-        if loader.num_workers == 0:
-            return InProcessIterator(loader, self.counters, self.states)
-        loader.check_worker_number_rationality()
-        closes = self.closes
-        if loader.prefetch_factor > 0:  # others the iterator refuses, in torch's words
-            operator.index(loader.prefetch_factor)  # raises for a fraction, as torch's iterator does
-            self.auto = auto_for(loader, self.auto)
-        iterator = SlotIterator(loader, self.counters, self.states, self.auto)
+        closes, loaded = self.closes, _loaded_state(loader)
+        if loader.num_workers:
+            loader.check_worker_number_rationality()
+            if loader.prefetch_factor > 0:  # others the iterator refuses, in torch's words
+                self.auto = auto_for(loader, self.auto)
+        settings = Settings.of(loader)
+        if loaded is None and not self.states.begun:
+            _warn_of_another(loader)
+        with self.states.begin(settings, loaded) as one_pass:
+            try:
+                if not settings.num_workers:
+                    return InProcessIterator(loader, one_pass, self.counters)
+                iterator = SlotIterator(loader, one_pass, self.counters, self.states, self.auto)
+            finally:
+                if one_pass.progress is not None:
+                    vars(loader).pop(_LOADED, None)
         self.iterators.add(iterator)
         if self.closes != closes:  # by another thread, or by the sampler
             iterator.close("loader.close() was called")
@@ -133,7 +146,7 @@ class Loading:
 
     def set_epoch(self, loader: Any, epoch: int) -> None:
         """Tell the number of the next epoch to the sampler or batch sampler, and to the dataset."""
-        for sampler in with_inner(index_sampler_of(loader)):
+        for sampler in with_inner(Settings.of(loader).index_sampler):
             if has_set_epoch(sampler):
                 sampler.set_epoch(epoch)
                 break
@@ -146,7 +159,7 @@ class Loading:
         states = global_states()
         for dataset in self.owners:
             dataset.set_epoch(epoch)
-        self.states.set_epoch = epoch
+        self.states.note_set_epoch(epoch)
         if not self.owners:
             return
         for iterator in self.live():
@@ -169,12 +182,25 @@ class Loading:
                 UserWarning,
             )
 
+    def state_dict(self, loader: Any) -> State:
+        """The program's place in the epoch; see `DataLoader.state_dict`."""
+        if _LOADED not in vars(loader) and (counted := self.states.counted()) is not None:
+            return counted
+        if not self.states.begun:
+            check_resumable(loader.dataset, loader.num_workers)
+        return self.states.state(Settings.of(loader), _loaded_state(loader))
+
+    def state_after_epoch(self, loader: Any, epoch: int) -> State:
+        """The state for a program that leaves the epoch here, and sets ``epoch`` before the next one."""
+        return self.states.state_after_epoch(Settings.of(loader), _loaded_state(loader), epoch)
+
     def load_state_dict(self, loader: Any, state: Mapping[str, Any]) -> None:
         """Make the next iterator continue from a state; see `DataLoader.load_state_dict`."""
         if state != {}:  # None is refused, {} is an empty state
-            check_resumable(loader)
-            its_own = getattr(loader, "set_epoch", None)
-            self.states.load(loader, state, its_own or functools.partial(self.set_epoch, loader))
+            check_resumable(loader.dataset, loader.num_workers)
+            its_own = getattr(loader, "set_epoch", None) or functools.partial(self.set_epoch, loader)
+            vars(loader)[_LOADED] = self.states.load(Settings.of(loader), state, its_own)
+            _waiting.add(loader)
 
     def statistics(self) -> LoaderStatistics:
         """Counters of the loader's life so far, and the slots that it holds now."""
@@ -196,13 +222,31 @@ class Loading:
 
 def _delivered(loader: Any, iterator: Any) -> Any:
     """An iterator's batches on the loader's device, where torch's own iterator loads."""
-    device = None if isinstance(iterator, (SlotIterator, InProcessIterator)) else device_of(loader)
+    ours = isinstance(iterator, (SlotIterator, InProcessIterator))
+    device = None if ours else Settings.of(loader).target
     if device is None:
         return iterator
     from shmloader.device import numbered, to_device
 
     device = numbered(device)
     return (to_device(batch, device) for batch in iterator)
+
+
+def _loaded_state(loader: Any) -> State | None:
+    """The state that the next ``iter(loader)`` continues from, or None."""
+    state: State | None = vars(loader).get(_LOADED)
+    return state
+
+
+def _warn_of_another(loader: Any) -> None:
+    """Warn if a loader begins its first epoch while a state waits in another loader of the same dataset."""
+    for other in list(_waiting):
+        if other.dataset is loader.dataset and _loaded_state(other) is not None:
+            warn(
+                "load_state_dict() was called on another loader of this dataset, which was not iterated over "
+                "since; this loader begins its epoch at the beginning. If it was made from that one (by "
+                "Lightning or accelerate, say), call load_state_dict() on this one."
+            )
 
 
 def set_epoch(loader: Any, epoch: int) -> None:

@@ -1,15 +1,16 @@
-"""The arguments that torch's loader does not have: their values, and all checks of them.
+"""A loader's arguments: `Settings`, their values as one pass begins, and the checks of the loader's own.
 
-Arguments are checked when the loader is made, and once more when it starts workers: frameworks set some
-attributes late.
+Arguments are checked when the loader is made, and those about workers once more when it starts workers:
+frameworks set some attributes late.
 """
 
 from __future__ import annotations
 
 import operator
 import threading
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, Self, get_args
 
 import torch
 from torch.utils.data import IterableDataset
@@ -49,6 +50,10 @@ _WORDS = {
     "shard": get_args(Shard),
 }
 _DEVICE = "_shmloader_device"
+_TORCHS = (
+    "dataset sampler batch_sampler batch_size drop_last collate_fn num_workers prefetch_factor in_order "
+    "persistent_workers timeout worker_init_fn multiprocessing_context generator"
+).split()
 
 
 class AutoCount(int):
@@ -84,10 +89,109 @@ def is_dynamic(loader: Any) -> bool:
     return loader.dispatch == DYNAMIC or isinstance(loader.num_workers, AutoCount)
 
 
-def seeds_samples(loader: Any) -> bool:
-    """Whether generators are seeded for each sample: by ``seed_per_sample``, or if None by the dispatch."""
-    wanted: bool | None = loader.seed_per_sample
-    return is_dynamic(loader) if wanted is None else wanted
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """A loader's arguments as one pass begins, parsed; see `DataLoader`. Main process only.
+
+    They are read anew for each pass, as frameworks set some attributes late, and options of torch's class
+    come and go with ``install()``.
+
+    Attributes:
+        num_workers: Worker processes or threads now.
+        prefetch_factor: Batches in advance per worker; 0 without workers.
+        dispatch: Also ``"dynamic"`` for ``num_workers="auto"``.
+        seed_per_sample: Whether generators are seeded for each sample.
+        device: As given; `target` is the accelerator.
+    """
+
+    dataset: Any
+    sampler: Any
+    batch_sampler: Any
+    batch_size: Any
+    drop_last: bool
+    collate_fn: Any
+    num_workers: int
+    prefetch_factor: int
+    in_order: bool
+    persistent_workers: bool
+    timeout: float
+    worker_init_fn: Any
+    multiprocessing_context: Any
+    generator: torch.Generator | None
+    memory_budget_nbytes: Any
+    worker_restarts: int
+    on_error: OnError
+    dispatch: Dispatch
+    prefetch_epochs: bool
+    worker_type: WorkerType
+    share_dataset: bool
+    shard: Shard | None
+    snapshot_every_n_steps: int | None
+    seed_per_sample: bool
+    place_results: bool
+    device: torch.device | None
+
+    @classmethod
+    def of(cls, loader: Any) -> Self:
+        """The settings of a loader's attributes as they are now.
+
+        Raises:
+            TypeError: If there is a number of workers or of batches in advance that is not whole.
+        """
+        read = {name: getattr(loader, name) for name in _TORCHS}
+        for name, default in OWN_DEFAULTS.items():
+            read[name] = option_in_effect(name, getattr(loader, name, default))
+        if isinstance(read["num_workers"], AutoCount):
+            read["dispatch"] = DYNAMIC
+        if read["seed_per_sample"] is None:
+            read["seed_per_sample"] = read["dispatch"] == DYNAMIC
+        for name in ("num_workers", "prefetch_factor"):
+            read[name] = operator.index(read[name] or 0)
+        return cls(**read, device=getattr(loader, _DEVICE, None))
+
+    @property
+    def index_sampler(self) -> Any:
+        """The sampler that index batches are drawn from; single indices without automatic batching."""
+        return self.sampler if self.batch_sampler is None else self.batch_sampler
+
+    @property
+    def is_iterable(self) -> bool:
+        """Whether the dataset is iterable-style."""
+        return isinstance(self.dataset, IterableDataset)
+
+    @property
+    def comes_in_order(self) -> bool:
+        """Whether batches come in the sampler's order."""
+        return bool(self.in_order) or self.num_workers < 2
+
+    @property
+    def shards(self) -> bool:
+        """Whether an iterable-style dataset is divided among workers and ranks."""
+        return self.shard == AUTO
+
+    @property
+    def target(self) -> torch.device | None:
+        """The accelerator that batches go to; None if they stay on the CPU.
+
+        Without a number it is the current one; to ask for that initialises the accelerator, which has to
+        wait until workers were forked.
+
+        Raises:
+            RuntimeError: If there is no such accelerator.
+        """
+        device = self.device
+        if device is None or device.type == "cpu":
+            return None
+        there: Any = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if there is None or there.type != device.type:
+            found = "no accelerator" if there is None else f"torch's accelerator is {there.type!r}"
+            raise RuntimeError(f"device='{device}' is not available: {found}. Pass device='cpu', or None")
+        index: int | None = device.index
+        if index is not None and index >= (count := torch.get_device_module(there).device_count()):
+            raise RuntimeError(
+                f"device='{device}' is not available: torch finds {count} device(s), numbered from 0"
+            )
+        return device
 
 
 def set_options(loader: Any, given: dict[str, Any]) -> Any:
@@ -115,7 +219,10 @@ def option_in_effect(name: str, value: Any) -> Any:
 
 
 def set_device(loader: Any, device: torch.device | str | int | None) -> None:
-    """Keep the argument ``device`` for `device_of`, and as an attribute unless a subclass has its own.
+    """Keep the argument ``device`` for `Settings`, and as an attribute unless a subclass has its own.
+
+    Subclasses and loaders of other classes (accelerate's) may have an attribute ``device`` with another
+    meaning.
 
     Raises:
         RuntimeError: If it is not a device.
@@ -124,31 +231,6 @@ def set_device(loader: Any, device: torch.device | str | int | None) -> None:
     setattr(loader, _DEVICE, device)
     if not hasattr(type(loader), "device") and "device" not in vars(loader):
         loader.device = device
-
-
-def device_of(loader: Any) -> torch.device | None:
-    """The accelerator that a loader's batches go to; None if they stay on the CPU.
-
-    It is what the constructor was given. Without a number it is the current one; to ask for that initialises
-    the accelerator, which has to wait until workers were forked. Subclasses and loaders of other classes
-    (accelerate's) may have an attribute ``device`` with another meaning.
-
-    Raises:
-        RuntimeError: If there is no such accelerator.
-    """
-    device: torch.device | None = getattr(loader, _DEVICE, None)
-    if device is None or device.type == "cpu":
-        return None
-    there: Any = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if there is None or there.type != device.type:
-        found = "no accelerator" if there is None else f"torch's accelerator is {there.type!r}"
-        raise RuntimeError(f"device='{device}' is not available: {found}. Pass device='cpu', or None")
-    index: int | None = device.index
-    if index is not None and index >= (count := torch.get_device_module(there).device_count()):
-        raise RuntimeError(
-            f"device='{device}' is not available: torch finds {count} device(s), numbered from 0"
-        )
-    return device
 
 
 def check_arguments(

@@ -12,11 +12,11 @@ from shmloader.torch_private import unavailable, why_missing
 _SLOTS = "loading through shared-memory slots"
 
 
-def why_as_torch(loader: Any) -> str:
+def why_as_torch(dataset: object, num_workers: int) -> str:
     """The sentence that tells why a loader has to load as torch's own does; "" if it need not."""
-    if (lack := why_missing(loader.dataset)) is not None:
+    if (lack := why_missing(dataset)) is not None:
         return unavailable(_SLOTS, lack)
-    if loader.num_workers and (lack := why_unavailable()) is not None:
+    if num_workers and (lack := why_unavailable()) is not None:
         return f"shmloader: {_SLOTS} is not available on this platform: {lack}."
     return ""
 
@@ -29,7 +29,7 @@ def must_load_as_torch(loader: Any) -> bool:
     Raises:
         NotImplementedError: For a loader with ``shard="auto"``: its batches would differ.
     """
-    why = why_as_torch(loader)
+    why = why_as_torch(loader.dataset, loader.num_workers)
     if not why:
         return False
     text = f"{why} The loader loads as torch's DataLoader does, and the batches are the same."
@@ -41,13 +41,13 @@ def must_load_as_torch(loader: Any) -> bool:
     return True
 
 
-def check_resumable(loader: Any) -> None:
-    """Refuse a loader whose states cannot be made.
+def check_resumable(dataset: object, num_workers: int) -> None:
+    """Refuse states for a loader of this dataset with so many workers, if they cannot be made.
 
     Raises:
         ResumeError: With the reason.
     """
-    if why := why_as_torch(loader):
+    if why := why_as_torch(dataset, num_workers):
         raise ResumeError(
             f"torch's own iterator loads here, which does not record how far the program has come. {why} "
             "With num_workers=0 and a torch that shmloader knows there is a state."

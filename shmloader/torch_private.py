@@ -102,6 +102,22 @@ WHY_NOT_INSTALLED = (
 """The reason why `install` has no effect on torch's class, or ""."""
 
 
+class OwnOrder(BaseIterator):
+    """torch's iterator, whose `_reset` leaves the sampler alone: the order comes from elsewhere."""
+
+    _pg: Any = None  # a torch without it lets each rank draw
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        self._num_yielded = 0
+        self._IterableDataset_len_called = loader._IterableDataset_len_called
+
+    def _draw_shared_seed(self, generator: torch.Generator | None) -> None:
+        """Draw the seed that the workers of an epoch share, as torch does after it has asked the sampler."""
+        if self._shared_seed is not None:
+            self._shared_seed = _share_dist_seed(generator, self._pg)
+            self._dataset = seed_datapipe(self._dataset, self._shared_seed)
+
+
 def iterator_of(loader: Any) -> Any:
     """The iterator that a loader with ``persistent_workers`` keeps from epoch to epoch; None without one."""
     return getattr(loader, "_iterator", None)
@@ -124,6 +140,7 @@ sharding_worker_init_fn = _find_for_datapipes(_DATALOADER, "_sharding_worker_ini
 apply_sharding = _find_for_datapipes(_GRAPH_SETTINGS, "apply_sharding")
 """Does the same without workers."""
 
+_share_dist_seed = _find_for_datapipes(_DATALOADER, "_share_dist_seed")
 _apply_random_seed = _find_for_datapipes(_GRAPH_SETTINGS, "apply_random_seed")
 
 DATAPIPES: tuple[type, ...] = tuple(

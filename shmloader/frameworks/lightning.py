@@ -60,7 +60,7 @@ def _save(save: Any, loop: Any) -> Any:
         if "sampler_settings" in state and isinstance(loader, torch.utils.data.DataLoader):
             if loop.epoch_loop.batch_progress.is_last_batch:
                 epoch = loop.epoch_progress.current.started
-                states[place] = loading_of(loader).states.state_after_epoch(loader, epoch)
+                states[place] = loading_of(loader).state_after_epoch(loader, epoch)
             warn_of_one_rank(loader, states[place], "Lightning")
     return saved
 

@@ -37,10 +37,12 @@ _LOOKS = 64  # first batches of a resumed epoch that are checked: a sampler may 
 _log = logging.getLogger("shmloader")
 
 
-def track(index_sampler: Any, iterator: Iterator[Any]) -> Iterator[Any]:
+def track(index_sampler: Any, iterator: Iterator[Any], *, resumed: bool = False) -> Iterator[Any]:
     """The same iterator, or `TrackedBatches` of it if the number of batches alone is not enough to resume."""
     known = isinstance(iterator, TrackedBatches) or repeats_its_order(index_sampler)
-    return iterator if known or sharded_sampler(index_sampler) else TrackedBatches(index_sampler, iterator)
+    if known or sharded_sampler(index_sampler):
+        return iterator
+    return TrackedBatches(index_sampler, iterator, resumed=resumed)
 
 
 class TrackedBatches(Iterator[Any]):
@@ -49,20 +51,20 @@ class TrackedBatches(Iterator[Any]):
     If the sampler's own state at that batch was loaded, pass it as ``state``: some samplers return it only
     once they are iterated over.
 
-    Attributes:
-        taken: Returns how many of them the program has had; what is known of earlier ones is dropped.
-        resumed: Whether to raise if the sampler draws from a global generator batch by batch.
-        reads_each: Returns whether to read the sampler's state after each batch; else before and after the
-            first one: with that, some samplers draw a seed, and with their last one they may begin anew.
-        looks: First batches that are checked otherwise; `checksum` then warns of such a sampler.
+    In a ``resumed`` epoch it is an error if the sampler draws from a global generator batch by batch.
     """
 
     def __init__(
-        self, index_sampler: Any, iterator: Iterator[Any], begin: int = 0, state: Any = None
+        self,
+        index_sampler: Any,
+        iterator: Iterator[Any],
+        begin: int = 0,
+        state: Any = None,
+        *,
+        resumed: bool = False,
     ) -> None:
-        self.taken: Callable[[], int] = lambda: begin
-        self.reads_each: Callable[[], bool] = lambda: False
-        self.resumed, self.looks, self._told = False, 0, False
+        self.follow(lambda: begin)
+        self._resumed, self._told = resumed, False
         self._name = type(sampler_of_indices(index_sampler)).__name__
         self._iterator = iterator
         self._stateful = stateful = sampler_with_state(index_sampler)
@@ -78,10 +80,24 @@ class TrackedBatches(Iterator[Any]):
         # After each number of batches: when the sampler's state was read, it or its error; the checksum.
         self._after: dict[int, tuple[int, Any, int]] = {begin: (begin, state, 0)}
 
+    def follow(
+        self, taken: Callable[[], int], reads_each: Callable[[], bool] = lambda: False, looks: int = 0
+    ) -> None:
+        """Follow the program.
+
+        Args:
+            taken: Returns how many batches it has had; what is known of earlier ones is dropped.
+            reads_each: Returns whether to read the sampler's state after each batch; else before and after
+                the first one: with that, some samplers draw a seed, and with their last one they may begin
+                anew.
+            looks: First batches that are checked in an epoch that is not resumed; `checksum` then warns.
+        """
+        self._taken, self._reads_each, self._looks = taken, reads_each, looks
+
     def __next__(self) -> Any:
         stateful, drawn = self._stateful, self._drawn
         # Not for each batch, since the check takes longer than a small one.
-        looks = drawn < _LOOKS or not drawn & (drawn - 1) if self.resumed else drawn <= self.looks
+        looks = drawn < _LOOKS or not drawn & (drawn - 1) if self._resumed else drawn <= self._looks
         states = _global_states() if looks and drawn and stateful is None else None
         try:
             index_batch = next(self._iterator)
@@ -94,18 +110,18 @@ class TrackedBatches(Iterator[Any]):
                 "batch by batch, among what the program draws, so it cannot come to the same place again. "
                 f"{ADVICE}"
             )
-            if self.resumed:
+            if self._resumed:
                 raise ResumeError(self._warning)
         self._drawn = drawn = drawn + 1
         index_batch = with_packed_ints(index_batch)  # they are needed packed anyway
         self._checksum = _add(self._checksum, index_batch)
         latest = self._first
-        if stateful is not None and (drawn == 1 or self.reads_each()):
+        if stateful is not None and (drawn == 1 or self._reads_each()):
             latest = drawn, _state_or_error(stateful)
             if drawn == 1:
                 self._first, self._checksum = latest, 0
         self._after[drawn] = *latest, self._checksum
-        while self._oldest < min(self.taken(), self._drawn) - 1:
+        while self._oldest < min(self._taken(), self._drawn) - 1:
             self._after.pop(self._oldest, None)
             self._oldest += 1
         return index_batch

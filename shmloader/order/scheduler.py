@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import RandomSampler
 
 from shmloader.exchange.dispatcher import Dispatcher
-from shmloader.indices.epoch_prefetch import NOTHING, next_epoch_for
+from shmloader.indices.epoch_prefetch import NOTHING, NextEpoch
 from shmloader.indices.samplers import GeneratorStates, sampler_of_indices
 from shmloader.order.auto import Auto, Growth
 from shmloader.order.dynamic_dispatch import FreeWorkers
@@ -28,7 +28,14 @@ class Scheduler:
         free_workers: The policy of dynamic dispatch; None with static dispatch.
     """
 
-    def __init__(self, loader: Any, index_sampler: Any, dispatcher: Dispatcher, auto: Auto | None) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        index_sampler: Any,
+        dispatcher: Dispatcher,
+        auto: Auto | None,
+        next_epoch: NextEpoch | None = None,
+    ) -> None:
         self.free_workers: FreeWorkers | None = None
         self._dispatcher = dispatcher
         self._ledger = ledger = dispatcher.ledger
@@ -39,7 +46,7 @@ class Scheduler:
         is_random = type(sampler_of_indices(index_sampler)) is RandomSampler
         self._random_sampler = index_sampler if is_random else None
         self._length = -1  # index batches of such a sampler
-        self._next_epoch = next_epoch_for(loader, index_sampler)
+        self._next_epoch = next_epoch
         self._sampler_iter: Iterator[Any] = iter(())
         self._sent = 0  # index batches of this epoch that were sent, or are not to be
         self._sent_early = 0  # tasks of the next epoch

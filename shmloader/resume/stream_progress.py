@@ -18,7 +18,7 @@ from shmloader.indices.samplers import ranks_share
 from shmloader.resume.compatibility import State, is_between_epochs, is_of_one_rank, named_in_errors
 from shmloader.resume.progress import Progress
 from shmloader.resume.user_states import pack_user_state, unpack_user_state
-from shmloader.settings import AUTO
+from shmloader.settings import Settings
 from shmloader.wire.stream_records import NOTHING_DRAWN, OWN, SHARD, STRIDE, Cursor, StreamReport, StreamRules
 
 _log = logging.getLogger("shmloader")
@@ -35,22 +35,22 @@ class StreamProgress:
         shared_seed: The seed that all workers share (torch's DataPipes), or None.
     """
 
-    def __init__(self, loader: Any, loaded: State | None = None) -> None:
-        workers = max(int(loader.num_workers), 1)
+    def __init__(self, settings: Settings, loaded: State | None = None) -> None:
+        workers = max(settings.num_workers, 1)
         self._last = -1  # the part that the latest batch was of
         self.shared_seed: int | None = None
         if loaded is None or is_between_epochs(loaded) or not loaded["stream"]:
-            self.rules = rules = _fresh_rules(loader)
+            self.rules = rules = _fresh_rules(settings)
         else:
-            self.rules = rules = rules_for(loader, loaded)
+            self.rules = rules = rules_for(settings, loaded)
             stream = _read(loaded)
             self._last, self.shared_seed = stream["last"], stream.get("shared_seed")
         goes_round = rules.layout != STRIDE and len(rules.cursors) == workers
         self.first_worker = (self._last + 1) % workers if goes_round else 0
-        self._dataset_name = type(loader.dataset).__name__
-        self._ranks_share = ranks_share(loader) and loader.in_order
-        self._out_of_order = not loader.in_order and workers > 1
-        self._timeout_s = float(loader.timeout)
+        self._dataset_name = type(settings.dataset).__name__
+        self._ranks_share = ranks_share(settings) and settings.in_order
+        self._out_of_order = not settings.in_order and workers > 1
+        self._timeout_s = float(settings.timeout)
         self._layout = rules.layout or OWN
         self._cursors = list(rules.cursors) or [Cursor()] * workers  # by part
         self._playing = list(range(workers))  # the part that each worker is at
@@ -77,7 +77,7 @@ class StreamProgress:
         """
         self._count(progress)
         self._latest = progress.taken, worker_id, report
-        progress.done = progress.taken + 1
+        progress.take(progress.taken)
 
     def _count(self, progress: Progress) -> None:
         """Count the latest batch, unless it was taken back."""
@@ -158,22 +158,21 @@ def _tell_of_own_division(name: str) -> None:
     )
 
 
-def _fresh_rules(loader: Any) -> StreamRules:
-    # After uninstall() a loader of torch's class, with persistent workers, has no such options.
-    wanted, shard = (getattr(loader, name, None) for name in ("snapshot_every_n_steps", "shard"))
+def _fresh_rules(settings: Settings) -> StreamRules:
+    wanted = settings.snapshot_every_n_steps
     every = 1 if wanted is None else wanted or sys.maxsize
-    return StreamRules(shard == AUTO, *rank_and_ranks(), loader.batch_size or 1, every)
+    return StreamRules(settings.shards, *rank_and_ranks(), settings.batch_size or 1, every)
 
 
-def rules_for(loader: Any, loaded: State) -> StreamRules:
+def rules_for(settings: Settings, loaded: State) -> StreamRules:
     """The rules for a loader's workers to continue from a state in mid-epoch.
 
     Raises:
         ResumeError: If the state cannot be resumed by this loader on this rank.
     """
-    rules, stream, workers = _fresh_rules(loader), _read(loaded), max(int(loader.num_workers), 1)
+    rules, stream, workers = _fresh_rules(settings), _read(loaded), max(settings.num_workers, 1)
     layout, cursors, written = stream["layout"], stream["parts"], (stream["rank"], stream["ranks"])
-    rank = rules.rank if is_of_one_rank(loader, loaded) else written[0]
+    rank = rules.rank if is_of_one_rank(settings, loaded) else written[0]
     if layout != OWN and not rules.shard:
         raise ResumeError("the state was made with shard='auto', and this loader has no shard")
     if layout != STRIDE and written != (rank, rules.ranks):

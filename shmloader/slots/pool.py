@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from shmloader.memory import Extent, Segment, whole_pages
 from shmloader.memory.limits import memory_headroom
+from shmloader.settings import Settings
 from shmloader.slots import memory_warnings
 from shmloader.slots.budget import SPARE_SLOTS, Budget
 from shmloader.slots.slot import Lease, Slot, SlotState
@@ -71,21 +72,21 @@ class SlotPool:
         self._closed = False
 
     @classmethod
-    def for_loader(cls, loader: Any, counters: Counters) -> Self:
-        """The slots for a loader's arguments.
+    def for_loader(cls, settings: Settings, counters: Counters) -> Self:
+        """The slots for a loader's settings.
 
         Without a budget from the program it gets half of the memory that the host has available now. A budget
         larger than the available memory is cut to that.
         """
-        available_nbytes, wanted_nbytes = memory_headroom().available_nbytes, loader.memory_budget_nbytes
+        available_nbytes, wanted_nbytes = memory_headroom().available_nbytes, settings.memory_budget_nbytes
         if wanted_nbytes is None:
             budget_nbytes = available_nbytes // 2
         else:  # a plain number, since sums of NumPy's narrow ones overflow
             budget_nbytes = min(operator.index(wanted_nbytes), available_nbytes)
-        workers = int(loader.num_workers)
+        workers = settings.num_workers
         return cls(
             Segment(),
-            workers * int(loader.prefetch_factor),
+            workers * settings.prefetch_factor,
             budget_nbytes,
             workers=workers,
             follows_host=wanted_nbytes is None,

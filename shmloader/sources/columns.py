@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from shmloader.codec.array_kinds import kind_of_tensor
+from shmloader.codec.slot_allocator import current_allocator
 from shmloader.sources.base import NotGathered, Rows, Source, make_output, within
 from shmloader.sources.blocks import joined_dtype
-from shmloader.store.kinds import is_hugging_face, kind_of_tensor
+from shmloader.store.kinds import is_hugging_face
 
 _HF_FORMATS = (None, "numpy", "torch")  # others may be the program's own functions, or draw random numbers
 
@@ -49,6 +51,8 @@ def _join(column: Any, count: int) -> Any:
     elif type(column) is np.ndarray:
         dtype = joined_dtype(column)
         if dtype is not None and column.flags.c_contiguous:
+            if current_allocator() is None:
+                return torch.tensor(column)
             out = make_output(count, column.shape[1:], dtype)
             out.numpy()[...] = column
             return out

@@ -7,13 +7,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import StackDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from shmloader.indices.array_samplers import is_by_torch
 from shmloader.indices.packed_indices import int_array
-from shmloader.sources.base import NotGathered, Rows, Source, as_sample_field, within
+from shmloader.sources.base import NotGathered, Rows, Source, as_sample_field, make_output, own_memory, within
 from shmloader.sources.blocks import block_of
 from shmloader.sources.stores import is_any_store
+
+_LEAST_OF_PART = 16
+"""Rows of a batch, on average, from which the parts of a ``ConcatDataset`` are gathered."""
 
 Recognise = Callable[[Any], Source]
 """Gives the source for a dataset inside another; raises `NotGathered` if there is none."""
@@ -23,10 +26,10 @@ Pick = Callable[[Rows], Rows]
 
 def _tuple_rows(fields: Sequence[Source]) -> Source:
     """Samples that are tuples, each field from a source of its own."""
-    gathers = [field.gather for field in fields]
     return Source(
-        lambda rows: [as_sample_field(gather(rows)) for gather in gathers],
-        users_code=any(field.users_code for field in fields),
+        lambda rows: [as_sample_field(field.gather(rows)) for field in fields],
+        any(field.users_code for field in fields),
+        [field.data for field in fields],
     )
 
 
@@ -34,8 +37,65 @@ def _dict_rows(fields: Mapping[Any, Source]) -> Source:
     """Samples that are dicts, each value from a source of its own."""
     return Source(
         lambda rows: {name: field.gather(rows) for name, field in fields.items()},
-        users_code=any(field.users_code for field in fields.values()),
+        any(field.users_code for field in fields.values()),
+        {name: field.data for name, field in fields.items()},
     )
+
+
+# --- rows of several datasets
+
+
+def _rows_of_parts(parts: Sequence[Source], cumulative_sizes: Sequence[int]) -> Source:
+    """Samples of a ``ConcatDataset``, all of one form; those of each part are scattered to their places."""
+    form = _form(parts[0].data)
+    if any(_form(part.data) != form for part in parts):
+        raise NotGathered(
+            "the rows of a ConcatDataset lie in several datasets, which are not all made of tensors, or of "
+            "arrays, with rows of one dtype and shape. Join these into one: with shmloader.share() of all "
+            "rows, or datasets.concatenate_datasets()"
+        )
+    ends = np.array(cumulative_sizes)
+    begins = np.concatenate([[0], ends])
+
+    def gather(rows: Rows) -> Any:
+        rows = within(rows, int(ends[-1]))
+        part_of = ends.searchsorted(rows, "right")
+        rows = rows - begins[part_of]
+        first = int(part_of[0])
+        if (part_of == first).all():
+            return parts[first].gather(rows)
+        present = np.unique(part_of)
+        if len(rows) < _LEAST_OF_PART * len(present):
+            raise NotGathered("few rows of each of many datasets")
+        places = [np.flatnonzero(part_of == part) for part in present]
+        with own_memory():
+            batches = [parts[part].gather(rows[these]) for part, these in zip(present, places, strict=True)]
+        return _scatter(batches, [torch.from_numpy(these) for these in places], len(rows))
+
+    return Source(gather, data=parts[0].data)
+
+
+def _form(data: Any) -> Any:
+    """What the rows of tensors and arrays have in common; never equal to another for anything else."""
+    if type(data) is dict:
+        return [(name, _form(part)) for name, part in data.items()]
+    if type(data) is list:
+        return list(map(_form, data))
+    if data is None:
+        return object()
+    return type(data) is torch.Tensor, data.dtype, data.shape[1:], getattr(data, "device", None)
+
+
+def _scatter(batches: list[Any], places: list[torch.Tensor], count: int) -> Any:
+    first = batches[0]
+    if type(first) is dict:
+        return {name: _scatter([batch[name] for batch in batches], places, count) for name in first}
+    if type(first) is list:
+        return [_scatter(list(parts), places, count) for parts in zip(*batches, strict=True)]
+    out = make_output(count, first.shape[1:], first.dtype, first.device)
+    for these, batch in zip(places, batches, strict=True):
+        out.index_copy_(0, these.to(out.device), batch)
+    return out
 
 
 def has_getbatch(dataset: Any) -> bool:
@@ -54,14 +114,14 @@ def _shadows_getitems(dataset: Any) -> bool:
     return "__getitems__" in getattr(dataset, "__dict__", ())
 
 
-def source_of(dataset: Any, recognise: Recognise) -> Source | None:
+def source_of(dataset: Any, recognise: Recognise, *, in_worker: bool) -> Source | None:
     """The source for a dataset of exactly one of torch's classes; None for any other.
 
     Raises:
         NotGathered: If the program has changed the class's way to get a sample.
     """
     kind = type(dataset)
-    if kind not in (TensorDataset, Subset, StackDataset):
+    if kind not in _TORCHS:
         return None
     methods = [getattr(kind, name, None) for name in ("__getitem__", "__getitems__")]
     if _shadows_getitems(dataset) or not all(each is None or is_by_torch(each, kind) for each in methods):
@@ -70,20 +130,26 @@ def source_of(dataset: Any, recognise: Recognise) -> Source | None:
             "__getbatch__(indices) that returns the whole batch"
         )
     if kind is TensorDataset:
-        return _tuple_rows([block_of(tensor) for tensor in dataset.tensors])
+        return _tuple_rows([block_of(tensor, in_worker=in_worker) for tensor in dataset.tensors])
     if kind is Subset:
-        source, pick = recognise(dataset.dataset), pick_from(dataset.indices)
-        return Source(lambda rows: source.gather(pick(rows)), source.users_code)
+        source, pick = recognise(dataset.dataset), pick_from(dataset.indices, once=not in_worker)
+        return Source(lambda rows: source.gather(pick(rows)), source.users_code, source.data)
+    if kind is ConcatDataset:
+        return _rows_of_parts(list(map(recognise, dataset.datasets)), dataset.cumulative_sizes)
     if isinstance(dataset.datasets, dict):
         return _dict_rows({name: recognise(part) for name, part in dataset.datasets.items()})
     return _tuple_rows([recognise(part) for part in dataset.datasets])
 
 
+_TORCHS = (TensorDataset, Subset, StackDataset, ConcatDataset)
+
 # --- the indices of a Subset
 
 
-def pick_from(indices: Any) -> Pick:
-    """A function that looks row numbers up in the indices of a ``Subset``. A list is read once, here.
+def pick_from(indices: Any, *, once: bool) -> Pick:
+    """A function that looks row numbers up in the indices of a ``Subset``.
+
+    A list is read here, as a whole; if the function is called ``once``, only the rows that it is asked for.
 
     Raises:
         NotGathered: If the indices are anything but whole numbers in one dimension.
@@ -95,11 +161,16 @@ def pick_from(indices: Any) -> Pick:
         return lambda rows: _pick_from_store(indices, rows)
     array: Any = None
     if kind is list or kind is tuple:
+        if once:
+            return lambda rows: plain_ints(list(map(indices.__getitem__, rows.tolist())))
         array = plain_ints(list(indices))
     elif kind in (np.ndarray, np.memmap):
         array = np.asarray(indices)
     elif kind is torch.Tensor and indices.device.type == "cpu" and indices.dtype is torch.int64:
-        array = indices.detach().numpy()
+        array = indices.detach()
+        if once:
+            return lambda rows: array.index_select(0, torch.from_numpy(rows)).numpy()
+        array = array.numpy()
     if array is None or array.ndim != 1 or array.dtype.kind not in "iu" or array.dtype == np.uint64:
         form = f" of {indices.dtype}, {indices.ndim}-d" if hasattr(indices, "dtype") else ""
         raise NotGathered(

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import default_collate
 
 from shmloader.codec.layout import CODE_OF_NUMPY_DTYPE, CODE_OF_TORCH_DTYPE, DTYPES
+from shmloader.codec.slot_allocator import current_allocator
 from shmloader.sources.base import NotGathered, Rows, as_sample_field, make_output, within
 from shmloader.sources.blocks import joined_dtype
 
@@ -53,8 +54,9 @@ class StoreRows:
             fields = self._all_fields()
             if fields:
                 return _as_record(type(sample), [field.gather(rows) for field in fields])
-        # `take` refuses rows that the outputs cannot hold, by a TypeError.
-        outs = _outputs_like(sample, len(rows))
+        # `take` refuses rows that the outputs cannot hold, by a TypeError. Without a slot
+        # there are none: tensors that it has written to cannot be resized.
+        outs = None if current_allocator() is None else _outputs_like(sample, len(rows))
         if outs is not None:
             try:
                 return _join_taken(store.take(rows, outs))
@@ -89,11 +91,12 @@ def _join_taken(taken: Any) -> Any:
     """Make the batch from the result of a store's ``take``."""
     kind = type(taken)
     if kind is torch.Tensor:
-        return taken
+        return taken if current_allocator() is not None else taken.clone()
     if kind is np.ndarray:
         if joined_dtype(taken) is None:
             raise NotGathered(f"torch joins single rows of {taken.dtype} to another dtype, or refuses them")
-        return torch.from_numpy(np.ascontiguousarray(taken))
+        array = np.ascontiguousarray(taken)
+        return torch.from_numpy(array) if current_allocator() is not None else torch.tensor(array)
     if kind is dict:
         return {name: _join_taken(column) for name, column in taken.items()}
     if isinstance(taken, tuple):

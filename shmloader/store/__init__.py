@@ -27,6 +27,7 @@ __all__ = [
     "Store",
     "StoreDescription",
     "share",
+    "unshare",
 ]
 
 _MODULES = {
@@ -109,6 +110,25 @@ def share(data: Any, *, copy: bool = False, progress: bool | None = None) -> Any
     from shmloader.store.attributes import share_graph  # imports pyarrow
 
     return share_graph(data, copy=copy, progress=progress)
+
+
+def unshare(data: Any) -> Any:
+    """Undo sharing: put lists, dicts, sets and arrays of this process in the place of shared ones.
+
+    For data that the program is going to change, such as a list that it appends to. Workers that run
+    already, and other loaders' workers, keep what they have; a loader with ``share_dataset=True`` that is
+    made later shares anew.
+
+    Args:
+        data: A dataset or another object, which is changed in place, at any depth; or a store.
+
+    Returns:
+        ``data``; for a store, a shared array or a tuple the list, dict, set, array or tuple in its place. A
+        Counter comes back as a ``defaultdict``, any other subclass of list or dict as its base.
+    """
+    from shmloader.store.attributes import unshare  # imports pyarrow
+
+    return unshare(data)
 
 
 def open_store(

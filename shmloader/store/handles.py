@@ -185,8 +185,8 @@ def _areas_of_this_process() -> list[_Area]:
     ]
 
 
-def is_shared(value: Any, files: MappedFiles) -> bool:
-    """Whether an ndarray or a tensor lies in shared memory of shmloader's, or in a mapped file."""
+def is_shared(value: Any, files: MappedFiles | None) -> bool:
+    """Whether an ndarray or a tensor lies in shared memory of shmloader's, or in one of the mapped files."""
     is_dense = isinstance(value, np.ndarray) or _is_dense(value)
     return is_dense and _handle(value, files, least_nbytes=0)[1] is not None
 

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from shmloader.codec.array_kinds import ArrayKind, array_of_tensor, kind_of_tensor, wrap_array
 from shmloader.memory import PAGE_NBYTES
 from shmloader.memory.limits import open_files
 from shmloader.store.chunks import Chunks, chunks_in_memory
@@ -25,7 +26,7 @@ from shmloader.store.columns.encode import ColumnEncoder, batch_of
 from shmloader.store.columns.packed import packed
 from shmloader.store.columns.types import LinkType, find_types
 from shmloader.store.handles import register_reducers
-from shmloader.store.kinds import ArrayKind, array_of_tensor, kind_of_tensor, nbytes_of_rows, wrap_array
+from shmloader.store.kinds import nbytes_of_rows
 from shmloader.store.sealed_buffer import BufferBuilder, SharedBuffer
 
 _FIRST_ROWS = 16  # of a stream's first chunk, when nothing is known of its rows

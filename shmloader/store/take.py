@@ -10,6 +10,14 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from shmloader.codec.array_kinds import (
+    Array,
+    ArrayKind,
+    array_of_tensor,
+    kind_of_array,
+    kind_of_tensor,
+    wrap_array,
+)
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.store.base import Rows
 from shmloader.store.chunks import Chunks, Column
@@ -23,7 +31,6 @@ from shmloader.store.columns.types import (
     TupleType,
     is_plain_namedtuple,
 )
-from shmloader.store.kinds import Array, ArrayKind, array_of_tensor, kind_of_array, kind_of_tensor, wrap_array
 from shmloader.store.sealed_buffer import SharedBuffer
 
 _ROWS_WORTH_A_CALL = 16  # gathering a column costs about as much as reading so many rows

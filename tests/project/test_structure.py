@@ -10,8 +10,8 @@ import foreign_writes
 import pytest
 import traced_files
 
-WRITES = 194
-BATCH_FILES, ITER_FILES = 24, 43
+WRITES = 153
+BATCH_FILES, ITER_FILES = 23, 41
 
 PLANTED = """
 class Owner:

@@ -15,12 +15,12 @@ import pyarrow as pa
 import torch
 from pyarrow import types as arrow
 
+from shmloader.codec.array_kinds import Array, ArrayKind, array_of_tensor, is_plain
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.leaves import wrap_tensor
 from shmloader.store.columns.buffers import numbers_to_arrow, offsets_of_lengths
 from shmloader.store.columns.compiled import Scope, ends_of, numbers_of, octets_of
 from shmloader.store.columns.types import ArrayType, PythonType, ScalarType, is_list, mask_of
-from shmloader.store.kinds import Array, ArrayKind, array_of_tensor, is_plain
 from shmloader.store.sealed_buffer import SharedBuffer
 
 _TENSOR_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODE_OF_TORCH_DTYPE}

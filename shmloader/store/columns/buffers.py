@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from shmloader.store.kinds import Array
+from shmloader.codec.array_kinds import Array
 
 _OCTETS, _TEXTS = (pa.binary(), pa.large_binary()), (pa.string(), pa.large_string())
 

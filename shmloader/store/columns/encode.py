@@ -26,6 +26,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from shmloader.codec.array_kinds import is_plain, kind_of_array, kind_of_tensor
 from shmloader.store.columns import types
 from shmloader.store.columns.arrays import arrays_to_arrow, lists_to_arrow, scalars_to_arrow
 from shmloader.store.columns.buffers import numbers_to_arrow
@@ -37,7 +38,6 @@ from shmloader.store.columns.values import (
     pickles_to_arrow,
     refer_to_themselves,
 )
-from shmloader.store.kinds import is_plain, kind_of_array, kind_of_tensor
 
 _NONE = type(None)
 _MOST_KINDS = 127  # as many as Arrow's union has

@@ -19,12 +19,12 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from shmloader.codec.array_kinds import Array, array_of_tensor, kind_of_tensor
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.leaves import wrap_tensor
 from shmloader.store.columns import types
 from shmloader.store.columns.buffers import numbers_to_arrow, octets_to_arrow, texts_to_arrow
 from shmloader.store.columns.types import PickleType
-from shmloader.store.kinds import Array, array_of_tensor, kind_of_tensor
 
 _SAMPLED_TEXTS = 256
 _MOST_WORDS = 4096  # different texts of a column that are kept once each
