@@ -94,11 +94,8 @@ GET_ITERATOR = "_get_iterator"
 """The method of torch's class that makes an iterator, for `install`, which replaces it."""
 
 _iter_code = getattr(torch.utils.data.DataLoader.__iter__, "__code__", None)
-WHY_NOT_INSTALLED = (
-    ""
-    if GET_ITERATOR in getattr(_iter_code, "co_names", ())
-    else f"its DataLoader.__iter__ does not call {GET_ITERATOR}()"
-)
+_is_called = GET_ITERATOR in getattr(_iter_code, "co_names", ())
+WHY_NOT_INSTALLED = "" if _is_called else f"its DataLoader.__iter__ does not call {GET_ITERATOR}()"
 """The reason why `install` has no effect on torch's class, or ""."""
 
 

@@ -188,7 +188,9 @@ def _make(
         try:
             kind = pkgutil.resolve_name(name)
             if stand_in or name != names[0]:
-                kind = _derive(kind, names[0], text)
+                module, _, qualname = names[0].partition(":")
+                members = {"__module__": module, "__qualname__": qualname, "__str__": lambda _: text}
+                kind = type(qualname.rpartition(".")[2], (kind, _StandIn), members)
             base = _builtin_base(kind)
             error: BaseException = base.__new__(kind, *args)
         except Exception:  # noqa: BLE001 - importing and deriving run the user's code
@@ -197,13 +199,6 @@ def _make(
             base.__init__(error, *args)
         return error
     raise AssertionError("BaseException takes any arguments")
-
-
-def _derive(kind: type[BaseException], name: str, text: str) -> type[BaseException]:
-    """Make a stand-in for the class of this name."""
-    module, _, qualname = name.partition(":")
-    members = {"__module__": module, "__qualname__": qualname, "__str__": lambda _: text}
-    return type(qualname.rpartition(".")[2], (kind, _StandIn), members)
 
 
 def _fill(error: BaseException, state: tuple[dict[str, Any], dict[str, Any], Any, Any, bool]) -> None:

@@ -54,6 +54,10 @@ class ThreadLink:
         self.answers.append(record)
         self._wake()
 
+    def renew(self, dataset: Any) -> None:
+        """Give the worker a dataset for its next epoch; called in the main process's thread."""
+        self.dataset = dataset
+
     def close(self) -> None:
         """Break the link for the worker; called in the main process's thread."""
         self.closed = True

@@ -108,7 +108,7 @@ class ThreadWorkers(Workers):
     def renew_datasets(self) -> None:
         """Copy the dataset for each thread, which takes its copy when the next epoch begins."""
         for worker in self.workers:
-            worker.link.dataset = _copy_dataset(self._make_arguments(worker.worker_id).dataset)
+            worker.link.renew(_copy_dataset(self._make_arguments(worker.worker_id).dataset))
 
     def restart(self, worker: Worker) -> Worker:
         """Refuse: a thread cannot be replaced, and ``worker_restarts`` is not possible with threads."""

@@ -208,6 +208,71 @@ assert "get_worker_info() does not read a global name _worker_info" in text
     run(change, check)
 
 
+OLD_WORKER_INFOS = {
+    "a dataclass": """
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    id: int
+    num_workers: int
+    seed: int
+    dataset: object
+""",
+    "any keywords": """
+class WorkerInfo:
+    __initialized = False
+    def __init__(self, **kwargs):
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+        self.__keys = tuple(kwargs.keys())
+        self.__initialized = True
+    def __setattr__(self, name, value):
+        if self.__initialized:
+            raise RuntimeError(name)
+        super().__setattr__(name, value)
+    def __repr__(self):
+        return f"WorkerInfo({', '.join(f'{name}={getattr(self, name)}' for name in self.__keys)})"
+""",
+}
+
+
+@pytest.mark.parametrize("kind", OLD_WORKER_INFOS)
+def test_older_worker_infos_have_generators_too(run: Run, kind: str) -> None:
+    change = f"""
+import dataclasses
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker
+{OLD_WORKER_INFOS[kind]}
+worker.WorkerInfo = WorkerInfo
+class Facts:
+    def __len__(self):
+        return 1
+    def __getitem__(self, index):
+        info = get_worker_info()
+        try:
+            info.id = 5
+        except (RuntimeError, dataclasses.FrozenInstanceError):
+            frozen = True
+        return isinstance(info, WorkerInfo) and frozen, info.worker_method, info.rng.random_generator.random()
+class Stream(IterableDataset):
+    def __init__(self, divides):
+        self.divides = divides
+    def __iter__(self):
+        info = get_worker_info()
+        assert "num_workers=2" in repr(info), info  # which is no read of it
+        yield from range(info.id, 12, info.num_workers) if self.divides else range(12)
+"""
+    check = """
+for method in ("process", "thread"):
+    ((is_one, (name,), _),) = shmloader.DataLoader(Facts(), num_workers=1, worker_type=method)
+    assert is_one.item() and name == {"process": "multiprocessing"}.get(method, method)
+    for divides in (True, False):
+        loader = shmloader.DataLoader(Stream(divides), num_workers=2, worker_type=method, shard="auto")
+        assert sorted(batch.item() for batch in loader) == list(range(12))
+assert told() == []
+"""
+    run(change, check)
+
+
 def test_without_its_collate_map_batches_are_the_same(run: Run) -> None:
     change = """
 known = collate.default_collate_fn_map
