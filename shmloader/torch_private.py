@@ -104,7 +104,7 @@ class OwnOrder(BaseIterator):
 
     _pg: Any = None  # a torch without it lets each rank draw
 
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+    def _reset(self, loader: torch.utils.data.DataLoader[Any], first_iter: bool = False) -> None:
         self._num_yielded = 0
         self._IterableDataset_len_called = loader._IterableDataset_len_called
 
@@ -323,16 +323,16 @@ class WorkerInfo(_TorchsWorkerInfo):  # type: ignore[misc]
         object.__setattr__(self, "worker_method", worker_method)
 
 
-class _Watched(WorkerInfo):
-    """A worker info that notes whether its ``num_workers`` was read."""
+class _Refusing(WorkerInfo):
+    """A worker info whose ``num_workers`` raises."""
 
-    def __init__(self, reads: list[str], **fields: Any) -> None:
-        object.__setattr__(self, "reads", reads)
+    def __init__(self, refusal: str, **fields: Any) -> None:
+        object.__setattr__(self, "refusal", refusal)
         super().__init__(**fields)
 
     def __getattribute__(self, name: str) -> Any:
         if name == "num_workers":
-            object.__getattribute__(self, "reads")[:] = [name]
+            raise RuntimeError(self.refusal)
         return super().__getattribute__(name)
 
     def __repr__(self) -> str:
@@ -340,7 +340,7 @@ class _Watched(WorkerInfo):
 
 
 def _fields_of(info: Any) -> dict[str, Any]:
-    """The fields of a worker info; that they were read is not noted."""
+    """The fields of a worker info, also of one that refuses."""
     fields = {name: object.__getattribute__(info, name) for name in ("id", "num_workers", "seed", "dataset")}
     return fields | {"rng": getattr(info, "rng", None), "worker_method": getattr(info, "worker_method", None)}
 
@@ -353,15 +353,11 @@ def set_worker_info(info: WorkerInfo, *, in_thread: bool = False) -> None:
         vars(importlib.import_module(_WORKER))["_worker_info"] = info
 
 
-def watched_worker_info(dataset: Any) -> tuple[Any, list[str]]:
-    """A worker info to show a dataset, and a list with something in it once ``num_workers`` was read.
-
-    It is a copy of the worker's own; without workers it describes worker 0 of 1.
-    """
+def refusing_worker_info(dataset: Any, refusal: str) -> Any:
+    """The worker's own worker info, whose ``num_workers`` raises; without workers, that of worker 0 of 1."""
     own = torch.utils.data.get_worker_info()
     fields = {"id": 0, "num_workers": 1, "seed": torch.initial_seed(), "dataset": dataset}
-    reads: list[str] = []
-    return _Watched(reads, **(fields if own is None else _fields_of(own))), reads
+    return _Refusing(refusal, **(fields if own is None else _fields_of(own)))
 
 
 def only_worker_info() -> Any:

@@ -10,8 +10,8 @@ import foreign_writes
 import pytest
 import traced_files
 
-WRITES = 153
-BATCH_FILES, ITER_FILES = 23, 41
+WRITES = 146
+BATCH_FILES, ITER_FILES = 22, 40
 
 PLANTED = """
 class Owner:
