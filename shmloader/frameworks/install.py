@@ -22,8 +22,7 @@ from shmloader.frameworks.states import state_dict, states_are_added
 from shmloader.loader import DataLoader
 from shmloader.loading import loading_of
 from shmloader.settings import OWN_DEFAULTS, check_arguments, dispatch_of, threads_of
-from shmloader.torch_features import Feature, is_missing
-from shmloader.torch_private import GET_ITERATOR, never_compiled
+from shmloader.torch_private import GET_ITERATOR, WHY_NOT_INSTALLED, never_compiled, unavailable
 
 _TORCHS = torch.utils.data.DataLoader
 
@@ -72,7 +71,10 @@ def install(*, stateful: bool = False, **options: Any) -> contextlib.ExitStack:
             raise ValueError(f"install({name}={options[name]!r}) is not possible: {instead}")
     _check(options, torch.utils.data.Dataset(), True, None)
     before = None if _options is None else {"stateful": states_are_added(), **_options}
-    if not is_missing(Feature.INSTALL):
+    if WHY_NOT_INSTALLED:
+        text = unavailable("shmloader.install()", WHY_NOT_INSTALLED)
+        warn_once(f"{text} Loaders of torch's class load torch's way; shmloader.DataLoader is not affected.")
+    else:
         if before is None:
             _patch()
         _options = options

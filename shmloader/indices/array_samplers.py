@@ -21,9 +21,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from shmloader.errors import warn_once
 from shmloader.indices.packed_indices import LEAST_PACKED, IntArray, PackedInts
 from shmloader.indices.samplers import draw_seed
-from shmloader.torch_features import Feature, disable, is_missing
+from shmloader.torch_private import unavailable
 
 
 def index_arrays(index_sampler: Any, skip: int = 0) -> Iterator[PackedInts] | None:
@@ -36,7 +37,7 @@ def index_arrays(index_sampler: Any, skip: int = 0) -> Iterator[PackedInts] | No
     Returns:
         None if this is not exactly torch's `BatchSampler` over one of its samplers in `_CHUNKS` (a
         `RandomSampler` without replacement), if its batches are small and none is to be skipped, or if the
-        program or torch has changed these classes (`check_against_torch`). None also for skipping batches of
+        program or torch has changed these classes (`why_unlike_torchs`). None also for skipping batches of
         a `WeightedRandomSampler`.
     """
     if type(index_sampler) is not BatchSampler or type(index_sampler.batch_size) is not int:
@@ -50,13 +51,16 @@ def index_arrays(index_sampler: Any, skip: int = 0) -> Iterator[PackedInts] | No
         return None
     if not all(is_by_torch(kind.__iter__, kind) for kind in (BatchSampler, type(inner))):
         return None
-    check_against_torch(type(inner))
-    return None if is_missing(Feature.ARRAY_SAMPLING) else _batches(index_sampler, skip)
+    if (why := why_unlike_torchs(type(inner))) is None:
+        return _batches(index_sampler, skip)
+    text = unavailable("drawing index batches as arrays", why)
+    warn_once(f"{text} Index batches are the same, but take 36 bytes for each sample of the dataset.")
+    return None
 
 
 @functools.cache
-def check_against_torch(kind: type) -> None:
-    """Disable arrays in this process unless they match torch's iteration over small samplers of a class.
+def why_unlike_torchs(kind: type) -> str | None:
+    """The reason why arrays do not match torch's iteration over small samplers of a class; None if they do.
 
     The index batches must agree, and after each of them the states of the generators. It takes up to 1 ms,
     once for each class, and leaves the global generator as it was.
@@ -94,13 +98,12 @@ def check_against_torch(kind: type) -> None:
             for keywords, drop_last in itertools.product(arguments, (False, True)):
                 batches = BatchSampler(kind(data, **keywords), 3, drop_last)
                 if trace(iter, batches) != trace(_batches, batches):
-                    disable(
-                        Feature.ARRAY_SAMPLING, f"its {kind.__name__} or BatchSampler draws in another way"
-                    )
+                    return f"its {kind.__name__} or BatchSampler draws in another way"
     except Exception as error:  # noqa: BLE001 - samplers of an unknown torch
-        disable(Feature.ARRAY_SAMPLING, f"its samplers cannot be compared with ours: {error!r}")
+        return f"its samplers cannot be compared with ours: {error!r}"
     finally:
         torch.set_rng_state(state)
+    return None
 
 
 def is_by_torch(method: Any, kind: type) -> bool:

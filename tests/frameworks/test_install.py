@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import shmloader
-from shmloader import errors, torch_features
+from shmloader import errors
 from shmloader.iterator import SlotIterator
 from shmloader.settings import OWN_DEFAULTS
 
@@ -313,7 +313,7 @@ def test_iterators_of_a_librarys_own_stay() -> None:
 
 
 def test_a_torch_that_has_changed_is_named_and_loads_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_features, "_reasons", {torch_features.Feature.INSTALL: "it has moved"})
+    monkeypatch.setattr(sys.modules["shmloader.frameworks.install"], "WHY_NOT_INSTALLED", "it has moved")
     monkeypatch.setattr(errors, "_said", set())
     with pytest.warns(
         RuntimeWarning, match=r"shmloader.install\(\) is not available .* because it has moved"
