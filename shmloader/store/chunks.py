@@ -27,7 +27,7 @@ from shmloader.store.columns.kind import (
     types_in,
 )
 from shmloader.store.columns.mixed import Links
-from shmloader.store.columns.records import field_of_struct, structs_of, types_of_fields
+from shmloader.store.columns.records import structs_of, types_of_fields
 from shmloader.store.handles import reduce_arrow_buffer, register
 from shmloader.store.sealed_buffer import SharedBuffer
 from shmloader.store.tables import form_of
@@ -151,7 +151,7 @@ def field_of(column: Any, name: str | int) -> Any:
         if isinstance(name, int) and structs is not column and 0 <= name < len(names):
             name = names[name]
         if name in names:
-            return field_of_struct(structs, str(name))
+            return structs.field(str(name))
     raise KeyError(name)
 
 

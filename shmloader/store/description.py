@@ -14,7 +14,7 @@ import torch
 from shmloader.messages import shown
 from shmloader.store.columns.kind import find_types, type_name
 from shmloader.store.columns.mixed import Links
-from shmloader.store.columns.records import field_of_struct, structs_of, types_of_fields
+from shmloader.store.columns.records import structs_of, types_of_fields
 from shmloader.store.columns.values import Pickles
 
 _MOST_SHOWN = 5  # rows in the table of a repr
@@ -127,7 +127,7 @@ def _describe(name: str, parts: list[Any], type_of_link: Callable[[int], Any]) -
 def _parts_of(column: Any) -> list[tuple[str, Any]]:
     structs = structs_of(column)
     names = () if structs is None else types_of_fields(structs.type)
-    return [(name, field_of_struct(structs, name)) for name in names] or [("", column)]
+    return [(name, structs.field(name)) for name in names] or [("", column)]
 
 
 def _kind_of(columns: list[Any]) -> str:

@@ -26,14 +26,7 @@ from shmloader.codec.array_kinds import (
     wrap_array,
 )
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
-from shmloader.store.columns.buffers import (
-    ends_of,
-    lists_to_arrow,
-    mask_of,
-    numbers_of,
-    numbers_to_arrow,
-    octets_of,
-)
+from shmloader.store.columns import buffers
 from shmloader.store.columns.kind import Block, Origin, PythonType, Reader, United
 from shmloader.store.columns.mixed import union_of
 from shmloader.store.columns.values import Pickles
@@ -52,7 +45,7 @@ def _is_native(dtype: np.dtype[Any]) -> bool:
 
 def _items_of(flat: Array) -> Any:
     """An Arrow array over the items of a flat, contiguous array: numbers, or bytes."""
-    return numbers_to_arrow(flat if _is_native(flat.dtype) else flat.view(np.uint8))
+    return buffers.numbers_to_arrow(flat if _is_native(flat.dtype) else flat.view(np.uint8))
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
@@ -70,14 +63,8 @@ def dtype_named(name: str) -> np.dtype[Any]:
     return dtype
 
 
-class Scalars(
-    PythonType, name="scalar", over=lambda kind: arrow.is_primitive(kind) or arrow.is_fixed_size_binary(kind)
-):
+class Scalars(PythonType, name="scalar", where=lambda kind: issubclass(kind, np.generic)):
     """NumPy scalars of ``dtype``: numbers, or items of bytes."""
-
-    @classmethod
-    def takes_class(cls, kind: type) -> bool:
-        return issubclass(kind, np.generic)
 
     @classmethod
     def write(cls, values: list[Any], encoder: Any, depth: int) -> Any:
@@ -88,28 +75,21 @@ class Scalars(
         if not is_plain(dtype):
             return Pickles.write(values)
         kind = pa.from_numpy_dtype(dtype) if _is_native(dtype) else pa.binary(dtype.itemsize)
-        return cls.around(numbers_to_arrow(np.array(values, dtype), kind), dtype=dtype.str)
+        return cls.around(buffers.numbers_to_arrow(np.array(values, dtype), kind), dtype=dtype.str)
 
-    def _flat(self, column: Any) -> Array:
-        """All scalars of a column as one array."""
+    def items(self, column: Any) -> Array:
         dtype, storage = dtype_named(self.parameters["dtype"]), column.storage
         width = storage.type.bit_width // 8
         if width != dtype.itemsize:
             raise ValueError(f"{dtype} over {storage.type} means nothing")
-        return np.frombuffer(octets_of(storage, 1), dtype, len(storage), storage.offset * width)
-
-    def items(self, column: Any) -> Array:
-        return self._flat(column)
-
-    def getter(self, column: Any, origin: Origin) -> Reader:
-        return self._flat(column).__getitem__
+        return np.frombuffer(buffers.octets_of(storage, 1), dtype, len(storage), storage.offset * width)
 
     def block(self, column: Any, memory: SharedBuffer | None) -> Block | None:
-        flat = self._flat(column)
+        flat = self.items(column)
         return Block(flat, ArrayKind(flat.dtype, 0), list) if flat.dtype.kind in NUMBERS else None
 
 
-class Arrays(PythonType, name="ndarray", over=lambda kind: True):
+class Arrays(PythonType, name="ndarray"):
     """ndarrays of ``dtype``, or tensors with ``tensor``, the name of torch's dtype.
 
     With ``shape`` all have that shape, and the storage is a fixed-size list of the items of each. Else they
@@ -147,10 +127,10 @@ class Arrays(PythonType, name="ndarray", over=lambda kind: True):
     @classmethod
     def _ragged(cls, lengths: Array, items: Any, sizes: Array, mask: Any, names: dict[str, Any]) -> Any:
         """Arrays of these shapes, over the items of all."""
-        lists = lists_to_arrow(lengths, items)
+        lists = buffers.lists_to_arrow(lengths, items)
         ndim = sizes.shape[1]
         if ndim > 1:
-            shapes = pa.FixedSizeListArray.from_arrays(numbers_to_arrow(sizes.reshape(-1)), ndim)
+            shapes = pa.FixedSizeListArray.from_arrays(buffers.numbers_to_arrow(sizes.reshape(-1)), ndim)
             lists = pa.StructArray.from_arrays([lists, shapes], ["items", "shape"], mask=mask)
         elif mask is not None:
             lists = type(lists).from_arrays(lists.offsets, lists.values, mask=mask)
@@ -171,7 +151,7 @@ class Arrays(PythonType, name="ndarray", over=lambda kind: True):
         shape = names.pop("shape", None)
         if shape is None:
             return column
-        mask = mask_of(column)
+        mask = buffers.mask_of(column)
         if arrow.is_null(storage.type):  # arrays without items, in files of before
             lengths, mask = np.zeros(len(column), np.int64), None
             items = _items_of(np.empty(0, dtype_named(names["dtype"])))
@@ -244,14 +224,14 @@ class Arrays(PythonType, name="ndarray", over=lambda kind: True):
         if not (arrow.is_list(lists.type) or arrow.is_large_list(lists.type)):
             raise ValueError(f"arrays over {storage.type} mean nothing")
         size = _size_of(lists.type.value_type, kind)
-        ends: Any = ends_of(lists)
+        ends: Any = buffers.ends_of(lists)
         if size > 1:
             ends = (np.asarray(ends) // size).data
         flat = _flat(lists.values, kind, origin.memory)
         if kind.ndim == 1:
             return lambda i: flat[ends[i] : ends[i + 1]]
         sizes = storage.field(1)
-        numbers = np.asarray(numbers_of(sizes.values, 1, "q", len(sizes.values)))
+        numbers = np.asarray(buffers.numbers_of(sizes.values, 1, "q", len(sizes.values)))
         shapes = numbers[sizes.offset * kind.ndim :][: len(sizes) * kind.ndim].reshape(len(sizes), kind.ndim)
         return lambda i: flat[ends[i] : ends[i + 1]].reshape(shapes[i])
 

@@ -91,7 +91,7 @@ class Kind:
     """One kind of value.
 
     Attributes:
-        takes: The Python types whose values it writes; see also `takes_class`.
+        takes: The Python types whose values it writes.
         is_leaf: Whether its values are small and hold no others, so that it is no gain to keep each once.
         nests: Whether a value may be reached from itself.
         nullable: Whether a column can have nulls beside its values.
@@ -102,20 +102,24 @@ class Kind:
     nests: ClassVar[bool] = False
     nullable: bool = True
 
-    def __init_subclass__(cls, arrow: Iterable[Any] = (), **options: Any) -> None:
-        super().__init_subclass__(**options)
-        _CLASSES.append(cls)
+    def __init_subclass__(
+        cls, arrow: Iterable[Any] = (), where: Callable[[type], bool] | None = None
+    ) -> None:
+        """Make a kind known.
+
+        Args:
+            arrow: The types of Arrow's that it reads; of types with parameters any one, see `fits`.
+            where: Whether it writes the values of a type that no kind ``takes``.
+        """
         _TAKES.update(dict.fromkeys(vars(cls).get("takes", ()), cls))
+        _TAKES_WHERE.extend([(where, cls)] if where else [])
         _BY_ID.update({kind if kind is None else kind.id: cls() for kind in arrow})
 
-    @classmethod
-    def takes_class(cls, kind: type) -> bool:
-        """Whether it writes the values of a type that no kind ``takes``."""
-        return False
+    EXACT: ClassVar[Any] = None  # the only type of Arrow's with this id that it reads
 
     def fits(self, kind: Any) -> bool:
-        """Whether it reads a type of Arrow's, which is one of those with the ids of its own."""
-        return True
+        """Whether it reads a type of Arrow's that has the id of its own."""
+        return self.EXACT is None or bool(kind == self.EXACT)
 
     @classmethod
     def write(cls, values: list[Any], encoder: Any, depth: int) -> Any:
@@ -136,7 +140,8 @@ class Kind:
 
     def getter(self, column: Any, origin: Origin) -> Reader:
         """The function that reads a row that is not null."""
-        raise NotImplementedError
+        read: Reader = self.items(column).__getitem__
+        return read
 
     def items(self, column: Any) -> Any:
         """Values that need no function to be read, to be indexed by row; None if there is no such thing."""
@@ -159,8 +164,8 @@ class Kind:
         return str(kind)
 
 
-_CLASSES: list[type[Kind]] = []
 _TAKES: dict[type, type[Kind]] = {}
+_TAKES_WHERE: list[tuple[Callable[[type], bool], type[Kind]]] = []
 _BY_ID: dict[int | None, Kind] = {}
 _OTHER = None  # the key of the kind of all other types
 
@@ -175,8 +180,7 @@ def kind_of(kind: Any) -> Kind:
 
 def kind_of_class(kind: type) -> type[Kind]:
     """The kind of the values that are exactly of a Python type."""
-    found = _TAKES.get(kind)
-    return found or next((one for one in _CLASSES if one.takes_class(kind)), _TAKES[object])
+    return _TAKES.get(kind) or next((one for where, one in _TAKES_WHERE if where(kind)), _TAKES[object])
 
 
 class PythonType(Kind, pa.ExtensionType):  # type: ignore[misc]
@@ -187,9 +191,10 @@ class PythonType(Kind, pa.ExtensionType):  # type: ignore[misc]
     """
 
     NAME: ClassVar[str]
-    OVER: ClassVar[Callable[[Any], bool]]
+    OVER: ClassVar[Any]
 
-    def __init_subclass__(cls, name: str = "", over: Callable[[Any], bool] = bool, **options: Any) -> None:
+    def __init_subclass__(cls, name: str = "", over: Any = Kind, **options: Any) -> None:
+        """Make a kind known, under a name in files, over storage of some kinds."""
         super().__init_subclass__(**options)
         if name:  # else it is a base of others
             cls.NAME, cls.OVER = f"shmloader.{name}", over
@@ -241,8 +246,16 @@ class PythonType(Kind, pa.ExtensionType):  # type: ignore[misc]
         return kind_of(self.storage_type).nullable
 
     def check(self, column: Any) -> None:
-        if not type(self).OVER(self.storage_type):
-            raise ValueError(f"{self.NAME} over {self.storage_type} means nothing")
+        if not isinstance(kind_of(self.storage_type), self.OVER):
+            raise ValueError(f"{self.NAME} over {self.storage_type} means nothing")  # noqa: TRY004 - of a file
+
+    def maker(self, origin: Origin) -> Callable[[Any], Any]:
+        """The function that makes a value of what it is kept as."""
+        raise NotImplementedError
+
+    def getter(self, column: Any, origin: Origin) -> Reader:
+        make, read = self.maker(origin), reader_of(column.storage, origin, nulls=False)
+        return lambda i: make(read(i))
 
     def form(self, kind: Any) -> Hashable:
         return self.NAME, json.dumps(self.parameters, sort_keys=True), form_of_type(self.storage_type)

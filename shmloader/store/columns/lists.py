@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from itertools import chain
 from typing import Any
 
@@ -24,13 +24,7 @@ from shmloader.store.columns.kind import (
     reader_of,
     type_name,
 )
-from shmloader.store.columns.values import made_by
 from shmloader.store.sealed_buffer import SharedBuffer
-
-
-def is_list(kind: Any) -> bool:
-    """Whether a type is that of lists, of any lengths."""
-    return bool(arrow.is_list(kind) or arrow.is_large_list(kind))
 
 
 def list_over(items: Any, like: Any, size: int | None, *, is_large: bool) -> Any:
@@ -93,8 +87,6 @@ class Lists(Kind, arrow=[pa.list_(pa.null()), pa.large_list(pa.null())]):
 class FixedLists(Lists, arrow=[pa.list_(pa.null(), 1)]):
     """Lists of one length."""
 
-    takes = ()  # type: ignore[assignment]
-
     def getter(self, column: Any, origin: Origin) -> Reader:
         size, numbers = column.type.list_size, _numbers_in(column.values)
         first = column.offset * size
@@ -128,7 +120,7 @@ def any_lists(values: list[Any], encoder: Any, depth: int) -> Any:
     return lists_to_arrow(*_items_of(values, encoder, depth))
 
 
-class Sets(PythonType, name="set", over=is_list):
+class Sets(PythonType, name="set", over=Lists):
     """Sets or frozensets (``kind``), as lists."""
 
     takes = (set, frozenset)
@@ -138,16 +130,11 @@ class Sets(PythonType, name="set", over=is_list):
     def write(cls, values: list[Any], encoder: Any, depth: int) -> Any:
         return cls.around(any_lists(values, encoder, depth), kind=type(values[0]).__name__)
 
-    def getter(self, column: Any, origin: Origin) -> Reader:
-        makers = {kind.__name__: kind for kind in self.takes}
-        return made_by(makers[self.parameters["kind"]], column, origin)
+    def maker(self, origin: Origin) -> Callable[[Any], Any]:
+        return {kind.__name__: kind for kind in self.takes}[self.parameters["kind"]]
 
 
-def _is_of_pairs(kind: Any) -> bool:
-    return is_list(kind) and arrow.is_struct(kind.value_type) and kind.value_type.num_fields == 2
-
-
-class Maps(PythonType, name="dict", over=_is_of_pairs):
+class Maps(PythonType, name="dict", over=Lists):
     """Dicts of any keys, as lists of the structs ``key`` and ``value``; other dicts are `Records`."""
 
     @classmethod
@@ -160,6 +147,8 @@ class Maps(PythonType, name="dict", over=_is_of_pairs):
 
     def getter(self, column: Any, origin: Origin) -> Reader:
         ends, pairs = ends_of(column.storage), column.storage.values
+        if not arrow.is_struct(pairs.type) or pairs.type.num_fields != 2:
+            raise ValueError(f"dicts over {self.storage_type} mean nothing")
         key, value = (reader_of(pairs.field(number), origin) for number in (0, 1))
 
         def read(i: int) -> dict[Any, Any]:

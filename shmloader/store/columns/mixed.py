@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pyarrow import types as arrow
 
 from shmloader.store.columns.buffers import numbers_of, numbers_to_arrow
 from shmloader.store.columns.kind import (
@@ -23,7 +22,7 @@ from shmloader.store.columns.kind import (
     reader_of,
     type_name,
 )
-from shmloader.store.columns.values import Octets, Pickles, Texts, made_by
+from shmloader.store.columns.values import Ints, Octets, Pickles, Texts
 
 MOST_KINDS = 127
 """As many as Arrow's union has."""
@@ -119,7 +118,7 @@ class Dictionaries(Kind, arrow=[pa.dictionary(pa.int8(), pa.string())]):
         return f"{type_name(kind.value_type)}, each once"
 
 
-class Links(PythonType, name="link", over=arrow.is_integer):
+class Links(PythonType, name="link", over=Ints):
     """Row numbers in the column ``link`` of the same memory. In no file."""
 
     @classmethod
@@ -127,5 +126,5 @@ class Links(PythonType, name="link", over=arrow.is_integer):
         """The column of these rows of a container that was written before."""
         return cls.around(numbers_to_arrow(np.array(rows, np.uint32)), link=link)
 
-    def getter(self, column: Any, origin: Origin) -> Reader:
-        return made_by(origin.links[self.parameters["link"]], column, origin)
+    def maker(self, origin: Origin) -> Callable[[Any], Any]:
+        return origin.links[self.parameters["link"]]

@@ -26,7 +26,6 @@ from shmloader.store.columns.classes import (
     is_plain_namedtuple,
     made_namedtuple,
     maker_of,
-    name_of_class,
     state_of,
 )
 from shmloader.store.columns.kind import (
@@ -41,8 +40,8 @@ from shmloader.store.columns.kind import (
     storage_of,
     type_name,
 )
-from shmloader.store.columns.lists import Maps, any_lists, is_list
-from shmloader.store.columns.values import fixed_to_arrow, is_unicode, made_by
+from shmloader.store.columns.lists import Lists, Maps, any_lists
+from shmloader.store.columns.values import FixedOctets, Ints, fixed_to_arrow, is_unicode
 
 _MOST_FIELDS = 4096
 _LEAST_FILLED = 0.125  # of optional fields: if fewer are there, each dict keeps its own keys
@@ -51,11 +50,7 @@ _MOST_FORMS = 64  # of dicts with optional keys whose reader is kept, in each ch
 _MOST_PLACES = 1 << 14  # in the orders of keys that a type names
 
 
-class Keys(
-    PythonType,
-    name="keys",
-    over=lambda kind: arrow.is_unsigned_integer(kind) or arrow.is_fixed_size_binary(kind),
-):
+class Keys(PythonType, name="keys", over=Ints | FixedOctets):
     """The keys that each of some dicts has: bit ``k`` stands for ``names[k]``.
 
     The bits above are 0 if the keys are in the order of ``names``, else ``n`` for ``orders[n - 1]``.
@@ -138,11 +133,6 @@ def types_of_fields(kind: Any) -> dict[str, Any]:
     return found if len({field.name for field in kind}) == kind.num_fields else {}
 
 
-def field_of_struct(column: Any, name: str) -> Any:
-    """A field of structs by its name."""
-    return column.field(column.type.get_field_index(name))
-
-
 def keys_of(column: Any) -> Any:
     """The column of the keys that each of some structs has; None if all have all keys in one order."""
     place = column.type.get_field_index(Keys.NAME)
@@ -184,7 +174,7 @@ class Records(Kind, arrow=[pa.struct([])]):
     def getter(self, column: Any, origin: Origin) -> Reader:
         keys, parts = keys_of(column), {}
         for name in types_of_fields(column.type):
-            field = field_of_struct(column, name)
+            field = column.field(name)
             nulls = storage_of(field).null_count
             if keys is not None and nulls:
                 lacking = keys.type.absent(keys, name)
@@ -220,7 +210,7 @@ class Records(Kind, arrow=[pa.struct([])]):
         columns = []
         for name in names:
             found = [
-                field_of_struct(part, name) if name in some else pa.nulls(len(part))
+                part.field(name) if name in some else pa.nulls(len(part))
                 for part, some in zip(parts, names_of, strict=True)
             ]
             columns.append(united(found))
@@ -313,14 +303,20 @@ def _all_have_the_keys(values: list[dict[Any, Any]], keys: tuple[Any, ...]) -> b
 
 def _tuple_reader(structs: Any, origin: Origin, kind: type = tuple) -> Reader:
     """The reader of tuples of the fields of structs."""
-    readers = [reader_of(field_of_struct(structs, name), origin) for name in types_of_fields(structs.type)]
-    if kind is tuple:
-        return lambda i: tuple([read(i) for read in readers])
+    readers = [reader_of(structs.field(name), origin) for name in types_of_fields(structs.type)]
+    numbered, copy = list(enumerate(readers)), ([None] * len(readers)).copy
     make = tuple.__new__  # what namedtuple's own _make does; its __new__ may have been overridden to do more
-    return lambda i: make(kind, [read(i) for read in readers])
+
+    def read(i: int) -> Any:
+        items: list[Any] = copy()
+        for place, read_item in numbered:
+            items[place] = read_item(i)
+        return make(kind, items)
+
+    return read
 
 
-class Tuples(PythonType, name="tuple", over=lambda kind: arrow.is_struct(kind) or is_list(kind)):
+class Tuples(PythonType, name="tuple", over=Records | Lists):
     """Tuples: a struct where all have one length, else a list."""
 
     takes = (tuple,)
@@ -335,31 +331,22 @@ class Tuples(PythonType, name="tuple", over=lambda kind: arrow.is_struct(kind) o
         return cls.around(struct_of_items(values, list(map(str, range(*lengths))), encoder, depth))
 
     def getter(self, column: Any, origin: Origin) -> Reader:
-        if is_list(self.storage_type):
-            return made_by(tuple, column, origin)
-        return _tuple_reader(column.storage, origin)
+        is_list = not arrow.is_struct(self.storage_type)
+        return super().getter(column, origin) if is_list else _tuple_reader(column.storage, origin)
+
+    def maker(self, origin: Origin) -> Callable[[Any], Any]:
+        return tuple
 
     def form(self, kind: Any) -> Hashable:
         names = tuple(types_of_fields(self.storage_type)) if arrow.is_struct(self.storage_type) else ()
         return super().form(kind), names
 
 
-class _Instances(PythonType):
-    """Base of the records that are instances of a class ``python``."""
+class Namedtuples(PythonType, name="namedtuple", over=Records, where=is_plain_namedtuple):
+    """namedtuples of the class ``python``, as a struct of their fields."""
 
     is_leaf = False
     nests = True
-    IS_PLAIN: Callable[[type], bool]
-
-    @classmethod
-    def takes_class(cls, kind: type) -> bool:
-        return "IS_PLAIN" in vars(cls) and cls.IS_PLAIN(kind) and name_of_class(kind) is not None
-
-
-class Namedtuples(_Instances, name="namedtuple", over=arrow.is_struct):
-    """namedtuples of the class ``python``, as a struct of their fields."""
-
-    IS_PLAIN = staticmethod(is_plain_namedtuple)
 
     @classmethod
     def write(cls, values: list[Any], encoder: Any, depth: int) -> Any:
@@ -384,10 +371,11 @@ class Namedtuples(_Instances, name="namedtuple", over=arrow.is_struct):
         return _tuple_reader(column.storage, origin, origin.finder.find(self))
 
 
-class Dataclasses(_Instances, name="dataclass", over=arrow.is_struct):
+class Dataclasses(PythonType, name="dataclass", over=Records, where=is_plain_dataclass):
     """Instances of the dataclass ``python``: attributes, as dicts are kept."""
 
-    IS_PLAIN = staticmethod(is_plain_dataclass)
+    is_leaf = False
+    nests = True
 
     @classmethod
     def write(cls, values: list[Any], encoder: Any, depth: int) -> Any:
@@ -411,6 +399,5 @@ class Dataclasses(_Instances, name="dataclass", over=arrow.is_struct):
         """See `ClassFinder.find`."""
         return SimpleNamespace
 
-    def getter(self, column: Any, origin: Origin) -> Reader:
-        make = maker_of(origin.finder.find(self), types_of_fields(self.storage_type))
-        return made_by(make, column, origin)
+    def maker(self, origin: Origin) -> Callable[[Any], Any]:
+        return maker_of(origin.finder.find(self), types_of_fields(self.storage_type))

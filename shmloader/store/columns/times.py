@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import zoneinfo
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -24,28 +25,42 @@ def _microseconds(values: Iterable[dt.timedelta]) -> Array:
     return np.array([value // _MICROSECOND for value in values], np.int64)
 
 
-class Dates(Kind, arrow=[pa.date32()]):
+class _Counts(Kind):
+    """Values that a function makes of a number each: of days, or of microseconds."""
+
+    CODE = "q"
+
+    @staticmethod
+    def make(count: int) -> Any:
+        """Make a value."""
+        raise NotImplementedError
+
+    def getter(self, column: Any, origin: Origin) -> Reader:
+        counts, make = numbers_of(column, 1, self.CODE, len(column)), self.make
+        return lambda i: make(counts[i])
+
+
+class Dates(_Counts, arrow=[pa.date32()]):
     """Dates, as days."""
 
     takes = (dt.date,)
+    CODE = "i"
 
     @classmethod
     def write(cls, values: list[dt.date], encoder: Any, depth: int) -> Any:
         days = np.fromiter(map(dt.date.toordinal, values), np.int32, len(values))
         return numbers_to_arrow(days - _EPOCH.toordinal(), pa.date32())
 
-    def getter(self, column: Any, origin: Origin) -> Reader:
-        days, first, make = numbers_of(column, 1, "i", len(column)), _EPOCH.toordinal(), dt.date.fromordinal
-        return lambda i: make(days[i] + first)
+    @staticmethod
+    def make(count: int) -> dt.date:
+        return dt.date.fromordinal(count + 719_163)
 
 
-class Times(Kind, arrow=[pa.time64("us")]):
+class Times(_Counts, arrow=[pa.time64("us")]):
     """Times of day without a zone."""
 
     takes = (dt.time,)
-
-    def fits(self, kind: Any) -> bool:
-        return bool(kind == pa.time64("us"))
+    EXACT = pa.time64("us")
 
     @classmethod
     def write(cls, values: list[dt.time], encoder: Any, depth: int) -> Any:
@@ -55,47 +70,34 @@ class Times(Kind, arrow=[pa.time64("us")]):
         if not all(map(is_plain, values)):
             raise UnfitError(is_plain)
         seconds = np.array([(one.hour * 60 + one.minute) * 60 + one.second for one in values], np.int64)
-        return numbers_to_arrow(seconds * 10**6 + [one.microsecond for one in values], pa.time64("us"))
+        return numbers_to_arrow(seconds * 10**6 + [one.microsecond for one in values], cls.EXACT)
 
-    def getter(self, column: Any, origin: Origin) -> Reader:
-        counts = numbers_of(column, 1, "q", len(column))
-
-        def read(i: int) -> dt.time:
-            seconds, microseconds = divmod(counts[i], 10**6)
-            minutes, second = divmod(seconds, 60)
-            hour, minute = divmod(minutes, 60)
-            return dt.time(hour, minute, second, microseconds)
-
-        return read
+    @staticmethod
+    def make(count: int) -> dt.time:
+        minutes, microseconds = divmod(count, 60 * 10**6)
+        return dt.time(minutes // 60, minutes % 60, microseconds // 10**6, microseconds % 10**6)
 
 
-class Durations(Kind, arrow=[pa.duration("us")]):
+class Durations(_Counts, arrow=[pa.duration("us")]):
     """Durations."""
 
     takes = (dt.timedelta,)
-
-    def fits(self, kind: Any) -> bool:
-        return bool(kind == pa.duration("us"))
+    EXACT = pa.duration("us")
+    make = staticmethod(functools.partial(dt.timedelta, 0, 0))
 
     @classmethod
     def write(cls, values: list[dt.timedelta], encoder: Any, depth: int) -> Any:
         try:
-            return numbers_to_arrow(_microseconds(values), pa.duration("us"))
+            return numbers_to_arrow(_microseconds(values), cls.EXACT)
         except OverflowError:
             raise UnfitError(lambda value: abs(value.days) < _MOST_DAYS) from None
 
-    def getter(self, column: Any, origin: Origin) -> Reader:
-        counts, make = numbers_of(column, 1, "q", len(column)), dt.timedelta
-        return lambda i: make(0, 0, counts[i])
 
-
-class Datetimes(Kind, arrow=[pa.timestamp("us")]):
+class Datetimes(_Counts, arrow=[pa.timestamp("us")]):
     """Times without a zone as Arrow's timestamps; those of one zone as `ZonedDatetimes`."""
 
     takes = (dt.datetime,)
-
-    def fits(self, kind: Any) -> bool:
-        return bool(kind == pa.timestamp("us"))
+    EXACT = pa.timestamp("us")
 
     @classmethod
     def write(cls, values: list[dt.datetime], encoder: Any, depth: int) -> Any:
@@ -112,15 +114,19 @@ class Datetimes(Kind, arrow=[pa.timestamp("us")]):
             raise UnfitError(is_alike)
         if zone is not None:
             return ZonedDatetimes.write(values, encoder, depth)
-        return numbers_to_arrow(_microseconds(value - _NAIVE_EPOCH for value in values), pa.timestamp("us"))
+        return numbers_to_arrow(_microseconds(value - _NAIVE_EPOCH for value in values), cls.EXACT)
+
+    @staticmethod
+    def make(count: int) -> dt.datetime:
+        return _NAIVE_EPOCH + dt.timedelta(0, 0, count)
+
+
+class ZonedDatetimes(PythonType, name="datetime"):
+    """Times with a zone: microseconds in UTC; the zone is ``key`` (zoneinfo) or ``offset_s``."""
 
     def getter(self, column: Any, origin: Origin) -> Reader:
-        counts, make, epoch = numbers_of(column, 1, "q", len(column)), dt.timedelta, _NAIVE_EPOCH
-        return lambda i: epoch + make(0, 0, counts[i])
-
-
-class ZonedDatetimes(PythonType, name="datetime", over=lambda kind: kind == pa.timestamp("us", "UTC")):
-    """Times with a zone: microseconds in UTC; the zone is ``key`` (zoneinfo) or ``offset_s``."""
+        counts, make = numbers_of(column.storage, 1, "q", len(column)), self.maker(origin)
+        return lambda i: make(counts[i])
 
     @classmethod
     def write(cls, values: list[dt.datetime], encoder: Any, depth: int) -> Any:
@@ -137,15 +143,18 @@ class ZonedDatetimes(PythonType, name="datetime", over=lambda kind: kind == pa.t
         counts = _microseconds(value - _EPOCH for value in values)
         return cls.around(numbers_to_arrow(counts, pa.timestamp("us", "UTC")), **named)
 
-    def getter(self, column: Any, origin: Origin) -> Reader:
+    def check(self, column: Any) -> None:
+        if self.storage_type != pa.timestamp("us", "UTC"):
+            raise ValueError(f"datetimes over {self.storage_type} mean nothing")
+
+    def maker(self, origin: Origin) -> Callable[[Any], Any]:
         offset = dt.timedelta(seconds=self.parameters.get("offset_s", 0))
         zone: dt.tzinfo = dt.timezone(offset) if offset else dt.UTC
         if "key" in self.parameters:
             zone = zoneinfo.ZoneInfo(self.parameters["key"])
-        counts, make, epoch = numbers_of(column.storage, 1, "q", len(column)), dt.timedelta, _EPOCH
         if zone is dt.UTC:
-            return lambda i: epoch + make(0, 0, counts[i])
-        return lambda i: (epoch + make(0, 0, counts[i])).astimezone(zone)
+            return lambda count: _EPOCH + dt.timedelta(0, 0, count)
+        return lambda count: (_EPOCH + dt.timedelta(0, 0, count)).astimezone(zone)
 
 
 def _is_in_no_gap(value: dt.datetime) -> bool:

@@ -21,14 +21,7 @@ from pyarrow import types as arrow
 from shmloader.codec.array_kinds import Array, ArrayKind, array_of_tensor, kind_of_tensor
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.leaves import wrap_tensor
-from shmloader.store.columns.buffers import (
-    ends_of,
-    numbers_of,
-    numbers_to_arrow,
-    octets_of,
-    octets_to_arrow,
-    texts_to_arrow,
-)
+from shmloader.store.columns import buffers
 from shmloader.store.columns.classes import made_enum
 from shmloader.store.columns.kind import (
     Block,
@@ -38,35 +31,18 @@ from shmloader.store.columns.kind import (
     Reader,
     UnfitError,
     United,
-    reader_of,
 )
 from shmloader.store.sealed_buffer import SharedBuffer
 
 _SAMPLED_TEXTS = 256
 _MOST_WORDS = 4096  # different texts of a column that are kept once each
 _MOST_NAMED = 8
-_INT_CODES = {
-    kind.id: code
-    for code, kind in zip(
-        "bhiqBHIQ", map(pa.from_numpy_dtype, "i1 i2 i4 i8 u1 u2 u4 u8".split()), strict=True
-    )
-}
-_CODES = {**_INT_CODES, pa.float32().id: "f", pa.float64().id: "d"}
+_CODES = {pa.from_numpy_dtype(code): code for code in "bhiqBHIQfd"}
 KIND_OF_SCALAR: dict[type, ArrayKind] = {
     kind: ArrayKind(np.dtype(code), 0)
     for kind, code in ((int, np.int64), (float, np.float64), (bool, np.bool_))
 }
 """The arrays that numbers of Python are gathered into."""
-
-
-def is_text(kind: Any) -> bool:
-    """Whether a type is that of texts."""
-    return bool(arrow.is_string(kind) or arrow.is_large_string(kind))
-
-
-def is_octets(kind: Any) -> bool:
-    """Whether a type is that of bytes, of any lengths."""
-    return bool(arrow.is_binary(kind) or arrow.is_large_binary(kind))
 
 
 class Nulls(Kind, arrow=[pa.null()]):
@@ -83,16 +59,24 @@ class Nulls(Kind, arrow=[pa.null()]):
         return lambda i: None
 
 
-class _Numbers(Kind):
+class _Castable(Kind):
+    """Values whose types Arrow casts to the widest."""
+
+    WIDE: Any
+
+    def form(self, kind: Any) -> Hashable:
+        return type(self).__name__
+
+    def unite(self, parts: list[Any], united: United) -> list[Any]:
+        kinds = {part.type for part in parts}
+        return [part.cast(self.WIDE if len(kinds) > 1 else part.type) for part in parts]
+
+
+class _Numbers(_Castable):
     """Numbers, whose memory a memoryview reads."""
 
-    PYTHON: type
-
     def items(self, column: Any) -> memoryview[Any]:
-        return numbers_of(column, 1, _CODES[column.type.id], len(column))
-
-    def getter(self, column: Any, origin: Origin) -> Reader:
-        return self.items(column).__getitem__
+        return buffers.numbers_of(column, 1, _CODES[column.type], len(column))
 
     def block(self, column: Any, memory: SharedBuffer | None) -> Block | None:
         items: Array = np.asarray(self.items(column))
@@ -100,14 +84,13 @@ class _Numbers(Kind):
             if items.size and items.max() >> np.uint64(63):  # NumPy gives Python's int no dtype for these
                 return None
             items = items.view(np.int64)
-        return Block(items, KIND_OF_SCALAR[self.PYTHON], np.ndarray.tolist)
+        return Block(items, KIND_OF_SCALAR[self.takes[0]], np.ndarray.tolist)
 
 
-class Ints(_Numbers, arrow=map(pa.from_numpy_dtype, "i1 i2 i4 i8 u1 u2 u4 u8".split())):
+class Ints(_Numbers, arrow=map(pa.from_numpy_dtype, "bhiqBHIQ")):
     """Integers, in as few bits as all need."""
 
     takes = (int,)
-    PYTHON = int
 
     @classmethod
     def write(cls, values: list[int], encoder: Any, depth: int) -> Any:
@@ -117,7 +100,7 @@ class Ints(_Numbers, arrow=map(pa.from_numpy_dtype, "i1 i2 i4 i8 u1 u2 u4 u8".sp
             raise UnfitError(lambda value: -(1 << 63) <= value < 1 << 63) from None
         least, most = int(wide.min()), int(wide.max())
         code = next(code for code in "bBhHiIq" if np.iinfo(code).min <= least and most <= np.iinfo(code).max)
-        return numbers_to_arrow(wide.astype(code))
+        return buffers.numbers_to_arrow(wide.astype(code))
 
     def form(self, kind: Any) -> Hashable:
         # No type has all of uint64 and a sign.
@@ -134,17 +117,11 @@ class Floats(_Numbers, arrow=[pa.float32(), pa.float64()]):
     """Floats."""
 
     takes = (float,)
-    PYTHON = float
+    WIDE = pa.float64()
 
     @classmethod
     def write(cls, values: list[float], encoder: Any, depth: int) -> Any:
-        return numbers_to_arrow(np.frombuffer(array("d", values), np.float64))
-
-    def form(self, kind: Any) -> Hashable:
-        return "float"
-
-    def unite(self, parts: list[Any], united: United) -> list[Any]:
-        return [part.cast(pa.float64()) for part in parts]
+        return buffers.numbers_to_arrow(np.frombuffer(array("d", values), np.float64))
 
 
 class Bools(Kind, arrow=[pa.bool_()]):
@@ -154,10 +131,10 @@ class Bools(Kind, arrow=[pa.bool_()]):
 
     @classmethod
     def write(cls, values: list[bool], encoder: Any, depth: int) -> Any:
-        return numbers_to_arrow(np.frombuffer(bytes(values), np.bool_))
+        return buffers.numbers_to_arrow(np.frombuffer(bytes(values), np.bool_))
 
     def getter(self, column: Any, origin: Origin) -> Reader:
-        bits, offset = octets_of(column, 1), column.offset
+        bits, offset = buffers.octets_of(column, 1), column.offset
 
         def read(i: int) -> bool:
             i += offset
@@ -166,24 +143,13 @@ class Bools(Kind, arrow=[pa.bool_()]):
         return read
 
     def block(self, column: Any, memory: SharedBuffer | None) -> Block:
-        octets = np.asarray(octets_of(column, 1))[column.offset >> 3 : (column.offset + len(column) + 7) >> 3]
+        octets = np.asarray(buffers.octets_of(column, 1))[
+            column.offset >> 3 : (column.offset + len(column) + 7) >> 3
+        ]
         return Block(octets, KIND_OF_SCALAR[bool], np.ndarray.tolist, bit=column.offset & 7)
 
 
-class _Slices(Kind):
-    """Values that are slices of one piece of memory."""
-
-    WIDE: Any
-
-    def form(self, kind: Any) -> Hashable:
-        return type(self).__name__
-
-    def unite(self, parts: list[Any], united: United) -> list[Any]:
-        kind = next((part.type for part in parts if part.type == self.WIDE), parts[0].type)
-        return [part.cast(kind) for part in parts]
-
-
-class Texts(_Slices, arrow=[pa.string(), pa.large_string()]):
+class Texts(_Castable, arrow=[pa.string(), pa.large_string()]):
     """Texts in UTF-8; each once, in a dictionary, if there are few."""
 
     takes = (str,)
@@ -198,7 +164,7 @@ class Texts(_Slices, arrow=[pa.string(), pa.large_string()]):
         return lambda i: memory[begin + ends[i] : begin + ends[i + 1]].decode()
 
 
-class Octets(_Slices, arrow=[pa.binary(), pa.large_binary()]):
+class Octets(_Castable, arrow=[pa.binary(), pa.large_binary()]):
     """Bytes of any length; each once, in a dictionary, if there are few."""
 
     takes = (bytes,)
@@ -206,7 +172,7 @@ class Octets(_Slices, arrow=[pa.binary(), pa.large_binary()]):
 
     @classmethod
     def write(cls, values: list[bytes], encoder: Any, depth: int) -> Any:
-        return _each_once(octets_to_arrow(values))
+        return _each_once(buffers.octets_to_arrow(values))
 
     def getter(self, column: Any, origin: Origin) -> Reader:
         memory, begin, ends = _parts(column, origin)
@@ -226,14 +192,18 @@ class _SlicesAsBytes:
 def _parts(column: Any, origin: Origin) -> tuple[Any, int, memoryview[Any]]:
     """Memory whose slices are bytes, the place where those of a column begin in it, and their ends."""
     memory, begin = origin.octets(column.buffers()[2])
-    return _SlicesAsBytes(memory) if isinstance(memory, memoryview) else memory, begin, ends_of(column)
+    return (
+        _SlicesAsBytes(memory) if isinstance(memory, memoryview) else memory,
+        begin,
+        buffers.ends_of(column),
+    )
 
 
 class FixedOctets(Kind, arrow=[pa.binary(1)]):
     """Bytes of one length, of other programs."""
 
     def getter(self, column: Any, origin: Origin) -> Reader:
-        octets, width = octets_of(column, 1), column.type.byte_width
+        octets, width = buffers.octets_of(column, 1), column.type.byte_width
         octets = octets[column.offset * width : (column.offset + len(column)) * width]
         return lambda i: octets[i * width : i * width + width].tobytes()
 
@@ -250,7 +220,7 @@ def is_unicode(text: str) -> bool:
 def unicode_to_arrow(texts: list[str], fits: Callable[[Any], bool]) -> Any:
     """A column of texts; `UnfitError` where a value does not fit."""
     try:
-        return texts_to_arrow(texts)
+        return buffers.texts_to_arrow(texts)
     except UnicodeEncodeError:
         raise UnfitError(fits) from None
 
@@ -258,7 +228,7 @@ def unicode_to_arrow(texts: list[str], fits: Callable[[Any], bool]) -> Any:
 def _each_once(column: Any) -> Any:
     """Texts as a dictionary, where there are few different ones."""
     step = max(1, len(column) // _SAMPLED_TEXTS)
-    sample = column.take(numbers_to_arrow(np.arange(0, len(column), step)))
+    sample = column.take(buffers.numbers_to_arrow(np.arange(0, len(column), step)))
     if len(column) < 16 or len(sample.unique()) * 4 > len(sample):
         return column
     found = column.dictionary_encode()
@@ -268,20 +238,20 @@ def _each_once(column: Any) -> Any:
     return pa.DictionaryArray.from_arrays(places, found.dictionary)
 
 
-class Decimals(PythonType, name="decimal", over=is_text):
+class Decimals(PythonType, name="decimal", over=Texts):
     """Decimals, as strings: these keep trailing zeros and NaN."""
 
     takes = (decimal.Decimal,)
 
     @classmethod
     def write(cls, values: list[decimal.Decimal], encoder: Any, depth: int) -> Any:
-        return cls.around(texts_to_arrow(list(map(str, values))))
+        return cls.around(buffers.texts_to_arrow(list(map(str, values))))
 
-    def getter(self, column: Any, origin: Origin) -> Reader:
-        return made_by(decimal.Decimal, column, origin)
+    def maker(self, origin: Origin) -> Callable[[Any], Any]:
+        return decimal.Decimal
 
 
-class Paths(PythonType, name="path", over=is_text):
+class Paths(PythonType, name="path", over=Texts):
     """Paths, as strings; ``kind`` is the class in ``pathlib``."""
 
     takes = (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
@@ -291,12 +261,11 @@ class Paths(PythonType, name="path", over=is_text):
         texts = unicode_to_arrow(list(map(str, values)), lambda value: is_unicode(str(value)))
         return cls.around(texts, kind=type(values[0]).__name__)
 
-    def getter(self, column: Any, origin: Origin) -> Reader:
-        makers = {kind.__name__: kind for kind in self.takes}
-        return made_by(makers[self.parameters["kind"]], column, origin)
+    def maker(self, origin: Origin) -> Callable[[Any], Any]:
+        return {kind.__name__: kind for kind in self.takes}[self.parameters["kind"]]
 
 
-class Uuids(PythonType, name="uuid", over=arrow.is_fixed_size_binary):
+class Uuids(PythonType, name="uuid", over=FixedOctets):
     """UUIDs, as 16 bytes."""
 
     takes = (uuid.UUID,)
@@ -305,16 +274,12 @@ class Uuids(PythonType, name="uuid", over=arrow.is_fixed_size_binary):
     def write(cls, values: list[uuid.UUID], encoder: Any, depth: int) -> Any:
         return cls.around(fixed_to_arrow([value.bytes for value in values], 16))
 
-    def getter(self, column: Any, origin: Origin) -> Reader:
-        return made_by(lambda octets: uuid.UUID(bytes=octets), column, origin)
+    def maker(self, origin: Origin) -> Callable[[Any], Any]:
+        return lambda octets: uuid.UUID(bytes=octets)
 
 
-class Enums(PythonType, name="enum", over=arrow.is_integer):
+class Enums(PythonType, name="enum", over=Ints, where=lambda kind: issubclass(kind, enum.Enum)):
     """Members of the enum ``python``: positions in ``members``."""
-
-    @classmethod
-    def takes_class(cls, kind: type) -> bool:
-        return issubclass(kind, enum.Enum)
 
     @classmethod
     def write(cls, values: list[Any], encoder: Any, depth: int) -> Any:
@@ -325,7 +290,7 @@ class Enums(PythonType, name="enum", over=arrow.is_integer):
         if -1 in numbers:  # combined flags
             raise UnfitError
         name = encoder.name_of(kind)
-        numbers = numbers_to_arrow(np.array(numbers, np.int8 if len(members) < 128 else np.int32))
+        numbers = buffers.numbers_to_arrow(np.array(numbers, np.int8 if len(members) < 128 else np.int32))
         return cls.around(numbers, python=name, members=members)
 
     def is_for(self, found: Any) -> bool:
@@ -336,24 +301,17 @@ class Enums(PythonType, name="enum", over=arrow.is_integer):
         """A class in its place."""
         return made_enum(name, tuple(self.parameters["members"]))
 
-    def getter(self, column: Any, origin: Origin) -> Reader:
+    def maker(self, origin: Origin) -> Callable[[Any], Any]:
         found = origin.finder.find(self)
-        members = [found[name] for name in self.parameters["members"]]
-        return made_by(members.__getitem__, column, origin)
-
-
-def made_by(make: Callable[[Any], Any], column: Any, origin: Origin) -> Reader:
-    """The reader of values that a function makes of those that they are kept as."""
-    read = reader_of(column.storage, origin, nulls=False)
-    return lambda i: make(read(i))
+        return [found[name] for name in self.parameters["members"]].__getitem__
 
 
 def fixed_to_arrow(values: list[bytes], nbytes: int) -> Any:
     """A column of bytes of one length."""
-    return numbers_to_arrow(np.array(values, f"V{nbytes}"), pa.binary(nbytes))
+    return buffers.numbers_to_arrow(np.array(values, f"V{nbytes}"), pa.binary(nbytes))
 
 
-class Pickles(PythonType, name="pickle", over=is_octets):
+class Pickles(PythonType, name="pickle", over=Octets):
     """Other objects, each pickled by itself; ``types`` names their classes."""
 
     takes = (object,)  # and all that no other kind takes
@@ -362,14 +320,14 @@ class Pickles(PythonType, name="pickle", over=is_octets):
     @classmethod
     def write(cls, values: list[Any], encoder: Any = None, depth: int = 0) -> Any:
         """A column of any objects but None, one pickle for each; raises what pickling raises."""
-        octets = octets_to_arrow(list(map(pickled_value, values)))
+        octets = buffers.octets_to_arrow(list(map(pickled_value, values)))
         kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in set(map(type, values))}
         return cls.around(octets, types=sorted(kinds)[:_MOST_NAMED])
 
-    def getter(self, column: Any, origin: Origin) -> Reader:
+    def maker(self, origin: Origin) -> Callable[[Any], Any]:
         if not origin.pickles:
             raise pickle.UnpicklingError("pickled values are not read from this file")
-        return made_by(pickle.loads, column, origin)
+        return pickle.loads
 
     def form(self, kind: Any) -> Hashable:
         return self.NAME
