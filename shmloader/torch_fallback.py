@@ -32,13 +32,13 @@ def must_load_as_torch(loader: Any) -> bool:
     return True
 
 
-def check_resumable(loader: Any) -> None:
-    """Refuse a loader whose states cannot be made.
+def check_resumable(num_workers: int) -> None:
+    """Refuse states for a loader with so many workers, if they cannot be made.
 
     Raises:
         ResumeError: With the reason.
     """
-    lack = why_missing(Feature.SLOTS) or (why_unavailable() if loader.num_workers else None)
+    lack = why_missing(Feature.SLOTS) or (why_unavailable() if num_workers else None)
     if lack is not None:
         raise ResumeError(
             "torch's own iterator loads here, which does not record how far the program has come: "

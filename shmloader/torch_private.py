@@ -81,6 +81,22 @@ if GET_ITERATOR not in getattr(
     disable(Feature.INSTALL, f"its DataLoader.__iter__ does not call {GET_ITERATOR}()")
 
 
+class OwnOrder(BaseIterator):
+    """torch's iterator, whose `_reset` leaves the sampler alone: the order comes from elsewhere."""
+
+    _pg: Any = None  # a torch without it lets each rank draw
+
+    def _reset(self, loader: torch.utils.data.DataLoader[Any], first_iter: bool = False) -> None:
+        self._num_yielded = 0
+        self._IterableDataset_len_called = loader._IterableDataset_len_called
+
+    def _draw_shared_seed(self, generator: torch.Generator | None) -> None:
+        """Draw the seed that the workers of an epoch share, as torch does after it has asked the sampler."""
+        if self._shared_seed is not None:
+            self._shared_seed = _share_dist_seed(generator, self._pg)
+            self._dataset = seed_datapipe(self._dataset, self._shared_seed)
+
+
 def iterator_of(loader: Any) -> Any:
     """The iterator that a loader with ``persistent_workers`` keeps from epoch to epoch; None without one."""
     return getattr(loader, "_iterator", None)
@@ -101,6 +117,7 @@ _GRAPH_SETTINGS = "torch.utils.data.graph_settings"
 apply_sharding = find_function(Feature.DATAPIPES, _GRAPH_SETTINGS, "apply_sharding")
 """Does the same without workers."""
 
+_share_dist_seed = find_function(Feature.DATAPIPES, _DATALOADER, "_share_dist_seed")
 _apply_random_seed = find_function(Feature.DATAPIPES, _GRAPH_SETTINGS, "apply_random_seed")
 
 DATAPIPES: tuple[type, ...] = tuple(
@@ -309,16 +326,12 @@ def _worker_info(*, rng: Any = None, worker_method: str = "multiprocessing", **k
         return info
 
 
-def watched_worker_info(dataset: Any) -> tuple[Any, list[str]]:
-    """A worker info to show a dataset, and the list that records each read of its ``num_workers``.
-
-    It is a copy of the worker's own; without workers it describes worker 0 of 1.
-    """
-    reads: list[str] = []
+def refusing_worker_info(dataset: Any, refusal: str) -> Any:
+    """The worker's own worker info, whose ``num_workers`` raises; without workers, that of worker 0 of 1."""
 
     def read(info: Any, name: str) -> Any:
         if name == "num_workers":
-            reads.append(name)
+            raise RuntimeError(refusal)
         return object.__getattribute__(info, name)
 
     own = torch.utils.data.get_worker_info() or _worker_info(
@@ -326,9 +339,9 @@ def watched_worker_info(dataset: Any) -> tuple[Any, list[str]]:
     )
     kind: Any = type(own)
     names = {"__slots__": (), "__getattribute__": read, "__repr__": lambda _: repr(own)}
-    watched = copy.copy(own)
-    object.__setattr__(watched, "__class__", type(kind.__name__, (kind,), names))
-    return watched, reads
+    refusing = copy.copy(own)
+    object.__setattr__(refusing, "__class__", type(kind.__name__, (kind,), names))
+    return refusing
 
 
 def only_worker_info() -> Any:

@@ -23,6 +23,7 @@ changed its own copy of them.
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import pickle
@@ -185,8 +186,8 @@ def _areas_of_this_process() -> list[_Area]:
     ]
 
 
-def is_shared(value: Any, files: MappedFiles) -> bool:
-    """Whether an ndarray or a tensor lies in shared memory of shmloader's, or in a mapped file."""
+def is_shared(value: Any, files: MappedFiles | None) -> bool:
+    """Whether an ndarray or a tensor lies in shared memory of shmloader's, or in one of the mapped files."""
     is_dense = isinstance(value, np.ndarray) or _is_dense(value)
     return is_dense and _handle(value, files, least_nbytes=0)[1] is not None
 
@@ -254,6 +255,11 @@ def reduce_array(array: _Array, files: MappedFiles | None) -> Any:
     layout = array.shape, array.dtype, begin, array.strides
     offset = array.offset if type(array) is np.memmap else None
     return _array_over, (handle, layout, array.flags.writeable, offset)
+
+
+def make_array_reducer() -> Callable[[_Array], Any]:
+    """A function like `reduce_array`, for processes that are started together."""
+    return functools.partial(reduce_array, files=MappedFiles())
 
 
 def _array_over(handle: Any, layout: Any, writeable: bool, offset: int | None) -> _Array:

@@ -26,6 +26,16 @@ import numpy as np
 import torch
 
 from shmloader.codec.array_kinds import kind_of_tensor
+from shmloader.foreign import (
+    ARROW,
+    PANDAS,
+    is_arrow,
+    is_hugging_face,
+    is_pandas,
+    is_pandas_part,
+    is_table_in_memory,
+    loaded_classes,
+)
 from shmloader.store import static
 from shmloader.store.static import base_of, is_a
 
@@ -60,19 +70,6 @@ _CLOSED = (
     types.BuiltinFunctionType,
     *_DATA,
 )
-# Classes of libraries that may not be installed, where these define them: a program may have a package
-# ``datasets`` of its own. None is imported for it.
-_ARROW = {"pyarrow": ("Table", "RecordBatch", "Array", "ChunkedArray")}
-_PANDAS_ROWS = {"pandas": ("Series", "DataFrame")}
-_PANDAS = {
-    **_PANDAS_ROWS,
-    "pandas.api.extensions": ("ExtensionArray",),
-    "pandas.core.indexes.base": ("Index",),
-}
-_HUGGING_FACE = {
-    "datasets.arrow_dataset": ("DatasetInfoMixin",),  # the base of Dataset and IterableDataset
-    "datasets.dataset_dict": ("DatasetDict", "IterableDatasetDict"),
-}
 _SEQUENCES, _MAPPINGS = (list, tuple, deque), (dict, OrderedDict, defaultdict, Counter)
 # By ``id``: a metaclass may define how its classes are compared.
 _PLAIN: dict[int, type] = {id(kind): list for kind in _SEQUENCES} | {id(kind): dict for kind in _MAPPINGS}
@@ -96,30 +93,14 @@ def is_store(value: Any) -> bool:
     return base is not None and type.__subclasscheck__(base.SharedObject, type(value))  # not that of an ABC
 
 
-def is_arrow(value: Any) -> bool:
-    """Whether a value is Arrow data: a table, a batch or a column."""
-    return is_a(value, _classes(_ARROW))
+def tables_of(dataset: Any) -> Iterable[tuple[Any, Any]]:
+    """The tables in memory of a Hugging Face dataset: of its rows, and of its indices if it was shuffled."""
+    return [(label, held) for label, held in attributes_of(dataset) if is_table_in_memory(held)]
 
 
-def is_pandas(value: Any) -> bool:
-    """Whether a value is a pandas Series or DataFrame."""
-    return is_a(value, _classes(_PANDAS_ROWS))
-
-
-def is_pandas_part(value: Any) -> bool:
-    """Whether a value is a pandas object of any kind, an index or an array too."""
-    return is_a(value, _classes(_PANDAS))
-
-
-def is_hugging_face(value: Any) -> bool:
-    """Whether a value is a dataset of Hugging Face's ``datasets``."""
-    return is_a(value, _classes(_HUGGING_FACE))
-
-
-def _classes(names: Mapping[str, tuple[str, ...]]) -> tuple[type, ...]:
-    loaded = [module for module in names if module in sys.modules]  # of others nothing is
-    found = [getattr(sys.modules[module], name, None) for module in loaded for name in names[module]]
-    return tuple(kind for kind in found if isinstance(kind, type))
+def is_dataset(value: Any) -> bool:
+    """Whether a value is torch's, or Hugging Face's, idea of a dataset."""
+    return is_a(value, torch.utils.data.Dataset) or is_hugging_face(value)
 
 
 def container_kind(value: Any) -> type | None:
@@ -205,7 +186,7 @@ def is_few_large(value: Any) -> bool:
     """Whether a container has few elements, some of which are large ones themselves."""
     if static.length(value) > _FEW or container_kind(value) is set:
         return False
-    large = (np.ndarray, torch.Tensor, *_classes(_ARROW), *_classes(_PANDAS))
+    large = (np.ndarray, torch.Tensor, *loaded_classes(ARROW), *loaded_classes(PANDAS))
     return any(
         estimate_nbytes(element) >= LEAST_NBYTES
         for element in some(value)
@@ -287,7 +268,8 @@ def estimate_nbytes(value: Any, *, arrays: bool = True) -> int:
         value: The object.
         arrays: Whether to count the data of arrays and tensors, which no one copies by reading it.
     """
-    return int(value.nbytes) if is_arrow(value) else _nbytes_of(value, set(), arrays=arrays)
+    table = value.table if is_table_in_memory(value) else value
+    return int(table.nbytes) if is_arrow(table) else _nbytes_of(value, set(), arrays=arrays)
 
 
 def nbytes_of_rows(rows: Sequence[Any], sampled: int = _SAMPLED_OF_CHUNK) -> int:
