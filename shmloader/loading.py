@@ -190,12 +190,12 @@ class Loading:
             return counted
         if not self.states.begun:
             check_resumable(loader.dataset, loader.num_workers)
-        return self.states.state(Settings.of(loader), _loaded_state(loader))
+        return self.states.state(lambda: Settings.of(loader), _loaded_state(loader))
 
     def state_after_epoch(self, epoch: int) -> State:
         """The state for a program that leaves the epoch here, and sets ``epoch`` before the next one."""
         loader = self.loader()
-        return self.states.state_after_epoch(Settings.of(loader), _loaded_state(loader), epoch)
+        return self.states.state_after_epoch(lambda: Settings.of(loader), _loaded_state(loader), epoch)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iterator continue from a state; see `DataLoader.load_state_dict`."""
