@@ -86,7 +86,7 @@ class OwnOrder(BaseIterator):
 
     _pg: Any = None  # a torch without it lets each rank draw
 
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+    def _reset(self, loader: torch.utils.data.DataLoader[Any], first_iter: bool = False) -> None:
         self._num_yielded = 0
         self._IterableDataset_len_called = loader._IterableDataset_len_called
 

@@ -17,8 +17,8 @@ from torch.utils.data import get_worker_info
 from shmloader.errors import ResumeError
 from shmloader.failures.bad_samples import MOST_IN_A_ROW
 from shmloader.failures.exceptions import add_note
+from shmloader.foreign import is_hugging_face
 from shmloader.indices.samplers import attribute_of, has_place, load_own_state
-from shmloader.store.kinds import is_hugging_face
 from shmloader.torch_private import only_worker_info, refusing_worker_info, show_worker_info
 from shmloader.wire.stream_records import OWN, SHARD, STRIDE, StreamRules
 
