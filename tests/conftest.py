@@ -89,6 +89,13 @@ LAZY_FILES = (
 # Threads of the same kind. tqdm's monitor serves all progress bars from the first one on.
 LAZY_THREADS = ("TMonitor",)
 
+# In the command lines of processes that live as long as the interpreter.
+OWN_PROCESSES = (
+    "from multiprocessing.resource_tracker import main",
+    "from multiprocessing.forkserver import main",
+    "from template import next_program",
+)
+
 _passed = pytest.StashKey[bool]()
 
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 0x40000  # <sched.h>, <sys/mount.h>
@@ -177,10 +184,11 @@ def _is_marked(pid: int) -> bool:
 
 
 def _is_interpreters_own(process: psutil.Process, parent: int) -> bool:
-    """Whether a process is the resource tracker or the fork server, which live as long as the interpreter.
+    """Whether a process is one that lives as long as the interpreter, and not as a test.
 
-    Only a direct child can be one of them. A worker of the fork server has the same command line, but counts
-    as a leak; so do helpers of another interpreter that a test killed.
+    They are the resource tracker, the fork server and the template of `warm_python`. Only a direct child can
+    be one of them: what these processes fork has the same command line, but counts as a leak; so do helpers
+    of another interpreter that a test killed.
     """
     try:
         if process.ppid() != parent:
@@ -188,10 +196,7 @@ def _is_interpreters_own(process: psutil.Process, parent: int) -> bool:
         command = " ".join(process.cmdline())
     except psutil.Error:
         return False
-    return any(
-        f"from multiprocessing.{helper} import main" in command
-        for helper in ("resource_tracker", "forkserver")
-    )
+    return any(start in command for start in OWN_PROCESSES)
 
 
 def _descriptors() -> dict[int, tuple[str, int, int]]:
@@ -341,14 +346,18 @@ def warm_helpers() -> None:
     Fork-server workers inherit the environment as it is now, not as a test sets it later.
     """
     resource_tracker.ensure_running()
-    # Without this every worker imports torch anew, which takes seconds. Spawned workers still do.
-    multiprocessing.set_forkserver_preload(["torch"])
+    # Without this every worker imports these anew, which takes seconds. Spawned workers still do.
+    multiprocessing.set_forkserver_preload(["torch.utils.data", "shmloader"])
     forkserver.ensure_running()
 
 
-@pytest.fixture(params=["fork", "spawn", "forkserver"])
+@pytest.fixture(params=["fork", pytest.param("spawn", marks=pytest.mark.long), "forkserver"])
 def start_method(request: pytest.FixtureRequest, warm_helpers: None) -> str:
-    """Each way of starting a worker that this platform has."""
+    """Each way of starting a worker that this platform has.
+
+    A spawned worker imports torch anew, and has its dataset as one of the fork server has it. `make test`
+    spawns where a test names all three as parameters of this fixture: batches, starting and descriptors.
+    """
     if request.param not in multiprocessing.get_all_start_methods():
         pytest.skip(f"no {request.param} here")
     return request.param

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
+from warm_python import warm_python
 
 MODES = {
     "a device": "torch.device('meta')",
@@ -65,6 +65,6 @@ assert len(list(again)) == 2
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_a_program(mode: str) -> None:
-    program = [sys.executable, "-c", PROGRAM.format(mode=mode)]
+    program = [*warm_python(), "-c", PROGRAM.format(mode=mode)]
     done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr

@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -16,6 +15,7 @@ import pytest
 import torch
 from loading import DiesWithHeir, Ends, Growing, Numbered, Raises, Sleeps, make_error
 from robustness.processes import wait_gone
+from warm_python import warm_python
 
 import shmloader
 from shmloader import DataLoader
@@ -24,7 +24,7 @@ from shmloader import DataLoader
 def _python(code: str, *, timeout_s: float = 60.0) -> subprocess.CompletedProcess:
     """Run a program in a new process, with this folder importable."""
     return subprocess.run(
-        [sys.executable, "-W", "error", "-W", "ignore:This process", "-c", textwrap.dedent(code)],
+        [*warm_python(), "-W", "error", "-W", "ignore:This process", "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -268,7 +268,7 @@ def test_interpreter_exit_is_quiet_and_leaves_nothing(keep: str) -> None:
         iterator = iter(loader)
         batch = next(iterator)
         print(*[process.pid for process in iterator._workers], flush=True)
-        print(getattr(iterator.pool.segment, "_prefix", "no names"))
+        print(getattr(iterator.table.segment, "_prefix", "no names"))
         kept = {keep}
         del loader, iterator, batch
         """
@@ -297,7 +297,7 @@ def test_workers_end_with_a_killed_main_process(fork: bool) -> None:
         time.sleep(60)
         """
     main = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)],
+        [*warm_python(), "-c", textwrap.dedent(code)],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(__file__))},

@@ -1,17 +1,16 @@
 """A torch that lacks or changes something: importing works, one feature is missing, and a message names it.
 
-Each test changes torch in a process of its own, before shmloader is imported. These processes are forked
-from one that has imported torch and nothing of shmloader: an import of torch takes longer than all else here.
+Each test changes torch in a program of its own, before shmloader is imported.
 """
 
 from __future__ import annotations
 
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from warm_python import warm_python
 
 BEGIN = """
 import multiprocessing, sys, types, warnings
@@ -51,47 +50,19 @@ caught = catching.__enter__()
 warnings.simplefilter("always")
 """
 
-
-# Reads paths of programs, runs each in a child, and answers with its exit code. The child's output goes to a
-# file beside the program.
-FORKING = f"""{BEGIN}
-import os, runpy, signal
-assert "shmloader" not in sys.modules
-for line in sys.stdin:
-    program = line.strip()
-    if not (child := os.fork()):
-        signal.alarm(100)  # its default ends the child
-        output = os.open(program + ".output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        runpy.run_path(program, run_name="__main__")
-        sys.exit()
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-
 # Runs a program that changes torch, imports shmloader and then checks something.
 Run = Callable[[str, str], None]
 
 
-@pytest.fixture(scope="module")
-def forking() -> Iterator[subprocess.Popen[str]]:
-    """A process that has imported torch and forks others."""
-    with subprocess.Popen(
-        [sys.executable, "-c", FORKING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        yield process
-
-
 @pytest.fixture
-def run(forking: subprocess.Popen[str], tmp_path: Path) -> Run:
+def run(tmp_path: Path) -> Run:
     def run_program(change: str, check: str) -> None:
         program = tmp_path / "program.py"
         lines = "\n".join(f"    {line}" for line in check.strip().splitlines())
         program.write_text(f"{BEGIN}\n{change}\n{LOAD}\nif __name__ == '__main__':\n{lines}\n")
-        assert forking.stdin is not None
-        assert forking.stdout is not None
-        print(program, file=forking.stdin, flush=True)
-        assert forking.stdout.readline() == "0\n", Path(f"{program}.output").read_text()
+        command = [*warm_python(), program]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+        assert done.returncode == 0, done.stdout + done.stderr
 
     return run_program
 

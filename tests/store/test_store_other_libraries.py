@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from warm_python import warm_python
 
 from shmloader import DataLoader, NotSharedWarning, share
 from shmloader import open as open_store
@@ -251,7 +252,7 @@ def test_a_package_of_ones_own_named_datasets_is_shared(tmp_path: Path) -> None:
     program = "import datasets, shmloader; print(type(shmloader.share(datasets.Images()).samples).__name__)"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment
+        [*warm_python(), "-c", program], capture_output=True, text=True, check=False, env=environment
     )
     assert done.stdout.strip() == "RowStore", done.stderr
 

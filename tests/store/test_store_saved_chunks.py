@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from store_samples import Person, same
+from warm_python import warm_python
 
 from shmloader import open as open_store
 from shmloader import share
@@ -81,7 +81,7 @@ def test_python_types_over_dictionaries_are_read_from_parquet(tmp_path: Path) ->
     path = tmp_path / "rows.parquet"
     pq.write_table(table, path)
     read = f"import shmloader; print(list(shmloader.open({str(path)!r}, allow_pickle=True)))"
-    printed = subprocess.check_output([sys.executable, "-c", read], text=True)  # Arrow might end the process
+    printed = subprocess.check_output([*warm_python(), "-c", read], text=True)  # Arrow might end the process
     assert printed.strip() == str([{"a": 1j, "b": [1j]}, {"a": 2j, "b": [2j]}] * 50)
 
 
