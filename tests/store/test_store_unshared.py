@@ -53,6 +53,7 @@ def forked(read: Callable[[], Any], workers: int = 1) -> Iterator[list[Any]]:
     pipes = [FORK.Pipe() for _ in range(workers)]
 
     def serve(pipe: Any) -> None:
+        gc.freeze()  # as in a worker: a collection here would copy what other tests keep
         while pipe.recv():
             read()
             pipe.send("done")
