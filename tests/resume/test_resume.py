@@ -159,7 +159,7 @@ def go_on(work: Work, first: Setting, second: Setting, keep: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::shmloader.BadSampleWarning", *QUIET)
-@settings(max_examples=300 if LONG else 60, deadline=None)
+@settings(max_examples=300 if LONG else 30, deadline=None)
 @given(
     work=works,
     first=cheap_settings(in_order=[True, False]),
