@@ -9,6 +9,8 @@ import functools
 import time
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from shmloader import torch_private
 from shmloader.failures.bad_samples import LEFT_OUT, Reported, count, take_report, warn_of_bad_samples
 from shmloader.indices.array_samplers import index_arrays
@@ -28,7 +30,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         AssertionError: If the loader has a timeout, as torch has it.
     """
 
-    def __init__(self, loader: Any, one_pass: Pass, counters: Counters) -> None:
+    def __init__(self, loader: DataLoader[Any], one_pass: Pass, counters: Counters) -> None:
         # Not torch's own constructor: its fetcher would begin to iterate over the dataset.
         settings = one_pass.settings
         self._read_states = functools.partial(generator_states, settings.index_sampler, settings.generator)
@@ -58,7 +60,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         self._seeds: SampleSeeds | None = None
         dataset = self._dataset
         self._base_seed, self._epoch = seeds = one_pass.seeds(int(self._base_seed))
-        if settings.seed_per_sample and not rules.iterable:
+        if settings.seeds_samples and not rules.iterable:
             self._seeds = SampleSeeds(Generators(worker_seeds(seeds[0], 0)), seeds[0], in_thread=False)
             dataset = before_each_sample(dataset, rules, self._seeds.seed_next)
         self._dataset_fetcher = make_fetcher(dataset, rules)
@@ -101,7 +103,6 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             self._note_taken()
             if batch is not LEFT_OUT:
                 break
-        self._counters.batches += 1
         if self._pins and not captured:
             self._counters.pin_copies += 1
             batch = torch_private.pin_memory(batch, self._pin_memory_device)
@@ -109,8 +110,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             from shmloader.device import to_device
 
             batch = to_device(batch, self._device)
-        self._counters.last_next_ns = time.perf_counter_ns()
-        self._counters.in_process_ns += self._counters.last_next_ns - began_ns
+        self._counters.note_made(began_ns)
         return batch
 
     def _is_captured(self) -> bool:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import types
 import weakref
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from shmloader.order.auto import Auto, auto_for
 from shmloader.resume import States
 from shmloader.resume.compatibility import State, is_between_epochs
 from shmloader.settings import THREAD, Settings
-from shmloader.slots import SlotState
+from shmloader.slots import figures
 from shmloader.statistics import Counters, LoaderStatistics
 from shmloader.torch_fallback import check_resumable, must_load_as_torch
 from shmloader.torch_features import Feature, is_missing
@@ -43,7 +42,7 @@ class Loading:
     """The state of one loader, which copies of the loader do not share.
 
     Attributes:
-        loader_id: The loader's identity.
+        loader: Returns the loader.
         counters: Its counters.
         iterators: Its live iterators.
         auto: Decides for ``num_workers="auto"`` and ``prefetch_factor="auto"``; None without either.
@@ -54,7 +53,7 @@ class Loading:
         advised: Whether it was looked for datasets that are not told of epochs.
     """
 
-    loader_id: int
+    loader: Callable[[], Any]
     counters: Counters = field(default_factory=Counters)
     iterators: weakref.WeakSet[SlotIterator] = field(default_factory=weakref.WeakSet)
     auto: Auto | None = None
@@ -67,14 +66,14 @@ class Loading:
         """Pickle as None: a loader that is pickled, or copied deeply, arrives without it."""
         return types.NoneType, ()
 
-    def iterate(self, loader: Any, torchs_iter: Callable[[], Any]) -> Any:
+    def iterate(self, torchs_iter: Callable[[], Any]) -> Any:
         """The iterator of a new pass over a loader; first warns of bad samples in an epoch that was left.
 
         The loader forgets a persistent iterator whose workers are gone. It also forgets it if a state was
         loaded, which has a base seed of its own.
         """
-        iterator = iterator_of(loader)
-        loaded = _loaded_state(loader)
+        loader = self.loader()
+        iterator, loaded = iterator_of(loader), _loaded_state(loader)
         if isinstance(iterator, SlotIterator) and (iterator.closed or loaded is not None):
             if iterator.closed:
                 iterator.close("an exception interrupted it in the middle of its work")
@@ -82,7 +81,7 @@ class Loading:
                 iterator.close("load_state_dict() was called, and a new iterator goes on from there")
             drop_iterator(loader)
         elif isinstance(iterator, SlotIterator) and not self.advised:
-            self._warn_of_set_epoch(loader)
+            self._warn_of_set_epoch()
         warn_of_bad_samples(self.counters, loader.on_error)
         self._check_epoch(loaded)
         return _delivered(loader, torchs_iter())
@@ -96,13 +95,13 @@ class Loading:
                 f"epoch {now} since. Let the program's loop begin with epoch {then}."
             )
 
-    def make_iterator(self, loader: Any) -> SlotIterator | InProcessIterator | None:
+    def make_iterator(self) -> SlotIterator | InProcessIterator | None:
         """An iterator over a loader; None, with a warning, if torch's own has to be used.
 
         Raises:
             LoaderClosed: If the loader is closed while its workers are being started.
         """
-        self.owners = None
+        self.owners, loader = None, self.loader()
         if must_load_as_torch(loader):
             self.counters.torchs_way = True
             return None
@@ -137,8 +136,9 @@ class Loading:
             except RuntimeError:  # another thread has begun to iterate in this moment
                 continue
 
-    def close(self, loader: Any, *, warn: bool = True) -> None:
+    def close(self, *, warn: bool = True) -> None:
         """Stop all workers of a loader and free its slots; warn of bad samples."""
+        loader = self.loader()
         self.closes += 1
         for iterator in self.live():
             iterator.close("loader.close() was called")
@@ -146,16 +146,17 @@ class Loading:
         if warn:
             warn_of_bad_samples(self.counters, loader.on_error)
 
-    def set_epoch(self, loader: Any, epoch: int) -> None:
+    def set_epoch(self, epoch: int) -> None:
         """Tell the number of the next epoch to the sampler or batch sampler, and to the dataset."""
-        for sampler in with_inner(Settings.of(loader).index_sampler):
+        for sampler in with_inner(Settings.of(self.loader()).index_sampler):
             if has_set_epoch(sampler):
                 sampler.set_epoch(epoch)
                 break
-        self.set_dataset_epoch(loader, epoch)
+        self.set_dataset_epoch(epoch)
 
-    def set_dataset_epoch(self, loader: Any, epoch: int) -> None:
+    def set_dataset_epoch(self, epoch: int) -> None:
         """Tell it to the dataset, here and in persistent workers."""
+        loader = self.loader()
         if self.owners is None:
             self.owners = owners_in(loader.dataset)
         states = global_states()
@@ -169,9 +170,9 @@ class Loading:
         if loader.persistent_workers and not isinstance(iterator_of(loader), SlotIterator | None):
             warn("set_epoch() does not reach these persistent workers: they are torch's own", UserWarning)
 
-    def _warn_of_set_epoch(self, loader: Any) -> None:
+    def _warn_of_set_epoch(self) -> None:
         """Warn, once, if persistent workers' datasets were never told of an epoch. Runs no code of theirs."""
-        self.advised = True
+        self.advised, loader = True, self.loader()
         found = datasets_in(loader.dataset) if self.states.set_epoch is None else []
         kinds = [kind for kind in map(type, found) if hasattr(kind, "set_epoch")]
         if loader.worker_type == THREAD:  # which share one object of another class
@@ -184,23 +185,26 @@ class Loading:
                 UserWarning,
             )
 
-    def state_dict(self, loader: Any) -> State:
+    def state_dict(self) -> State:
         """The program's place in the epoch; see `DataLoader.state_dict`."""
+        loader = self.loader()
         if _LOADED not in vars(loader) and (counted := self.states.counted()) is not None:
             return counted
         if not self.states.begun:
             check_resumable(loader.num_workers)
         return self.states.state(Settings.of(loader), _loaded_state(loader))
 
-    def state_after_epoch(self, loader: Any, epoch: int) -> State:
+    def state_after_epoch(self, epoch: int) -> State:
         """The state for a program that leaves the epoch here, and sets ``epoch`` before the next one."""
+        loader = self.loader()
         return self.states.state_after_epoch(Settings.of(loader), _loaded_state(loader), epoch)
 
-    def load_state_dict(self, loader: Any, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iterator continue from a state; see `DataLoader.load_state_dict`."""
+        loader = self.loader()
         if state != {}:  # None is refused, {} is an empty state
             check_resumable(loader.num_workers)
-            its_own = getattr(loader, "set_epoch", None) or functools.partial(self.set_epoch, loader)
+            its_own = getattr(loader, "set_epoch", self.set_epoch)
             vars(loader)[_LOADED] = self.states.load(Settings.of(loader), state, its_own)
             _waiting.add(loader)
 
@@ -208,14 +212,9 @@ class Loading:
         """Counters of the loader's life so far, and the slots that it holds now."""
         iterators = self.live()
         # A copy that is only read: another thread may be iterating.
-        slots = [slot for iterator in iterators for slot in list(iterator.pool.slots)]
-        states = [slot.state_now for slot in slots]
-        in_use = [slot for slot, state in zip(slots, states, strict=True) if state is not SlotState.FREE]
-        counts: dict[str, Any] = {f"slots_{state.value}": states.count(state) for state in SlotState}
+        places = [place for iterator in iterators for place in list(iterator.table.places)]
         return LoaderStatistics(
-            **counts,
-            reserved_nbytes=sum(slot.nbytes for slot in slots),
-            used_nbytes=sum(slot.used_nbytes for slot in in_use),
+            **figures(places),
             oldest_leases=tuple(text for iterator in iterators for text in iterator.oldest_leases()),
             autotune=None if self.auto is None else self.auto.report(),
             **self.counters.figures(),
@@ -262,7 +261,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
         if hasattr(loader, inside):
             setattr(loader, count, epoch)  # from which the framework counts on
             loader = getattr(loader, inside)
-    loading_of(loader).set_epoch(loader, epoch)
+    loading_of(loader).set_epoch(epoch)
 
 
 def loading_of(loader: Any) -> Loading:
@@ -275,6 +274,6 @@ def loading_of(loader: Any) -> Loading:
         loading: Loading | None = loader._shmloader_loading  # noqa: SLF001 - faster than vars() and getattr()
     except AttributeError:
         loading = None
-    if loading is None or loading.loader_id != id(loader):
-        loading = loader._shmloader_loading = Loading(id(loader))  # noqa: SLF001
+    if loading is None or loading.loader() is not loader:
+        loading = loader._shmloader_loading = Loading(weakref.ref(loader))  # noqa: SLF001
     return loading

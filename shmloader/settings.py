@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from types import SimpleNamespace
 from typing import Any, Final, Literal, Self, get_args
 
@@ -29,21 +29,6 @@ DYNAMIC: Final = "dynamic"
 PROCESS: Final = "process"
 THREAD: Final = "thread"
 
-OWN_DEFAULTS: dict[str, Any] = {
-    "memory_budget_nbytes": None,
-    "worker_restarts": 0,
-    "on_error": "raise",
-    "dispatch": "static",
-    "seed_per_sample": None,
-    "prefetch_epochs": False,
-    "worker_type": "process",
-    "share_dataset": False,
-    "shard": None,
-    "snapshot_every_n_steps": None,
-    "place_results": True,
-}
-"""Options that torch's loader lacks, with the values that turn them off."""
-
 _WORDS = {
     "on_error": get_args(OnError),
     "dispatch": get_args(Dispatch),
@@ -51,10 +36,6 @@ _WORDS = {
     "shard": get_args(Shard),
 }
 _DEVICE = "_shmloader_device"
-_TORCHS = (
-    "dataset sampler batch_sampler batch_size drop_last collate_fn num_workers prefetch_factor in_order "
-    "persistent_workers timeout worker_init_fn multiprocessing_context generator"
-).split()
 
 
 class AutoCount(int):
@@ -101,7 +82,6 @@ class Settings:
         num_workers: Worker processes or threads now.
         prefetch_factor: Batches in advance per worker; 0 without workers.
         dispatch: Also ``"dynamic"`` for ``num_workers="auto"``.
-        seed_per_sample: Whether generators are seeded for each sample.
         device: As given; `target` is the accelerator.
     """
 
@@ -119,18 +99,19 @@ class Settings:
     worker_init_fn: Any
     multiprocessing_context: Any
     generator: torch.Generator | None
-    memory_budget_nbytes: Any
-    worker_restarts: int
-    on_error: OnError
-    dispatch: Dispatch
-    prefetch_epochs: bool
-    worker_type: WorkerType
-    share_dataset: bool
-    shard: Shard | None
-    snapshot_every_n_steps: int | None
-    seed_per_sample: bool
-    place_results: bool
     device: torch.device | None
+    # Options that torch's loader lacks, with the values that turn them off:
+    memory_budget_nbytes: int | None = None
+    worker_restarts: int = 0
+    on_error: OnError = "raise"
+    dispatch: Dispatch = STATIC
+    seed_per_sample: bool | None = None
+    prefetch_epochs: bool = False
+    worker_type: WorkerType = PROCESS
+    share_dataset: bool = False
+    shard: Shard | None = None
+    snapshot_every_n_steps: int | None = None
+    place_results: bool = True
 
     @classmethod
     def of(cls, loader: Any) -> Self:
@@ -140,15 +121,18 @@ class Settings:
             TypeError: If there is a number of workers or of batches in advance that is not whole.
         """
         read = {name: getattr(loader, name) for name in _TORCHS}
-        for name, default in OWN_DEFAULTS.items():
+        for name, default in OWN_DEFAULTS.items():  # a subclass may have attributes of these names
             read[name] = option_in_effect(name, getattr(loader, name, default))
         if isinstance(read["num_workers"], AutoCount):
             read["dispatch"] = DYNAMIC
-        if read["seed_per_sample"] is None:
-            read["seed_per_sample"] = read["dispatch"] == DYNAMIC
         for name in ("num_workers", "prefetch_factor"):
             read[name] = operator.index(read[name] or 0)
         return cls(**read, device=getattr(loader, _DEVICE, None))
+
+    @property
+    def seeds_samples(self) -> bool:
+        """Whether generators are seeded for each sample."""
+        return self.dispatch == DYNAMIC if self.seed_per_sample is None else bool(self.seed_per_sample)
 
     @property
     def index_sampler(self) -> Any:
@@ -195,6 +179,14 @@ class Settings:
         return device
 
 
+OWN_DEFAULTS: dict[str, Any] = {
+    field.name: field.default for field in fields(Settings) if field.default is not MISSING
+}
+"""Options that torch's loader lacks, with the values that turn them off."""
+
+_TORCHS = [field.name for field in fields(Settings) if field.name not in {*OWN_DEFAULTS, "device"}]
+
+
 def set_options(loader: Any, given: dict[str, Any]) -> Any:
     """Set a loader's own options as attributes; returns them all, as they are in effect.
 
@@ -235,52 +227,52 @@ def set_device(loader: Any, device: torch.device | str | int | None) -> None:
 
 
 def check_arguments(
-    loader: Any, dataset: object, num_workers: object, persistent_workers: bool, context: object
+    options: Any, dataset: object, num_workers: object, persistent_workers: bool, context: object
 ) -> None:
-    """Check all of the loader's own arguments, which are its attributes; torch's are not set yet.
+    """Check all of the loader's own arguments; torch's are not set yet.
 
     Raises:
         TypeError: For a wrong type. Any object with an ``__index__`` is a whole number, as usual in Python.
         ValueError: For a wrong value.
     """
-    if loader.memory_budget_nbytes is not None:
+    if options.memory_budget_nbytes is not None:
         wanted = "a whole number of bytes or None"
-        _check_whole("memory_budget_nbytes", loader.memory_budget_nbytes, 1, wanted, "int(1e9)")
-    _check_whole("worker_restarts", loader.worker_restarts, 0, "a whole number", "3")
+        _check_whole("memory_budget_nbytes", options.memory_budget_nbytes, 1, wanted, "int(1e9)")
+    _check_whole("worker_restarts", options.worker_restarts, 0, "a whole number", "3")
     for name in ("prefetch_epochs", "share_dataset", "place_results"):
-        _check_bool(name, getattr(loader, name))
-    if (every := loader.snapshot_every_n_steps) is not None:
+        _check_bool(name, getattr(options, name))
+    if (every := options.snapshot_every_n_steps) is not None:
         _check_whole("snapshot_every_n_steps", every, 0, "a whole number or None", "100")
-    if loader.seed_per_sample is not None:
-        _check_bool("seed_per_sample", loader.seed_per_sample)
-        if loader.seed_per_sample and isinstance(dataset, IterableDataset):
+    if options.seed_per_sample is not None:
+        _check_bool("seed_per_sample", options.seed_per_sample)
+        if options.seed_per_sample and isinstance(dataset, IterableDataset):
             raise ValueError(
                 "seed_per_sample=True needs a map-style dataset: it seeds before dataset[index] is called, "
                 "and an iterable-style dataset is not asked for single samples"
             )
     for name in ("on_error", "dispatch", "worker_type"):
-        _check_word(name, getattr(loader, name), _WORDS[name])
-    if loader.worker_restarts and isinstance(dataset, IterableDataset):
+        _check_word(name, getattr(options, name), _WORDS[name])
+    if options.worker_restarts and isinstance(dataset, IterableDataset):
         raise ValueError(
             "worker_restarts needs a map-style dataset: only the dead worker knew how far it had come in an "
             "iterable-style one, so its batches cannot be made again"
         )
-    if loader.prefetch_epochs and not persistent_workers:
+    if options.prefetch_epochs and not persistent_workers:
         raise ValueError(
             "prefetch_epochs=True needs persistent_workers=True: other workers end with their epoch"
         )
-    _check_dispatch(loader.dispatch, dataset, num_workers)
-    _check_shard(loader.shard, dataset)
-    check_workers(loader, dataset, context)
+    _check_dispatch(options.dispatch, dataset, num_workers)
+    _check_shard(options.shard, dataset)
+    check_workers(options, dataset, context)
 
 
-def check_workers(loader: Any, dataset: object, context: object) -> None:
+def check_workers(options: Any, dataset: object, context: object) -> None:
     """Refuse arguments that worker threads do not support, and ``multiprocessing`` contexts that use threads.
 
     Raises:
         ValueError: With the argument, the reason, and what to pass instead.
     """
-    if loader.worker_type != THREAD:
+    if options.worker_type != THREAD:
         _check_context(context)
         return
     if why_missing(Feature.THREADS) is not None:
@@ -290,9 +282,9 @@ def check_workers(loader: Any, dataset: object, context: object) -> None:
             f"worker_type='thread' starts no processes: multiprocessing_context={context!r} "
             "means nothing with it, leave one of them out"
         )
-    if loader.worker_restarts:
+    if options.worker_restarts:
         raise ValueError(
-            f"worker_restarts={loader.worker_restarts} needs worker_type='process': a thread that hangs "
+            f"worker_restarts={options.worker_restarts} needs worker_type='process': a thread that hangs "
             "cannot be ended, and one that crashes ends the program"
         )
     if isinstance(dataset, torch_private.DATAPIPES):

@@ -325,6 +325,12 @@ class Counters:
         self.waited_before_ns = self.wait_for_workers_ns
         self.workers_are_new = starts
 
+    def note_made(self, began_ns: int) -> None:
+        """Count a batch that ``next()`` has made itself, and the time that this took."""
+        self.batches += 1
+        self.last_next_ns = time.perf_counter_ns()
+        self.in_process_ns += self.last_next_ns - began_ns
+
     def note_first_batch(self, made_ns: int) -> None:
         """Count the wait for the first batch of an epoch, or for one left out before it.
 

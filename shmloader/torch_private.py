@@ -86,7 +86,7 @@ class OwnOrder(BaseIterator):
 
     _pg: Any = None  # a torch without it lets each rank draw
 
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+    def _reset(self, loader: torch.utils.data.DataLoader[Any], first_iter: bool = False) -> None:
         self._num_yielded = 0
         self._IterableDataset_len_called = loader._IterableDataset_len_called
 
@@ -326,16 +326,12 @@ def _worker_info(*, rng: Any = None, worker_method: str = "multiprocessing", **k
         return info
 
 
-def watched_worker_info(dataset: Any) -> tuple[Any, list[str]]:
-    """A worker info to show a dataset, and the list that records each read of its ``num_workers``.
-
-    It is a copy of the worker's own; without workers it describes worker 0 of 1.
-    """
-    reads: list[str] = []
+def refusing_worker_info(dataset: Any, refusal: str) -> Any:
+    """The worker's own worker info, whose ``num_workers`` raises; without workers, that of worker 0 of 1."""
 
     def read(info: Any, name: str) -> Any:
         if name == "num_workers":
-            reads.append(name)
+            raise RuntimeError(refusal)
         return object.__getattribute__(info, name)
 
     own = torch.utils.data.get_worker_info() or _worker_info(
@@ -343,9 +339,9 @@ def watched_worker_info(dataset: Any) -> tuple[Any, list[str]]:
     )
     kind: Any = type(own)
     names = {"__slots__": (), "__getattribute__": read, "__repr__": lambda _: repr(own)}
-    watched = copy.copy(own)
-    object.__setattr__(watched, "__class__", type(kind.__name__, (kind,), names))
-    return watched, reads
+    refusing = copy.copy(own)
+    object.__setattr__(refusing, "__class__", type(kind.__name__, (kind,), names))
+    return refusing
 
 
 def only_worker_info() -> Any:

@@ -54,7 +54,7 @@ class _BatchPickler(ForkingPickler):
         self._add = add
 
     def reducer_override(self, obj: Any) -> Any:
-        """See ``pickle.Pickler``; not called for built-in containers, numbers, strings and buffers."""
+        """Reduce an object by its handler. Not called for built-in containers, numbers, strings, buffers."""
         handler = HANDLERS.get(type(obj))
         return NotImplemented if handler is None else handler(obj, self._add)
 

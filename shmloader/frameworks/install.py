@@ -120,7 +120,7 @@ def _patch() -> None:
         if _options is not None:
             patch_lightning(_patches)  # which may have been imported meanwhile
             if not isinstance(loader, DataLoader):
-                return loading_of(loader).iterate(loader, functools.partial(torchs_iter, loader))
+                return loading_of(loader).iterate(functools.partial(torchs_iter, loader))
         return torchs_iter(loader)
 
     @never_compiled
@@ -128,7 +128,7 @@ def _patch() -> None:
         iterator = None
         if _options is not None and not isinstance(loader, DataLoader) and not _has_threads(loader):
             _warn_of_options(loader)
-            iterator = loading_of(loader).make_iterator(loader)
+            iterator = loading_of(loader).make_iterator()
         return torchs_get_iterator(loader) if iterator is None else iterator
 
     def check_worker_number_rationality(loader: Any) -> None:

@@ -51,7 +51,7 @@ def state_dict(loader: Any) -> dict[str, Any]:
                 "it makes its iterator itself, or its workers are threads that pose as processes"
             )
         check_resumable(loader.num_workers)
-        return loading_of(loader).state_dict(loader)
+        return loading_of(loader).state_dict()
     except ResumeError as error:
         dataset = type(loader.dataset).__qualname__
         warn(f"the state of a loader of {dataset} is empty, and cannot be resumed: {error}")

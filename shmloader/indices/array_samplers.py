@@ -116,6 +116,7 @@ def _batches(sampler: BatchSampler, skip: int = 0) -> Iterator[PackedInts]:
     inner: Any = sampler.sampler
     chunks = _CHUNKS[type(inner)](inner, sampler.batch_size)
     chunk, begin = np.empty(0, np.int64), skip * sampler.batch_size  # which may be far behind the chunk
+    view = chunk.data
     drop_last, batch_size = sampler.drop_last, sampler.batch_size
     while True:
         if not drop_last:
@@ -125,10 +126,11 @@ def _batches(sampler: BatchSampler, skip: int = 0) -> Iterator[PackedInts]:
                 chunk, begin = np.concatenate([chunk[begin:], following]), 0
             else:
                 chunk, begin = following, begin - len(chunk)
-        batch = chunk[begin : begin + batch_size]
+            view = chunk.data
+        batch = view[begin : begin + batch_size]
         if not len(batch) or (len(batch) < batch_size and drop_last):
             return
-        yield PackedInts(batch)
+        yield batch
         begin += batch_size
 
 

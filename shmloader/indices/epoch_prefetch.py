@@ -37,12 +37,7 @@ _DRAW_NOTHING = {BatchSampler, SequentialSampler, list, tuple, range}
 
 
 def next_epoch_for(settings: Settings) -> NextEpoch | None:
-    """The `NextEpoch` of an iterator; None unless ``prefetch_epochs`` asks for it.
-
-    Warns if the loader cannot begin epochs early.
-    """
-    if not settings.prefetch_epochs:
-        return None
+    """The `NextEpoch` of an iterator; None, with a warning, if it cannot begin epochs early."""
     reason = _why_not(settings)
     if not reason:
         return NextEpoch(settings.index_sampler, settings.generator)

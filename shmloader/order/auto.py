@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 
 from shmloader.errors import LoaderClosed
-from shmloader.exchange.dispatcher import Dispatcher
+from shmloader.exchange.exchange import Exchange
 from shmloader.memory.limits import cores, memory_headroom
-from shmloader.order.dynamic_dispatch import FreeWorkers
+from shmloader.order.policies import FreeWorkers
 from shmloader.settings import AutoCount
 from shmloader.statistics import AutotuneReport
 
@@ -149,13 +149,11 @@ class Growth:
     if no workers are added.
     """
 
-    def __init__(
-        self, auto: Auto, loader: Any, dispatcher: Dispatcher, free_workers: FreeWorkers | None
-    ) -> None:
+    def __init__(self, auto: Auto, loader: Any, exchange: Exchange, free_workers: FreeWorkers | None) -> None:
         self._auto = auto
         self._loader = weakref.ref(loader)
-        self._dispatcher = dispatcher
-        self._workers = dispatcher.workers
+        self._exchange = exchange
+        self._workers = exchange.workers
         self._free_workers = free_workers
         self._serving = int(loader.num_workers), auto.prefetch_factor
         self.begin_epoch()
@@ -181,7 +179,7 @@ class Growth:
             self._last = self._clocks()
 
     def _clocks(self) -> tuple[int, int, int]:
-        counters = self._dispatcher.counters
+        counters = self._exchange.counters
         return time.perf_counter_ns(), counters.wait_for_workers_ns, counters.workers_wait_for_slots_ns
 
     def _add(self) -> None:
@@ -191,12 +189,12 @@ class Growth:
         if free_workers is not None:
             if len(self._workers.workers) < auto.num_workers:
                 self._start_worker()
-            self._dispatcher.look_for_joining()
-            ready = min(auto.num_workers, len(self._workers.workers), *self._dispatcher.joining)
+            self._exchange.look_for_joining()
+            ready = min(auto.num_workers, len(self._workers.workers), *self._exchange.joining)
         # One more at a time: then as many are had as the memory has room for.
         serving = min(ready, workers + 1), min(auto.prefetch_factor, prefetch + 1)
         if serving != self._serving:
-            if self._dispatcher.pool.resize(serving[0] * serving[1]):
+            if self._exchange.table.resize(serving[0] * serving[1]):
                 self._serving = serving
                 if free_workers is not None:
                     free_workers.serve(*serving)
@@ -225,7 +223,7 @@ class Growth:
             workers.close()
             raise LoaderClosed("the loader was closed while a worker was being started")
         else:
-            self._dispatcher.welcome(worker)
+            self._exchange.welcome(worker)
 
     def _has_memory_for_one_more(self) -> bool:
         """Whether the host has memory for one more worker process, if it takes as much as the largest."""

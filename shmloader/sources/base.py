@@ -38,13 +38,10 @@ class Source(NamedTuple):
     Attributes:
         gather: See `Gather`.
         users_code: Whether gathering runs code of the program, which must not run twice for one batch.
-        data: The tensor or array whose rows are the samples; a list or dict of such for samples that are
-            tuples or dicts. None if the samples may differ from each other, or nobody knows.
     """
 
     gather: Gather
     users_code: bool = False
-    data: Any = None
 
 
 def is_default_collate(collate_fn: object) -> bool:

@@ -49,13 +49,22 @@ def is_array(dataset: object) -> bool:
 def block_of(data: Any, *, in_worker: bool) -> Source:
     """The source for the rows of an ndarray or a tensor.
 
+    Without workers, the program may change it at any time: so it is looked at for each batch.
+
     Raises:
         NotGathered: If its rows, collated one by one, might give another result.
     """
     if type(data) is torch.Tensor:
-        return Source(_block_of_tensor(data) if in_worker else _rows_of_tensor(data), data=data)
+        if in_worker:
+            return Source(_block_of_tensor(data))
+        _check_rows(data)
+        return Source(lambda rows: _rows_of_tensor(data, rows))
     if type(data) in _ARRAYS:
-        return Source(_block_of_array(np.asarray(data).view(np.ndarray), in_worker=in_worker), data=data)
+        array, dtype = _array_of_rows(data)
+        if in_worker:
+            return Source(_array_block(array, dtype))
+        # A copy by torch: memory that NumPy has seen could not be resized.
+        return Source(lambda rows: torch.tensor(_array_of_rows(data)[0].take(rows, axis=0)))
     raise NotGathered(
         f"a {type(data).__qualname__} may make its rows in a way of its own. Pass tensors of the class "
         "torch.Tensor itself (tensor.detach() of a Parameter)"
@@ -71,23 +80,20 @@ def _block_of_tensor(tensor: torch.Tensor) -> Gather:
     return _strided_block(tensor)
 
 
-def _rows_of_tensor(tensor: torch.Tensor) -> Gather:
-    """Rows of a tensor of the program's own process, on any device, without a view of it as an ndarray.
+def _rows_of_tensor(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Rows in memory of torch's own, from any device. No array is made of the tensor: it may be resized."""
+    _check_rows(tensor)
+    if tensor.is_cpu:
+        return tensor.index_select(0, torch.from_numpy(rows))
+    index = torch.from_numpy(within(rows, len(tensor)))  # other devices raise for a wrong one too late
+    return tensor.index_select(0, index.to(tensor.device))
 
-    Such a view would forbid to resize it for good.
-    """
+
+def _check_rows(tensor: torch.Tensor) -> None:
     kind = tensor.dtype in CODE_OF_TORCH_DTYPE and tensor.layout is torch.strided and not tensor.is_nested
-    lazy = tensor.requires_grad or tensor.is_conj() or tensor.is_neg()
+    lazy = tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or type(tensor) is not torch.Tensor
     if not kind or lazy or 0 in tensor.shape or not _is_of_rows(tensor) or not _joins_row_major(tensor):
         raise _refused(tensor)
-
-    def gather(rows: Rows) -> torch.Tensor:
-        if tensor.is_cpu:
-            return tensor.index_select(0, torch.from_numpy(rows))
-        index = torch.from_numpy(within(rows, len(tensor)))  # no device raises for a wrong one
-        return tensor.index_select(0, index.to(tensor.device))
-
-    return gather
 
 
 def _is_of_rows(tensor: torch.Tensor) -> bool:
@@ -114,7 +120,9 @@ def _refused(tensor: torch.Tensor) -> NotGathered:
     )
 
 
-def _block_of_array(array: Array, *, in_worker: bool) -> Gather:
+def _array_of_rows(data: Array) -> tuple[Array, torch.dtype]:
+    """An array or memmap as an ndarray, and the dtype of its batches."""
+    array: Array = np.asarray(data).view(np.ndarray)
     if not array.ndim or not array.flags.c_contiguous:
         raise NotGathered(
             f"the rows of an array of shape {array.shape}, strides {array.strides} are not contiguous. Pass "
@@ -126,9 +134,7 @@ def _block_of_array(array: Array, *, in_worker: bool) -> Gather:
             f"torch joins single rows of {array.dtype} to another dtype, or refuses them. Pass an array of a "
             "dtype that torch has, as a tensor (torch.from_numpy(array)) if it has one dimension"
         )
-    if in_worker:
-        return _array_block(array, dtype)
-    return lambda rows: torch.tensor(array.take(rows, axis=0))  # a copy: NumPy's memory cannot be resized
+    return array, dtype
 
 
 def joined_dtype(array: Array) -> torch.dtype | None:

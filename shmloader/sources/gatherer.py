@@ -23,8 +23,9 @@ from shmloader.sources.base import (
 )
 from shmloader.sources.blocks import block_of, is_array
 from shmloader.sources.columns import has_columns, hugging_face_rows
-from shmloader.sources.datasets import has_getbatch, plain_ints, source_of
-from shmloader.sources.stores import StoreRows, is_store
+from shmloader.sources.datasets import OWN_METHODS, has_getbatch, plain_ints, source_of
+from shmloader.sources.stores import StoreRows
+from shmloader.store_hooks import hooks
 from shmloader.torch_features import Feature, missing_message, why_missing
 
 _log = logging.getLogger("shmloader")
@@ -39,24 +40,23 @@ _CHANGED_COLLATE = (
 
 
 def recognise(dataset: Any, *, in_worker: bool) -> Source:
-    """The source for a dataset: for one batch, or in a worker for all.
+    """The source for a dataset.
 
     Raises:
         NotGathered: If its batches are made sample by sample, with the reason.
     """
+    if has_getbatch(dataset):
+        return Source(dataset.__getbatch__, users_code=True)
+    if type(dataset) in OWN_METHODS:
+        return source_of(dataset, functools.partial(recognise, in_worker=in_worker), in_worker=in_worker)
+    if is_array(dataset):
+        return block_of(dataset, in_worker=in_worker)
     if isinstance(dataset, IterableDataset):
         raise NotGathered(
             "the dataset is iterable-style, and gives its samples one by one. Only a map-style dataset can "
             "give a batch at once"
         )
-    if has_getbatch(dataset):
-        return Source(dataset.__getbatch__, users_code=True)
-    if is_array(dataset):
-        return block_of(dataset, in_worker=in_worker)
-    source = source_of(dataset, functools.partial(recognise, in_worker=in_worker), in_worker=in_worker)
-    if source is not None:
-        return source
-    if is_store(dataset):
+    if hooks.takes_rows(dataset):
         return Source(StoreRows(dataset).gather)
     if has_columns(dataset):
         return hugging_face_rows(dataset)
@@ -78,15 +78,15 @@ class Gatherer:
     It lives for one epoch: in a worker, in the main process without workers, or in a loader without workers
     that a worker's dataset uses. Only the worker's own batches are made in the slot, with placeholders.
 
-    In a worker the dataset is looked at once. Without workers it is looked at for each batch, in some
-    microseconds, since the program may have changed it.
+    The dataset is looked at once. Without workers the program may change it between two batches: then the
+    next one is made sample by sample, and the dataset is looked at again.
     """
 
     def __init__(self, dataset: Any, collate_fn: Any, *, in_worker: bool) -> None:
         self._dataset = dataset
         self._collate_fn = collate_fn
         self._in_worker = in_worker
-        self._source: Source | None = None  # in a worker, once it is found
+        self._source: Source | None = None
         self._is_per_sample = False
 
     def gather(self, index_batch: Any) -> Any:
@@ -116,6 +116,8 @@ class Gatherer:
             _log.debug("the samples of one index batch are fetched one by one: %s", str(error))
             if allocator is not None and not source.users_code:
                 allocator.cursor = begin  # the leaves that were made are in no batch
+            if not self._in_worker:
+                self._source = None  # the program may have changed the dataset
             return NOT_GATHERED
         return batch if allocator is None or source.users_code else allocator.with_placeholders(batch)
 
@@ -132,15 +134,14 @@ class Gatherer:
             # Not the exception itself: a log record that is kept would keep its frames, and so the slot.
             _log.debug("samples of %s are fetched one by one: %s", name, str(reason))
             return None
-        if self._in_worker:
-            self._source = source
+        self._source = source
         return source
 
 
 def _rows_of(index_batch: Any) -> Rows:
     """An index batch as an array, if the dataset sees each index as an int."""
     if type(index_batch) is PackedInts:
-        rows = index_batch.array()
+        rows = np.frombuffer(index_batch, np.int64).copy()
     elif type(index_batch) in (list, tuple):
         rows = plain_ints(list(index_batch))
     elif type(index_batch) in (range, torch.Tensor, np.ndarray):

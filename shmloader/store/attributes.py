@@ -23,6 +23,7 @@ import pyarrow as pa
 import torch
 
 from shmloader.errors import NotSharedWarning
+from shmloader.foreign import is_arrow, is_hugging_face, is_pandas, is_pandas_part
 from shmloader.store import kinds, static
 from shmloader.store.base import Store
 from shmloader.store.columns.encode import COLUMN, ColumnEncoder
@@ -161,7 +162,7 @@ def share_for_loader(dataset: Any) -> Any:
         SharedMemoryExhausted: If the host lacks the memory.
     """
     is_plain = type(dataset) in (list, tuple, dict, np.ndarray, torch.Tensor)
-    if is_plain or kinds.is_open(dataset) or kinds.is_hugging_face(dataset):
+    if is_plain or kinds.is_open(dataset) or is_hugging_face(dataset):
         # A sequence or mapping with a class of its own may give other samples at each access.
         return share_graph(dataset, only_held=not is_plain, in_place=True)
     graph = Graph(dataset)
@@ -202,9 +203,9 @@ def _write(node: Node, writer: MemoryWriter, copy: bool, progress: bool | None) 
     if node.plan == "rows":
         return _write_rows(value, writer, copy, progress)
     # Objects of other libraries keep their classes.
-    if kinds.is_arrow(value):
+    if is_arrow(value):
         return _write_in_place(value, writer)
-    if kinds.is_pandas_part(value):
+    if is_pandas_part(value):
         return _write_pandas(value, writer)
     make = _write_in_place(value.table, writer)
     return lambda buffer: type(value)(make(buffer))
@@ -240,10 +241,10 @@ def _write_rows(value: Any, writer: MemoryWriter, copy: bool, progress: bool | N
     """Write the rows of a store: a container of objects, an iterator, Arrow or pandas data."""
     if isinstance(value, Mapping) or kinds.container_kind(value) is set:
         return _write_keyed(value, writer, copy, progress)
-    if kinds.is_arrow(value):
+    if is_arrow(value):
         table = _write_arrow(value, writer)
     else:
-        table = write_rows(_pandas_rows(value) if kinds.is_pandas(value) else value, writer, progress)
+        table = write_rows(_pandas_rows(value) if is_pandas(value) else value, writer, progress)
     if isinstance(value, list | tuple):
         writer.remember(value, table)
     return lambda buffer: RowStore(writer.chunks(table, buffer), (), copy)

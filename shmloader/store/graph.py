@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from shmloader.foreign import is_arrow, is_hugging_face, is_pandas_part, is_table_in_memory
 from shmloader.store import kinds, static
 from shmloader.store.handles import MappedFiles, is_shared
 from shmloader.store.static import is_a
@@ -106,7 +107,7 @@ class Graph:
     def _open_root(self, node: Node) -> _Held:
         """Like `_open`, for an object that is shared whatever its size."""
         value, kind = node.value, kinds.container_kind(node.value)
-        if kinds.is_store(value) or kinds.is_hugging_face(value):
+        if kinds.is_store(value) or is_hugging_face(value):
             return self._open(node)
         if is_a(value, np.ndarray | torch.Tensor) and is_shared(value, self._files):
             return ()
@@ -142,7 +143,7 @@ class Graph:
             return ()
         if kinds.container_kind(value) is not None:
             return self._open_container(node)
-        if kinds.is_hugging_face(value):
+        if is_hugging_face(value):
             return kinds.elements_of(value) if is_a(value, dict) else kinds.tables_of(value)
         if kinds.is_open(value):
             self._open_classes.add(id(type(value)))
@@ -154,7 +155,7 @@ class Graph:
         value = node.value
         if type(value) is np.ndarray or type(value) is torch.Tensor:
             self._look_at_array(node, kinds.estimate_nbytes(value))
-        elif kinds.is_arrow(value) or kinds.is_pandas_part(value) or kinds.is_table_in_memory(value):
+        elif is_arrow(value) or is_pandas_part(value) or is_table_in_memory(value):
             if kinds.estimate_nbytes(value) >= kinds.LEAST_NBYTES:
                 node.plan = "foreign"
         elif is_a(value, np.ndarray):

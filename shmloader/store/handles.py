@@ -23,6 +23,7 @@ changed its own copy of them.
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import pickle
@@ -254,6 +255,11 @@ def reduce_array(array: _Array, files: MappedFiles | None) -> Any:
     layout = array.shape, array.dtype, begin, array.strides
     offset = array.offset if type(array) is np.memmap else None
     return _array_over, (handle, layout, array.flags.writeable, offset)
+
+
+def make_array_reducer() -> Callable[[_Array], Any]:
+    """A function like `reduce_array`, for processes that are started together."""
+    return functools.partial(reduce_array, files=MappedFiles())
 
 
 def _array_over(handle: Any, layout: Any, writeable: bool, offset: int | None) -> _Array:

@@ -26,6 +26,16 @@ import numpy as np
 import torch
 
 from shmloader.codec.array_kinds import kind_of_tensor
+from shmloader.foreign import (
+    ARROW,
+    PANDAS,
+    is_arrow,
+    is_hugging_face,
+    is_pandas,
+    is_pandas_part,
+    is_table_in_memory,
+    loaded_classes,
+)
 from shmloader.store import static
 from shmloader.store.static import base_of, is_a
 
@@ -60,20 +70,6 @@ _CLOSED = (
     types.BuiltinFunctionType,
     *_DATA,
 )
-# Classes of libraries that may not be installed, where these define them: a program may have a package
-# ``datasets`` of its own. None is imported for it.
-_ARROW = {"pyarrow": ("Table", "RecordBatch", "Array", "ChunkedArray")}
-_PANDAS_ROWS = {"pandas": ("Series", "DataFrame")}
-_PANDAS = {
-    **_PANDAS_ROWS,
-    "pandas.api.extensions": ("ExtensionArray",),
-    "pandas.core.indexes.base": ("Index",),
-}
-_HUGGING_FACE = {
-    "datasets.arrow_dataset": ("DatasetInfoMixin",),  # the base of Dataset and IterableDataset
-    "datasets.dataset_dict": ("DatasetDict", "IterableDatasetDict"),
-}
-_TABLE_IN_MEMORY = {"datasets.table": ("InMemoryTable",)}
 _SEQUENCES, _MAPPINGS = (list, tuple, deque), (dict, OrderedDict, defaultdict, Counter)
 # By ``id``: a metaclass may define how its classes are compared.
 _PLAIN: dict[int, type] = {id(kind): list for kind in _SEQUENCES} | {id(kind): dict for kind in _MAPPINGS}
@@ -97,31 +93,6 @@ def is_store(value: Any) -> bool:
     return base is not None and type.__subclasscheck__(base.SharedObject, type(value))  # not that of an ABC
 
 
-def is_arrow(value: Any) -> bool:
-    """Whether a value is Arrow data: a table, a batch or a column."""
-    return is_a(value, _classes(_ARROW))
-
-
-def is_pandas(value: Any) -> bool:
-    """Whether a value is a pandas Series or DataFrame."""
-    return is_a(value, _classes(_PANDAS_ROWS))
-
-
-def is_pandas_part(value: Any) -> bool:
-    """Whether a value is a pandas object of any kind, an index or an array too."""
-    return is_a(value, _classes(_PANDAS))
-
-
-def is_hugging_face(value: Any) -> bool:
-    """Whether a value is a dataset of Hugging Face's ``datasets``."""
-    return is_a(value, _classes(_HUGGING_FACE))
-
-
-def is_table_in_memory(value: Any) -> bool:
-    """Whether a value is a Hugging Face dataset's Arrow table, not mapped from files."""
-    return is_a(value, _classes(_TABLE_IN_MEMORY))
-
-
 def tables_of(dataset: Any) -> Iterable[tuple[Any, Any]]:
     """The tables in memory of a Hugging Face dataset: of its rows, and of its indices if it was shuffled."""
     return [(label, held) for label, held in attributes_of(dataset) if is_table_in_memory(held)]
@@ -130,12 +101,6 @@ def tables_of(dataset: Any) -> Iterable[tuple[Any, Any]]:
 def is_dataset(value: Any) -> bool:
     """Whether a value is torch's, or Hugging Face's, idea of a dataset."""
     return is_a(value, torch.utils.data.Dataset) or is_hugging_face(value)
-
-
-def _classes(names: Mapping[str, tuple[str, ...]]) -> tuple[type, ...]:
-    loaded = [module for module in names if module in sys.modules]  # of others nothing is
-    found = [getattr(sys.modules[module], name, None) for module in loaded for name in names[module]]
-    return tuple(kind for kind in found if isinstance(kind, type))
 
 
 def container_kind(value: Any) -> type | None:
@@ -221,7 +186,7 @@ def is_few_large(value: Any) -> bool:
     """Whether a container has few elements, some of which are large ones themselves."""
     if static.length(value) > _FEW or container_kind(value) is set:
         return False
-    large = (np.ndarray, torch.Tensor, *_classes(_ARROW), *_classes(_PANDAS))
+    large = (np.ndarray, torch.Tensor, *loaded_classes(ARROW), *loaded_classes(PANDAS))
     return any(
         estimate_nbytes(element) >= LEAST_NBYTES
         for element in some(value)

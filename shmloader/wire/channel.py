@@ -87,7 +87,7 @@ class ThreadLink:
         error: The exception that has ended it; None if the main process has.
         requests, answers: The records each way.
         dataset: A copy of the dataset for the worker's next epoch, if it is to take a new one.
-        wait_ns, received_ns, closed: See `PipeLink`.
+        wait_ns, received_ns, closed: As of a `PipeLink`.
     """
 
     def __init__(self, wakeup: SimpleQueue[None]) -> None:
@@ -101,7 +101,7 @@ class ThreadLink:
         self._wakeup = wakeup
 
     def receive(self) -> bytes:
-        """See `PipeLink`."""
+        """The next record; sleeps until there is one. It and `send` raise as those of a `PipeLink`."""
         began_ns = time.perf_counter_ns()
         record = self.requests.get()
         self.received_ns = now_ns = time.perf_counter_ns()
@@ -111,7 +111,7 @@ class ThreadLink:
         return record
 
     def send(self, record: bytes) -> None:
-        """See `PipeLink`."""
+        """Send a record, and wake the main process's thread."""
         if self.closed:
             raise BrokenPipeError("the main process wants nothing more")
         self.answers.append(record)

@@ -190,15 +190,14 @@ pack_epoch_begun = _packs(_answers, EpochBegun, "I", ANSWER_NBYTES)
 
 
 PUBLISHED = 1
-"""The first byte of a `Published`, by which its fields may be read without an object: `unpack_published`."""
-unpack_published: Callable[[bytes], tuple[int, int, int, int, int, int, int]]
-unpack_published = _answers[PUBLISHED][1]  # type: ignore[assignment]
+"""The first byte of a `Published`."""
+unpack_published: Callable[[bytes, int], tuple[int, int, int, int, int, int, int]]
+unpack_published = _answers[PUBLISHED][1]
+"""Reads the fields of a `Published`, without an object: there is one for each batch."""
 
 
-def unpack_answers(records: bytes) -> list[Answer]:
-    """Read consecutive answers."""
-    answers = []
-    for begin in range(0, len(records), ANSWER_NBYTES):
-        kind, unpack = _answers[records[begin]]
-        answers.append(_new(kind, unpack(records, begin)))
-    return answers
+def unpack_answer(records: bytes, begin: int = 0) -> Answer:
+    """Read one of consecutive answers."""
+    kind, unpack = _answers[records[begin]]
+    answer: Answer = _new(kind, unpack(records, begin))
+    return answer

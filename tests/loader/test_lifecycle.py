@@ -268,7 +268,7 @@ def test_interpreter_exit_is_quiet_and_leaves_nothing(keep: str) -> None:
         iterator = iter(loader)
         batch = next(iterator)
         print(*[process.pid for process in iterator._workers], flush=True)
-        print(getattr(iterator.pool.segment, "_prefix", "no names"))
+        print(getattr(iterator.table.segment, "_prefix", "no names"))
         kept = {keep}
         del loader, iterator, batch
         """

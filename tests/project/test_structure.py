@@ -10,7 +10,7 @@ import foreign_writes
 import pytest
 import traced_files
 
-WRITES = 194
+WRITES = 169
 BATCH_FILES, ITER_FILES = 24, 43
 
 PLANTED = """

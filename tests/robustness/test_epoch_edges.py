@@ -57,7 +57,7 @@ def test_breaking_off_leaves_no_slot_behind() -> None:
         next(iterator)
         time.sleep(0.05)
         next(iterator)
-        assert len(iterator.pool.slots) <= iterator.pool.base_slots + 1
+        assert len(iterator.table.places) <= iterator.table.budget.base_slots + 1
     loader.close()
 
 

@@ -19,6 +19,7 @@ from caught_warnings import caught_warnings
 
 from shmloader import DataLoader, NotSharedWarning, share
 from shmloader.memory.process_memory import CopiedMemory
+from shmloader.statistics import Counters
 from shmloader.store import graph, unshared
 from shmloader.store.unshared import CopyWatch
 
@@ -84,12 +85,21 @@ def said(
     """The advice after forked workers have run a function, and this process ``meanwhile`` another one."""
     with forked(read, workers) as pairs:
         processes = [process for process, _ in pairs]
-        watch = CopyWatch(dataset, processes, is_shared=is_shared)
+        watch = CopyWatch(dataset, processes, Counters(), is_shared=is_shared)
         for _, pipe in pairs:
             pipe.send("read")
             assert pipe.recv() == "done"
         meanwhile()
-        return watch.ended(processes, batch_nbytes)
+        return warned(watch, processes, batch_nbytes)
+
+
+def warned(watch: CopyWatch, processes: list[Any], batch_nbytes: int = 0) -> str:
+    """The warning at an epoch's end."""
+    watch.measure(processes, batch_nbytes)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        watch.warn()
+    return "".join(str(warning.message) for warning in caught)
 
 
 def test_a_list_that_a_worker_copies_is_named_with_what_helps() -> None:
@@ -216,16 +226,16 @@ def test_persistent_workers_are_measured_ever_more_seldom(monkeypatch: pytest.Mo
     monkeypatch.setattr(CopiedMemory, "most_nbytes", lambda self: measured.append(len(epochs)) or 0)
     epochs: list[str] = []
     with forked(int) as [(process, _)]:
-        watch = CopyWatch([], [process], is_shared=False)
+        watch = CopyWatch([], [process], Counters(), is_shared=False)
         while len(epochs) < 20:
-            epochs.append(watch.ended([process], 0))
+            epochs.append(warned(watch, [process]))
     assert sorted(set(measured)) == [0, 1, 3, 7, 15]
 
 
 def test_advice_that_fails_is_silent() -> None:
     gone = types.SimpleNamespace(pid=2**22 + 1)
-    watch = CopyWatch([], [gone], is_shared=False)
-    assert watch.ended([gone], 0) == watch.ended([], 0) == ""
+    watch = CopyWatch([], [gone], Counters(), is_shared=False)
+    assert warned(watch, [gone]) == warned(watch, []) == ""
 
 
 # --- in the loader
