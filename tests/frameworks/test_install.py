@@ -122,10 +122,10 @@ def test_every_loader_loads_from_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.utils.data.DataLoader is DataLoader
 
 
-def test_a_loader_is_pickled_to_its_spawned_workers() -> None:
+def test_a_loader_is_pickled_to_workers_that_are_not_forked(warm_helpers: None) -> None:
     """The loader's collate_fn is its method. It has loaded before; its shmloader state is not pickled."""
     shmloader.install()
-    loader = make(Subclass, multiprocessing_context="spawn")
+    loader = make(Subclass, multiprocessing_context="forkserver")
     loader.num_workers = 1
     first = batches(loader)
     assert batches(loader) == first
