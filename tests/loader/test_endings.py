@@ -30,7 +30,7 @@ LOADER = """
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     source = textwrap.dedent(LOADER) + textwrap.dedent(program)
     command = [*warm_python(), "-c", source, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
 
 
 REAPS = """
@@ -113,5 +113,5 @@ def test_no_descriptor_is_left_where_a_fork_server_tells_late_that_its_workers_h
     script = tmp_path / "program.py"
     script.write_text(SERVER)
     command = [*warm_python(), str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert (done.stdout.strip(), done.stderr) == ("", "")

@@ -21,7 +21,7 @@ import shmloader
 from shmloader import DataLoader
 
 
-def _python(code: str, *, timeout_s: float = 60.0) -> subprocess.CompletedProcess:
+def _python(code: str, *, timeout_s: float = 200.0) -> subprocess.CompletedProcess:
     """Run a program in a new process, with this folder importable."""
     return subprocess.run(
         [*warm_python(), "-W", "error", "-W", "ignore:This process", "-c", textwrap.dedent(code)],
