@@ -32,7 +32,7 @@ from shmloader.order.scheduler import Scheduler
 from shmloader.resume import Pass, States
 from shmloader.settings import Settings
 from shmloader.slots import Place, PlaceTable
-from shmloader.slots.place import MAKING
+from shmloader.slots.place import ARRIVED, MAKING
 from shmloader.statistics import Counters
 from shmloader.store_hooks import hooks
 from shmloader.wire.records import FAILED, REPORTED
@@ -254,7 +254,7 @@ class SlotIterator(torch_private.OwnOrder):
             if place.state is MAKING:
                 if self._in_order or not table.arrived:
                     self._await(place)
-                    if place.state is MAKING or place.void:
+                    if place.state is not ARRIVED or place.void:
                         continue
                 else:
                     place = next(iter(table.arrived.values()))
