@@ -16,7 +16,6 @@ import torch
 from torch.utils.data import IterableDataset
 
 from shmloader import torch_private
-from shmloader.torch_features import Feature, missing_message, why_missing
 
 OnError = Literal["raise", "skip", "replace"]
 Dispatch = Literal["static", "dynamic"]
@@ -275,8 +274,6 @@ def check_workers(options: Any, dataset: object, context: object) -> None:
     if options.worker_type != THREAD:
         _check_context(context)
         return
-    if why_missing(Feature.THREADS) is not None:
-        raise NotImplementedError(missing_message(Feature.THREADS))
     if context is not None:
         raise ValueError(
             f"worker_type='thread' starts no processes: multiprocessing_context={context!r} "

@@ -83,11 +83,13 @@ def test_a_program_that_ends_while_a_daemon_thread_loads_says_nothing(worker_typ
 
 
 SERVER = """
-import os, signal, threading
+import multiprocessing, os, signal, threading
 import psutil
 from shmloader import DataLoader
 
 if __name__ == "__main__":
+    multiprocessing.set_forkserver_preload(["shmloader"])  # else each worker imports torch
+
     def load():
         loader = DataLoader(list(range(8)), num_workers=2, multiprocessing_context="forkserver")
         iterator = iter(loader)

@@ -241,7 +241,7 @@ class DrawsFirst(Scheduler):
         super().__init__(loader, index_sampler, exchange, auto)
         self._turns._table = SimpleNamespace(  # type: ignore[assignment]
             budget=SimpleNamespace(wanted_tasks=loader.num_workers * loader.prefetch_factor),
-            unreturned_of=exchange.table.unreturned_of,
+            unreturned=exchange.table.unreturned,
         )
 
     def _send_task(self) -> bool:
