@@ -7,7 +7,6 @@ only.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -109,7 +108,7 @@ class _Telling:
         value, loader = getattr(self.adapter, name), self.adapter.base_dataloader
         if name != "dataset" or not hasattr(value, "set_epoch"):
             return value
-        return SimpleNamespace(set_epoch=functools.partial(loading_of(loader).set_dataset_epoch, loader))
+        return SimpleNamespace(set_epoch=loading_of(loader).set_dataset_epoch)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.adapter, name, value)

@@ -23,9 +23,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from shmloader.errors import warn_once
 from shmloader.indices.packed_indices import LEAST_PACKED, IntArray, PackedInts, int_array
 from shmloader.indices.samplers import draw_seed
-from shmloader.torch_features import Feature, disable, is_missing
+from shmloader.torch_private import unavailable
 
 
 def index_arrays(index_sampler: Any, skip: int = 0) -> Iterator[PackedInts] | None:
@@ -39,7 +40,7 @@ def index_arrays(index_sampler: Any, skip: int = 0) -> Iterator[PackedInts] | No
         None if this is not exactly torch's `BatchSampler` over one of the samplers in `_CHUNKS` (a
         `RandomSampler` without replacement, a `SubsetRandomSampler` of a list of ints), if its batches are
         small and none is to be skipped, or if the program or torch has changed these classes
-        (`check_against_torch`). None also for skipping batches of samplers that draw from the global
+        (`why_unlike_torchs`). None also for skipping batches of samplers that draw from the global
         generator itself, which is as it was in the state only now, or that are not torch's.
     """
     if type(index_sampler) is not BatchSampler or type(index_sampler.batch_size) is not int:
@@ -57,8 +58,11 @@ def index_arrays(index_sampler: Any, skip: int = 0) -> Iterator[PackedInts] | No
     own = [(base.__dict__["__iter__"], base) for base in kind.__mro__ if "__iter__" in base.__dict__]
     if not all(is_by_torch(*each) for each in [(BatchSampler.__iter__, BatchSampler), *own]):
         return None
-    check_against_torch(kind)
-    return None if is_missing(Feature.ARRAY_SAMPLING) else _batches(index_sampler, skip)
+    if (why := why_unlike_torchs(kind)) is None:
+        return _batches(index_sampler, skip)
+    text = unavailable("drawing index batches as arrays", why)
+    warn_once(f"{text} Index batches are the same, but take 36 bytes for each sample of the dataset.")
+    return None
 
 
 def _is_of_ints(indices: Any) -> bool:
@@ -67,8 +71,8 @@ def _is_of_ints(indices: Any) -> bool:
 
 
 @functools.cache
-def check_against_torch(kind: type) -> None:
-    """Disable arrays in this process unless they match torch's iteration over small samplers of a class.
+def why_unlike_torchs(kind: type) -> str | None:
+    """The reason why arrays do not match torch's iteration over small samplers of a class; None if they do.
 
     The index batches must agree, and after each of them the states of the generators. It takes up to 1 ms,
     once for each class, and leaves the global generator as it was.
@@ -110,13 +114,12 @@ def check_against_torch(kind: type) -> None:
             for keywords, drop_last in itertools.product(arguments, (False, True)):
                 twice = [BatchSampler(kind(data, **keywords), 3, drop_last) for _ in range(2)]
                 if trace(iter, twice[0]) != trace(_batches, twice[1]):
-                    disable(
-                        Feature.ARRAY_SAMPLING, f"its {kind.__name__} or BatchSampler draws in another way"
-                    )
+                    return f"its {kind.__name__} or BatchSampler draws in another way"
     except Exception as error:  # noqa: BLE001 - samplers of an unknown torch
-        disable(Feature.ARRAY_SAMPLING, f"its samplers cannot be compared with ours: {error!r}")
+        return f"its samplers cannot be compared with ours: {error!r}"
     finally:
         torch.set_rng_state(state)
+    return None
 
 
 def is_by_torch(method: Any, kind: type) -> bool:
@@ -132,6 +135,7 @@ def _batches(sampler: BatchSampler, skip: int = 0) -> Iterator[PackedInts]:
     inner: Any = sampler.sampler
     chunks = _chunks_of(type(inner))(inner, sampler.batch_size)  # type: ignore[misc]  # it was asked before
     chunk, begin = np.empty(0, np.int64), skip * sampler.batch_size  # which may be far behind the chunk
+    view = chunk.data
     drop_last, batch_size = sampler.drop_last, sampler.batch_size
     while True:
         if not drop_last:
@@ -141,10 +145,11 @@ def _batches(sampler: BatchSampler, skip: int = 0) -> Iterator[PackedInts]:
                 chunk, begin = np.concatenate([chunk[begin:], following]), 0
             else:
                 chunk, begin = following, begin - len(chunk)
-        batch = chunk[begin : begin + batch_size]
+            view = chunk.data
+        batch = view[begin : begin + batch_size]
         if not len(batch) or (len(batch) < batch_size and drop_last):
             return
-        yield PackedInts(batch)
+        yield batch
         begin += batch_size
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from shmloader.codec.array_kinds import Array, array_of_tensor, kind_of_tensor
 from shmloader.codec.layout import CODE_OF_NUMPY_DTYPE, CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.sources.base import Gather, NotGathered, Rows, Source, make_output, within
-from shmloader.store.kinds import Array, array_of_tensor, kind_of_tensor
 
 _ARRAYS = (np.ndarray, np.memmap)
 

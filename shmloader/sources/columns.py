@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from shmloader.codec.array_kinds import kind_of_tensor
 from shmloader.codec.slot_allocator import current_allocator
+from shmloader.foreign import is_hugging_face
 from shmloader.sources.base import NotGathered, Rows, Source, make_output, within
 from shmloader.sources.blocks import joined_dtype
-from shmloader.store.kinds import is_hugging_face, kind_of_tensor
 
 _HF_FORMATS = (None, "numpy", "torch")  # others may be the program's own functions, or draw random numbers
 

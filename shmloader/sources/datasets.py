@@ -14,7 +14,7 @@ from shmloader.indices.array_samplers import is_by_torch
 from shmloader.indices.packed_indices import int_array
 from shmloader.sources.base import NotGathered, Rows, Source, as_sample_field, make_output, own_memory, within
 from shmloader.sources.blocks import block_of, is_array
-from shmloader.sources.stores import is_any_store
+from shmloader.store_hooks import hooks
 
 _FEW_PARTS, _LEAST_OF_PART = 4, 16
 """Parts of a ``ConcatDataset``, and rows of each of more parts, that are gathered faster than samples are."""
@@ -215,7 +215,7 @@ def pick_from(indices: Any, *, now: bool) -> Pick:
         if now:
             return lambda rows: array.index_select(0, torch.from_numpy(rows)).numpy()
         array = array.numpy()
-    elif is_any_store(indices):
+    elif hooks.is_store(indices):
         return lambda rows: _pick_from_store(indices, rows)
     if array is None or array.ndim != 1 or array.dtype.kind not in "iu" or array.dtype == np.uint64:
         form = f" of {indices.dtype}, {indices.ndim}-d" if hasattr(indices, "dtype") else ""

@@ -24,8 +24,9 @@ from shmloader.sources.base import (
 from shmloader.sources.blocks import block_of, is_array
 from shmloader.sources.columns import has_columns, hugging_face_rows
 from shmloader.sources.datasets import OWN_METHODS, has_getbatch, plain_ints, source_of
-from shmloader.sources.stores import StoreRows, is_store
-from shmloader.torch_features import Feature, missing_message, why_missing
+from shmloader.sources.stores import StoreRows
+from shmloader.store_hooks import hooks
+from shmloader.torch_private import unavailable, why_missing
 
 _log = logging.getLogger("shmloader")
 _CUSTOM_COLLATE = (
@@ -55,7 +56,7 @@ def recognise(dataset: Any, *, in_worker: bool) -> Source:
             "the dataset is iterable-style, and gives its samples one by one. Only a map-style dataset can "
             "give a batch at once"
         )
-    if is_store(dataset):
+    if hooks.takes_rows(dataset):
         return Source(StoreRows(dataset).gather)
     if has_columns(dataset):
         return hugging_face_rows(dataset)
@@ -140,7 +141,7 @@ class Gatherer:
 def _rows_of(index_batch: Any) -> Rows:
     """An index batch as an array, if the dataset sees each index as an int."""
     if type(index_batch) is PackedInts:
-        rows = index_batch.array()
+        rows = np.frombuffer(index_batch, np.int64).copy()
     elif type(index_batch) in (list, tuple):
         rows = plain_ints(list(index_batch))
     elif type(index_batch) in (range, torch.Tensor, np.ndarray):
@@ -172,8 +173,8 @@ def why_per_sample(dataset: Any, collate_fn: Any = None) -> str | None:
 
 
 def _source_for(dataset: Any, collate_fn: Any, *, in_worker: bool) -> Source:
-    if why_missing(Feature.COLLATION) is not None:
-        raise NotGathered(missing_message(Feature.COLLATION))
+    if (lack := why_missing()) is not None:
+        raise NotGathered(unavailable("gathering whole batches", lack))
     if collate_fn is not None and not joins_by_default(collate_fn):
         raise NotGathered(_CHANGED_COLLATE if is_default_collate(collate_fn) else _CUSTOM_COLLATE)
     return recognise(dataset, in_worker=in_worker)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,33 +14,13 @@ from shmloader.codec.slot_allocator import current_allocator
 from shmloader.sources.base import NotGathered, Rows, as_sample_field, make_output, within
 from shmloader.sources.blocks import joined_dtype
 
-if TYPE_CHECKING:
-    from shmloader.store.base import Store
-
 _SCALARS = {int: torch.int64, float: torch.float64, bool: torch.bool}
-
-
-def is_store(dataset: object) -> bool:
-    """Whether a dataset is a store whose rows `StoreRows` can take."""
-    kind = type(dataset)
-    return kind is _loaded("rows", "RowStore") or kind is _loaded("base", "Selection")
-
-
-def is_any_store(value: object) -> bool:
-    """Whether a value is a store, of whatever kind."""
-    kind = _loaded("base", "Store")
-    return kind is not None and isinstance(value, kind)
-
-
-def _loaded(module: str, name: str) -> Any:
-    """A class of `shmloader.store`, which imports pyarrow; None in a process that has no stores."""
-    return getattr(sys.modules.get(f"shmloader.store.{module}"), name, None)
 
 
 class StoreRows:
     """Rows of a store of any kind, by its ``take``; see `Source`."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Any) -> None:
         self._store = store
         self._fields: list[StoreRows] | None = None
 
@@ -50,7 +29,7 @@ class StoreRows:
         store = self._store
         rows = within(rows, len(store))
         sample = store.row(int(rows[0]))
-        if isinstance(sample, tuple) and type(store) is _loaded("rows", "RowStore"):
+        if isinstance(sample, tuple) and hasattr(store, "tuple_length"):
             fields = self._all_fields()
             if fields:
                 return _as_record(type(sample), [field.gather(rows) for field in fields])
@@ -67,8 +46,7 @@ class StoreRows:
     def _all_fields(self) -> list[StoreRows]:
         """A source for each field, of a row store of tuples; none if they differ in class or length."""
         if self._fields is None:
-            store: Any = self._store
-            self._fields = [StoreRows(store.column(n)) for n in range(store.tuple_length())]
+            self._fields = [StoreRows(self._store.column(n)) for n in range(self._store.tuple_length())]
         return self._fields
 
 

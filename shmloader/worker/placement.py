@@ -25,7 +25,7 @@ import torch
 
 from shmloader import torch_private
 from shmloader.codec.slot_allocator import SlotAllocator
-from shmloader.failures.bad_samples import Reported
+from shmloader.failures.bad_samples import Report
 from shmloader.failures.exceptions import add_note
 from shmloader.statistics import PlacedSite
 from shmloader.worker.placed_calls import CALLS, COMPILERS, LEAST_NBYTES, RESIZES, PlacedCall, own_call
@@ -292,7 +292,7 @@ class Placement:
         placed = (*sites, *self._out_of_reach)
         if not placed:
             return batch
-        reported = batch if type(batch) is Reported else Reported(batch, False, False, b"")
+        reported = batch if type(batch) is Report else Report(batch)
         return reported._replace(placed=placed)
 
 

@@ -117,7 +117,7 @@ def test_one_slow_batch_in_twenty_makes_more_be_made_in_advance() -> None:
         assert chosen.settled
         assert chosen.num_workers == 2
         assert chosen.prefetch_factor == loader.prefetch_factor > 4, chosen
-        assert len(loader._iterator._dispatcher.ledger.tasks) == 0
+        assert len(loader._iterator._exchange.table.unreturned) == 0
         again = epochs(loader)[0]
     torch.manual_seed(7)
     theirs = TorchLoader(Draws(200), **given)
