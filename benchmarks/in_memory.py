@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.in_memory`` makes epochs of a table of floats and labels, in batches of 256, with
 torch's loader, with this one, and by slicing the table: copies of ``x[a:b]`` and ``y[a:b]``, or ``x[rows]``
-the shuffled epochs. A batch has memory of its own, so views (``x[a:b]`` alone) are only printed beside. All
-take turns; a figure is the median of the turns, in microseconds a batch.
+in the shuffled epochs. A batch has memory of its own, so views (``x[a:b]`` alone) are only printed beside.
+All take turns; a figure is the median of the turns, in microseconds a batch.
 """
 
 from __future__ import annotations
