@@ -10,7 +10,7 @@ import foreign_writes
 import pytest
 import traced_files
 
-WRITES = 146
+WRITES = 145
 BATCH_FILES, ITER_FILES = 22, 40
 
 PLANTED = """
