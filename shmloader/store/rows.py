@@ -12,8 +12,8 @@ import pyarrow as pa
 from shmloader.errors import LoaderError
 from shmloader.store.base import Store, row_array, row_numbers
 from shmloader.store.chunks import Chunks, Column, Path
+from shmloader.store.columns.encode import joined
 from shmloader.store.columns.kind import find_types
-from shmloader.store.columns.unite import joined
 from shmloader.store.columns.values import Pickles
 from shmloader.store.description import StoreDescription, describe_columns
 from shmloader.store.sealed_buffer import SharedBuffer

@@ -16,9 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import types as arrow
 
-from shmloader.store.columns.encode import ColumnEncoder
+from shmloader.store.columns.encode import ColumnEncoder, decoded_inside, joined
 from shmloader.store.columns.kind import VERSION, types_in
-from shmloader.store.columns.unite import decoded_inside, joined
 
 IPC, PARQUET = (".arrow", ".ipc", ".feather"), (".parquet", ".pq")
 """Suffixes of files."""

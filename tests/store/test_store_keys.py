@@ -157,7 +157,7 @@ def test_chunks_of_arrays_of_other_shapes_are_one_column_in_a_file(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their items are not read as Python objects for that."""
-    monkeypatch.delattr("shmloader.store.columns.unite._encoded_anew")
+    monkeypatch.delattr("shmloader.store.columns.encode._encoded_anew")
     shapes = [(2, 3)] * 40 + [(3, 3)] * 100 + [(n % 4, 2) for n in range(400)]
     dtype = ">u2" if make is np.asarray else "u1"
     arrays = [make(np.full(shape, n % 200, dtype)) for n, shape in enumerate(shapes)]

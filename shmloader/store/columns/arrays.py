@@ -27,7 +27,7 @@ from shmloader.codec.array_kinds import (
 )
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.store.columns import buffers
-from shmloader.store.columns.kind import Block, Origin, PythonType, Reader, United
+from shmloader.store.columns.kind import Block, Kind, Origin, PythonType, Reader, United
 from shmloader.store.columns.mixed import union_of
 from shmloader.store.columns.values import Pickles
 from shmloader.store.sealed_buffer import SharedBuffer
@@ -65,6 +65,8 @@ def dtype_named(name: str) -> np.dtype[Any]:
 
 class Scalars(PythonType, name="scalar", where=lambda kind: issubclass(kind, np.generic)):
     """NumPy scalars of ``dtype``: numbers, or items of bytes."""
+
+    getter = Kind.getter
 
     @classmethod
     def write(cls, values: list[Any], encoder: Any, depth: int) -> Any:

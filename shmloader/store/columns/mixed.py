@@ -38,6 +38,7 @@ class Others(Kind, arrow=[None]):
         return lambda i: column[i].as_py()
 
 
+_MOST_MADE = 1 << 16  # texts of a dictionary that a process makes when it first reads a row
 _UNION = pa.dense_union([pa.field("", pa.null())])
 
 
@@ -105,7 +106,7 @@ class Dictionaries(Kind, arrow=[pa.dictionary(pa.int8(), pa.string())]):
     def getter(self, column: Any, origin: Origin) -> Reader:
         words = column.dictionary
         place, read = reader_of(column.indices, origin, nulls=False), reader_of(words, origin)
-        if isinstance(kind_of(words.type), Texts | Octets):
+        if isinstance(kind_of(words.type), Texts | Octets) and len(words) <= _MOST_MADE:
             # Made once, and the same objects in all rows: nobody can change them.
             made = list(map(read, range(len(words))))
             return lambda i: made[place(i)]
