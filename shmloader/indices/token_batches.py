@@ -163,9 +163,9 @@ def _checked(lengths: Any, max_tokens: int) -> IntArray:
     if many.any() or few.any():
         first = int((many | few).argmax())
         raise ValueError(
-            f"sample {first} has {array[first]:,} tokens, and a sample must have from 1 to max_tokens="
-            f"{max_tokens:,}. So have {int((many | few).sum()):,} of {len(array):,} samples: cut them, or leave "
-            "them out with torch.utils.data.Subset"
+            f"sample {first} has {array[first]:,} tokens, and a sample must have 1 to max_tokens="
+            f"{max_tokens:,}. There are {int((many | few).sum()):,} such samples among {len(array):,}: cut "
+            "them, or leave them out with torch.utils.data.Subset"
         )
     return array.astype(np.int64)
 
@@ -226,7 +226,7 @@ class _Rooms:
         return placed
 
     def _fullest_with_room(self, length: int, count: int) -> tuple[int, IntArray]:
-        """The least tokens that rows with room have left, and all such rows; or as many new rows as needed."""
+        """The least tokens that rows with room have left, and those rows; or as many new rows as needed."""
         fitting = self._some >> length
         if fitting:
             left = length + (fitting & -fitting).bit_length() - 1

@@ -23,8 +23,8 @@ def collate_packed(samples: Sequence[Any]) -> dict[str, Any]:
     Returns:
         The sequences joined, each of shape ``(1, total)``; bare ones are ``input_ids``. The first label of
         each sample is -100, since no token of its own comes before it. ``position_ids``, int64 of shape
-        ``(1, total)``, begin at 0 in each sample. ``cu_seq_lens_q`` and ``cu_seq_lens_k``, int32 of shape ``(samples + 1,)``, are the
-        boundaries; ``max_length_q`` and ``max_length_k`` the longest length, as ints.
+        ``(1, total)``, begin at 0 in each sample. ``cu_seq_lens_q`` and ``cu_seq_lens_k``, int32 of shape
+        ``(samples + 1,)``, are the boundaries; ``max_length_q`` and ``max_length_k`` the longest length.
 
     Raises:
         ValueError: If the sequences of a sample differ in length; the sample's place and lengths are named.

@@ -167,7 +167,7 @@ def test_a_resumed_epoch_has_as_many_batches_as_its_length_says() -> None:
 @pytest.mark.parametrize(
     ("lengths", "options", "message"),
     [
-        ([3, 9, 12], {}, "sample 2 has 12 tokens.* max_tokens=10. So have 1 of 3"),
+        ([3, 9, 12], {}, "sample 2 has 12 tokens.* 1 to max_tokens=10. There are 1 such samples among 3"),
         ([3, 0], {}, "sample 1 has 0 tokens"),
         ([], {}, "whole numbers"),
         ([0.5], {}, "float64"),
