@@ -149,8 +149,8 @@ def wrong_batches(workers: int, batches: int, nbytes: int, *, guarded: bool, cap
     with make(shmloader.DataLoader, batches, Stamped(nbytes), workers, pin_memory=True) as loader:
         iterator = iter(loader)
         if not guarded:
-            leave_unguarded(iterator.pool)
-        for number in range(batches):  # not to the end: that would close the pool while copies are queued
+            leave_unguarded(iterator.table)
+        for number in range(batches):  # not to the end: that would close the table while copies are queued
             with begins:
                 batch = next(iterator)
             if not batch.is_pinned():
@@ -170,17 +170,9 @@ def wrong_batches(workers: int, batches: int, nbytes: int, *, guarded: bool, cap
     return int(wrong)
 
 
-def leave_unguarded(pool: Any) -> None:
-    """Make a pool grant its slots again as soon as their leases have ended."""
-    free: list[Any] = []
-
-    def done() -> list[Any]:
-        taken = free[:]
-        free.clear()
-        return taken
-
-    pool.guard.end = free.extend
-    pool.guard.done = done
+def leave_unguarded(table: Any) -> None:
+    """Make a table grant its places again as soon as their leases have ended."""
+    table.guard.pass_on = lambda ended: ended
 
 
 class _Captures:

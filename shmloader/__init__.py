@@ -28,7 +28,7 @@ from shmloader.loading import set_epoch
 from shmloader.sources import why_per_sample
 from shmloader.statistics import AutotuneReport, BadSample, LoaderStatistics
 from shmloader.store import open_store as open  # noqa: A004, F401 - used as shmloader.open
-from shmloader.store import share
+from shmloader.store import share, unshare
 from shmloader.store.host import share_on_host
 from shmloader.worker.collate import empty
 from shmloader.worker.packed_collate import collate_packed
@@ -63,5 +63,6 @@ __all__ = [
     "share",
     "share_on_host",
     "uninstall",
+    "unshare",
     "why_per_sample",
 ]

@@ -9,15 +9,13 @@ import functools
 import time
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader
 
 from shmloader import torch_private
-from shmloader.failures.bad_samples import LEFT_OUT, Reported, count, take_report, warn_of_bad_samples
-from shmloader.indices.packed_indices import PackedInts
-from shmloader.indices.samplers import generator_states, index_sampler_of, states_if_drawn
-from shmloader.resume import States, StreamProgress
-from shmloader.resume.states import loaded_state
-from shmloader.settings import device_of, seeds_samples
+from shmloader.failures.bad_samples import LEFT_OUT, Report, ReportCounts, warn_of_bad_samples
+from shmloader.indices.array_samplers import index_arrays
+from shmloader.indices.samplers import generator_states, states_if_drawn
+from shmloader.resume import Pass
 from shmloader.statistics import Counters
 from shmloader.wire.stream_records import StreamReport
 from shmloader.worker.fetcher import FetchRules
@@ -28,22 +26,22 @@ from shmloader.worker.random_state import Generators, SampleSeeds, worker_seeds
 class InProcessIterator(torch_private.SingleProcessIterator):
     """Iterates over a loader with ``num_workers=0``, in the main process.
 
-    The loader's arguments are read now, as frameworks set some late.
-
     Raises:
         AssertionError: If the loader has a timeout, as torch has it.
     """
 
-    def __init__(self, loader: Any, counters: Counters, states: States) -> None:
+    def __init__(self, loader: DataLoader[Any], one_pass: Pass, counters: Counters) -> None:
         # Not torch's own constructor: its fetcher would begin to iterate over the dataset.
-        before = generator_states(index_sampler_of(loader), loader.generator)
+        settings = one_pass.settings
+        self._read_states = functools.partial(generator_states, settings.index_sampler, settings.generator)
+        before = self._read_states()
         torch_private.BaseIterator.__init__(self, loader)
-        drawn = states_if_drawn(self._index_sampler, loader.generator, before)
+        drawn = states_if_drawn(self._index_sampler, settings.generator, before)
         if self._timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")  # torch's words
         if isinstance(self._dataset, torch_private.DATAPIPES):
             torch_private.apply_sharding(self._dataset, self._world_size, self._rank)
-        device = device_of(loader)
+        device = settings.target
         self._pins = self._pin_memory or (device is not None and device.type != "mps")
         if device is not None:
             from shmloader.device import numbered
@@ -52,37 +50,41 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         self._device = device
         self._counters = counters
         counters.begin_epoch()
-        self._on_error: str = loader.on_error
-        iterable = isinstance(self._dataset, IterableDataset)
-        self._stream = StreamProgress(loader, loaded_state(loader)) if iterable else None
+        self._on_error: str = settings.on_error
+        self._stream = one_pass.stream
         if self._stream is not None:
             shared_seed = self._stream.share_seed(self._shared_seed)
             self._dataset = torch_private.seed_datapipe(self._dataset, shared_seed)
         self._report: StreamReport | None = None  # of the batch that was fetched last
-        rules = FetchRules.of_loader(loader, None if self._stream is None else self._stream.rules)
+        rules = FetchRules.of(settings, None if self._stream is None else self._stream.rules)
         self._seeds: SampleSeeds | None = None
         dataset = self._dataset
-        self._base_seed, self._epoch = seeds = states.seeds(loader, int(self._base_seed))
-        if seeds_samples(loader) and not rules.iterable:
+        self._base_seed, self._epoch = seeds = one_pass.seeds(int(self._base_seed))
+        if settings.seeds_samples and not rules.iterable:
             self._seeds = SampleSeeds(Generators(worker_seeds(seeds[0], 0)), seeds[0], in_thread=False)
             dataset = before_each_sample(dataset, rules, self._seeds.seed_next)
         self._dataset_fetcher = make_fetcher(dataset, rules)
-        self._read_states = functools.partial(generator_states, self._index_sampler, loader.generator)
-        batches, self._progress = states.begin_epoch(loader, self._sampler_iter, drawn, seeds)
-        self._progress.stream = self._stream
+        sampler_iter = index_arrays(self._index_sampler) or self._sampler_iter
+        self._sampler_iter, self._progress = one_pass.begin(sampler_iter, drawn, seeds)
         self._behind = set(self._progress.behind)
         self._position = self._progress.taken - 1  # of the last batch that was asked for
-        self._sampler_iter = batches
+
+    def __next__(self) -> Any:
+        if self._stream is not None or torch_private.profiler_enabled():
+            return super().__next__()
+        batch = self._next_data()  # without a profiler range, which takes longer than a small batch
+        self._num_yielded += 1
+        return batch
 
     def _next_index(self) -> Any:
         progress = self._progress
         if progress.before is None:
-            progress.before = self._read_states()  # the sampler draws its order now
+            progress.begin_order(self._read_states())
         while True:
             index_batch = next(self._sampler_iter)
             self._position += 1
             if self._position not in self._behind:
-                return index_batch.tolist() if isinstance(index_batch, PackedInts) else index_batch
+                return index_batch
 
     @torch_private.never_compiled
     def _next_data(self) -> Any:
@@ -95,14 +97,12 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             except StopIteration:
                 if self._stream is not None:
                     self._stream.end_epoch(self._progress)
-                self._progress.finished = True
+                self._progress.end()
                 warn_of_bad_samples(self._counters, self._on_error)
                 raise
             self._note_taken()
-            self._progress.finished = False  # it was True if a sample raised StopIteration
             if batch is not LEFT_OUT:
                 break
-        self._counters.batches += 1
         if self._pins and not captured:
             self._counters.pin_copies += 1
             batch = torch_private.pin_memory(batch, self._pin_memory_device)
@@ -110,8 +110,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             from shmloader.device import to_device
 
             batch = to_device(batch, self._device)
-        self._counters.last_next_ns = time.perf_counter_ns()
-        self._counters.in_process_ns += self._counters.last_next_ns - began_ns
+        self._counters.note_made(began_ns)
         return batch
 
     def _is_captured(self) -> bool:
@@ -139,18 +138,18 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             if isinstance(error, Exception):  # not Ctrl-C: the program has not had this batch
                 self._note_taken()
             self._counters.failures += 1
-            count(self._dataset_fetcher.take_bad_samples(), self._counters)
+            told = Report(bad_samples=self._dataset_fetcher.take_bad_samples())
+            self._counters.of(ReportCounts).take(told, self._counters.batches)
             raise
-        if type(batch) is not Reported:
+        if type(batch) is not Report:
             return batch
         self._report = batch.stream
-        return take_report(batch, self._counters)
+        return self._counters.of(ReportCounts).take(batch, self._counters.batches)
 
     def _note_taken(self) -> None:
         if self._stream is not None:
             self._stream.take(self._progress, 0, self._report)
-        elif self._behind:  # and with this one, those before it whose calls were interrupted
-            for position in {*range(self._progress.taken, self._position + 1)} - self._behind:
-                self._progress.take(position)
-        else:
-            self._progress.done = self._position + 1
+        else:  # with this one, those before it whose calls were interrupted
+            for position in range(self._progress.taken, self._position + 1):
+                if position not in self._behind:
+                    self._progress.take(position)

@@ -77,7 +77,7 @@ class Lifecycle:
     """Guards the calls of one iterator; several threads may call it, one after the other.
 
     Attributes:
-        phase: The iterator's present phase. `Dispatcher` sets it to ``WAITING`` while it sleeps. The caller
+        phase: The iterator's present phase. `Exchange` sets it to ``WAITING`` while it sleeps. The caller
             of `leave` sets it to ``IDLE`` last, by a plain assignment: then no signal handler can run between
             that and the return of the batch.
     """

@@ -1,7 +1,7 @@
 """One pass over a loader with workers: batches in the sampler's order. Main process only.
 
-`Scheduler` sends tasks to the workers, `Dispatcher` receives their answers, and the iterator returns the
-batches in order.
+`Scheduler` chooses who makes which batch, `Exchange` sends tasks and receives the answers, `PlaceTable` knows
+which batch is next, and the iterator returns it.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from collections.abc import Iterator
 from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader
 
 from shmloader import torch_private
 from shmloader.codec import Decoder
 from shmloader.errors import LoaderClosed, LoaderError, SpillWarning, warn
-from shmloader.exchange.dispatcher import Dispatcher
-from shmloader.failures.bad_samples import LEFT_OUT, count, take_report, warn_of_bad_samples
+from shmloader.exchange.exchange import Exchange
+from shmloader.failures.bad_samples import LEFT_OUT, ReportCounts, warn_of_bad_samples
 from shmloader.failures.exceptions import restore
 from shmloader.indices.array_samplers import index_arrays
-from shmloader.indices.samplers import generator_states
+from shmloader.indices.epoch_prefetch import next_epoch_for
+from shmloader.indices.samplers import GeneratorStates, generator_states
 from shmloader.interrupts import BROKEN, IDLE, HeldInterrupts, Lifecycle
 from shmloader.order.auto import Auto
 from shmloader.order.scheduler import Scheduler
-from shmloader.resume import States, StreamProgress
-from shmloader.resume.states import loaded_state
-from shmloader.settings import THREAD, device_of, seeds_samples
-from shmloader.slots import SlotPool
-from shmloader.slots.task_ledger import ARRIVED, Task
+from shmloader.resume import Pass, States
+from shmloader.settings import Settings
+from shmloader.slots import Place, PlaceTable
+from shmloader.slots.place import MAKING
 from shmloader.statistics import Counters
-from shmloader.store.unshared import warn_of_copies, watch_copies
-from shmloader.wire.records import FAILED, REPORTED
+from shmloader.store_hooks import hooks
+from shmloader.wire.records import REPORTED
 from shmloader.wire.stream_records import StreamReport
 from shmloader.worker.epoch_settings import EpochSettings
 from shmloader.worker.fetcher import FetchRules
@@ -51,61 +51,63 @@ if TYPE_CHECKING:
 _END_S = 5.0  # longer than the interpreter takes to end
 
 
-class SlotIterator(torch_private.BaseIterator):
+class SlotIterator(torch_private.OwnOrder):
     """Iterates over a loader whose workers collate into slots.
 
     Workers run until the epoch's end, or with ``persistent_workers`` until the iterator dies or is closed. It
     starts no other thread. Several threads may call ``next()``: each batch comes to one of them.
 
-    The loader's arguments are read now, as frameworks set some late.
-
     Attributes:
-        pool: The slots, for statistics.
+        table: The places, for statistics.
     """
 
-    def __init__(self, loader: Any, counters: Counters, states: States, auto: Auto | None = None) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        one_pass: Pass,
+        counters: Counters,
+        states: States,
+        auto: Auto | None = None,
+    ) -> None:
         super().__init__(loader)
-        if loader.prefetch_factor <= 0:
+        settings = one_pass.settings
+        if settings.prefetch_factor <= 0:
             raise AssertionError(
                 "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"  # torch's words
             )
-        self._in_order: bool = loader.in_order
-        self._on_error: str = loader.on_error
+        self._in_order = settings.in_order
+        self._on_error: str = settings.on_error
         self._counters = counters
-        iterable = isinstance(self._dataset, IterableDataset)
-        self._stream = StreamProgress(loader, loaded_state(loader)) if iterable else None
         self._decoder = Decoder()
         self._lifecycle = Lifecycle()
         self._calls: list[tuple[int, GlobalStates]] = []  # of ``set_epoch()``, not sent to workers yet
         self._states = states
-        self._base_seed, epoch = states.seeds(loader, int(self._base_seed))
-        device = device_of(loader)
-        pool_class = SlotPool
-        if device is not None or self._pin_memory:
-            from shmloader.device import GuardedPool as pool_class  # noqa: N813
-        self.pool = pool_class.for_loader(loader, counters)
+        self._base_seed, epoch = one_pass.seeds(int(self._base_seed))
+        device = settings.target
+        self.table = PlaceTable.for_loader(settings, counters, epoch)
         workers: Workers | None = None
         try:
-            workers = self._all_workers = self._start_workers(loader, auto)
+            workers = self._all_workers = self._start_workers(one_pass, auto)
             # Runs when the iterator dies and at interpreter exit; refers to the parts, not to the iterator.
-            self._finalizer = weakref.finalize(self, _stop, os.getpid(), workers, self.pool)
-            self._dispatcher = dispatcher = Dispatcher(
-                self.pool, workers, self._lifecycle, loader.worker_restarts, self._timeout
+            self._finalizer = weakref.finalize(self, _stop, os.getpid(), workers, self.table)
+            self._exchange = exchange = Exchange(
+                self.table, workers, self._lifecycle, settings.worker_restarts, self._timeout
             )
-            dispatcher.ledger.epoch = epoch
             self._delivery = self._make_delivery(device)
-            self._scheduler = Scheduler(loader, self._index_sampler, dispatcher, auto)
-            self._reset(loader, first_iter=True)
-            self._copies = watch_copies(loader, workers.processes, counters)  # while the workers load
+            next_epoch = next_epoch_for(settings) if settings.prefetch_epochs else None
+            self._scheduler = Scheduler(settings, exchange, auto, next_epoch)
+            self._begin(one_pass)
+            self._copies = hooks.watch_copies(loader, workers.processes, counters)  # while the workers load
         except BaseException:
             with HeldInterrupts():
                 if workers is not None:
                     workers.close("its first tasks could not be sent")
-                self.pool.close()
+                self.table.close()
             raise
 
-    def _start_workers(self, loader: Any, auto: Auto | None) -> Workers:
-        init_fn = loader.worker_init_fn
+    def _start_workers(self, one_pass: Pass, auto: Auto | None) -> Workers:
+        settings, stream = one_pass.settings, one_pass.stream
+        init_fn = settings.worker_init_fn
         if isinstance(self._dataset, torch_private.DATAPIPES):
             init_fn = functools.partial(
                 torch_private.sharding_worker_init_fn, init_fn, self._world_size, self._rank
@@ -114,17 +116,16 @@ class SlotIterator(torch_private.BaseIterator):
         make_arguments = functools.partial(
             WorkerArguments,
             num_workers=self._num_workers if auto is None else auto.most_workers,
-            segment=self.pool.segment,
+            segment=self.table.segment,
             dataset=self._dataset,
-            rules=FetchRules.of_loader(loader, None if self._stream is None else self._stream.rules),
+            rules=FetchRules.of(settings, None if stream is None else stream.rules),
             base_seed=int(self._base_seed),
-            shared_seed=None if self._stream is None else self._stream.share_seed(self._shared_seed),
+            shared_seed=None if stream is None else stream.share_seed(self._shared_seed),
             init_fn=init_fn,
-            seeds_samples=seeds_samples(loader),
-            places=loader.place_results,
+            seeds_samples=settings.seeds_samples,
+            places=settings.place_results,
         )
-        self.pool.keeps_granted = loader.worker_type == THREAD
-        return start_workers(loader, make_arguments)
+        return start_workers(settings, make_arguments)
 
     def _make_delivery(self, device: torch.device | None) -> Delivery | None:
         """Make the `Delivery` of pinned or device batches, after workers were forked: it initialises CUDA."""
@@ -132,73 +133,67 @@ class SlotIterator(torch_private.BaseIterator):
             return None
         from shmloader.exchange.delivery import Delivery
 
-        return Delivery(self._dispatcher, self._pin_memory, self._pin_memory_device, device)
+        return Delivery(self._exchange, self._pin_memory, self._pin_memory_device, device)
 
     # --- epochs
 
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        """Begin an epoch; torch's name for it. With persistent workers, void what is left of the last one."""
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        """Begin a further epoch, with what is left of the last one void; torch's name for it."""
+        super()._reset(loader)
+        with self._states.begin(Settings.of(loader)) as one_pass:
+            self._begin(one_pass, further=True)
+
+    def _begin(self, one_pass: Pass, *, further: bool = False) -> None:
         lifecycle = self._lifecycle
         try:
             lifecycle.enter()
             self._check_open()
-            self._counters.begin_epoch(starts=first_iter)
-            self._begin_epoch(loader, first_iter=first_iter)
+            self._counters.begin_epoch(starts=not further)
+            self._begin_epoch(one_pass, further=further)
             lifecycle.leave()
             lifecycle.phase = IDLE
         except BaseException as error:
             lifecycle.fail(error)
             raise
 
-    def _begin_epoch(self, loader: Any, *, first_iter: bool) -> None:
+    def _begin_epoch(self, one_pass: Pass, *, further: bool) -> None:
         scheduler = self._scheduler
-        if first_iter:
-            sampler_iter = self._reset_sampler(loader, None, first_iter=True)
-            first_worker = 0 if self._stream is None else self._stream.first_worker
-            scheduler.begin_epoch(sampler_iter, self._progress.done, first_worker)
-            return
-        if self._stream is not None:
-            self._stream = StreamProgress(loader)
-        early = scheduler.take_early(discard=bool(self._calls))
-        sampler_iter = self._reset_sampler(loader, early, first_iter=False)
+        early = scheduler.take_early(discard=bool(self._calls)) if further else None
+        batches = self._begin_order(one_pass, early, further=further)
         if early is not None:
-            scheduler.go_on(sampler_iter)
-        else:
+            scheduler.go_on(batches)
+            return
+        if further:
             if self._delivery is not None:
                 self._delivery.drop()
             if self._calls:
                 self._all_workers.renew_datasets()
             settings = pickle.dumps(EpochSettings(self._shared_seed, self._calls), 5)
             self._calls = []  # only now: if the sampler raised before, the next attempt has to send them
-            self._dispatcher.begin_epoch(settings)
-            scheduler.begin_epoch(sampler_iter)
+            self._exchange.begin_epoch(settings)
+        first_worker = 0 if self._stream is None else self._stream.first_worker
+        scheduler.begin_epoch(batches, self._progress.done, first_worker)
 
-    def _reset_sampler(self, loader: Any, early: Iterator[Any] | None, *, first_iter: bool) -> Iterator[Any]:
-        """Let torch make its draws at the beginning of an epoch, and begin to iterate over the sampler."""
-        index_sampler = self._index_sampler
+    def _begin_order(self, one_pass: Pass, early: Iterator[Any] | None, *, further: bool) -> Iterator[Any]:
+        """Make torch's draws at the beginning of an epoch; returns its index batches."""
+        sampler, generator = self._index_sampler, one_pass.settings.generator
         try:
-            if early is not None:
-                self._index_sampler = early  # then torch's iter() does not ask the sampler again
-                before = self._scheduler.states_before_early
-            else:
-                before = generator_states(index_sampler, loader.generator)
-            super()._reset(loader, first_iter)
             if early is None:
-                self._sampler_iter = index_arrays(index_sampler) or self._sampler_iter
-            seeds = int(self._base_seed), self._dispatcher.ledger.epoch + (not first_iter)
-            sampler_iter, self._progress = self._states.begin_epoch(loader, self._sampler_iter, before, seeds)
+                before: GeneratorStates | None = generator_states(sampler, generator)
+                sampler_iter = iter(sampler)
+                sampler_iter = index_arrays(sampler) or sampler_iter
+            else:
+                before, sampler_iter = self._scheduler.states_before_early, early
+            self._draw_shared_seed(generator)
+            seeds = int(self._base_seed), self.table.epoch + further
+            batches, self._progress = one_pass.begin(sampler_iter, before, seeds)
         except Exception as error:
             self._lifecycle.expect(error)  # the sampler's own, or of a state that cannot be resumed from
             raise
-        finally:
-            self._index_sampler = index_sampler
+        self._stream = one_pass.stream
         if self._stream is not None:
             self._stream.share_seed(self._shared_seed)
-        self._progress.stream = self._stream
-        # Whether `done` may be other than the last position and one: with batches out of order, now or before
-        # the epoch was resumed, and with streams, which are counted by worker.
-        self._scattered = not self._in_order or bool(self._progress.behind) or self._stream is not None
-        return sampler_iter
+        return batches
 
     def set_epoch(self, epoch: int, states: GlobalStates) -> None:
         """Have persistent workers make a call of ``set_epoch()`` when the next epoch begins."""
@@ -248,24 +243,23 @@ class SlotIterator(torch_private.BaseIterator):
 
     def _next_data(self) -> Any:
         """The next batch; torch's name for it, as its own ``__next__`` calls it."""
-        delivery, ledger = self._delivery, self._dispatcher.ledger
+        delivery, table = self._delivery, self.table
         if delivery is not None and delivery.is_captured():
             raise self._lifecycle.expect(delivery.capture_error())  # no local variable: see `__next__`
-        if self.pool.warning:
+        if table.warning:
             self._warn()
-        while (task := ledger.due()) is not None:
+        while (place := table.due()) is not None:
             if not self._all_workers.workers:
                 self._check_open()
-            if task.state is not ARRIVED:
-                if self._in_order or not ledger.arrived:
-                    self._await(task)
-                    if task.state is not ARRIVED:
-                        continue
-                else:
-                    task = next(iter(ledger.arrived.values()))
-            batch = self._return(task)
+            if place.state is MAKING:
+                if self._in_order or not table.arrived:
+                    self._await(place)
+                    continue  # the place may be another task's by now
+                place = next(iter(table.arrived.values()))
+            made_ns = place.made_ns
+            batch = self._return(place)
             if not self._num_yielded:
-                self._counters.note_first_batch(task.answer.made_ns)
+                self._counters.note_first_batch(made_ns)
             if batch is not LEFT_OUT:
                 if delivery is not None:
                     delivery.begin_next(in_order=self._in_order)
@@ -279,90 +273,88 @@ class SlotIterator(torch_private.BaseIterator):
             if self._stream is not None:
                 self._stream.end_epoch(self._progress)
             processes, batch_nbytes = self._all_workers.processes, self._counters.largest_batch_nbytes
-            copied = "" if self._copies is None else self._copies.ended(processes, batch_nbytes)
+            if self._copies is not None:
+                self._copies.measure(processes, batch_nbytes)
             self._note_end()
             if not self._persistent_workers:
                 self._shutdown_workers()
-            warn_of_copies(copied, self._counters)
+            if self._copies is not None:
+                self._copies.warn()
             warn_of_bad_samples(self._counters, self._on_error)
         except (LoaderError, Warning) as error:  # ranks of other lengths; warnings that are errors
             self._lifecycle.expect(error)
             raise
         return self._lifecycle.expect(StopIteration())
 
-    def _await(self, task: Task) -> None:
-        """Receive records from workers, or wait for them, until the batch of a task may be here."""
-        scheduler, dispatcher = self._scheduler, self._dispatcher
-        if self._stream is not None and not scheduler.is_active(task.worker_id):
-            dispatcher.ledger.void(task)  # its worker's iterable dataset ended before it
+    def _await(self, place: Place) -> None:
+        """Receive records from workers, or wait for them, until the batch of a place may be here."""
+        scheduler, exchange = self._scheduler, self._exchange
+        if self._stream is not None and not scheduler.is_active(place.worker_id):
+            self.table.set_void(place)  # its worker's iterable dataset ended before it
             return
-        if not dispatcher.receive_from(task.worker_id):
-            scheduler.note_wait(task)
-            dispatcher.receive(task.worker_id)
-        while dispatcher.ended_streams:
-            scheduler.drop_out(dispatcher.ended_streams.pop())
+        if not exchange.receive_from(place.worker_id):
+            scheduler.note_wait(place)
+            exchange.receive(place.worker_id)
+        while exchange.ended_streams:
+            scheduler.drop_out(exchange.ended_streams.pop())
 
     def _note_end(self) -> None:
-        self._progress.before_next = self._scheduler.states_before_early
-        self._progress.finished = True
+        self._progress.end(self._scheduler.states_before_early)
 
-    def _return(self, task: Task) -> Any:
-        """The batch of a task that has arrived, or ``LEFT_OUT``; raises the exception in its place."""
-        dispatcher, flags = self._dispatcher, task.answer.flags
+    def _return(self, place: Place) -> Any:
+        """The batch of a place where it has arrived, or ``LEFT_OUT``; raises the exception in its place."""
+        # From `take` on, the place may be another task's.
+        flags, position, worker_id = place.flags, place.position, place.worker_id
         delivery, finish_copy = self._delivery, None
         if delivery is None:
-            anchor, header = dispatcher.take(task)
+            anchor, header = self.table.take(place)
         else:
-            anchor, header, finish_copy = delivery.take(task)
-        dispatcher.ledger.finish(task)
+            anchor, header, finish_copy = delivery.take(place)
         report: StreamReport | None = None
         try:
             self._scheduler.send_more()
         except Exception:  # the sampler's own is in the batch's place, as in torch
-            self._take(task, report)
+            self._take(position, worker_id, report)
             raise
         try:
             if delivery is not None:
-                finish_copy = finish_copy or delivery.begin(task, anchor, header)
+                finish_copy = finish_copy or delivery.begin(place, flags, anchor, header)
             batch = self._decoder.decode(anchor, header) if finish_copy is None else finish_copy()
             del anchor
-            if flags & FAILED:
-                report = batch.stream
-                self._counters.failures += 1
-                count(batch.bad_samples, self._counters)
-                raise self._lifecycle.expect(restore(batch))
             if flags & REPORTED:
-                report = batch.stream
-                batch = take_report(batch, self._counters)
+                told, report = batch, batch.stream
+                batch = self._counters.of(ReportCounts).take(told, self._counters.batches)
+                if told.error:
+                    self._counters.failures += 1
+                    raise self._lifecycle.expect(restore(told.error))
                 if batch is LEFT_OUT:
-                    self._take(task, report)
+                    self._take(position, worker_id, report)
                     return batch
             if delivery is not None and finish_copy is None:
-                batch = delivery.deliver(batch, task)
+                batch = delivery.deliver(batch, place)
         except Exception as error:
-            self._take(task, report)  # the next call continues after it
+            self._take(position, worker_id, report)  # the next call continues after it
             if isinstance(error, StopIteration):  # it ends the program's loop
                 self._note_end()
             self._lifecycle.expect(error)
             raise
         self._counters.batches += 1
-        self._progress.finished = False  # it was True if a sample raised StopIteration
-        if self._scattered:
-            self._take(task, report)
+        if self._stream is None:
+            self._progress.take(position)
         else:
-            self._progress.done = task.position + 1
+            self._take(position, worker_id, report)
         return batch
 
-    def _take(self, task: Task, report: StreamReport | None) -> None:
-        """Note that the program has a task's batch, or the exception in its place."""
+    def _take(self, position: int, worker_id: int, report: StreamReport | None) -> None:
+        """Note that the program has a batch, or the exception in its place."""
         if self._stream is None:
-            self._progress.take(task.position)
+            self._progress.take(position)
         else:
-            self._stream.take(self._progress, task.worker_id, report)
+            self._stream.take(self._progress, worker_id, report)
 
     def _warn(self) -> None:
-        """Give the pool's warning; no batch is lost if the program's filters make it an error."""
-        warning, self.pool.warning = self.pool.warning, ""
+        """Give the table's warning; no batch is lost if the program's filters make it an error."""
+        warning = self.table.take_warning()
         try:
             warn(warning, SpillWarning)
         except SpillWarning as error:
@@ -390,7 +382,7 @@ class SlotIterator(torch_private.BaseIterator):
 
     def oldest_leases(self) -> tuple[str, ...]:
         """With ``SHMLOADER_DEBUG=1``, the batches that the program has held for longest; see `Inspection`."""
-        inspection = self._dispatcher.inspection
+        inspection = self.table.inspection
         return () if inspection is None else inspection.oldest_leases()
 
     @property
@@ -421,11 +413,11 @@ def _is_cut_off() -> bool:
 
 
 @torch_private.never_compiled
-def _stop(owner_pid: int, workers: Workers, pool: SlotPool) -> None:
+def _stop(owner_pid: int, workers: Workers, table: PlaceTable) -> None:
     if os.getpid() == owner_pid:
         with HeldInterrupts():
             workers.interrupt()  # at the interpreter's end a daemon thread may be waiting for a batch
             workers.close()
-            pool.close()
+            table.close()
     else:  # a copy in a forked child: the workers and the memory are the parent's
         workers.leave_to_parent()

@@ -27,7 +27,7 @@ from shmloader.settings import (
     set_options,
 )
 from shmloader.statistics import LoaderStatistics
-from shmloader.torch_fallback import check_resumable
+from shmloader.store_hooks import hooks
 from shmloader.torch_private import never_compiled
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -130,7 +130,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             comes once: by the dataset's ``shard(num_shards, index)``, or by its ``is_shardable()`` and
             ``sharding_settings(total_num_of_shards, id_of_shard)``; else each worker iterates over all of it
             and gives its share of the items, which must come in the same order in all workers. A dataset that
-            reads ``get_worker_info().num_workers`` before its first item divides itself, and is left alone.
+            divides itself, by ``get_worker_info().num_workers``, needs no shard; with one, that is an error.
             Ranks have equally many batches, or an error names one that has fewer. See docs/sharding.md.
         snapshot_every_n_steps: For an iterable-style dataset with a ``state_dict()``, itself or its iterator:
             the number of batches that each worker makes from one call of it to the next. Samples since the
@@ -241,11 +241,11 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
 
     @never_compiled
     def __iter__(self) -> Any:
-        return loading_of(self).iterate(self, super().__iter__)
+        return loading_of(self).iterate(super().__iter__)
 
     @never_compiled
     def _get_iterator(self) -> Any:
-        iterator = loading_of(self).make_iterator(self)
+        iterator = loading_of(self).make_iterator()
         return super()._get_iterator() if iterator is None else iterator
 
     @never_compiled
@@ -255,7 +255,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         Batches that the program holds stay valid. Iterators that were live raise `LoaderClosed` from
         then on; ``iter(loader)`` starts anew. May be called any number of times.
         """
-        loading_of(self).close(self)
+        loading_of(self).close()
 
     def __enter__(self) -> Self:
         """Use as ``with DataLoader(...) as loader``: `close` is called at the block's end."""
@@ -263,7 +263,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
 
     @never_compiled
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        loading_of(self).close(self, warn=error is None)  # a warning that is an error would hide this one
+        loading_of(self).close(warn=error is None)  # a warning that is an error would hide this one
 
     @never_compiled
     def set_epoch(self, epoch: int) -> None:
@@ -276,7 +276,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         Args:
             epoch: The number.
         """
-        loading_of(self).set_epoch(self, epoch)
+        loading_of(self).set_epoch(epoch)
 
     @never_compiled
     def state_dict(self) -> dict[str, Any]:
@@ -294,10 +294,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
                 or a dataset whose own state cannot be saved, and with ``in_order=False`` if
                 ``shard="auto"`` deals out samples to several workers.
         """
-        states = loading_of(self).states
-        if not states.begun:
-            check_resumable(self)
-        return states.state(self)
+        return loading_of(self).state_dict()
 
     @never_compiled
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -313,7 +310,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         Raises:
             ResumeError: If the state does not fit this loader, with the differences.
         """
-        loading_of(self).load_state_dict(self, state_dict)
+        loading_of(self).load_state_dict(state_dict)
 
     @never_compiled
     def statistics(self) -> LoaderStatistics:
@@ -325,8 +322,6 @@ def _shared_if_asked(loader: DataLoader[Any], dataset: Any) -> Any:
     """The dataset, shared if ``share_dataset`` asks for that and the platform has shared memory."""
     if not loader.share_dataset or why_unavailable() is not None:
         return dataset
-    from shmloader.store.attributes import share_for_loader  # imports pyarrow
-
-    shared = share_for_loader(dataset)
+    shared = hooks.share_dataset(dataset)
     replace_in_records(loader, dataset, shared)
     return shared

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 import types
 import weakref
 from collections.abc import Callable, Mapping
@@ -18,20 +16,24 @@ from torch.utils.data import Dataset
 from shmloader.errors import LoaderClosed, ResumeError, warn
 from shmloader.failures.bad_samples import warn_of_bad_samples
 from shmloader.in_process import InProcessIterator
-from shmloader.indices.samplers import index_sampler_of, with_inner
+from shmloader.indices.samplers import with_inner
 from shmloader.iterator import SlotIterator
 from shmloader.order.auto import Auto, auto_for
 from shmloader.resume import States
 from shmloader.resume.compatibility import State, is_between_epochs
-from shmloader.resume.states import loaded_state
-from shmloader.settings import THREAD, device_of
-from shmloader.slots import SlotState
+from shmloader.settings import THREAD, Settings
+from shmloader.slots import figures
 from shmloader.statistics import Counters, LoaderStatistics
 from shmloader.torch_fallback import check_resumable, must_load_as_torch
-from shmloader.torch_features import Feature, is_missing
 from shmloader.torch_private import drop_iterator, iterator_of
 from shmloader.worker.epoch_settings import datasets_in, has_set_epoch, owners_in
 from shmloader.worker.random_state import global_states
+
+_LOADED = "_shmloader_loaded_state"
+"""The attribute for a loaded state, from which the loader will continue. A copy of the loader has it, too."""
+
+_waiting: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Loaders that were given a state."""
 
 
 @dataclass
@@ -39,7 +41,7 @@ class Loading:
     """The state of one loader, which copies of the loader do not share.
 
     Attributes:
-        loader_id: The loader's identity.
+        loader: Returns the loader.
         counters: Its counters.
         iterators: Its live iterators.
         auto: Decides for ``num_workers="auto"`` and ``prefetch_factor="auto"``; None without either.
@@ -50,7 +52,7 @@ class Loading:
         advised: Whether it was looked for datasets that are not told of epochs.
     """
 
-    loader_id: int
+    loader: Callable[[], Any]
     counters: Counters = field(default_factory=Counters)
     iterators: weakref.WeakSet[SlotIterator] = field(default_factory=weakref.WeakSet)
     auto: Auto | None = None
@@ -63,24 +65,25 @@ class Loading:
         """Pickle as None: a loader that is pickled, or copied deeply, arrives without it."""
         return types.NoneType, ()
 
-    def iterate(self, loader: Any, torchs_iter: Callable[[], Any]) -> Any:
+    def iterate(self, torchs_iter: Callable[[], Any]) -> Any:
         """The iterator of a new pass over a loader; first warns of bad samples in an epoch that was left.
 
         The loader forgets a persistent iterator whose workers are gone. It also forgets it if a state was
         loaded, which has a base seed of its own.
         """
-        iterator = iterator_of(loader)
-        if isinstance(iterator, SlotIterator) and (iterator.closed or loaded_state(loader) is not None):
+        loader = self.loader()
+        iterator, loaded = iterator_of(loader), _loaded_state(loader)
+        if isinstance(iterator, SlotIterator) and (iterator.closed or loaded is not None):
             if iterator.closed:
                 iterator.close("an exception interrupted it in the middle of its work")
             else:
                 iterator.close("load_state_dict() was called, and a new iterator goes on from there")
             drop_iterator(loader)
         elif isinstance(iterator, SlotIterator) and not self.advised:
-            self._warn_of_set_epoch(loader)
+            self._warn_of_set_epoch()
         warn_of_bad_samples(self.counters, loader.on_error)
-        self._check_epoch(loaded_state(loader))
-        return _delivered(loader, self.states.iterate(loader, torchs_iter))
+        self._check_epoch(loaded)
+        return _delivered(loader, torchs_iter())
 
     def _check_epoch(self, loaded: State | None) -> None:
         """Refuse to go on in an epoch while the dataset is told of another one."""
@@ -91,25 +94,32 @@ class Loading:
                 f"epoch {now} since. Let the program's loop begin with epoch {then}."
             )
 
-    def make_iterator(self, loader: Any) -> SlotIterator | InProcessIterator | None:
+    def make_iterator(self) -> SlotIterator | InProcessIterator | None:
         """An iterator over a loader; None, with a warning, if torch's own has to be used.
 
         Raises:
             LoaderClosed: If the loader is closed while its workers are being started.
         """
-        self.owners = None
+        self.owners, loader = None, self.loader()
         if must_load_as_torch(loader):
             self.counters.torchs_way = True
             return None
-        if loader.num_workers == 0:
-            return InProcessIterator(loader, self.counters, self.states)
-        loader.check_worker_number_rationality()
-        is_missing(Feature.COLLATION)
-        closes = self.closes
-        if loader.prefetch_factor > 0:  # others the iterator refuses, in torch's words
-            operator.index(loader.prefetch_factor)  # raises for a fraction, as torch's iterator does
-            self.auto = auto_for(loader, self.auto)
-        iterator = SlotIterator(loader, self.counters, self.states, self.auto)
+        closes, loaded = self.closes, _loaded_state(loader)
+        if loader.num_workers:
+            loader.check_worker_number_rationality()
+            if loader.prefetch_factor > 0:  # others the iterator refuses, in torch's words
+                self.auto = auto_for(loader, self.auto)
+        settings = Settings.of(loader)
+        if loaded is None and not self.states.begun:
+            _warn_of_another(loader)
+        with self.states.begin(settings, loaded) as one_pass:
+            try:
+                if not settings.num_workers:
+                    return InProcessIterator(loader, one_pass, self.counters)
+                iterator = SlotIterator(loader, one_pass, self.counters, self.states, self.auto)
+            finally:
+                if one_pass.progress is not None:
+                    vars(loader).pop(_LOADED, None)
         self.iterators.add(iterator)
         if self.closes != closes:  # by another thread, or by the sampler
             iterator.close("loader.close() was called")
@@ -124,8 +134,9 @@ class Loading:
             except RuntimeError:  # another thread has begun to iterate in this moment
                 continue
 
-    def close(self, loader: Any, *, warn: bool = True) -> None:
+    def close(self, *, warn: bool = True) -> None:
         """Stop all workers of a loader and free its slots; warn of bad samples."""
+        loader = self.loader()
         self.closes += 1
         for iterator in self.live():
             iterator.close("loader.close() was called")
@@ -133,22 +144,23 @@ class Loading:
         if warn:
             warn_of_bad_samples(self.counters, loader.on_error)
 
-    def set_epoch(self, loader: Any, epoch: int) -> None:
+    def set_epoch(self, epoch: int) -> None:
         """Tell the number of the next epoch to the sampler or batch sampler, and to the dataset."""
-        for sampler in with_inner(index_sampler_of(loader)):
+        for sampler in with_inner(Settings.of(self.loader()).index_sampler):
             if has_set_epoch(sampler):
                 sampler.set_epoch(epoch)
                 break
-        self.set_dataset_epoch(loader, epoch)
+        self.set_dataset_epoch(epoch)
 
-    def set_dataset_epoch(self, loader: Any, epoch: int) -> None:
+    def set_dataset_epoch(self, epoch: int) -> None:
         """Tell it to the dataset, here and in persistent workers."""
+        loader = self.loader()
         if self.owners is None:
             self.owners = owners_in(loader.dataset)
         states = global_states()
         for dataset in self.owners:
             dataset.set_epoch(epoch)
-        self.states.set_epoch = epoch
+        self.states.note_set_epoch(epoch)
         if not self.owners:
             return
         for iterator in self.live():
@@ -156,9 +168,9 @@ class Loading:
         if loader.persistent_workers and not isinstance(iterator_of(loader), SlotIterator | None):
             warn("set_epoch() does not reach these persistent workers: they are torch's own", UserWarning)
 
-    def _warn_of_set_epoch(self, loader: Any) -> None:
+    def _warn_of_set_epoch(self) -> None:
         """Warn, once, if persistent workers' datasets were never told of an epoch. Runs no code of theirs."""
-        self.advised = True
+        self.advised, loader = True, self.loader()
         found = datasets_in(loader.dataset) if self.states.set_epoch is None else []
         kinds = [kind for kind in map(type, found) if hasattr(kind, "set_epoch")]
         if loader.worker_type == THREAD:  # which share one object of another class
@@ -171,25 +183,36 @@ class Loading:
                 UserWarning,
             )
 
-    def load_state_dict(self, loader: Any, state: Mapping[str, Any]) -> None:
+    def state_dict(self) -> State:
+        """The program's place in the epoch; see `DataLoader.state_dict`."""
+        loader = self.loader()
+        if _LOADED not in vars(loader) and (counted := self.states.counted()) is not None:
+            return counted
+        if not self.states.begun:
+            check_resumable(loader.dataset, loader.num_workers)
+        return self.states.state(lambda: Settings.of(loader), _loaded_state(loader))
+
+    def state_after_epoch(self, epoch: int) -> State:
+        """The state for a program that leaves the epoch here, and sets ``epoch`` before the next one."""
+        loader = self.loader()
+        return self.states.state_after_epoch(lambda: Settings.of(loader), _loaded_state(loader), epoch)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iterator continue from a state; see `DataLoader.load_state_dict`."""
+        loader = self.loader()
         if state != {}:  # None is refused, {} is an empty state
-            check_resumable(loader)
-            its_own = getattr(loader, "set_epoch", None)
-            self.states.load(loader, state, its_own or functools.partial(self.set_epoch, loader))
+            check_resumable(loader.dataset, loader.num_workers)
+            its_own = getattr(loader, "set_epoch", self.set_epoch)
+            vars(loader)[_LOADED] = self.states.load(Settings.of(loader), state, its_own)
+            _waiting.add(loader)
 
     def statistics(self) -> LoaderStatistics:
         """Counters of the loader's life so far, and the slots that it holds now."""
         iterators = self.live()
         # A copy that is only read: another thread may be iterating.
-        slots = [slot for iterator in iterators for slot in list(iterator.pool.slots)]
-        states = [slot.state_now for slot in slots]
-        in_use = [slot for slot, state in zip(slots, states, strict=True) if state is not SlotState.FREE]
-        counts: dict[str, Any] = {f"slots_{state.value}": states.count(state) for state in SlotState}
+        places = [place for iterator in iterators for place in list(iterator.table.places)]
         return LoaderStatistics(
-            **counts,
-            reserved_nbytes=sum(slot.nbytes for slot in slots),
-            used_nbytes=sum(slot.used_nbytes for slot in in_use),
+            **figures(places),
             oldest_leases=tuple(text for iterator in iterators for text in iterator.oldest_leases()),
             autotune=None if self.auto is None else self.auto.report(),
             **self.counters.figures(),
@@ -198,13 +221,31 @@ class Loading:
 
 def _delivered(loader: Any, iterator: Any) -> Any:
     """An iterator's batches on the loader's device, where torch's own iterator loads."""
-    device = None if isinstance(iterator, (SlotIterator, InProcessIterator)) else device_of(loader)
+    ours = isinstance(iterator, (SlotIterator, InProcessIterator))
+    device = None if ours else Settings.of(loader).target
     if device is None:
         return iterator
     from shmloader.device import numbered, to_device
 
     device = numbered(device)
     return (to_device(batch, device) for batch in iterator)
+
+
+def _loaded_state(loader: Any) -> State | None:
+    """The state that the next ``iter(loader)`` continues from, or None."""
+    state: State | None = vars(loader).get(_LOADED)
+    return state
+
+
+def _warn_of_another(loader: Any) -> None:
+    """Warn if a loader begins its first epoch while a state waits in another loader of the same dataset."""
+    for other in list(_waiting):
+        if other.dataset is loader.dataset and _loaded_state(other) is not None:
+            warn(
+                "load_state_dict() was called on another loader of this dataset, which was not iterated over "
+                "since; this loader begins its epoch at the beginning. If it was made from that one (by "
+                "Lightning or accelerate, say), call load_state_dict() on this one."
+            )
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
@@ -218,7 +259,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
         if hasattr(loader, inside):
             setattr(loader, count, epoch)  # from which the framework counts on
             loader = getattr(loader, inside)
-    loading_of(loader).set_epoch(loader, epoch)
+    loading_of(loader).set_epoch(epoch)
 
 
 def loading_of(loader: Any) -> Loading:
@@ -231,6 +272,6 @@ def loading_of(loader: Any) -> Loading:
         loading: Loading | None = loader._shmloader_loading  # noqa: SLF001 - faster than vars() and getattr()
     except AttributeError:
         loading = None
-    if loading is None or loading.loader_id != id(loader):
-        loading = loader._shmloader_loading = Loading(id(loader))  # noqa: SLF001
+    if loading is None or loading.loader() is not loader:
+        loading = loader._shmloader_loading = Loading(weakref.ref(loader))  # noqa: SLF001
     return loading

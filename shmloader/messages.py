@@ -7,6 +7,8 @@ LINE = 200
 def shown(value: object, most: int = LINE) -> str:
     """The ``repr`` of a value, on one line of at most so many characters."""
     try:
+        if isinstance(value, memoryview):  # of packed indices
+            value = value.tolist()
         return shorten(" ".join(repr(value).split()), most)
     except Exception as reason:  # noqa: BLE001 - the program's own __repr__
         return f"<repr() raises {type(reason).__name__}>"

@@ -1,21 +1,21 @@
-"""The arguments that torch's loader does not have: their values, and all checks of them.
+"""A loader's arguments: `Settings`, their values as one pass begins, and the checks of the loader's own.
 
-Arguments are checked when the loader is made, and once more when it starts workers: frameworks set some
-attributes late.
+Arguments are checked when the loader is made, and those about workers once more when it starts workers:
+frameworks set some attributes late.
 """
 
 from __future__ import annotations
 
 import operator
 import threading
+from dataclasses import MISSING, dataclass, fields
 from types import SimpleNamespace
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, Self, get_args
 
 import torch
 from torch.utils.data import IterableDataset
 
 from shmloader import torch_private
-from shmloader.torch_features import Feature, missing_message, why_missing
 
 OnError = Literal["raise", "skip", "replace"]
 Dispatch = Literal["static", "dynamic"]
@@ -27,21 +27,6 @@ STATIC: Final = "static"
 DYNAMIC: Final = "dynamic"
 PROCESS: Final = "process"
 THREAD: Final = "thread"
-
-OWN_DEFAULTS: dict[str, Any] = {
-    "memory_budget_nbytes": None,
-    "worker_restarts": 0,
-    "on_error": "raise",
-    "dispatch": "static",
-    "seed_per_sample": None,
-    "prefetch_epochs": False,
-    "worker_type": "process",
-    "share_dataset": False,
-    "shard": None,
-    "snapshot_every_n_steps": None,
-    "place_results": True,
-}
-"""Options that torch's loader lacks, with the values that turn them off."""
 
 _WORDS = {
     "on_error": get_args(OnError),
@@ -80,15 +65,120 @@ def dispatch_of(dispatch: Dispatch | None, num_workers: object) -> Dispatch:
     return dispatch
 
 
-def is_dynamic(loader: Any) -> bool:
-    """Whether a loader has dynamic dispatch, by its attributes as they are now."""
-    return loader.dispatch == DYNAMIC or isinstance(loader.num_workers, AutoCount)
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """A loader's arguments as one pass begins, parsed; see `DataLoader`. Main process only.
+
+    They are read anew for each pass, as frameworks set some attributes late, and options of torch's class
+    come and go with ``install()``.
+
+    Attributes:
+        num_workers: Worker processes or threads now.
+        prefetch_factor: Batches in advance per worker; 0 without workers.
+        dispatch: Also ``"dynamic"`` for ``num_workers="auto"``.
+        device: As given; `target` is the accelerator.
+    """
+
+    dataset: Any
+    sampler: Any
+    batch_sampler: Any
+    batch_size: Any
+    drop_last: bool
+    collate_fn: Any
+    num_workers: int
+    prefetch_factor: int
+    in_order: bool
+    persistent_workers: bool
+    timeout: float
+    worker_init_fn: Any
+    multiprocessing_context: Any
+    generator: torch.Generator | None
+    device: torch.device | None
+    # Options that torch's loader lacks, with the values that turn them off:
+    memory_budget_nbytes: int | None = None
+    worker_restarts: int = 0
+    on_error: OnError = "raise"
+    dispatch: Dispatch = STATIC
+    seed_per_sample: bool | None = None
+    prefetch_epochs: bool = False
+    worker_type: WorkerType = PROCESS
+    share_dataset: bool = False
+    shard: Shard | None = None
+    snapshot_every_n_steps: int | None = None
+    place_results: bool = True
+
+    @classmethod
+    def of(cls, loader: Any) -> Self:
+        """The settings of a loader's attributes as they are now.
+
+        Raises:
+            TypeError: If there is a number of workers or of batches in advance that is not whole.
+        """
+        read = {name: getattr(loader, name) for name in _TORCHS}
+        for name, default in OWN_DEFAULTS.items():  # a subclass may have attributes of these names
+            read[name] = option_in_effect(name, getattr(loader, name, default))
+        if isinstance(read["num_workers"], AutoCount):
+            read["dispatch"] = DYNAMIC
+        for name in ("num_workers", "prefetch_factor"):
+            read[name] = operator.index(read[name] or 0)
+        return cls(**read, device=getattr(loader, _DEVICE, None))
+
+    @property
+    def seeds_samples(self) -> bool:
+        """Whether generators are seeded for each sample."""
+        return self.dispatch == DYNAMIC if self.seed_per_sample is None else bool(self.seed_per_sample)
+
+    @property
+    def index_sampler(self) -> Any:
+        """The sampler that index batches are drawn from; single indices without automatic batching."""
+        return self.sampler if self.batch_sampler is None else self.batch_sampler
+
+    @property
+    def is_iterable(self) -> bool:
+        """Whether the dataset is iterable-style."""
+        return isinstance(self.dataset, IterableDataset)
+
+    @property
+    def comes_in_order(self) -> bool:
+        """Whether batches come in the sampler's order."""
+        return bool(self.in_order) or self.num_workers < 2
+
+    @property
+    def shards(self) -> bool:
+        """Whether an iterable-style dataset is divided among workers and ranks."""
+        return self.shard == AUTO
+
+    @property
+    def target(self) -> torch.device | None:
+        """The accelerator that batches go to; None if they stay on the CPU.
+
+        Without a number it is the current one; to ask for that initialises the accelerator, which has to
+        wait until workers were forked.
+
+        Raises:
+            RuntimeError: If there is no such accelerator.
+        """
+        device = self.device
+        if device is None or device.type == "cpu":
+            return None
+        there: Any = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if there is None or there.type != device.type:
+            found = "no accelerator" if there is None else f"torch's accelerator is {there.type!r}"
+            raise RuntimeError(f"device='{device}' is not available: {found}. Pass device='cpu', or None")
+        index: int | None = device.index
+        if index is not None and index >= (count := torch.get_device_module(there).device_count()):
+            raise RuntimeError(
+                f"device='{device}' is not available: torch finds {count} device(s), numbered from 0"
+            )
+        return device
 
 
-def seeds_samples(loader: Any) -> bool:
-    """Whether generators are seeded for each sample: by ``seed_per_sample``, or if None by the dispatch."""
-    wanted: bool | None = loader.seed_per_sample
-    return is_dynamic(loader) if wanted is None else wanted
+OWN_DEFAULTS: dict[str, Any] = {
+    field.name: field.default for field in fields(Settings) if field.default is not MISSING
+}
+"""Options that torch's loader lacks, with the values that turn them off."""
+
+_TORCHS = [field.name for field in fields(Settings) if field.name not in {*OWN_DEFAULTS, "device"}]
 
 
 def set_options(loader: Any, given: dict[str, Any]) -> Any:
@@ -116,7 +206,10 @@ def option_in_effect(name: str, value: Any) -> Any:
 
 
 def set_device(loader: Any, device: torch.device | str | int | None) -> None:
-    """Keep the argument ``device`` for `device_of`, and as an attribute unless a subclass has its own.
+    """Keep the argument ``device`` for `Settings`, and as an attribute unless a subclass has its own.
+
+    Subclasses and loaders of other classes (accelerate's) may have an attribute ``device`` with another
+    meaning.
 
     Raises:
         RuntimeError: If it is not a device.
@@ -127,90 +220,63 @@ def set_device(loader: Any, device: torch.device | str | int | None) -> None:
         loader.device = device
 
 
-def device_of(loader: Any) -> torch.device | None:
-    """The accelerator that a loader's batches go to; None if they stay on the CPU.
-
-    It is what the constructor was given. Without a number it is the current one; to ask for that initialises
-    the accelerator, which has to wait until workers were forked. Subclasses and loaders of other classes
-    (accelerate's) may have an attribute ``device`` with another meaning.
-
-    Raises:
-        RuntimeError: If there is no such accelerator.
-    """
-    device: torch.device | None = getattr(loader, _DEVICE, None)
-    if device is None or device.type == "cpu":
-        return None
-    there: Any = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if there is None or there.type != device.type:
-        found = "no accelerator" if there is None else f"torch's accelerator is {there.type!r}"
-        raise RuntimeError(f"device='{device}' is not available: {found}. Pass device='cpu', or None")
-    index: int | None = device.index
-    if index is not None and index >= (count := torch.get_device_module(there).device_count()):
-        raise RuntimeError(
-            f"device='{device}' is not available: torch finds {count} device(s), numbered from 0"
-        )
-    return device
-
-
 def check_arguments(
-    loader: Any, dataset: object, num_workers: object, persistent_workers: bool, context: object
+    options: Any, dataset: object, num_workers: object, persistent_workers: bool, context: object
 ) -> None:
-    """Check all of the loader's own arguments, which are its attributes; torch's are not set yet.
+    """Check all of the loader's own arguments; torch's are not set yet.
 
     Raises:
         TypeError: For a wrong type. Any object with an ``__index__`` is a whole number, as usual in Python.
         ValueError: For a wrong value.
     """
-    if loader.memory_budget_nbytes is not None:
+    if options.memory_budget_nbytes is not None:
         wanted = "a whole number of bytes or None"
-        _check_whole("memory_budget_nbytes", loader.memory_budget_nbytes, 1, wanted, "int(1e9)")
-    _check_whole("worker_restarts", loader.worker_restarts, 0, "a whole number", "3")
+        _check_whole("memory_budget_nbytes", options.memory_budget_nbytes, 1, wanted, "int(1e9)")
+    _check_whole("worker_restarts", options.worker_restarts, 0, "a whole number", "3")
     for name in ("prefetch_epochs", "share_dataset", "place_results"):
-        _check_bool(name, getattr(loader, name))
-    if (every := loader.snapshot_every_n_steps) is not None:
+        _check_bool(name, getattr(options, name))
+    if (every := options.snapshot_every_n_steps) is not None:
         _check_whole("snapshot_every_n_steps", every, 0, "a whole number or None", "100")
-    if loader.seed_per_sample is not None:
-        _check_bool("seed_per_sample", loader.seed_per_sample)
-        if loader.seed_per_sample and isinstance(dataset, IterableDataset):
+    if options.seed_per_sample is not None:
+        _check_bool("seed_per_sample", options.seed_per_sample)
+        if options.seed_per_sample and isinstance(dataset, IterableDataset):
             raise ValueError(
                 "seed_per_sample=True needs a map-style dataset: it seeds before dataset[index] is called, "
                 "and an iterable-style dataset is not asked for single samples"
             )
     for name in ("on_error", "dispatch", "worker_type"):
-        _check_word(name, getattr(loader, name), _WORDS[name])
-    if loader.worker_restarts and isinstance(dataset, IterableDataset):
+        _check_word(name, getattr(options, name), _WORDS[name])
+    if options.worker_restarts and isinstance(dataset, IterableDataset):
         raise ValueError(
             "worker_restarts needs a map-style dataset: only the dead worker knew how far it had come in an "
             "iterable-style one, so its batches cannot be made again"
         )
-    if loader.prefetch_epochs and not persistent_workers:
+    if options.prefetch_epochs and not persistent_workers:
         raise ValueError(
             "prefetch_epochs=True needs persistent_workers=True: other workers end with their epoch"
         )
-    _check_dispatch(loader.dispatch, dataset, num_workers)
-    _check_shard(loader.shard, dataset)
-    check_workers(loader, dataset, context)
+    _check_dispatch(options.dispatch, dataset, num_workers)
+    _check_shard(options.shard, dataset)
+    check_workers(options, dataset, context)
 
 
-def check_workers(loader: Any, dataset: object, context: object) -> None:
+def check_workers(options: Any, dataset: object, context: object) -> None:
     """Refuse arguments that worker threads do not support, and ``multiprocessing`` contexts that use threads.
 
     Raises:
         ValueError: With the argument, the reason, and what to pass instead.
     """
-    if loader.worker_type != THREAD:
+    if options.worker_type != THREAD:
         _check_context(context)
         return
-    if why_missing(Feature.THREADS) is not None:
-        raise NotImplementedError(missing_message(Feature.THREADS))
     if context is not None:
         raise ValueError(
             f"worker_type='thread' starts no processes: multiprocessing_context={context!r} "
             "means nothing with it, leave one of them out"
         )
-    if loader.worker_restarts:
+    if options.worker_restarts:
         raise ValueError(
-            f"worker_restarts={loader.worker_restarts} needs worker_type='process': a thread that hangs "
+            f"worker_restarts={options.worker_restarts} needs worker_type='process': a thread that hangs "
             "cannot be ended, and one that crashes ends the program"
         )
     if isinstance(dataset, torch_private.DATAPIPES):

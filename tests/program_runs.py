@@ -207,7 +207,7 @@ class Run:
         if made.tells and not (taken and made.sampler == "lazy told"):
             self.tell(epoch)
         log = self.log
-        errors = 0
+        errors, failed = 0, False
         stop_for_state = (
             made.resume_at[1] if self.ours and made.resume_at and made.resume_at[0] == epoch else None
         )
@@ -215,9 +215,11 @@ class Run:
             iterator = iter(self.loader)
         except Exception as error:
             log.append(error.with_traceback(None))
-            iterator = iter(())
+            iterator, failed = iter(()), True
         while taken != made.breaks.get(epoch, -1) and errors < MOST_ERRORS:
-            if taken == stop_for_state and not self.resumed:
+            # A sampler that raised is asked again after a resume, and raises again (resume.md).
+            asked_again = failed and made.sampler_raises_at is not None
+            if taken == stop_for_state and not self.resumed and not asked_again:
                 return self._go_on(epoch, taken)
             try:
                 batch = next(iterator)
@@ -225,8 +227,9 @@ class Run:
                 break
             except Exception as error:
                 log.append(error.with_traceback(None))  # whose frames hold the iterator
-                errors += 1
+                errors, failed = errors + 1, True
             else:
+                failed = False
                 if type(batch) is LeftOut:
                     continue
                 log.append(batch)

@@ -1,15 +1,17 @@
-"""Counterparts of the dispatcher in the protocol's model: memory as a byte array, workers as scripts.
+"""Counterparts of the exchange in the protocol's model: memory as a byte array, workers as scripts, a device.
 
-Nothing here waits or has a process. `Workers` notes the dispatcher's calls. When the real one would sleep, it
+Nothing here waits or has a process. `Workers` notes the exchange's calls. When the real one would sleep, it
 lets `protocol_main.Main` continue its script.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from shmloader.errors import LoaderError
 from shmloader.indices.packed_indices import pack_index_batch
 from shmloader.memory import whole_pages
+from shmloader.slots import Guard, Place
 from shmloader.wire.records import INLINE_NBYTES, SPIN_NS, MakeBatch, unpack_request
 
 WORKERS = 2
@@ -29,7 +31,7 @@ class Sleeper(Protocol):
 
 
 class _Memory:
-    """A slot's memory, with the part of `segment.Extent` that the pool uses."""
+    """A slot's memory, with the part of `segment.Extent` that the table uses."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -60,8 +62,28 @@ class Segment:
         self.memory.clear()
 
 
+class Device(Guard):
+    """The guard of a device that reads each batch when the user drops it, until the script says otherwise.
+
+    Attributes:
+        reading: The slots that it reads.
+    """
+
+    active = True
+
+    def __init__(self) -> None:
+        self.reading: set[int] = set()
+        self._ended: list[Place] = []
+
+    def pass_on(self, ended: Sequence[Place]) -> list[Place]:
+        self._ended += ended
+        done = [place for place in self._ended if place.number not in self.reading]
+        self._ended = [place for place in self._ended if place not in done]
+        return done
+
+
 class _Worker:
-    """A worker as the dispatcher sees it; its records go through `Workers`."""
+    """A worker as the exchange sees it; its records go through `Workers`."""
 
     pid = 0
     place = "pid 0"
@@ -86,7 +108,7 @@ class _Worker:
 
 
 class Workers:
-    """All workers as the dispatcher sees them. Instead of waiting, it continues the script."""
+    """All workers as the exchange sees them. Instead of waiting, it continues the script."""
 
     interrupted = False
     closed_because = ""

@@ -1,11 +1,11 @@
 """The main process in the protocol's model, driven by a script.
 
-`Scheduler`, `Dispatcher`, `SlotPool` and `Progress` are the real ones. The iterator, which uses them, is
+`Scheduler`, `Exchange`, `PlaceTable` and `Progress` are the real ones. The iterator, which uses them, is
 written here once more.
 
 The real objects cannot be copied. So a state of the main process is represented by the shortest script that
 leads to it, and made again by running that script (`MainStates`). A script may end while the main process
-sleeps in the middle of `Dispatcher.begin_epoch`.
+sleeps in the middle of `Exchange.begin_epoch`.
 """
 
 from collections import deque
@@ -13,23 +13,24 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from protocol_fakes import LONG, WORKERS, Event, Segment, Workers
+from protocol_fakes import LONG, WORKERS, Device, Event, Segment, Workers
 
 from shmloader.errors import LoaderError
-from shmloader.exchange.dispatcher import Dispatcher
+from shmloader.exchange.exchange import Exchange
 from shmloader.interrupts import Lifecycle
 from shmloader.memory import PAGE_NBYTES
 from shmloader.order.auto import Auto
 from shmloader.order.scheduler import Scheduler
 from shmloader.resume.progress import Progress
-from shmloader.slots import SlotPool, SlotState
-from shmloader.slots.task_ledger import Task, TaskState
-from shmloader.wire.records import REPORTED, Published
+from shmloader.slots import Place, PlaceState, PlaceTable
+from shmloader.slots.budget import SPARE_SLOTS
+from shmloader.wire.records import REPORTED
 
 ONE_HAND = "a slot is in one hand at a time"
 LEASE = "a leased slot is never written"
 ORDER = "batches come complete, once and, if that is asked for, in order"
 COUNT = "a state counts what the program has had, and nothing else"
+COUNTED = "the table of places counts what there is"
 PROGRESS = "something can always go on until all is done"
 ENDS = "all workers end after the main process"
 TWICE = "a batch that ended its worker twice raises"
@@ -75,8 +76,10 @@ class Setting:
             for a new epoch, which is then begun once more.
         main_dies: Whether the main process may be killed, at any moment.
         keeps: Most batches that the user keeps at a time.
+        device: Whether a device reads each batch that the user drops, for any while.
+        dynamic: Whether a free worker takes the next task, and idle ones further tasks.
         inherit: A planted bug: workers hold the writing ends of each other's task pipes.
-        dispatcher, scheduler, progress, pool, workers: The classes; subclasses of the real ones are planted
+        exchange, scheduler, progress, table, workers: The classes; subclasses of the real ones are planted
             bugs.
     """
 
@@ -93,16 +96,23 @@ class Setting:
     interrupts: bool = False
     main_dies: bool = False
     keeps: int = 3
+    device: bool = False
+    dynamic: bool = False
     inherit: bool = False
-    dispatcher: type[Dispatcher] = Dispatcher
+    exchange: type[Exchange] = Exchange
     scheduler: type[Scheduler] = Scheduler
     progress: type[Progress] = Progress
-    pool: type[SlotPool] = SlotPool
+    table: type[PlaceTable] = PlaceTable
     workers: type[Workers] = Workers
 
     @property
     def most_slots(self) -> int:
-        return WORKERS * (self.prefetch + self.grows) + 2
+        return WORKERS * (self.prefetch + self.grows) + 2 + self.ahead
+
+    @property
+    def ahead(self) -> int:
+        """Slots beyond that, for batches that free workers make ahead."""
+        return 1 if self.dynamic else 0
 
 
 def stamp(epoch: int, seq: int, part: int = 0) -> int:
@@ -110,16 +120,16 @@ def stamp(epoch: int, seq: int, part: int = 0) -> int:
     return 1 + epoch * 64 + seq * 4 + part
 
 
-class _Loader:
-    """The arguments that the scheduler reads."""
+class _Settings:
+    """The settings that the scheduler reads."""
 
-    dispatch = "static"
+    index_sampler = ()
     num_workers = WORKERS
-    prefetch_epochs = False
     timeout = 0
 
     def __init__(self, setting: Setting) -> None:
         self.prefetch_factor, self.in_order = setting.prefetch, setting.in_order
+        self.dispatch = "dynamic" if setting.dynamic else "static"
 
 
 class _Grows(Auto):
@@ -136,10 +146,10 @@ class _Grows(Auto):
 
 
 class Main:
-    """The main process: the real scheduler, dispatcher and pool, used as `SlotIterator` uses them.
+    """The main process: the real scheduler, exchange and table, used as `SlotIterator` uses them.
 
     Attributes:
-        phase: ``run``, ``resuming`` (asleep in `Dispatcher.begin_epoch`), ``interrupted`` (out of that, by
+        phase: ``run``, ``resuming`` (asleep in `Exchange.begin_epoch`), ``interrupted`` (out of that, by
             Ctrl-C), ``raised`` or ``closed``.
         held: The anchors of the batches that the user keeps, by slot.
     """
@@ -152,22 +162,24 @@ class Main:
         most_tasks = WORKERS * setting.prefetch
         # The least, where the number of tasks stays; else slots that were granted before have larger limits.
         pages = setting.most_slots * (4 if setting.grows else 1)
-        self.pool = setting.pool(self.segment, most_tasks, pages * PAGE_NBYTES)
+        self.table = setting.table(self.segment, most_tasks, pages * PAGE_NBYTES, workers=WORKERS)
+        self.device = Device()
+        if setting.device:
+            self.table.guard_with(self.device)
         self.workers = setting.workers(self)
-        self.dispatcher = setting.dispatcher(
-            self.pool, self.workers, Lifecycle(), restarts=setting.restarts, timeout_s=1.0
+        self.exchange = setting.exchange(
+            self.table, self.workers, Lifecycle(), restarts=setting.restarts, timeout_s=1.0
         )
-        self.ledger = self.dispatcher.ledger
-        self._loader = _Loader(setting)
+        self._settings: Any = _Settings(setting)
         self.auto = _Grows(WORKERS, setting.prefetch, [WORKERS, None], WORKERS) if setting.grows else None
-        self.scheduler = setting.scheduler(self._loader, (), self.dispatcher, self.auto)
+        self.scheduler = setting.scheduler(self._settings, self.exchange, self.auto)
         self.phase = "run"
         self.epoch = 0
         self.held: dict[int, np.ndarray] = {}
         self._begin_epoch()
 
     def run(self) -> None:
-        """Run the script; return at its end, even in the middle of `Dispatcher.begin_epoch`."""
+        """Run the script; return at its end, even in the middle of `Exchange.begin_epoch`."""
         try:
             while self._script:
                 self._do(self._next_op())
@@ -183,14 +195,18 @@ class Main:
     def _do(self, op: Op) -> None:
         kind = op[0]
         if kind == "drop":
+            if self.setting.device:
+                self.device.reading.add(op[1])
             del self.held[op[1]]
+        elif kind == "read":
+            self.device.reading.remove(op[1])
         elif kind == "next":
             self._return_batch(*op[1:])
         elif kind == "resume":
             self.phase = "resuming"
             self.epoch += 1
             try:
-                self.dispatcher.begin_epoch(b"settings")
+                self.exchange.begin_epoch(b"settings")
             except KeyboardInterrupt:
                 self.phase = "interrupted"
                 return
@@ -198,20 +214,23 @@ class Main:
             self._begin_epoch()
         elif kind == "close":
             self.workers.close()
-            self.pool.close()
+            self.table.close()
             self.phase = "closed"
         else:
             self._script.appendleft(op)
             try:
                 # As in the iterator: the worker that owes the next batch is the one that is silent.
-                self.dispatcher.receive(self.due_from() if kind == "timeout" else None)
+                self.exchange.receive(self.due_from() if kind == "timeout" else None)
             except KeyboardInterrupt:
                 self.progress.take_back()
                 self.progress.keep()  # the loop calls next() again
 
+        if self.phase == "run" and self.arrived() is None and (due := self.table.due()) is not None:
+            self.scheduler.note_wait(due)  # as the iterator does before it sleeps
+
     def wake(self) -> int | None:
         """The main process waits: take the next step of the script; returns the worker that wakes it up."""
-        while self._script and self._script[0][0] == "drop":
+        while self._script and self._script[0][0] in ("drop", "read"):
             self._do(self._next_op())
         if not self._script:
             raise _Paused
@@ -241,122 +260,134 @@ class Main:
         )
 
     def _return_batch(self, grows: bool) -> None:
-        task = self.ledger.next_arrived(in_order=self.setting.in_order)
-        assert task is not None
-        seq, slot = task.position, task.slot
-        if seq in self.had or (self.setting.in_order and seq != len(self.had)):
-            raise Broken(ORDER, f"batch {seq} of epoch {self.epoch} comes after {sorted(self.had)}")
-        self.had.add(seq)
-        anchor = self.dispatcher.take(task)[0]
-        leased = slot.state is SlotState.LEASED
-        self.ledger.finish(task)
+        place = self.table.next_arrived(in_order=self.setting.in_order)
+        assert place is not None
+        position, flags = place.position, place.flags
+        if position in self.had or (self.setting.in_order and position != len(self.had)):
+            raise Broken(ORDER, f"batch {position} of epoch {self.epoch} comes after {sorted(self.had)}")
+        self.had.add(position)
+        anchor = self.table.take(place)[0]
+        leased = place.state is PlaceState.LEASED
         if self.auto is not None:
             self.auto.grows = grows
         self.scheduler.send_more()
-        self.progress.take(seq)
-        if task.answer.flags & REPORTED:
+        self.progress.take(position)
+        if flags & REPORTED:
             del anchor
             self.progress.keep()
             return  # next() goes on
-        expected = [stamp(self.epoch, seq)]
-        if seq == self.setting.parts:
-            expected = [stamp(self.epoch, seq, part) for part in (1, 2)]
-        shown = [int(anchor[place]) for place in range(0, len(expected) * PAGE_NBYTES, PAGE_NBYTES)]
+        expected = [stamp(self.epoch, position)]
+        if position == self.setting.parts:
+            expected = [stamp(self.epoch, position, part) for part in (1, 2)]
+        shown = [int(anchor[begin]) for begin in range(0, len(expected) * PAGE_NBYTES, PAGE_NBYTES)]
         if shown != expected:
-            raise Broken(ORDER, f"batch {seq} of epoch {self.epoch} shows {shown} instead of {expected}")
+            raise Broken(ORDER, f"batch {position} of epoch {self.epoch} shows {shown} instead of {expected}")
+        kept = len(self.held) + len(self.device.reading)
         if leased:
-            self.held[slot.number] = anchor
-        elif len(self.held) < self.pool.base_slots - self.pool.most_tasks and seq != self.setting.parts:
-            raise Broken(COPIES, f"batch {seq} was copied, but only {sorted(self.held)} are held")
+            self.held[place.number] = anchor
+        elif kept < SPARE_SLOTS and position != self.setting.parts:
+            raise Broken(COPIES, f"batch {position} was copied, but only {sorted(self.held)} are held")
         self.progress.keep()  # the loop calls next() again
 
     def due_from(self) -> int | None:
         """The worker that the main process waits for when the timeout ends."""
         if self.phase == "resuming":
-            return self.ledger.void_of(None)[0].worker_id
-        task = self.ledger.due()
-        return None if task is None else task.worker_id
+            return next(iter(self.table.void.values())).worker_id
+        place = self.table.due()
+        return None if place is None else place.worker_id
 
     def arrived(self) -> int | None:
         """The position of the batch that ``next()`` returns or leaves out now; None if it has to wait."""
-        task = self.ledger.next_arrived(in_order=self.setting.in_order)
-        return None if task is None else task.position
+        place = self.table.next_arrived(in_order=self.setting.in_order)
+        return None if place is None else place.position
 
     def overwrite_granted(self) -> None:
-        """Overwrite the granted slots: a worker that died may have written to them."""
-        for slot in self.pool.slots:
-            if slot.state is SlotState.GRANTED and slot.number in self.segment.memory:
-                self.segment.memory[slot.number].view[:] = bytes(slot.nbytes)
+        """Overwrite the slots of places that are being made: a worker that died may have written to them."""
+        for place in self.table.places:
+            if place.state is PlaceState.MAKING and place.number in self.segment.memory:
+                self.segment.memory[place.number].view[:] = bytes(place.nbytes)
 
     def check(self) -> None:
         """The invariants that can be seen in the main process alone."""
-        pool = self.pool
-        allowed = self.setting.most_slots
-        if len(pool.slots) > allowed:
-            raise Broken(LOST, f"{len(pool.slots)} slots were made, {allowed} are allowed")
+        table, allowed = self.table, self.setting.most_slots
+        if len(table.places) > allowed:
+            raise Broken(LOST, f"{len(table.places)} slots were made, {allowed} are allowed")
+        if self.phase in RUNNING:
+            try:
+                table.check()
+            except AssertionError as error:
+                raise Broken(COUNTED, str(error)) from error
         counted = {*range(self.progress.taken), *self.progress.behind}
         if counted != self.had:
             raise Broken(COUNT, f"a state counts {sorted(counted)}, and {sorted(self.had)} are done")
         all_are_done = len(self.had) == self.setting.batches
-        if self.phase == "run" and not all_are_done and self.ledger.due() is None:
+        if self.phase == "run" and not all_are_done and table.due() is None:
             raise Broken(ORDER, f"the epoch ends after {sorted(self.had)}")
         if self.phase == "run" and all_are_done:
-            if self.ledger.arrived:
-                raise Broken(ORDER, f"tasks {sorted(self.ledger.arrived)} came again")
-            in_use = {slot.number for slot in pool.slots if slot.state is not SlotState.FREE}
-            ended = {lease.slot.number for lease in pool._released}
-            if in_use != set(self.held) | ended:
+            if table.arrived:
+                raise Broken(ORDER, f"tasks {sorted(table.arrived)} came again")
+            in_use = {place.number for place in table.places if place.state is not PlaceState.FREE}
+            ended = {lease.place.number for lease in table._released}
+            guarded = {place.number for place in self.device._ended}
+            if in_use != set(self.held) | ended | guarded:
                 raise Broken(LOST, f"slots {sorted(in_use)} are in use, {sorted(self.held)} are held")
 
     def key(self) -> tuple[Any, ...]:
         """Everything that decides the next steps of the main process."""
-        slots = [_canonical(_attributes(slot, "extent")) for slot in self.pool.slots]
         shown = [
-            self.segment.memory[slot.number].buffer[0]
-            for slot in self.pool.slots
-            if slot.state in (SlotState.PUBLISHED, SlotState.LEASED) and slot.number in self.segment.memory
+            self.segment.memory[place.number].buffer[0]
+            for place in self.table.places
+            if place.state in (PlaceState.ARRIVED, PlaceState.LEASED) and place.number in self.segment.memory
         ]
         return (
             self.phase,
             self.epoch,
             tuple(sorted(self.had)),
             tuple(sorted(self.held)),
+            tuple(sorted(self.device.reading)),
+            _canonical(self.device._ended),
             None if self.auto is None else self.auto.prefetch_factor,
             tuple(map(str, _attributes(self.progress).values())),
             self.scheduler._sent,
             self.scheduler._turns._turn,
             _canonical(_attributes(self.scheduler._growth, *_NO_STATE_OF_GROWTH)) if self.auto else (),
-            _canonical(_attributes(self.dispatcher, *_NO_STATE)),
-            _canonical(_attributes(self.ledger, "arrived", "_due")),
-            tuple(self.ledger.arrived),
-            _canonical(_attributes(self.pool, "segment", "slots", "budget", "counters")),
-            _canonical(_attributes(self.pool.budget)),
-            tuple(slots),
+            _canonical(_attributes(self.exchange, *_NO_STATE)),
+            tuple(self.table.arrived),
+            _canonical(_attributes(self.table, *_NO_STATE_OF_TABLE)),
+            _canonical(_attributes(self.table.budget)),
+            tuple(_canonical(_state_of(place)) for place in self.table.places),
             tuple(shown),
         )
 
 
-# Attributes of the dispatcher that are noted elsewhere, never change, or depend on the clock.
-_NO_STATE = (
-    "pool",
-    "workers",
-    "ledger",
-    "inspection",
-    "counters",
-    "lifecycle",
-    "_timeout_s",
-    "_wait_ns",
-)
+# Attributes that are noted elsewhere, never change, or depend on the clock.
+_NO_STATE = ("table", "workers", "counters", "lifecycle", "_timeout_s", "_wait_ns")
+_NO_STATE_OF_TABLE = ("segment", "places", "budget", "counters", "guard", "inspection", "_due")
 _NO_STATE_OF_GROWTH = (
     "_auto",
-    "_loader",
-    "_dispatcher",
+    "_exchange",
     "_workers",
     "_free_workers",
     "_counters",
     "_last",
     "_unmeasured",
 )
+_OF_A_TASK = ("seq", "epoch", "position", "worker_id", "payload", "void", "deaths", "pieces_nbytes")
+_OF_AN_ANSWER = ("header_begin", "header_end", "made_ns", "flags")
+
+
+def _state_of(place: Place) -> dict[str, Any]:
+    """The attributes of a place that mean something in its state."""
+    without = ["extent", "pieces"]
+    if place.state not in (PlaceState.MAKING, PlaceState.ARRIVED):
+        without += _OF_A_TASK
+    if place.state is not PlaceState.ARRIVED:
+        without += _OF_AN_ANSWER
+    if place.pieces is None:
+        without += ["pieces_nbytes"]
+        return _attributes(place, *without)
+    parts = tuple(place.pieces[: place.pieces_nbytes : PAGE_NBYTES].tolist())
+    return _attributes(place, *without) | {"parts": parts}
 
 
 def _attributes(thing: object, *without: str) -> dict[str, Any]:
@@ -364,26 +395,23 @@ def _attributes(thing: object, *without: str) -> dict[str, Any]:
     return {name: getattr(thing, name) for name in names if name not in without and hasattr(thing, name)}
 
 
-_PLAIN = {int, bool, str, bytes, type(None), SlotState, TaskState, Published}
+_PLAIN = {int, bool, str, bytes, type(None), PlaceState}
 
 
 def _canonical(value: Any) -> Any:
-    """A value in a form that can be compared and hashed; a slot or a lease of one is its number."""
+    """A value in a form that can be compared and hashed; a place or a lease of one is its number."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, dict):
         return tuple((_canonical(key), _canonical(item)) for key, item in value.items())
-    if isinstance(value, Task):
-        parts = [] if value.spilled is None else value.spilled[: value.spilled_nbytes]
-        return (_canonical(_attributes(value, "spilled", "payload")), tuple(parts[::PAGE_NBYTES]))
     if isinstance(value, list | tuple | deque):
         return tuple(map(_canonical, value))
     if isinstance(value, set):
         return tuple(sorted(value))
-    number = getattr(getattr(value, "slot", value), "number", None)
+    number = getattr(getattr(value, "place", value), "number", None)
     if number is None:
         raise TypeError(f"a {type(value).__name__} cannot be compared: is it state, or for _NO_STATE?")
-    return ("slot", number)
+    return ("place", number)
 
 
 class MainState(NamedTuple):
@@ -395,8 +423,9 @@ class MainState(NamedTuple):
     due_from: int | None  # the worker that the main process waits for
     arrived: int | None  # the batch that next() returns or leaves out now
     tasks_per_worker: int
-    states: tuple[SlotState, ...]
+    states: tuple[PlaceState, ...]
     held: tuple[int, ...]
+    reading: tuple[int, ...]  # slots that the device reads
 
 
 class MainStates:
@@ -425,7 +454,7 @@ class MainStates:
             main = Main(self._setting, script)
             main.run()
             main.check()
-        except AssertionError as error:  # the pool's own checks
+        except AssertionError as error:  # the table's own checks
             raise Broken(ONE_HAND, str(error)) from error
         except (LookupError, TypeError, ValueError) as error:
             raise Broken(SOUND, repr(error)) from error
@@ -440,8 +469,9 @@ class MainStates:
                     main.due_from(),
                     main.arrived(),
                     main.setting.prefetch if main.auto is None else main.auto.prefetch_factor,
-                    tuple(slot.state for slot in main.pool.slots),
+                    tuple(place.state for place in main.table.places),
                     tuple(sorted(main.held)),
+                    tuple(sorted(main.device.reading)),
                 )
             )
         return number, tuple(main.workers.events[main.last_events :])

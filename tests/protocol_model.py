@@ -1,9 +1,9 @@
 """The slot protocol as a model: every step that main process, workers, kernel and user can take.
 
-The main process runs the real code: `Scheduler`, `Turns`, `Growth`, `Dispatcher`, `Ledger`, `SlotPool`,
-`Progress`, the records. The rest is a model:
-pipes are tuples of records; workers take a task, write and publish; a kernel kills them at any moment; a user
-takes batches, keeps them, drops them late and in any order, and leaves an epoch. Each step says whether it
+The main process runs the real code: `Scheduler` and its policies, `Growth`, `Exchange` and its recovery,
+`PlaceTable`, `Progress`, the records. The rest is a model: pipes are tuples of records; workers take a task,
+write and publish; a kernel kills them at any moment; a user takes batches, keeps them, drops them late and in
+any order, and leaves an epoch; a device reads what was dropped, for any while. Each step says whether it
 breaks an invariant of the design.
 """
 
@@ -27,7 +27,7 @@ from protocol_main import (
 )
 
 from shmloader.memory import PAGE_NBYTES
-from shmloader.slots import SlotState
+from shmloader.slots import PlaceState
 from shmloader.wire.records import (
     INLINE_NBYTES,
     REPORTED,
@@ -176,7 +176,9 @@ class Model:
         main = self.mains.states[world.main]
         if task.slot in main.held:
             raise Broken(LEASE, f"{who}, whose batch the user still holds")
-        if main.states[task.slot] is not SlotState.GRANTED:
+        if task.slot in main.reading:
+            raise Broken(LEASE, f"{who}, whose batch the device still reads")
+        if main.states[task.slot] is not PlaceState.MAKING:
             raise Broken(ONE_HAND, f"{who}, which is {main.states[task.slot].value}")
         for other, process in enumerate(world.processes):
             busy = process.doing in ("write", "wait") and _task(process.task).slot == task.slot
@@ -210,6 +212,8 @@ class Model:
     def _main_steps(self, world: World, main: MainState) -> Iterator[Step]:
         for slot in main.held:
             yield f"the user drops slot {slot}", self._do(world, ("drop", slot)), False
+        for slot in main.reading:
+            yield f"the device has read slot {slot}", self._do(world, ("read", slot)), False
         if main.phase == "interrupted":
             yield "the epoch is begun again", self._do(world, ("resume",)), True
             return
@@ -307,7 +311,8 @@ class Model:
                     world = _with(world, worker_id, process._replace(tasks=(*process.tasks, record)))
                 task = unpack_request(record)
                 if type(task) is MakeBatch and task.payload_nbytes > INLINE_NBYTES:
-                    if task.slot in self.mains.states[world.main].held:
+                    main = self.mains.states[world.main]
+                    if task.slot in main.held or task.slot in main.reading:
                         raise Broken(LEASE, f"main writes an index batch to slot {task.slot}")
                     world = _fill(world, task.slot, -stamp(task.epoch, task.position) if there else 0)
         return world

@@ -111,7 +111,7 @@ class _WithoutCalls(pickle.Unpickler):
     """Unpickles structures of leaves, built-in containers and constants alone."""
 
     def find_class(self, module: str, name: str) -> Callable[..., object]:
-        """The functions by which `leaves` refers to a leaf; refuses others. See ``pickle.Unpickler``."""
+        """The functions by which `leaves` refers to a leaf, in a form for probes; refuses others."""
         if (module, name) == (operator.getitem.__module__, "getitem"):
             return _leaf_itself
         if (module, name) == (with_strides.__module__, with_strides.__name__):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import math
-import pickle
+import operator
 from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
+from pickle import PickleBuffer
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,13 +48,13 @@ class _BatchPickler(ForkingPickler):
         written: The pickle.
     """
 
-    def __init__(self, add: Add, leave_out: Callable[[pickle.PickleBuffer], None]) -> None:
+    def __init__(self, add: Add, leave_out: Callable[[PickleBuffer], None]) -> None:
         self.written = _Written()
         super().__init__(self.written, 5, True, leave_out)
         self._add = add
 
     def reducer_override(self, obj: Any) -> Any:
-        """See ``pickle.Pickler``; not called for built-in containers, numbers, strings and buffers."""
+        """Reduce an object by its handler. Not called for built-in containers, numbers, strings, buffers."""
         handler = HANDLERS.get(type(obj))
         return NotImplemented if handler is None else handler(obj, self._add)
 
@@ -62,19 +63,40 @@ _ADDED = make_placeholder()
 """Stands for the leaf that was added last: the pickler meets it before any other is added."""
 
 
+_MOST_KNOWN = 256  # headers
+
+
+class _Known(NamedTuple):
+    """A header that comes again with the same placeholders in the same container: all that it depends on.
+
+    Attributes:
+        kind: ``dict``, ``list`` or ``tuple``.
+        names: The keys of a dict, which are strings.
+        placeholders: The values.
+        header: The header.
+    """
+
+    kind: type
+    names: list[str]
+    placeholders: list[PickleBuffer]
+    header: bytes
+
+
 class Encoder:
     """Writes batches into the slots of one `SlotAllocator`; lives in the worker."""
 
     def __init__(self, allocator: SlotAllocator) -> None:
         self._allocator = allocator
-        self._outputs: dict[pickle.PickleBuffer, bytes] = {}  # rows of those that collation has made
+        self._outputs: dict[PickleBuffer, bytes] = {}  # rows of those that collation has made
         self._rows: list[bytes] = []
         # Of leaves in private memory: offset in the slot, address, length, and what keeps the memory alive.
         self._copies: list[tuple[int, int, int, object]] = []
         self._found: list[tuple[int, int]] | None = None
         self._pickler = _BatchPickler(self._add, self._leave_out)
+        self._known: dict[PickleBuffer, _Known] = {}  # by their first placeholder
+        self._repeat = True  # whether batches have consisted of placeholders alone so far
 
-    def encode(self, batch: object, found: list[tuple[int, int]] | None = None) -> Encoded:
+    def encode(self, batch: Any, found: list[tuple[int, int]] | None = None) -> Encoded:
         """Write a batch into the slot that the allocator holds.
 
         Leaves that are already in the slot stay there; collation leaves their placeholders in the batch. The
@@ -85,18 +107,42 @@ class Encoder:
             found: Takes the address and the length of each leaf, as it was when the batch was made.
         """
         pickler, outputs = self._pickler, self._allocator.rows
-        if type(batch) is pickle.PickleBuffer and batch in outputs:
+        kind: type = type(batch)
+        if kind is PickleBuffer and batch in outputs:
             return self._commit(join_header((LONE_LEAF,), (outputs[batch],)))
+        values: list[Any] = []
+        if self._repeat and kind in (dict, list, tuple):
+            values = list(batch.values() if kind is dict else batch)
+            if values and type(values[0]) is PickleBuffer:
+                known = self._known.get(values[0])
+                if known is not None and _is_same(known, kind, batch, values):
+                    return self._commit(known.header)
         self._outputs, self._found = outputs, found
         try:
             pickler.dump(with_large_bytes(batch))
-            return self._commit(join_header(pickler.written, self._rows))
+            header = join_header(pickler.written, self._rows)
+            if values and not self._copies:
+                self._learn(kind, batch, values, header)
+            return self._commit(header)
         finally:
             # The memo and the copies refer to the batch, which must be free to die now.
             pickler.clear_memo()
             self._rows.clear()
             self._copies.clear()
             pickler.written.clear()
+
+    def _learn(self, kind: type, batch: Any, values: list[Any], header: bytes) -> None:
+        """Remember the header of a container that holds nothing but outputs' placeholders."""
+        names = list(batch) if kind is dict else []
+        self._repeat = (
+            {PickleBuffer}.issuperset(map(type, values))
+            and {str}.issuperset(map(type, names))
+            and self._outputs.keys() >= set(values)
+        )
+        if self._repeat:
+            if len(self._known) >= _MOST_KNOWN:  # full of shapes that do not repeat
+                self._known.clear()
+            self._known[values[0]] = _Known(kind, names, values, header)
 
     def _add(self, kind: int, code: int, shape: Sequence[int], address: int, owner: object) -> Any:
         """Find a leaf in the slot, or give it a place there and note it for copying: see `Add`."""
@@ -111,7 +157,7 @@ class Encoder:
         self._rows.append(pack_row(kind, code, offset, shape))
         return _ADDED
 
-    def _leave_out(self, buffer: pickle.PickleBuffer) -> None:
+    def _leave_out(self, buffer: PickleBuffer) -> None:
         """Handle a buffer that the pickler leaves out: a placeholder, or one of an object's own reduction."""
         if buffer is _ADDED:
             return
@@ -140,3 +186,13 @@ class Encoder:
                 ctypes.memmove(base + offset, address, nbytes)
         view[begin:total] = header
         return Encoded(begin, total, spilled)
+
+
+def _is_same(known: _Known, kind: type, batch: Any, values: list[Any]) -> bool:
+    """Whether a batch is the container of which a header is known: the same keys and very placeholders."""
+    return (
+        kind is known.kind
+        and len(values) == len(known.placeholders)
+        and all(map(operator.is_, values, known.placeholders))
+        and (kind is not dict or (list(batch) == known.names and {str}.issuperset(map(type, batch))))
+    )

@@ -7,13 +7,11 @@ only. docs/gpu.md explains its use, and docs/decisions/0032 its design.
 from shmloader.device.copies_ahead import DeviceBatches
 from shmloader.device.driver import is_capturing
 from shmloader.device.guard import DeviceGuard
-from shmloader.device.guarded_pool import GuardedPool
 from shmloader.device.moving import capture_error, numbered, to_device
 
 __all__ = [
     "DeviceBatches",
     "DeviceGuard",
-    "GuardedPool",
     "capture_error",
     "is_capturing",
     "numbered",

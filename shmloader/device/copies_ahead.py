@@ -30,7 +30,7 @@ from shmloader.codec.layout import ALIGNMENT, DTYPES, TENSOR, Leaf, split_header
 from shmloader.device.driver import DriverError
 from shmloader.device.guard import DeviceGuard, Held
 from shmloader.device.pinned import is_pinned
-from shmloader.slots import Slot
+from shmloader.slots import Place
 
 LARGE_NBYTES = 256 << 10
 """A leaf of so many bytes is copied by itself, to memory of its own; smaller ones that lie close together
@@ -137,7 +137,7 @@ _known_structure = functools.lru_cache(_MOST_KNOWN)(structure_of)
 
 
 class DeviceBatches:
-    """Copies batches of one iterator, whose pool has the ``guard``, to the device of a number."""
+    """Copies batches of one iterator, whose table has the ``guard``, to the device of a number."""
 
     def __init__(self, guard: DeviceGuard, device: int) -> None:
         self.guard = guard
@@ -145,7 +145,7 @@ class DeviceBatches:
         self._device = device
         self._side: int | None = None
 
-    def begin(self, slot: Slot, anchor: ByteArray, header: bytes) -> Callable[[], Any] | None:
+    def begin(self, place: Place, anchor: ByteArray, header: bytes) -> Callable[[], Any] | None:
         """Queue the copies of a batch out of its leased slot.
 
         Returns:
@@ -154,7 +154,7 @@ class DeviceBatches:
             move themselves; also for a batch in memory that is not page-locked, since the driver may wait for
             the stream before it copies that.
         """
-        lease, extent = slot.lease, slot.extent
+        lease, extent = place.lease, place.extent
         if lease is None or lease() is not anchor or extent is None or not is_pinned(extent):
             return None  # if it was spilled, the slot may be another batch's by now
         structure, table = split_header(header)
@@ -183,7 +183,8 @@ class DeviceBatches:
                 self.guard.record_end(held, self._side, device)
             raise
         self.guard.record_end(held, self._side, device)
-        slot.unguarded = not plan.kept
+        if not plan.kept:
+            self.guard.let_go(place)
         kept = anchor if plan.kept else None
         return functools.partial(self._finish, plan, join, memories, held, stream, kept)
 

@@ -1,15 +1,23 @@
-"""The guard of one pool: holds slots back until the accelerator has finished all work that may read them."""
+"""The guard of one table: holds places back until the accelerator has finished what may read them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from shmloader.device import pinned
 from shmloader.device.driver import CudaDriver, DriverError, Event
-from shmloader.slots import Slot
+from shmloader.memory import Extent
+from shmloader.slots import Guard, Place
+
+MOST_WAIT_S = 1.0
+"""Time that one batch waits for slots that an accelerator reads, before it is copied to private memory."""
+
+_POLL_S = 0.0002
 
 
 @dataclass(slots=True)
@@ -23,30 +31,51 @@ class Held:
     kept: object
 
 
-class DeviceGuard:
-    """Keeps slots back that CUDA devices may still read. Main process only, one thread at a time.
+class DeviceGuard(Guard):
+    """Keeps places back that CUDA devices may still read. Main process only, one thread at a time.
 
-    When leases have ended, one event for each device in use is recorded after all work that is queued on any
-    stream; the slots wait for it. Events are done in the order in which they are recorded, since each comes
-    after all before it. While any graph is captured no event can be recorded, so slots wait until the capture
-    is over: a later event comes after the same work.
+    A program may drop a batch while a copy of it is queued on an accelerator. So when leases have ended, one
+    event for each device in use is recorded after all work that is queued on any stream; the places wait for
+    it. Events are done in the order in which they are recorded, since each comes after all before it. While
+    any graph is captured no event can be recorded, so places wait until the capture is over: a later event
+    comes after the same work.
 
     If the driver reports an error, the devices' work has failed, and the program's next call of torch raises
-    it. No slot is granted again then, and batches are copied.
+    it. No place is granted again then, and batches are copied.
     """
+
+    active = True
 
     def __init__(self, driver: CudaDriver) -> None:
         self.driver = driver
         self._pid = os.getpid()
-        self._ended: list[Slot] = []  # no event is recorded yet
-        self._waiting: deque[tuple[list[Event], list[Slot]]] = deque()
+        self._ended: list[Place] = []  # no event is recorded yet
+        self._let_go: set[Place] = set()
+        self._waiting: deque[tuple[list[Event], list[Place]]] = deque()
         self._copies: deque[Held] = deque()
         self._streams: list[tuple[int, int]] = []
         self._failed = False
 
     def admits_leases(self) -> bool:
-        """Whether batches may be read in their slots now: not while this thread captures a graph."""
+        """See `Guard`: not while this thread captures a graph."""
         return not self.driver.is_capturing()
+
+    def wait(self, is_enough: Callable[[], bool]) -> int:
+        """See `Guard`; waits `MOST_WAIT_S` at most, and not at all while this thread captures a graph."""
+        began_s = time.monotonic()
+        while self.admits_leases() and self.is_busy() and time.monotonic() - began_s < MOST_WAIT_S:
+            time.sleep(_POLL_S)
+            if is_enough():
+                break
+        return int((time.monotonic() - began_s) * 1e9)
+
+    def lock(self, extent: Extent) -> str | None:
+        """See `Guard`: page-locks it if that can be had."""
+        return pinned.pin(self.driver, extent)
+
+    def unlock(self, extent: Extent) -> None:
+        """See `Guard`."""
+        pinned.unpin(extent)
 
     def create_stream(self, device: int) -> int:
         """A stream for copies; destroyed by `close`."""
@@ -73,17 +102,32 @@ class DeviceGuard:
             raise
 
     def drop_copied(self) -> None:
-        """End the leases of batches that have been copied to a device."""
+        """See `Guard`: those of batches that have been copied to a device."""
         while self._copies and (event := self._copies[0].event) is not None and self._is_done(event):
             held = self._copies.popleft()
             held.event = held.kept = None
             self.driver.recycle(event)
 
-    def end(self, slots: Sequence[Slot]) -> None:
-        """Take over slots whose leases have ended."""
-        self._ended += slots
-        if not self._ended or self._failed:
-            return
+    def let_go(self, place: Place) -> None:
+        """Have a place free once its lease ends, since that outlives all reads by the device."""
+        self._let_go.add(place)
+
+    def pass_on(self, ended: Sequence[Place]) -> Sequence[Place]:
+        """See `Guard`: free is what all work queued before the lease's end is done with. Does not wait."""
+        free = [place for place in ended if place in self._let_go]
+        self._let_go.difference_update(free)
+        self._ended += [place for place in ended if place not in free]
+        if self._ended and not self._failed:
+            self._record()
+        while self._waiting and all(map(self._is_done, self._waiting[0][0])):
+            events, places = self._waiting.popleft()
+            free += places
+            for event in events:
+                self.driver.recycle(event)
+        return free
+
+    def _record(self) -> None:
+        """Have the places whose leases have ended wait for all that is queued now."""
         events: list[Event] = []
         try:
             if self.driver.captures_open():
@@ -99,18 +143,8 @@ class DeviceGuard:
         self._waiting.append((events, self._ended))
         self._ended = []
 
-    def done(self) -> list[Slot]:
-        """Slots that are free again: all work queued before their leases ended is done. Does not wait."""
-        free: list[Slot] = []
-        while self._waiting and all(map(self._is_done, self._waiting[0][0])):
-            events, slots = self._waiting.popleft()
-            free += slots
-            for event in events:
-                self.driver.recycle(event)
-        return free
-
     def is_busy(self) -> bool:
-        """Whether slots will become free without the program dropping a batch."""
+        """Whether places will become free without the program dropping a batch."""
         return not self._failed and bool(self._ended or self._waiting or self._copies)
 
     def _is_done(self, event: Event) -> bool:

@@ -13,28 +13,28 @@ from typing import Any
 import torch
 
 from shmloader import torch_private
-from shmloader.device import DeviceBatches, DeviceGuard, GuardedPool, to_device
+from shmloader.device import DeviceBatches, DeviceGuard, pinned, to_device
 from shmloader.device.driver import CudaDriver, is_capturing, open_driver
 from shmloader.device.moving import capture_error, is_plain, numbered
 from shmloader.device.trial import why_unusable
 from shmloader.errors import LoaderError, warn_once
-from shmloader.exchange.dispatcher import ByteArray, Dispatcher
-from shmloader.slots.task_ledger import ARRIVED, Task
-from shmloader.wire.records import FAILED, REPORTED
+from shmloader.exchange.exchange import Exchange
+from shmloader.slots import ByteArray, Place, PlaceState
+from shmloader.wire.records import REPORTED, SPILLED
 
 _tried: dict[int, str] = {}
 
 
 class Delivery:
-    """Takes the batches of one iterator out of the dispatcher, and delivers them pinned or on a device.
+    """Takes the batches of one iterator out of their places, and delivers them pinned or on a device.
 
     Slots are page-locked and guarded if possible. Otherwise batches are copied to torch's pinned memory, and
     their slots are free at once; the first such iterator warns why. With a device, the next batch is taken
-    early; its task stays in the ledger until it is returned, so that neither the sampler nor the loader's
+    early; its task counts as unreturned until it is returned, so that neither the sampler nor the loader's
     state sees a difference.
 
     Args:
-        dispatcher: The iterator's. Its pool gets its guard now. Call this after workers were forked, since it
+        exchange: The iterator's. Its table gets its guard now. Call this after workers were forked, since it
             initialises CUDA.
         pin_memory: Whether the program has asked for pinned batches.
         pin_device: The kind of device that torch's iterator pins for; None if it leaves that to torch.
@@ -42,18 +42,18 @@ class Delivery:
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, pin_memory: bool, pin_device: str | None, device: torch.device | None
+        self, exchange: Exchange, pin_memory: bool, pin_device: str | None, device: torch.device | None
     ) -> None:
-        assert isinstance(dispatcher.pool, GuardedPool)
-        self._dispatcher = dispatcher
-        self._pool = dispatcher.pool
+        self._exchange = exchange
+        self._table = exchange.table
+        self._driver: CudaDriver | None = None
         self._pin_memory = pin_memory
         self._pin_device = pin_device
         self._device = device = None if device is None else numbered(device)
         self._pins = device is None or device.type != "mps"  # which has no pinned memory, says torch
         self._is_capturing = is_capturing
         self._batches: DeviceBatches | None = None  # only if copies are begun ahead
-        self._taken: dict[int, tuple[ByteArray, bytes, Any]] = {}  # by the task's `seq`
+        self._taken: dict[int, tuple[ByteArray, bytes, Any]] = {}  # early, by `seq`
         driver = _driver_for(device)
         if isinstance(driver, str):
             warn_once(
@@ -61,7 +61,9 @@ class Delivery:
                 "memory."
             )
             return
-        guard = self._pool.guard = DeviceGuard(driver)
+        self._driver = driver
+        guard = DeviceGuard(driver)
+        self._table.guard_with(guard)
         self._is_capturing = driver.is_capturing
         if device is not None:
             self._batches = DeviceBatches(guard, device.index)
@@ -74,55 +76,58 @@ class Delivery:
         """The error for ``next()`` while `is_captured`."""
         return capture_error(self._device)
 
-    def take(self, task: Task) -> tuple[ByteArray, bytes, Any]:
+    def take(self, place: Place) -> tuple[ByteArray, bytes, Any]:
         """The memory of a batch that is due, its header, and its copy to the device if one was begun."""
-        return self._taken.pop(task.seq, None) or (*self._dispatcher.take(task), None)
+        taken = self._taken.pop(place.seq, None)
+        if taken is None:
+            return (*self._table.take(place), None)
+        self._table.finish(place.seq)
+        return taken
 
-    def begin(self, task: Task, anchor: ByteArray, header: bytes) -> Callable[[], Any] | None:
+    def begin(self, place: Place, flags: int, anchor: ByteArray, header: bytes) -> Callable[[], Any] | None:
         """Begin to copy a batch to the device, see `DeviceBatches`; None if it is not copied ahead."""
-        if self._batches is None or task.answer.flags & (FAILED | REPORTED):
+        if self._batches is None or flags & REPORTED:
             return None
-        return self._batches.begin(task.slot, anchor, header)
+        return self._batches.begin(place, anchor, header)
 
     def begin_next(self, *, in_order: bool) -> None:
         """Begin to copy the batch that will be returned next, if it is here."""
+        table = self._table
         if self._batches is None:
             return
-        ledger = self._dispatcher.ledger
-        due = ledger.due()
-        if due is not None and due.state is not ARRIVED:
-            self._dispatcher.look_at(due.worker_id)
-        task = ledger.next_arrived(in_order=in_order)
-        if task is None or task.seq in self._taken or task.answer.flags & FAILED:
+        due = table.due()
+        if due is not None and due.state is PlaceState.MAKING:
+            self._exchange.look_at(due.worker_id)
+        place = table.next_arrived(in_order=in_order)
+        if place is None or place.seq in self._taken or place.flags & (REPORTED | SPILLED):
             return
         with contextlib.suppress(Exception):  # too little memory, say: it is tried again when due
-            if not self._pool.can_lease_at_once():  # the program has its own batch to work on
+            if not table.can_lease(waits=False):  # the program has its own batch to work on
                 return
-            anchor, header = self._dispatcher.take(task)
-            self._taken[task.seq] = anchor, header, None
-            self._taken[task.seq] = anchor, header, self.begin(task, anchor, header)
+            anchor, header = table.take(place, early=True)
+            self._taken[place.seq] = anchor, header, None
+            self._taken[place.seq] = anchor, header, self.begin(place, place.flags, anchor, header)
 
     def drop(self) -> None:
         """Drop copies that are no longer due, because their epoch was left."""
-        ledger = self._dispatcher.ledger
         for seq in self._taken:
-            ledger.finish(ledger.tasks[seq])
+            self._table.finish(seq)
         self._taken.clear()
 
     def close(self) -> None:
         """Give up the batch that is copied ahead: it would keep its slot locked."""
         self._taken.clear()
 
-    def deliver(self, batch: Any, task: Task) -> Any:
+    def deliver(self, batch: Any, place: Place) -> Any:
         """Deliver a batch that was rebuilt over its slot, or over private memory if it was spilled."""
-        pinned = self._pool.is_pinned(task.slot) or not self._pins
-        if not pinned or (self._pin_memory and not is_plain(batch)):
-            # To pin ends a capture of this thread in older torch (pytorch#146924), and one of another thread
-            # in the mode "global". While a graph is captured the batch is a private copy, or private memory.
-            guard = self._pool.guard
-            if not (self._is_capturing() if guard is None else guard.driver.captures_open()):
-                self._dispatcher.counters.pin_copies += not pinned
-                batch = torch_private.pin_memory(batch, self._pin_device)  # leaves pinned tensors as they are
+        leased, extent = place.state is PlaceState.LEASED, place.extent
+        is_pinned = not self._pins or (leased and extent is not None and pinned.is_pinned(extent))
+        # To pin ends a capture of this thread in older torch (pytorch#146924), and one of another thread in
+        # the mode "global". While a graph is captured the batch is a private copy, or private memory.
+        is_captured = self._is_capturing if self._driver is None else self._driver.captures_open
+        if (not is_pinned or (self._pin_memory and not is_plain(batch))) and not is_captured():
+            self._exchange.counters.pin_copies += not is_pinned
+            batch = torch_private.pin_memory(batch, self._pin_device)  # leaves pinned tensors as they are
         return batch if self._device is None else to_device(batch, self._device)
 
 

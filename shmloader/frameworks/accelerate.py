@@ -7,7 +7,6 @@ only.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from shmloader.distributed import rank_and_ranks
 from shmloader.errors import ResumeError, warn_once
 from shmloader.frameworks.patches import Patches
 from shmloader.frameworks.states import states_are_added, warn_of_one_rank
+from shmloader.indices.epoch_prefetch import DRAW_NOTHING
 from shmloader.indices.samplers import RANKS_SHARE
 from shmloader.loader import DataLoader
 from shmloader.loading import loading_of
@@ -30,6 +30,7 @@ _UPDATE = "_update_state_dict"
 _DISPATCHER, _FETCH = "DataLoaderDispatcher", "_fetch_batches"
 _ITERATION = "_iteration"
 _IS_OURS = "is_shmloader"
+_DRAW_NOTHING = ("BatchSamplerShard", "SkipBatchSampler")
 _RANKS_SHARE = ("BatchSamplerShard", "IterableDatasetShard", "SeedableRandomSampler")
 
 
@@ -54,7 +55,8 @@ def patch_accelerate(patches: Patches) -> None:
         patches.wrap(dispatcher if name == _FETCH else adapter, name, around)
     for kind in (module.DataLoaderShard, dispatcher):
         patches.wrap(kind, "set_epoch", _set_epoch)
-    RANKS_SHARE.update(vars(module)[name] for name in _RANKS_SHARE if name in vars(module))
+    for found, names in ((RANKS_SHARE, _RANKS_SHARE), (DRAW_NOTHING, _DRAW_NOTHING)):
+        found.update(vars(module)[name] for name in names if name in vars(module))
 
 
 _TORCHS = torch.utils.data.DataLoader
@@ -109,7 +111,7 @@ class _Telling:
         value, loader = getattr(self.adapter, name), self.adapter.base_dataloader
         if name != "dataset" or not hasattr(value, "set_epoch"):
             return value
-        return SimpleNamespace(set_epoch=functools.partial(loading_of(loader).set_dataset_epoch, loader))
+        return SimpleNamespace(set_epoch=loading_of(loader).set_dataset_epoch)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.adapter, name, value)

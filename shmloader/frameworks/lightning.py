@@ -50,7 +50,7 @@ def _tell(tell: Any, loader: Any, epoch: int) -> None:
     tell(loader, epoch)
     torchs = getattr(torch.utils.data.DataLoader, GET_ITERATOR)
     if isinstance(loader, DataLoader) or getattr(type(loader), GET_ITERATOR, None) is torchs:
-        loading_of(loader).set_dataset_epoch(loader, epoch)
+        loading_of(loader).set_dataset_epoch(epoch)
 
 
 def _save(save: Any, loop: Any) -> Any:
@@ -60,7 +60,7 @@ def _save(save: Any, loop: Any) -> Any:
         if "sampler_settings" in state and isinstance(loader, torch.utils.data.DataLoader):
             if loop.epoch_loop.batch_progress.is_last_batch:
                 epoch = loop.epoch_progress.current.started
-                states[place] = loading_of(loader).states.state_after_epoch(loader, epoch)
+                states[place] = loading_of(loader).state_after_epoch(epoch)
             warn_of_one_rank(loader, states[place], "Lightning")
     return saved
 

@@ -15,7 +15,7 @@ from shmloader.distributed import rank_and_ranks
 from shmloader.errors import ResumeError, warn, warn_once
 from shmloader.loading import loading_of
 from shmloader.resume.compatibility import ONE_RANK, is_of_one_rank
-from shmloader.settings import threads_of
+from shmloader.settings import Settings, threads_of
 from shmloader.torch_fallback import check_resumable
 from shmloader.torch_private import GET_ITERATOR
 
@@ -30,7 +30,11 @@ def states_are_added() -> bool:
 def warn_of_one_rank(loader: Any, state: Mapping[str, Any], framework: str) -> None:
     """Warn once if a framework saves one rank's state for all, and it does not hold for all, or may not."""
     ranks = rank_and_ranks()[1]
-    if ranks > 1 and state and (is_of_one_rank(loader, state) or state["sampler_checksum"] is not None):
+    if (
+        ranks > 1
+        and state
+        and (is_of_one_rank(Settings.of(loader), state) or state["sampler_checksum"] is not None)
+    ):
         dataset = type(loader.dataset).__qualname__
         warn_once(f"{framework} saves one state of a loader of {dataset} for {ranks} ranks, and {ONE_RANK}.")
 
@@ -46,8 +50,8 @@ def state_dict(loader: Any) -> dict[str, Any]:
             raise ResumeError(
                 "it makes its iterator itself, or its workers are threads that pose as processes"
             )
-        check_resumable(loader)
-        return loading_of(loader).states.state(loader)
+        check_resumable(loader.dataset, loader.num_workers)
+        return loading_of(loader).state_dict()
     except ResumeError as error:
         dataset = type(loader.dataset).__qualname__
         warn(f"the state of a loader of {dataset} is empty, and cannot be resumed: {error}")

@@ -1,70 +1,71 @@
 """``prefetch_epochs``: the next epoch's first index batches, drawn while this epoch's last ones are in use.
 
 Main process only. The rule: the sampler is asked for its next epoch as soon as this epoch's last task is
-sent. The batches are the same as without it, as long as nothing but the loader uses the sampler's generator:
-samplers that draw from torch's global one are refused, and a sampler with ``set_epoch()`` gets the epoch that
-the program is expected to set. If the program sets another one, leaves the epoch early, or changes the
-dataset, the early batches are discarded and made again.
+sent. The batches are the same as without it if the order depends on nothing but a generator that the loader
+alone uses, or on the epoch that ``set_epoch()`` sets: other samplers are refused. If the program sets another
+epoch than expected, leaves the epoch early, or changes the dataset, the early batches are discarded and made
+again.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, SequentialSampler
 
 from shmloader import torch_private
-from shmloader.errors import ResumeError, warn
+from shmloader.errors import warn
 from shmloader.indices.array_samplers import index_arrays
 from shmloader.indices.samplers import (
     GeneratorStates,
     attribute_of,
     generator_states,
+    has_state,
     sampler_with_epoch,
-    sampler_with_state,
     with_inner,
 )
-from shmloader.indices.tracked_batches import copy_state, pass_over_end, state_of, track
+from shmloader.indices.tracked_batches import track
+from shmloader.settings import Settings
 
 NOTHING: Any = object()
 """Stands for a missing index batch."""
 
 _MOST_DISCARDED = 2  # epochs in a row whose early batches were discarded; after them none is begun early
-_DRAWS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+DRAW_NOTHING: set[type] = {BatchSampler, SequentialSampler, list, tuple, range}
+"""Samplers whose order is always the same, or that of their inner ones. The integrations add frameworks'."""
 
 
-def next_epoch_for(loader: Any, index_sampler: Any) -> NextEpoch | None:
-    """The `NextEpoch` of an iterator; None unless ``prefetch_epochs`` asks for it.
-
-    Warns if the loader cannot begin epochs early.
-    """
-    if not loader.prefetch_epochs:
-        return None
-    reason = _why_not(loader, index_sampler)
+def next_epoch_for(settings: Settings) -> NextEpoch | None:
+    """The `NextEpoch` of an iterator; None, with a warning, if it cannot begin epochs early."""
+    reason = _why_not(settings)
     if not reason:
-        return NextEpoch(index_sampler, loader.generator)
+        return NextEpoch(settings.index_sampler, settings.generator)
     warn(f"prefetch_epochs=True has no effect for this loader: {reason}", UserWarning)
     return None
 
 
-def _why_not(loader: Any, index_sampler: Any) -> str:
-    if not loader.in_order:
+def _why_not(settings: Settings) -> str:
+    if not settings.in_order:
         return "it needs in_order=True"
-    if isinstance(loader.dataset, (IterableDataset, *torch_private.DATAPIPES)):
+    if settings.is_iterable or isinstance(settings.dataset, torch_private.DATAPIPES):
         return "an iterable-style dataset has no index batches"
-    has_epoch = sampler_with_epoch(index_sampler) is not None
-    for sampler in with_inner(index_sampler):
+    has_epoch = sampler_with_epoch(settings.index_sampler) is not None
+    for sampler in with_inner(settings.index_sampler):
+        name, kind = f"its {type(sampler).__name__}", type(sampler)
+        has_generator = isinstance(attribute_of(sampler, "generator"), torch.Generator)
+        if has_state(sampler):
+            return f"{name} has a state_dict(), which may not be set back. Give it set_epoch() instead"
+        if has_epoch and has_generator:
+            return f"{name} has a generator, which set_epoch() may seed. Make one from the epoch in __iter__"
         if not has_epoch and callable(attribute_of(sampler, "set_epoch")):
+            return f"{name} has set_epoch(), and no number `epoch` to foresee the next by"
+        if not (has_epoch or has_generator or kind in DRAW_NOTHING):
             return (
-                f"its {type(sampler).__name__} has set_epoch(), and no number `epoch` to foresee the next by"
-            )
-        if isinstance(sampler, _DRAWS) and sampler.generator is None:
-            return (
-                f"its {type(sampler).__name__} draws from torch's global generator, from which the program "
-                "may draw as well. Pass a generator: generator=torch.Generator().manual_seed(...)"
+                f"{name} draws from torch's global generator, from which the program may draw as well, or "
+                "counts its epochs itself. Pass a generator, generator=torch.Generator().manual_seed(...), "
+                "or give it set_epoch() and the number as `epoch`"
             )
     return ""
 
@@ -80,10 +81,10 @@ class NextEpoch:
         self.before: GeneratorStates | None = None
         self._index_sampler = index_sampler
         self._generator = generator
+        self._sampler = sampler_with_epoch(index_sampler)
         self._iterator: Iterator[Any] | None = None
         self._discarded = 0  # epochs in a row
-        self._states: list[tuple[torch.Generator, torch.Tensor]] = []  # as they were before drawing early
-        self._own_state: Any = None  # likewise, of a sampler that has one
+        self._states: list[tuple[torch.Generator, torch.Tensor]] = []  # before drawing early
         self._epoch: int | None = None  # the number that the sampler was given, and ...
         self._step = 1  # ... how much larger than the one before
         self._expected: int | None = None
@@ -91,11 +92,10 @@ class NextEpoch:
     def begin_epoch(self) -> None:
         """Learn how the program counts epochs; called when one begins."""
         self.before = None
-        sampler = sampler_with_epoch(self._index_sampler)
-        if sampler is not None:
+        if self._sampler is not None:
             if self._epoch is not None:
-                self._step = sampler.epoch - self._epoch
-            self._epoch = sampler.epoch
+                self._step = self._sampler.epoch - self._epoch
+            self._epoch = self._sampler.epoch
 
     def draw(self) -> Any:
         """The next epoch's next index batch, or ``NOTHING``. This epoch's sampler must be exhausted."""
@@ -103,32 +103,19 @@ class NextEpoch:
             return NOTHING
         if self._iterator is not None:
             return next(self._iterator, NOTHING)
-        generators = [getattr(sampler, "generator", None) for sampler in with_inner(self._index_sampler)]
-        self._states = [(one, one.get_state()) for one in generators if isinstance(one, torch.Generator)]
-        if (stateful := sampler_with_state(self._index_sampler)) is not None:
-            try:
-                self._own_state = state_of(stateful)
-            except ResumeError:  # then it could not be set back
-                self._discarded = _MOST_DISCARDED
-                return NOTHING
-        sampler = sampler_with_epoch(self._index_sampler)
-        if sampler is None:
+        if self._sampler is None:
             return self._begin()
-        epoch = sampler.epoch
+        epoch = self._sampler.epoch
         self._expected = epoch + self._step
-        sampler.set_epoch(self._expected)
+        self._sampler.set_epoch(self._expected)
         try:
-            if all(torch.equal(one.get_state(), state) for one, state in self._states):
-                return self._begin()
+            return self._begin()
         finally:
-            sampler.set_epoch(epoch)
-        # It seeds a generator, from which an epoch that has begun goes on drawing.
-        self._discarded = _MOST_DISCARDED
-        for generator, state in self._states:
-            generator.set_state(state)
-        return NOTHING
+            self._sampler.set_epoch(epoch)
 
     def _begin(self) -> Any:
+        found = [attribute_of(sampler, "generator") for sampler in with_inner(self._index_sampler)]
+        self._states = [(one, one.get_state()) for one in found if isinstance(one, torch.Generator)]
         self.before = generator_states(self._index_sampler, self._generator)
         batches = index_arrays(self._index_sampler) or iter(self._index_sampler)
         self._iterator = track(self._index_sampler, batches)
@@ -139,20 +126,10 @@ class NextEpoch:
         iterator, self._iterator = self._iterator, None
         if iterator is None:
             return None
-        sampler = sampler_with_epoch(self._index_sampler)
-        if discard or (sampler is not None and sampler.epoch != self._expected):
+        if discard or (self._sampler is not None and self._sampler.epoch != self._expected):
             self._discarded += 1
-            self._set_back()
+            for generator, state in self._states:
+                generator.set_state(state)
             return None
         self._discarded = 0
         return iterator
-
-    def _set_back(self) -> None:
-        """Set the sampler back to its state before it drew for the next epoch."""
-        stateful = sampler_with_state(self._index_sampler)
-        if stateful is not None:
-            make_state = functools.partial(copy_state, self._own_state)
-            stateful.load_state_dict(make_state())
-            pass_over_end(self._index_sampler, make_state)
-        for generator, state in self._states:
-            generator.set_state(state)

@@ -11,7 +11,6 @@ import contextlib
 import io
 import marshal
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -42,35 +41,10 @@ them.
 """
 
 
-class PackedInts:
-    """Packed ints of an index batch, which a worker reads as an array or as the list that they stand for."""
-
-    __slots__ = ("_array",)
-
-    def __init__(self, array: IntArray) -> None:
-        self._array = array
-
-    def array(self) -> IntArray:
-        """The numbers as a new array."""
-        return self._array.copy()
-
-    def tolist(self) -> list[int]:
-        """The numbers as a list of ``int``."""
-        numbers: list[int] = self._array.tolist()
-        return numbers
-
-    def __len__(self) -> int:
-        return len(self._array)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.tolist())
-
-    def __repr__(self) -> str:
-        return repr(self.tolist())
-
-    def to_bytes(self) -> bytes:
-        """The bytes that `unpack_index_batch` reads."""
-        return b"".join((_ARRAY, self._array.data))
+PackedInts = memoryview
+"""Packed ints of an index batch: 64 bits each, in native byte order. A program's own memoryview cannot be
+pickled, so in a worker there is no other kind."""
+_FORMATS = "lq"  # of such ints, by the platform
 
 
 def int_array(numbers: list[Any]) -> IntArray | None:
@@ -96,7 +70,7 @@ def with_packed_ints(index_batch: Any) -> Any:
     if type(index_batch) is list and len(index_batch) >= LEAST_PACKED:
         numbers = int_array(index_batch)
         if numbers is not None:
-            return PackedInts(numbers)
+            return numbers.data
     return index_batch
 
 
@@ -107,8 +81,8 @@ def pack_index_batch(index_batch: object) -> bytes:
     """
     if type(index_batch) is list and len(index_batch) >= LEAST_PACKED:
         index_batch = with_packed_ints(index_batch)
-    if type(index_batch) is PackedInts:
-        return index_batch.to_bytes()
+    if type(index_batch) is PackedInts and index_batch.format in _FORMATS:
+        return _ARRAY + index_batch
     try:
         payload = pickle.dumps(index_batch, _PROTOCOL)
         if len(payload) <= _LONG_NBYTES:
@@ -122,9 +96,8 @@ def pack_index_batch(index_batch: object) -> bytes:
 
 def unpack_index_batch(payload: bytes, nbytes: int) -> Any:
     """Read the ``nbytes`` that `pack_index_batch` gave; other bytes may follow them."""
-    begin = len(_ARRAY)
     if payload.startswith(_ARRAY):
-        return PackedInts(np.frombuffer(payload, np.int64, (nbytes - begin) // 8, begin))
+        return memoryview(payload)[len(_ARRAY) : nbytes].cast("q")
     return pickle.loads(payload)
 
 
@@ -132,7 +105,7 @@ class _Pickler(pickle.Pickler):
     """Pickles a tensor's own items, not all of its storage; objects in shared memory by value."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """See ``pickle.Pickler``."""
+        """Reduce a tensor's own items, and an object in shared memory as a list; others as pickle does."""
         if isinstance(obj, tuple(BY_VALUE)):
             values: Any = obj
             return list, (list(values),)

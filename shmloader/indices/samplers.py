@@ -18,6 +18,8 @@ from torch.utils.data import (
 
 from shmloader.indices.compact_states import generator_at
 from shmloader.indices.sharded_sampler import ShardedSampler
+from shmloader.indices.token_batches import TokenBatchSampler
+from shmloader.settings import Settings
 
 _WITHOUT_DRAWS = (SequentialSampler, DistributedSampler, ShardedSampler)
 _TORCHS = (*_WITHOUT_DRAWS, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -31,11 +33,6 @@ RANKS_SHARE: set[type] = {DistributedSampler}
 
 The state of one rank holds for all. The integrations add those of frameworks.
 """
-
-
-def index_sampler_of(loader: Any) -> Any:
-    """The sampler that a loader draws index batches from; single indices without automatic batching."""
-    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
 def attribute_of(one: Any, name: str) -> Any:
@@ -69,11 +66,13 @@ def sampler_with_epoch(index_sampler: Any) -> Any:
     return None
 
 
-def sharded_sampler(index_sampler: Any) -> ShardedSampler | None:
-    """The `ShardedSampler` whose batches are of known size, in its order; or None."""
+def sharded_sampler(index_sampler: Any) -> ShardedSampler | TokenBatchSampler | None:
+    """The sampler that divides a global order, if a number of batches tells its place in that; or None."""
     inner = sampler_of_indices(index_sampler)
-    in_its_order = isinstance(inner, ShardedSampler) and type(inner).__iter__ is ShardedSampler.__iter__
-    return inner if in_its_order else None
+    for kind in (ShardedSampler, TokenBatchSampler):
+        if isinstance(inner, kind) and type(inner).__iter__ is kind.__iter__:
+            return inner
+    return None
 
 
 def has_state(one: Any) -> bool:
@@ -106,9 +105,9 @@ def is_torchs(index_sampler: Any) -> bool:
     return type(sampler_of_indices(index_sampler)) in _TORCHS
 
 
-def ranks_share(loader: Any) -> bool:
+def ranks_share(settings: Settings) -> bool:
     """Whether a loader gives each rank its part of an order that is the same on all ranks."""
-    return any(type(one) in RANKS_SHARE for one in (loader.dataset, *with_inner(index_sampler_of(loader))))
+    return any(type(one) in RANKS_SHARE for one in (settings.dataset, *with_inner(settings.index_sampler)))
 
 
 def repeats_its_order(index_sampler: Any) -> bool:

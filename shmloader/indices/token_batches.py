@@ -99,7 +99,8 @@ class TokenBatchSampler(Sampler[list[int]]):
         self.uneven: Uneven = uneven
         self.epoch = 0
         self._planned: tuple[int, Plan] | None = None  # an epoch's number, and its plan
-        self._consumed = self._loaded = 0  # batches of all ranks: in this iteration; before the next one
+        # Batches consumed by all ranks, and those of each: before this iteration, and before the next one.
+        self._begin = self._loaded = (0, 0)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose batches the next iteration gives."""
@@ -113,28 +114,40 @@ class TokenBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Number of batches of this rank in the present epoch; after a loaded state, those that are left."""
-        left = len(self.plan().ends) - self._loaded
+        return self._batches_after(self._loaded[0])
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._begin, self._loaded = self._loaded, (0, 0)
+        plan, begin = self.plan(), self._begin[0]
+        total = len(plan.ends)
+        check_even(total - begin, self.num_replicas, self.uneven, "batches")
+        for number in range(self._batches_after(begin)):
+            yield plan.batch((begin + number * self.num_replicas + self.rank) % total)
+
+    def _batches_after(self, consumed: int) -> int:
+        left = len(self.plan().ends) - consumed
         if self.uneven == "exact":
             return len(range(self.rank, left, self.num_replicas))
         return left // self.num_replicas + (self.uneven == "pad" and left % self.num_replicas > 0)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        plan, begin, ranks = self.plan(), self._loaded, self.num_replicas
-        total = len(plan.ends)
-        check_even(total - begin, ranks, self.uneven, "batches")
-        length, self._consumed, self._loaded = len(self), begin, 0
-        for number in range(length):
-            self._consumed = min(begin + (number + 1) * ranks, total)
-            yield plan.batch((begin + number * ranks + self.rank) % total)
+    def state_after(self, batches: int, batch_size: int | None = None) -> dict[str, int]:
+        """The state after a number of batches of the present epoch, in constant time.
 
-    def state_dict(self) -> dict[str, int]:
-        """The state behind the last batch that was taken: the epoch, and the batches of all ranks in it."""
-        return {"epoch": self.epoch, "consumed": self._consumed}
+        Args:
+            batches: Batches that each rank has had, those before a resumed state included.
+            batch_size: Not used; a `ShardedSampler` needs it.
+        """
+        consumed, before = self._begin if batches >= self._begin[1] else (0, 0)
+        consumed += (batches - before) * self.num_replicas
+        return {"consumed": min(consumed, len(self.plan().ends)), "batches": batches}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Make the next iteration continue in its epoch from a state of any rank, of any number of ranks."""
-        self.epoch, self._loaded = int(state_dict["epoch"]), int(state_dict["consumed"])
-        self._consumed = self._loaded
+        """Make the next iteration continue in its epoch from a state of any rank, of any number of ranks.
+
+        Args:
+            state_dict: As `state_after` has returned it.
+        """
+        self._begin = self._loaded = int(state_dict["consumed"]), int(state_dict["batches"])
 
     def _make_plan(self) -> Plan:
         random = np.random.default_rng((self.seed, self.epoch)) if self.shuffle else None

@@ -17,7 +17,7 @@ import torch
 
 from shmloader.errors import ResumeError
 from shmloader.failures.exceptions import forget_frames
-from shmloader.indices.packed_indices import PackedInts, pack_index_batch, with_packed_ints
+from shmloader.indices.packed_indices import pack_index_batch, with_packed_ints
 from shmloader.indices.samplers import (
     repeats_its_order,
     sampler_of_indices,
@@ -37,10 +37,12 @@ _LOOKS = 64  # first batches of a resumed epoch that are checked: a sampler may 
 _log = logging.getLogger("shmloader")
 
 
-def track(index_sampler: Any, iterator: Iterator[Any]) -> Iterator[Any]:
+def track(index_sampler: Any, iterator: Iterator[Any], *, resumed: bool = False) -> Iterator[Any]:
     """The same iterator, or `TrackedBatches` of it if the number of batches alone is not enough to resume."""
     known = isinstance(iterator, TrackedBatches) or repeats_its_order(index_sampler)
-    return iterator if known or sharded_sampler(index_sampler) else TrackedBatches(index_sampler, iterator)
+    if known or sharded_sampler(index_sampler):
+        return iterator
+    return TrackedBatches(index_sampler, iterator, resumed=resumed)
 
 
 class TrackedBatches(Iterator[Any]):
@@ -49,20 +51,20 @@ class TrackedBatches(Iterator[Any]):
     If the sampler's own state at that batch was loaded, pass it as ``state``: some samplers return it only
     once they are iterated over.
 
-    Attributes:
-        taken: Returns how many of them the program has had; what is known of earlier ones is dropped.
-        resumed: Whether to raise if the sampler draws from a global generator batch by batch.
-        reads_each: Returns whether to read the sampler's state after each batch; else before and after the
-            first one: with that, some samplers draw a seed, and with their last one they may begin anew.
-        looks: First batches that are checked otherwise; `checksum` then warns of such a sampler.
+    In a ``resumed`` epoch it is an error if the sampler draws from a global generator batch by batch.
     """
 
     def __init__(
-        self, index_sampler: Any, iterator: Iterator[Any], begin: int = 0, state: Any = None
+        self,
+        index_sampler: Any,
+        iterator: Iterator[Any],
+        begin: int = 0,
+        state: Any = None,
+        *,
+        resumed: bool = False,
     ) -> None:
-        self.taken: Callable[[], int] = lambda: begin
-        self.reads_each: Callable[[], bool] = lambda: False
-        self.resumed, self.looks, self._told = False, 0, False
+        self.follow(lambda: begin)
+        self._resumed, self._told = resumed, False
         self._name = type(sampler_of_indices(index_sampler)).__name__
         self._iterator = iterator
         self._stateful = stateful = sampler_with_state(index_sampler)
@@ -78,10 +80,24 @@ class TrackedBatches(Iterator[Any]):
         # After each number of batches: when the sampler's state was read, it or its error; the checksum.
         self._after: dict[int, tuple[int, Any, int]] = {begin: (begin, state, 0)}
 
+    def follow(
+        self, taken: Callable[[], int], reads_each: Callable[[], bool] = lambda: False, looks: int = 0
+    ) -> None:
+        """Follow the program.
+
+        Args:
+            taken: Returns how many batches it has had; what is known of earlier ones is dropped.
+            reads_each: Returns whether to read the sampler's state after each batch; else before and after
+                the first one: with that, some samplers draw a seed, and with their last one they may begin
+                anew.
+            looks: First batches that are checked in an epoch that is not resumed; `checksum` then warns.
+        """
+        self._taken, self._reads_each, self._looks = taken, reads_each, looks
+
     def __next__(self) -> Any:
         stateful, drawn = self._stateful, self._drawn
         # Not for each batch, since the check takes longer than a small one.
-        looks = drawn < _LOOKS or not drawn & (drawn - 1) if self.resumed else drawn <= self.looks
+        looks = drawn < _LOOKS or not drawn & (drawn - 1) if self._resumed else drawn <= self._looks
         states = _global_states() if looks and drawn and stateful is None else None
         try:
             index_batch = next(self._iterator)
@@ -94,18 +110,18 @@ class TrackedBatches(Iterator[Any]):
                 "batch by batch, among what the program draws, so it cannot come to the same place again. "
                 f"{ADVICE}"
             )
-            if self.resumed:
+            if self._resumed:
                 raise ResumeError(self._warning)
         self._drawn = drawn = drawn + 1
         index_batch = with_packed_ints(index_batch)  # they are needed packed anyway
         self._checksum = _add(self._checksum, index_batch)
         latest = self._first
-        if stateful is not None and (drawn == 1 or self.reads_each()):
-            latest = drawn, _state_or_error(stateful)
+        if stateful is not None and (drawn == 1 or self._reads_each()):
+            latest = drawn, _state_or_error(stateful, self._after[drawn - 1][1])
             if drawn == 1:
                 self._first, self._checksum = latest, 0
         self._after[drawn] = *latest, self._checksum
-        while self._oldest < min(self.taken(), self._drawn) - 1:
+        while self._oldest < min(self._taken(), self._drawn) - 1:
             self._after.pop(self._oldest, None)
             self._oldest += 1
         return index_batch
@@ -142,14 +158,14 @@ class TrackedBatches(Iterator[Any]):
         return self._after[taken][2]
 
 
-def state_of(sampler: Any) -> Any:
-    """A copy of a sampler's own state.
+def state_of(sampler: Any, before: Any = None) -> Any:
+    """A copy of a sampler's own state; it shares what has not changed with a copy from before.
 
     Raises:
         ResumeError: If it cannot be had.
     """
     try:
-        return copy_state(sampler.state_dict())
+        return _copy(sampler.state_dict(), before)
     except Exception as error:
         name = type(sampler).__name__
         raise ResumeError(f"the state_dict() of {name} cannot be called or copied: {error!r:.500}") from error
@@ -165,22 +181,34 @@ def pass_over_end(index_sampler: Any, make_state: Callable[[], Any]) -> None:
         sampler_with_state(index_sampler).load_state_dict(make_state())
 
 
-def _state_or_error(sampler: Any) -> Any:
+def _state_or_error(sampler: Any, before: Any = None) -> Any:
     """A sampler's state, or the error to raise if it is asked for: a program may never want it."""
     try:
-        return state_of(sampler)
+        return state_of(sampler, before)
     except ResumeError as error:
         forget_frames(error)  # they hold the iterator, whose workers are to end with it
         return error
 
 
-def copy_state(state: Any) -> Any:
-    """A copy of what a ``state_dict()`` has returned."""
+def _copy(state: Any, before: Any) -> Any:
+    """A copy of what a ``state_dict()`` has returned; tensors are compared with those of the copy before."""
     if type(state) is dict:
-        return {name: copy_state(value) for name, value in state.items()}
+        before = before if type(before) is dict else {}
+        return {name: _copy(value, before.get(name)) for name, value in state.items()}
+    if type(state) is torch.Tensor and _same(state, before):
+        return before
     if type(state) is list and _PLAIN.issuperset(map(type, state)):
         return state.copy()  # in a sixth of the time: an order of all indices may be in it
     return copy.deepcopy(state)
+
+
+def _same(tensor: torch.Tensor, before: Any) -> bool:
+    """Whether a tensor is, byte for byte, one that was copied before: in less time than a copy takes."""
+    if type(before) is not torch.Tensor or tensor.requires_grad or tensor.is_complex() or not tensor.dim():
+        return False
+    plain = tensor.layout is torch.strided and tensor.is_contiguous()
+    alike = (tensor.dtype, tensor.shape, tensor.device) == (before.dtype, before.shape, before.device)
+    return plain and alike and torch.equal(tensor.view(torch.uint8), before.view(torch.uint8))
 
 
 def _global_states() -> tuple[Any, ...]:
@@ -189,8 +217,6 @@ def _global_states() -> tuple[Any, ...]:
 
 
 def _add(checksum: int, index_batch: Any) -> int:
-    if type(index_batch) is PackedInts:
-        return zlib.crc32(index_batch.to_bytes(), checksum)
     try:
         payload = pack_index_batch(index_batch)
     except Exception:  # noqa: BLE001 - without workers, indices may be anything

@@ -1,9 +1,8 @@
 """``num_workers="auto"`` and ``prefetch_factor="auto"``: the rule, and its execution. Main process.
 
-Workers are added while the program waits for them and they are busy; batches in advance are added while the
-program waits although workers have time. Nothing is ever taken back, and after `MOST_BATCHES` batches nothing
-is added any more. All of it happens inside ``next()``, which starts one worker at most. A new worker gets
-tasks once it has reported that it is ready, so no batch waits for its start.
+The loader measures some 20 batches, decides, measures what that gave, and may decide once more. Nothing is
+ever taken back. All of it happens inside ``next()``, which starts one worker at most. A new worker gets tasks
+once it has reported that it is ready, so no batch waits for its start.
 """
 
 from __future__ import annotations
@@ -14,14 +13,15 @@ import math
 import os
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 
 from shmloader.errors import LoaderClosed
-from shmloader.exchange.dispatcher import Dispatcher
+from shmloader.exchange.exchange import Exchange
 from shmloader.memory.limits import cores, memory_headroom
-from shmloader.order.dynamic_dispatch import FreeWorkers
+from shmloader.order.policies import FreeWorkers
 from shmloader.settings import AutoCount
 from shmloader.statistics import AutotuneReport
 
@@ -30,28 +30,23 @@ MOST_BATCHES = 200
 """Batches after which the choice is settled."""
 MOST_PREFETCH = 16
 """Most batches in advance per worker."""
-
-# A decision needs so many batches, and so many seconds: the times of quicker batches show how the system
-# switches between processes. With batches under half a millisecond no decision comes within `MOST_BATCHES`.
-_PERIOD = 20
-_PERIOD_S = 0.1
+_PERIOD, _PERIOD_S = 20, 0.1  # batches and seconds of a decision: quicker ones show the system's switching
 _KEEPS_UP = 0.03  # a program that waits for a smaller share of its time has enough workers
 _BUSY = 0.25  # workers that wait for a smaller share of their time are busy
 _SPARE = 1.1  # workers are planned for a program that is so much faster than measured
-_HELPS = 0.5  # workers that bring a smaller share of the expected gain are the last step
-_MOST_REFUSALS = 8  # batches returned, beyond those on their way, until it is clear that no room is made
+_CROWDED = 1.5  # workers that need so many times as long for a batch as fewer did hinder each other
 
 
 class Auto:
-    """Decides for one loader, over all its epochs, until it has settled. Arithmetic only.
+    """Decides for one loader, over all its epochs. Arithmetic only.
 
     Attributes:
         num_workers: Workers that are wanted.
         prefetch_factor: Batches in advance per worker that are wanted.
         given: The program's numbers of both, which are not changed; None for a number that is chosen.
         most_workers: Most workers there may be.
-        batches: Batches returned until it settled.
-        settled: Whether nothing is added any more.
+        batches: Batches returned until the choice was in effect.
+        settled: Whether no more will be wanted.
     """
 
     def __init__(
@@ -62,21 +57,27 @@ class Auto:
         self.num_workers = min(num_workers, self.most_workers)
         self.prefetch_factor = prefetch_factor
         self.batches = 0
+        self.settled = False
         self._most_prefetch = prefetch_factor if given[1] is not None else max(prefetch_factor, MOST_PREFETCH)
-        self._why = self._figures = ""
-        self._rate_wanted = 0.0  # batches per second expected of the last step
+        self._why = "batches were too quick, or epochs too short, to measure"
+        self._loader: Callable[[], Any] = lambda: None
+        self._worker_s = 0.0  # that a batch took a worker when the first decision was made
         self._period: list[tuple[float, float, float]] = []
-        self._look_at_bounds()
 
-    def _look_at_bounds(self) -> None:
-        self.settled = (self.num_workers, self.prefetch_factor) == (self.most_workers, self._most_prefetch)
-        if self.given[0] is None and self.num_workers == self.most_workers:
-            self._why = f"one worker for each of {self.most_workers} usable cores"
+    def show_in(self, loader: Any) -> None:
+        """Show the choice, from now on, in a loader's attributes; the loader is not kept alive."""
+        self._loader = weakref.ref(loader)
+        self.show()
+
+    def show(self) -> None:
+        """Write the choice to the loader's attributes, unless the program has set plain numbers."""
+        for name in ("num_workers", "prefetch_factor"):
+            if isinstance(getattr(loader := self._loader(), name, None), AutoCount):
+                setattr(loader, name, AutoCount(getattr(self, name)))
 
     def report(self) -> AutotuneReport:
         """The choice and its reasons, for `LoaderStatistics`."""
-        figures = self._figures or "batches were too quick, or epochs too short, to measure"
-        why = "; ".join(filter(None, ["" if self.settled else "still measuring", self._why, figures]))
+        why = self._why if self.settled else f"still measuring; {self._why}"
         return AutotuneReport(self.num_workers, self.prefetch_factor, self.settled, self.batches, why)
 
     def note(self, measured: tuple[float, float, float] | None) -> None:
@@ -87,47 +88,44 @@ class Auto:
                 waiting in ``next()``; of waiting for tasks, summed over the workers. None if they do not
                 belong to the present choice.
         """
-        if self.settled:
-            return
-        self.batches += 1
-        if measured is not None:
+        self.batches = min(self.batches + 1, MOST_BATCHES)
+        if measured is not None and not self.settled:
             self._period.append(measured)
-            if len(self._period) >= _PERIOD:
-                self._decide(*map(sum, zip(*self._period, strict=True)))
-        self.settled |= self.batches >= MOST_BATCHES
+            if len(self._period) >= _PERIOD and sum(own + wait for own, wait, _ in self._period) >= _PERIOD_S:
+                self._decide()
+        self.settled |= self.batches == MOST_BATCHES
 
     def settle(self, num_workers: int, prefetch_factor: int, why: str) -> None:
-        """Settle on a choice, because more is not possible or does not help."""
+        """Settle on a choice, because more is not possible."""
         self.num_workers, self.prefetch_factor = num_workers, prefetch_factor
-        self.settled, self._why = True, why
+        self.settled, self._why = True, f"{why}; {self._why}"
 
-    def _decide(self, own_s: float, wait_s: float, idle_s: float) -> None:
-        batches, workers, own_s = len(self._period), self.num_workers, max(own_s, 1e-9)
-        total_s = own_s + wait_s
-        if total_s < _PERIOD_S:
-            return
+    def _decide(self) -> None:
+        workers, is_second = self.num_workers, self._worker_s > 0
+        owns, waits, idles = zip(*self._period, strict=True)
+        own_s, wait_s, idle_s = (max(sum(each) / len(each), 1e-9) for each in (owns, waits, idles))
         self._period.clear()
-        busy_s = max(workers * total_s - idle_s, 0.0)
-        self._figures = (
-            f"a batch takes a worker {1e3 * busy_s / batches:.3g} ms and the program "
-            f"{1e3 * own_s / batches:.3g} ms"
-        )
-        rate, rate_wanted, self._rate_wanted = batches / total_s, self._rate_wanted, 0.0
-        if rate < rate_wanted:
-            self.settle(workers, self.prefetch_factor, f"no faster with {workers} workers than with fewer")
-        elif wait_s <= _KEEPS_UP * total_s:
-            self._why = "the workers keep up with the program"
+        total_s = own_s + wait_s
+        worker_s, before_s = max(workers * total_s - idle_s, 1e-9), self._worker_s or math.inf
+        self._worker_s = worker_s
+        if wait_s <= _KEEPS_UP * total_s:
+            why = "the workers keep up with the program"
         elif idle_s > _BUSY * workers * total_s:
-            self._why = "the program waited although workers had time"
-            self.prefetch_factor = min(2 * self.prefetch_factor, self._most_prefetch)
-        elif workers < self.most_workers:
-            self._why = f"the program waited for {workers} busy worker(s)"
-            needed = math.ceil(min(_SPARE * busy_s / own_s, self.most_workers))
-            self.num_workers = max(workers + 1, needed)
-            expected = min(self.num_workers / workers, total_s / own_s)
-            self._rate_wanted = rate * (1 + _HELPS * (expected - 1))
-        if not self.settled:
-            self._look_at_bounds()
+            why = "the program waited although workers had time"
+            in_longest_wait = math.ceil(max(waits) / total_s / workers)
+            self.prefetch_factor = min(self.prefetch_factor + in_longest_wait, self._most_prefetch)
+        elif worker_s > _CROWDED * before_s:
+            why = f"with {workers} workers each takes longer for a batch"
+        else:
+            why = f"the program waited for {workers} busy worker(s)"
+            needed = math.ceil(min(_SPARE * worker_s / own_s, self.most_workers))
+            self.num_workers = min(max(workers + 1, needed), self.most_workers)
+        if self.given[0] is None and self.num_workers == self.most_workers:
+            why = f"one worker for each of {self.most_workers} usable cores"
+        figures = f"a batch takes a worker {1e3 * worker_s:.3g} ms and the program {1e3 * own_s:.3g} ms"
+        self._why = f"{why}; {figures}"
+        at_bounds = (self.num_workers, self.prefetch_factor) == (self.most_workers, self._most_prefetch)
+        self.settled = is_second or at_bounds
 
 
 def auto_for(loader: Any, before: Auto | None) -> Auto | None:
@@ -136,11 +134,10 @@ def auto_for(loader: Any, before: Auto | None) -> Auto | None:
     given = [None if isinstance(number, AutoCount) else number for number in (workers, prefetch)]
     if None not in given:
         return None
-    auto = before
-    if auto is None or auto.given != given:
-        auto = Auto(max(1, int(workers)), int(prefetch), given, _most_workers())
-    _show(loader, auto)
-    return auto
+    if before is None or before.given != given:
+        before = Auto(max(1, int(workers)), int(prefetch), given, _most_workers())
+    before.show_in(loader)
+    return before
 
 
 def _most_workers() -> int:
@@ -151,31 +148,20 @@ def _most_workers() -> int:
     return max(1, found.usable // max(1, shared))
 
 
-def _show(loader: Any, auto: Auto) -> None:
-    """Write the choice to the loader's attributes, unless the program has set plain numbers."""
-    for name in ("num_workers", "prefetch_factor"):
-        if isinstance(getattr(loader, name), AutoCount):
-            setattr(loader, name, AutoCount(getattr(auto, name)))
-
-
 class Growth:
     """Measures one iterator, and gives it the workers and slots that `Auto` wants.
 
-    The choice is written to the loader's attributes; the loader is not kept alive. ``free_workers`` is None
-    if no workers are added.
+    ``free_workers`` is None if no workers are added.
     """
 
     def __init__(
-        self, auto: Auto, loader: Any, dispatcher: Dispatcher, free_workers: FreeWorkers | None
+        self, auto: Auto, num_workers: int, exchange: Exchange, free_workers: FreeWorkers | None
     ) -> None:
         self._auto = auto
-        self._loader = weakref.ref(loader)
-        self._dispatcher = dispatcher
-        self._workers = dispatcher.workers
+        self._exchange = exchange
+        self._workers = exchange.workers
         self._free_workers = free_workers
-        self._counters = dispatcher.counters
-        self._serving = (int(loader.num_workers), auto.prefetch_factor)
-        self._refusals = 0
+        self._serving = num_workers, auto.prefetch_factor
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
@@ -185,66 +171,63 @@ class Growth:
 
     def note_return(self) -> None:
         """Measure the batch that was returned, and add what is wanted."""
-        auto = self._auto
-        in_effect = (auto.num_workers, auto.prefetch_factor) == self._serving
+        auto, serving = self._auto, self._serving
+        in_effect = serving == (auto.num_workers, auto.prefetch_factor)
         if auto.settled and in_effect:
             return
         before, self._last = self._last, self._clocks()
         elapsed_s, wait_s, idle_s = ((now - then) / 1e9 for now, then in zip(self._last, before, strict=True))
         measured = in_effect and not self._unmeasured
-        auto.note((max(0.0, elapsed_s - wait_s), wait_s, idle_s) if measured else None)
         self._unmeasured = max(0, self._unmeasured - 1)
-        self._add()
-        self._last = self._clocks()
+        auto.note((max(0.0, elapsed_s - wait_s), wait_s, idle_s) if measured else None)
+        if serving != (auto.num_workers, auto.prefetch_factor):
+            self._add()
+            self._last = self._clocks()
 
     def _clocks(self) -> tuple[int, int, int]:
-        counters = self._counters
+        counters = self._exchange.counters
         return time.perf_counter_ns(), counters.wait_for_workers_ns, counters.workers_wait_for_slots_ns
 
     def _add(self) -> None:
-        """Add as many wanted workers and slots as possible now."""
-        auto, free_workers = self._auto, self._free_workers
-        there = auto.num_workers
+        """Start a wanted worker, and give tasks to one more that is ready, if that is possible now."""
+        auto, free_workers, (workers, prefetch) = self._auto, self._free_workers, self._serving
+        ready = workers
         if free_workers is not None:
-            self._add_worker()
-            self._dispatcher.look_for_joining()
-            there = min(auto.num_workers, len(self._workers.workers), *self._dispatcher.joining)
-        serving, pool = (there, auto.prefetch_factor), self._dispatcher.pool
+            if len(self._workers.workers) < auto.num_workers:
+                self._start_worker()
+            self._exchange.look_for_joining()
+            ready = min(auto.num_workers, len(self._workers.workers), *self._exchange.joining)
+        # One more at a time: then as many are had as the memory has room for.
+        serving = min(ready, workers + 1), min(auto.prefetch_factor, prefetch + 1)
         if serving != self._serving:
-            if pool.resize(serving[0] * serving[1]):
-                self._serving, self._refusals = serving, 0
+            if self._exchange.table.resize(serving[0] * serving[1]):
+                self._serving = serving
                 if free_workers is not None:
                     free_workers.serve(*serving)
                 self.begin_epoch()
-            elif self._refusals < pool.most_tasks + _MOST_REFUSALS:
-                self._refusals += 1
-            else:
-                auto.settle(*self._serving, "no more batches fit in the memory budget")
-        loader = self._loader()
-        if loader is not None:
-            _show(loader, auto)
+            elif auto.batches >= MOST_BATCHES:
+                auto.settle(workers, prefetch, "no more batches fit in the memory budget")
+        auto.show()
 
-    def _add_worker(self) -> None:
-        """Start a worker, if one is missing and the host has room for it."""
-        auto, workers = self._auto, self._workers
+    def _start_worker(self) -> None:
+        """Start one more worker, if the host has room for it."""
+        workers, worker, why_not = self._workers, None, "no more workers fit in the memory"
         there = len(workers.workers)
-        if there >= auto.num_workers:
-            return
         try:
-            if not self._has_memory_for_one_more():
-                auto.settle(there, auto.prefetch_factor, "no more workers fit in the memory")
-                return
-            worker = workers.add()
+            if self._has_memory_for_one_more():
+                worker = workers.add()
         except Exception as error:  # whatever it is, the other workers continue
             if workers.interrupted:
                 raise
             _log.warning("shmloader could not start one more worker: %s", repr(error))
-            auto.settle(there, auto.prefetch_factor, "no more workers could be started")
-            return
-        if workers.interrupted:  # closed meanwhile, by a thread that has not seen this worker
+            why_not = "no more workers could be started"
+        if worker is None:
+            self._auto.settle(there, self._auto.prefetch_factor, why_not)
+        elif workers.interrupted:  # closed meanwhile, by a thread that has not seen this worker
             workers.close()
             raise LoaderClosed("the loader was closed while a worker was being started")
-        self._dispatcher.welcome(worker)
+        else:
+            self._exchange.welcome(worker)
 
     def _has_memory_for_one_more(self) -> bool:
         """Whether the host has memory for one more worker process, if it takes as much as the largest."""

@@ -11,14 +11,13 @@ from typing import Any
 
 from torch.utils.data import RandomSampler
 
-from shmloader.exchange.dispatcher import Dispatcher
-from shmloader.indices.epoch_prefetch import NOTHING, next_epoch_for
+from shmloader.exchange.exchange import Exchange
+from shmloader.indices.epoch_prefetch import NOTHING, NextEpoch
 from shmloader.indices.samplers import GeneratorStates, sampler_of_indices
 from shmloader.order.auto import Auto, Growth
-from shmloader.order.dynamic_dispatch import FreeWorkers
-from shmloader.order.static_dispatch import Turns
-from shmloader.settings import is_dynamic
-from shmloader.slots.task_ledger import Task
+from shmloader.order.policies import FreeWorkers, Turns
+from shmloader.settings import DYNAMIC, Settings
+from shmloader.slots import Place
 
 
 class Scheduler:
@@ -28,29 +27,31 @@ class Scheduler:
         free_workers: The policy of dynamic dispatch; None with static dispatch.
     """
 
-    def __init__(self, loader: Any, index_sampler: Any, dispatcher: Dispatcher, auto: Auto | None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        exchange: Exchange,
+        auto: Auto | None,
+        next_epoch: NextEpoch | None = None,
+    ) -> None:
         self.free_workers: FreeWorkers | None = None
-        self._dispatcher = dispatcher
-        self._ledger = ledger = dispatcher.ledger
-        self._pool = dispatcher.pool
-        self._budget = dispatcher.pool.budget
-        self._counters = dispatcher.counters
+        self._exchange = exchange
+        self._table = table = exchange.table
+        self._counters = exchange.counters
         # It draws once more at its end. The time of that draw must not depend on how far workers ran ahead.
-        is_random = type(sampler_of_indices(index_sampler)) is RandomSampler
-        self._random_sampler = index_sampler if is_random else None
+        is_random = type(sampler_of_indices(settings.index_sampler)) is RandomSampler
+        self._random_sampler = settings.index_sampler if is_random else None
         self._length = -1  # index batches of such a sampler
-        self._next_epoch = next_epoch_for(loader, index_sampler)
+        self._next_epoch = next_epoch
         self._sampler_iter: Iterator[Any] = iter(())
         self._sent = 0  # index batches of this epoch that were sent, or are not to be
         self._sent_early = 0  # tasks of the next epoch
-        num_workers, prefetch_factor = int(loader.num_workers), int(loader.prefetch_factor)
-        self._turns = Turns(ledger, self._pool, num_workers, in_order=loader.in_order)
-        if is_dynamic(loader):
-            self.free_workers = FreeWorkers(ledger, self._pool, num_workers, prefetch_factor, loader.timeout)
+        num_workers = settings.num_workers
+        self._turns = Turns(table, num_workers, in_order=settings.in_order)
+        if settings.dispatch == DYNAMIC:
+            self.free_workers = FreeWorkers(table, num_workers, settings.prefetch_factor, settings.timeout)
         self._policy: Turns | FreeWorkers = self.free_workers or self._turns
-        self._growth: Growth | None = None
-        if auto is not None:
-            self._growth = Growth(auto, loader, dispatcher, self.free_workers)
+        self._growth = None if auto is None else Growth(auto, num_workers, exchange, self.free_workers)
 
     # --- epochs
 
@@ -68,9 +69,7 @@ class Scheduler:
             done, *behind = done
             sampler_iter = self._without(sampler_iter, set(behind))
         self._sent = done
-        self._policy.begin_epoch()
-        if first_worker:
-            self._turns.begin_epoch(first_worker)
+        self._turns.begin_epoch(first_worker)
         self._fill(sampler_iter)
 
     def _without(self, sampler_iter: Iterator[Any], done: set[int]) -> Iterator[Any]:
@@ -90,7 +89,7 @@ class Scheduler:
         """
         if self._next_epoch is None or not self._sent_early:
             return None
-        early = self._next_epoch.take(discard=discard or self._ledger.due() is not None)
+        early = self._next_epoch.take(discard=discard or self._table.due() is not None)
         if early is None:
             self._counters.epochs_in_vain += 1
             return None
@@ -109,9 +108,8 @@ class Scheduler:
 
     def go_on(self, sampler_iter: Iterator[Any]) -> None:
         """Begin an epoch whose first tasks were sent early; see `take_early`."""
-        self._ledger.epoch += 1
+        self._table.begin_epoch()
         self._sent = self._sent_early
-        self._pool.trim()
         self._fill(sampler_iter)
 
     def _fill(self, sampler_iter: Iterator[Any]) -> None:
@@ -123,7 +121,7 @@ class Scheduler:
             self._next_epoch.begin_epoch()
         if self._growth is not None:
             self._growth.begin_epoch()
-        for _ in range(self._budget.most_tasks - len(self._ledger.tasks)):
+        for _ in range(self._table.budget.most_tasks - len(self._table.unreturned)):
             self._send_task()
 
     # --- tasks
@@ -139,10 +137,10 @@ class Scheduler:
             self._send_early_task()
             return False
         except Exception as error:
-            self._dispatcher.lifecycle.expect(error)  # the sampler's own: as in torch, the next call goes on
+            self._exchange.lifecycle.expect(error)  # the sampler's own: as in torch, the next call goes on
             raise
         self._turns.end_turn(worker_id)
-        self._dispatcher.send(worker_id, self._ledger.epoch, self._sent, index_batch)
+        self._exchange.send(worker_id, self._table.epoch, self._sent, index_batch)
         self._sent += 1
         return True
 
@@ -154,28 +152,27 @@ class Scheduler:
         if index_batch is NOTHING:
             return
         if not self._sent_early:
-            self._policy.begin_epoch()
+            self._turns.begin_epoch()
         worker_id = self._policy.choose()
         assert worker_id is not None  # batches come in order
         self._turns.end_turn(worker_id)
-        self._dispatcher.send(worker_id, self._ledger.epoch + 1, self._sent_early, index_batch)
+        self._exchange.send(worker_id, self._table.epoch + 1, self._sent_early, index_batch)
         self._sent_early += 1
 
     def send_more(self) -> None:
         """Send the tasks that are due after a batch was taken."""
-        ledger, free_workers = self._ledger, self.free_workers
-        if len(ledger.tasks) < self._budget.most_tasks:
+        table, free_workers = self._table, self.free_workers
+        if len(table.unreturned) < table.budget.most_tasks:
             self._send_task()
         elif free_workers is not None:
-            free_workers.note_return()
             while free_workers.may_refill() and self._send_ahead():
                 pass
         if self._growth is not None:
             self._growth.note_return()
-            while len(ledger.tasks) < self._budget.most_tasks and self._send_task():
+            while len(table.unreturned) < table.budget.most_tasks and self._send_task():
                 pass
 
-    def note_wait(self, due: Task) -> None:
+    def note_wait(self, due: Place) -> None:
         """Give idle workers further tasks while the program waits for a slow batch."""
         free_workers = self.free_workers
         if free_workers is not None and free_workers.is_stalled(due):
@@ -183,7 +180,7 @@ class Scheduler:
                 pass
 
     def _send_ahead(self) -> bool:
-        """Send a task beyond those that the pool was made for, if the sampler has one."""
+        """Send a task beyond ``most_tasks``, if the sampler has one."""
         if self._sent == self._length:  # its end is asked for as early as with static dispatch
             return False
         sent = self._send_task()

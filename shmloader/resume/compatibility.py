@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, get_args, get_type_hints
 
-from torch.utils.data import BatchSampler, IterableDataset
+from torch.utils.data import BatchSampler
 
 from shmloader.distributed import rank_and_ranks
 from shmloader.errors import ResumeError
 from shmloader.indices.samplers import (
-    index_sampler_of,
     is_torchs,
     ranks_share,
     sampler_with_state,
@@ -21,6 +20,7 @@ from shmloader.indices.samplers import (
     with_inner,
 )
 from shmloader.resume.user_states import unpack_user_state
+from shmloader.settings import Settings
 from shmloader.wire.stream_records import STRIDE
 
 State = dict[str, Any]
@@ -76,7 +76,8 @@ ONE_RANK = (
 
 _OF_ACCELERATE = ("num_processes", "split_batches")
 _OF_TORCH = ("seed", "initial_seed", "shuffle", "replacement", "drop_last", "num_replicas", "rank")
-_SETTINGS = (*_OF_TORCH, *_OF_ACCELERATE)
+_OF_TOKEN_BATCHES = ("max_tokens", "layout", "max_samples")
+_SETTINGS = (*_OF_TORCH, *_OF_ACCELERATE, *_OF_TOKEN_BATCHES)
 _ADDED = {f"sampler's {name}" for name in (*_OF_ACCELERATE, "run")}
 """Settings that states of this version did not have at first; compared if both have them."""
 _OF_THE_RUN = {"batch_size", "sampler's num_replicas", "sampler's rank", "sampler's samples"}
@@ -85,25 +86,28 @@ _OF_THE_EPOCH = {"dataset_len", "batch_size", "drop_last", "sampler's samples"}
 """Keys that matter in mid-epoch only."""
 
 
-def described(loader: Any) -> State:
+def described(settings: Settings) -> State:
     """The keys of a state that describe the loader that wrote it."""
-    index_sampler = index_sampler_of(loader)
+    index_sampler = settings.index_sampler
     samplers = with_inner(index_sampler)
-    batch_size, drop_last = loader.batch_size, getattr(loader.batch_sampler, "drop_last", loader.drop_last)
+    batch_size, drop_last = (
+        settings.batch_size,
+        getattr(settings.batch_sampler, "drop_last", settings.drop_last),
+    )
     if batch_size is None and isinstance(index_sampler, BatchSampler):  # as batch_sampler= or as sampler=
         batch_size = getattr(index_sampler, "batch_size", None)  # accelerate's subclasses have none
         drop_last = getattr(index_sampler, "drop_last", drop_last)
     length: int | None = None
     with contextlib.suppress(TypeError, NotImplementedError):
-        length = len(loader.dataset)
+        length = len(settings.dataset)
     return {
         "version": VERSION,
-        "kind": "iterable-style" if isinstance(loader.dataset, IterableDataset) else "map-style",
+        "kind": "iterable-style" if settings.is_iterable else "map-style",
         "dataset_len": length,
         "batch_size": None if batch_size is None else int(batch_size),
         "drop_last": bool(drop_last),
         "sampler": " of ".join(type(sampler).__name__ for sampler in samplers),
-        "sampler_settings": json.dumps(_settings(samplers) | _run_of(loader)),
+        "sampler_settings": json.dumps(_settings(samplers) | _run_of(settings)),
     }
 
 
@@ -119,22 +123,22 @@ def _settings(samplers: list[Any]) -> dict[str, Any]:
     return found
 
 
-def _run_of(loader: Any) -> dict[str, str]:
+def _run_of(settings: Settings) -> dict[str, str]:
     """The rank that writes a state, as a setting; not of an order that ranks share, nor of a stream."""
-    is_common = ranks_share(loader) and loader.in_order
+    is_common = ranks_share(settings) and settings.in_order
     with contextlib.suppress(ValueError):  # variables of somebody else
         rank, ranks = rank_and_ranks()
-        if ranks > 1 and not is_common and not isinstance(loader.dataset, IterableDataset):
+        if ranks > 1 and not is_common and not settings.is_iterable:
             return {"run": f"rank {rank} of {ranks}"}
     return {}
 
 
-def is_of_one_rank(loader: Any, state: Mapping[str, Any]) -> bool:
+def is_of_one_rank(settings: Settings, state: Mapping[str, Any]) -> bool:
     """Whether a state holds only for the rank that wrote it: other ranks have another order, or may have.
 
     Of samplers that are neither torch's nor have a state of their own, the checksum tells.
     """
-    index_sampler = index_sampler_of(loader)
+    index_sampler = settings.index_sampler
     own = sampler_with_state(index_sampler) is not None or (
         is_torchs(index_sampler) and bool(state["sampler_generator"])
     )
@@ -142,7 +146,7 @@ def is_of_one_rank(loader: Any, state: Mapping[str, Any]) -> bool:
         with named_in_errors(state, "stream"):
             own = json.loads(state["stream"])["layout"] != STRIDE
     in_order = state["in_order"] or is_between_epochs(state)
-    return not in_order or (own and not ranks_share(loader))
+    return not in_order or (own and not ranks_share(settings))
 
 
 def is_between_epochs(state: Mapping[str, Any]) -> bool:
@@ -176,18 +180,18 @@ def behind(state: Mapping[str, Any]) -> tuple[int, ...]:
         return positions
 
 
-def check_fit(state: Mapping[str, Any], loader: Any) -> None:
+def check_fit(state: Mapping[str, Any], settings: Settings) -> None:
     """Raise a `ResumeError` with the differences, and what may differ, if a state does not fit a loader."""
     _check_keys(state)
     behind(state)
     with named_in_errors(state, "sampler_batches"):
         if state["sampler_batches"] > state["batches"]:
             raise ValueError(f"it is more than the {state['batches']:,} batches of the state")
-    index_sampler = index_sampler_of(loader)
+    index_sampler = settings.index_sampler
     sharded, between_epochs = sharded_sampler(index_sampler), is_between_epochs(state)
-    of_loader = described(loader)
+    of_loader = described(settings)
     here, then = _with_settings(of_loader), _with_settings({name: state[name] for name in of_loader})
-    may_differ = _may_differ(state, loader) | (_ADDED - (here.keys() & then.keys()))
+    may_differ = _may_differ(state, settings) | (_ADDED - (here.keys() & then.keys()))
     names = [name for name in here | then if then.get(name) != here.get(name) and name not in may_differ]
     differences = [
         f"{name} is {then.get(name)!r} in the state and {here.get(name)!r} in this loader" for name in names
@@ -204,7 +208,7 @@ def check_fit(state: Mapping[str, Any], loader: Any) -> None:
             phase = f"base_seed is {state['base_seed']} and finished is {state['finished']}"
             why = f"a ShardedSampler has {has} state if {phase}"
         differences = [f"sampler_state is {text!r:.50} in the state, and {why}"]
-    if state["loader_generator"] and loader.generator is None:
+    if state["loader_generator"] and settings.generator is None:
         differences.append("loader_generator is there in the state, and this loader has no generator")
     if differences:
         raise ResumeError(
@@ -214,14 +218,14 @@ def check_fit(state: Mapping[str, Any], loader: Any) -> None:
         )
 
 
-def _may_differ(state: Mapping[str, Any], loader: Any) -> set[str]:
+def _may_differ(state: Mapping[str, Any], settings: Settings) -> set[str]:
     """The keys and the sampler's settings that may differ in a state and a loader."""
-    index_sampler, names = index_sampler_of(loader), _seeds_in_own_state(state)
-    if not is_of_one_rank(loader, state):
+    index_sampler, names = settings.index_sampler, _seeds_in_own_state(state)
+    if not is_of_one_rank(settings, state):
         names |= {"sampler's run"}
-        names |= {"sampler's rank"} if ranks_share(loader) else set()
+        names |= {"sampler's rank"} if ranks_share(settings) else set()
         names |= _OF_THE_RUN if sharded_sampler(index_sampler) is not None else set()
-    if isinstance(loader.dataset, IterableDataset):
+    if settings.is_iterable:
         names |= {"batch_size"}
     return names | _OF_THE_EPOCH if is_between_epochs(state) else names
 

@@ -15,7 +15,7 @@ from shmloader.indices.tracked_batches import TrackedBatches
 class Progress:
     """One epoch, from when an iterator begins it until the next one begins. Main process only.
 
-    The iterator writes to it. The loader keeps it when the iterator dies, at a ``break`` for example.
+    The iterator tells it what happens. The loader keeps it when the iterator dies, at a ``break`` say.
 
     Attributes:
         base_seed: The iterator's base seed.
@@ -27,13 +27,12 @@ class Progress:
             if it has not yet.
         done: Index batches that are done: returned, left out for having no good sample, or raised from
             ``next()``. Out of order, a tuple of that number and of the done positions after it.
-        finished: Whether ``next()`` has raised ``StopIteration``.
-        before_next: Like `before`, for the next epoch, if that was begun early.
-        tracked: The sampler's batches, if it is not torch's.
-        stream: For an iterable-style dataset the `StreamProgress`; `done` is then a number.
         set_epoch: The argument of the last ``loader.set_epoch()`` before it began, or None.
         in_order: Whether no batch has come out of order in an earlier program.
-        constant: The part of a state that stays the same in this epoch, once a state was made.
+        stream: For an iterable-style dataset the `StreamProgress`; `done` is then a number.
+        tracked: The sampler's batches, if it is not torch's.
+        finished: Whether ``next()`` has raised ``StopIteration``.
+        before_next: Like `before`, for the next epoch, if that was begun early.
     """
 
     base_seed: int
@@ -42,23 +41,38 @@ class Progress:
     global_before: torch.Tensor | str
     before: GeneratorStates | None
     done: int | tuple[int, ...] = 0
-    finished: bool = False
-    before_next: GeneratorStates | None = None
-    tracked: TrackedBatches | None = None
-    stream: Any = None
     set_epoch: int | None = None
     in_order: bool = True
-    constant: dict[str, Any] | None = None
+    stream: Any = None
+    tracked: TrackedBatches | None = None
+    finished: bool = False
+    before_next: GeneratorStates | None = None
     _kept: int | tuple[int, ...] = 0  # what `take_back` goes back to
 
     def take(self, position: int) -> None:
         """Note that the batch at a position is done; the order does not matter."""
+        self.finished = False  # it was True if a sample raised StopIteration
+        if self.done == position:  # so none is done after it
+            self.done = position + 1
+            return
         done = {*self.behind, position}
         first = self.taken
         while first in done:
             done.remove(first)
             first += 1
         self.done = (first, *sorted(done)) if done else first
+
+    def end(self, before_next: GeneratorStates | None = None) -> None:
+        """Note that ``next()`` raises ``StopIteration``."""
+        self.before_next, self.finished = before_next, True
+
+    def begin_order(self, before: GeneratorStates) -> None:
+        """Note the states of the generators before the sampler draws its order, with the first batch."""
+        self.before = before
+
+    def track(self, batches: TrackedBatches) -> None:
+        """Keep the batches of a sampler that is not torch's."""
+        self.tracked = batches
 
     def keep(self) -> None:
         """Let an interrupt come back to here: a call of ``next()`` begins, or has left out a batch."""

@@ -55,7 +55,7 @@ def batches_from(index_sampler: Any, loaded: State, generator: torch.Generator |
     taken: int = loaded["batches"]
     iterator = index_arrays(source, taken)
     if iterator is None:
-        iterator = track(index_sampler, iter(source))
+        iterator = track(index_sampler, iter(source), resumed=True)
         _draw_again(index_sampler, iterator, 0, loaded)
     return iterator
 
@@ -120,7 +120,7 @@ def _draw_again(index_sampler: Any, iterator: Iterator[Any], begin: int, loaded:
     """
     taken, checksum, found = loaded["batches"], loaded["sampler_checksum"], None
     if isinstance(iterator, TrackedBatches):
-        iterator.taken, iterator.resumed = lambda: taken, True
+        iterator.follow(lambda: taken)
     drawn = begin + sum(1 for _ in itertools.islice(iterator, taken - begin))
     if drawn < taken:
         raise ResumeError(

@@ -5,23 +5,19 @@ Main process only.
 
 from __future__ import annotations
 
-import functools
 import json
-import logging
 import pickle
 import sys
 from typing import Any
 
 from shmloader.distributed import check_equal_ends, rank_and_ranks
 from shmloader.errors import ResumeError, warn
-from shmloader.indices.samplers import ranks_share
+from shmloader.indices.samplers import attribute_of, ranks_share
 from shmloader.resume.compatibility import State, is_between_epochs, is_of_one_rank, named_in_errors
 from shmloader.resume.progress import Progress
 from shmloader.resume.user_states import pack_user_state, unpack_user_state
-from shmloader.settings import AUTO
+from shmloader.settings import Settings
 from shmloader.wire.stream_records import NOTHING_DRAWN, OWN, SHARD, STRIDE, Cursor, StreamReport, StreamRules
-
-_log = logging.getLogger("shmloader")
 
 
 class StreamProgress:
@@ -35,23 +31,22 @@ class StreamProgress:
         shared_seed: The seed that all workers share (torch's DataPipes), or None.
     """
 
-    def __init__(self, loader: Any, loaded: State | None = None) -> None:
-        workers = max(int(loader.num_workers), 1)
+    def __init__(self, settings: Settings, loaded: State | None = None) -> None:
+        workers = max(settings.num_workers, 1)
         self._last = -1  # the part that the latest batch was of
         self.shared_seed: int | None = None
         if loaded is None or is_between_epochs(loaded) or not loaded["stream"]:
-            self.rules = rules = _fresh_rules(loader)
+            self.rules = rules = _fresh_rules(settings)
         else:
-            self.rules = rules = rules_for(loader, loaded)
+            self.rules = rules = rules_for(settings, loaded)
             stream = _read(loaded)
             self._last, self.shared_seed = stream["last"], stream.get("shared_seed")
         goes_round = rules.layout != STRIDE and len(rules.cursors) == workers
         self.first_worker = (self._last + 1) % workers if goes_round else 0
-        self._dataset_name = type(loader.dataset).__name__
-        self._ranks_share = ranks_share(loader) and loader.in_order
-        self._out_of_order = not loader.in_order and workers > 1
-        self._timeout_s = float(loader.timeout)
-        self._layout = rules.layout or OWN
+        self._dataset_name = type(settings.dataset).__name__
+        self._ranks_share = ranks_share(settings) and settings.in_order
+        self._out_of_order = not settings.in_order and workers > 1
+        self._timeout_s = float(settings.timeout)
         self._cursors = list(rules.cursors) or [Cursor()] * workers  # by part
         self._playing = list(range(workers))  # the part that each worker is at
         # The latest batch, not counted yet: its number in the epoch, the worker, and what that reported.
@@ -77,7 +72,7 @@ class StreamProgress:
         """
         self._count(progress)
         self._latest = progress.taken, worker_id, report
-        progress.done = progress.taken + 1
+        progress.take(progress.taken)
 
     def _count(self, progress: Progress) -> None:
         """Count the latest batch, unless it was taken back."""
@@ -88,15 +83,11 @@ class StreamProgress:
         if report == NOTHING_DRAWN:
             return
         if report is not None:
-            self._layout, self._playing[worker_id] = report.layout, report.part
-            if self.rules.shard and report.layout == OWN:
-                _tell_of_own_division(self._dataset_name)
-        stride = self._layout == STRIDE
-        self._last = part = 0 if stride else self._playing[worker_id]
+            self._playing[worker_id] = report.part
+        self._last = part = 0 if self.rules.layout == STRIDE else self._playing[worker_id]
         cursor = self._cursors[part]
         if report is None:
-            samples = self.rules.batch_size * (self.rules.ranks if stride else 1)
-            cursor = cursor._replace(drawn=cursor.drawn + samples)
+            cursor = cursor._replace(drawn=cursor.drawn + self.rules.of_a_batch)
         elif report.cursor.state:
             cursor = report.cursor
         else:
@@ -114,7 +105,7 @@ class StreamProgress:
         if not progress.taken and self.shared_seed is None:
             return {"stream": ""}
         cursors = self._cursors
-        if self._layout == STRIDE:
+        if self.rules.layout == STRIDE:
             cursors = cursors[:1]
             if self._out_of_order:
                 raise ResumeError(
@@ -122,7 +113,7 @@ class StreamProgress:
                     "workers: the samples returned are not the beginning of the stream. Leave in_order=True"
                 )
         parts = [(drawn, self._packed(own) if own else "", *others) for drawn, own, *others in cursors]
-        stream = {"layout": self._layout, "parts": parts, "last": self._last}
+        stream = {"layout": self.rules.layout, "parts": parts, "last": self._last}
         stream |= {"rank": 0 if self._ranks_share else self.rules.rank, "ranks": self.rules.ranks}
         if self.shared_seed is not None:
             stream["shared_seed"] = self.shared_seed
@@ -141,46 +132,62 @@ class StreamProgress:
         Raises:
             LoaderError: If it differs.
         """
-        if not self.rules.shard or self._compared:
-            return
-        self._compared = True
-        self._count(progress)
-        if self._layout != STRIDE:
+        if self.rules.layout == SHARD and not self._compared:
+            self._compared = True
+            self._count(progress)
             check_equal_ends(progress.taken, self._timeout_s)
 
 
-@functools.cache  # once for each class
-def _tell_of_own_division(name: str) -> None:
-    _log.warning(
-        "%s reads get_worker_info().num_workers, and so divides its stream itself: shard='auto' leaves that "
-        "to it",
-        name,
-    )
-
-
-def _fresh_rules(loader: Any) -> StreamRules:
-    # After uninstall() a loader of torch's class, with persistent workers, has no such options.
-    wanted, shard = (getattr(loader, name, None) for name in ("snapshot_every_n_steps", "shard"))
+def _fresh_rules(settings: Settings) -> StreamRules:
+    wanted = settings.snapshot_every_n_steps
     every = 1 if wanted is None else wanted or sys.maxsize
-    return StreamRules(shard == AUTO, *rank_and_ranks(), loader.batch_size or 1, every)
+    rank, ranks = rank_and_ranks()
+    layout = OWN
+    if settings.shards:
+        layout = SHARD if _makes_shards(settings.dataset, ranks, max(settings.num_workers, 1)) else STRIDE
+    return StreamRules(rank, ranks, settings.batch_size or 1, every, layout, layout)
 
 
-def rules_for(loader: Any, loaded: State) -> StreamRules:
+def _makes_shards(dataset: Any, ranks: int, parts: int) -> bool:
+    """Whether a dataset can make a shard for each of so many parts of each rank.
+
+    A dataset that has a number of files, ``num_shards``, as Hugging Face's do, is not asked for more shards
+    than files. With several ranks it is not asked for shards of unequally many files.
+    """
+    shard, settings, ask = (
+        attribute_of(dataset, name) for name in ("shard", "sharding_settings", "is_shardable")
+    )
+    if not callable(shard):
+        return callable(settings) and callable(ask) and bool(ask())
+    files, shards = getattr(dataset, "num_shards", None), ranks * parts
+    return not isinstance(files, int) or (files >= shards and (ranks == 1 or files % shards == 0))
+
+
+def rules_for(settings: Settings, loaded: State) -> StreamRules:
     """The rules for a loader's workers to continue from a state in mid-epoch.
 
     Raises:
         ResumeError: If the state cannot be resumed by this loader on this rank.
     """
-    rules, stream, workers = _fresh_rules(loader), _read(loaded), max(int(loader.num_workers), 1)
+    rules, stream, workers = _fresh_rules(settings), _read(loaded), max(settings.num_workers, 1)
     layout, cursors, written = stream["layout"], stream["parts"], (stream["rank"], stream["ranks"])
-    rank = rules.rank if is_of_one_rank(loader, loaded) else written[0]
-    if layout != OWN and not rules.shard:
-        raise ResumeError("the state was made with shard='auto', and this loader has no shard")
+    rank = rules.rank if is_of_one_rank(settings, loaded) else written[0]
+    if (layout == OWN) != (rules.layout == OWN):
+        with_shard = "with shard='auto', and this loader has no shard"
+        without = (
+            "with a stream that nothing divides, or the dataset itself: leave out shard='auto' to resume it"
+        )
+        raise ResumeError(f"the state was made {without if layout == OWN else with_shard}")
     if layout != STRIDE and written != (rank, rules.ranks):
         raise ResumeError(
             f"the state is that of rank {written[0]} of {written[1]}, and this is rank {rules.rank} of "
             f"{rules.ranks}: save and load it on each rank. The number of ranks may change only if "
             "shard='auto' deals samples out, or with a map-style dataset and a ShardedSampler"
+        )
+    if layout == SHARD and not _makes_shards(settings.dataset, rules.ranks, len(cursors)):
+        raise ResumeError(
+            f"the state was made with {len(cursors)} shard(s) of the dataset on each of {rules.ranks} "
+            "rank(s), and it does not make so many now: resume with the same dataset"
         )
     if layout == OWN and len(cursors) != workers:
         raise ResumeError(
@@ -192,7 +199,7 @@ def rules_for(loader: Any, loaded: State) -> StreamRules:
 
 
 def _read(loaded: State) -> dict[str, Any]:
-    """Parse the text of a state's key ``stream``; its parts become `Cursor` objects."""
+    """The value of a state's key ``stream``, checked; each part a `Cursor`."""
     with named_in_errors(loaded, "stream"):
         stream: dict[str, Any] = json.loads(loaded["stream"])
         numbers, cursors = [stream["last"] + 1, stream["rank"], stream["ranks"]], []  # last: -1 at first

@@ -1,14 +1,18 @@
-"""The slot pool of one iterator, in the main process: slot states, the memory budget, leases.
+"""The table of places of one iterator, in the main process: slots, the tasks in them, memory budget, leases.
 
-A slot goes round ``FREE -> GRANTED -> PUBLISHED -> LEASED -> FREE``, and from ``GRANTED`` or ``PUBLISHED``
-straight back to ``FREE`` when there is nothing to lease. In a pool of `shmloader.device` it is ``GUARDED``
-after ``LEASED`` for as long as an accelerator may read it. A worker may write to it only while it is granted.
+A place is a slot and the task whose batch it takes. It goes round::
 
-A slot is free only if no view of its last batch is alive in this process. `Budget` limits the memory of all
-slots together.
+    FREE -> MAKING -> ARRIVED -> LEASED (-> GUARDED) -> FREE
+
+and from ``MAKING`` or ``ARRIVED`` straight back to ``FREE`` when there is nothing to lease: the batch was
+spilled to private memory, is void, or did not come. What is ``GUARDED`` an accelerator may still read. Only
+while a place is ``MAKING`` may a worker write to its slot; it is free only if no view of its last batch is
+alive in this process. `PlaceTable` alone changes any of it, and `Budget` has the arithmetic.
 """
 
-from shmloader.slots.pool import RETAINED_SLOTS, SlotPool
-from shmloader.slots.slot import Slot, SlotState
+from shmloader.slots.budget import RETAINED_SLOTS
+from shmloader.slots.guard import Guard
+from shmloader.slots.place import ByteArray, Place, PlaceState, figures
+from shmloader.slots.table import PlaceTable
 
-__all__ = ["RETAINED_SLOTS", "Slot", "SlotPool", "SlotState"]
+__all__ = ["RETAINED_SLOTS", "ByteArray", "Guard", "Place", "PlaceState", "PlaceTable", "figures"]

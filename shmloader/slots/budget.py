@@ -1,38 +1,38 @@
-"""The memory budget of one iterator's slots."""
+"""The memory budget of one iterator's slots: arithmetic."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Iterable
 
 from shmloader.memory import PAGE_NBYTES, spare_nbytes, whole_pages
 from shmloader.memory.limits import SURE_NBYTES, memory_headroom
-from shmloader.slots.slot import Slot
 
 SPARE_SLOTS = 2
 """Slots beside those of the tasks: one for the batch that is being returned, one for the batch before it,
 which the program's loop still holds."""
 
+RETAINED_SLOTS = 64
+"""Slots that may be made beyond these for batches that the program keeps. A slot costs a mapping and whole
+pages; beyond this number, private memory is cheaper for kept batches."""
+
 _BATCHES_IN_A_LIMIT = 4  # a slot may grow in one step to so many times a typical batch
 LIMITS_IN_A_SHARE = 4
 """Or to its share divided by this: the rest is for batches that the program keeps."""
 
-_RECENT = 32  # batches that tell which size is typical
+RECENT = 32
+"""Batches that tell which size is typical."""
+
 _TIMES_TYPICAL = 4  # a slot of more times as many bytes as a typical batch gives the rest back
 _LITTLE_NBYTES = 1 << 20  # slots of so few bytes stay as they are
 
 
 class Budget:
-    """The memory budget of one iterator's slots, and the limits and numbers of tasks derived from it.
+    """The memory budget of one iterator's slots, and the limits and the number of tasks that follow from it.
 
     Each slot is counted with its limit: while a worker has it, the bytes up to which the worker may grow it,
     else the bytes that it has. Memory of free slots is given back when other slots need it. Each task that
-    may be granted next is promised a page, through which a batch of any size can be sent in pieces. At any
-    time::
-
-        committed_nbytes <= nbytes
-        used_nbytes + promised_tasks() * PAGE_NBYTES <= nbytes
-
-    One thing may exceed it: an index batch that is too long for a record is written to its slot.
+    may be sent next is promised a page, through which a batch of any size can be sent in pieces. The table's
+    limits never exceed it, but for one thing: an index batch too long for a record is written to its slot.
 
     Short memory has the same consequences with and without a budget from the program: fewer tasks, but at
     least one; then batches that spill to private memory.
@@ -48,17 +48,13 @@ class Budget:
         nbytes: As above, as it is now.
         most_tasks: As above, or fewer if memory is short.
         wanted_tasks: The most tasks that were asked for.
-        tasks: Slots that are granted or published now.
-        committed_nbytes: Sum of the limits of all slots.
-        free: The free slots that have memory; the pool's list.
-        ample_nbytes: Up to so many ``committed_nbytes`` there is room for ``limit_nbytes`` and for a lease:
-            `next_limit` and `has_room_for_lease` need not be called.
-        recent: Bytes of the last batches; the pool appends to it.
-        hint_nbytes: Bytes that a batch may be expected to take: ``typical_nbytes`` once they are known.
+        ample_nbytes: While all limits together are no more than this, there is room for `limit_nbytes` and
+            for a lease: `next_limit` and `has_room_for_lease` need not be called.
+        hint_nbytes: Bytes that a batch may be expected to take: `typical_nbytes` once they are known.
         limit_nbytes: The limit of a slot that is granted while there is room enough.
         excess_nbytes: A free slot with more bytes gives back all but the expected ones.
         largest_nbytes: Bytes of the largest batch so far.
-        typical_nbytes: Bytes of the second largest recent batch, so that one does not make every slot as
+        typical_nbytes: Bytes of the second largest of the recent batches: one does not make every slot as
             large as itself; but none that is more than four times as large as three quarters of them.
         small_nbytes: Batches of fewer bytes, and of more than ``typical_nbytes``, may change what is typical.
     """
@@ -66,40 +62,27 @@ class Budget:
     def __init__(self, nbytes: int, most_tasks: int, *, workers: int = 1, follows_host: bool = False) -> None:
         self.nbytes = max(nbytes, (most_tasks + SPARE_SLOTS) * PAGE_NBYTES)
         self.most_tasks = self.wanted_tasks = most_tasks
-        self.tasks = 0
-        self.committed_nbytes = 0
-        self.free: list[Slot] = []
-        self.recent: deque[int] = deque(maxlen=_RECENT)
         self.largest_nbytes = 0
         self.typical_nbytes = 0
         self._again_nbytes = 0  # of the second largest recent one: such batches come again and again
+        self.small_nbytes = 0
         self._small_batches = 0  # since one was larger than a typical one
         self._workers = workers
         self._follows_host = follows_host
         self._sure_nbytes = SURE_NBYTES  # more than this is taken only after a new check of the host
-        self._share_slots = most_tasks + SPARE_SLOTS  # into which the budget is divided
-        self._set_limit()
+        self._divide(most_tasks + SPARE_SLOTS)
 
     @property
     def base_slots(self) -> int:
         """Slots that there are while the program keeps no batches."""
         return self.most_tasks + SPARE_SLOTS
 
-    @property
-    def used_nbytes(self) -> int:
-        """Sum of the limits of all slots but free ones."""
-        return self.committed_nbytes - sum(slot.nbytes for slot in self.free)
+    # --- questions of the table, which has `tasks` and `used_nbytes` as it says
 
-    def promised_tasks(self) -> int:
-        """Tasks that may be granted now."""
-        return max(0, self.most_tasks - self.tasks)
-
-    # --- questions of the pool
-
-    def next_limit(self) -> int:
+    def next_limit(self, tasks: int, used_nbytes: int) -> int:
         """The limit in bytes for a slot that is granted now; whole pages, at least one."""
-        others = max(0, self.most_tasks - self.tasks - 1)
-        room_nbytes = self.nbytes - self.used_nbytes
+        others = max(0, self.most_tasks - tasks - 1)
+        room_nbytes = self.nbytes - used_nbytes
         # The others should have room for a typical batch each; if there is not enough for all, this slot
         # comes first.
         limit_nbytes = room_nbytes - others * self._typical_slot_nbytes
@@ -108,38 +91,40 @@ class Budget:
         sure_nbytes = min(self._typical_slot_nbytes, room_nbytes - others * PAGE_NBYTES)
         return max(limit_nbytes, sure_nbytes, PAGE_NBYTES) // PAGE_NBYTES * PAGE_NBYTES
 
-    def has_room_for_lease(self) -> bool:
-        """Whether all tasks find room for a typical batch once a published batch is kept as it is."""
-        promised = max(0, self.most_tasks - self.tasks + 1)
-        return self.used_nbytes + promised * self._typical_slot_nbytes <= self.nbytes
+    def has_room_for_lease(self, tasks: int, used_nbytes: int) -> bool:
+        """Whether all tasks find room for a typical batch once a batch that has arrived is kept as it is."""
+        promised = max(0, self.most_tasks - tasks + 1)
+        return used_nbytes + promised * self._typical_slot_nbytes <= self.nbytes
 
-    def has_room_for_task(self) -> bool:
+    def has_room_for_task(self, used_nbytes: int) -> bool:
         """Whether a task beyond ``most_tasks`` can have a slot for the largest batch."""
-        return self.used_nbytes + whole_pages(self.largest_nbytes) <= self.nbytes
+        return used_nbytes + whole_pages(self.largest_nbytes) <= self.nbytes
 
     # --- what changes it
 
-    def note_size(self, nbytes: int, reserved_nbytes: int) -> None:
-        """Adapt to a recent batch that is larger than the typical one, or much smaller.
+    def adapt(
+        self, nbytes: int, recent: Iterable[int], tasks: int, used_nbytes: int, reserved_nbytes: int
+    ) -> None:
+        """Adapt to the last of the recent batches: larger than a typical one, or small.
 
         The slots have ``reserved_nbytes`` of the host's memory.
         """
         self._small_batches = self._small_batches + 1 if nbytes < self.small_nbytes else 0
-        if self._small_batches % (_RECENT // 4):
+        if self._small_batches % (RECENT // 4):
             return
         self.largest_nbytes = max(self.largest_nbytes, nbytes)
-        sizes = sorted(self.recent)[:-1]
+        sizes = sorted(recent)[:-1]
         if sizes:
             self.typical_nbytes = max(n for n in sizes if n <= _TIMES_TYPICAL * sizes[-1 - len(sizes) // 4])
             self._again_nbytes = sizes[-1]
         needed_nbytes = self.base_slots * whole_pages(self.typical_nbytes)
         if needed_nbytes > self._sure_nbytes:
             self._sure_nbytes = needed_nbytes + needed_nbytes // 4
-            self.follow_host(reserved_nbytes)
+            self.follow_host(tasks, used_nbytes, reserved_nbytes)
         else:
             self._make_fewer(self.nbytes)
 
-    def follow_host(self, reserved_nbytes: int) -> None:
+    def follow_host(self, tasks: int, used_nbytes: int, reserved_nbytes: int) -> None:
         """Take no more than the host can spare now; without a budget from the program, half of its memory."""
         # A worker has the samples of a batch and, where they are not joined in the slot, the joined batch and
         # its copy; the program may need as much as a batch.
@@ -149,10 +134,11 @@ class Budget:
         wanted_nbytes = max(self.nbytes, host_nbytes // 2) if self._follows_host else self.nbytes
         wanted_nbytes = min(wanted_nbytes, host_nbytes - spare_nbytes(room) - besides_nbytes)
         # Slots that are granted keep their limits, which may exceed this.
-        self.nbytes = max(wanted_nbytes, self.used_nbytes + self.promised_tasks() * PAGE_NBYTES)
+        promised = max(0, self.most_tasks - tasks)
+        self.nbytes = max(wanted_nbytes, used_nbytes + promised * PAGE_NBYTES)
         self._make_fewer(wanted_nbytes)
 
-    def resize(self, most_tasks: int) -> bool:
+    def resize(self, most_tasks: int, tasks: int, used_nbytes: int) -> bool:
         """Change the number of tasks, if there is room; returns whether that was possible.
 
         If it was not, slots granted from now on leave room for the further tasks, so a later call may
@@ -164,7 +150,7 @@ class Budget:
             if slots * slot_nbytes > self.nbytes:
                 return False
             self._divide(slots)
-            if self.used_nbytes + max(0, most_tasks - self.tasks) * slot_nbytes > self.nbytes:
+            if used_nbytes + max(0, most_tasks - tasks) * slot_nbytes > self.nbytes:
                 return False
         self.most_tasks = most_tasks
         self.wanted_tasks = max(self.wanted_tasks, most_tasks)
@@ -177,14 +163,13 @@ class Budget:
         if fitting < self.most_tasks:
             self.most_tasks = max(1, fitting)
             self._share_slots = self.base_slots
-        self._set_limit()
+        self._set_limits()
 
     def _divide(self, slots: int) -> None:
         self._share_slots = slots
-        self._set_limit()
+        self._set_limits()
 
-    def _set_limit(self) -> None:
-        """Compute the result of `next_limit` for the case that there is enough room."""
+    def _set_limits(self) -> None:
         share_nbytes = max(self.nbytes // self._share_slots, PAGE_NBYTES) // PAGE_NBYTES * PAGE_NBYTES
         self.hint_nbytes = self.typical_nbytes or self.largest_nbytes
         self._typical_slot_nbytes = min(whole_pages(self.hint_nbytes), share_nbytes)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch.utils.data import default_collate
 
 from shmloader import torch_private
-from shmloader.codec.slot_allocator import current_allocator
+from shmloader.codec.slot_allocator import current_allocator, set_current_allocator
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 """Row numbers, one dimension; negative ones count from the end."""
@@ -23,17 +24,23 @@ class NotGathered(Exception):
     """Raised if a batch, or any batch of the dataset, must be made sample by sample; has the reason."""
 
 
+Gather = Callable[[Rows], Any]
+"""Makes the batch that ``default_collate`` would make from the samples of these rows, at least one.
+
+In a worker, leaves come from `make_output`. Raises `NotGathered` if the batch has to be made sample by
+sample, also if a row does not exist, so that the error is the dataset's own.
+"""
+
+
 class Source(NamedTuple):
     """Gathers batches of one dataset, in the process that makes them. Keeps nothing between two batches.
 
     Attributes:
-        gather: Makes the batch that ``default_collate`` would make from the samples of these rows, at least
-            one; leaves come from `make_output`. Raises `NotGathered` if the batch has to be made sample by
-            sample, also if a row does not exist, so that the error is the dataset's own.
+        gather: See `Gather`.
         users_code: Whether gathering runs code of the program, which must not run twice for one batch.
     """
 
-    gather: Callable[[Rows], Any]
+    gather: Gather
     users_code: bool = False
 
 
@@ -47,14 +54,27 @@ def joins_by_default(collate_fn: object) -> bool:
     return is_default_collate(collate_fn) and torch_private.collate_map_is_pristine()
 
 
-def make_output(items: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def make_output(
+    items: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """An uninitialised leaf of ``items`` rows: in the slot if there is one and it fits, else private."""
     allocator = current_allocator()
     if allocator is not None:
         output = allocator.output(items, tuple(shape), dtype)
         if output is not None:
             return output.tensor
-    return torch.empty((items, *shape), dtype=dtype, device="cpu")
+    return torch.empty((items, *shape), dtype=dtype, device=device)
+
+
+@contextlib.contextmanager
+def own_memory() -> Iterator[None]:
+    """Have leaves made in memory of their own meanwhile, and not in the slot."""
+    allocator = current_allocator()
+    set_current_allocator(None)
+    try:
+        yield
+    finally:
+        set_current_allocator(allocator)
 
 
 def within(rows: Rows, length: int) -> Rows:

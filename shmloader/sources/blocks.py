@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from shmloader.codec.layout import CODE_OF_NUMPY_DTYPE, DTYPES
-from shmloader.sources.base import NotGathered, Rows, Source, make_output, within
-from shmloader.store.kinds import Array, array_of_tensor, kind_of_tensor
+from shmloader.codec.array_kinds import Array, array_of_tensor, kind_of_tensor
+from shmloader.codec.layout import CODE_OF_NUMPY_DTYPE, CODE_OF_TORCH_DTYPE, DTYPES
+from shmloader.sources.base import Gather, NotGathered, Rows, Source, make_output, within
 
 _ARRAYS = (np.ndarray, np.memmap)
 
 
-def _array_block(array: Array, dtype: torch.dtype) -> Source:
+def _array_block(array: Array, dtype: torch.dtype) -> Gather:
     """Rows of a C-contiguous array of a tensor's carrier dtype; ``dtype`` is the batch's."""
     shape = array.shape[1:]
 
@@ -27,10 +27,10 @@ def _array_block(array: Array, dtype: torch.dtype) -> Source:
         array.take(rows, axis=0, out=array_of_tensor(out, array.dtype), mode="clip")
         return out
 
-    return Source(gather)
+    return gather
 
 
-def _strided_block(tensor: torch.Tensor) -> Source:
+def _strided_block(tensor: torch.Tensor) -> Gather:
     """Rows of a tensor that is not contiguous."""
 
     def gather(rows: Rows) -> torch.Tensor:
@@ -38,7 +38,7 @@ def _strided_block(tensor: torch.Tensor) -> Source:
         out = make_output(len(rows), tensor.shape[1:], tensor.dtype)
         return torch.index_select(tensor, 0, torch.from_numpy(rows), out=out)
 
-    return Source(gather)
+    return gather
 
 
 def is_array(dataset: object) -> bool:
@@ -46,41 +46,85 @@ def is_array(dataset: object) -> bool:
     return type(dataset) in _ARRAYS or type(dataset) is torch.Tensor
 
 
-def block_of(data: Any) -> Source:
+def block_of(data: Any, *, in_worker: bool) -> Source:
     """The source for the rows of an ndarray or a tensor.
+
+    Without workers, the program may change it at any time: so it is looked at for each batch.
 
     Raises:
         NotGathered: If its rows, collated one by one, might give another result.
     """
     if type(data) is torch.Tensor:
-        return _block_of_tensor(data)
+        if in_worker:
+            return Source(_block_of_tensor(data))
+        _check_rows(data)
+        return Source(lambda rows: _rows_of_tensor(data, rows))
     if type(data) in _ARRAYS:
-        return _block_of_array(np.asarray(data).view(np.ndarray))
+        array, dtype = _array_of_rows(data)
+        if in_worker:
+            return Source(_array_block(array, dtype))
+        # A copy by torch: memory that NumPy has seen could not be resized.
+        return Source(lambda rows: torch.tensor(_array_of_rows(data)[0].take(rows, axis=0)))
     raise NotGathered(
         f"a {type(data).__qualname__} may make its rows in a way of its own. Pass tensors of the class "
         "torch.Tensor itself (tensor.detach() of a Parameter)"
     )
 
 
-def _block_of_tensor(tensor: torch.Tensor) -> Source:
-    if tensor.requires_grad:
-        raise NotGathered("a tensor requires grad, and so do its rows. Pass tensor.detach()")
-    kind = kind_of_tensor(tensor)
-    named = any(getattr(tensor, "names", ()))  # in the releases of torch that have named tensors
-    if kind is None or not tensor.dim() or tensor.is_inference() or named:
-        lazy = ", conjugated" if tensor.is_conj() else ""
-        raise NotGathered(
-            f"a tensor of {tensor.dtype}, {tensor.layout}, {tensor.dim()}-d{lazy}, on {tensor.device} cannot "
-            "be gathered by rows. Pass a dense tensor on the CPU, of one dimension or more "
-            "(tensor.to_dense(), tensor.cpu(), tensor.resolve_conj(); tensor.clone() if it was made in "
-            "inference mode)"
-        )
+def _block_of_tensor(tensor: torch.Tensor) -> Gather:
+    kind = None if tensor.is_inference() else kind_of_tensor(tensor)
+    if kind is None or not _is_of_rows(tensor):
+        raise _refused(tensor)
     if tensor.is_contiguous():
         return _array_block(array_of_tensor(tensor, kind.dtype), tensor.dtype)
     return _strided_block(tensor)
 
 
-def _block_of_array(array: Array) -> Source:
+def _rows_of_tensor(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Rows in memory of torch's own, from any device. No array is made of the tensor: it may be resized."""
+    _check_rows(tensor)
+    if tensor.is_cpu:
+        return tensor.index_select(0, torch.from_numpy(rows))
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise NotGathered("the indices cannot be copied to the device while its stream is captured")
+    index = torch.from_numpy(within(rows, len(tensor)))  # other devices raise for a wrong one too late
+    return tensor.index_select(0, index.to(tensor.device))
+
+
+def _check_rows(tensor: torch.Tensor) -> None:
+    kind = tensor.dtype in CODE_OF_TORCH_DTYPE and tensor.layout is torch.strided and not tensor.is_nested
+    lazy = tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or type(tensor) is not torch.Tensor
+    if not kind or lazy or 0 in tensor.shape or not _is_of_rows(tensor) or not _joins_row_major(tensor):
+        raise _refused(tensor)
+
+
+def _is_of_rows(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a first dimension, and no names (in the releases of torch that have them)."""
+    return tensor.dim() > 0 and not any(getattr(tensor, "names", ()))
+
+
+def _joins_row_major(tensor: torch.Tensor) -> bool:
+    """Whether torch joins the rows to a contiguous tensor: not those of images in ``channels_last``."""
+    if tensor.dim() < 4:
+        return True
+    return tensor.stride()[1:] == torch.empty(tensor.shape[1:], device="meta").stride()
+
+
+def _refused(tensor: torch.Tensor) -> NotGathered:
+    if tensor.requires_grad:
+        return NotGathered("a tensor requires grad, and so do its rows. Pass tensor.detach()")
+    lazy = ", conjugated" if tensor.is_conj() else ""
+    return NotGathered(
+        f"a tensor of {tensor.dtype}, {tensor.layout}, {tensor.dim()}-d{lazy}, on {tensor.device} cannot "
+        "be gathered by rows. Pass a dense tensor on the CPU, of one dimension or more "
+        "(tensor.to_dense(), tensor.cpu(), tensor.resolve_conj(); tensor.clone() if it was made in "
+        "inference mode)"
+    )
+
+
+def _array_of_rows(data: Array) -> tuple[Array, torch.dtype]:
+    """An array or memmap as an ndarray, and the dtype of its batches."""
+    array: Array = np.asarray(data).view(np.ndarray)
     if not array.ndim or not array.flags.c_contiguous:
         raise NotGathered(
             f"the rows of an array of shape {array.shape}, strides {array.strides} are not contiguous. Pass "
@@ -92,7 +136,7 @@ def _block_of_array(array: Array) -> Source:
             f"torch joins single rows of {array.dtype} to another dtype, or refuses them. Pass an array of a "
             "dtype that torch has, as a tensor (torch.from_numpy(array)) if it has one dimension"
         )
-    return _array_block(array, dtype)
+    return array, dtype
 
 
 def joined_dtype(array: Array) -> torch.dtype | None:

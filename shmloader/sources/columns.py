@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from shmloader.codec.array_kinds import kind_of_tensor
+from shmloader.codec.slot_allocator import current_allocator
+from shmloader.foreign import is_hugging_face
 from shmloader.sources.base import NotGathered, Rows, Source, make_output, within
 from shmloader.sources.blocks import joined_dtype
-from shmloader.store.kinds import is_hugging_face, kind_of_tensor
 
 _HF_FORMATS = (None, "numpy", "torch")  # others may be the program's own functions, or draw random numbers
 
@@ -22,14 +24,10 @@ def hugging_face_rows(dataset: Any) -> Source:
     Its formats give a batch other dtypes than single rows: 0.1 is a float64 alone and a float32 among others,
     and an int beside a None becomes a float.
     """
-    kind = dataset.format["type"]
-    if kind not in _HF_FORMATS:
-        raise NotGathered(
-            f"the format {kind!r} of a Hugging Face dataset may make anything of its rows. Use "
-            'dataset.with_format(None), "numpy" or "torch"'
-        )
+    _check_format(dataset)
 
     def gather(rows: Rows) -> Any:
+        _check_format(dataset)
         rows = within(rows, len(dataset))
         columns = dataset[rows.tolist()]
         if not columns or not isinstance(columns, dict):
@@ -37,6 +35,15 @@ def hugging_face_rows(dataset: Any) -> Source:
         return {name: _join(column, len(rows)) for name, column in columns.items()}
 
     return Source(gather)
+
+
+def _check_format(dataset: Any) -> None:
+    kind = dataset.format["type"]
+    if kind not in _HF_FORMATS:
+        raise NotGathered(
+            f"the format {kind!r} of a Hugging Face dataset may make anything of its rows. Use "
+            'dataset.with_format(None), "numpy" or "torch"'
+        )
 
 
 def _join(column: Any, count: int) -> Any:
@@ -49,6 +56,8 @@ def _join(column: Any, count: int) -> Any:
     elif type(column) is np.ndarray:
         dtype = joined_dtype(column)
         if dtype is not None and column.flags.c_contiguous:
+            if current_allocator() is None:
+                return torch.tensor(column)
             out = make_output(count, column.shape[1:], dtype)
             out.numpy()[...] = column
             return out

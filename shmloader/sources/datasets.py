@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import StackDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from shmloader.indices.array_samplers import is_by_torch
 from shmloader.indices.packed_indices import int_array
-from shmloader.sources.base import NotGathered, Rows, Source, as_sample_field, within
-from shmloader.sources.blocks import block_of
-from shmloader.sources.stores import is_any_store
+from shmloader.sources.base import NotGathered, Rows, Source, as_sample_field, make_output, own_memory, within
+from shmloader.sources.blocks import block_of, is_array
+from shmloader.store_hooks import hooks
+
+_FEW_PARTS, _LEAST_OF_PART = 4, 16
+"""Parts of a ``ConcatDataset``, and rows of each of more parts, that are gathered faster than samples are."""
 
 Recognise = Callable[[Any], Source]
 """Gives the source for a dataset inside another; raises `NotGathered` if there is none."""
@@ -23,10 +27,9 @@ Pick = Callable[[Rows], Rows]
 
 def _tuple_rows(fields: Sequence[Source]) -> Source:
     """Samples that are tuples, each field from a source of its own."""
-    gathers = [field.gather for field in fields]
     return Source(
-        lambda rows: [as_sample_field(gather(rows)) for gather in gathers],
-        users_code=any(field.users_code for field in fields),
+        lambda rows: [as_sample_field(field.gather(rows)) for field in fields],
+        True in [field.users_code for field in fields],
     )
 
 
@@ -34,8 +37,72 @@ def _dict_rows(fields: Mapping[Any, Source]) -> Source:
     """Samples that are dicts, each value from a source of its own."""
     return Source(
         lambda rows: {name: field.gather(rows) for name, field in fields.items()},
-        users_code=any(field.users_code for field in fields.values()),
+        any(field.users_code for field in fields.values()),
     )
+
+
+# --- rows of several datasets
+
+
+def _concatenated_rows(dataset: ConcatDataset[Any], recognise: Recognise) -> Source:
+    """Samples of several datasets, all of one form; those of each are scattered to their places."""
+    forms = list(map(_form, dataset.datasets))
+    if forms != forms[:1] * len(forms):
+        raise NotGathered(
+            "the rows of a ConcatDataset lie in several datasets, which are not all made of tensors, or of "
+            "arrays, with rows of one dtype and shape. Join these into one: with shmloader.share() of all "
+            "rows, or datasets.concatenate_datasets()"
+        )
+    parts = [recognise(part).gather for part in dataset.datasets]
+    ends = np.array(dataset.cumulative_sizes)
+    begins = np.concatenate([[0], ends])
+
+    def gather(rows: Rows) -> Any:
+        rows = within(rows, int(ends[-1]))
+        part_of = ends.searchsorted(rows, "right")
+        rows = rows - begins[part_of]
+        first = int(part_of[0])
+        if (part_of == first).all():
+            return parts[first](rows)
+        present = np.unique(part_of)
+        if len(present) > max(_FEW_PARTS, len(rows) // _LEAST_OF_PART):
+            raise NotGathered("few rows of each of many datasets")
+        places = [np.flatnonzero(part_of == part) for part in present]
+        with own_memory():
+            batches = [parts[part](rows[these]) for part, these in zip(present, places, strict=True)]
+        return _scatter(batches, [torch.from_numpy(these) for these in places], len(rows))
+
+    return Source(gather)
+
+
+def _form(dataset: Any) -> Any:
+    """What all samples of a dataset have in common; equal to nothing if that is not known."""
+    kind = type(dataset)
+    if is_array(dataset):
+        return kind is torch.Tensor, dataset.dtype, dataset.shape[1:], getattr(dataset, "device", None)
+    if kind is Subset:
+        return _form(dataset.dataset)
+    if kind is ConcatDataset:
+        return _form(dataset.datasets[0])
+    if kind is TensorDataset:
+        return list(map(_form, dataset.tensors))
+    if kind is not StackDataset:
+        return object()
+    if isinstance(dataset.datasets, dict):
+        return [(name, _form(part)) for name, part in dataset.datasets.items()]
+    return list(map(_form, dataset.datasets))
+
+
+def _scatter(batches: list[Any], places: list[torch.Tensor], count: int) -> Any:
+    first = batches[0]
+    if type(first) is dict:
+        return {name: _scatter([batch[name] for batch in batches], places, count) for name in first}
+    if type(first) is list:
+        return [_scatter(list(parts), places, count) for parts in zip(*batches, strict=True)]
+    out = make_output(count, first.shape[1:], first.dtype, first.device)
+    for these, batch in zip(places, batches, strict=True):
+        out.index_copy_(0, these.to(out.device), batch)
+    return out
 
 
 def has_getbatch(dataset: Any) -> bool:
@@ -54,26 +121,69 @@ def _shadows_getitems(dataset: Any) -> bool:
     return "__getitems__" in getattr(dataset, "__dict__", ())
 
 
-def source_of(dataset: Any, recognise: Recognise) -> Source | None:
-    """The source for a dataset of exactly one of torch's classes; None for any other.
+OWN_METHODS = {
+    kind: tuple(getattr(kind, name, None) for name in ("__getitem__", "__getitems__"))
+    for kind in (TensorDataset, Subset, StackDataset, ConcatDataset)
+}
+"""torch's classes with sources, and the methods by which they get samples."""
+
+_CHANGED = {
+    kind
+    for kind, methods in OWN_METHODS.items()
+    if not all(method is None or is_by_torch(method, kind) for method in methods)
+}
+
+
+def source_of(dataset: Any, recognise: Recognise, *, in_worker: bool) -> Source:
+    """The source for a dataset of exactly one of torch's classes.
+
+    Its `gather` raises `NotGathered` once the program has changed what the dataset is made of.
 
     Raises:
         NotGathered: If the program has changed the class's way to get a sample.
     """
+    made_of = _made_of(dataset)
+    source = _source_of(dataset, type(dataset), recognise, in_worker=in_worker)
+
+    def gather(rows: Rows) -> Any:
+        if _made_of(dataset) != made_of:
+            raise NotGathered("the dataset was changed since it was looked at")
+        return source.gather(rows)
+
+    return source._replace(gather=gather)
+
+
+def _made_of(dataset: Any) -> list[Any]:
+    """The identities of the parts of a dataset, in their order."""
     kind = type(dataset)
-    if kind not in (TensorDataset, Subset, StackDataset):
-        return None
-    methods = [getattr(kind, name, None) for name in ("__getitem__", "__getitems__")]
-    if _shadows_getitems(dataset) or not all(each is None or is_by_torch(each, kind) for each in methods):
+    methods = kind.__getitem__, getattr(kind, "__getitems__", None)
+    if _shadows_getitems(dataset) or methods != OWN_METHODS[kind] or kind in _CHANGED:
         raise NotGathered(
             f"the program overrides how {kind.__name__} gets a sample. Give a class of your own a method "
             "__getbatch__(indices) that returns the whole batch"
         )
     if kind is TensorDataset:
-        return _tuple_rows([block_of(tensor) for tensor in dataset.tensors])
+        return list(map(id, dataset.tensors))
     if kind is Subset:
-        source, pick = recognise(dataset.dataset), pick_from(dataset.indices)
-        return Source(lambda rows: source.gather(pick(rows)), source.users_code)
+        return [id(dataset.dataset)]
+    if kind is ConcatDataset:
+        return [*map(id, dataset.datasets), *dataset.cumulative_sizes]
+    parts = dataset.datasets
+    return [*parts, *map(id, parts.values())] if isinstance(parts, dict) else list(map(id, parts))
+
+
+def _source_of(dataset: Any, kind: type, recognise: Recognise, *, in_worker: bool) -> Source:
+    if kind is TensorDataset:
+        return _tuple_rows([block_of(tensor, in_worker=in_worker) for tensor in dataset.tensors])
+    if kind is Subset:
+        source, pick = recognise(dataset.dataset), pick_from(dataset.indices, now=not in_worker)
+        if in_worker:
+            return Source(lambda rows: source.gather(pick(rows)), source.users_code)
+        return Source(
+            lambda rows: source.gather(pick_from(dataset.indices, now=True)(rows)), source.users_code
+        )
+    if kind is ConcatDataset:
+        return _concatenated_rows(dataset, recognise)
     if isinstance(dataset.datasets, dict):
         return _dict_rows({name: recognise(part) for name, part in dataset.datasets.items()})
     return _tuple_rows([recognise(part) for part in dataset.datasets])
@@ -82,8 +192,10 @@ def source_of(dataset: Any, recognise: Recognise) -> Source | None:
 # --- the indices of a Subset
 
 
-def pick_from(indices: Any) -> Pick:
-    """A function that looks row numbers up in the indices of a ``Subset``. A list is read once, here.
+def pick_from(indices: Any, *, now: bool) -> Pick:
+    """A function that looks row numbers up in the indices of a ``Subset``.
+
+    A list is read here, as a whole; with ``now``, for a function that is called at once, only its rows are.
 
     Raises:
         NotGathered: If the indices are anything but whole numbers in one dimension.
@@ -91,22 +203,31 @@ def pick_from(indices: Any) -> Pick:
     kind = type(indices)
     if kind is range:
         return lambda rows: indices.start + indices.step * within(rows, len(indices))
-    if is_any_store(indices):
-        return lambda rows: _pick_from_store(indices, rows)
     array: Any = None
     if kind is list or kind is tuple:
+        if now:
+            return lambda rows: plain_ints(_items(indices, rows.tolist()))
         array = plain_ints(list(indices))
     elif kind in (np.ndarray, np.memmap):
         array = np.asarray(indices)
     elif kind is torch.Tensor and indices.device.type == "cpu" and indices.dtype is torch.int64:
-        array = indices.detach().numpy()
+        array = indices.detach()
+        if now:
+            return lambda rows: array.index_select(0, torch.from_numpy(rows)).numpy()
+        array = array.numpy()
+    elif hooks.is_store(indices):
+        return lambda rows: _pick_from_store(indices, rows)
     if array is None or array.ndim != 1 or array.dtype.kind not in "iu" or array.dtype == np.uint64:
         form = f" of {indices.dtype}, {indices.ndim}-d" if hasattr(indices, "dtype") else ""
         raise NotGathered(
             f"the indices of a Subset are a {kind.__qualname__}{form}. Pass a list of ints, or an array or "
             "tensor of int64 with one dimension"
         )
-    return lambda rows: array.take(within(rows, len(array))).astype(np.int64, copy=False)
+    return lambda rows: array.take(rows).astype(np.int64, copy=False)
+
+
+def _items(values: Any, places: list[int]) -> list[Any]:
+    return list(operator.itemgetter(*places)(values)) if len(places) > 1 else [values[places[0]]]
 
 
 def _pick_from_store(store: Any, rows: Rows) -> Rows:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, IterableDataset, Subset
+from torch.utils.data import IterableDataset
 
-from shmloader.codec.slot_allocator import current_allocator
+from shmloader.codec.slot_allocator import SlotAllocator, current_allocator
 from shmloader.indices.packed_indices import PackedInts
 from shmloader.sources.base import (
     NOT_GATHERED,
@@ -18,12 +19,14 @@ from shmloader.sources.base import (
     Source,
     is_default_collate,
     joins_by_default,
+    own_memory,
 )
 from shmloader.sources.blocks import block_of, is_array
 from shmloader.sources.columns import has_columns, hugging_face_rows
-from shmloader.sources.datasets import has_getbatch, plain_ints, source_of
-from shmloader.sources.stores import StoreRows, is_store
-from shmloader.torch_features import Feature, missing_message, why_missing
+from shmloader.sources.datasets import OWN_METHODS, has_getbatch, plain_ints, source_of
+from shmloader.sources.stores import StoreRows
+from shmloader.store_hooks import hooks
+from shmloader.torch_private import unavailable, why_missing
 
 _log = logging.getLogger("shmloader")
 _CUSTOM_COLLATE = (
@@ -36,33 +39,27 @@ _CHANGED_COLLATE = (
 )
 
 
-def recognise(dataset: Any) -> Source:
+def recognise(dataset: Any, *, in_worker: bool) -> Source:
     """The source for a dataset.
 
     Raises:
         NotGathered: If its batches are made sample by sample, with the reason.
     """
+    if has_getbatch(dataset):
+        return Source(dataset.__getbatch__, users_code=True)
+    if type(dataset) in OWN_METHODS:
+        return source_of(dataset, functools.partial(recognise, in_worker=in_worker), in_worker=in_worker)
+    if is_array(dataset):
+        return block_of(dataset, in_worker=in_worker)
     if isinstance(dataset, IterableDataset):
         raise NotGathered(
             "the dataset is iterable-style, and gives its samples one by one. Only a map-style dataset can "
             "give a batch at once"
         )
-    if has_getbatch(dataset):
-        return Source(dataset.__getbatch__, users_code=True)
-    if is_store(dataset):
+    if hooks.takes_rows(dataset):
         return Source(StoreRows(dataset).gather)
-    if is_array(dataset):
-        return block_of(dataset)
-    source = source_of(dataset, recognise)
-    if source is not None:
-        return source
     if has_columns(dataset):
         return hugging_face_rows(dataset)
-    if isinstance(dataset, ConcatDataset):
-        raise NotGathered(
-            "the rows of a ConcatDataset lie in several datasets. Join these into one: with torch.cat() of "
-            "their tensors, shmloader.share() of all rows, or datasets.concatenate_datasets()"
-        )
     name = type(dataset).__qualname__
     if type(dataset) in (list, tuple):
         raise NotGathered(
@@ -80,6 +77,9 @@ class Gatherer:
 
     It lives for one epoch: in a worker, in the main process without workers, or in a loader without workers
     that a worker's dataset uses. Only the worker's own batches are made in the slot, with placeholders.
+
+    The dataset is looked at once. Without workers the program may change it between two batches: then the
+    next one is made sample by sample, and the dataset is looked at again.
     """
 
     def __init__(self, dataset: Any, collate_fn: Any, *, in_worker: bool) -> None:
@@ -87,7 +87,7 @@ class Gatherer:
         self._collate_fn = collate_fn
         self._in_worker = in_worker
         self._source: Source | None = None
-        self._is_recognised = False
+        self._is_per_sample = False
 
     def gather(self, index_batch: Any) -> Any:
         """Make a batch, or ``NOT_GATHERED`` if it is to be made sample by sample.
@@ -95,12 +95,16 @@ class Gatherer:
         It is ``NOT_GATHERED`` for indices that are not all ints, and if anything but a ``__getbatch__``
         raises, so that the exception is the dataset's own.
         """
-        allocator = current_allocator() if self._in_worker else None
-        if not self._is_recognised:
-            self._recognise()
-        source = self._source
+        source = self._source or self._recognise()
         if source is None:
             return NOT_GATHERED
+        allocator = current_allocator()
+        if not self._in_worker and allocator is not None:
+            with own_memory():
+                return self._gather(source, index_batch, None)
+        return self._gather(source, index_batch, allocator)
+
+    def _gather(self, source: Source, index_batch: Any, allocator: SlotAllocator | None) -> Any:
         begin = 0 if allocator is None else allocator.cursor
         try:
             if not joins_by_default(self._collate_fn):
@@ -112,38 +116,32 @@ class Gatherer:
             _log.debug("the samples of one index batch are fetched one by one: %s", str(error))
             if allocator is not None and not source.users_code:
                 allocator.cursor = begin  # the leaves that were made are in no batch
+            if not self._in_worker:
+                self._source = None  # the program may have changed the dataset
             return NOT_GATHERED
         return batch if allocator is None or source.users_code else allocator.with_placeholders(batch)
 
-    def _recognise(self) -> None:
-        """Find the source, if there is one.
-
-        Without workers only a dataset's own ``__getbatch__`` is used, because the program may change its
-        datasets and tensors between two batches.
-        """
+    def _recognise(self) -> Source | None:
+        """Find the source; a dataset that has none now is not looked at again."""
         # No functools.cached_property: in Python 3.11 that holds a lock, which a fork meanwhile copies taken.
-        self._is_recognised = True
+        if self._is_per_sample:
+            return None
         try:
-            if not self._in_worker and not _asks_for_batches(self._dataset):
-                raise NotGathered("there are no workers")
-            self._source = _source_for(self._dataset, self._collate_fn)
+            source = _source_for(self._dataset, self._collate_fn, in_worker=self._in_worker)
         except Exception as reason:  # noqa: BLE001 - also what odd datasets' attributes raise
+            self._is_per_sample = True
             name = type(self._dataset).__qualname__
             # Not the exception itself: a log record that is kept would keep its frames, and so the slot.
             _log.debug("samples of %s are fetched one by one: %s", name, str(reason))
-
-
-def _asks_for_batches(dataset: Any) -> bool:
-    """Whether a dataset, or the one that a ``Subset`` is of, has a ``__getbatch__``."""
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    return has_getbatch(dataset)
+            return None
+        self._source = source
+        return source
 
 
 def _rows_of(index_batch: Any) -> Rows:
     """An index batch as an array, if the dataset sees each index as an int."""
     if type(index_batch) is PackedInts:
-        rows = index_batch.array()
+        rows = np.frombuffer(index_batch, np.int64).copy()
     elif type(index_batch) in (list, tuple):
         rows = plain_ints(list(index_batch))
     elif type(index_batch) in (range, torch.Tensor, np.ndarray):
@@ -168,15 +166,15 @@ def why_per_sample(dataset: Any, collate_fn: Any = None) -> str | None:
         The reason, and what to change; None if batches are gathered with one call per leaf.
     """
     try:
-        _source_for(dataset, collate_fn)
+        _source_for(dataset, collate_fn, in_worker=True)
     except Exception as reason:  # noqa: BLE001 - also what odd datasets' attributes raise
         return str(reason) or repr(reason)
     return None
 
 
-def _source_for(dataset: Any, collate_fn: Any) -> Source:
-    if why_missing(Feature.COLLATION) is not None:
-        raise NotGathered(missing_message(Feature.COLLATION))
+def _source_for(dataset: Any, collate_fn: Any, *, in_worker: bool) -> Source:
+    if (lack := why_missing()) is not None:
+        raise NotGathered(unavailable("gathering whole batches", lack))
     if collate_fn is not None and not joins_by_default(collate_fn):
         raise NotGathered(_CHANGED_COLLATE if is_default_collate(collate_fn) else _CUSTOM_COLLATE)
-    return recognise(dataset)
+    return recognise(dataset, in_worker=in_worker)

@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import default_collate
 
 from shmloader.codec.layout import CODE_OF_NUMPY_DTYPE, CODE_OF_TORCH_DTYPE, DTYPES
+from shmloader.codec.slot_allocator import current_allocator
 from shmloader.sources.base import NotGathered, Rows, as_sample_field, make_output, within
 from shmloader.sources.blocks import joined_dtype
 
-if TYPE_CHECKING:
-    from shmloader.store.base import Store
-
 _SCALARS = {int: torch.int64, float: torch.float64, bool: torch.bool}
-
-
-def is_store(dataset: object) -> bool:
-    """Whether a dataset is a store whose rows `StoreRows` can take."""
-    kind = type(dataset)
-    return kind is _loaded("rows", "RowStore") or kind is _loaded("base", "Selection")
-
-
-def is_any_store(value: object) -> bool:
-    """Whether a value is a store, of whatever kind."""
-    kind = _loaded("base", "Store")
-    return kind is not None and isinstance(value, kind)
-
-
-def _loaded(module: str, name: str) -> Any:
-    """A class of `shmloader.store`, which imports pyarrow; None in a process that has no stores."""
-    return getattr(sys.modules.get(f"shmloader.store.{module}"), name, None)
 
 
 class StoreRows:
     """Rows of a store of any kind, by its ``take``; see `Source`."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Any) -> None:
         self._store = store
         self._fields: list[StoreRows] | None = None
 
@@ -49,12 +29,13 @@ class StoreRows:
         store = self._store
         rows = within(rows, len(store))
         sample = store.row(int(rows[0]))
-        if isinstance(sample, tuple) and type(store) is _loaded("rows", "RowStore"):
+        if isinstance(sample, tuple) and hasattr(store, "tuple_length"):
             fields = self._all_fields()
             if fields:
                 return _as_record(type(sample), [field.gather(rows) for field in fields])
-        # `take` refuses rows that the outputs cannot hold, by a TypeError.
-        outs = _outputs_like(sample, len(rows))
+        # `take` refuses rows that the outputs cannot hold, by a TypeError. Without a slot
+        # there are none: tensors that it has written to cannot be resized.
+        outs = None if current_allocator() is None else _outputs_like(sample, len(rows))
         if outs is not None:
             try:
                 return _join_taken(store.take(rows, outs))
@@ -65,8 +46,7 @@ class StoreRows:
     def _all_fields(self) -> list[StoreRows]:
         """A source for each field, of a row store of tuples; none if they differ in class or length."""
         if self._fields is None:
-            store: Any = self._store
-            self._fields = [StoreRows(store.column(n)) for n in range(store.tuple_length())]
+            self._fields = [StoreRows(self._store.column(n)) for n in range(self._store.tuple_length())]
         return self._fields
 
 
@@ -89,11 +69,12 @@ def _join_taken(taken: Any) -> Any:
     """Make the batch from the result of a store's ``take``."""
     kind = type(taken)
     if kind is torch.Tensor:
-        return taken
+        return taken if current_allocator() is not None else taken.clone()
     if kind is np.ndarray:
         if joined_dtype(taken) is None:
             raise NotGathered(f"torch joins single rows of {taken.dtype} to another dtype, or refuses them")
-        return torch.from_numpy(np.ascontiguousarray(taken))
+        array = np.ascontiguousarray(taken)
+        return torch.from_numpy(array) if current_allocator() is not None else torch.tensor(array)
     if kind is dict:
         return {name: _join_taken(column) for name, column in taken.items()}
     if isinstance(taken, tuple):

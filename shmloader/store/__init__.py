@@ -7,11 +7,16 @@ stores need it.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 import torch
+
+from shmloader.store.handles import make_array_reducer
+from shmloader.store.unshared import watch_copies
+from shmloader.store_hooks import hooks
 
 if TYPE_CHECKING:
     from shmloader.store.base import SharedObject, Store
@@ -27,6 +32,7 @@ __all__ = [
     "Store",
     "StoreDescription",
     "share",
+    "unshare",
 ]
 
 _MODULES = {
@@ -44,6 +50,26 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 
+
+def _is_store(value: object) -> bool:
+    base = sys.modules.get(f"{__name__}.base")  # imports pyarrow; without it there is no store
+    return base is not None and isinstance(value, base.Store)
+
+
+def _takes_rows(dataset: object) -> bool:
+    module = type(dataset).__module__  # not a subclass of the program's, which may give other rows
+    return module in (f"{__name__}.base", f"{__name__}.rows") and _is_store(dataset)
+
+
+def _share_dataset(dataset: Any) -> Any:
+    from shmloader.store.attributes import share_for_loader  # imports pyarrow
+
+    return share_for_loader(dataset)
+
+
+hooks.is_store, hooks.takes_rows = _is_store, _takes_rows
+hooks.share_dataset, hooks.watch_copies = _share_dataset, watch_copies
+hooks.make_array_reducer = make_array_reducer
 
 _Array = TypeVar("_Array", bound=np.ndarray[Any, Any])
 
@@ -109,6 +135,25 @@ def share(data: Any, *, copy: bool = False, progress: bool | None = None) -> Any
     from shmloader.store.attributes import share_graph  # imports pyarrow
 
     return share_graph(data, copy=copy, progress=progress)
+
+
+def unshare(data: Any) -> Any:
+    """Undo sharing: put lists, dicts, sets and arrays of this process in the place of shared ones.
+
+    For data that the program is going to change, such as a list that it appends to. Workers that run
+    already, and other loaders' workers, keep what they have; a loader with ``share_dataset=True`` that is
+    made later shares anew.
+
+    Args:
+        data: A dataset or another object, which is changed in place, at any depth; or a store.
+
+    Returns:
+        ``data``; for a store, a shared array or a tuple the list, dict, set, array or tuple in its place. A
+        Counter comes back as a ``defaultdict``, any other subclass of list or dict as its base.
+    """
+    from shmloader.store.attributes import unshare  # imports pyarrow
+
+    return unshare(data)
 
 
 def open_store(

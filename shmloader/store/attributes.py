@@ -1,21 +1,21 @@
 """Sharing an object and what it holds: large containers are replaced by shared ones, in one buffer.
 
-The shared value of each node of the graph is written first, and made once the memory is sealed. Then the
-objects on the paths to it are copied.
+The shared value of each node of the graph is written first, and made once the memory is sealed. Then it is
+put into the node's place.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
 import io
 import logging
 import pickle
+import sys
 import warnings
-import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sized
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from operator import is_not
 from typing import Any
 
@@ -24,12 +24,15 @@ import pyarrow as pa
 import torch
 
 from shmloader.errors import NotSharedWarning
+from shmloader.foreign import is_arrow, is_hugging_face, is_pandas, is_pandas_part
 from shmloader.store import kinds, static
+from shmloader.store.base import Store
 from shmloader.store.columns.encode import COLUMN, ColumnEncoder
-from shmloader.store.graph import Graph, Identity, Node, Rebuilder, blame
-from shmloader.store.handles import MappedFiles, register
+from shmloader.store.graph import Graph, Node, blame
+from shmloader.store.handles import MappedFiles, is_shared, register
 from shmloader.store.mapping import MappingStore, SetStore, factory_of, hashes_of, write_index
 from shmloader.store.memory import Make, MemoryWriter, Table, write_rows
+from shmloader.store.replace import Replacer
 from shmloader.store.rows import RowStore
 from shmloader.store.sealed_buffer import SharedBuffer
 
@@ -41,12 +44,23 @@ _BLAMED_AT_ONCE = 1 << 14  # elements that are tried together
 
 
 def share_graph(
-    root: Any, *, copy: bool = False, progress: bool | None = None, only_held: bool = False
+    root: Any,
+    *,
+    copy: bool = False,
+    progress: bool | None = None,
+    only_held: bool = False,
+    in_place: bool = False,
 ) -> Any:
-    """Share an object and what it holds, or only what it holds; see `shmloader.share`."""
+    """Share an object and what it holds, or only what it holds; see `shmloader.share`.
+
+    Either in a copy of the object, or ``in_place``: in the object itself, and in others that only it holds.
+    """
     root = root if only_held else kinds.plain_if_few(root)
     graph = Graph(root, is_asked_for=not only_held)
-    nodes = [node for node in graph.nodes.values() if node.plan and not _is_mapped(node.value)]
+    nodes = [node for node in graph.nodes.values() if node.plan]
+    replacer = Replacer(graph, in_place=in_place)
+    if in_place:
+        nodes = [node for node in nodes if _has_holder(node, replacer, graph)]
     # Whole arrays are written first, and dicts last, whose values mostly are some of a list's.
     nodes.sort(key=lambda node: (node.plan == "rows") + isinstance(node.value, dict | set | frozenset))
     replaced: dict[int, Any] = {}
@@ -57,7 +71,20 @@ def share_graph(
                 buffer = writer.seal()
                 replaced = {id(node.value): make(buffer) for node, make in made if make is not None}
     _report(graph, replaced)
-    return Rebuilder(graph.nodes, replaced).rebuild(root) if replaced else root
+    return replacer.replace(root, replaced) if replaced else root
+
+
+def _has_holder(node: Node, replacer: Replacer, graph: Graph) -> bool:
+    """Whether anything may hold an object's shared form; a holder that may not is named."""
+    spared, can = replacer.spared_holder(node)
+    if spared is not None:
+        why = (
+            f"its holder {spared.path}, a {static.name_of(type(spared.value))}, stays as it is, since "
+            "something outside of the dataset refers to it too. Give the dataset one of its own: "
+            "shmloader.share(...) makes a shared copy"
+        )
+        graph.leave(node, kinds.estimate_nbytes(node.value), why)
+    return can
 
 
 def _write_if_possible(
@@ -126,77 +153,44 @@ def _report(graph: Graph, replaced: Mapping[int, Any]) -> None:
         )
 
 
-# --- a loader's dataset
-
-_shared: dict[int, tuple[list[Any], weakref.ref[Any]]] = {}
-"""Objects of shared datasets, by their ``id``, with their shared values."""
-
-
 def share_for_loader(dataset: Any) -> Any:
-    """Share the contents of a dataset, or the dataset itself if it is a plain container.
-
-    Frameworks rebuild loaders from their original arguments. So a dataset that was shared before, is still in
-    use, and has the same containers is not shared again.
+    """Share the contents of a dataset in place, or the dataset itself if it is a plain container.
 
     Returns:
-        The shared dataset; ``dataset`` itself if there is nothing to share.
+        The dataset; the shared one in place of a list, tuple, dict, array or tensor.
 
     Raises:
         SharedMemoryExhausted: If the host lacks the memory.
     """
-    if id(dataset) in _shared:
-        state, shared = _shared[id(dataset)]
-        if (known := shared()) is not None and state == _state_of(dataset):
-            return known
-        del _shared[id(dataset)]
     is_plain = type(dataset) in (list, tuple, dict, np.ndarray, torch.Tensor)
-    if not (is_plain or kinds.is_open(dataset) or kinds.is_hugging_face(dataset)):
-        graph = Graph(dataset)
-        if not graph.left:
-            why = "it is neither a torch Dataset nor a list, tuple, dict, array or tensor"
-            graph.leave(graph.nodes[id(dataset)], kinds.estimate_nbytes(dataset), why)
-        _report(graph, {})
-        return dataset
-    # A sequence or mapping with a class of its own may give other samples at each access.
-    result = share_graph(dataset, only_held=not is_plain)
-    for key in [key for key, (_, one) in _shared.items() if one() is None]:
-        del _shared[key]
-    if result is not dataset:
-        with contextlib.suppress(TypeError):  # a list of few large ones has no weak references
-            reference = weakref.ref(result)
-            _shared[id(dataset)] = _state_of(dataset), reference
-    return result
+    if is_plain or kinds.is_open(dataset) or is_hugging_face(dataset):
+        # A sequence or mapping with a class of its own may give other samples at each access.
+        return share_graph(dataset, only_held=not is_plain, in_place=True)
+    graph = Graph(dataset)
+    if not graph.left:
+        why = "it is neither a torch Dataset nor a list, tuple, dict, array or tensor"
+        graph.leave(graph.nodes[id(dataset)], kinds.estimate_nbytes(dataset), why)
+    _report(graph, {})
+    return dataset
 
 
-def _state_of(dataset: Any) -> list[Any]:
-    """The dataset's identity, which no later object has, and its containers with some of their elements."""
-    try:
-        identity: Any = Identity(dataset)
-    except TypeError:  # a list, tuple or dict, since what it was shared as has weak references
-        parts = chain(dataset, dataset.values() if isinstance(dataset, dict) else ())
-        identity = hash(tuple(map(id, parts))), list(map(_identity, kinds.some(dataset)))
-    held = [node.value for node in Graph(dataset).nodes.values() if node.plan]
-    containers = [
-        (id(value), type(value), len(value), list(map(_identity, kinds.some(value))))
-        for value in held
-        if hasattr(value, "__len__")
-    ]
-    return [identity, *containers]
+def unshare(root: Any) -> Any:
+    """Put lists, dicts and arrays in the place of shared ones; see `shmloader.unshare`."""
+    graph = Graph(root)
+    replaced = {key: made for key, node in graph.nodes.items() if (made := _unshared(node.value)) is not None}
+    return Replacer(graph, in_place=True, spares=False).replace(root, replaced)
 
 
-def _identity(element: Any, depth: int = 0) -> Any:
-    """The identity of an element, which no other one has, nor a later one with the same ``id``."""
-    if not depth and isinstance(element, np.generic | np.ndarray | torch.Tensor):
-        return repr(element)  # too slow for those further inside
-    if isinstance(element, list | tuple | dict):
-        parts = element.values() if isinstance(element, dict) else element
-        return id(element), [_identity(part, depth + 1) for part in islice(parts, 8 if depth < 3 else 0)]
-    try:
-        return Identity(element)
-    except TypeError:  # a number or text has no weak references
-        with contextlib.suppress(Exception):
-            return id(element), hash(element)
-    return id(element)
+def _unshared(value: Any) -> Any:
+    """A copy of a shared value in the memory of this process; None if it is not shared."""
+    if isinstance(value, MappingStore):
+        *_, factory = value.__reduce__()[1]
+        return dict(value) if factory is None else defaultdict(factory, value)
+    if isinstance(value, Store | SetStore):
+        return list(value) if isinstance(value, Store) else set(value)
+    if type(value) not in (np.ndarray, torch.Tensor) or not is_shared(value, None):
+        return None
+    return value.clone() if isinstance(value, torch.Tensor) else value.copy()
 
 
 # --- writing of values
@@ -210,12 +204,12 @@ def _write(node: Node, writer: MemoryWriter, copy: bool, progress: bool | None) 
     if node.plan == "rows":
         return _write_rows(value, writer, copy, progress)
     # Objects of other libraries keep their classes.
-    if kinds.is_arrow(value):
+    if is_arrow(value):
         return _write_in_place(value, writer)
-    if kinds.is_pandas_part(value):
+    if is_pandas_part(value):
         return _write_pandas(value, writer)
-    make = _write_in_place(_table_in_memory(value), writer)
-    return lambda buffer: _with_table(value, make(buffer))
+    make = _write_in_place(value.table, writer)
+    return lambda buffer: sys.modules["datasets.table"].InMemoryTable(make(buffer))
 
 
 def _write_array(value: Any, writer: MemoryWriter) -> Make:
@@ -248,10 +242,10 @@ def _write_rows(value: Any, writer: MemoryWriter, copy: bool, progress: bool | N
     """Write the rows of a store: a container of objects, an iterator, Arrow or pandas data."""
     if isinstance(value, Mapping) or kinds.container_kind(value) is set:
         return _write_keyed(value, writer, copy, progress)
-    if kinds.is_arrow(value):
+    if is_arrow(value):
         table = _write_arrow(value, writer)
     else:
-        table = write_rows(_pandas_rows(value) if kinds.is_pandas(value) else value, writer, progress)
+        table = write_rows(_pandas_rows(value) if is_pandas(value) else value, writer, progress)
     if isinstance(value, list | tuple):
         writer.remember(value, table)
     return lambda buffer: RowStore(writer.chunks(table, buffer), (), copy)
@@ -384,25 +378,3 @@ def _with_texts_in_arrow(value: Any) -> Any:
             if getattr(kind, "hasobject", False):
                 value.isetitem(number, texts(value.iloc[:, number]))
     return value
-
-
-def _is_mapped(value: Any) -> bool:
-    """Whether a value is a Hugging Face dataset whose data is mapped from files: that is shared already."""
-    return kinds.is_hugging_face(value) and _table_in_memory(value) is None
-
-
-def _table_in_memory(dataset: Any) -> Any:
-    """The Arrow table of a Hugging Face dataset, if it is not mapped from files."""
-    data = getattr(dataset, "data", None)
-    return data.table if data is not None and type(data).__name__ == "InMemoryTable" else None
-
-
-def _with_table(dataset: Any, table: Any) -> Any:
-    """A copy of a Hugging Face dataset with another Arrow table of the same contents."""
-    import copy
-
-    from datasets.table import InMemoryTable
-
-    shared = copy.copy(dataset)
-    vars(shared)["_data"] = InMemoryTable(table)
-    return shared

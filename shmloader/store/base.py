@@ -14,13 +14,14 @@ import torch
 from shmloader.indices.packed_indices import BY_VALUE
 from shmloader.store.description import StoreDescription, describe_rows, table_of
 from shmloader.store.memory import share_array
+from shmloader.store.read_only import ReadOnly
 from shmloader.store.tables import save
 
 _INT64 = np.dtype(np.int64)
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class SharedObject(ABC):
+class SharedObject(ReadOnly, ABC):
     """Base of all stores.
 
     Lives in any number of processes. Its memory is freed when the last process that has the store, or
@@ -36,7 +37,6 @@ class SharedObject(ABC):
     def to_arrow(self) -> Any:
         """A ``pyarrow`` object with the same rows, over the same memory if all chunks have the same types.
 
-        The numbers of records with three or more of them are copied, since they lie side by side in memory.
         Values that Arrow has no type for have extension types of shmloader's over ordinary ones.
 
         Raises:

@@ -1,24 +1,19 @@
-"""The graph of objects that an object holds: finds the ones to share, and copies the paths to them.
-
-Nothing is changed in the graph. Every object on a path to a replaced one is copied, shallowly. All others
-stay the same objects. Imports no pyarrow.
-"""
+"""The graph of objects that an object holds: finds the ones to share. Imports no pyarrow."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 import reprlib
+import sys
 import time
 import types
-import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from shmloader.foreign import is_arrow, is_hugging_face, is_pandas_part, is_table_in_memory
 from shmloader.store import kinds, static
 from shmloader.store.handles import MappedFiles, is_shared
 from shmloader.store.static import is_a
@@ -112,7 +107,7 @@ class Graph:
     def _open_root(self, node: Node) -> _Held:
         """Like `_open`, for an object that is shared whatever its size."""
         value, kind = node.value, kinds.container_kind(node.value)
-        if kinds.is_store(value) or kinds.is_hugging_face(value):
+        if kinds.is_store(value) or is_hugging_face(value):
             return self._open(node)
         if is_a(value, np.ndarray | torch.Tensor) and is_shared(value, self._files):
             return ()
@@ -148,8 +143,8 @@ class Graph:
             return ()
         if kinds.container_kind(value) is not None:
             return self._open_container(node)
-        if kinds.is_hugging_face(value) and is_a(value, dict):  # a DatasetDict
-            return kinds.elements_of(value)
+        if is_hugging_face(value):
+            return kinds.elements_of(value) if is_a(value, dict) else kinds.tables_of(value)
         if kinds.is_open(value):
             self._open_classes.add(id(type(value)))
             return kinds.attributes_of(value)
@@ -160,7 +155,7 @@ class Graph:
         value = node.value
         if type(value) is np.ndarray or type(value) is torch.Tensor:
             self._look_at_array(node, kinds.estimate_nbytes(value))
-        elif kinds.is_arrow(value) or kinds.is_pandas_part(value) or kinds.is_hugging_face(value):
+        elif is_arrow(value) or is_pandas_part(value) or is_table_in_memory(value):
             if kinds.estimate_nbytes(value) >= kinds.LEAST_NBYTES:
                 node.plan = "foreign"
         elif is_a(value, np.ndarray):
@@ -199,6 +194,30 @@ class Graph:
             node.plan = "rows"
         return ()
 
+    def held_elsewhere(self) -> set[int]:
+        """Keys of the objects that also something outside of the graph refers to, by any number of steps.
+
+        Neither the root nor datasets are among them, nor what only these hold. An object that the search has
+        not seen counts as outside.
+        """
+        alone = Node(object(), "")
+        usual = sys.getrefcount(alone.value)
+        held: dict[int, list[int]] = defaultdict(list)
+        todo = []
+        for key, node in self.nodes.items():
+            for parent in node.parents:
+                held[parent].append(key)
+            if sys.getrefcount(node.value) > usual + len(node.parents):
+                todo.append(key)
+        found: set[int] = set()
+        while todo:
+            key = todo.pop()
+            node = self.nodes[key]
+            if key not in found and node.holder is not None and not kinds.is_dataset(node.value):
+                found.add(key)
+                todo += held[key]
+        return found
+
     def leave(self, node: Node, nbytes: int, why: str) -> None:
         """Note that a thing cannot be shared, if it is large."""
         if nbytes >= kinds.LEAST_NBYTES:
@@ -224,129 +243,3 @@ def blame(container: Any, is_fine: Callable[[Any], bool], why: str) -> str:
                 "keep it in a container of its own"
             )
     return why
-
-
-class Rebuilder:
-    """Copies the objects on paths to shared ones, each once.
-
-    Args:
-        nodes: The objects, by ``id``.
-        replaced: The replacements of some of them.
-    """
-
-    def __init__(self, nodes: Mapping[int, Node], replaced: dict[int, Any]) -> None:
-        self._nodes = nodes
-        self._copies = replaced
-        self._changed = self._ancestors(replaced)
-
-    def _ancestors(self, keys: Iterable[int]) -> set[int]:
-        found: set[int] = set()
-        todo = list(keys)
-        while todo:
-            for parent in self._nodes[todo.pop()].parents:
-                if parent not in found:
-                    found.add(parent)
-                    todo.append(parent)
-        return found
-
-    def rebuild(self, root: Any) -> Any:
-        """The replacement of the root."""
-        # Mutable objects first, all of them and still empty, so that cycles find them.
-        mutable = [key for key in self._changed if not _is_immutable(self._nodes[key].value)]
-        for key in mutable:
-            self._copies[key] = _empty_like(self._nodes[key].value)
-        for key in mutable:
-            self._fill(self._nodes[key].value, self._copies[key])
-            _keep_if_it_matters(self._nodes[key].value, self._copies[key])
-        return self._new(root)
-
-    def _new(self, value: Any) -> Any:
-        """The replacement of ``value``."""
-        key = id(value)
-        if key in self._copies:
-            return self._copies[key]
-        if key not in self._changed:
-            return value
-        copy = self._copies[key] = self._with_parts(value)
-        if not is_a(value, types.MethodType) and (attributes := static.dict_of(value)):
-            # After the copy is known: what an attribute holds may lead back to it.
-            copy.__dict__.update((name, self._new(held)) for name, held in attributes.items())
-        return copy
-
-    def _with_parts(self, value: Any) -> Any:
-        """A copy of an immutable object whose parts are replaced, without its attributes."""
-        if is_a(value, types.MethodType):
-            return types.MethodType(value.__func__, self._new(value.__self__))
-        if is_a(value, functools.partial):
-            parts = self._new(value.func), self._new(value.args), self._new(value.keywords)
-            return type(value)(parts[0], *parts[1], **parts[2])
-        if type(value) is tuple:
-            return tuple(map(self._new, value))
-        return type(value)._make(map(self._new, value))
-
-    def _fill(self, original: Any, copy: Any) -> None:
-        if is_a(original, list | deque):
-            copy.extend(map(self._new, original))
-        elif is_a(original, np.ndarray):
-            for number, value in enumerate(original):  # of a list, NumPy would look into the elements
-                copy[number] = self._new(value)
-        elif is_a(original, dict):
-            copy.update((key, self._new(value)) for key, value in original.items())
-        else:
-            attributes, slots = static.dict_of(original), static.slots_of(original)
-            # Not setattr: frozen dataclasses and datasets with rules of their own refuse it. Nor the copy's
-            # __dict__ where it can be helped: attributes would be slower to read (docs/decisions/0033).
-            for name, value in attributes.items():
-                if _is_plain_name(name, type(copy)):
-                    object.__setattr__(copy, name, self._new(value))
-                else:
-                    copy.__dict__[name] = self._new(value)
-            for name, value in slots.items():
-                object.__setattr__(copy, name, self._new(value))
-
-
-_kept_for_good: list[Any] = []
-
-
-class Identity(weakref.ref[Any]):
-    """A weak reference to an original; equal to another one of the same living object."""
-
-    __slots__ = ()
-    __hash__ = weakref.ref.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and self() is not None and self() is other()
-
-
-def _keep_if_it_matters(original: Any, copy: Any) -> None:
-    """Keep an object as long as its copy, if its death would affect objects that both hold.
-
-    That may be by ``__del__`` or ``weakref.finalize``, or because the copy's contents refer to the original
-    weakly.
-    """
-    others = any(type(one) is not Identity for one in weakref.getweakrefs(original))
-    if others or hasattr(type(original), "__del__"):
-        try:
-            weakref.finalize(copy, lambda _: None, original)  # at exit, too: else neither of them would end
-        except TypeError:  # its class has slots, and none for weak references
-            _kept_for_good.append(original)
-
-
-def _is_plain_name(name: Any, kind: type) -> bool:
-    """Whether setting an attribute of an object of a class calls no property or other descriptor."""
-    return type(name) is str and not inspect.isdatadescriptor(inspect.getattr_static(kind, name, None))
-
-
-def _is_immutable(value: Any) -> bool:
-    return is_a(value, tuple | types.MethodType | functools.partial)
-
-
-def _empty_like(value: Any) -> Any:
-    kind = type(value)
-    if is_a(value, defaultdict):
-        return kind(value.default_factory)
-    if is_a(value, deque):
-        return kind(maxlen=value.maxlen)
-    if is_a(value, np.ndarray):
-        return np.empty_like(value)
-    return kind() if is_a(value, list | dict | types.SimpleNamespace) else object.__new__(kind)

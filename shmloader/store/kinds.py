@@ -20,13 +20,22 @@ import types
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
-from shmloader.codec.leaves import wrap_tensor
+from shmloader.codec.array_kinds import kind_of_tensor
+from shmloader.foreign import (
+    ARROW,
+    PANDAS,
+    is_arrow,
+    is_hugging_face,
+    is_pandas,
+    is_pandas_part,
+    is_table_in_memory,
+    loaded_classes,
+)
 from shmloader.store import static
 from shmloader.store.static import base_of, is_a
 
@@ -61,19 +70,6 @@ _CLOSED = (
     types.BuiltinFunctionType,
     *_DATA,
 )
-# Classes of libraries that may not be installed, where these define them: a program may have a package
-# ``datasets`` of its own. None is imported for it.
-_ARROW = {"pyarrow": ("Table", "RecordBatch", "Array", "ChunkedArray")}
-_PANDAS_ROWS = {"pandas": ("Series", "DataFrame")}
-_PANDAS = {
-    **_PANDAS_ROWS,
-    "pandas.api.extensions": ("ExtensionArray",),
-    "pandas.core.indexes.base": ("Index",),
-}
-_HUGGING_FACE = {
-    "datasets.arrow_dataset": ("DatasetInfoMixin",),  # the base of Dataset and IterableDataset
-    "datasets.dataset_dict": ("DatasetDict", "IterableDatasetDict"),
-}
 _SEQUENCES, _MAPPINGS = (list, tuple, deque), (dict, OrderedDict, defaultdict, Counter)
 # By ``id``: a metaclass may define how its classes are compared.
 _PLAIN: dict[int, type] = {id(kind): list for kind in _SEQUENCES} | {id(kind): dict for kind in _MAPPINGS}
@@ -85,58 +81,8 @@ _WITHOUT_MEANING = set(
 )
 _SHARED_BY_THEMSELVES = (torch.utils.data.Dataset, torch.nn.Module)
 _NO_CONTAINERS = (str, bytes, bytearray, memoryview, range)
-
-# --- arrays and tensors
-
-Array = np.ndarray[Any, Any]
 _DTYPE: Any = np.ndarray.dtype.__get__  # also of subclasses, whose own attributes are not asked
 _NBYTES: Any = np.ndarray.nbytes.__get__
-
-
-class ArrayKind(NamedTuple):
-    """The properties that all arrays of one column share."""
-
-    dtype: np.dtype[Any]  # of tensors that of the NumPy carrier
-    ndim: int
-    torch_dtype: torch.dtype | None = None  # of tensors
-
-
-def kind_of_array(array: Array) -> ArrayKind | None:
-    """The kind of column that an ndarray fits in; None if it fits in no column of arrays."""
-    return ArrayKind(array.dtype, array.ndim) if is_plain(array.dtype) else None
-
-
-def is_plain(dtype: np.dtype[Any]) -> bool:
-    """Whether a string identifies a dtype: numbers, times and texts that have bytes."""
-    return dtype.kind in "biufcmMSU" and dtype.itemsize > 0
-
-
-_SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-
-
-def kind_of_tensor(tensor: torch.Tensor) -> ArrayKind | None:
-    """The kind of column that a tensor fits in; None if it fits in no column of arrays."""
-    code = CODE_OF_TORCH_DTYPE.get(tensor.dtype)
-    plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_nested
-    if code is None or not plain or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
-        return None
-    return ArrayKind(DTYPES[code].carrier, tensor.dim(), tensor.dtype)
-
-
-def wrap_array(array: Array, kind: ArrayKind) -> Any:
-    """The object that a stored array stands for: itself, or a tensor over its memory."""
-    return array if kind.torch_dtype is None else wrap_tensor(array, kind.torch_dtype)
-
-
-def array_of_tensor(tensor: torch.Tensor, carrier: np.dtype[Any]) -> Array:
-    """A tensor's items as a C-ordered ndarray of its carrier dtype; a view if it is contiguous."""
-    tensor = tensor.contiguous()
-    if DTYPES[CODE_OF_TORCH_DTYPE[tensor.dtype]].native:
-        return tensor.numpy()
-    # By a dtype of the same size: to any other, a stride is in the way that one item may have.
-    array: Array = tensor.view(_SAME_SIZE[carrier.itemsize]).numpy().view(carrier)
-    return array
-
 
 # --- objects
 
@@ -147,30 +93,14 @@ def is_store(value: Any) -> bool:
     return base is not None and type.__subclasscheck__(base.SharedObject, type(value))  # not that of an ABC
 
 
-def is_arrow(value: Any) -> bool:
-    """Whether a value is Arrow data: a table, a batch or a column."""
-    return is_a(value, _classes(_ARROW))
+def tables_of(dataset: Any) -> Iterable[tuple[Any, Any]]:
+    """The tables in memory of a Hugging Face dataset: of its rows, and of its indices if it was shuffled."""
+    return [(label, held) for label, held in attributes_of(dataset) if is_table_in_memory(held)]
 
 
-def is_pandas(value: Any) -> bool:
-    """Whether a value is a pandas Series or DataFrame."""
-    return is_a(value, _classes(_PANDAS_ROWS))
-
-
-def is_pandas_part(value: Any) -> bool:
-    """Whether a value is a pandas object of any kind, an index or an array too."""
-    return is_a(value, _classes(_PANDAS))
-
-
-def is_hugging_face(value: Any) -> bool:
-    """Whether a value is a dataset of Hugging Face's ``datasets``."""
-    return is_a(value, _classes(_HUGGING_FACE))
-
-
-def _classes(names: Mapping[str, tuple[str, ...]]) -> tuple[type, ...]:
-    loaded = [module for module in names if module in sys.modules]  # of others nothing is
-    found = [getattr(sys.modules[module], name, None) for module in loaded for name in names[module]]
-    return tuple(kind for kind in found if isinstance(kind, type))
+def is_dataset(value: Any) -> bool:
+    """Whether a value is torch's, or Hugging Face's, idea of a dataset."""
+    return is_a(value, torch.utils.data.Dataset) or is_hugging_face(value)
 
 
 def container_kind(value: Any) -> type | None:
@@ -256,7 +186,7 @@ def is_few_large(value: Any) -> bool:
     """Whether a container has few elements, some of which are large ones themselves."""
     if static.length(value) > _FEW or container_kind(value) is set:
         return False
-    large = (np.ndarray, torch.Tensor, *_classes(_ARROW), *_classes(_PANDAS))
+    large = (np.ndarray, torch.Tensor, *loaded_classes(ARROW), *loaded_classes(PANDAS))
     return any(
         estimate_nbytes(element) >= LEAST_NBYTES
         for element in some(value)
@@ -338,7 +268,8 @@ def estimate_nbytes(value: Any, *, arrays: bool = True) -> int:
         value: The object.
         arrays: Whether to count the data of arrays and tensors, which no one copies by reading it.
     """
-    return int(value.nbytes) if is_arrow(value) else _nbytes_of(value, set(), arrays=arrays)
+    table = value.table if is_table_in_memory(value) else value
+    return int(table.nbytes) if is_arrow(table) else _nbytes_of(value, set(), arrays=arrays)
 
 
 def nbytes_of_rows(rows: Sequence[Any], sampled: int = _SAMPLED_OF_CHUNK) -> int:

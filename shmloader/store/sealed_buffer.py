@@ -116,7 +116,7 @@ class SharedBuffer:
             f"a store ({self.nbytes:,} bytes) lies in the shared memory of this host's running processes: it "
             "can be pickled to a process that multiprocessing starts or is connected to, but not to disk or "
             "to another machine. Write it to a file instead, with store.save(path), and open it there with "
-            "shmloader.open(path)."
+            "shmloader.open(path); or put lists and dicts back in its place, shmloader.unshare(dataset)."
         )
 
     def __repr__(self) -> str:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from typing import Any
 
-_BASES = (list, tuple, deque, set, frozenset, dict)
+_BASES = (list, tuple, deque, set, frozenset, OrderedDict, dict)
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or by a C module that says so
 
 # What a class is, whatever its metaclass says.
@@ -70,9 +70,9 @@ def length(container: Any) -> int:
 
 def items(container: Any) -> Iterable[tuple[Any, Any]]:
     """The elements of a container, each with its key or number."""
-    if is_a(container, dict):
-        return dict.items(container)
     base = base_of(container) or type(container)
+    if is_a(container, dict):
+        return base.items(container)  # type: ignore[no-any-return]
     if not hasattr(base, "__iter__"):  # pyarrow's tables, which Python iterates over by their items
         return enumerate(iter(container))
     return enumerate(base.__iter__(container))

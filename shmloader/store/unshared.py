@@ -37,30 +37,33 @@ class CopyWatch:
     page faults; that takes less time than to fork it.
     """
 
-    def __init__(self, dataset: Any, workers: Iterable[Any], *, is_shared: bool) -> None:
+    def __init__(self, dataset: Any, workers: Iterable[Any], counters: Counters, *, is_shared: bool) -> None:
         self._dataset = dataset
+        self._counters = counters
+        self._said = ""
         self._is_shared = is_shared
         self._epochs = 0
         self._copied: dict[int, CopiedMemory] = {}
         with contextlib.suppress(Exception):
             self._copied = {worker.pid: CopiedMemory(worker.pid) for worker in workers}
 
-    def ended(self, workers: Iterable[Any], largest_batch_nbytes: int) -> str:
-        """Measure the workers when an epoch ends, before they are stopped.
-
-        Returns:
-            A warning for the program, if they have copied much; else "".
-        """
+    def measure(self, workers: Iterable[Any], largest_batch_nbytes: int) -> None:
+        """Measure the workers when an epoch ends, before they are stopped."""
         self._epochs += 1
         if self._epochs & (self._epochs - 1):  # of persistent workers after 1, 2, 4, 8 epochs
-            return ""
+            return
         with contextlib.suppress(Exception):
             known = [self._copied[worker.pid] for worker in workers if worker.pid in self._copied]
             worst = max(known, key=CopiedMemory.most_nbytes)
             least = LEAST_NBYTES + _BATCHES * largest_batch_nbytes
             if worst.most_nbytes() >= least and (copied := worst.nbytes()) >= least:
-                return self._describe(copied, len(known))
-        return ""
+                self._said = self._describe(copied, len(known))
+
+    def warn(self) -> None:
+        """Warn if the workers have copied much; once for each loader."""
+        if self._said and not self._counters.warned_of_copies:
+            self._counters.warned_of_copies = True
+            warn(self._said, NotSharedWarning)
 
     def _describe(self, copied: int, num_workers: int) -> str:
         graph = Graph(self._dataset)
@@ -109,11 +112,4 @@ def watch_copies(loader: Any, workers: Iterable[Any], counters: Counters) -> Cop
     context = loader.multiprocessing_context or torch.multiprocessing
     if loader.worker_type == THREAD or context.get_start_method() != "fork" or counters.warned_of_copies:
         return None
-    return CopyWatch(loader.dataset, workers, is_shared=loader.share_dataset)
-
-
-def warn_of_copies(copied: str, counters: Counters) -> None:
-    """Give the warning of `CopyWatch.ended`, if there is one; one for each loader."""
-    if copied and not counters.warned_of_copies:
-        counters.warned_of_copies = True
-        warn(copied, NotSharedWarning)
+    return CopyWatch(loader.dataset, workers, counters, is_shared=loader.share_dataset)

@@ -1,8 +1,8 @@
 """Records between the main process and its workers: one class, and one layout, for each kind.
 
 Each worker has one private channel each way. Every record of one direction has the same size, at most
-``PIPE_BUF`` bytes (512 at the least, by POSIX), so the kernel writes it whole or not at all: a reader never
-sees half a record, even if the writer is killed. The right to write a slot passes with the record that names
+``PIPE_BUF`` bytes, so the kernel writes it whole or not at all: a reader never sees half a record, even if
+the writer is killed. The right to write a slot passes with the record that names
 it, and the channel is the memory fence between the two processes.
 
 Requests go to a worker: `MakeBatch`, `SendNextPiece`, `BeginEpoch`. Answers come back: `Published`,
@@ -13,6 +13,7 @@ Senders pack them from their fields, without an object; receivers get objects.
 from __future__ import annotations
 
 import functools
+import select
 import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,11 +22,11 @@ SPIN_NS = 50_000
 """Nanoseconds for which either side looks again for a record before it sleeps, while records come quickly.
 Going to sleep and waking up costs more than a small batch (docs/decisions/0008)."""
 
-REQUEST_NBYTES = 256
-"""Size of a request."""
+REQUEST_NBYTES = min(4096, getattr(select, "PIPE_BUF", 512))
+"""Size of a request: with 4,096 bytes some 500 indices travel in it."""
 ANSWER_NBYTES = 64
 """Size of an answer."""
-INLINE_NBYTES = 200
+INLINE_NBYTES = REQUEST_NBYTES - 56
 """Most bytes of a payload that travel in the request itself; a longer payload lies at the slot's start."""
 
 _Kinds = dict[int, tuple[Any, Callable[[bytes, int], tuple[Any, ...]]]]
@@ -114,10 +115,10 @@ def unpack_request(record: bytes) -> Request:
 
 # --- answers
 
-FAILED, DETACHED, SPILLED, REPORTED = 1, 2, 4, 8
-"""Flags of a `Published`. `FAILED`: it is an exception. `DETACHED`: the worker still held views of the slot,
-which were moved to private memory. `SPILLED`: the batch did not fit in the slot and was sent in pieces, with
-the header in them. `REPORTED`: it is a `bad_samples.Reported`."""
+DETACHED, SPILLED, REPORTED = 1, 2, 4
+"""Flags of a `Published`. `DETACHED`: the worker still held views of the slot, which were moved to private
+memory. `SPILLED`: the batch did not fit in the slot and was sent in pieces, with the header in them.
+`REPORTED`: it is a `bad_samples.Report`, with the batch or an exception."""
 
 
 class Published(NamedTuple):
@@ -130,7 +131,7 @@ class Published(NamedTuple):
         header_end: Bytes from the slot's start to the end of the header, and so of the batch.
         wait_ns: Nanoseconds that the worker waited for this task, that is, for a slot.
         made_ns: Nanoseconds that it then took to make the batch.
-        flags: Sum of `FAILED`, `DETACHED`, `SPILLED` and `REPORTED`; 0 for most batches.
+        flags: Sum of `DETACHED`, `SPILLED` and `REPORTED`; 0 for most batches.
     """
 
     seq: int
@@ -188,10 +189,15 @@ pack_stream_ended = _packs(_answers, StreamEnded, "QQ", ANSWER_NBYTES)
 pack_epoch_begun = _packs(_answers, EpochBegun, "I", ANSWER_NBYTES)
 
 
-def unpack_answers(records: bytes) -> list[Answer]:
-    """Read consecutive answers."""
-    answers = []
-    for begin in range(0, len(records), ANSWER_NBYTES):
-        kind, unpack = _answers[records[begin]]
-        answers.append(_new(kind, unpack(records, begin)))
-    return answers
+PUBLISHED = 1
+"""The first byte of a `Published`."""
+unpack_published: Callable[[bytes, int], tuple[int, int, int, int, int, int, int]]
+unpack_published = _answers[PUBLISHED][1]
+"""Reads the fields of a `Published`, without an object: there is one for each batch."""
+
+
+def unpack_answer(records: bytes, begin: int = 0) -> Answer:
+    """Read one of consecutive answers."""
+    kind, unpack = _answers[records[begin]]
+    answer: Answer = _new(kind, unpack(records, begin))
+    return answer

@@ -32,33 +32,42 @@ class StreamRules(NamedTuple):
     """The rules by which workers divide a stream and continue in it.
 
     Attributes:
-        shard: Whether to divide the stream among ranks and workers (``shard="auto"``).
         rank: This rank.
         ranks: Number of ranks.
         batch_size: Samples of a batch, 1 without batches.
         snapshot_every: Batches of a worker from one state of the dataset to the next, once states are wanted.
-        layout: How the stream was divided in the run that is resumed; empty in a fresh epoch.
-        cursors: Places to continue from: one for each part, or with `STRIDE` one for the whole stream.
+        layout: How the stream is divided in this epoch: `OWN`, `SHARD` or `STRIDE`.
+        later_layout: How it is divided in epochs that are not resumed.
+        cursors: Places to continue from, none in an epoch that is not resumed. With `STRIDE` it is one place
+            in the whole stream, which all workers draw; else there is one for each part.
     """
 
-    shard: bool = False
     rank: int = 0
     ranks: int = 1
     batch_size: int = 1
     snapshot_every: int = 1
-    layout: str = ""
+    layout: str = OWN
+    later_layout: str = OWN
     cursors: tuple[Cursor, ...] = ()
 
     def from_the_beginning(self) -> StreamRules:
         """The same rules for an epoch that is not resumed."""
-        return self._replace(layout="", cursors=())
+        return self._replace(layout=self.later_layout, cursors=())
+
+    @property
+    def of_a_batch(self) -> int:
+        """Samples that a batch takes from the stream or the part of it that the worker draws."""
+        return self.batch_size * (self.ranks if self.layout == STRIDE else 1)
 
     def parts(self, num_workers: int) -> int:
-        """A rank's parts: one for each worker, but without `STRIDE` for each that began the epoch."""
-        return num_workers if self.layout in ("", STRIDE) else len(self.cursors)
+        """A rank's parts: one for each worker; in a resumed epoch, one for each worker that began it.
+
+        With `STRIDE` a part is what a worker takes of the whole stream, so it is always one for each.
+        """
+        return len(self.cursors) if self.cursors and self.layout != STRIDE else num_workers
 
     def cursor_of(self, part: int) -> Cursor:
-        """The cursor that a part begins at."""
+        """The place that a part begins at; with `STRIDE` it is the same for all."""
         if not self.cursors:
             return Cursor()
         return self.cursors[0 if self.layout == STRIDE else part]
@@ -69,14 +78,12 @@ class StreamReport(NamedTuple):
 
     Attributes:
         part: The part that the batch is of.
-        layout: How the stream is divided.
-        cursor: The cursor after the batch; its state is empty if none was taken.
+        cursor: The place after the batch; its state is empty if none was taken.
     """
 
     part: int
-    layout: str
     cursor: Cursor
 
 
-NOTHING_DRAWN = StreamReport(-1, "", Cursor())
+NOTHING_DRAWN = StreamReport(-1, Cursor())
 """The report of a failure before anything was drawn: places in the stream stay where they are."""

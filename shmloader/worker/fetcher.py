@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
-from shmloader.failures.bad_samples import RAISE, REPLACE, SKIP, pack
+from shmloader.failures.bad_samples import RAISE, pack
+from shmloader.settings import Settings
 from shmloader.statistics import BadSample
 from shmloader.wire.stream_records import StreamReport, StreamRules
 
@@ -34,17 +35,14 @@ class FetchRules(NamedTuple):
     in_worker: bool = False
 
     @classmethod
-    def of_loader(cls, loader: Any, stream: StreamRules | None) -> Self:
-        """The rules of a loader's arguments as they are now; ``stream`` if its dataset is iterable-style.
-
-        A subclass of torch's may have an attribute ``on_error`` of its own.
-        """
+    def of(cls, settings: Settings, stream: StreamRules | None) -> Self:
+        """The rules of a loader's settings; ``stream`` if its dataset is iterable-style."""
         return cls(
             iterable=stream is not None,
-            auto_collation=loader.batch_sampler is not None,
-            drop_last=loader.drop_last,
-            collate_fn=loader.collate_fn,
-            on_error=loader.on_error if loader.on_error in (SKIP, REPLACE) else RAISE,
+            auto_collation=settings.batch_sampler is not None,
+            drop_last=settings.drop_last,
+            collate_fn=settings.collate_fn,
+            on_error=settings.on_error,
             stream=stream or StreamRules(),
         )
 
@@ -60,7 +58,7 @@ class Fetcher(ABC):
 
     @abstractmethod
     def fetch(self, index_batch: Any) -> Any:
-        """Fetch and collate; returns a `Reported` if there is something to report.
+        """Fetch and collate; returns a `Report` if there is something to report.
 
         In a worker the batch has placeholders for the leaves that lie in the slot already.
 

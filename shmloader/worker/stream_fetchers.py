@@ -8,10 +8,11 @@ from typing import Any
 
 from shmloader.errors import NoGoodSample
 from shmloader.failures.bad_samples import (
+    LEFT_OUT,
     MOST_IN_A_ROW,
     RAISE,
     REPLACE,
-    Reported,
+    Report,
     describe,
     is_a_samples_fault,
 )
@@ -29,32 +30,31 @@ class PartsFetcher(Fetcher):
         super().__init__()
         self._dataset, self._rules = dataset, rules
         self._worker_id, self._num_workers = worker_id, num_workers
-        parts = range(worker_id, rules.stream.parts(num_workers), num_workers)
+        self._all_parts = rules.stream.parts(num_workers)
+        parts = range(worker_id, self._all_parts, num_workers)
         self._parts = [part for part in parts if not rules.stream.cursor_of(part).ended]
         self._fetcher: _StreamFetcher | None = None  # of the part that is being played
         if self._parts:
             self._begin_part()
 
     def _begin_part(self) -> None:
-        rules, num_workers = self._rules, self._num_workers
-        part, self._batches = self._parts.pop(0), 0
-        cursor, tolerant = rules.stream.cursor_of(part), rules.on_error != RAISE
-        parts = rules.stream.parts(num_workers)
-        self._part = part
-        stream = Stream(self._dataset, rules.stream, part, parts, tolerant)
-        if stream.layout != STRIDE:
-            self._fetcher = _IterableFetcher(stream, rules, cursor)
-            return
-        if tolerant:
+        rules, self._part, self._batches = self._rules, self._parts.pop(0), 0
+        tolerant, is_dealt = rules.on_error != RAISE, rules.stream.layout == STRIDE
+        if tolerant and is_dealt:
             raise ValueError(
                 f"on_error={rules.on_error!r} is not possible if shard='auto' deals out the samples of a "
                 "stream: ranks would have batches of different sizes. Give the dataset a method "
                 "shard(num_shards, index), or leave on_error='raise'"
             )
-        self._fetcher = _StrideFetcher(stream, rules, cursor, self._worker_id, num_workers)
+        cursor = rules.stream.cursor_of(self._part)
+        stream = Stream(self._dataset, rules.stream, self._part, self._all_parts, tolerant)
+        if is_dealt:
+            self._fetcher = _StrideFetcher(stream, rules, cursor, self._worker_id, self._num_workers)
+        else:
+            self._fetcher = _IterableFetcher(stream, rules, cursor)
 
     def fetch(self, index_batch: Any) -> Any:
-        """See `Fetcher`."""
+        """The next batch of the worker's parts, one part after another."""
         while self._fetcher is not None or self._parts:
             if self._fetcher is None:
                 self._begin_part()
@@ -70,32 +70,24 @@ class PartsFetcher(Fetcher):
         raise StopIteration
 
     def _with_report(self, batch: Any, fetcher: _StreamFetcher, index_batch: Any) -> Any:
-        """The batch, with the cursor after it if the main process cannot count that itself."""
+        """The batch, with the place after it if the main process cannot count that itself."""
         rules = self._rules.stream
         self._batches += 1
-        wanted = index_batch[0] if self._rules.auto_collation else index_batch  # see `States.begin_epoch`
+        wanted = index_batch[0] if self._rules.auto_collation else index_batch  # by `States.begin_epoch`
         due = self._batches % rules.snapshot_every == 0 if wanted else self._batches == 1
         state = fetcher.stream.state() if due else b""
-        reported = type(batch) is Reported
-        told = reported or state or (self._batches == 1 and (rules.shard or rules.cursors))
-        if not told:
-            return batch
-        report = self._report(fetcher, state)
-        return (batch if reported else Reported(batch, False, False, b""))._replace(stream=report)
-
-    def _report(self, fetcher: _StreamFetcher, state: bytes) -> StreamReport:
-        drawn, raised = fetcher.behind, fetcher.raised
-        cursor = Cursor(drawn, state, drawn, fetcher.ended, raised, raised)
-        return StreamReport(self._part, fetcher.stream.layout, cursor)
+        if type(batch) is not Report:
+            if not state and (self._batches > 1 or not rules.cursors):
+                return batch
+            batch = Report(batch)
+        return batch._replace(stream=fetcher.report(self._part, state))
 
     def place(self) -> StreamReport | None:
-        """See `Fetcher`."""
-        if self._fetcher is None:
-            return NOTHING_DRAWN
-        return self._report(self._fetcher, b"")
+        """The place after a batch that raised."""
+        return NOTHING_DRAWN if self._fetcher is None else self._fetcher.report(self._part)
 
     def take_bad_samples(self) -> bytes:
-        """See `Fetcher`."""
+        """The bad samples of a batch that raised."""
         return b"" if self._fetcher is None else self._fetcher.take_bad_samples()
 
 
@@ -116,10 +108,14 @@ class _StreamFetcher(Fetcher):
         self.drawn, self.raised = cursor.drawn, cursor.raised
         self.ended = False
 
-    @property
-    def behind(self) -> int:
-        """The number of samples drawn once the batch is done, whether it came or not."""
+    def _behind(self) -> int:
+        """Samples drawn before the next batch of the part, also after one that raised."""
         return self.drawn
+
+    def report(self, part: int, state: bytes = b"") -> StreamReport:
+        """The place after the batch; with a state of the dataset if one was taken."""
+        drawn, raised = self._behind(), self.raised
+        return StreamReport(part, Cursor(drawn, state, drawn, self.ended, raised, raised))
 
     def _join(self, samples: list[Any], positions: Sequence[int]) -> Any:
         try:
@@ -145,57 +141,52 @@ class _StrideFetcher(_StreamFetcher):
         self, stream: Stream, rules: FetchRules, cursor: Cursor, worker_id: int, num_workers: int
     ) -> None:
         super().__init__(stream, rules, cursor)
-        self._batch_size, self._rows_of_all = rules.stream.batch_size, num_workers * rules.stream.batch_size
-        self._rows_left = worker_id * self._batch_size  # to draw before this worker's next group
-        self._row: list[Any] = []  # a row in which a draw has raised
+        self._size = rules.stream.of_a_batch
+        self._of_all = num_workers * self._size
+        self._next = self.drawn + worker_id * self._size  # samples before this worker's next group
 
-    @property
-    def behind(self) -> int:
-        rows = self._rows_left - self._rows_of_all + self._batch_size  # of its group, not drawn yet
-        return self.drawn if self.ended else self.drawn + rows * self._rules.stream.ranks
+    def _behind(self) -> int:
+        return self.drawn if self.ended else self._next - self._of_all + self._size
 
     def fetch(self, index_batch: Any) -> Any:
-        rank = self._rules.stream.rank
-        self._rows_left += self._rows_of_all
-        self._pass_over()
+        rank, ranks = self._rules.stream.rank, self._rules.stream.ranks
+        begin, self._next = self._next, self._next + self._of_all
+        self._pass_over(begin)
         samples: list[Any] = []
         positions: list[int] = []
-        while len(samples) < self._batch_size and (row := self._draw()):
+        while self.drawn < begin + self._size and (row := self._draw(ranks)):
             column = rank % len(row)  # of a row that is not complete some are taken twice
             samples.append(row[column])
             positions.append(self.drawn - len(row) + column)
-        self.stream.check_worker_info()
         if not samples or (self.ended and self._rules.drop_last):
             raise StopIteration
         return self._join(samples, positions)
 
-    def _pass_over(self) -> None:
-        """Draw other workers' groups, and the rest of this worker's own group if a draw in it has raised."""
+    def _pass_over(self, end: int) -> None:
+        """Draw other workers' groups, and the rest of this worker's last one if a draw in it has raised."""
         in_a_row = 0
-        while self._rows_left > self._rows_of_all and not self.ended:
+        while self.drawn < end and not self.ended:
             try:
-                self._draw()
+                self._draw(min(self._rules.stream.ranks, end - self.drawn))
+                in_a_row = 0
             except Exception:
                 in_a_row += 1  # the worker that has the group raises it
                 if in_a_row >= MOST_IN_A_ROW:
                     raise
-            else:
-                in_a_row = 0
 
-    def _draw(self) -> list[Any]:
-        """One sample for each rank; fewer, and then none, where the stream ends."""
+    def _draw(self, count: int) -> list[Any]:
+        """So many samples; fewer, and then none, where the stream ends."""
+        row: list[Any] = []
         if self.ended:
-            return []
-        row, ranks = self._row, self._rules.stream.ranks
+            return row
         try:
-            row.extend(itertools.islice(self.stream, ranks - len(row)))
+            row.extend(itertools.islice(self.stream, count))
         except BaseException as error:
             _say_position(error, self.drawn + len(row))
             raise
-        self._row = []
-        self._rows_left -= 1
-        self.drawn += len(row)
-        self.ended = len(row) < ranks
+        finally:
+            self.drawn += len(row)
+        self.ended = len(row) < count
         return row
 
 
@@ -237,13 +228,13 @@ class _IterableFetcher(_StreamFetcher):
         if not samples or (short and self._rules.drop_last):
             if not bad:
                 raise StopIteration
-            return Reported(None, True, False, self.take_bad_samples())  # the next task reports its end
+            return Report(LEFT_OUT, bad_samples=self.take_bad_samples())  # the next task reports its end
         positions: Sequence[int] = range(begin, self.drawn)
         if not bad:
             return self._join(samples, positions)
         raised = {each.index for each in bad}
         batch = self._join(samples, [position for position in positions if position not in raised])
-        return Reported(batch, False, False, self.take_bad_samples())
+        return Report(batch, bad_samples=self.take_bad_samples())
 
     def _note_bad(self, error: BaseException, position: int) -> bool:
         """Note that a draw raised; return whether it is a bad sample, after which to continue."""

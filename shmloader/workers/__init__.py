@@ -7,28 +7,25 @@ its own (a pidfd, elsewhere the process sentinel), waited for together with the 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from shmloader.settings import THREAD, check_workers
-from shmloader.workers.base import MakeArguments, Workers
+from shmloader.settings import THREAD, Settings, check_workers
+from shmloader.workers.base import MakeArguments, Worker, Workers
 from shmloader.workers.death_messages import log_replacement, worker_timeout
 from shmloader.workers.processes import ProcessWorkers
 from shmloader.workers.threads import ThreadWorkers
-from shmloader.workers.worker_handles import Worker
 
 __all__ = ["Worker", "Workers", "log_replacement", "start_workers", "worker_timeout"]
 
 
-def start_workers(loader: Any, make_arguments: MakeArguments) -> Workers:
-    """Start the workers for a loader's arguments, which some frameworks set late.
+def start_workers(settings: Settings, make_arguments: MakeArguments) -> Workers:
+    """Start the workers for a loader's settings, which some frameworks set late.
 
     Raises:
         ValueError: If workers of this kind do not support the arguments.
     """
-    check_workers(loader, loader.dataset, loader.multiprocessing_context)
-    if loader.worker_type == THREAD:
-        return ThreadWorkers(make_arguments, loader.num_workers)
-    context = loader.multiprocessing_context or torch.multiprocessing
-    return ProcessWorkers(context, make_arguments, loader.num_workers)
+    check_workers(settings, settings.dataset, settings.multiprocessing_context)
+    if settings.worker_type == THREAD:
+        return ThreadWorkers(make_arguments, settings.num_workers)
+    context = settings.multiprocessing_context or torch.multiprocessing
+    return ProcessWorkers(context, make_arguments, settings.num_workers)

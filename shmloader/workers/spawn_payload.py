@@ -29,7 +29,7 @@ import torch.multiprocessing
 from shmloader.codec.layout import align
 from shmloader.errors import LoaderError, WorkerStartError
 from shmloader.memory import Descriptor, map_copy_on_write
-from shmloader.store.handles import MappedFiles, reduce_array
+from shmloader.store_hooks import hooks
 from shmloader.worker.loop import WorkerArguments
 from shmloader.workers.base import MakeArguments
 
@@ -117,7 +117,9 @@ class SpawnPayload:
             for type_ in (torch.Tensor, torch.nn.Parameter, torch.UntypedStorage):
                 if type_ in table:
                     table[type_] = functools.partial(self._reduce_as_torch, table[type_])
-            table[np.ndarray] = table[np.memmap] = functools.partial(_reduce_array, MappedFiles())
+            table[np.ndarray] = table[np.memmap] = functools.partial(
+                _reduce_array, hooks.make_array_reducer()
+            )
             # For objects that can only be pickled to a process that is being started, and for their
             # descriptors.
             receiver: Any = _Receiver(self._passed)
@@ -161,7 +163,7 @@ class SpawnPayload:
         self._pickler = None
 
 
-def _reduce_array(files: MappedFiles, array: Any) -> Any:
+def _reduce_array(reduce_by_handle: Callable[[Any], Any], array: Any) -> Any:
     """Reduce an array: one in shared memory or a mapped file is sent by handle.
 
     Else it arrives as with torch, by pickle's default protocol: before protocol 5 writable, of this machine's
@@ -169,7 +171,7 @@ def _reduce_array(files: MappedFiles, array: Any) -> Any:
     """
     as_before = pickle.DEFAULT_PROTOCOL < 5
     swapped = as_before and array.dtype.byteorder not in "=|"
-    reduced = None if swapped else reduce_array(array, files)
+    reduced = None if swapped else reduce_by_handle(array)
     if reduced is not None:
         return reduced
     if type(array) is np.memmap:  # its own pickle would hold the contents once for each worker

@@ -1,12 +1,12 @@
 """The command line: its commands, and the version, which is written in one place."""
 
 import subprocess
-import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from warm_python import warm_python
 
 import shmloader
 from shmloader.cli import COMMANDS, main
@@ -46,7 +46,7 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_the_version_is_told() -> None:
-    command = [sys.executable, "-m", "shmloader", "--version"]
+    command = [*warm_python(), "-m", "shmloader", "--version"]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=REPOSITORY)
     assert done.stdout == f"shmloader {shmloader.__version__}\n"
 

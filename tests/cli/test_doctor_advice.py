@@ -15,7 +15,7 @@ from shmloader.cli.doctor.checks import Finding, Host
 from shmloader.cli.doctor.trial import Trial
 from shmloader.memory import Segment, whole_pages
 from shmloader.memory.limits import Cores, Headroom
-from shmloader.slots import SlotPool
+from shmloader.slots import PlaceTable
 
 REPOSITORY = Path(__file__).parents[2]
 MIB = 2**20
@@ -23,9 +23,9 @@ GIB = 2**30
 
 
 @pytest.mark.parametrize(("workers", "prefetch"), [(1, 1), (2, 2), (7, 3)])
-def test_slots_are_counted_as_the_pool_counts_them(workers: int, prefetch: int) -> None:
+def test_slots_are_counted_as_the_table_counts_them(workers: int, prefetch: int) -> None:
     segment = Segment()
-    assert slots_of(workers, prefetch) == SlotPool(segment, workers * prefetch, MIB).base_slots
+    assert slots_of(workers, prefetch) == PlaceTable(segment, workers * prefetch, MIB).budget.base_slots
     segment.close()
 
 

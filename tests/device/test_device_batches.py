@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from scripted_driver import ScriptedDriver
+from table_machine import grant, publish
 
 from shmloader.codec.layout import (
     ARRAY,
@@ -21,14 +22,13 @@ from shmloader.codec.layout import (
     align,
     join_header,
 )
-from shmloader.device import copies_ahead, guarded_pool, pinned
+from shmloader.device import copies_ahead, guard, pinned
 from shmloader.device.copies_ahead import DeviceBatches, plan_of
 from shmloader.device.driver import DriverError, Event
 from shmloader.device.guard import DeviceGuard
-from shmloader.device.guarded_pool import GuardedPool
 from shmloader.device.moving import is_plain, to_device
 from shmloader.memory import PAGE_NBYTES, Segment
-from shmloader.slots import SlotState
+from shmloader.slots import PlaceState, PlaceTable
 
 UINT8 = CODE_OF_TORCH_DTYPE[torch.uint8]
 NBYTES = 3000
@@ -55,14 +55,14 @@ class DeviceMachine(RuleBasedStateMachine):
         pinned._registered.clear()
         self.driver = ScriptedDriver()
         self.other = self.driver.new_stream()
-        self._wait_s, guarded_pool.MOST_GUARD_WAIT_S = guarded_pool.MOST_GUARD_WAIT_S, 0.0
+        self._wait_s, guard.MOST_WAIT_S = guard.MOST_WAIT_S, 0.0
         self.number = 0
         self.begin_loader()
 
     def begin_loader(self) -> None:
-        self.pool = GuardedPool(Segment(), 2, 8 * PAGE_NBYTES)
-        self.pool.guard = DeviceGuard(self.driver)
-        self.batches = DeviceBatches(self.pool.guard, 0)
+        self.table = PlaceTable(Segment(), 2, 8 * PAGE_NBYTES)
+        self.table.guard_with(DeviceGuard(self.driver))
+        self.batches = DeviceBatches(self.table.guard, 0)
         self.ahead: collections.deque = collections.deque()
         self.held: list = []
 
@@ -70,14 +70,13 @@ class DeviceMachine(RuleBasedStateMachine):
     @rule()
     def begin(self) -> None:
         self.number = self.number % 250 + 1
-        slot = self.pool.grant()
-        self.pool.reserve(slot, NBYTES)
-        np.frombuffer(self.pool.map(slot).buffer, np.uint8)[:NBYTES] = self.number
-        self.pool.publish(slot, slot.nbytes, NBYTES)
-        leases = self.pool.can_lease()
-        anchor = self.pool.lease(slot)[0] if leases else self.pool.spill(slot)
-        copy = self.batches.begin(slot, anchor, LONE)
-        assert (copy is not None) == leases
+        place = grant(self.table)
+        self.table.reserve(place, NBYTES)
+        np.frombuffer(self.table.map(place).buffer, np.uint8)[:NBYTES] = self.number
+        publish(self.table, place, place.nbytes, NBYTES)
+        anchor, _ = self.table.take(place)
+        copy = self.batches.begin(place, anchor, LONE)
+        assert (copy is not None) == (place.state is PlaceState.LEASED)
         if copy is not None:
             self.ahead.append((copy, self.number))
 
@@ -128,7 +127,7 @@ class DeviceMachine(RuleBasedStateMachine):
     @rule()
     def close(self) -> None:
         self.ahead.clear()
-        self.pool.close()
+        self.table.close()
         self.begin_loader()
 
     @invariant()
@@ -137,12 +136,12 @@ class DeviceMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.ahead.clear()
-        self.pool.close()
+        self.table.close()
         self.driver.drain()
         self.nothing_is_violated()
         assert self.driver.registered == {}
         assert self.driver._events == 0
-        guarded_pool.MOST_GUARD_WAIT_S = self._wait_s
+        guard.MOST_WAIT_S = self._wait_s
 
 
 TestDevice = DeviceMachine.TestCase
@@ -160,28 +159,28 @@ def driver():
 
 
 @pytest.fixture
-def pool(driver: ScriptedDriver):
-    pool = GuardedPool(Segment(), 1, 400 * PAGE_NBYTES)
-    pool.guard = DeviceGuard(driver)
-    yield pool
-    pool.close()
+def table(driver: ScriptedDriver):
+    table = PlaceTable(Segment(), 1, 4000 * PAGE_NBYTES)
+    table.guard_with(DeviceGuard(driver))
+    yield table
+    table.close()
 
 
-def _leaves(pool: GuardedPool, *tensors: torch.Tensor, kinds: tuple[int, ...] = (), gap: int = 0):
-    """A leased slot with these leaves: the slot, its anchor, its header."""
+def _leaves(table: PlaceTable, *tensors: torch.Tensor, kinds: tuple[int, ...] = (), gap: int = 0):
+    """A leased place with these leaves: the place, its anchor, its header."""
     rows, end = [], 0
     kinds = kinds or (TENSOR,) * len(tensors)
     for tensor, kind in zip(tensors, kinds, strict=True):
         rows.append(Leaf(kind, CODE_OF_TORCH_DTYPE[tensor.dtype], end, tuple(tensor.shape)))
         end = align(end + tensor.nbytes) + gap
-    slot = pool.grant()
-    extent = pool.reserve(slot, max(end, 1))
+    place = grant(table)
+    extent = table.reserve(place, max(end, 1))
     for leaf, tensor in zip(rows, tensors, strict=True):
         if tensor.numel():
             memory = np.frombuffer(extent.buffer, np.uint8)[leaf.offset : leaf.offset + tensor.nbytes]
             memory[:] = tensor.reshape(-1).view(torch.uint8).numpy()
-    pool.publish(slot, slot.nbytes, end)
-    return slot, pool.lease(slot)[0], _header(rows)
+    publish(table, place, place.nbytes, end)
+    return place, table.take(place)[0], _header(rows)
 
 
 MIXED = (
@@ -196,9 +195,9 @@ MIXED = (
 )
 
 
-def test_leaves_come_as_they_are(driver: ScriptedDriver, pool: GuardedPool) -> None:
-    slot, anchor, header = _leaves(pool, *MIXED)
-    copy = DeviceBatches(pool.guard, 0).begin(slot, anchor, header)
+def test_leaves_come_as_they_are(driver: ScriptedDriver, table: PlaceTable) -> None:
+    place, anchor, header = _leaves(table, *MIXED)
+    copy = DeviceBatches(table.guard, 0).begin(place, anchor, header)
     del anchor
     batch = copy()
     driver.drain()
@@ -210,14 +209,14 @@ def test_leaves_come_as_they_are(driver: ScriptedDriver, pool: GuardedPool) -> N
         )
         assert torch.equal(found, expected)
     assert len(driver.copied) == 1
-    pool.collect()
-    assert slot.state is SlotState.FREE  # freed by the copy's own event
+    table.collect()
+    assert place.state is PlaceState.FREE  # freed by the copy's own event
 
 
-def test_leaves_are_tensors_of_their_own_for_autograd(driver: ScriptedDriver, pool: GuardedPool) -> None:
+def test_leaves_are_tensors_of_their_own_for_autograd(driver: ScriptedDriver, table: PlaceTable) -> None:
     """Views of one tensor would share its version: writing to one would make the others' gradients fail."""
-    slot, anchor, header = _leaves(pool, torch.ones(4), torch.ones(4))
-    first, second = DeviceBatches(pool.guard, 0).begin(slot, anchor, header)()
+    place, anchor, header = _leaves(table, torch.ones(4), torch.ones(4))
+    first, second = DeviceBatches(table.guard, 0).begin(place, anchor, header)()
     del anchor
     driver.drain()
     weight = torch.ones(4, requires_grad=True)
@@ -228,11 +227,11 @@ def test_leaves_are_tensors_of_their_own_for_autograd(driver: ScriptedDriver, po
     assert not first._is_view()
 
 
-def test_a_large_leaf_has_memory_of_its_own(driver: ScriptedDriver, pool: GuardedPool) -> None:
+def test_a_large_leaf_has_memory_of_its_own(driver: ScriptedDriver, table: PlaceTable) -> None:
     """A program that keeps the labels does not keep the images."""
     images = torch.zeros(copies_ahead.LARGE_NBYTES, dtype=torch.uint8)
-    slot, anchor, header = _leaves(pool, torch.ones(4), images, torch.ones(5), torch.ones(6))
-    batch = DeviceBatches(pool.guard, 0).begin(slot, anchor, header)()
+    place, anchor, header = _leaves(table, torch.ones(4), images, torch.ones(5), torch.ones(6))
+    batch = DeviceBatches(table.guard, 0).begin(place, anchor, header)()
     del anchor
     assert [tensor.untyped_storage().nbytes() for tensor in batch][:2] == [16, images.nbytes]
     assert batch[2].untyped_storage().data_ptr() == batch[3].untyped_storage().data_ptr()
@@ -240,9 +239,9 @@ def test_a_large_leaf_has_memory_of_its_own(driver: ScriptedDriver, pool: Guarde
     assert driver.copied[1] == images.nbytes
 
 
-def test_small_leaves_far_apart_are_copied_apart(driver: ScriptedDriver, pool: GuardedPool) -> None:
-    slot, anchor, header = _leaves(pool, torch.ones(4), torch.ones(4), gap=2 * PAGE_NBYTES)
-    DeviceBatches(pool.guard, 0).begin(slot, anchor, header)
+def test_small_leaves_far_apart_are_copied_apart(driver: ScriptedDriver, table: PlaceTable) -> None:
+    place, anchor, header = _leaves(table, torch.ones(4), torch.ones(4), gap=2 * PAGE_NBYTES)
+    DeviceBatches(table.guard, 0).begin(place, anchor, header)
     del anchor
     assert driver.copied == [16, 16]
 
@@ -254,65 +253,65 @@ def test_one_copy_takes_no_more_than_its_limit() -> None:
     assert sum(len(run.places) for run in plan.runs) == 200
 
 
-def test_plans_of_many_shapes_are_not_kept(driver: ScriptedDriver, pool: GuardedPool) -> None:
+def test_plans_of_many_shapes_are_not_kept(driver: ScriptedDriver, table: PlaceTable) -> None:
     """They would be hundreds of MB, and shapes that differ from batch to batch do not come again."""
     plan_of.cache_clear()
     for leaves in (10, 1500):
-        slot, anchor, header = _leaves(pool, *map(torch.ones, range(leaves)))
-        batch = DeviceBatches(pool.guard, 0).begin(slot, anchor, header)()
+        place, anchor, header = _leaves(table, *map(torch.ones, range(leaves)))
+        batch = DeviceBatches(table.guard, 0).begin(place, anchor, header)()
         del anchor
         driver.drain()
         assert [len(tensor) for tensor in batch] == list(range(leaves))
     assert plan_of.cache_info().currsize == 1
 
 
-def test_arrays_stay_and_are_guarded(driver: ScriptedDriver, pool: GuardedPool) -> None:
+def test_arrays_stay_and_are_guarded(driver: ScriptedDriver, table: PlaceTable) -> None:
     """The program may begin copies of them itself."""
-    slot, anchor, header = _leaves(pool, torch.ones(4), torch.arange(4), kinds=(TENSOR, ARRAY))
-    tensor, array = DeviceBatches(pool.guard, 0).begin(slot, anchor, header)()
+    place, anchor, header = _leaves(table, torch.ones(4), torch.arange(4), kinds=(TENSOR, ARRAY))
+    tensor, array = DeviceBatches(table.guard, 0).begin(place, anchor, header)()
     del anchor
     assert type(array) is np.ndarray
     driver.drain()
-    pool.collect()
-    assert slot.state is SlotState.LEASED
+    table.collect()
+    assert place.state is PlaceState.LEASED
     assert array.tolist() == [0, 1, 2, 3]
     driver.launch(0, lambda: None)
     del array
-    pool.collect()
-    assert slot.state is SlotState.GUARDED
+    table.collect()
+    assert place.state is PlaceState.GUARDED
     assert torch.equal(tensor, torch.ones(4))
 
 
-def test_a_slot_that_was_sent_is_guarded_the_next_time(driver: ScriptedDriver, pool: GuardedPool) -> None:
+def test_a_slot_that_was_sent_is_guarded_the_next_time(driver: ScriptedDriver, table: PlaceTable) -> None:
     """One batch needs no guard for its lease; the slot's next one does."""
-    slot, anchor, header = _leaves(pool, torch.ones(4))
-    DeviceBatches(pool.guard, 0).begin(slot, anchor, header)
+    place, anchor, header = _leaves(table, torch.ones(4))
+    DeviceBatches(table.guard, 0).begin(place, anchor, header)
     del anchor
     driver.drain()
-    pool.collect()
-    again, anchor, _ = _leaves(pool, torch.ones(4))
-    assert again is slot
+    table.collect()
+    again, anchor, _ = _leaves(table, torch.ones(4))
+    assert again is place
     driver.read_late(0, anchor.ctypes.data, 1, 0)
     del anchor
-    pool.collect()
-    assert slot.state is SlotState.GUARDED
+    table.collect()
+    assert place.state is PlaceState.GUARDED
 
 
 def test_a_spilled_batch_is_not_sent_and_leaves_the_slot_guarded(
-    driver: ScriptedDriver, pool: GuardedPool
+    driver: ScriptedDriver, table: PlaceTable
 ) -> None:
-    """Its slot holds another batch by now. A copy of memory that is not locked would wait for the device."""
-    slot, anchor, header = _leaves(pool, torch.ones(4))
+    """Its place holds another batch by now. A copy of memory that is not locked would wait for the device."""
+    place, anchor, header = _leaves(table, torch.ones(4))
     private = anchor.copy()
-    assert DeviceBatches(pool.guard, 0).begin(slot, private, header) is None
+    assert DeviceBatches(table.guard, 0).begin(place, private, header) is None
     assert driver.copied == []
-    assert not slot.unguarded
+    assert not table.guard._let_go
 
 
-def test_a_batch_whose_slot_is_not_locked_is_not_sent(driver: ScriptedDriver, pool: GuardedPool) -> None:
+def test_a_batch_whose_slot_is_not_locked_is_not_sent(driver: ScriptedDriver, table: PlaceTable) -> None:
     driver.refuse = 1
-    slot, anchor, header = _leaves(pool, torch.ones(4))
-    assert DeviceBatches(pool.guard, 0).begin(slot, anchor, header) is None
+    place, anchor, header = _leaves(table, torch.ones(4))
+    assert DeviceBatches(table.guard, 0).begin(place, anchor, header) is None
     assert driver.copied == []
 
 
@@ -325,20 +324,20 @@ def _use_memory_meanwhile(driver: ScriptedDriver) -> None:
 
 
 def test_memory_of_a_batch_that_nobody_takes_is_kept_for_its_copy(
-    driver: ScriptedDriver, pool: GuardedPool
+    driver: ScriptedDriver, table: PlaceTable
 ) -> None:
     """Otherwise the copy would overwrite the program's next tensor."""
-    slot, anchor, header = _leaves(pool, torch.ones(4))
-    DeviceBatches(pool.guard, 0).begin(slot, anchor, header)
+    place, anchor, header = _leaves(table, torch.ones(4))
+    DeviceBatches(table.guard, 0).begin(place, anchor, header)
     del anchor
     _use_memory_meanwhile(driver)
-    pool.collect()
+    table.collect()
     copied_to = driver.allocate(16, 0)
     assert copied_to.view(torch.float32).tolist() == [1] * 4  # it is used again after the copy
 
 
 def test_memory_is_kept_for_copies_that_an_interrupt_has_left_alone(
-    driver: ScriptedDriver, pool: GuardedPool, monkeypatch: pytest.MonkeyPatch
+    driver: ScriptedDriver, table: PlaceTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = driver.copy
 
@@ -346,34 +345,34 @@ def test_memory_is_kept_for_copies_that_an_interrupt_has_left_alone(
         copy(*arguments)
         raise KeyboardInterrupt
 
-    slot, anchor, header = _leaves(pool, torch.ones(4))
+    place, anchor, header = _leaves(table, torch.ones(4))
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(driver, "copy", interrupted)
-        DeviceBatches(pool.guard, 0).begin(slot, anchor, header)
+        DeviceBatches(table.guard, 0).begin(place, anchor, header)
     del anchor
     _use_memory_meanwhile(driver)
-    pool.collect()
+    table.collect()
     driver.drain()
-    pool.collect()
-    assert slot.state is SlotState.FREE
+    table.collect()
+    assert place.state is PlaceState.FREE
 
 
 def test_an_interrupt_counts_more_than_what_fails_after_it(
-    driver: ScriptedDriver, pool: GuardedPool, monkeypatch: pytest.MonkeyPatch
+    driver: ScriptedDriver, table: PlaceTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: int) -> None:
         driver.failed = True
         raise KeyboardInterrupt
 
-    slot, anchor, header = _leaves(pool, torch.ones(4))
+    place, anchor, header = _leaves(table, torch.ones(4))
     monkeypatch.setattr(driver, "copy", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        DeviceBatches(pool.guard, 0).begin(slot, anchor, header)
+        DeviceBatches(table.guard, 0).begin(place, anchor, header)
     driver.failed = False
 
 
 def test_where_no_event_can_be_recorded_nothing_waits_for_one(
-    driver: ScriptedDriver, pool: GuardedPool, monkeypatch: pytest.MonkeyPatch
+    driver: ScriptedDriver, table: PlaceTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches are copied then, without a second's wait for each."""
     record, calls = driver.record, []
@@ -384,11 +383,11 @@ def test_where_no_event_can_be_recorded_nothing_waits_for_one(
             raise DriverError("cuEventCreate failed: CUDA_ERROR_OUT_OF_MEMORY (2)", 2)
         return record(stream, device)
 
-    slot, anchor, header = _leaves(pool, torch.ones(4))
+    place, anchor, header = _leaves(table, torch.ones(4))
     monkeypatch.setattr(driver, "record", fail_at_the_second)
     with pytest.raises(DriverError):
-        DeviceBatches(pool.guard, 0).begin(slot, anchor, header)
-    assert not pool.guard.is_busy()
+        DeviceBatches(table.guard, 0).begin(place, anchor, header)
+    assert not table.guard.is_busy()
 
 
 class Point(NamedTuple):
@@ -396,11 +395,11 @@ class Point(NamedTuple):
     y: object
 
 
-def test_batches_with_classes_of_their_own_move_themselves(pool: GuardedPool) -> None:
+def test_batches_with_classes_of_their_own_move_themselves(table: PlaceTable) -> None:
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
     header = join_header([pickle.dumps(Point(1, 2))], [])
-    slot, anchor, _ = _leaves(pool, torch.ones(4))
-    assert DeviceBatches(pool.guard, 0).begin(slot, anchor, header) is None
+    place, anchor, _ = _leaves(table, torch.ones(4))
+    assert DeviceBatches(table.guard, 0).begin(place, anchor, header) is None
     calls = []
 
     class Own:

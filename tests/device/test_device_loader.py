@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import random
 import subprocess
-import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +15,14 @@ import pytest
 import torch
 from scripted_driver import ScriptedDriver, claim_an_accelerator
 from torch.utils.data import Dataset, IterableDataset
+from warm_python import warm_python
 
 from shmloader import DataLoader, empty, errors, torch_private
-from shmloader.device import guarded_pool, pinned
+from shmloader.device import guard, pinned
 from shmloader.device.driver import open_driver
 from shmloader.errors import LoaderError
-from shmloader.order import device_delivery
+from shmloader.exchange import delivery
+from shmloader.slots import Guard, PlaceTable
 
 BATCHES = 30
 
@@ -77,10 +78,10 @@ def driver(monkeypatch: pytest.MonkeyPatch):
         return batch
 
     claim_an_accelerator(monkeypatch)
-    monkeypatch.setattr(device_delivery, "open_driver", lambda: scripted)
-    monkeypatch.setattr(device_delivery, "_tried", {0: "", 1: ""})
+    monkeypatch.setattr(delivery, "open_driver", lambda: scripted)
+    monkeypatch.setattr(delivery, "_tried", {0: "", 1: ""})
     monkeypatch.setattr(torch_private, "pin_memory", pin)
-    monkeypatch.setattr(device_delivery, "to_device", move)
+    monkeypatch.setattr(delivery, "to_device", move)
     yield scripted
     scripted.drain()
     assert scripted.violations == []
@@ -106,8 +107,8 @@ def _with_the_third_batch_ahead(loader: DataLoader):
     """An iterator of one worker that has returned two batches, and has begun to copy the next."""
     iterator = iter(loader)
     next(iterator)
-    while 2 not in iterator._dispatcher.ledger.arrived:
-        iterator._dispatcher.look_at(0)
+    while 2 not in iterator._exchange.table.arrived:
+        iterator._exchange.look_at(0)
     next(iterator)
     return iterator
 
@@ -213,7 +214,7 @@ def test_without_the_guard_batches_are_corrupted(driver: ScriptedDriver) -> None
     driver.all_is_late = True
     with DataLoader(Samples(), batch_size=4, num_workers=2, pin_memory=True) as loader:
         iterator = iter(loader)
-        iterator.pool.guard = None
+        iterator.table.guard_with(Guard())
         side = driver.new_stream()
         for count, batch in enumerate(iterator):
             image = batch["image"][0]
@@ -304,26 +305,26 @@ def test_a_closed_loader_keeps_no_slot_for_the_next_batch(driver: ScriptedDriver
 def test_the_batch_in_hand_does_not_wait_for_the_next_ones_slot(
     driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits = []
-    begin_next = device_delivery.Delivery.begin_next
+    waited: list[bool] = []
+    begin_next = delivery.Delivery.begin_next
 
     def while_all_slots_are_guarded(self, **options: bool) -> None:
         with monkeypatch.context() as patched:
-            patched.setattr(guarded_pool.GuardedPool, "can_lease_at_once", lambda pool: False)
-            patched.setattr(guarded_pool.GuardedPool, "_await", lambda pool, guard: waits.append(1))
+            patched.setattr(PlaceTable, "can_lease", lambda table, *, waits=True: waited.append(waits))
             begin_next(self, **options)
 
-    monkeypatch.setattr(device_delivery.Delivery, "begin_next", while_all_slots_are_guarded)
+    monkeypatch.setattr(delivery.Delivery, "begin_next", while_all_slots_are_guarded)
     with DataLoader(Samples(), batch_size=4, num_workers=1, device="cuda") as loader:
         assert _train(driver, loader) == BATCHES
-    assert waits == []
+    assert waited
+    assert not any(waited)
 
 
 def test_an_error_while_the_next_batch_is_looked_at_does_not_cost_the_batch_in_hand(
     driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device's work has failed, perhaps: the program's next call of torch raises it."""
-    begin_next = device_delivery.Delivery.begin_next
+    begin_next = delivery.Delivery.begin_next
 
     def fail(*_: object) -> bool:
         raise RuntimeError("CUDA error: device-side assert triggered")
@@ -333,7 +334,7 @@ def test_an_error_while_the_next_batch_is_looked_at_does_not_cost_the_batch_in_h
             patched.setattr(driver, "is_capturing", fail)
             begin_next(self, **options)
 
-    monkeypatch.setattr(device_delivery.Delivery, "begin_next", with_an_error)
+    monkeypatch.setattr(delivery.Delivery, "begin_next", with_an_error)
     with DataLoader(Samples(), batch_size=4, num_workers=1, device="cuda") as loader:
         assert _train(driver, loader) == BATCHES
 
@@ -341,7 +342,7 @@ def test_an_error_while_the_next_batch_is_looked_at_does_not_cost_the_batch_in_h
 def test_without_workers_the_device_is_the_one_at_the_beginning(
     driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shmloader.device.to_device", device_delivery.to_device)
+    monkeypatch.setattr("shmloader.device.to_device", delivery.to_device)
     iterator = iter(DataLoader(Samples(), batch_size=4, device="cuda"))
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
     next(iterator)
@@ -396,11 +397,11 @@ def test_inside_a_capture_without_page_locked_slots(
     """With an older driver, and without workers, copies and pinning would become a part of the graph."""
     captures = []
     monkeypatch.setattr(errors, "_said", set())
-    monkeypatch.setattr(device_delivery, "open_driver", lambda: "the driver is too old")
-    monkeypatch.setattr("shmloader.device.to_device", device_delivery.to_device)
+    monkeypatch.setattr(delivery, "open_driver", lambda: "the driver is too old")
+    monkeypatch.setattr("shmloader.device.to_device", delivery.to_device)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(captures))
-    monkeypatch.setattr(device_delivery, "warn_once", lambda text: None)
+    monkeypatch.setattr(delivery, "warn_once", lambda text: None)
     for option in ({"device": "cuda"}, {"pin_memory": True}):
         with DataLoader(Samples(), batch_size=4, num_workers=workers, **option) as loader:
             iterator = iter(loader)
@@ -434,7 +435,7 @@ def test_nothing_is_pinned_while_another_thread_captures(
     driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch, device: str | None
 ) -> None:
     """To pin would ask events and allocate, which ends a capture in the mode "global"."""
-    monkeypatch.setattr(guarded_pool, "MOST_GUARD_WAIT_S", 0.0)
+    monkeypatch.setattr(guard, "MOST_WAIT_S", 0.0)
     options = {"batch_size": 4, "num_workers": 1, "device": device, "pin_memory": device is None}
     with DataLoader(Samples(), memory_budget_nbytes=40_000, collate_fn=pairs, **options) as loader:
         iterator = iter(loader)
@@ -514,7 +515,7 @@ def test_cuda_is_initialised_after_workers_are_forked(
 
         return note
 
-    monkeypatch.setattr(device_delivery, "open_driver", initialise(driver))
+    monkeypatch.setattr(delivery, "open_driver", initialise(driver))
     monkeypatch.setattr(torch.accelerator, "current_device_index", initialise(0))
     options = {"pin_memory": True, "device": device, "multiprocessing_context": "fork"}
     with DataLoader(Samples(), num_workers=2, **options) as loader:
@@ -528,7 +529,7 @@ def test_where_slots_cannot_be_locked(
 ) -> None:
     """One warning gives the reason; batches are copied to torch's pinned memory, and then to the device."""
     monkeypatch.setattr(errors, "_said", set())
-    monkeypatch.setattr(device_delivery, "open_driver", lambda: "the driver is too old")
+    monkeypatch.setattr(delivery, "open_driver", lambda: "the driver is too old")
     with DataLoader(Samples(), batch_size=4, num_workers=2, pin_memory=True, device=device) as loader:
         with pytest.warns(RuntimeWarning, match="not page-locked: the driver is too old. Batches are copied"):
             iterator = iter(loader)
@@ -562,14 +563,14 @@ def test_torch_without_cuda_says_so() -> None:
 
 
 def test_without_workers(driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shmloader.device.to_device", device_delivery.to_device)
+    monkeypatch.setattr("shmloader.device.to_device", delivery.to_device)
     loader = DataLoader(Samples(), batch_size=4, device="cuda")
     assert sum(1 for _ in loader) == BATCHES
     assert (len(driver.pins), len(driver.moves)) == (BATCHES, BATCHES)
 
 
 def test_where_torchs_own_iterator_loads(driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shmloader.device.to_device", device_delivery.to_device)
+    monkeypatch.setattr("shmloader.device.to_device", delivery.to_device)
     monkeypatch.setattr("shmloader.loading.must_load_as_torch", lambda loader: True)
     loader = DataLoader(Samples(), batch_size=4, device="cuda:1")
     assert sum(1 for _ in loader) == BATCHES
@@ -590,11 +591,11 @@ import sys
 import pytest, torch
 from scripted_driver import ScriptedDriver, claim_an_accelerator
 from shmloader import DataLoader
-from shmloader.order import device_delivery
+from shmloader.exchange import delivery
 patch = pytest.MonkeyPatch()
 claim_an_accelerator(patch)
-patch.setattr(device_delivery, "open_driver", lambda driver=ScriptedDriver(): driver)
-patch.setattr(device_delivery, "_tried", {0: ""})
+patch.setattr(delivery, "open_driver", lambda driver=ScriptedDriver(): driver)
+patch.setattr(delivery, "_tried", {0: ""})
 given = {"device": "cuda"} if "device" in sys.argv else {"pin_memory": True}
 loader = DataLoader(torch.arange(8), batch_size=2, num_workers=1, **given)
 for batch in loader:
@@ -604,7 +605,7 @@ for batch in loader:
 
 @pytest.mark.parametrize("option", ["pin_memory", "device"])
 def test_a_program_that_still_has_a_batch_ends_without_a_word(option: str) -> None:
-    command = [sys.executable, "-c", ENDS_WITH_A_BATCH, option]
+    command = [*warm_python(), "-c", ENDS_WITH_A_BATCH, option]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
@@ -643,5 +644,5 @@ print([name for name in sys.modules if name.startswith("shmloader.device")])
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator, so it is used")
 def test_without_an_accelerator_nothing_is_imported_in_a_fresh_interpreter() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
+    done = subprocess.run([*warm_python(), "-c", PROGRAM], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("[]\n", "")

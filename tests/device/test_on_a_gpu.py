@@ -14,7 +14,7 @@ from loading import Numbered
 from shmloader import DataLoader
 from shmloader.device import pinned
 from shmloader.errors import LoaderError
-from shmloader.order import device_delivery
+from shmloader.exchange import delivery as device_delivery
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the benchmarks are a package of the checkout
 

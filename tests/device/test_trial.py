@@ -9,7 +9,7 @@ from scripted_driver import CAPTURE_UNSUPPORTED, ScriptedDriver, claim_an_accele
 from shmloader import DataLoader, errors
 from shmloader.device import trial
 from shmloader.device.driver import DriverError, Event
-from shmloader.order import device_delivery
+from shmloader.exchange import delivery as device_delivery
 
 NOT_SUPPORTED = 801
 

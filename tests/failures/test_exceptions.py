@@ -32,6 +32,7 @@ from exception_kinds import (
 )
 from loading import make_error
 from torch.utils.data import Dataset, IterableDataset
+from warm_python import warm_python
 
 from shmloader import DataLoader
 from shmloader.failures.exceptions import capture, restore
@@ -335,6 +336,6 @@ if __name__ == "__main__":
 """
     )
     result = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=100, check=False
+        [*warm_python(), script], capture_output=True, text=True, timeout=100, check=False
     )
     assert (result.returncode, result.stdout, result.stderr) == (0, "True (0,)\n", "")

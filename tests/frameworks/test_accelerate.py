@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.pages import assert_page_loads_from_slots, needs
-from integrations.rows import ARGUMENTS, OPTIONS, Rows, forbid_torchs_workers, options_of
 
 import shmloader
+from frameworks.pages import assert_page_loads_from_slots, needs
+from frameworks.rows import ARGUMENTS, OPTIONS, Rows, forbid_torchs_workers, options_of
 from shmloader import errors
 
 accelerate = needs("accelerate")

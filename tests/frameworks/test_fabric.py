@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.pages import assert_page_loads_from_slots, needs
-from integrations.rows import ARGUMENTS, OPTIONS, Rows, forbid_torchs_workers, options_of
 from torch.utils.data import DistributedSampler
 
 import shmloader
+from frameworks.pages import assert_page_loads_from_slots, needs
+from frameworks.rows import ARGUMENTS, OPTIONS, Rows, forbid_torchs_workers, options_of
 
 lightning = needs("lightning")
 pytestmark = pytest.mark.filterwarnings("default")

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.pages import assert_page_loads_from_slots, needs
-from integrations.rows import ARGUMENTS, OPTIONS, Rows, forbid_torchs_workers, options_of
 from torch.utils.data import BatchSampler, SequentialSampler
 
 import shmloader
+from frameworks.pages import assert_page_loads_from_slots, needs
+from frameworks.rows import ARGUMENTS, OPTIONS, Rows, forbid_torchs_workers, options_of
 
 needs("ignite")
 from ignite.engine import Events  # noqa: E402

@@ -15,11 +15,11 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from integrations.pages import assert_page_loads_from_slots, needs
-from integrations.rows import ARGUMENTS, OPTIONS, Rows, forbid_torchs_workers, options_of
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 import shmloader
+from frameworks.pages import assert_page_loads_from_slots, needs
+from frameworks.rows import ARGUMENTS, OPTIONS, Rows, forbid_torchs_workers, options_of
 from shmloader import errors
 from shmloader.iterator import SlotIterator
 

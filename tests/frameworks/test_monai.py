@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.pages import assert_page_loads_from_slots, needs
-from integrations.rows import ARGUMENTS, OPTIONS, forbid_torchs_workers, options_of
 
 import shmloader
+from frameworks.pages import assert_page_loads_from_slots, needs
+from frameworks.rows import ARGUMENTS, OPTIONS, forbid_torchs_workers, options_of
 
 needs("monai")
 from monai.data import CacheDataset, DataLoader, Dataset, ThreadDataLoader  # noqa: E402

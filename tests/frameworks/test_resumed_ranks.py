@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integrations.pages import needs
+
+from frameworks.pages import needs
 
 PROGRAMS = {"accelerate": "accelerate_resumed.py", "lightning": "lightning_resumed.py"}
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.pages import needs
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import shmloader
+from frameworks.pages import needs
 
 accelerate, lightning, transformers = needs("accelerate"), needs("lightning"), needs("transformers")
 pytestmark = pytest.mark.filterwarnings("default")

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.pages import assert_page_loads_from_slots, needs
-from integrations.rows import OPTIONS, forbid_torchs_workers, options_of
 
 import shmloader
+from frameworks.pages import assert_page_loads_from_slots, needs
+from frameworks.rows import OPTIONS, forbid_torchs_workers, options_of
 
 skorch = needs("skorch")
 pytestmark = pytest.mark.filterwarnings("default")

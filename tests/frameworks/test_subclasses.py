@@ -9,12 +9,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from integrations.pages import assert_page_loads_from_slots
-from integrations.rows import OPTIONS, Rows, forbid_torchs_workers, options_of
 from stream_datasets import Numbers
 from torch.utils.data import DataLoader, DistributedSampler
 
 import shmloader
+from frameworks.pages import assert_page_loads_from_slots
+from frameworks.rows import OPTIONS, Rows, forbid_torchs_workers, options_of
 
 
 class Repeat:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from integrations.pages import needs
-from integrations.rows import Rows
 
 import shmloader
+from frameworks.pages import needs
+from frameworks.rows import Rows
 
 needs("torchdata")
 from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: E402

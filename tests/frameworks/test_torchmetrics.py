@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from integrations.pages import assert_page_loads_from_slots, needs
-from integrations.rows import forbid_torchs_workers
 
 import shmloader
+from frameworks.pages import assert_page_loads_from_slots, needs
+from frameworks.rows import forbid_torchs_workers
 
 torchmetrics = needs("torchmetrics")
 pytestmark = pytest.mark.filterwarnings("default")

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from integrations.pages import outcome
-from integrations.rows import Rows
 from torch.utils.data import DataLoader, TensorDataset
 
 import shmloader
+from frameworks.pages import outcome
+from frameworks.rows import Rows
 
 pytestmark = pytest.mark.filterwarnings("default")
 

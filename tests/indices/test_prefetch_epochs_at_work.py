@@ -32,7 +32,7 @@ def test_the_next_epoch_is_at_work_before_it_begins() -> None:
             signal.sigtimedwait([], 0.05)
         assert dataset.made[:12].tolist() == [2] * 12
         assert dataset.made[12:].tolist() == [1] * 12
-        assert len(loader._iterator.pool.slots) <= 2 * 2 + 2
+        assert len(loader._iterator.table.places) <= 2 * 2 + 2
         assert [batch[:, 0].tolist() for batch in loader] == [list(range(k, k + 3)) for k in range(0, 24, 3)]
 
 

@@ -53,7 +53,7 @@ def test_the_whole_numbers_of_numpy_are_taken_as_they_are() -> None:
         assert loader.worker_restarts is restarts
         iterator = iter(loader)
         # Sums of narrow integers would overflow.
-        assert type(iterator.pool.budget.nbytes) is int
+        assert type(iterator.table.budget.nbytes) is int
         assert [batch[0, 0] for batch in iterator] == [0, 4]
 
 

@@ -104,9 +104,8 @@ def test_nor_do_those_of_a_second_loader() -> None:
 @pytest.mark.parametrize("persistent", [False, True])
 def test_the_copy_with_shared_containers_is_read_as_fast(kind: Any, persistent: bool) -> None:
     dataset = kind(records=[f"{number:060}" for number in range(20_000)], scale=2.0)
-    with shmloader.DataLoader(
-        dataset, num_workers=1, persistent_workers=persistent, share_dataset=True
-    ) as loader:
-        assert type(loader.dataset.records) is not list
+    shared = shmloader.share(dataset)
+    assert type(shared.records) is not list
+    with shmloader.DataLoader(shared, num_workers=1, persistent_workers=persistent) as loader:
         for _ in range(EPOCHS):
             assert not any(map(bool, loader))

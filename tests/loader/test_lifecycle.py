@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -16,15 +15,16 @@ import pytest
 import torch
 from loading import DiesWithHeir, Ends, Growing, Numbered, Raises, Sleeps, make_error
 from robustness.processes import wait_gone
+from warm_python import warm_python
 
 import shmloader
 from shmloader import DataLoader
 
 
-def _python(code: str, *, timeout_s: float = 60.0) -> subprocess.CompletedProcess:
+def _python(code: str, *, timeout_s: float = 200.0) -> subprocess.CompletedProcess:
     """Run a program in a new process, with this folder importable."""
     return subprocess.run(
-        [sys.executable, "-W", "error", "-W", "ignore:This process", "-c", textwrap.dedent(code)],
+        [*warm_python(), "-W", "error", "-W", "ignore:This process", "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -112,7 +112,7 @@ def test_a_timeout_is_an_error_that_torch_users_catch() -> None:
     with pytest.raises(RuntimeError, match=r"timed out after 0.25 seconds.*\[0, 1, 2, 3\]") as caught:
         next(iterator)
     assert isinstance(caught.value, TimeoutError)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     iterator._workers[0].kill()  # instead of waiting for its sleep
     loader.close()
 
@@ -175,12 +175,12 @@ def test_a_with_block_closes_also_when_it_raises() -> None:
 
 
 def test_workers_are_ended_quickly_while_they_are_busy() -> None:
-    loader = DataLoader(Sleeps(64, 0.3), batch_size=1, num_workers=2, prefetch_factor=8)
+    loader = DataLoader(Sleeps(64, 1.0), batch_size=1, num_workers=2, prefetch_factor=8)
     iterator = iter(loader)
     next(iterator)
     began = time.monotonic()
     loader.close()
-    assert time.monotonic() - began < 2  # not the 16 outstanding samples' 2.4 s per worker
+    assert time.monotonic() - began < 6  # not the 16 outstanding samples' 8 s per worker
 
 
 def test_an_exception_in_the_sampler_at_the_start_leaves_nothing() -> None:
@@ -268,7 +268,7 @@ def test_interpreter_exit_is_quiet_and_leaves_nothing(keep: str) -> None:
         iterator = iter(loader)
         batch = next(iterator)
         print(*[process.pid for process in iterator._workers], flush=True)
-        print(getattr(iterator.pool.segment, "_prefix", "no names"))
+        print(getattr(iterator.table.segment, "_prefix", "no names"))
         kept = {keep}
         del loader, iterator, batch
         """
@@ -297,7 +297,7 @@ def test_workers_end_with_a_killed_main_process(fork: bool) -> None:
         time.sleep(60)
         """
     main = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)],
+        [*warm_python(), "-c", textwrap.dedent(code)],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(__file__))},

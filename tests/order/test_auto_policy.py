@@ -81,11 +81,27 @@ def test_the_number_of_workers_is_the_one_that_the_program_can_use(name: str) ->
     assert chooser.num_workers in expected, chooser.report()
 
 
-def test_a_step_that_does_not_help_is_the_last() -> None:
+def test_workers_that_hinder_each_other_get_no_more_of_them() -> None:
     chooser = auto(100)
     play(chooser, World(0.03, 0.006, useful=2))
     assert chooser.num_workers < 10
-    assert "no faster with" in chooser.report().why
+    assert "each takes longer for a batch" in chooser.report().why
+
+
+def test_a_program_that_is_slow_at_first_gets_its_workers_by_the_second_decision() -> None:
+    """A first period in which it compiles its model shows no wait."""
+    chooser = auto(16)
+    play(chooser, World(0.03, 1.0), 20)
+    assert (chooser.num_workers, chooser.settled) == (1, False)
+    play(chooser, World(0.03, 0.0065), 20)
+    assert 5 <= chooser.num_workers <= 7
+    assert chooser.settled
+
+
+def test_there_are_at_most_two_decisions() -> None:
+    chooser = auto(100, tunes_prefetch=True)
+    play(chooser, World(0.03, 0.006, noise=2.0), 40)
+    assert chooser.settled
 
 
 def test_more_is_made_in_advance_where_one_batch_in_twenty_is_slow() -> None:

@@ -67,13 +67,13 @@ def test_nobody_waits_for_a_worker_that_is_being_started(tmp_path: Path, three_c
     ) as loader:
         most = 0
         for number, batch in enumerate(loader):
-            most = max(most, loader._iterator._scheduler.free_workers.num_workers)
+            most = max(most, loader._iterator._scheduler.free_workers._num_workers)
             assert int(batch[0]) == number
             if number == 70:
-                assert loader._iterator._dispatcher.joining == {1, 2}
-                assert loader._iterator._scheduler.free_workers.num_workers == 1
+                assert loader._iterator._exchange.joining == {1, 2}
+                assert loader._iterator._scheduler.free_workers._num_workers == 1
                 wait.path.touch()
-        assert not loader._iterator._dispatcher.joining
+        assert not loader._iterator._exchange.joining
         assert most == 3
 
 
@@ -93,9 +93,9 @@ def test_an_epoch_may_be_left_while_workers_are_being_started(tmp_path: Path, th
             iterator = iter(loader)
             assert [plain(next(iterator)) for _ in range(leave)] == expected[epoch][:leave]
             if epoch == 1:
-                assert loader._iterator._dispatcher.joining == {1, 2}
+                assert loader._iterator._exchange.joining == {1, 2}
                 wait.path.touch()
-        assert not loader._iterator._dispatcher.joining
+        assert not loader._iterator._exchange.joining
 
 
 def test_workers_may_come_in_an_epoch_that_was_begun_early(tmp_path: Path, three_cores: None) -> None:
@@ -106,10 +106,10 @@ def test_workers_may_come_in_an_epoch_that_was_begun_early(tmp_path: Path, three
         for epoch in range(6):
             assert [int(batch[0]) for batch in loader] == list(range(60))
             if epoch == 0:
-                assert loader._iterator._dispatcher.joining == {1, 2}
+                assert loader._iterator._exchange.joining == {1, 2}
             elif epoch == 1:
                 wait.path.touch()
-        assert not loader._iterator._dispatcher.joining
+        assert not loader._iterator._exchange.joining
         assert loader.statistics().epochs_prefetched == 5
 
 

@@ -13,13 +13,13 @@ from autotune_datasets import Draws, processes
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
-from pool_machine import BUDGET_NBYTES, MOST_TASKS_EVER, PoolMachine
+from table_machine import BUDGET_NBYTES, MOST_TASKS_EVER, TableMachine, grant, make_in_vain, publish
 from torch.utils.data import Dataset
 
 from shmloader import DataLoader
 from shmloader.memory import PAGE_NBYTES, Segment, whole_pages
 from shmloader.memory.limits import Headroom
-from shmloader.slots import SlotPool
+from shmloader.slots import PlaceTable
 from shmloader.slots.budget import SPARE_SLOTS
 
 MIB = 1 << 20
@@ -48,12 +48,14 @@ class Sized(Dataset):
 
 def within_budget(loader: DataLoader, budget_nbytes: int, most: list[int]) -> None:
     """Check the bytes of the slots, also computed as if all were as large as a typical batch."""
-    pool = loader._iterator.pool
-    reserved_nbytes = sum(slot.nbytes for slot in pool.slots)
+    table = loader._iterator.table
+    reserved_nbytes = sum(place.nbytes for place in table.places)
     most[0] = max(most[0], reserved_nbytes)
     assert reserved_nbytes <= budget_nbytes
-    assert pool.base_slots * pool.budget.typical_nbytes <= budget_nbytes or pool.most_tasks == 1
-    assert pool.most_tasks <= loader.prefetch_factor * loader.num_workers
+    assert (
+        table.budget.base_slots * table.budget.typical_nbytes <= budget_nbytes or table.budget.most_tasks == 1
+    )
+    assert table.budget.most_tasks <= loader.prefetch_factor * loader.num_workers
 
 
 @pytest.mark.parametrize(
@@ -115,7 +117,7 @@ def test_batches_that_grow_leave_fewer_tasks_and_never_exceed_the_budget(
             assert int(batch[0, 0]) == int(batch[0, -1]) == number % 256
             kept = [*kept[-(number % 3) :], batch] if number % 3 else []
             if number >= 199:
-                tasks.append(loader._iterator.pool.most_tasks)
+                tasks.append(loader._iterator.table.budget.most_tasks)
         assert tasks[0] > 2
         assert tasks == sorted(tasks, reverse=True)  # only ever less, once it has settled
         assert tasks[-1] == 1
@@ -170,61 +172,60 @@ def test_kept_batches_leave_room_for_what_is_chosen(three_cores: None) -> None:
         assert all(int(batch[0, 0]) == int(batch[0, -1]) == number for number, batch in enumerate(kept))
 
 
-class ResizedPool(PoolMachine):
-    """The pool's own machine, with another number of tasks now and then."""
+class ResizedPool(TableMachine):
+    """The table's own machine, with another number of tasks now and then."""
 
     most_tasks = 2
 
     @rule(tasks=st.integers(1, MOST_TASKS_EVER))
     def resize(self, tasks: int) -> None:
-        before = self.pool.most_tasks
-        done = self.pool.resize(tasks)
-        assert self.pool.most_tasks == (tasks if done else before)
+        before = self.table.budget.most_tasks
+        done = self.table.resize(tasks)
+        assert self.table.budget.most_tasks == (tasks if done else before)
         assert done or tasks > before
 
     @precondition(lambda self: not (self.granted or self.published or self.held))
     @rule()
     def what_fits_can_be_had(self) -> None:
-        slots = self.pool.budget.nbytes // whole_pages(self.pool.budget.largest_nbytes)
-        for tasks in range(self.pool.most_tasks, min(MOST_TASKS_EVER, slots - SPARE_SLOTS) + 1):
-            assert self.pool.resize(tasks)
+        slots = self.table.budget.nbytes // whole_pages(self.table.budget.largest_nbytes)
+        for tasks in range(self.table.budget.most_tasks, min(MOST_TASKS_EVER, slots - SPARE_SLOTS) + 1):
+            assert self.table.resize(tasks)
 
 
 def test_a_pool_does_not_promise_again_what_slots_have_or_may_take() -> None:
     """The budget has 40 pages: four slots with 9 each, and then two with 9 and one that may grow to 10."""
-    pool = SlotPool(Segment(), 2, BUDGET_NBYTES)
-    kept = [lease_of(pool, 9) for _ in range(4)]
-    assert not pool.resize(4)  # six slots: the two new ones would have 2 pages each
-    assert not pool.resize(3)
+    table = PlaceTable(Segment(), 2, BUDGET_NBYTES)
+    kept = [lease_of(table, 9) for _ in range(4)]
+    assert not table.resize(4)  # six slots: the two new ones would have 2 pages each
+    assert not table.resize(3)
     kept.clear()
-    assert pool.resize(1)
-    assert sum(slot.nbytes for slot in pool.slots) == 27 * PAGE_NBYTES
-    pool.close()
+    assert table.resize(1)
+    assert sum(place.nbytes for place in table.places) == 27 * PAGE_NBYTES
+    table.close()
 
 
 def test_a_refused_number_of_tasks_is_had_later() -> None:
     """Slots that are granted after the refusal leave the others what they need."""
-    pool = SlotPool(Segment(), 2, BUDGET_NBYTES)
-    kept = [lease_of(pool, 6) for _ in range(2)]
-    first, second = pool.grant(), pool.grant()
+    table = PlaceTable(Segment(), 2, BUDGET_NBYTES)
+    kept = [lease_of(table, 6) for _ in range(2)]
+    first, second = grant(table), grant(table)
     assert first.limit_nbytes == second.limit_nbytes == 10 * PAGE_NBYTES
-    assert not pool.resize(4)  # 32 pages, and 6 for each of two more tasks
-    for slot in (first, second):
-        pool.reserve(slot, 6 * PAGE_NBYTES)
-        pool.publish(slot, slot.nbytes, slot.nbytes)
-        pool.give_back(slot)
-    assert pool.grant().limit_nbytes == 6 * PAGE_NBYTES
-    assert pool.resize(4)
+    assert not table.resize(4)  # 32 pages, and 6 for each of two more tasks
+    for place in (first, second):
+        table.reserve(place, 6 * PAGE_NBYTES)
+        make_in_vain(table, place, place.nbytes, place.nbytes)
+    assert grant(table).limit_nbytes == 6 * PAGE_NBYTES
+    assert table.resize(4)
     kept.clear()
-    pool.close()
+    table.close()
 
 
-def lease_of(pool: SlotPool, pages: int) -> np.ndarray:
+def lease_of(table: PlaceTable, pages: int) -> np.ndarray:
     """A batch of so many pages that the program keeps."""
-    slot = pool.grant()
-    pool.reserve(slot, pages * PAGE_NBYTES)
-    pool.publish(slot, slot.nbytes, slot.nbytes)
-    return pool.lease(slot)[0]
+    place = grant(table)
+    table.reserve(place, pages * PAGE_NBYTES)
+    publish(table, place, place.nbytes, place.nbytes)
+    return table.take(place)[0]
 
 
 TestResizedPool = ResizedPool.TestCase

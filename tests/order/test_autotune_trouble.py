@@ -133,7 +133,7 @@ def test_an_epoch_ends_without_waiting_for_a_worker_that_is_still_starting(
     loader = DataLoader(Draws(40, 0.003), num_workers="auto", worker_init_fn=wait, timeout=30)
     iterator = iter(loader)
     assert len([next(iterator) for _ in range(40)]) == 40
-    assert iterator._dispatcher.joining == {1, 2}
+    assert iterator._exchange.joining == {1, 2}
     began_s = time.monotonic()
     loader.close()
     assert time.monotonic() - began_s < 4

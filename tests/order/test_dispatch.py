@@ -12,13 +12,14 @@ from dispatch_datasets import SMALL, Gate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loading import Numbered
+from protocol_fakes import Segment
 from robustness.processes import assert_dies_with_its_last_reference
 from torch.utils.data import IterableDataset, RandomSampler
 
 from shmloader import DataLoader
-from shmloader.order.dynamic_dispatch import FreeWorkers
-from shmloader.slots import Slot
-from shmloader.slots.task_ledger import Ledger, Task
+from shmloader.memory import PAGE_NBYTES
+from shmloader.order.policies import FreeWorkers
+from shmloader.slots import PlaceState, PlaceTable
 
 # three workers on two cores
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -81,33 +82,42 @@ def test_the_next_slow_batch_finds_the_window_wide() -> None:
         iterator = iter(loader)
         for _ in range(11):
             next(iterator)
-        wide = iterator._scheduler.free_workers.window
+        wide = iterator.table.window
         assert 30 <= wide <= 70
-        assert (
-            4 < len(iterator._dispatcher.ledger.tasks) <= wide
-        )  # further tasks were sent although the program does not wait
+        # further tasks were sent although the program does not wait
+        assert 4 < len(iterator.table.unreturned) <= wide
         iterator.close()
 
 
-def test_the_window_narrows_by_one_for_a_whole_window_of_batches() -> None:
-    pool, ledger = _Pool(), Ledger(2)
-    task = Task(0, 0, 0, 0, b"", Slot(0))
-    free_workers = FreeWorkers(ledger, pool, 2, 2, 0.0)  # type: ignore[arg-type]
-    while free_workers.window < 9:
-        ledger.tasks = dict.fromkeys(range(free_workers.window), task)
+def test_the_window_is_wide_until_the_epoch_ends_and_memory_stays_warm_for_it() -> None:
+    table = PlaceTable(Segment(), 4, 1 << 20, workers=2)  # type: ignore[arg-type]
+    free_workers = FreeWorkers(table, 2, 2)
+
+    def send() -> None:
+        table.reserve(table.grant(free_workers.choose(), 0, 0, b""), 1)
+
+    def answer() -> None:
+        place = next(place for place in table.unreturned.values() if place.state is PlaceState.MAKING)
+        table.arrive(place.seq, PAGE_NBYTES, 8, 8, 0, 0)
+
+    for _ in range(4):
+        send()
+    while table.window < 9:
+        answer()
         assert free_workers.may_widen()
-    assert pool.warm_slots == 11
-    widths = []
-    for _ in range(9 + 8 + 7 + 6 + 5 + 20):
-        ledger.tasks = dict.fromkeys(range(free_workers.window - 1), task)
+        send()
+    for _ in range(50):
+        answer()
+        table.take(next(iter(table.arrived.values())))
         assert free_workers.may_refill()
-        ledger.tasks = dict.fromkeys(range(free_workers.window), task)
+        send()
         assert not free_workers.may_refill()
-        free_workers.note_return()
-        widths.append(free_workers.window)
-    assert [widths.count(width) for width in (9, 8, 7, 6, 5)] == [8, 8, 7, 6, 5]
-    assert widths[-20:] == [4] * 20  # as at the beginning, and no fewer
-    assert pool.warm_slots == 6
+    assert (table.window, len(table.unreturned)) == (9, 9)
+    table.abandon()
+    assert sum(place.nbytes > 0 for place in table.places) >= 9
+    table.begin_epoch()
+    assert table.window == 4  # as at the beginning
+    assert sum(place.nbytes > 0 for place in table.places) <= 6
 
 
 def test_no_more_slots_are_made_than_the_bound() -> None:
@@ -116,11 +126,11 @@ def test_no_more_slots_are_made_than_the_bound() -> None:
     with DataLoader(dataset, num_workers=2, dispatch="dynamic", persistent_workers=True) as loader:
         samples = passed(loader)
         assert samples[5, 2] == 1
-        assert len(loader._iterator.pool.slots) <= 2 * 2 + 2 + 64
+        assert len(loader._iterator.table.places) <= 2 * 2 + 2 + 64
         assert loader.statistics().spills == 0
         # the next epoch begins without the memory that the slow batch took
         assert iter(loader) is loader._iterator
-        assert sum(slot.nbytes > 0 for slot in loader._iterator.pool.slots) <= 2 * 2 + 2
+        assert sum(slot.nbytes > 0 for slot in loader._iterator.table.places) <= 2 * 2 + 2
 
 
 def test_the_memory_budget_bounds_how_far_others_run_ahead() -> None:
@@ -134,7 +144,7 @@ def test_the_memory_budget_bounds_how_far_others_run_ahead() -> None:
         seen = []
         for batch in loader:
             seen.append(batch[0, :3].tolist())
-            most = max(most, sum(slot.nbytes for slot in loader._iterator.pool.slots))
+            most = max(most, sum(slot.nbytes for slot in loader._iterator.table.places))
         assert [index for index, _, _ in seen] == list(range(60))
         assert seen[5][2] == 1
         assert budget // 2 < most <= budget
@@ -149,7 +159,7 @@ def test_batches_that_are_kept_stay_what_they_are() -> None:
         Gate(150, {5, 100}, 30, patience_s=0.5), num_workers=2, dispatch="dynamic", persistent_workers=True
     ) as loader:
         kept = list(loader)
-        assert len(loader._iterator.pool.slots) <= 2 * 2 + 2 + 64
+        assert len(loader._iterator.table.places) <= 2 * 2 + 2 + 64
         passed(loader)
         assert torch.cat(kept)[:, 0].tolist() == list(range(150))
         assert kept[5][0, 2] == 0
@@ -164,30 +174,22 @@ def test_any_task_goes_to_the_worker_with_the_fewest_to_do(
     steps: list[tuple[str, int]], workers: int
 ) -> None:
     """Compare with a count, after any tasks were sent, answered in each worker's order, and returned."""
-    ledger = Ledger(workers)
-    free_workers = FreeWorkers(ledger, _Pool(), workers, 2, 0.0)  # type: ignore[arg-type]
+    table = PlaceTable(Segment(), 4, 1 << 30, workers=workers)  # type: ignore[arg-type]
+    free_workers = FreeWorkers(table, workers, 2)
     for step, which in steps:
-        to_do = [[t for t in ledger.held_by(None) if t.worker_id == k] for k in range(workers)]
+        to_do = [table.making(k) for k in range(workers)]
         if step == "send":
             worker_id = free_workers.choose()
             assert len(to_do[worker_id]) == min(map(len, to_do))
-            ledger.send(worker_id, 0, 0, b"", Slot(0))
+            table.grant(worker_id, 0, 0, b"")
         elif step == "answer" and to_do[which % workers]:
-            task = to_do[which % workers][0]
-            ledger.arrive(task)
-        elif step == "return" and ledger.arrived:
-            ledger.finish(list(ledger.arrived.values())[which % len(ledger.arrived)])
-        idle = any(not [t for t in ledger.held_by(None) if t.worker_id == k] for k in range(workers))
-        due = ledger.due()
+            table.arrive(to_do[which % workers][0].seq, PAGE_NBYTES, 8, 8, 0, 0)
+        elif step == "return" and table.arrived:
+            table.take(list(table.arrived.values())[which % len(table.arrived)])
+        idle = any(not table.making(k) for k in range(workers))
+        due = table.due()
         if due is not None:
             assert free_workers.is_stalled(due) == idle
-
-
-class _Pool:
-    most_tasks, base_slots, warm_slots = 4, 6, 6
-
-    def has_room_for_more(self) -> bool:
-        return True
 
 
 # --- arguments and lives

@@ -127,6 +127,6 @@ def test_a_worker_that_hangs_is_found_though_the_other_runs_ahead(tmp_path: Path
         else:
             with pytest.raises(WorkerTimeout, match=r"timed out after 0\.4.*\[6\]"):
                 next(iterator)
-            assert len(iterator._dispatcher.ledger.tasks) < 50  # of 70 that the slots would have allowed
+            assert len(iterator._exchange.table.unreturned) < 50  # of 70 that the slots would have allowed
             for worker in iterator._workers:  # closing would wait for the one that hangs
                 worker.kill()

@@ -13,22 +13,22 @@ import random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from protocol_fakes import Segment
 
-from shmloader.order.dynamic_dispatch import FreeWorkers
-from shmloader.slots import Slot
-from shmloader.slots.task_ledger import Ledger
+from shmloader.memory import PAGE_NBYTES
+from shmloader.order.policies import FreeWorkers
+from shmloader.slots import PlaceTable
 
 
-class Pool:
+class Table(PlaceTable):
     """Has slots for ``most`` batches at once, without the two that the program may hold."""
 
-    def __init__(self, most_tasks: int, most: int, ledger: Ledger) -> None:
-        self.most_tasks, self.most = most_tasks, most
-        self.base_slots = self.warm_slots = most_tasks + 2
-        self.ledger = ledger
+    def __init__(self, most_tasks: int, most: int, workers: int) -> None:
+        super().__init__(Segment(), most_tasks, 1 << 30, workers=workers)  # type: ignore[arg-type]
+        self.most = most
 
-    def has_room_for_more(self) -> bool:
-        return len(self.ledger.tasks) < self.most
+    def _has_room_beyond(self) -> bool:
+        return len(self.unreturned) < self.most
 
 
 class Scheduler:
@@ -40,7 +40,7 @@ class Scheduler:
         prefetch: Tasks per worker in advance.
         compute: Time of the program for each batch.
         dynamic: Whether `FreeWorkers` decides; otherwise workers take turns.
-        most: Number of tasks that the pool has slots for.
+        most: Number of tasks that the table has slots for.
     """
 
     def __init__(
@@ -53,9 +53,8 @@ class Scheduler:
         most: int = 68,
     ) -> None:
         self.costs, self.compute, self.dynamic = costs, compute, dynamic
-        self.ledger = Ledger(workers)
-        self.pool = Pool(workers * prefetch, most, self.ledger)
-        self.free_workers = FreeWorkers(self.ledger, self.pool, workers, prefetch, 0.0)  # type: ignore[arg-type]
+        self.table = Table(workers * prefetch, most, workers)
+        self.free_workers = FreeWorkers(self.table, workers, prefetch)
         self.turns = itertools.cycle(range(workers))
         self.free_at = [0.0] * workers
         self.answers: list[tuple[float, int]] = []  # time, and batch
@@ -65,11 +64,11 @@ class Scheduler:
 
     def play(self) -> float:
         """Play the epoch; returns the time of the last batch."""
-        for _ in range(self.pool.most_tasks):
+        for _ in range(self.table.budget.most_tasks):
             self.send()
         for seq in range(len(self.costs)):
             self.hear()
-            while seq not in self.ledger.arrived:
+            while seq not in self.table.arrived:
                 self.widen()
                 self.now = max(self.now, self.answers[0][0])
                 self.hear()
@@ -80,7 +79,7 @@ class Scheduler:
     def hear(self) -> None:
         while self.answers and self.answers[0][0] <= self.now:
             seq = heapq.heappop(self.answers)[1]
-            self.ledger.arrive(self.ledger.tasks[seq])
+            self.table.arrive(seq, PAGE_NBYTES, 8, 8, 0, 0)
 
     def send(self) -> bool:
         if self.sent == len(self.costs):
@@ -88,23 +87,22 @@ class Scheduler:
         worker = self.free_workers.choose() if self.dynamic else next(self.turns)
         self.free_at[worker] = max(self.now, self.free_at[worker]) + self.costs[self.sent]
         heapq.heappush(self.answers, (self.free_at[worker], self.sent))
-        self.ledger.send(worker, 0, self.sent, b"", Slot(0))
+        self.table.grant(worker, 0, self.sent, b"")
         self.sent += 1
-        self.widest = max(self.widest, len(self.ledger.tasks))
+        self.widest = max(self.widest, len(self.table.unreturned))
         return True
 
     def widen(self) -> None:
-        due = self.ledger.due()
+        due = self.table.due()
         if self.dynamic and due is not None and self.free_workers.is_stalled(due):
             while self.free_workers.may_widen() and self.send():
                 pass
 
     def take(self, seq: int) -> None:
-        self.ledger.finish(self.ledger.tasks[seq])
-        if len(self.ledger.tasks) < self.pool.most_tasks:
+        self.table.take(self.table.unreturned[seq])
+        if len(self.table.unreturned) < self.table.budget.most_tasks:
             self.send()
         elif self.dynamic:
-            self.free_workers.note_return()
             while self.free_workers.may_refill() and self.send():
                 pass
 

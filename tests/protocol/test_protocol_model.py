@@ -12,6 +12,7 @@ from protocol_fakes import Workers
 from protocol_main import (
     COPIES,
     COUNT,
+    COUNTED,
     ENDS,
     INDICES,
     LEASE,
@@ -24,12 +25,11 @@ from protocol_main import (
     Setting,
 )
 
-from shmloader.exchange.dispatcher import Dispatcher
+from shmloader.exchange.exchange import Exchange
 from shmloader.order.scheduler import Scheduler
 from shmloader.resume.progress import Progress
-from shmloader.slots import Slot, SlotPool
-from shmloader.slots.task_ledger import Task, TaskState
-from shmloader.wire.records import PieceReady, Published
+from shmloader.slots import Guard, Place, PlaceState, PlaceTable
+from shmloader.wire.records import PieceReady, unpack_answer
 
 SETTINGS = {
     "batches are kept and dropped": Setting(batches=5),
@@ -47,6 +47,13 @@ SETTINGS = {
     "the main process is killed": Setting(batches=2, epochs=2, kills=1, restarts=1, main_dies=True, keeps=1),
     "more tasks are wanted": Setting(batches=6, grows=2, keeps=1),
     "batches without order, and more tasks": Setting(batches=5, grows=1, keeps=1, in_order=False),
+    "a free worker takes the next task": Setting(batches=4, dynamic=True, keeps=1, kills=1, restarts=1),
+    "and more tasks are wanted": Setting(batches=4, dynamic=True, keeps=1, grows=1),
+    "a device reads what was dropped": Setting(batches=4, keeps=1, device=True),
+    "and epochs are left, and a worker dies": Setting(
+        batches=2, epochs=2, keeps=1, kills=1, restarts=1, device=True
+    ),
+    "and more tasks are wanted while a device reads": Setting(batches=4, grows=1, keeps=1, device=True),
     "and a worker dies": Setting(batches=3, grows=1, keeps=1, in_order=False, kills=1, restarts=1),
     "a batch is left out": Setting(batches=3, left_out=0, interrupts=True, kills=1, restarts=1, keeps=1),
     "and without order": Setting(
@@ -75,6 +82,7 @@ KINDS = {  # of steps; without one of them, the exploration would prove less tha
     "next() leaves out batch and more tasks are wanted",
     "Ctrl-C in next()",
     "the user drops slot",
+    "the device has read slot",
     "the user leaves the epoch",
     "the epoch ends",
     "Ctrl-C",
@@ -104,23 +112,37 @@ def test_every_kind_of_step_was_taken() -> None:
 # --- planted bugs
 
 
-class LeasesTooShort(SlotPool):
+class LeasesTooShort(PlaceTable):
     """The lease watches something that dies before the user's views do."""
 
-    def lease(self, slot: Slot) -> tuple[Any, memoryview]:
-        _, view = super().lease(slot)
-        return np.frombuffer(view, np.uint8), view
+    def take(self, place: Place, *, early: bool = False) -> tuple[Any, bytes]:
+        anchor, header = super().take(place, early=early)
+        extent = self.map(place) if place.state is PlaceState.LEASED else None
+        return (anchor if extent is None else np.frombuffer(extent.view, np.uint8)), header
 
 
-class TakesStaleBatches(Dispatcher):
+class TakesStaleBatches(PlaceTable):
     """A batch of the epoch before is taken for one of this epoch."""
 
-    def _accept_batch(self, answer: Published) -> None:
-        stale = self.ledger.void_tasks.pop(answer.seq, None)
+    def arrive(self, seq: int, *answer: int) -> None:
+        stale = self.void.pop(seq, None)
         if stale is not None:
-            stale.state, stale.epoch = TaskState.MAKING, self.ledger.epoch
-            self.ledger.tasks[answer.seq] = stale
-        super()._accept_batch(answer)
+            stale.void, stale.epoch = False, self.epoch
+            self.unreturned[seq] = stale
+        super().arrive(seq, *answer)
+
+
+class FreesVoidPlaces(PlaceTable):
+    """The slots of an abandoned epoch are free at once, while workers still write there."""
+
+    def set_void(self, place: Place) -> None:
+        del self.unreturned[place.seq]
+        self.unanswered[place.worker_id] -= 1
+        self._end(place)
+
+    def arrive(self, seq: int, *answer: int) -> None:
+        if seq in self.unreturned:
+            super().arrive(seq, *answer)
 
 
 class KeepsPipe(Workers):
@@ -129,64 +151,80 @@ class KeepsPipe(Workers):
     same_pipe = True
 
 
-class NeverContinues(Dispatcher):
+class NeverContinues(Exchange):
     """A worker with a part of an abandoned batch is not told to go on."""
 
-    def _accept_piece(self, worker: Any, answer: PieceReady) -> None:
-        if answer.seq in self.ledger.tasks:
-            super()._accept_piece(worker, answer)
+    def _accept_other(self, worker: Any, records: bytes, begin: int) -> None:
+        answer = unpack_answer(records, begin)
+        if not isinstance(answer, PieceReady) or answer.seq in self.table.unreturned:
+            super()._accept_other(worker, records, begin)
 
 
-class LosesSlots(SlotPool):
-    """A slot that is given back does not become free."""
+class LosesPlaces(PlaceTable):
+    """A place whose batch is not leased does not become free."""
 
-    def give_back(self, slot: Slot) -> None:
-        pass
+    def _end(self, place: Place) -> None:
+        self.void.pop(place.seq, None)
 
 
-class LosesReleases(SlotPool):
+class LosesReleases(PlaceTable):
     """The end of a lease is forgotten."""
 
     def collect(self) -> None:
         self._released.clear()
 
 
-class CountsLeasesTwice(SlotPool):
+class CountsLeasesTwice(PlaceTable):
     """The bytes of a leased slot are counted once more when its lease ends."""
 
     def collect(self) -> None:
-        self.budget.committed_nbytes += sum(lease.slot.nbytes for lease in self._released)
+        self.committed_nbytes += sum(lease.place.nbytes for lease in self._released)
         super().collect()
 
+    def check(self) -> None:
+        """It would find that at once."""
 
-class KeepsParts(Dispatcher):
+
+class CountsLeasesTwiceAndLooks(CountsLeasesTwice):
+    """The bytes that are counted too much are found by the table's own equation."""
+
+    check = PlaceTable.check
+
+
+class ForgetsTheGuard(PlaceTable):
+    """A slot is free when its lease ends, while a device may still read it."""
+
+    def guard_with(self, guard: Guard) -> None:
+        pass
+
+
+class KeepsParts(PlaceTable):
     """The parts that a dead worker sent are still there when its batch is made again."""
 
-    def _hand_over(self, worker: Any, held: list[Task]) -> None:
-        all_spilled = [(task, task.spilled) for task in held]
-        super()._hand_over(worker, held)
-        for task, spilled in all_spilled:
-            task.spilled = spilled
+    def hand_over(self, worker_id: int) -> list[Place]:
+        parts = {place.seq: place.pieces for place in self.unreturned.values()}
+        held = super().hand_over(worker_id)
+        for place in held:
+            place.pieces = parts[place.seq]
+        return held
 
 
-class ForgetsDeaths(Dispatcher):
+class ForgetsDeaths(PlaceTable):
     """Deaths are not counted per batch."""
 
-    def _recover(self, worker: Any, silent_s: float | None) -> None:
-        for task in self.ledger.tasks.values():
-            task.deaths = 0
-        super()._recover(worker, silent_s)
+    def count_death(self, place: Place) -> int:
+        return 1
 
 
-class WritesIndicesOnce(SlotPool):
+class WritesIndicesOnce(PlaceTable):
     """A long index batch is not written again for the worker that makes the batch again."""
 
-    def reserve(self, slot: Slot, nbytes: int) -> Any:
-        extent = super().reserve(slot, nbytes)
-        if getattr(self, "written", slot) is not slot:
+    def reserve(self, place: Place, nbytes: int) -> Any:
+        extent = super().reserve(place, nbytes)
+        if getattr(self, "written", place) is not place:
             return extent
         first = not hasattr(self, "written")
-        self.written = slot
+        self.written = place
         return extent if first else np.zeros(extent.nbytes, np.uint8).view(_WithView)
 
 
@@ -199,10 +237,12 @@ class _WithView(np.ndarray):
 class DrawsFirst(Scheduler):
     """An index batch is drawn before it is known that a worker has room; and more tasks give it none."""
 
-    def __init__(self, loader: Any, index_sampler: Any, dispatcher: Dispatcher, auto: Any) -> None:
-        super().__init__(loader, index_sampler, dispatcher, auto)
-        budget = SimpleNamespace(wanted_tasks=loader.num_workers * loader.prefetch_factor)
-        self._turns._pool = SimpleNamespace(budget=budget)  # type: ignore[assignment]
+    def __init__(self, settings: Any, exchange: Exchange, auto: Any) -> None:
+        super().__init__(settings, exchange, auto)
+        self._turns._table = SimpleNamespace(  # type: ignore[assignment]
+            budget=SimpleNamespace(wanted_tasks=settings.num_workers * settings.prefetch_factor),
+            unreturned=exchange.table.unreturned,
+        )
 
     def _send_task(self) -> bool:
         drawn = next(self._sampler_iter, None)
@@ -222,11 +262,11 @@ class ForgetsLeftOut(Progress):
 
 BUGS: dict[str, tuple[Setting, set[str]]] = {
     "a slot is freed while a view of its batch lives": (
-        Setting(batches=3, pool=LeasesTooShort),
+        Setting(batches=3, table=LeasesTooShort),
         {LEASE},
     ),
     "a batch of an abandoned epoch is returned": (
-        Setting(batches=2, epochs=2, dispatcher=TakesStaleBatches),
+        Setting(batches=2, epochs=2, table=TakesStaleBatches),
         {ORDER},
     ),
     "a replaced worker is still heard": (
@@ -234,31 +274,43 @@ BUGS: dict[str, tuple[Setting, set[str]]] = {
         {ONE_HAND, LEASE},
     ),
     "the worker of an abandoned part waits for ever": (
-        Setting(batches=2, epochs=2, parts=1, dispatcher=NeverContinues),
+        Setting(batches=2, epochs=2, parts=1, exchange=NeverContinues),
         {PROGRESS},
     ),
     "slots of abandoned batches are not free again": (
-        Setting(batches=2, epochs=2, pool=LosesSlots),
-        {LOST},
+        Setting(batches=2, epochs=2, table=LosesPlaces),
+        {COUNTED},
     ),
     "the end of a lease is forgotten": (
-        Setting(batches=2, pool=LosesReleases),
+        Setting(batches=2, table=LosesReleases),
         {LOST},
     ),
     "batches are copied though none are kept": (
-        Setting(batches=5, pool=CountsLeasesTwice),
+        Setting(batches=5, table=CountsLeasesTwice),
         {COPIES},
     ),
+    "bytes are counted twice": (
+        Setting(batches=3, table=CountsLeasesTwiceAndLooks),
+        {COUNTED},
+    ),
+    "slots of void batches are given to others": (
+        Setting(batches=2, epochs=2, table=FreesVoidPlaces),
+        {ONE_HAND, LEASE},
+    ),
+    "a slot is granted while a device reads it": (
+        Setting(batches=4, keeps=1, device=True, table=ForgetsTheGuard),
+        {LEASE},
+    ),
     "the parts of a dead worker stay": (
-        Setting(batches=2, kills=1, restarts=1, parts=1, dispatcher=KeepsParts),
+        Setting(batches=2, kills=1, restarts=1, parts=1, table=KeepsParts),
         {SOUND, ORDER},
     ),
     "a batch that kills its workers is tried for ever": (
-        Setting(batches=2, kills=2, restarts=2, dispatcher=ForgetsDeaths),
+        Setting(batches=2, kills=2, restarts=2, table=ForgetsDeaths),
         {TWICE},
     ),
     "a long index batch is gone when it is read again": (
-        Setting(batches=2, kills=1, restarts=1, long=0, pool=WritesIndicesOnce),
+        Setting(batches=2, kills=1, restarts=1, long=0, table=WritesIndicesOnce),
         {INDICES},
     ),
     "an index batch is drawn and not sent": (
@@ -285,10 +337,10 @@ def test_a_planted_bug_is_found(case: str) -> None:
     assert found.trace[-1].startswith(found.invariant)
     sane = replace(
         setting,
-        dispatcher=Dispatcher,
+        exchange=Exchange,
         scheduler=Scheduler,
         progress=Progress,
-        pool=SlotPool,
+        table=PlaceTable,
         workers=Workers,
         inherit=False,
     )

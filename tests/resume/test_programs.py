@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from warm_python import warm_python
 
 import shmloader
 
@@ -31,7 +32,7 @@ def program(heading: str) -> str:
 
 def start(path: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, path.name],
+        [*warm_python(), path.name],
         cwd=path.parent,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from stream_datasets import ByItself, BySettings, ByShard, Numbers, identity
+from stream_datasets import BySettings, ByShard, Numbers, identity
 
 from shmloader import DataLoader, LoaderError
 
@@ -120,5 +120,5 @@ def test_the_end_is_compared_once(tmp_path: Path) -> None:
 
 def test_one_process_compares_nothing() -> None:
     """The process needs no torch.distributed."""
-    assert len(list(DataLoader(ByItself(5), shard="auto"))) == 5
+    assert len(list(DataLoader(ByShard(5), shard="auto"))) == 5
     assert issubclass(LoaderError, RuntimeError)

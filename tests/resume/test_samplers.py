@@ -360,3 +360,39 @@ def test_a_weighted_sampler_that_draws_from_the_global_generator_goes_on(workers
     second = loader()
     second.load_state_dict(state)
     assert taken + [batch.tolist() for batch in second] == whole
+
+
+class Breaks(Sampler[int]):
+    """Draws from torch's global generator, and raises at an index."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(12).tolist()
+        for number in range(12):
+            if number == self.at:
+                raise LookupError(number)
+            yield order[number]
+
+
+@pytest.mark.parametrize("at", [0, 6])
+def test_a_sampler_that_raised_is_asked_again_and_raises_again(at: int) -> None:
+    """Its exception is no batch. It comes from next(), where it came before."""
+
+    loader = DataLoader(Plain(12), 3, sampler=Breaks(at), collate_fn=list)
+    iterator = iter(loader)
+    first = [next(iterator) for _ in range(at // 3)]
+    before = loader.state_dict()
+    with pytest.raises(LookupError):
+        next(iterator)
+    after = loader.state_dict()
+    assert after["batches"] == before["batches"] == len(first)
+    assert next(iterator, None) is None  # a generator that has raised has ended
+    for state in (before, after):
+        other = DataLoader(Plain(12), 3, sampler=Breaks(at), collate_fn=list)
+        other.load_state_dict(state)
+        rest = iter(other)
+        with pytest.raises(LookupError):
+            next(rest)
+        assert next(rest, None) is None

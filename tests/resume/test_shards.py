@@ -57,7 +57,6 @@ WAYS: dict[str, IterableDataset[int]] = {
     "stride, looks at its worker info": Looks(48),
     "stride, too few shards that divide themselves": ByShardAndItself(48, num_shards=3),
     "a chain, by stride": ChainDataset([Numbers(20), Numbers(28)]),
-    "by itself": ByItself(48),
     "shard, and by itself": ByShardAndItself(48),
 }
 
@@ -108,20 +107,6 @@ def test_without_it_every_worker_has_all(monkeypatch: pytest.MonkeyPatch) -> Non
     of_rank(monkeypatch, 1, 2)
     batches = list(DataLoader(Numbers(6), 2, num_workers=2, collate_fn=identity))
     assert items([batches]) == sorted([*range(6)] * 2)
-
-
-def test_the_log_tells_of_a_dataset_that_divides_itself(caplog: pytest.LogCaptureFixture) -> None:
-    """It is logged once. A dataset that only reads the number of workers comes whole from each worker."""
-
-    class Divided(ByItself):
-        pass
-
-    for _ in range(2):
-        list(DataLoader(Divided(8), num_workers=1, shard="auto"))
-        list(DataLoader(ByItself(8), num_workers=1))
-    assert [record.message[:50] for record in caplog.records].count(
-        "Divided reads get_worker_info().num_workers, and s"
-    ) == 1
 
 
 # --- stride
@@ -188,11 +173,19 @@ def test_persistent_workers_begin_each_epoch_anew(monkeypatch: pytest.MonkeyPatc
 # --- what is refused
 
 
-def test_a_dataset_that_divides_itself_too_late_is_an_error() -> None:
-    """Its first numbers were dealt out already."""
-    loader = DataLoader(ByItselfTooLate(20), 4, num_workers=2, shard="auto", collate_fn=identity)
-    with pytest.raises(RuntimeError, match=r"ByItselfTooLate read .*num_workers after its first sample"):
-        list(loader)
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("kind", [ByItself, ByItselfTooLate])
+def test_a_dataset_that_may_divide_itself_is_an_error_at_the_line_that_reads(
+    kind: Any, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its numbers would be divided twice. Without shard it divides them."""
+    for rank in range(2):
+        of_rank(monkeypatch, rank, 2)
+        loader = DataLoader(kind(20), 4, num_workers=workers, shard="auto", collate_fn=identity)
+        with pytest.raises(RuntimeError, match=rf"{kind.__name__} reads .*num_workers.* Leave out shard"):
+            list(loader)
+    of_rank(monkeypatch, 0, 1)
+    assert items([list(DataLoader(ByItself(20), 4, num_workers=2, collate_fn=identity))]) == list(range(20))
 
 
 def test_an_error_of_the_stream_says_its_place_in_the_whole_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

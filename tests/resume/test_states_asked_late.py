@@ -5,6 +5,7 @@ The first state that it asks for is exact all the same, and later ones are read 
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +74,42 @@ def test_a_samplers_state_is_read_at_the_beginning_of_an_epoch_until_one_is_aske
         assert sampler.calls - before == 2 + 10 - drawn
         values(loader)
         assert sampler.calls - before == 2 + 10 - drawn + 11
+
+
+class Tensors(Shuffled):
+    """Has a large tensor that stays, and a small one that is changed in place."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.large, self.counts = torch.rand(1000), torch.zeros(3, dtype=torch.int64)
+
+    def __iter__(self) -> Iterator[int]:
+        for index in super().__iter__():
+            self.counts[index % 3] += 1
+            yield index
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"large": self.large, "counts": self.counts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.large, self.counts = state["large"], state["counts"]
+
+
+def test_of_a_samplers_tensors_those_that_change_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied, deepcopy = [], copy.deepcopy
+    monkeypatch.setattr(copy, "deepcopy", lambda one, memo=None: copied.append(one) or deepcopy(one, memo))
+    loader, other = of_sampler(Tensors(40)), of_sampler(sampler := Tensors(40))
+    loader.state_dict()
+    iterator = iter(loader)
+    take(iterator, 6)
+    state, sizes = loader.state_dict(), [len(one) for one in copied if isinstance(one, torch.Tensor)]
+    assert sizes.count(1000) == 2, "for the first state, and at the epoch's beginning"
+    assert sizes.count(3) == 2 + 6
+    other.load_state_dict(state)
+    assert values(other) == values(iterator)
+    assert sampler.counts.sum() == 40
+    assert torch.equal(sampler.large, loader.sampler.large)
 
 
 def test_every_n_steps_given_asks_for_states() -> None:

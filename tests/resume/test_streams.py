@@ -324,8 +324,18 @@ def test_a_stream_that_is_shorter_now_is_refused() -> None:
     _, state = stopped_after(loader_of(Numbers(20), shard="auto"), 4)
     with pytest.raises(ResumeError, match="made with shard='auto', and this loader has no shard"):
         loader_of(Numbers(20)).load_state_dict(state)
-    with pytest.raises(ResumeError, match=r"divided by shmloader.*divided by the dataset itself alone"):
-        rest_after(loader_of(ByItself(20), shard="auto"), state)
+    _, state = stopped_after(loader_of(ByShard(20), num_workers=2, shard="auto"), 4)
+    with pytest.raises(ResumeError, match=r"2 shard\(s\) of the dataset on each of 1 rank"):
+        loader_of(ByShard(20, num_shards=1), shard="auto").load_state_dict(state)
+
+
+def test_a_state_of_a_dataset_that_divides_itself_is_loaded_without_shard() -> None:
+    """Such a dataset was left to itself by shard="auto" in earlier versions."""
+    whole = list(loader_of(ByItself(20), num_workers=2))
+    _, state = stopped_after(loader_of(ByItself(20), num_workers=2), 3)
+    with pytest.raises(ResumeError, match="leave out shard='auto' to resume"):
+        loader_of(ByItself(20), num_workers=2, shard="auto").load_state_dict(state)
+    assert rest_after(loader_of(ByItself(20), num_workers=2), state) == whole[3:]
 
 
 class RaisesOnce(StatefulIterator):

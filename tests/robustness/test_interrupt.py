@@ -252,8 +252,8 @@ def test_an_interrupt_at_any_line_of_next_loses_nothing() -> None:
         del iterator
         for _ in range(2):
             assert first_indices(loader) == EXPECTED, f"after an interrupt at {interrupted.place}"
-        pool = loader._iterator.pool
-        assert len(pool.slots) <= pool.base_slots + 1, f"slots were lost at {interrupted.place}"
+        table = loader._iterator.table
+        assert len(table.places) <= table.budget.base_slots + 1, f"slots were lost at {interrupted.place}"
         loader.close()
 
 
@@ -265,8 +265,8 @@ def test_an_interrupt_at_any_line_of_iter_loses_nothing() -> None:
         del iterator
         for _ in range(2):
             assert first_indices(loader) == EXPECTED, f"after an interrupt at {interrupted.place}"
-        pool = loader._iterator.pool
-        assert len(pool.slots) <= pool.base_slots + 1, f"slots were lost at {interrupted.place}"
+        table = loader._iterator.table
+        assert len(table.places) <= table.budget.base_slots + 1, f"slots were lost at {interrupted.place}"
         loader.close()
 
 

@@ -185,8 +185,8 @@ def test_a_cgroup_smaller_than_the_slots_has_fewer_batches_made_ahead_and_no_err
                 most_nbytes = max(most_nbytes, loader.statistics().reserved_nbytes)
         warning, = [each for each in caught if each.category is shmloader.SpillWarning]
         assert "memory_budget_nbytes" in str(warning.message), warning
-        assert 1 <= iterator.pool.most_tasks < 32, iterator.pool.most_tasks
-        assert 100 << 20 < most_nbytes <= iterator.pool.budget.nbytes, most_nbytes
+        assert 1 <= iterator.table.budget.most_tasks < 32, iterator.table.budget.most_tasks
+        assert 100 << 20 < most_nbytes <= iterator.table.budget.nbytes, most_nbytes
         print(loader.statistics().spills)
         """
     with memory_cgroup(700 * MIB) as cgroup:
@@ -238,13 +238,13 @@ def test_memory_that_becomes_short_has_fewer_batches_made_ahead() -> None:
             assert [len(next(iterator)) for _ in range(2)] == sizes[:2]
             room = memory_headroom()
             limit_file.write_text(str(room.limit_nbytes - room.available_nbytes + (300 << 20)))
-            budget_nbytes = iterator.pool.budget.nbytes
+            budget_nbytes = iterator.table.budget.nbytes
             for number in range(2, 80):
                 sample = next(iterator)
                 assert len(sample) == sizes[number] and bool((sample == number).all())
         warning, = [each for each in caught if each.category is shmloader.SpillWarning]
-        assert iterator.pool.budget.nbytes < budget_nbytes
-        assert iterator.pool.most_tasks < 8, iterator.pool.most_tasks
+        assert iterator.table.budget.nbytes < budget_nbytes
+        assert iterator.table.budget.most_tasks < 8, iterator.table.budget.most_tasks
         """
     with memory_cgroup(1500 * MIB) as cgroup:
         python(code, str(cgroup.folder / cgroup.limit_name), wrap=cgroup.wrap)

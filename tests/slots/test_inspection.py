@@ -32,9 +32,9 @@ def test_freed_slots_are_poisoned() -> None:
         iterator = iter(loader)
         batch = next(iterator)
         address = batch.data_ptr()
-        slot = next(slot for slot in iterator.pool.slots if slot.lease is not None)
+        slot = next(slot for slot in iterator.table.places if slot.lease is not None)
         del batch
-        iterator.pool.collect()
+        iterator.table.collect()
         assert slot.lease is None
         assert ctypes.string_at(address, 32) == bytes([POISON]) * 32
 
@@ -45,7 +45,7 @@ def test_writing_to_a_freed_slot_is_found() -> None:
         batch = next(iterator)
         address = batch.data_ptr()
         del batch
-        iterator.pool.collect()
+        iterator.table.collect()
         ctypes.memset(address + 5, 7, 3)
         with pytest.raises(SlotCorrupted, match=r"written to while it was free: 3 of .* offset 5"):
             for _ in range(20):
@@ -59,7 +59,7 @@ def test_without_it_nothing_is_poisoned(monkeypatch: pytest.MonkeyPatch) -> None
         batch = next(iterator)
         address = batch.data_ptr()
         del batch
-        iterator.pool.collect()
+        iterator.table.collect()
         assert np.frombuffer(ctypes.string_at(address, 32), np.int64).tolist() == [0] * 4
         assert loader.statistics().oldest_leases == ()
 
@@ -80,4 +80,4 @@ def test_who_holds_the_slots_is_told() -> None:
 def test_the_variable_is_read_when_iteration_begins() -> None:
     assert os.environ["SHMLOADER_DEBUG"] == "1"
     with DataLoader(Numbered(8), batch_size=4, num_workers=1) as loader:
-        assert iter(loader)._dispatcher.inspection is not None
+        assert iter(loader).table.inspection is not None

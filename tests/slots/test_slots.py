@@ -1,104 +1,121 @@
-"""The slot pool: in any order of events, no slot ever has two users."""
+"""The table of places: in any order of events, no slot ever has two users."""
 
 import gc
 
 import pytest
 from hypothesis import settings
-from pool_machine import BUDGET_NBYTES, MOST_TASKS, PoolMachine
+from table_machine import BUDGET_NBYTES, MOST_TASKS, TableMachine, grant, publish
 
 from shmloader.memory import PAGE_NBYTES, Segment
-from shmloader.slots import SlotPool, SlotState
+from shmloader.slots import Place, PlaceState, PlaceTable
 
-TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestTable = TableMachine.TestCase
+TestTable.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
 
 
 @pytest.fixture
-def pool():
-    pool = SlotPool(Segment(), MOST_TASKS, BUDGET_NBYTES)
-    yield pool
-    pool.close()
+def table():
+    table = PlaceTable(Segment(), MOST_TASKS, BUDGET_NBYTES)
+    yield table
+    table.close()
 
 
-def _published(pool: SlotPool, nbytes: int = 100):
-    slot = pool.grant()
-    pool.reserve(slot, nbytes)
-    pool.publish(slot, slot.nbytes, nbytes)
-    return slot
+def _published(table: PlaceTable, nbytes: int = 100) -> Place:
+    place = grant(table)
+    table.reserve(place, nbytes)
+    publish(table, place, place.nbytes, nbytes)
+    return place
 
 
-def test_a_slot_is_free_when_its_last_view_dies(pool: SlotPool) -> None:
-    slot = _published(pool)
-    anchor = pool.lease(slot)[0]
+def test_a_place_is_free_when_its_last_view_dies(table: PlaceTable) -> None:
+    place = _published(table)
+    anchor, _ = table.take(place)
     view = anchor[3:50].reshape(-1, 1)[::2]
     del anchor
-    pool.collect()
-    assert slot.state is SlotState.LEASED
+    table.collect()
+    assert place.state is PlaceState.LEASED
     del view
-    pool.collect()
-    assert slot.state is SlotState.FREE
+    table.collect()
+    assert place.state is PlaceState.FREE
 
 
-def test_the_last_freed_slot_is_granted_first(pool: SlotPool) -> None:
-    first, second = _published(pool), _published(pool)
-    pool.give_back(second)
-    pool.give_back(first)
-    assert pool.grant() is first
+def test_the_last_freed_slot_is_granted_first(table: PlaceTable) -> None:
+    first, second = grant(table), grant(table)
+    for place in (second, first):
+        table.reserve(place, 100)
+        table.drop(place.seq, place.nbytes)
+    assert grant(table) is first
 
 
-def test_a_reference_cycle_frees_the_slot_when_it_is_collected(pool: SlotPool) -> None:
-    slot = _published(pool)
-    cycle: list = [pool.lease(slot)[0]]
+def test_a_reference_cycle_frees_the_place_when_it_is_collected(table: PlaceTable) -> None:
+    place = _published(table)
+    cycle: list = [table.take(place)[0]]
     cycle.append(cycle)
     del cycle
     gc.collect()
-    pool.collect()
-    assert slot.state is SlotState.FREE
+    table.collect()
+    assert place.state is PlaceState.FREE
 
 
 def test_limits_of_tasks_share_the_budget() -> None:
-    pool = SlotPool(Segment(), MOST_TASKS, BUDGET_NBYTES)
-    limits = [pool.grant().limit_nbytes for _ in range(pool.base_slots)]
+    table = PlaceTable(Segment(), MOST_TASKS, BUDGET_NBYTES)
+    limits = [grant(table).limit_nbytes for _ in range(table.budget.base_slots)]
     assert sum(limits) <= BUDGET_NBYTES
-    assert min(limits) >= BUDGET_NBYTES // (4 * pool.base_slots)
-    pool.close()
+    assert min(limits) >= BUDGET_NBYTES // (4 * table.budget.base_slots)
+    table.close()
 
 
-def test_trim_returns_memory_that_the_program_no_longer_keeps(pool: SlotPool) -> None:
+def test_an_epochs_begin_returns_memory_that_the_program_no_longer_keeps(table: PlaceTable) -> None:
     kept = []
-    for _ in range(pool.base_slots + 3):
-        assert pool.can_lease()
-        kept.append(pool.lease(_published(pool, PAGE_NBYTES))[0])
+    base_slots = table.budget.base_slots
+    for _ in range(base_slots + 3):
+        assert table.can_lease()
+        kept.append(table.take(_published(table, PAGE_NBYTES))[0])
     kept.clear()
-    pool.trim()
-    assert sum(slot.nbytes for slot in pool.slots) == pool.base_slots * PAGE_NBYTES
-    assert sum(slot.limit_nbytes for slot in pool.slots[pool.base_slots :]) == 0
+    table.begin_epoch()
+    assert sum(place.nbytes for place in table.places) == base_slots * PAGE_NBYTES
+    assert sum(place.limit_nbytes for place in table.places[base_slots:]) == 0
 
 
-def test_a_trimmed_slot_can_be_used_again(pool: SlotPool) -> None:
-    kept = [pool.lease(_published(pool, PAGE_NBYTES))[0] for _ in range(pool.base_slots + 3)]
+def test_a_slot_that_gave_its_memory_back_can_be_used_again(table: PlaceTable) -> None:
+    more = table.budget.base_slots + 3
+    kept = [table.take(_published(table, PAGE_NBYTES))[0] for _ in range(more)]
     kept.clear()
-    pool.trim()
-    kept = [pool.lease(_published(pool, PAGE_NBYTES))[0] for _ in range(pool.base_slots + 3)]
+    table.begin_epoch()
+    kept = [table.take(_published(table, PAGE_NBYTES))[0] for _ in range(more)]
     for number, anchor in enumerate(kept):
         anchor[:] = number
     assert [int(anchor[-1]) for anchor in kept] == list(range(len(kept)))
 
 
-def test_a_pool_out_of_budget_refuses_leases_and_still_grants_every_task() -> None:
-    pool = SlotPool(Segment(), MOST_TASKS, (MOST_TASKS + 4) * PAGE_NBYTES)
+def test_a_table_out_of_budget_refuses_leases_and_still_grants_every_task() -> None:
+    table = PlaceTable(Segment(), MOST_TASKS, (MOST_TASKS + 4) * PAGE_NBYTES)
     kept = []
-    while pool.can_lease():
-        kept.append(pool.lease(_published(pool, PAGE_NBYTES))[0])
+    while table.can_lease():
+        kept.append(table.take(_published(table, PAGE_NBYTES))[0])
         assert len(kept) < 100
     for _ in range(MOST_TASKS):
-        assert pool.grant().state is SlotState.GRANTED
+        assert grant(table).state is PlaceState.MAKING
     assert len(kept) >= 2
-    pool.close()
+    table.close()
 
 
-def test_views_outlive_the_pool(pool: SlotPool) -> None:
-    anchor = pool.lease(_published(pool))[0]
+def test_views_outlive_the_table(table: PlaceTable) -> None:
+    anchor, _ = table.take(_published(table))
     anchor[:] = 7
-    pool.close()
+    table.close()
     assert (anchor == 7).all()
+
+
+def test_a_count_that_is_wrong_is_found(table: PlaceTable) -> None:
+    """What `check` asserts with SHMLOADER_DEBUG=1 fails for each number that is not as it should be."""
+    anchor, _ = table.take(_published(table))
+    grant(table)
+    for name, wrong in (("tasks", 2), ("kept", 0), ("committed_nbytes", 0), ("unanswered", [0])):
+        right = getattr(table, name)
+        setattr(table, name, wrong)
+        with pytest.raises(AssertionError, match="the table of places says"):
+            table.check()
+        setattr(table, name, right)
+    table.check()
+    assert len(anchor)

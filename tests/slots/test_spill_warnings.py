@@ -43,7 +43,7 @@ def test_a_budget_without_room_for_all_says_how_many_are_made_ahead() -> None:
         iterator = iter(loader)
         with caught_warnings() as caught:
             assert [len(batch) for batch in iterator] == sizes
-        assert iterator.pool.most_tasks == 3
+        assert iterator.table.budget.most_tasks == 3
     assert [one.category for one in caught] == [SpillWarning]
 
 
@@ -55,7 +55,7 @@ def test_one_warning_says_that_batches_are_copied_and_that_fewer_are_made_ahead(
         with caught_warnings() as caught:
             assert sum(1 for _ in iterator) == 30
         assert loader.statistics().spills > 0
-        assert iterator.pool.most_tasks == 2
+        assert iterator.table.budget.most_tasks == 2
     (warning,) = caught
     assert warning.category is SpillWarning
     assert "copied to private memory" in str(warning.message)

@@ -38,8 +38,8 @@ def test_a_getbatch_takes_the_samples_place(wrap: Callable[[Any], Any], workers:
     own = made.Batches()
     expected = list(TorchLoader(wrap(made.Samples()), 7, shuffle=False))
     assert_same(list(DataLoader(wrap(own), 7, num_workers=workers)), expected)
-    if not workers:  # there, samples of several datasets are fetched one by one
-        assert set(own.asked) == ({"batch"} if type(wrap(own)) in (made.Batches, Subset) else {"sample"})
+    if not workers:  # in this process; samples of several datasets are fetched one by one
+        assert set(own.asked) == ({"sample"} if type(wrap(own)) is ConcatDataset else {"batch"})
 
 
 def test_indices_that_are_no_ints_are_for_samples() -> None:

@@ -52,15 +52,6 @@ def gathered(dataset: Any, batch: list[int], caplog: pytest.LogCaptureFixture) -
     return not any("one by one" in record.getMessage() for record in caplog.records)
 
 
-def test_without_workers_only_a_datasets_own_batches_are_asked_for(caplog: pytest.LogCaptureFixture) -> None:
-    tensor = torch.arange(10.0)
-    with caplog.at_level(logging.DEBUG, "shmloader"):
-        batches = list(DataLoader(TensorDataset(tensor), batch_size=5))
-    assert any("there are no workers" in record.getMessage() for record in caplog.records)
-    tensor.resize_(1000)  # torch's views of a storage as ndarrays would forbid it for good
-    batches[0][0].resize_(100)
-
-
 def test_a_function_put_into_torchs_class_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = TensorDataset(torch.arange(4.0))
     monkeypatch.setattr(TensorDataset, "__getitem__", lambda self, index: (self.tensors[0][index] * 100,))
@@ -78,6 +69,7 @@ GATHERED = {
     "subset": Subset(TensorDataset(X), [3, 2, 1, 0]),
     "rows in any order of memory": TensorDataset(torch.rand(4, 3, ROWS).permute(2, 1, 0)),
     "stack": StackDataset(x=X, y=TensorDataset(Y)),
+    "concat": ConcatDataset([TensorDataset(X, Y), Subset(TensorDataset(X, Y), [2, 1])]),
     "store of numbers": shmloader.share([float(i) for i in range(ROWS)]),
     "store of tuples": shmloader.share([(np.ones(3), i, str(i)) for i in range(ROWS)]),
     "store of dicts": shmloader.share([{"x": torch.ones(3), "n": i} for i in range(ROWS)]),
@@ -109,7 +101,7 @@ PER_SAMPLE = {
     "a subclass that makes up methods": (made.TensorsThatMakeUpMethods(X), "no __getbatch__"),
     "an instance with __getitems__": (_shadowed(), "overrides"),
     "inside a Subset": (Subset(made.DoubledTensors(X), range(8)), "no __getbatch__"),
-    "several datasets": (ConcatDataset([TensorDataset(X), TensorDataset(X)]), "Join these into one"),
+    "several datasets": (ConcatDataset([TensorDataset(X), TensorDataset(Y)]), "Join these into one"),
     "any dataset": (made.Samples(), "no __getbatch__"),
     "list": ([1, 2, 3, 4], "list"),
     "another's __getbatch__": (made.OtherSamples(), "no __getbatch__"),

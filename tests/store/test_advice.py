@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 from caught_warnings import caught_warnings
 from loading import Growing, Numbered
+from warm_python import warm_python
 
 from shmloader import DataLoader, SpillWarning, WorkerTimeout
 
@@ -83,7 +83,7 @@ def test_a_program_without_a_main_guard_is_told_of_it_and_not_of_pickling(tmp_pa
             """
         )
     )
-    result = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    result = subprocess.run([*warm_python(), script], capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert "if __name__ == '__main__':" in result.stderr
     assert "pickle" not in result.stderr
@@ -103,7 +103,7 @@ class Hangs(Numbered):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.long)])
 def test_a_timeout_says_what_to_change_and_shows_only_the_programs_threads(
     tmp_path: Path, method: str
 ) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from store_samples import Colour, Custom, Person, Point, Slotted
+from warm_python import warm_python
 
 import shmloader
 from shmloader.store import Store
@@ -149,7 +150,7 @@ def test_a_program_that_shares_and_reads_imports_no_pandas(tmp_path: Path) -> No
     """pandas need not be installed: the interpreter notices that it is searched for."""
     paths = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(
-        [sys.executable, __file__, tmp_path],
+        [*warm_python(), __file__, tmp_path],
         env=os.environ | {"PYTHONPATH": paths},
         capture_output=True,
         text=True,

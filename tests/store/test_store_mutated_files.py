@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from store_samples import Colour, Person, Point
+from warm_python import warm_python
 
 import shmloader
 from shmloader import share
@@ -107,7 +107,7 @@ for source in map(Path, sources):
 
 def run(program: str, *arguments: Any) -> str:
     """What a program of its own process says; whatever ends that process fails the test."""
-    command = [sys.executable, "-c", program, *map(str, arguments)]
+    command = [*warm_python(), "-c", program, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, (done.returncode, done.stderr[-3000:])  # the mutated file is there still
     return done.stdout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import gc
 import subprocess
-import sys
 import weakref
 from collections import UserDict, deque
 from collections.abc import Mapping, Sequence
@@ -18,10 +17,10 @@ import pyarrow as pa
 import pytest
 import torch
 from torch.utils.data import Subset
+from warm_python import warm_python
 
 from shmloader import DataLoader, NotSharedWarning, share
 from shmloader.store import MappingStore, Store
-from shmloader.store.attributes import share_for_loader
 from shmloader.store.handles import MappedFiles, is_shared
 
 ROWS = 30_000
@@ -106,7 +105,7 @@ def test_an_object_with_a_del_and_its_copy_end_at_exit(tmp_path: Path) -> None:
         "    def __del__(self): print(type(self.texts).__name__)\n"
         "shared = shmloader.share(Ends())\n"
     )
-    out = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    out = subprocess.run([*warm_python(), script], capture_output=True, text=True, check=True)
     assert (sorted(out.stdout.split()), out.stderr) == (["RowStore", "list"], "")
 
 
@@ -196,16 +195,6 @@ def test_an_array_of_few_large_tensors_has_them_shared(dtype: torch.dtype) -> No
         assert is_shared(one, MappedFiles())
         assert one.dtype is dtype
         assert torch.equal(one.float(), other.float())
-
-
-def test_a_dataset_with_the_id_of_one_that_died_is_shared_anew() -> None:
-    def zeros_but(one: int) -> list[int]:
-        return [0] * 77 + [one] + [0] * 150_000
-
-    lists = [share_for_loader(zeros_but(one)) for one in range(100)]
-    assert [shared[77] for shared in lists] == list(range(100))
-    objects = [share_for_loader(Holder(numbers=zeros_but(one))) for one in range(100)]
-    assert [shared.numbers[77] for shared in objects] == list(range(100))
 
 
 class Plain:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import threading
 import warnings
-from collections import Counter, OrderedDict, UserString, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from shmloader import DataLoader, NotSharedWarning, share
+from shmloader import NotSharedWarning, share
 from shmloader.store import MappingStore, SetStore, Store
 from shmloader.store.handles import MappedFiles, is_shared, pack, unpack
 
@@ -43,8 +43,8 @@ class Logged(list[str]):
         return self[0]
 
 
-def texts() -> list[str]:
-    return [f"text {number}" for number in range(ROWS)]
+def texts(rows: int = ROWS) -> list[str]:
+    return [f"text {number}" for number in range(rows)]
 
 
 def coco() -> dict[str, Any]:
@@ -78,6 +78,10 @@ def test_few_large_containers_stay_one_with_its_elements_shared() -> None:
             assert type(shared) is type(data)
             first = next(iter(shared.values())) if isinstance(shared, dict) else shared[0]
             assert isinstance(first, Store)
+    ordered = OrderedDict(a=texts(), b=texts(5))
+    ordered.move_to_end("a")
+    for shared in either_way(ordered):
+        assert list(shared) == ["b", "a"]
     grouped = defaultdict(list, {"train": texts()})
     for shared in either_way(grouped):
         assert shared["nothing"] == []
@@ -248,12 +252,12 @@ def read_mapped(holder: Any, pipe: Connection) -> None:
     pipe.send({name: (int(value[5]), len(value), path_of(value)) for name, value in values.items()})
 
 
-def test_mapped_files_stay_files_and_are_sent_by_path(tmp_path: Path) -> None:
+def test_mapped_files_stay_files_and_are_sent_by_path(tmp_path: Path, warm_helpers: None) -> None:
     values = mapped(tmp_path)
     shared = share(Holder(**values))
     assert all(getattr(shared, name) is value for name, value in values.items())
     assert share(values["memmap"]) is values["memmap"]
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     process = context.Process(target=read_mapped, args=(shared, theirs))
     process.start()
@@ -322,29 +326,3 @@ def test_optional_keys_are_columns_in_any_number() -> None:
     assert [list(row.items()) for row in store] == [list(row.items()) for row in rows]
     assert not [field for field in store.describe().fields if field.pickled]
     assert len(store.describe().fields) == 100
-
-
-# The loader.
-
-
-@pytest.mark.parametrize("row", [str, lambda text: [text], lambda text: {"text": text}, UserString])
-def test_a_list_whose_element_gets_the_id_of_the_one_before_is_shared_anew(row: Any) -> None:
-    rows = [row("the first text")]
-    loader, first = DataLoader(rows, share_dataset=True), id(rows[0])
-    for number in range(1000):
-        rows[0] = row(f"text {number:09}")
-        if id(rows[0]) == first:
-            break
-    assert list(DataLoader(rows, share_dataset=True).dataset) == rows
-    assert list(loader.dataset) == [row("the first text")]
-
-
-def test_a_dataset_that_is_given_to_two_loaders_is_shared_once() -> None:
-    """Lightning makes loaders anew from their original arguments."""
-    for dataset in (Holder(texts=texts()), texts()):
-        one = DataLoader(dataset, share_dataset=True)
-        assert DataLoader(dataset, share_dataset=True).dataset is one.dataset
-        changed = dataset.texts if isinstance(dataset, Holder) else dataset
-        changed.append("one more")
-        other = DataLoader(dataset, share_dataset=True).dataset
-        assert other is not one.dataset

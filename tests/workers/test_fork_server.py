@@ -3,13 +3,13 @@
 import multiprocessing
 import os
 import subprocess
-import sys
 import textwrap
 from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 from robustness.test_interrupt import press_ctrl_c
+from warm_python import warm_python
 
 from shmloader.workers import fork_server
 
@@ -36,13 +36,13 @@ def _run(folder: Path, main: str, **modules: str) -> list[str]:
     for name, source in {"main": MAIN + main, **modules}.items():
         (folder / f"{name}.py").write_text(textwrap.dedent(source))
     result = subprocess.run(
-        [sys.executable, "-W", "error", "-W", "ignore:This process", str(folder / "main.py")],
+        [*warm_python(), "-W", "error", "-W", "ignore:This process", str(folder / "main.py")],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         cwd="/",
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        timeout=100,
+        timeout=250,
         check=False,
     )
     assert (result.returncode, result.stderr) == (0, "")

@@ -8,7 +8,6 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import torch
 from thread_datasets import Gated
 from thread_loaders import threads, workers_alive
 from torch.utils.data import default_collate
+from warm_python import warm_python
 
 from shmloader import DataLoader, LoaderClosed, WorkerDied
 from shmloader.workers.threads import ThreadLink
@@ -113,7 +113,7 @@ def test_close_does_not_wait_for_a_slow_sample(items: int) -> None:
     assert dataset.inside.wait(30)
     began = time.monotonic()
     loader.close()
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 30  # the sample would take for ever
     (slow,) = workers_alive()
     with pytest.raises(LoaderClosed, match=r"loader\.close\(\) was called"):
         next(iterator)
@@ -254,7 +254,7 @@ def test_the_program_ends_though_a_sample_takes_for_ever() -> None:
     """The program has its own exit status, and writes nothing to stderr."""
     began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", EXITS], capture_output=True, text=True, timeout=100, check=False
+        [*warm_python(), "-c", EXITS], capture_output=True, text=True, timeout=100, check=False
     )
     assert (done.returncode, done.stdout.split("\n")[-2], done.stderr) == (0, "the end", "")
     assert time.monotonic() - began < 60

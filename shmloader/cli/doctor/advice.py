@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shmloader.cli.options import format_nbytes
 from shmloader.memory import PAGE_NBYTES, whole_pages
 
-_SLOTS_BESIDES_TASKS = 2  # for the batch being returned and the one before it, see `SlotPool`
+_SLOTS_BESIDES_TASKS = 2  # for the batch being returned and the one before it, see `slots.budget`
 
 # Descriptors of the main process, see docs/robustness.md; tests hold real loaders to them.
 _PER_LOADER = {"fork": 3, "spawn": 4, "forkserver": 5}  # multiprocessing's own processes take one each

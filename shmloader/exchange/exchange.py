@@ -1,0 +1,285 @@
+"""The exchange of tasks and answers with the workers of one iterator. Main process only.
+
+The flow of a batch, with the states of its place::
+
+    order/scheduler        Exchange                         worker k
+    ───────────────        ────────                         ────────
+    chooses worker k
+    draws indices ──▶ send:     FREE -> MAKING
+                           │ MakeBatch: slot, indices ────▶ makes the batch in the slot
+                           │                                (larger than that: PieceReady,
+                           │                                 copied, SendNextPiece, ...)
+                      receive ◀──────────────── Published ──┘
+                           │    MAKING -> ARRIVED; FREE if the task is void
+    iterator               │
+    ────────               │
+    next() ◀───── PlaceTable.take: ARRIVED -> LEASED; FREE if it was spilled
+       │
+    the last view dies: LEASED -> FREE, or GUARDED until an accelerator is done
+
+A worker's death or silence is found where answers are waited for, and `recovery` decides; the places that the
+worker was making stay as they are, and are sent to the one that replaces it. This module does not know
+samplers, the order in which batches are returned, or whose turn it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import Iterable
+
+from shmloader.errors import LoaderClosed, SharedMemoryExhausted
+from shmloader.exchange import recovery
+from shmloader.indices.packed_indices import pack_index_batch
+from shmloader.interrupts import WAITING, Lifecycle
+from shmloader.slots import Place, PlaceTable
+from shmloader.wire.records import (
+    ANSWER_NBYTES,
+    DETACHED,
+    INLINE_NBYTES,
+    PUBLISHED,
+    SPIN_NS,
+    EpochBegun,
+    PieceReady,
+    StreamEnded,
+    pack_begin_epoch,
+    pack_make_batch,
+    pack_send_next_piece,
+    unpack_answer,
+    unpack_published,
+)
+from shmloader.workers import Worker, Workers
+
+
+class Exchange:
+    """Sends tasks to the workers of one iterator, and receives their answers.
+
+    Args:
+        table: The places.
+        workers: The workers.
+        lifecycle: The iterator's, told while this sleeps.
+        restarts: Workers that may be replaced.
+        timeout_s: Seconds without any answer, after which the worker of the due batch is replaced, or
+            `WorkerTimeout` raised; 0 for never.
+
+    Attributes:
+        counters: The loader's.
+        ended_streams: Workers that have reported, since this was last emptied, that their dataset is
+            exhausted.
+        joining: Workers that were added later and have sent no record yet.
+    """
+
+    def __init__(
+        self, table: PlaceTable, workers: Workers, lifecycle: Lifecycle, restarts: int, timeout_s: float
+    ) -> None:
+        self.table = table
+        self.workers = workers
+        self.lifecycle = lifecycle
+        self.counters = table.counters
+        self.ended_streams: list[int] = []
+        self.joining: set[int] = set()
+        self._restarts_left = restarts
+        self._unsent: deque[Place] = deque()  # granted, and waiting for memory if there are any
+        self._timeout_s = timeout_s if timeout_s > 0 else None  # of any type, as the program gave it
+        self._wait_ns = 0  # how long the last wait took
+
+    # --- out
+
+    def send(self, worker_id: int, epoch: int, position: int, index_batch: object) -> None:
+        """Send a task, with a slot to make its batch in."""
+        self._unsent.append(self.table.grant(worker_id, epoch, position, pack_index_batch(index_batch)))
+        try:  # noqa: SIM105 - in a third of the time
+            self._send_unsent()
+        except SharedMemoryExhausted:
+            pass  # `receive` tries again, and raises it
+
+    def _send_unsent(self) -> None:
+        """Send tasks, until a slot cannot have the memory for a page or for a long index batch."""
+        table, workers, unsent = self.table, self.workers.workers, self._unsent
+        while unsent:
+            place = unsent[0]
+            payload = place.payload
+            nbytes = len(payload)
+            if nbytes > INLINE_NBYTES:
+                table.reserve(place, nbytes).view[:nbytes] = payload
+                payload = b""
+            elif place.nbytes == 0:
+                table.reserve(place, 1)  # so that there is always room for a piece, or for an error
+            workers[place.worker_id].send(
+                pack_make_batch(
+                    place.epoch,
+                    place.seq,
+                    place.position,
+                    place.number,
+                    place.nbytes,
+                    table.budget.hint_nbytes,
+                    place.limit_nbytes,
+                    nbytes,
+                    payload,
+                )
+            )
+            unsent.popleft()
+
+    def begin_epoch(self, settings: bytes) -> None:
+        """Void all tasks, and have all workers begin a new epoch; returns when those tasks are finished.
+
+        Workers finish the tasks that they have, as torch's do: a dataset's random numbers must not depend on
+        when the last epoch was left. Those batches are dropped. There is no wait for workers to begin the
+        epoch, since they answer requests in order. ``settings`` are the pickled `EpochSettings`.
+        """
+        table = self.table
+        table.abandon()
+        table.begin_epoch()
+        for begin in range(0, len(settings), INLINE_NBYTES):
+            piece = settings[begin : begin + INLINE_NBYTES]
+            request = pack_begin_epoch(table.epoch, len(settings), begin, piece)
+            for worker in self.workers.workers:
+                worker.send(request)
+        while table.void:
+            self.receive()
+        for worker in list(self.workers.workers):
+            if worker.is_dead():  # before it has a batch of this epoch, which would be blamed for it
+                self._recover(worker, None)
+        self.ended_streams.clear()
+        table.trim()
+
+    def welcome(self, worker: Worker) -> None:
+        """Ask a worker that was added in the middle of an epoch to report when it is ready: see `joining`.
+
+        It was started with the settings of this epoch.
+        """
+        self.table.add_worker()
+        self.joining.add(worker.worker_id)
+        worker.send(pack_begin_epoch(self.table.epoch, 0, 0, b""))
+
+    # --- in
+
+    def receive_from(self, worker_id: int) -> bool:
+        """Receive one worker's records; return whether there were any. Does not sleep.
+
+        Raises:
+            WorkerDied: If it has ended and is not to be replaced; the others are stopped.
+        """
+        worker = self.workers.workers[worker_id]
+        records = worker.receive()
+        if records == b"" and self._wait_ns < self.workers.look_again_ns:
+            records = self._look_again(worker)
+        if records:
+            self._accept(worker, records)
+        elif records is None:
+            self._recover(worker, None)
+        return records != b""
+
+    def receive(self, due_from: int | None = None) -> None:
+        """Sleep until any worker has sent a record, and receive it.
+
+        Args:
+            due_from: The worker that has the next batch, to blame for a timeout.
+
+        Raises:
+            WorkerDied: If a worker has ended and is not to be replaced; the others are stopped.
+            WorkerTimeout: If nothing came within the timeout, and no worker is to be replaced for it.
+            LoaderClosed: If the loader was closed meanwhile, by another thread.
+            SharedMemoryExhausted: If there is no memory for a task; the next call tries again.
+        """
+        lifecycle = self.lifecycle
+        if self._unsent:
+            try:
+                self._send_unsent()
+            except SharedMemoryExhausted as error:
+                lifecycle.expect(error)
+                raise
+        began_ns = time.perf_counter_ns()
+        before, lifecycle.phase = lifecycle.phase, WAITING
+        ready = self.workers.wait(self._timeout_s and float(self._timeout_s))
+        lifecycle.phase = before
+        self._note_wait(time.perf_counter_ns() - began_ns)
+        if self.workers.interrupted:
+            raise lifecycle.expect(
+                LoaderClosed("the loader was closed by another thread while this one waited for a batch")
+            )
+        if not ready:
+            self._recover(recovery.silent_worker(self.table, self.workers, due_from), self._timeout_s)
+        self._take_in(ready)
+
+    def look_for_joining(self) -> None:
+        """Receive records of workers that are `joining`."""
+        self._take_in([self.workers.workers[worker_id] for worker_id in self.joining])
+
+    def _take_in(self, workers: Iterable[Worker]) -> None:
+        for worker in workers:
+            # What a dead worker had written before it died is read first: it is whole.
+            records = worker.receive()
+            if records:
+                self._accept(worker, records)
+            elif records is None or worker.is_dead():
+                self._recover(worker, None)
+
+    def look_at(self, worker_id: int) -> None:
+        """Receive a worker's records that are here already. A death is left for `receive_from` to find."""
+        worker = self.workers.workers[worker_id]
+        records = worker.receive()
+        if records:
+            self._accept(worker, records)
+
+    def _look_again(self, worker: Worker) -> bytes | None:
+        """Wait a moment for a worker's records without sleeping; see ``SPIN_NS``."""
+        began_ns = now_ns = time.perf_counter_ns()
+        records: bytes | None = b""
+        while records == b"" and now_ns - began_ns < SPIN_NS:
+            os.sched_yield()
+            records = worker.receive()
+            now_ns = time.perf_counter_ns()
+        self._note_wait(now_ns - began_ns)
+        return records
+
+    def _note_wait(self, wait_ns: int) -> None:
+        self._wait_ns = wait_ns
+        self.counters.wait_for_workers_ns += wait_ns
+
+    def _accept(self, worker: Worker, records: bytes) -> None:
+        for begin in range(0, len(records), ANSWER_NBYTES):
+            if records[begin] == PUBLISHED:
+                seq, slot_nbytes, header_begin, header_end, wait_ns, made_ns, flags = unpack_published(
+                    records, begin
+                )
+                self.table.arrive(seq, slot_nbytes, header_begin, header_end, made_ns, flags)
+                self.counters.workers_wait_for_slots_ns += wait_ns
+                if flags & DETACHED:
+                    self.counters.detached += 1
+            else:
+                self._accept_other(worker, records, begin)
+
+    def _accept_other(self, worker: Worker, records: bytes, begin: int) -> None:
+        answer = unpack_answer(records, begin)
+        if type(answer) is PieceReady:
+            self.table.add_piece(*answer)
+            worker.send(pack_send_next_piece(answer.seq))
+        elif type(answer) is StreamEnded:
+            if self.table.drop(*answer):
+                self.ended_streams.append(worker.worker_id)
+        elif type(answer) is EpochBegun:
+            self.joining.discard(worker.worker_id)
+
+    # --- workers that die or do not answer
+
+    def _recover(self, worker: Worker, silent_s: float | None) -> None:
+        """Replace a worker that is dead, or has been silent for ``silent_s``, or raise the error for it."""
+        # Answers that it still sent count: those tasks are done.
+        while records := worker.receive():
+            self._accept(worker, records)
+            if silent_s is not None:
+                return  # it has answered in this very moment
+        fresh = recovery.replace(
+            worker, silent_s, self.table, self.workers, self.lifecycle, self._restarts_left
+        )
+        self._restarts_left -= 1
+        self.counters.worker_restarts += 1
+        self.joining.discard(fresh.worker_id)
+        # The same tasks, in the same order and the same slots.
+        others = [place for place in self._unsent if place.worker_id != fresh.worker_id]
+        self._unsent = deque([*others, *self.table.hand_over(fresh.worker_id)])
+        with contextlib.suppress(SharedMemoryExhausted):
+            self._send_unsent()

@@ -1,0 +1,94 @@
+"""Recovery from workers that die or do not answer: they are replaced, or their error is raised.
+
+Main process only. A replaced worker's slots and index batches are those of the one before it; the batch at
+which it died is blamed, and two deaths at one batch are an error.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from shmloader.indices.packed_indices import PackedInts, unpack_index_batch
+from shmloader.interrupts import Lifecycle
+from shmloader.messages import shown
+from shmloader.slots import Place, PlaceTable
+from shmloader.workers import Worker, Workers, log_replacement, worker_timeout
+
+_MOST_DEATHS = 2  # a batch at which so many workers have died is not tried again
+
+
+def silent_worker(table: PlaceTable, workers: Workers, due_from: int | None) -> Worker:
+    """The worker to blame if none has answered in time: that of the due batch, or of the oldest task."""
+    if due_from is None:
+        unanswered = table.making() or list(table.void.values())
+        due_from = unanswered[0].worker_id if unanswered else 0
+    return workers.workers[due_from]
+
+
+def replace(
+    worker: Worker,
+    silent_s: float | None,
+    table: PlaceTable,
+    workers: Workers,
+    lifecycle: Lifecycle,
+    restarts_left: int,
+) -> Worker:
+    """A new worker in place of one that is dead, or has been silent for ``silent_s``.
+
+    Raises:
+        WorkerDied, WorkerTimeout: If it is not to be replaced.
+        Exception: Any that kept the new one from starting, with a note; all workers are stopped.
+    """
+    held = table.making(worker.worker_id)
+    culprit = held[0] if held and worker.has_begun(table.unanswered[worker.worker_id]) else None
+    deaths = 1 if culprit is None else table.count_death(culprit)
+    if not restarts_left or deaths >= _MOST_DEATHS:
+        _fail(worker, silent_s, table, workers, lifecycle, deaths)
+    stack = "" if silent_s is None else workers.stack_of(worker)
+    pid = worker.pid
+    try:
+        fresh = workers.restart(worker)
+    except Exception as error:
+        indices = list(map(_indices, held))
+        error.add_note(f"It was to replace worker {worker.worker_id} (pid {pid}), with {shown(indices)}")
+        lifecycle.expect(error)
+        raise
+    index_batch = None if culprit is None else _indices(culprit)
+    log_replacement(fresh, pid, index_batch, silent_s, restarts_left - 1, stack)
+    return fresh
+
+
+def _fail(
+    worker: Worker,
+    silent_s: float | None,
+    table: PlaceTable,
+    workers: Workers,
+    lifecycle: Lifecycle,
+    deaths: int,
+) -> NoReturn:
+    """Raise `WorkerDied` or `WorkerTimeout` for a worker; ``deaths`` are those at its first task."""
+    why = ""
+    if deaths > 1 and silent_s is None:
+        why = f"{deaths} workers have ended at the first of its index batches."
+    elif deaths > 1:
+        why = "Another worker has ended at the first of its index batches before."
+    if silent_s is not None:
+        waiting_for = tuple(map(_indices, table.making()))
+        raise lifecycle.expect(worker_timeout(workers, worker, silent_s, waiting_for, why))
+    indices = tuple(map(_indices, table.making(worker.worker_id)))
+    error = workers.died(worker, indices, table.report(), why)
+    workers.close(f"worker {worker.worker_id} died", grace_s=0.0)
+    table.close()
+    try:
+        raise lifecycle.expect(error)
+    finally:
+        del error  # whose traceback refers to this frame, and so to the iterator and the dataset
+
+
+def _indices(place: Place) -> object:
+    """A task's index batch, for messages."""
+    try:
+        index_batch = unpack_index_batch(place.payload, len(place.payload))
+    except Exception as error:  # noqa: BLE001 - unpickling runs the program's code
+        return f"<an index batch whose unpickling raises {type(error).__name__}>"
+    return index_batch.tolist() if isinstance(index_batch, PackedInts) else index_batch

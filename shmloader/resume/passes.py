@@ -1,0 +1,189 @@
+"""`Pass`: one epoch's order, seeds, and the place where it begins. Main process only."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+
+from shmloader.errors import ResumeError
+from shmloader.indices.compact_states import digest_of
+from shmloader.indices.samplers import (
+    GeneratorStates,
+    draw_seed,
+    draws_one_seed,
+    generator_of,
+    generator_states,
+    sampler_with_epoch,
+    sampler_with_state,
+)
+from shmloader.indices.tracked_batches import TrackedBatches, track
+from shmloader.resume.compatibility import State, behind, described, is_between_epochs
+from shmloader.resume.progress import Progress
+from shmloader.resume.replay import batches_by_own_state, batches_from, set_generator
+from shmloader.resume.stream_progress import StreamProgress
+from shmloader.settings import Settings
+
+
+class Pass:
+    """One epoch, from before anything is drawn for it: a new one, or the rest of that of a loaded state.
+
+    An iterator takes its seeds, then begins its order. Until then a state that was loaded stays.
+
+    Args:
+        settings: The loader's.
+        loaded: The state that was loaded, or None.
+        set_epoch: The argument of the last ``loader.set_epoch()``, or None.
+        is_asked: Returns whether the program wants states.
+        looks: First batches at which a sampler is checked for draws from global generators.
+
+    Attributes:
+        settings: As above.
+        before: States of the generators before ``iter()``; None in mid-epoch.
+        stream: The progress of an iterable-style dataset, with the rules for its workers; or None.
+        keeps_draws: Whether draws of ``iter()`` from torch's global generator stay: not in mid-epoch, where
+            a program that was never interrupted made none. They stay if the generator is in the state that it
+            had when the epoch began, as then this ``iter()`` repeats the epoch's own.
+        global_before: State of torch's global generator before ``iter()``.
+        progress: The epoch's progress; None until it has begun.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        loaded: State | None,
+        set_epoch: int | None,
+        is_asked: Callable[[], bool],
+        looks: int,
+    ) -> None:
+        self.settings = settings
+        self._loaded, self._set_epoch, self._is_asked, self._looks = loaded, set_epoch, is_asked, looks
+        self.global_before = torch.get_rng_state()
+        self.before: GeneratorStates | None = None
+        self.progress: Progress | None = None
+        self._goes_on = None if loaded is None or is_between_epochs(loaded) else loaded
+        self._repeats_iter = self.keeps_draws = True
+        if self._goes_on is not None:
+            self._repeats_iter = digest_of(self.global_before) == self._goes_on["global_generator"]
+            at_first = not self._goes_on["batches"] and not self._goes_on["sampler_generator"]
+            self.keeps_draws = self._repeats_iter or (at_first and not settings.is_iterable)
+        else:
+            if loaded is not None:
+                self._set_generators(loaded)
+            self.before = generator_states(settings.index_sampler, settings.generator)
+        self.stream = StreamProgress(settings, self._goes_on) if settings.is_iterable else None
+
+    def seeds(self, drawn: int) -> tuple[int, int]:
+        """The base seed for a new iterator, which has drawn one, and the number of its epochs before."""
+        loaded = self._loaded
+        if loaded is None or loaded["base_seed"] is None:
+            return drawn, 0
+        epoch: int = loaded["iterator_epoch"]
+        if loaded["finished"]:
+            if not (loaded["persistent_workers"] and self.settings.persistent_workers):
+                return drawn, 0
+            epoch += 1
+        if epoch or not self._repeats_iter:  # the program that wrote the state drew no base seed here
+            torch.set_rng_state(self.global_before)
+            self._set_generators(loaded)
+        return loaded["base_seed"], epoch
+
+    def begin(
+        self, sampler_iter: Iterator[Any], before: GeneratorStates | None, seeds: tuple[int, int]
+    ) -> tuple[Iterator[Any], Progress]:
+        """Begin the epoch: returns its index batches, from its place on, and its progress.
+
+        Args:
+            sampler_iter: Iterates over the index batches, from the epoch's beginning.
+            before: States of the generators before it draws; None if it draws only with the first batch.
+            seeds: The iterator's base seed, and the number of its epochs before this one.
+
+        Raises:
+            ResumeError: If the state cannot be resumed from.
+        """
+        settings, goes_on = self.settings, self._goes_on
+        sampler_epoch = getattr(sampler_with_epoch(settings.index_sampler), "epoch", None)
+        done: int | tuple[int, ...] = 0
+        in_order, global_before = True, self.global_before
+        if goes_on is not None:
+            self._check_epoch(goes_on, sampler_epoch)
+            set_generator(settings.generator, goes_on, "loader_generator")
+            early, done = behind(goes_on), goes_on["batches"]
+            done = (goes_on["batches"], *early) if early else done
+            in_order = settings.is_iterable or goes_on["in_order"]
+            global_before = goes_on["global_generator"]
+        if goes_on is not None and not settings.is_iterable and (done or goes_on["sampler_generator"]):
+            before = GeneratorStates(goes_on["sampler_generator"], goes_on["loader_generator"])
+        elif settings.is_iterable or (goes_on is not None and before is not None):
+            before = generator_states(settings.index_sampler, settings.generator)  # all is drawn, or set
+        progress = Progress(
+            *seeds, sampler_epoch, global_before, before, done, self._set_epoch, in_order, self.stream
+        )
+        batches = self._batches(sampler_iter)
+        if isinstance(batches, TrackedBatches):
+            batches.follow(lambda: progress.taken, self._is_asked, self._looks)
+            progress.track(batches)
+        if goes_on is not None and goes_on["sampler_generator"] and not goes_on["batches"]:
+            # The order is drawn with the first batch: now, while the generator is where it was.
+            batches = _first_drawn(batches)
+        self.progress = progress
+        return batches, progress
+
+    def _check_epoch(self, goes_on: State, sampler_epoch: int | None) -> None:
+        if sampler_epoch != goes_on["sampler_epoch"]:
+            raise ResumeError(
+                f"the state was taken in mid-epoch, with the sampler's epoch {goes_on['sampler_epoch']}, and "
+                f"the sampler is set to epoch {sampler_epoch} now. Let the program's loop begin with epoch "
+                f"{goes_on['sampler_epoch']}."
+            )
+
+    def _batches(self, sampler_iter: Iterator[Any]) -> Iterator[Any]:
+        """The index batches from the epoch's place on."""
+        settings, loaded, index_sampler = self.settings, self._loaded, self.settings.index_sampler
+        if settings.is_iterable:
+            # A stream's index batches are None, or lists of it; True in its place asks for its state.
+            return (
+                batch if not self._is_asked() else True if batch is None else [True] * len(batch)
+                for batch in sampler_iter
+            )
+        if self._goes_on is not None:
+            return self._rest(self._goes_on)
+        if loaded is not None and sampler_with_state(index_sampler) is not None:
+            unchanged = described(settings).items() <= loaded.items()
+            return batches_by_own_state(index_sampler, loaded, settings.generator, unchanged=unchanged)
+        return track(index_sampler, sampler_iter)
+
+    def _rest(self, goes_on: State) -> Iterator[Any]:
+        """The index batches of an epoch of a map-style dataset, from the place of a state on."""
+        index_sampler, generator = self.settings.index_sampler, self.settings.generator
+        if draws_one_seed(index_sampler) and goes_on["sampler_generator"]:
+            draw_seed()  # as the sampler would have done
+        batches = batches_from(index_sampler, goes_on, generator)
+        if generator_of(index_sampler) is generator:
+            # If the order was drawn before the base seed, the two differ, and the generator continues after
+            # the seed.
+            set_generator(generator, goes_on, "loader_generator")
+        return batches
+
+    def _set_generators(self, loaded: State) -> None:
+        """Set the loader's and the sampler's own generators to their states in a state."""
+        generator = generator_of(self.settings.index_sampler)
+        if generator is not torch.default_generator:
+            set_generator(generator, loaded, "sampler_generator")
+        set_generator(self.settings.generator, loaded, "loader_generator")
+
+
+def _first_drawn(batches: Iterator[Any]) -> Iterator[Any]:
+    """The same batches, the first of which is drawn now; what it raises comes in its turn."""
+    first: Iterator[Any]
+    try:
+        first = iter(list(itertools.islice(batches, 1)))
+    except Exception as error:  # noqa: BLE001 - the sampler's own
+        first = map(_raise, [error])
+    return itertools.chain(first, batches)
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

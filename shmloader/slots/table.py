@@ -1,0 +1,443 @@
+"""The table of places: the one owner of slots, tasks, and the bytes that they take."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, deque
+from typing import Self
+
+import numpy as np
+
+from shmloader.memory import Segment
+from shmloader.memory.limits import memory_headroom
+from shmloader.settings import THREAD, Settings
+from shmloader.slots.budget import RETAINED_SLOTS, SPARE_SLOTS, Budget
+from shmloader.slots.guard import Guard
+from shmloader.slots.memory import SlotMemory
+from shmloader.slots.place import ARRIVED, FREE, GUARDED, LEASED, MAKING, ByteArray, Lease, Place
+from shmloader.statistics import Counters
+from shmloader.wire.records import SPILLED
+
+_UINT8 = np.dtype(np.uint8)  # quicker to use than the type
+
+
+class PlaceTable(SlotMemory):
+    """The places of one iterator; not a ring, since leases end in any order.
+
+    Whoever holds the table may read all of it; only its methods change it. In between, `check` holds.
+
+    Args:
+        segment: Where the slots' memory comes from; the table owns it.
+        most_tasks, budget_nbytes, workers, follows_host: See `Budget`.
+        epoch: Number of the first epoch.
+        workers_outlive: Whether workers may outlive the table: then `close` leaves them their slots.
+        counters: The loader's counters; the table counts spills.
+
+    Attributes:
+        budget: The limits of memory and of the number of tasks.
+        places: All places that were made, by number.
+        unreturned: Places whose batch is wanted and was not returned yet, by ``seq``, in the order in which
+            their tasks were sent.
+        arrived: The places among them whose batch is here, by ``seq``, in order of arrival.
+        void: Places that are being made and whose batch is not wanted, by ``seq``.
+        unanswered: By worker: tasks that it has not answered, void ones included.
+        epoch: Number of the present epoch, over the iterator's life. Tasks may be of the next one already.
+        window: Tasks that may be sent and not returned; more than ``budget.most_tasks`` after `widen`.
+        tasks: Number of places that are ``MAKING`` or ``ARRIVED``.
+        kept: Number of places that are ``LEASED`` or ``GUARDED``.
+        committed_nbytes: Sum of all limits.
+        guard: Keeps places back for an accelerator; see `guard_with`.
+        inspection: The checks of ``SHMLOADER_DEBUG=1``, or None.
+        warning: A warning for the program, to be given when the next batch is asked for, or "".
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        most_tasks: int,
+        budget_nbytes: int,
+        *,
+        workers: int = 1,
+        follows_host: bool = False,
+        epoch: int = 0,
+        workers_outlive: bool = False,
+        counters: Counters | None = None,
+    ) -> None:
+        budget = Budget(budget_nbytes, most_tasks, workers=workers, follows_host=follows_host)
+        super().__init__(segment, budget, counters)
+        self.unreturned: dict[int, Place] = {}
+        self.arrived: dict[int, Place] = {}
+        self.void: dict[int, Place] = {}
+        self.unanswered = [0] * workers
+        self.epoch = epoch
+        self._sent = 0  # number of the next task
+        self._due = 0  # no task before this number is wanted; looking it up is quicker than iterating
+        self._released: deque[Lease] = deque()
+        self._workers_outlive = workers_outlive
+        self._closed = False
+
+    @classmethod
+    def for_loader(cls, settings: Settings, counters: Counters, epoch: int) -> Self:
+        """The table for a loader's settings.
+
+        Without a budget from the program it gets half of the memory that the host has available now. A budget
+        larger than the available memory is cut to that.
+        """
+        available_nbytes, wanted_nbytes = memory_headroom().available_nbytes, settings.memory_budget_nbytes
+        if wanted_nbytes is None:
+            budget_nbytes = available_nbytes // 2
+        else:  # a plain number, since sums of NumPy's narrow ones overflow
+            budget_nbytes = min(operator.index(wanted_nbytes), available_nbytes)
+        return cls(
+            Segment(),
+            settings.num_workers * settings.prefetch_factor,
+            budget_nbytes,
+            workers=settings.num_workers,
+            follows_host=wanted_nbytes is None,
+            epoch=epoch,
+            workers_outlive=settings.worker_type == THREAD,
+            counters=counters,
+        )
+
+    # --- who has room
+
+    def can_lease(self, *, waits: bool = True) -> bool:
+        """Whether one more batch may be leased and ``most_tasks`` tasks still find slots.
+
+        It waits a while for an accelerator if there is no room else, unless ``waits`` is False.
+        """
+        if self.guard.active:
+            self.collect()
+            if not self.guard.admits_leases():
+                return False
+        elif self._released:
+            self.collect()
+        budget = self.budget
+        beyond = max(0, self.tasks - 1 - budget.most_tasks)  # places of batches made beyond `most_tasks`
+        if self.kept + beyond < SPARE_SLOTS + RETAINED_SLOTS and (
+            self.committed_nbytes <= budget.ample_nbytes
+            or budget.has_room_for_lease(self.tasks, self.used_nbytes())
+        ):
+            return True
+        if not (waits and self.guard.active):
+            return False
+        self.counters.wait_for_device_ns += self.guard.wait(lambda: self.can_lease(waits=False))
+        return self.can_lease(waits=False)
+
+    def has_room(self) -> bool:
+        """Whether one more task may be sent: one of ``most_tasks``, or of a wider window."""
+        out = len(self.unreturned)
+        return out < self.budget.most_tasks or (out < self.window and self._has_room_beyond())
+
+    def widen(self) -> bool:
+        """Let one more task be sent than are out, if there is a slot for it; returns whether there is."""
+        if not self._has_room_beyond():
+            return False
+        self.window = max(self.window, len(self.unreturned) + 1)
+        return True
+
+    def _has_room_beyond(self) -> bool:
+        self.collect()
+        most = self.budget.base_slots + RETAINED_SLOTS
+        return self.kept + self.tasks < most and self.budget.has_room_for_task(self.used_nbytes())
+
+    def resize(self, most_tasks: int) -> bool:
+        """Change the number of tasks that may be outstanding, if there is room: see `Budget.resize`."""
+        self.collect()
+        if not self.budget.resize(most_tasks, self.tasks, self.used_nbytes()):
+            return False
+        self.trim()
+        return True
+
+    # --- which batch is next
+
+    def due(self) -> Place | None:
+        """The place whose batch is next in order; None if none of this epoch is outstanding."""
+        place = self.unreturned.get(self._due)
+        while place is None:
+            if self._due >= self._sent:
+                return None
+            self._due += 1
+            place = self.unreturned.get(self._due)
+        return place if place.epoch == self.epoch else None
+
+    def next_arrived(self, *, in_order: bool) -> Place | None:
+        """The place whose batch is returned next, if that is here; out of order, any that is here."""
+        place = self.due()
+        if place is not None and place.state is not MAKING:
+            return place
+        return None if in_order else next(iter(self.arrived.values()), None)
+
+    def making(self, worker_id: int | None = None) -> list[Place]:
+        """Places whose batch is wanted and that a worker, or any, has not answered yet, oldest first."""
+        return [
+            place
+            for place in self.unreturned.values()
+            if place.state is MAKING and worker_id in (None, place.worker_id)
+        ]
+
+    # --- the way of a place
+
+    def grant(self, worker_id: int, epoch: int, position: int, payload: bytes) -> Place:
+        """Take a free place for a task that is about to be sent.
+
+        There is always one for each of ``most_tasks`` tasks, because a batch is leased only if `can_lease`
+        allows it. The worker may grow the slot to its ``limit_nbytes``.
+        """
+        if self._released or self.guard.active:
+            self.collect()
+        place = self._take_free()
+        place.state = MAKING
+        place.epoch, place.position, place.worker_id, place.payload = epoch, position, worker_id, payload
+        place.void = False
+        place.deaths = 0
+        place.seq = seq = self._sent
+        self._sent = seq + 1
+        self.unreturned[seq] = place
+        self.unanswered[worker_id] += 1
+        self.tasks += 1
+        if self.inspection is not None:
+            self.check()
+        return place
+
+    def _take_free(self) -> Place:
+        """Take a free place, with a limit that leaves room for the others."""
+        budget = self.budget
+        ample = self.committed_nbytes <= budget.ample_nbytes
+        limit_nbytes = budget.limit_nbytes if ample else budget.next_limit(self.tasks, self.used_nbytes())
+        if not self._free and not self._empty:
+            place = Place(len(self.places))
+            self.places.append(place)
+            self._empty.append(place)
+        free = self._free or self._empty
+        if self.inspection is not None and self._free:
+            self.inspection.granted(free[-1], self.map(free[-1]))
+        place = free.pop()
+        if place.nbytes > limit_nbytes:
+            self._shrink(place, limit_nbytes)
+        self.committed_nbytes += limit_nbytes - place.limit_nbytes
+        place.limit_nbytes = limit_nbytes
+        if not ample:
+            self._discard_while(lambda: self.committed_nbytes > budget.nbytes)
+        return place
+
+    def arrive(
+        self, seq: int, slot_nbytes: int, header_begin: int, header_end: int, made_ns: int, flags: int
+    ) -> None:
+        """Note the answer of a worker: a batch, or the exception in its place, is here.
+
+        Its slot has ``slot_nbytes`` now. The batch takes the first ``header_end``, unless it came in pieces.
+        """
+        place = self._answered(seq, slot_nbytes)
+        if flags & SPILLED:
+            if not place.void:
+                self._note_pieces(place, header_end)
+        else:
+            place.used_nbytes = header_end
+            self._recent.append(header_end)
+            if not self.budget.small_nbytes <= header_end <= self.budget.typical_nbytes:
+                self._adapt(header_end)
+        if place.void:
+            self._end(place)
+        else:
+            place.header_begin, place.header_end = header_begin, header_end
+            place.made_ns, place.flags = made_ns, flags
+            place.state = ARRIVED
+            self.arrived[seq] = place
+        if self.inspection is not None:
+            self.check()
+
+    def _answered(self, seq: int, slot_nbytes: int) -> Place:
+        place = self.unreturned.get(seq) or self.void[seq]
+        assert place.state is MAKING, f"slot {place.number} published while {place.state}"
+        if slot_nbytes != place.nbytes:
+            self._unmap(place)  # the pages behind may be given back, and the slot may grow over others later
+            place.nbytes = slot_nbytes
+        self.committed_nbytes += slot_nbytes - place.limit_nbytes
+        place.limit_nbytes = slot_nbytes
+        self.unanswered[place.worker_id] -= 1
+        return place
+
+    def add_piece(self, seq: int, slot_nbytes: int, total_nbytes: int, piece_nbytes: int) -> None:
+        """Copy a piece of a batch larger than its slot out of the slot's start, into private memory.
+
+        Its worker waits, and writes the next piece afterwards.
+        """
+        place = self.unreturned.get(seq) or self.void[seq]
+        if place.void:
+            return
+        if place.pieces is None:
+            place.pieces, place.pieces_nbytes = np.empty(total_nbytes, np.uint8), 0
+        place.nbytes = slot_nbytes
+        begin, end = place.pieces_nbytes, place.pieces_nbytes + piece_nbytes
+        place.pieces[begin:end] = np.frombuffer(self.map(place).buffer, np.uint8)[:piece_nbytes]
+        place.pieces_nbytes = end
+
+    def take(self, place: Place, *, early: bool = False) -> tuple[ByteArray, bytes]:
+        """Take out a batch that has arrived, to return it; ``early`` means that `finish` is called later.
+
+        Returns:
+            The anchor of all its leaves, and the header. The anchor is a lease on the slot, an array over it:
+            the place is free again when all arrays and tensors made over the anchor are gone too. If the
+            batch was spilled it is a private copy, and the place is free at once.
+
+        Raises:
+            SharedMemoryExhausted: If this process has no address space for it; nothing was changed.
+        """
+        assert place.state is ARRIVED, f"slot {place.number} taken while {place.state}"
+        begin, end = place.header_begin, place.header_end
+        if place.pieces is None and self.can_lease():
+            extent = place.extent if place.ready else self._make_ready(place)
+            assert extent is not None
+            anchor = np.ndarray(place.nbytes, _UINT8, extent.buffer)
+            lease = Lease(anchor, self._released.append)
+            lease.place = place
+            place.lease = lease
+            place.state = LEASED
+            self.kept += 1
+            self.tasks -= 1
+            header = bytes(extent.view[begin:end])
+        else:
+            assert not early
+            anchor = self._spill(place) if place.pieces is None else place.pieces
+            header = anchor[begin:end].tobytes()
+            self._end(place)
+        if not early:
+            self.finish(place.seq)
+        if self.inspection is not None:
+            if place.state is LEASED:
+                self.inspection.leased(place, header)
+            self.check()
+        return anchor, header
+
+    def finish(self, seq: int) -> None:
+        """Forget a task whose batch is here: it is being returned, or dropped."""
+        del self.unreturned[seq], self.arrived[seq]
+        if seq == self._due:
+            self._due = seq + 1
+
+    def _end(self, place: Place) -> None:
+        """Free a place whose batch is not leased."""
+        if place.void:
+            del self.void[place.seq]
+        self.tasks -= 1
+        self._make_free(place)
+
+    def drop(self, seq: int, slot_nbytes: int) -> bool:
+        """Free a place whose task its worker has ended without a batch; returns whether one was wanted."""
+        place = self._answered(seq, slot_nbytes)
+        self.unreturned.pop(seq, None)
+        self._end(place)
+        return not place.void
+
+    def set_void(self, place: Place) -> None:
+        """Note that the batch that a worker is making is no longer wanted."""
+        self.void[place.seq] = self.unreturned.pop(place.seq)
+        place.void, place.pieces = True, None
+
+    def hand_over(self, worker_id: int) -> list[Place]:
+        """The places that a new worker has to make, in place of one that has ended; the slots stay theirs.
+
+        Those of void tasks become free.
+        """
+        for place in [place for place in self.void.values() if place.worker_id == worker_id]:
+            # The worker may have grown it without reporting it.
+            self.segment.discard(place.number, place.limit_nbytes, place.nbytes)
+            self._answered(place.seq, place.nbytes)
+            self._end(place)
+        held = self.making(worker_id)
+        for place in held:
+            place.pieces = None
+        return held
+
+    def count_death(self, place: Place) -> int:
+        """Note that a worker has died at a task; returns how many have."""
+        place.deaths += 1
+        return place.deaths
+
+    def abandon(self) -> None:
+        """Leave the epoch: batches that are here are dropped, and those being made are void."""
+        for seq, place in list(self.arrived.items()):
+            self.finish(seq)
+            if place.state is ARRIVED:
+                self._end(place)
+        for place in self.making():
+            self.set_void(place)
+
+    def begin_epoch(self) -> None:
+        """Begin the next epoch, of which tasks may have been sent already."""
+        self.epoch += 1
+        self.trim()
+
+    def add_worker(self) -> None:
+        """Make room for one more worker."""
+        self.unanswered.append(0)
+
+    def _make_free(self, place: Place) -> None:
+        place.state = FREE
+        place.used_nbytes = 0
+        place.pieces = None
+        if place.nbytes > self.budget.excess_nbytes:
+            self._drop_excess(place)
+        if self.inspection is not None and place.nbytes:
+            self.inspection.freed(place, self.map(place))
+        (self._free if place.nbytes else self._empty).append(place)
+
+    def collect(self) -> None:
+        """Free the places whose leases have ended and that no accelerator may read."""
+        guard, ended = self.guard, []
+        if guard.active:
+            guard.drop_copied()
+        while self._released:
+            place = getattr(self._released.popleft(), "place", None)
+            if place is not None:  # else an interrupt ended `take` before it was done
+                place.lease, place.state = None, GUARDED
+                ended.append(place)
+        for place in guard.pass_on(ended) if guard.active else ended:
+            self.kept -= 1
+            self._make_free(place)
+        # Locked slots stay warm: to unlock and lock them again may take until the device is done.
+        if len(self._free) > self.window + SPARE_SLOTS and not guard.active:
+            self._discard_cold()
+
+    def guard_with(self, guard: Guard) -> None:
+        """Have a guard for an accelerator, from now on."""
+        self.guard = guard
+
+    def trim(self) -> None:
+        """Give back the memory of free slots beyond the base: the program no longer keeps that many."""
+        self.collect()
+        self.window = self.budget.most_tasks
+        self._discard_cold()
+
+    def close(self) -> None:
+        """Drop the segment; what is leased lives on until its last view dies.
+
+        The workers must have ended, but for ``workers_outlive``. Memory that is not leased is returned to the
+        host at once, even if a process that the user's program forked still maps it.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self.collect()  # before the guard's end: later events would never be given back
+        self.guard.close()
+        for place in self.places:
+            self._unmap(place)
+            if place.state not in (LEASED, GUARDED):
+                if place.limit_nbytes and not (place.state is MAKING and self._workers_outlive):
+                    # A worker that has ended may have grown its slot up to the limit without reporting it.
+                    self.segment.discard(place.number, place.limit_nbytes)
+                place.state, place.nbytes, place.used_nbytes = FREE, 0, 0
+        self.segment.close()
+
+    def check(self) -> None:
+        """Assert that every place is in one hand, and that tasks and bytes are counted as they are."""
+        states = Counter(place.state for place in self.places)
+        wanted = Counter(place.state for place in self.unreturned.values())
+        busy = Counter(place.worker_id for place in self.places if place.state is MAKING)
+        said = [len(self._free) + len(self._empty), self.tasks, self.kept, self.committed_nbytes]
+        said += [len(self.void) + wanted[MAKING], len(self.arrived), *self.unanswered]
+        found = [states[FREE], states[MAKING] + states[ARRIVED], states[LEASED] + states[GUARDED]]
+        found += [sum(place.limit_nbytes for place in self.places), states[MAKING]]
+        found += [wanted[ARRIVED] + wanted[LEASED], *(busy[number] for number in range(len(self.unanswered)))]
+        assert said == found, f"the table of places says {said}, and there are {found}"

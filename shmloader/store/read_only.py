@@ -1,0 +1,28 @@
+"""Errors for a program that changes shared data as it would change a list, a dict or a set."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+_CHANGES = frozenset({*dir(list), *dir(dict), *dir(set)})
+"""Names of methods; those that only read are defined by the kinds of stores that can have them."""
+
+_WAY_BACK = (
+    "it is in shared memory, read-only. Change the data before it is shared, or call "
+    "shmloader.unshare(dataset), which puts lists, dicts and arrays of this process in its place"
+)
+
+
+class ReadOnly:
+    """What never changes. A method of lists, dicts or sets that it lacks is an AttributeError."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        why = f": {_WAY_BACK}" if name in _CHANGES else ""
+        said = f"{type(self).__name__!r} object has no attribute {name!r}{why}"
+        raise AttributeError(said, name=name, obj=self)
+
+    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+        raise TypeError(f"{type(self).__name__!r} object does not support item assignment: {_WAY_BACK}")
+
+    def __delitem__(self, key: Any) -> NoReturn:
+        raise TypeError(f"{type(self).__name__!r} object does not support item deletion: {_WAY_BACK}")

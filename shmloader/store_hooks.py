@@ -1,0 +1,52 @@
+"""What stores add to loading; `shmloader.store` registers it when it is imported.
+
+The loader's own parts import nothing of the store. Without it no value is a store, and no memory is watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from shmloader.errors import LoaderError
+
+
+class CopyWatch(Protocol):
+    """Watches what the forked workers of one loader copy of this process's memory by reading it."""
+
+    def measure(self, workers: Iterable[Any], largest_batch_nbytes: int) -> None:
+        """Measure the workers when an epoch ends, before they are stopped."""
+
+    def warn(self) -> None:
+        """Give a warning if what was measured calls for one."""
+
+
+def _share_nothing(_: Any) -> Any:
+    raise LoaderError("share_dataset=True needs shmloader.store, which was not imported: import shmloader")
+
+
+@dataclass(slots=True)
+class StoreHooks:
+    """The functions of the store that loading calls.
+
+    Attributes:
+        is_store: Whether a value is a store of any kind.
+        takes_rows: Whether a dataset is a store whose batches come from its ``take``.
+        share_dataset: Shares a loader's dataset; returns what the loader is to have.
+        watch_copies: Begins to watch a loader's workers, given the loader, the workers and its counters; None
+            if there is nothing to watch.
+        make_array_reducer: Makes a function that gives the pickle of an array for workers that are started
+            together, by handle; None for an array that is sent by its contents.
+    """
+
+    is_store: Callable[[object], bool] = lambda _: False
+    takes_rows: Callable[[object], bool] = lambda _: False
+    share_dataset: Callable[[Any], Any] = _share_nothing
+    watch_copies: Callable[[Any, Iterable[Any], Any], CopyWatch | None] = lambda *_: None
+    make_array_reducer: Callable[[], Callable[[np.ndarray[Any, Any]], Any]] = lambda: lambda _: None
+
+
+hooks = StoreHooks()

@@ -1,0 +1,71 @@
+"""Numbers of the structure that may only fall: writes into other objects, and files that a batch enters.
+
+Whoever lowers one of them lowers its ceiling here. The commands that print what is counted are
+``python tests/project/foreign_writes.py`` and ``python tests/project/traced_files.py``.
+"""
+
+import ast
+
+import foreign_writes
+import pytest
+import traced_files
+
+WRITES = 145
+BATCH_FILES, ITER_FILES = 22, 40
+
+PLANTED = """
+class Owner:
+    def own(self):
+        self.count = 1
+        new = Task()
+        new.state = 1
+        made = cls.__new__(cls)
+        made.state = 1
+
+    def others(self, task):
+        task.state = 1
+        self.pool.count += 1
+        del task.slot
+        self.pool.first, second = 1, 2
+        setattr(task, "state", 1)
+
+        def inner():
+            task.state = 1
+
+new.state = 1
+"""
+
+
+def test_writes_into_other_objects_do_not_grow() -> None:
+    found = foreign_writes.in_package()
+    assert sum(map(len, found.values())) <= WRITES, found
+
+
+def test_planted_writes_are_found() -> None:
+    found = {text for _, text in foreign_writes.writes(ast.parse(PLANTED))}
+    assert len(list(foreign_writes.writes(ast.parse(PLANTED)))) == 7
+    assert found == {
+        "task.state",
+        "self.pool.count",
+        "task.slot",
+        "self.pool.first",
+        "setattr(task, 'state', 1)",
+        "new.state",
+    }
+
+
+@pytest.fixture(scope="module")
+def traced() -> traced_files.Traced:
+    return traced_files.trace()
+
+
+def test_a_plain_batch_does_not_enter_more_files(traced: traced_files.Traced) -> None:
+    assert "iterator.py" in traced.batch_in_main
+    assert "worker/loop.py" in traced.batch_in_worker
+    entered = traced.batch_in_main | traced.batch_in_worker
+    assert len(entered) <= BATCH_FILES, sorted(entered)
+
+
+def test_iter_does_not_enter_more_files(traced: traced_files.Traced) -> None:
+    assert "loader.py" in traced.by_iter
+    assert len(traced.by_iter) <= ITER_FILES, sorted(traced.by_iter)

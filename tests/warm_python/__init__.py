@@ -1,0 +1,46 @@
+"""Programs that start with torch imported, for tests: an import of torch takes seconds of a processor.
+
+`warm_python()` stands at the head of a command in place of `sys.executable`. The command is a small client
+(`client.py`) of one template process (`template.py`), which has imported torch and nothing of shmloader. The
+template forks the program and gives it the client's arguments, folder, environment and standard files. The
+program is the main module anew, and ends as one does: with exception hooks, ``atexit`` and its exit status,
+which is the client's too. If the client is killed, so is the program.
+
+Use `sys.executable` where a test sends the program other signals, limits it, or sets what an interpreter or a
+library reads once (``PYTHONHASHSEED``, ``OMP_NUM_THREADS``, ``MALLOC_ARENA_MAX``).
+"""
+
+import atexit
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+_TEMPLATE = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from template import next_program; exec(next_program())"
+)
+
+_templates: dict[int, "subprocess.Popen[bytes]"] = {}  # one for each process that asked
+
+
+def warm_python() -> list[str]:
+    """The head of a command; the template starts when first asked for, and ends with this process.
+
+    ``-W`` options, then ``-c``, ``-m`` or the path of a script come next, as after an interpreter.
+    """
+    me = os.getpid()
+    name = f"shmloader-tests-{me}"
+    if me not in _templates:
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        command = [sys.executable, "-c", _TEMPLATE, str(_HERE), name, str(me)]
+        _templates[me] = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+        atexit.register(_end_template, me)
+    return [sys.executable, "-IS", str(_HERE / "client.py"), name]
+
+
+def _end_template(owner: int) -> None:
+    if owner == os.getpid():  # forked processes inherit the call
+        template = _templates.pop(owner)
+        template.kill()
+        template.wait()
