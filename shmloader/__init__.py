@@ -22,6 +22,7 @@ from shmloader.errors import (
 )
 from shmloader.frameworks import install, uninstall
 from shmloader.indices.sharded_sampler import ShardedSampler
+from shmloader.indices.token_batches import TokenBatchSampler
 from shmloader.loader import DataLoader
 from shmloader.loading import set_epoch
 from shmloader.sources import why_per_sample
@@ -30,6 +31,7 @@ from shmloader.store import open_store as open  # noqa: A004, F401 - used as shm
 from shmloader.store import share, unshare
 from shmloader.store.host import share_on_host
 from shmloader.worker.collate import empty
+from shmloader.worker.packed_collate import collate_packed
 
 __version__ = "0.1.0"
 
@@ -49,10 +51,12 @@ __all__ = [
     "SharedMemoryExhausted",
     "SlotCorrupted",
     "SpillWarning",
+    "TokenBatchSampler",
     "WorkerDied",
     "WorkerStartError",
     "WorkerTimeout",
     "__version__",
+    "collate_packed",
     "empty",
     "install",
     "set_epoch",

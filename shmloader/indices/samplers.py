@@ -18,6 +18,7 @@ from torch.utils.data import (
 
 from shmloader.indices.compact_states import generator_at
 from shmloader.indices.sharded_sampler import ShardedSampler
+from shmloader.indices.token_batches import TokenBatchSampler
 from shmloader.settings import Settings
 
 _WITHOUT_DRAWS = (SequentialSampler, DistributedSampler, ShardedSampler)
@@ -65,11 +66,13 @@ def sampler_with_epoch(index_sampler: Any) -> Any:
     return None
 
 
-def sharded_sampler(index_sampler: Any) -> ShardedSampler | None:
-    """The `ShardedSampler` whose batches are of known size, in its order; or None."""
+def sharded_sampler(index_sampler: Any) -> ShardedSampler | TokenBatchSampler | None:
+    """The sampler that divides a global order, if a number of batches tells its place in that; or None."""
     inner = sampler_of_indices(index_sampler)
-    in_its_order = isinstance(inner, ShardedSampler) and type(inner).__iter__ is ShardedSampler.__iter__
-    return inner if in_its_order else None
+    for kind in (ShardedSampler, TokenBatchSampler):
+        if isinstance(inner, kind) and type(inner).__iter__ is kind.__iter__:
+            return inner
+    return None
 
 
 def has_state(one: Any) -> bool:

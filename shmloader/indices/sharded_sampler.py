@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch.utils.data.distributed import DistributedSampler
 
+from shmloader.distributed import rank_and_ranks
 from shmloader.indices.packed_indices import IntArray
 
-Uneven = Literal["pad", "drop", "error"]
+Uneven = Literal["pad", "drop", "error", "exact"]
+UNEVEN: tuple[Uneven, ...] = get_args(Uneven)
+
+
+def ranks_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """The number of ranks and this one, those of the run where they are None."""
+    now, ranks = rank_and_ranks()
+    ranks, now = ranks if num_replicas is None else num_replicas, now if rank is None else rank
+    if not 0 <= now < ranks:
+        raise ValueError(f"rank={now} is not a rank of num_replicas={ranks}")
+    return ranks, now
+
+
+def check_even(left: int, ranks: int, uneven: Uneven, things: str) -> None:
+    """Refuse what cannot be divided equally among the ranks, with ``uneven="error"``."""
+    if uneven == "error" and left % ranks:
+        raise ValueError(
+            f"{left:,} {things} cannot be divided equally among {ranks} ranks, and uneven='error': change "
+            "the number of ranks, or pass uneven='pad', 'drop' or 'exact'"
+        )
 
 
 class ShardedSampler(DistributedSampler[int]):
@@ -34,7 +54,8 @@ class ShardedSampler(DistributedSampler[int]):
         drop_last: Torch's name for ``uneven="drop"``.
         uneven: What to do if the samples do not divide equally among the ranks: ``"pad"`` repeats the first
             ones of the order, fewer than there are ranks; ``"drop"`` leaves the last ones out; ``"error"``
-            raises. None is ``"drop"`` with ``drop_last``, else ``"pad"``.
+            raises; with ``"exact"`` some ranks have a sample less, for evaluation that counts each sample
+            once. None is ``"drop"`` with ``drop_last``, else ``"pad"``.
 
     Attributes:
         uneven: The rule that holds.
@@ -55,13 +76,16 @@ class ShardedSampler(DistributedSampler[int]):
         *,
         uneven: Uneven | None = None,
     ) -> None:
-        if uneven not in (None, "pad", "drop", "error"):
-            raise ValueError(f"uneven must be 'pad', 'drop' or 'error', not {uneven!r}")
+        if uneven not in (None, *UNEVEN):
+            raise ValueError(f"uneven must be one of {', '.join(map(repr, UNEVEN))}, not {uneven!r}")
         self.uneven: Uneven = uneven or ("drop" if drop_last else "pad")
         if drop_last and self.uneven != "drop":
             raise ValueError(f"drop_last=True contradicts uneven={uneven!r}: leave one of them out")
         super().__init__(dataset, num_replicas, rank, shuffle, seed, self.uneven == "drop")
-        self._check_even(len(dataset))
+        if self.uneven == "exact":
+            self.total_size = len(dataset)
+            self.num_samples = len(range(self.rank, self.total_size, self.num_replicas))
+        check_even(len(dataset), self.num_replicas, self.uneven, "samples")
         self._begin = self._loaded = (0, 0)  # samples consumed, batches of each rank: before this iteration
 
     def __iter__(self) -> Iterator[int]:
@@ -97,16 +121,9 @@ class ShardedSampler(DistributedSampler[int]):
         else:
             order = np.arange(length, dtype=np.int64)
         rest = order[consumed:]
-        self._check_even(len(rest))
+        check_even(len(rest), ranks, self.uneven, "samples")
         if self.uneven == "drop":
             rest = rest[: len(rest) // ranks * ranks]
-        elif len(rest) % ranks:
+        elif len(rest) % ranks and self.uneven != "exact":
             rest = np.concatenate([rest, np.resize(order, -len(rest) % ranks)])
         return rest[self.rank :: ranks]
-
-    def _check_even(self, left: int) -> None:
-        if self.uneven == "error" and left % self.num_replicas:
-            raise ValueError(
-                f"{left:,} samples cannot be divided equally among {self.num_replicas} ranks, and "
-                "uneven='error': change the number of ranks, or pass uneven='pad' or 'drop'"
-            )

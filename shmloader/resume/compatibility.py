@@ -76,7 +76,8 @@ ONE_RANK = (
 
 _OF_ACCELERATE = ("num_processes", "split_batches")
 _OF_TORCH = ("seed", "initial_seed", "shuffle", "replacement", "drop_last", "num_replicas", "rank")
-_SETTINGS = (*_OF_TORCH, *_OF_ACCELERATE)
+_OF_TOKEN_BATCHES = ("max_tokens", "layout", "max_samples")
+_SETTINGS = (*_OF_TORCH, *_OF_ACCELERATE, *_OF_TOKEN_BATCHES)
 _ADDED = {f"sampler's {name}" for name in (*_OF_ACCELERATE, "run")}
 """Settings that states of this version did not have at first; compared if both have them."""
 _OF_THE_RUN = {"batch_size", "sampler's num_replicas", "sampler's rank", "sampler's samples"}

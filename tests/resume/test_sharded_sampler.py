@@ -86,6 +86,13 @@ def test_each_sample_comes_exactly_once_over_runs_of_any_ranks_and_batch_sizes(d
         assert length - len(seen) < ranks
 
 
+def test_exact_shares_have_each_sample_once() -> None:
+    shares = [list(ShardedSampler(range(10), 4, rank, uneven="exact")) for rank in range(4)]
+    assert [len(share) for share in shares] == [3, 3, 2, 2]
+    assert [len(ShardedSampler(range(10), 4, rank, uneven="exact")) for rank in range(4)] == [3, 3, 2, 2]
+    assert sorted(index for share in shares for index in share) == list(range(10))
+
+
 def test_what_cannot_be_divided_equally_is_an_error_where_it_is_asked_for() -> None:
     """The error comes when the sampler is made, or when the rest is divided anew."""
     with pytest.raises(ValueError, match="10 samples cannot be divided equally among 3 ranks"):
@@ -95,7 +102,7 @@ def test_what_cannot_be_divided_equally_is_an_error_where_it_is_asked_for() -> N
     assert len(list(sampler)) == 3
     sampler.load_state_dict({"consumed": 2, "batches": 1})
     with pytest.raises(
-        ValueError, match=r"10 samples cannot be divided equally among 3 ranks.*'pad' or 'drop'"
+        ValueError, match=r"10 samples cannot be divided equally among 3 ranks.*'pad', 'drop' or 'exact'"
     ):
         list(sampler)
 
@@ -114,7 +121,7 @@ def test_an_epoch_after_a_resumed_one_is_whole() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"uneven": "padded"}, "must be 'pad', 'drop' or 'error', not 'padded'"),
+        ({"uneven": "padded"}, "must be one of 'pad', 'drop', 'error', 'exact', not 'padded'"),
         ({"uneven": "pad", "drop_last": True}, "contradicts uneven='pad'"),
         ({"rank": 2}, "Invalid rank 2"),
     ],
