@@ -75,10 +75,8 @@ class Device(Guard):
         self.reading: set[int] = set()
         self._ended: list[Place] = []
 
-    def end(self, places: Sequence[Place]) -> None:
-        self._ended += places
-
-    def done(self) -> list[Place]:
+    def pass_on(self, ended: Sequence[Place]) -> list[Place]:
+        self._ended += ended
         done = [place for place in self._ended if place.number not in self.reading]
         self._ended = [place for place in self._ended if place not in done]
         return done

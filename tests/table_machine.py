@@ -159,11 +159,10 @@ class TableMachine(RuleBasedStateMachine):
         used_nbytes = sum(place.limit_nbytes for place in table.places if place not in free)
         assert all(place.limit_nbytes == place.nbytes for place in free)
         assert table.committed_nbytes <= limits.nbytes
-        usage = budget.Usage(table.tasks, used_nbytes)
         assert used_nbytes + max(0, limits.most_tasks - table.tasks) * PAGE_NBYTES <= limits.nbytes
         if table.committed_nbytes <= limits.ample_nbytes:
-            assert limits.next_limit(usage) == limits.limit_nbytes
-            assert limits.has_room_for_lease(usage)
+            assert limits.next_limit(table.tasks, used_nbytes) == limits.limit_nbytes
+            assert limits.has_room_for_lease(table.tasks, used_nbytes)
 
     @invariant()
     def no_free_slot_has_far_more_than_a_batch_needs(self) -> None:

@@ -51,7 +51,6 @@ class DeviceGuard(Guard):
         self._pid = os.getpid()
         self._ended: list[Place] = []  # no event is recorded yet
         self._let_go: set[Place] = set()
-        self._free: list[Place] = []
         self._waiting: deque[tuple[list[Event], list[Place]]] = deque()
         self._copies: deque[Held] = deque()
         self._streams: list[tuple[int, int]] = []
@@ -113,13 +112,22 @@ class DeviceGuard(Guard):
         """Have a place free once its lease ends, since that outlives all reads by the device."""
         self._let_go.add(place)
 
-    def end(self, places: Sequence[Place]) -> None:
-        """See `Guard`."""
-        for place in places:
-            (self._free if place in self._let_go else self._ended).append(place)
-        self._let_go.difference_update(places)
-        if not self._ended or self._failed:
-            return
+    def pass_on(self, ended: Sequence[Place]) -> Sequence[Place]:
+        """See `Guard`: free is what all work queued before the lease's end is done with. Does not wait."""
+        free = [place for place in ended if place in self._let_go]
+        self._let_go.difference_update(free)
+        self._ended += [place for place in ended if place not in free]
+        if self._ended and not self._failed:
+            self._record()
+        while self._waiting and all(map(self._is_done, self._waiting[0][0])):
+            events, places = self._waiting.popleft()
+            free += places
+            for event in events:
+                self.driver.recycle(event)
+        return free
+
+    def _record(self) -> None:
+        """Have the places whose leases have ended wait for all that is queued now."""
         events: list[Event] = []
         try:
             if self.driver.captures_open():
@@ -134,16 +142,6 @@ class DeviceGuard(Guard):
             return
         self._waiting.append((events, self._ended))
         self._ended = []
-
-    def done(self) -> Sequence[Place]:
-        """See `Guard`: all work queued before their leases ended is done. Does not wait."""
-        free, self._free = self._free, []
-        while self._waiting and all(map(self._is_done, self._waiting[0][0])):
-            events, places = self._waiting.popleft()
-            free += places
-            for event in events:
-                self.driver.recycle(event)
-        return free
 
     def is_busy(self) -> bool:
         """Whether places will become free without the program dropping a batch."""

@@ -49,7 +49,7 @@ class Turns:
     def _has_room(self, worker_id: int) -> bool:
         # Not `most_tasks`: short memory may leave less than one of those for each worker.
         share = self._table.budget.wanted_tasks // len(self._active)
-        return self._table.unreturned_of(worker_id) < share
+        return [place.worker_id for place in self._table.unreturned.values()].count(worker_id) < share
 
     def is_active(self, worker_id: int) -> bool:
         """Whether a worker's iterable-style dataset is not exhausted in this epoch."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from shmloader.memory import PAGE_NBYTES, spare_nbytes, whole_pages
 from shmloader.memory.limits import SURE_NBYTES, memory_headroom
@@ -25,18 +24,6 @@ RECENT = 32
 
 _TIMES_TYPICAL = 4  # a slot of more times as many bytes as a typical batch gives the rest back
 _LITTLE_NBYTES = 1 << 20  # slots of so few bytes stay as they are
-
-
-class Usage(NamedTuple):
-    """What the table has in use.
-
-    Attributes:
-        tasks: Places that are being made or have arrived.
-        used_nbytes: Sum of the limits of all places but free ones.
-    """
-
-    tasks: int
-    used_nbytes: int
 
 
 class Budget:
@@ -90,12 +77,12 @@ class Budget:
         """Slots that there are while the program keeps no batches."""
         return self.most_tasks + SPARE_SLOTS
 
-    # --- questions of the table
+    # --- questions of the table, which has `tasks` and `used_nbytes` as it says
 
-    def next_limit(self, usage: Usage) -> int:
+    def next_limit(self, tasks: int, used_nbytes: int) -> int:
         """The limit in bytes for a slot that is granted now; whole pages, at least one."""
-        others = max(0, self.most_tasks - usage.tasks - 1)
-        room_nbytes = self.nbytes - usage.used_nbytes
+        others = max(0, self.most_tasks - tasks - 1)
+        room_nbytes = self.nbytes - used_nbytes
         # The others should have room for a typical batch each; if there is not enough for all, this slot
         # comes first.
         limit_nbytes = room_nbytes - others * self._typical_slot_nbytes
@@ -104,18 +91,20 @@ class Budget:
         sure_nbytes = min(self._typical_slot_nbytes, room_nbytes - others * PAGE_NBYTES)
         return max(limit_nbytes, sure_nbytes, PAGE_NBYTES) // PAGE_NBYTES * PAGE_NBYTES
 
-    def has_room_for_lease(self, usage: Usage) -> bool:
+    def has_room_for_lease(self, tasks: int, used_nbytes: int) -> bool:
         """Whether all tasks find room for a typical batch once a batch that has arrived is kept as it is."""
-        promised = max(0, self.most_tasks - usage.tasks + 1)
-        return usage.used_nbytes + promised * self._typical_slot_nbytes <= self.nbytes
+        promised = max(0, self.most_tasks - tasks + 1)
+        return used_nbytes + promised * self._typical_slot_nbytes <= self.nbytes
 
-    def has_room_for_task(self, usage: Usage) -> bool:
+    def has_room_for_task(self, used_nbytes: int) -> bool:
         """Whether a task beyond ``most_tasks`` can have a slot for the largest batch."""
-        return usage.used_nbytes + whole_pages(self.largest_nbytes) <= self.nbytes
+        return used_nbytes + whole_pages(self.largest_nbytes) <= self.nbytes
 
     # --- what changes it
 
-    def adapt(self, nbytes: int, recent: Iterable[int], usage: Usage, reserved_nbytes: int) -> None:
+    def adapt(
+        self, nbytes: int, recent: Iterable[int], tasks: int, used_nbytes: int, reserved_nbytes: int
+    ) -> None:
         """Adapt to the last of the recent batches: larger than a typical one, or small.
 
         The slots have ``reserved_nbytes`` of the host's memory.
@@ -131,11 +120,11 @@ class Budget:
         needed_nbytes = self.base_slots * whole_pages(self.typical_nbytes)
         if needed_nbytes > self._sure_nbytes:
             self._sure_nbytes = needed_nbytes + needed_nbytes // 4
-            self.follow_host(usage, reserved_nbytes)
+            self.follow_host(tasks, used_nbytes, reserved_nbytes)
         else:
             self._make_fewer(self.nbytes)
 
-    def follow_host(self, usage: Usage, reserved_nbytes: int) -> None:
+    def follow_host(self, tasks: int, used_nbytes: int, reserved_nbytes: int) -> None:
         """Take no more than the host can spare now; without a budget from the program, half of its memory."""
         # A worker has the samples of a batch and, where they are not joined in the slot, the joined batch and
         # its copy; the program may need as much as a batch.
@@ -145,11 +134,11 @@ class Budget:
         wanted_nbytes = max(self.nbytes, host_nbytes // 2) if self._follows_host else self.nbytes
         wanted_nbytes = min(wanted_nbytes, host_nbytes - spare_nbytes(room) - besides_nbytes)
         # Slots that are granted keep their limits, which may exceed this.
-        promised = max(0, self.most_tasks - usage.tasks)
-        self.nbytes = max(wanted_nbytes, usage.used_nbytes + promised * PAGE_NBYTES)
+        promised = max(0, self.most_tasks - tasks)
+        self.nbytes = max(wanted_nbytes, used_nbytes + promised * PAGE_NBYTES)
         self._make_fewer(wanted_nbytes)
 
-    def resize(self, most_tasks: int, usage: Usage) -> bool:
+    def resize(self, most_tasks: int, tasks: int, used_nbytes: int) -> bool:
         """Change the number of tasks, if there is room; returns whether that was possible.
 
         If it was not, slots granted from now on leave room for the further tasks, so a later call may
@@ -161,7 +150,7 @@ class Budget:
             if slots * slot_nbytes > self.nbytes:
                 return False
             self._divide(slots)
-            if usage.used_nbytes + max(0, most_tasks - usage.tasks) * slot_nbytes > self.nbytes:
+            if used_nbytes + max(0, most_tasks - tasks) * slot_nbytes > self.nbytes:
                 return False
         self.most_tasks = most_tasks
         self.wanted_tasks = max(self.wanted_tasks, most_tasks)

@@ -9,20 +9,17 @@ from shmloader.slots.place import Place
 
 
 class Guard:
-    """What keeps a place back after its lease: here nothing. `shmloader.device` has one for accelerators.
-
-    Attributes:
-        active: Whether the table has to ask; else a place is free as soon as its lease ends.
-    """
+    """What keeps a place back after its lease: here nothing. `shmloader.device` has one for accelerators."""
 
     active = False
+    """Whether the table has to ask; else a place is free as soon as its lease ends."""
 
     def admits_leases(self) -> bool:
         """Whether batches may be read in their slots now."""
         return True
 
     def wait(self, is_enough: Callable[[], bool]) -> int:
-        """Wait a while for places that the guard keeps, until there are enough; returns nanoseconds."""
+        """Wait a while for places that are kept back, until there are enough; returns nanoseconds."""
         return 0
 
     def lock(self, extent: Extent) -> str | None:
@@ -32,15 +29,12 @@ class Guard:
     def unlock(self, extent: Extent) -> None:
         """Undo `lock` of a mapping that nothing reads."""
 
+    def pass_on(self, ended: Sequence[Place]) -> Sequence[Place]:
+        """Take over places whose leases have ended; returns those that nothing reads any more."""
+        return ended
+
     def drop_copied(self) -> None:
-        """End the leases that the guard holds itself and no longer needs."""
-
-    def end(self, places: Sequence[Place]) -> None:
-        """Take over places whose leases have ended."""
-
-    def done(self) -> Sequence[Place]:
-        """Places taken over before that nothing reads any more."""
-        return ()
+        """End the leases that are held for copies that are done."""
 
     def close(self) -> None:
         """Give everything back but what extents hold."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from shmloader.memory import Extent, Segment, whole_pages
 from shmloader.slots import inspection, memory_warnings
-from shmloader.slots.budget import RECENT, RETAINED_SLOTS, SPARE_SLOTS, Budget, Usage
+from shmloader.slots.budget import RECENT, RETAINED_SLOTS, SPARE_SLOTS, Budget
 from shmloader.slots.guard import Guard
 from shmloader.slots.place import GUARDED, LEASED, ByteArray, Place
 from shmloader.statistics import Counters
@@ -35,7 +35,7 @@ class SlotMemory:
         self._recent: deque[int] = deque(maxlen=RECENT)  # bytes of the last batches
         self._free: list[Place] = []  # last freed, first granted: its pages are the warmest
         self._empty: list[Place] = []  # free as well, but without memory: granted when no other is free
-        self._forget_peaks()
+        self.window = budget.most_tasks
 
     def reserve(self, place: Place, nbytes: int) -> Extent:
         """Make a granted slot at least ``nbytes`` large and map it (for a long index batch).
@@ -76,20 +76,9 @@ class SlotMemory:
 
     # --- free slots
 
-    def _forget_peaks(self) -> None:
-        self.window = self.budget.most_tasks
-        self._most_guarded = 0
-        self._set_warm()
-
-    def _set_warm(self) -> None:
-        """Set the number of slots that keep their memory, besides leased ones."""
-        # How far a device is behind varies. To unlock slots and lock them again would take time, and the
-        # driver may wait for the device.
-        self._warm = SPARE_SLOTS + max(self.budget.most_tasks + self._most_guarded, self.window)
-
-    def _keep_warm(self, slots: int) -> None:
-        """Let only so many slots besides leased ones keep memory."""
-        self._discard_while(lambda: len(self._free) + self.tasks > slots)
+    def _discard_cold(self) -> None:
+        """Let only as many slots besides leased ones keep memory as the tasks that may be sent need."""
+        self._discard_while(lambda: len(self._free) + self.tasks > self.window + SPARE_SLOTS)
 
     def _discard_while(self, too_many: Callable[[], bool]) -> None:
         """Take the memory from free slots, the coldest first."""
@@ -115,8 +104,9 @@ class SlotMemory:
 
     # --- the budget
 
-    def _usage(self) -> Usage:
-        return Usage(self.tasks, self.committed_nbytes - sum(place.nbytes for place in self._free))
+    def used_nbytes(self) -> int:
+        """Sum of the limits of all places but free ones."""
+        return self.committed_nbytes - sum(place.nbytes for place in self._free)
 
     def _reserved_nbytes(self) -> int:
         return sum(place.nbytes for place in self.places)
@@ -132,7 +122,7 @@ class SlotMemory:
         """Adapt to the size of a batch: see `Budget.adapt`."""
         before, counters = self.budget.most_tasks, self.counters
         counters.largest_batch_nbytes = max(counters.largest_batch_nbytes, nbytes)
-        self.budget.adapt(nbytes, self._recent, self._usage(), self._reserved_nbytes())
+        self.budget.adapt(nbytes, self._recent, self.tasks, self.used_nbytes(), self._reserved_nbytes())
         self._follow_budget(before)
         for place in self._free:
             if place.nbytes > self.budget.excess_nbytes:
@@ -141,7 +131,7 @@ class SlotMemory:
     def _follow_budget(self, before: int) -> None:
         """Give back memory beyond the budget; warn if the budget holds fewer tasks than ``before``."""
         if self.budget.most_tasks < before:
-            self._forget_peaks()
+            self.window = self.budget.most_tasks
             self._warn(memory_warnings.fewer_ahead, self.budget)
         self._discard_while(lambda: self.committed_nbytes > self.budget.nbytes)
 
@@ -157,7 +147,7 @@ class SlotMemory:
             self._warn(memory_warnings.larger_than_a_slot, self.budget, nbytes)
         else:
             before = self.budget.most_tasks
-            self.budget.follow_host(self._usage(), self._reserved_nbytes())
+            self.budget.follow_host(self.tasks, self.used_nbytes(), self._reserved_nbytes())
             self._follow_budget(before)
             self._warn(memory_warnings.refused_by_host, nbytes)
 

@@ -115,7 +115,8 @@ class PlaceTable(SlotMemory):
         budget = self.budget
         beyond = max(0, self.tasks - 1 - budget.most_tasks)  # places of batches made beyond `most_tasks`
         if self.kept + beyond < SPARE_SLOTS + RETAINED_SLOTS and (
-            self.committed_nbytes <= budget.ample_nbytes or budget.has_room_for_lease(self._usage())
+            self.committed_nbytes <= budget.ample_nbytes
+            or budget.has_room_for_lease(self.tasks, self.used_nbytes())
         ):
             return True
         if not (waits and self.guard.active):
@@ -133,21 +134,19 @@ class PlaceTable(SlotMemory):
         if not self._has_room_beyond():
             return False
         self.window = max(self.window, len(self.unreturned) + 1)
-        self._set_warm()
         return True
 
     def _has_room_beyond(self) -> bool:
         self.collect()
         most = self.budget.base_slots + RETAINED_SLOTS
-        return self.kept + self.tasks < most and self.budget.has_room_for_task(self._usage())
+        return self.kept + self.tasks < most and self.budget.has_room_for_task(self.used_nbytes())
 
     def resize(self, most_tasks: int) -> bool:
         """Change the number of tasks that may be outstanding, if there is room: see `Budget.resize`."""
         self.collect()
-        if not self.budget.resize(most_tasks, self._usage()):
+        if not self.budget.resize(most_tasks, self.tasks, self.used_nbytes()):
             return False
-        self._forget_peaks()
-        self._keep_warm(self._warm)
+        self.trim()
         return True
 
     # --- which batch is next
@@ -168,10 +167,6 @@ class PlaceTable(SlotMemory):
         if place is not None and place.state is not MAKING:
             return place
         return None if in_order else next(iter(self.arrived.values()), None)
-
-    def unreturned_of(self, worker_id: int) -> int:
-        """Number of a worker's tasks whose batch is wanted and was not returned yet."""
-        return sum(place.worker_id == worker_id for place in self.unreturned.values())
 
     def making(self, worker_id: int | None = None) -> list[Place]:
         """Places whose batch is wanted and that a worker, or any, has not answered yet, oldest first."""
@@ -209,7 +204,7 @@ class PlaceTable(SlotMemory):
         """Take a free place, with a limit that leaves room for the others."""
         budget = self.budget
         ample = self.committed_nbytes <= budget.ample_nbytes
-        limit_nbytes = budget.limit_nbytes if ample else budget.next_limit(self._usage())
+        limit_nbytes = budget.limit_nbytes if ample else budget.next_limit(self.tasks, self.used_nbytes())
         if not self._free and not self._empty:
             place = Place(len(self.places))
             self.places.append(place)
@@ -395,28 +390,15 @@ class PlaceTable(SlotMemory):
             guard.drop_copied()
         while self._released:
             place = getattr(self._released.popleft(), "place", None)
-            if place is None:  # an interrupt ended `take` before it was done
-                continue
-            place.lease = None
-            if guard.active:
-                place.state = GUARDED
+            if place is not None:  # else an interrupt ended `take` before it was done
+                place.lease, place.state = None, GUARDED
                 ended.append(place)
-            else:
-                self.kept -= 1
-                self._make_free(place)
-        if guard.active:
-            self._pass_to_guard(ended)
-        if len(self._free) > self._warm:
-            self._keep_warm(self._warm)
-
-    def _pass_to_guard(self, ended: list[Place]) -> None:
-        self.guard.end(ended)
-        for place in self.guard.done():
+        for place in guard.pass_on(ended) if guard.active else ended:
             self.kept -= 1
             self._make_free(place)
-        guarded = [place.state for place in self.places].count(GUARDED)
-        self._most_guarded = max(self._most_guarded, guarded)
-        self._set_warm()
+        # Locked slots stay warm: to unlock and lock them again may take until the device is done.
+        if len(self._free) > self.window + SPARE_SLOTS and not guard.active:
+            self._discard_cold()
 
     def guard_with(self, guard: Guard) -> None:
         """Have a guard for an accelerator, from now on."""
@@ -425,8 +407,8 @@ class PlaceTable(SlotMemory):
     def trim(self) -> None:
         """Give back the memory of free slots beyond the base: the program no longer keeps that many."""
         self.collect()
-        self._forget_peaks()
-        self._keep_warm(self.budget.base_slots)
+        self.window = self.budget.most_tasks
+        self._discard_cold()
 
     def close(self) -> None:
         """Drop the segment; what is leased lives on until its last view dies.
@@ -453,13 +435,9 @@ class PlaceTable(SlotMemory):
         states = Counter(place.state for place in self.places)
         wanted = Counter(place.state for place in self.unreturned.values())
         busy = Counter(place.worker_id for place in self.places if place.state is MAKING)
-        said = (
-            len(self._free) + len(self._empty), self.tasks, self.kept, len(self.void) + wanted[MAKING],
-            len(self.arrived), self.unanswered, self.committed_nbytes,
-        )  # fmt: skip
-        found = (
-            states[FREE], states[MAKING] + states[ARRIVED], states[LEASED] + states[GUARDED], states[MAKING],
-            wanted[ARRIVED] + wanted[LEASED], [busy[worker_id] for worker_id in range(len(self.unanswered))],
-            sum(place.limit_nbytes for place in self.places),
-        )  # fmt: skip
+        said = [len(self._free) + len(self._empty), self.tasks, self.kept, self.committed_nbytes]
+        said += [len(self.void) + wanted[MAKING], len(self.arrived), *self.unanswered]
+        found = [states[FREE], states[MAKING] + states[ARRIVED], states[LEASED] + states[GUARDED]]
+        found += [sum(place.limit_nbytes for place in self.places), states[MAKING]]
+        found += [wanted[ARRIVED] + wanted[LEASED], *(busy[number] for number in range(len(self.unanswered)))]
         assert said == found, f"the table of places says {said}, and there are {found}"

@@ -17,9 +17,10 @@ import torch
 from loading import Numbered
 
 from shmloader import DataLoader, SharedMemoryExhausted, share
-from shmloader.memory import PAGE_NBYTES, Segment, huge_pages, sealed_buffer
+from shmloader.memory import PAGE_NBYTES, Segment, huge_pages
 from shmloader.memory.huge_pages import HUGE_NBYTES
 from shmloader.memory.mapping import map_aligned
+from shmloader.store import sealed_buffer
 from shmloader.store.sealed_buffer import BufferBuilder
 
 SMALL_END = 3 * PAGE_NBYTES
